@@ -2,3 +2,25 @@
 
 Importing this package imports neither torch nor any of its rooms: names are fetched when used.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tutti.world import UsageError, World, check_same, init
+
+__version__ = "0.1.0"
+__all__ = ["UsageError", "World", "__version__", "check_same", "init"]
+
+_HOMES = {
+    "UsageError": "tutti.world.errors",
+    "World": "tutti.world.world",
+    "check_same": "tutti.world.consistency",
+    "init": "tutti.world.start",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tutti' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

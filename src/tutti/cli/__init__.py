@@ -1,0 +1,63 @@
+"""The command line: one module per command. `tutti --help` imports none of them, nor torch."""
+
+import difflib
+import sys
+from importlib import import_module
+
+# Each command's module has `main(arguments) -> exit code`.
+COMMANDS = {
+    "run": ("tutti.cli.run", "start any script as a world of local ranks"),
+    "world": ("tutti.cli.world", "show the world as every rank sees it, with reasons"),
+    "submit": ("tutti.cli.submit", "write a Slurm or MPI job for a cluster, and submit it"),
+}
+
+_USAGE = """usage: tutti COMMAND [flags]
+
+tutti takes a PyTorch model from one device to many, proves that the many compute what the one
+did, and explains every per cent of speed that was lost on the way.
+
+commands:
+{commands}
+
+`tutti COMMAND --help` is the reference of a command; `tutti --version` prints the version."""
+
+
+def main() -> None:
+    """The console script: run the command and exit with its code."""
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # `tutti … | head`: the reader has seen enough
+        sys.stderr.close()
+        code = 0
+    except KeyboardInterrupt:
+        print("tutti: interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; returns the exit code: 0 done, 1 a check failed, 2 wrong usage."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        rows = "\n".join(f"  {name:<8} {about}" for name, (_, about) in COMMANDS.items())
+        print(_USAGE.format(commands=rows))
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        from tutti import __version__
+
+        print(f"tutti {__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"tutti: no command {name!r}: {hint} See tutti --help", file=sys.stderr)
+        return 2
+    from tutti.world.errors import RanksDiffer, UsageError
+
+    try:
+        code: int = import_module(COMMANDS[name][0]).main(rest)
+        return code
+    except (UsageError, RanksDiffer) as error:
+        print(f"tutti {name}: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,1 @@
+"""What this machine is: devices, links, NUMA, NICs. Imports no other room."""

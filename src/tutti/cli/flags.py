@@ -1,0 +1,59 @@
+"""Flags from dataclasses: help, defaults and code never disagree. Mistakes are one line."""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import re
+from collections.abc import Sequence
+from typing import TypeVar, get_type_hints
+
+import tyro
+
+from tutti.world.errors import UsageError
+
+Flags = TypeVar("Flags")
+
+
+def parse(kind: type[Flags], program: str, arguments: Sequence[str]) -> Flags:
+    """Read flags into a dataclass; a mistake raises UsageError with the nearest name."""
+    complaints = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaints):
+            return tyro.cli(kind, prog=program, args=list(arguments))
+    except SystemExit as stop:
+        if not stop.code:
+            raise  # --help
+    raise UsageError(_one_line(complaints.getvalue(), program))
+
+
+def split_at_command(kind: type[object], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split `-n 4 --show all train.py --lr 1` into our flags and the command with its own."""
+    hints = get_type_hints(kind)
+    switches = {field.name for field in dataclasses.fields(kind) if hints[field.name] is bool}  # type: ignore[arg-type]
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        if argument == "--":
+            return list(arguments[:position]), list(arguments[position + 1 :])
+        if argument == "-m" or not argument.startswith("-"):
+            break
+        name = argument.lstrip("-").removeprefix("no-").replace("-", "_")
+        takes_value = "=" not in argument and name not in {*switches, "h", "help"}
+        position += 2 if takes_value else 1
+    return list(arguments[:position]), list(arguments[position:])
+
+
+def _one_line(box: str, program: str) -> str:
+    """tyro explains in a box of several lines; keep what is wrong and what was meant."""
+    lines = [line.strip("│╭╮╰╯─ ") for line in box.splitlines()]
+    lines = [line for line in lines if line]
+    said = lines[1] if len(lines) > 1 else "wrong usage"
+    unknown = re.match(r"Unrecognized options: (.*)", said)
+    if unknown is None:
+        return f"{said}: see {program} --help"
+    flag = unknown[1].split(",")[0].strip()
+    known = re.findall(r"(--[a-z][a-z0-9.-]*)", " ".join(lines[2:]))
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.0)
+    hint = f"did you mean {near[0]}?" if near else f"see {program} --help"
+    return f"no flag {flag}: {hint}"

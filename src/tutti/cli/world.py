@@ -1,0 +1,86 @@
+"""tutti world: the world as this rank and all others see it, with reasons."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from tutti.cli.flags import parse
+from tutti.cli.results import write_json
+from tutti.world.identity import identify
+from tutti.world.launch import LocalWorld
+
+
+@dataclass(frozen=True)
+class Show:
+    """Show the world: a row per rank, and where each value came from.
+
+    Start it as you would start a training job: plainly, with --ranks, or under torchrun, srun or
+    mpirun.
+    """
+
+    ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
+    """Start this many local ranks, unless a launcher already did."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute."""
+    ranks_per_gpu: int | None = None
+    """How many ranks may share one GPU (default 1)."""
+    json: Path | None = None
+    """Write the rows to this file, too."""
+    start_timeout: float | None = None
+    """Seconds for all ranks to arrive (default 300)."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = parse(Show, "tutti world", arguments)
+    if options.ranks is not None and identify(os.environ).launcher == "python":
+        return LocalWorld(
+            command=[sys.executable, "-m", "tutti", "world", *arguments],
+            ranks=options.ranks,
+            device=options.device,
+            ranks_per_gpu=options.ranks_per_gpu or 1,
+            show="first",
+        ).run()
+
+    from tutti.world.exchange import gather_json
+    from tutti.world.start import init
+
+    with init(
+        device=options.device,
+        ranks_per_gpu=options.ranks_per_gpu,
+        start_timeout=options.start_timeout,
+    ) as world:
+        rows = gather_json(world.row())
+        if world.is_first:
+            _print_table(rows)
+            if options.json is not None:
+                write_json(options.json, "tutti.world/1", {"rows": rows})
+    return 0
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = ("rank", "local_rank", "node", "host", "device", "backend", "launcher", "cpus")
+    console = Console()
+    table = Table(title=f"a world of {len(rows)}")
+    for column in (*columns, "threads"):
+        table.add_column(column.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in (*columns, "threads")))
+    console.print(table)
+    # The reasons are the same on every rank, or nearly so: each is printed once.
+    for value in rows[0]["reasons"]:
+        by_rank = [row["reasons"].get(value, "") for row in rows]
+        for reason in dict.fromkeys(by_rank):
+            ranks = [str(rank) for rank, seen in enumerate(by_rank) if seen == reason]
+            which = "" if len(ranks) == len(rows) else f" (rank {', '.join(ranks)})"
+            console.print(f"  {value}: {reason}{which}", highlight=False, markup=False)
+    sharing = max(row["ranks_on_device"] for row in rows)
+    if sharing > 1:
+        console.print(f"note: {sharing} ranks share one GPU", highlight=False)

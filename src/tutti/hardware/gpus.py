@@ -1,0 +1,48 @@
+"""The NVIDIA GPUs this process can use, without importing torch."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def visible_gpu_count(env: Mapping[str, str] | None = None) -> int:
+    """How many GPUs CUDA would show a process started with this environment (0 without any)."""
+    env = os.environ if env is None else env
+    installed = _installed_gpus()
+    chosen = env.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return installed
+    count = 0
+    for entry in chosen.split(","):
+        entry = entry.strip()
+        # CUDA ends the list at the first entry that names no device.
+        if entry.isdecimal() and int(entry) >= installed:
+            break
+        if not entry.isdecimal() and not entry.startswith(("GPU-", "MIG-")):
+            break
+        count += 1
+    return min(count, installed) if "MIG-" not in chosen else count
+
+
+def numa_node_of_gpu(pci_address: str) -> int | None:
+    """The NUMA node that a PCI device hangs on; None where the kernel does not say."""
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{pci_address.lower()}/numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if node < 0 else node
+
+
+def _installed_gpus() -> int:
+    try:
+        import pynvml
+    except ImportError:
+        return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver here
+        return 0
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    finally:
+        pynvml.nvmlShutdown()

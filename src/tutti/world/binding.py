@@ -1,0 +1,83 @@
+"""Bind this process to the CPUs near its device, and size its thread pool to the cores it has."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tutti.hardware.cpus import (
+    allowed_cpus,
+    cpu_quota,
+    format_cpu_list,
+    numa_nodes,
+    parse_cpu_list,
+)
+from tutti.hardware.gpus import numa_node_of_gpu
+from tutti.world.placement import Place, cpus_for
+from tutti.world.rollcall import Answer
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The CPUs and threads of this process, each with its reason."""
+
+    cpus: str
+    cpus_reason: str
+    threads: int
+    threads_reason: str
+
+
+def visible_gpus() -> list[str]:
+    """The UUIDs of the GPUs that CUDA shows this process, in its order."""
+    if not torch.cuda.is_available():
+        return []
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [str(device.uuid) for device in properties]
+
+
+def bind(
+    answers: Sequence[Answer], places: Sequence[Place], rank: int, env: Mapping[str, str]
+) -> Binding:
+    """Pin this rank to its device's NUMA node and set torch's thread count; say what was done."""
+    cpus, cpus_reason = _choose_cpus(answers, places[rank], rank)
+    if cpus is not None:
+        os.sched_setaffinity(0, parse_cpu_list(cpus))
+    threads, threads_reason = _choose_threads(answers, places, rank, env)
+    torch.set_num_threads(threads)
+    return Binding(format_cpu_list(allowed_cpus()), cpus_reason, threads, threads_reason)
+
+
+def _choose_cpus(answers: Sequence[Answer], place: Place, rank: int) -> tuple[str | None, str]:
+    numa = numa_nodes()
+    allowed = set(allowed_cpus())
+    if place.gpu is None:
+        cpus = cpus_for(answers, rank, numa)
+        return (cpus, "its NUMA node's share") if cpus else (None, "as the launcher left it")
+    node = numa_node_of_gpu(_pci_address(place.gpu))
+    near = allowed.intersection(numa.get(-1 if node is None else node, ()))
+    if not near:
+        return None, "as the launcher left it: the GPU's NUMA node is unknown"
+    return format_cpu_list(near), f"NUMA node {node} of cuda:{place.gpu}"
+
+
+def _choose_threads(
+    answers: Sequence[Answer], places: Sequence[Place], rank: int, env: Mapping[str, str]
+) -> tuple[int, str]:
+    if env.get("OMP_NUM_THREADS", "").isdecimal():
+        return max(1, int(env["OMP_NUM_THREADS"])), "OMP_NUM_THREADS"
+    # Ranks with the same CPUs share them; ranks with CPUs of their own do not.
+    mine = answers[rank]
+    same_cpus = [a for a in answers if a.machine == mine.machine and a.cpus == mine.cpus]
+    sharers = len(same_cpus)
+    cores = len(parse_cpu_list(mine.cpus))
+    quota = cpu_quota()
+    if quota is not None and quota < cores:
+        cores, sharers = quota, places[rank].local_size
+    return max(1, cores // sharers), f"{cores} cores / {sharers} ranks"
+
+
+def _pci_address(gpu: int) -> str:
+    device: Any = torch.cuda.get_device_properties(gpu)  # torch's stub lacks the PCI fields
+    return f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"

@@ -1,0 +1,87 @@
+"""Several ranks on one GPU: what NCCL and symmetric memory must be told, and a private MPS.
+
+Multi-GPU code can then be developed and tested on one GPU. Without MPS, kernels of different
+processes take turns in time slices, and ranks that wait for each other advance by milliseconds.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+
+def shared_gpu_variables(rank: int) -> dict[str, str]:
+    """What a rank that shares its GPU with others needs in its environment before NCCL starts."""
+    return {
+        # NCCL refuses two ranks on one GPU of one host; with an id of its own each rank looks
+        # like a host of its own, and they talk over loopback sockets.
+        "NCCL_HOSTID": f"tutti-rank{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    }
+
+
+class MpsDaemon:
+    """A private MPS control daemon, started before the ranks and stopped after them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.variables = {
+            "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),
+            "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
+        }
+
+    @staticmethod
+    def available() -> bool:
+        """Whether this machine has MPS."""
+        return shutil.which("nvidia-cuda-mps-control") is not None
+
+    def start(self) -> None:
+        """Start the daemon; raises CalledProcessError with its output where it refuses."""
+        for directory in self.variables.values():
+            Path(directory).mkdir(mode=0o700)
+        self._control("-d")
+
+    def stop(self) -> None:
+        """Ask the daemon to quit and wait until it and its server are gone; kill what stays."""
+        pids = self._processes()
+        # It may be gone already; what is left is killed below.
+        with contextlib.suppress(subprocess.SubprocessError, OSError):
+            self._control(command="quit -t 5\n")
+        deadline = time.monotonic() + 10
+        while self._alive(pids) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in self._alive(pids):
+            os.kill(pid, 9)
+
+    def _control(self, *arguments: str, command: str | None = None) -> str:
+        done = subprocess.run(
+            ["nvidia-cuda-mps-control", *arguments],
+            input=command,
+            env=os.environ | self.variables,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
+        )
+        return done.stdout
+
+    def _processes(self) -> list[int]:
+        """The daemon and its servers: those whose environment names our private directory."""
+        mark = f"CUDA_MPS_PIPE_DIRECTORY={self.variables['CUDA_MPS_PIPE_DIRECTORY']}".encode()
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                is_mps = (process / "comm").read_text().startswith("nvidia-cuda-mps")
+                if is_mps and mark in (process / "environ").read_bytes():
+                    found.append(int(process.name))
+            except OSError:  # gone, or another user's
+                continue
+        return found
+
+    @staticmethod
+    def _alive(pids: list[int]) -> list[int]:
+        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]

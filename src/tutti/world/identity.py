@@ -1,0 +1,295 @@
+"""Who this process is, from what its launcher left in the environment.
+
+Every launcher speaks its own dialect. One function per dialect turns it into the same Identity,
+and for every value the variable that gave it. They are tried in a fixed order, innermost
+launcher first: a torchrun inside an srun step is torchrun, an mpirun inside one is mpirun.
+"""
+
+import os
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tutti.world.errors import UsageError
+from tutti.world.nodelist import expand_hosts, expand_tasks_per_node
+
+Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the launcher said about this process. None: it did not say; the roll call finds out."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    node: int | None = None
+    nodes: int | None = None
+    master_host: str | None = None
+    master_port: int | None = None
+    # Tells this world from others on the same hosts: port candidates are derived from it.
+    job: str = ""
+    # torchrun's agent already listens on the master port; every rank is a client.
+    agent_store: bool = False
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def identify(env: Environment) -> Identity:
+    """The identity of this process: from the first launcher that applies, else a world of one."""
+    found = [(read, identity) for read in _DIALECTS if (identity := read(env)) is not None]
+    if not found:
+        _refuse_half_a_set(env)
+        return Identity(
+            "python",
+            rank=0,
+            size=1,
+            local_rank=0,
+            local_size=1,
+            node=0,
+            nodes=1,
+            reasons=dict.fromkeys(_VALUES, "default: no launcher found"),
+        )
+    read, identity = found[0]
+    if read is _from_plain_set:
+        # RANK and WORLD_SIZE may be left over in a shell; a launcher that disagrees is right next
+        # to them, and either choice would hang or train the wrong thing.
+        for _, other in found[1:]:
+            _refuse_contradiction(identity, other)
+    return identity
+
+
+def clean_of_launchers(env: Environment) -> dict[str, str]:
+    """The environment without what an outer launcher said, for one that starts its own world."""
+    return {name: value for name, value in env.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+
+
+_VALUES = ("launcher", "rank", "size", "local_rank", "local_size", "node", "nodes")
+_PLAIN_SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_PREFIXES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "TUTTI_"),
+    *("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_STEP_ID", "SLURM_STEPID"),
+)
+
+
+def _from_torchrun(env: Environment) -> Identity | None:
+    name = "TORCHELASTIC_RUN_ID"
+    if name not in env:
+        return None
+    agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _complete_set(env, "torchrun", name, job=env[name], agent_store=agent_store)
+
+
+def _from_tutti_run(env: Environment) -> Identity | None:
+    name = "TUTTI_RUN_ID"
+    return _complete_set(env, "tutti", name, job=env[name]) if name in env else None
+
+
+def _from_plain_set(env: Environment) -> Identity | None:
+    if not all(name in env for name in _PLAIN_SET):
+        return None
+    job = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+    return _complete_set(env, "environment", " ".join(_PLAIN_SET), job)
+
+
+def _from_openmpi(env: Environment) -> Identity | None:
+    if "OMPI_COMM_WORLD_RANK" not in env:
+        return None
+    reader = _Reader(env, "Open MPI", "OMPI_COMM_WORLD_RANK")
+    rank = reader.integer("rank", "OMPI_COMM_WORLD_RANK")
+    size = reader.integer("size", "OMPI_COMM_WORLD_SIZE")
+    local_rank = reader.integer("local_rank", "OMPI_COMM_WORLD_LOCAL_RANK")
+    local_size = reader.integer("local_size", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    host = None
+    if local_size < size and "MASTER_ADDR" not in env:
+        # Open MPI does not say where rank 0 is. mpirun usually runs on the first host of its
+        # list, and its address is known to all; rank 0 checks that it is really there.
+        uri = env.get("OMPI_MCA_orte_hnp_uri", "")
+        if "tcp://" in uri:
+            host = uri.split("tcp://", 1)[1].split(":", 1)[0].split(",", 1)[0]
+            reader.reasons["master"] = "OMPI_MCA_orte_hnp_uri, where mpirun runs"
+    job = "openmpi-" + env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
+    return reader.identity("openmpi", rank, size, local_rank, local_size, host=host, job=job)
+
+
+def _from_mpich(env: Environment) -> Identity | None:
+    # `srun --mpi=pmi2` sets PMI_RANK too, but no local rank: that is Slurm's to tell.
+    if "PMI_RANK" not in env or "MPI_LOCALRANKID" not in env:
+        return None
+    reader = _Reader(env, "MPICH", "PMI_RANK and MPI_LOCALRANKID")
+    return reader.identity(
+        "mpich",
+        rank=reader.integer("rank", "PMI_RANK"),
+        size=reader.integer("size", "PMI_SIZE"),
+        local_rank=reader.integer("local_rank", "MPI_LOCALRANKID"),
+        local_size=reader.integer("local_size", "MPI_LOCALNRANKS"),
+        job="mpich-" + (env.get("PMI_JOBID") or _process_behind(env.get("PMI_FD", ""))),
+    )
+
+
+def _from_slurm(env: Environment) -> Identity | None:
+    # The batch shell and an salloc shell show SLURM_PROCID or SLURM_NTASKS too, but nobody
+    # started the other ranks: only a step has peers.
+    if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
+        return None
+    reader = _Reader(env, "Slurm", "SLURM_STEP_ID")
+    rank = reader.integer("rank", "SLURM_PROCID")
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    size = reader.integer("size", tasks)
+    local_rank = reader.integer("local_rank", "SLURM_LOCALID")
+    node = reader.integer("node", "SLURM_NODEID")
+    tasks_per_node = reader.text("local_size", "SLURM_STEP_TASKS_PER_NODE")
+    counts = expand_tasks_per_node(tasks_per_node, "SLURM_STEP_TASKS_PER_NODE")
+    if node >= len(counts):
+        raise UsageError(
+            f"SLURM_NODEID={node} but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} names only "
+            f"{len(counts)} nodes: start the ranks with srun"
+        )
+    reader.reasons["nodes"] = "SLURM_STEP_TASKS_PER_NODE"
+    host = None
+    if "MASTER_ADDR" not in env:
+        # Not SLURM_LAUNCH_NODE_IPADDR: that is the host srun was typed on. Not the job's node
+        # list either: a step may run on some of the job's nodes only.
+        node_list = reader.text("master", "SLURM_STEP_NODELIST")
+        host = expand_hosts(node_list, "SLURM_STEP_NODELIST")[0]
+    job = f"slurm-{env.get('SLURM_JOB_ID', '')}-{env['SLURM_STEP_ID']}"
+    return reader.identity(
+        "slurm", rank, size, local_rank, counts[node], node, len(counts), host, job=job
+    )
+
+
+_DIALECTS: tuple[Callable[[Environment], Identity | None], ...] = (
+    _from_torchrun,
+    _from_tutti_run,
+    _from_plain_set,
+    _from_openmpi,
+    _from_mpich,
+    _from_slurm,
+)
+
+
+class _Reader:
+    """Reads one dialect's variables and remembers which variable gave which value."""
+
+    def __init__(self, env: Environment, dialect: str, recognised_by: str) -> None:
+        self.env = env
+        self.dialect = dialect
+        self.reasons = {"launcher": recognised_by}
+
+    def text(self, value: str, variable: str) -> str:
+        if variable not in self.env:
+            raise UsageError(
+                f"{self.dialect} started this process but {variable} is not set: "
+                "start it again without clearing the environment"
+            )
+        self.reasons[value] = variable
+        return self.env[variable]
+
+    def integer(self, value: str, variable: str) -> int:
+        text = self.text(value, variable)
+        if not text.isdecimal():
+            raise UsageError(f"{variable}={text!r} is not a whole number: unset or correct it")
+        return int(text)
+
+    def optional(self, value: str, variable: str) -> int | None:
+        return self.integer(value, variable) if variable in self.env else None
+
+    def identity(
+        self,
+        launcher: str,
+        rank: int,
+        size: int,
+        local_rank: int | None = None,
+        local_size: int | None = None,
+        node: int | None = None,
+        nodes: int | None = None,
+        host: str | None = None,
+        job: str = "",
+        agent_store: bool = False,
+    ) -> Identity:
+        if not 0 <= rank < size:
+            raise UsageError(
+                f"{self.reasons['rank']}={rank} but {self.reasons['size']}={size}: "
+                f"a rank is 0 to {size - 1}"
+            )
+        if "MASTER_ADDR" in self.env:
+            host = self.text("master", "MASTER_ADDR")
+        elif local_size == size:
+            host = "127.0.0.1"
+            self.reasons["master"] = f"all {size} ranks are on this host"
+        port = self.optional("port", "MASTER_PORT")
+        if port is not None and not 0 < port < 65536:
+            raise UsageError(f"MASTER_PORT={port} is no port: use one from 1024 to 65535")
+        return Identity(
+            launcher,
+            rank,
+            size,
+            local_rank,
+            local_size,
+            node,
+            nodes,
+            host,
+            port,
+            job,
+            agent_store,
+            self.reasons,
+        )
+
+
+def _complete_set(
+    env: Environment, launcher: str, recognised_by: str, job: str, agent_store: bool = False
+) -> Identity:
+    for variable in _PLAIN_SET:
+        _Reader(env, launcher, recognised_by).text(variable, variable)  # complains if it is missing
+    reader = _Reader(env, launcher, recognised_by)
+    return reader.identity(
+        launcher,
+        rank=reader.integer("rank", "RANK"),
+        size=reader.integer("size", "WORLD_SIZE"),
+        local_rank=reader.optional("local_rank", "LOCAL_RANK"),
+        local_size=reader.optional("local_size", "LOCAL_WORLD_SIZE"),
+        node=reader.optional("node", "GROUP_RANK"),
+        nodes=reader.optional("nodes", "GROUP_WORLD_SIZE"),
+        job=job,
+        agent_store=agent_store,
+    )
+
+
+def _process_behind(descriptor: str) -> str:
+    """The process at the other end of Hydra's socket, shared by all its ranks on this host.
+
+    Hydra gives its jobs no id, and two jobs at once must not derive the same port.
+    """
+    try:
+        with socket.socket(fileno=os.dup(int(descriptor))) as to_launcher:
+            credentials = to_launcher.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            return str(struct.unpack("3i", credentials)[0])
+    except (ValueError, OSError):  # not a number, not open, not a socket: no id then
+        return ""
+
+
+def _refuse_contradiction(one: Identity, other: Identity) -> None:
+    if (one.rank, one.size) == (other.rank, other.size):
+        return
+    raise UsageError(
+        f"two launchers disagree: {_claim(one)}, but {_claim(other)}: unset RANK and WORLD_SIZE "
+        f"to be started by {other.launcher}, or unset the other two"
+    )
+
+
+def _claim(identity: Identity) -> str:
+    rank, size = identity.reasons["rank"], identity.reasons["size"]
+    return f"{rank}={identity.rank} {size}={identity.size}"
+
+
+def _refuse_half_a_set(env: Environment) -> None:
+    if "RANK" not in env or "WORLD_SIZE" not in env or env["WORLD_SIZE"] == "1":
+        return
+    missing = [name for name in _PLAIN_SET if name not in env]
+    raise UsageError(
+        f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']} are set but {' and '.join(missing)}"
+        f" {'is' if len(missing) == 1 else 'are'} not: set all four, or unset RANK"
+    )
