@@ -1,4 +1,4 @@
-"""Hosts on one machine: they work, and nothing of them is left."""
+"""Hosts and a Slurm on one machine: they work, and nothing of them is left."""
 
 import os
 import signal
@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from hosts import hosts_missing, network, two_hosts
+from slurm_cluster import slurm_cluster, slurm_missing
 
 needs_hosts = pytest.mark.skipif(hosts_missing() is not None, reason=str(hosts_missing()))
+needs_slurm = pytest.mark.skipif(slurm_missing() is not None, reason=str(slurm_missing()))
 pytestmark = pytest.mark.timeout(30)
 
 SERVE_ONE_GREETING = """
@@ -141,3 +143,49 @@ def test_hosts_end_with_a_test_process_that_was_killed(tmp_path: Path) -> None:
         wait_until(lambda: len(processes_that_mention(sleeper)) >= 2)  # with the owner itself
         owner.kill()
     wait_until(lambda: processes_that_mention(sleeper) == [])
+
+
+@needs_slurm
+def test_srun_starts_tasks_on_both_nodes() -> None:
+    with slurm_cluster() as cluster:
+        done = cluster.run(["srun", "-N2", "--ntasks-per-node=2", "hostname"])
+        assert sorted(done.stdout.split()) == ["n1", "n1", "n2", "n2"], cluster.logs()
+
+
+@needs_slurm
+def test_a_batch_job_runs_and_writes_its_output(tmp_path: Path) -> None:
+    with slurm_cluster() as cluster:
+        output = tmp_path / "job.out"
+        submit = ["sbatch", "--parsable", "-N2", f"--output={output}", "--wrap"]
+        good = cluster.run([*submit, "srun hostname"])
+        assert cluster.wait_for_job(good.stdout.strip(), timeout=15) == "COMPLETED", cluster.logs()
+        assert sorted(output.read_text().split()) == ["n1", "n2"]
+        bad = cluster.run([*submit, "exit 3"])
+        assert cluster.wait_for_job(bad.stdout.strip(), timeout=15) == "FAILED", cluster.logs()
+
+
+@needs_slurm
+def test_a_client_past_its_timeout_leaves_the_nodes_free() -> None:
+    with slurm_cluster() as cluster:
+        with pytest.raises(subprocess.TimeoutExpired):
+            cluster.run(["srun", "-N2", "--exclusive", "sleep", "1000"], timeout=1)
+        done = cluster.run(["srun", "-N2", "--exclusive", "hostname"], timeout=15)
+        assert sorted(done.stdout.split()) == ["n1", "n2"], cluster.logs()
+
+
+@needs_slurm
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_nothing_of_a_cluster_is_left(error: type[BaseException] | None) -> None:
+    before = links()
+    try:
+        with slurm_cluster() as cluster:
+            assert cluster.folder.exists()
+            assert processes_that_mention(str(cluster.folder))
+            cluster.run(["sbatch", "-N2", "--output=/dev/null", "--wrap", "srun sleep 1000"])
+            if error:
+                raise error
+    except (RuntimeError, KeyboardInterrupt) as caught:
+        assert type(caught) is error
+    assert links() == before
+    assert processes_that_mention(str(cluster.folder)) == []
+    assert not cluster.folder.exists()
