@@ -44,16 +44,27 @@ def split_at_command(kind: type[object], arguments: Sequence[str]) -> tuple[list
     return list(arguments[:position]), list(arguments[position:])
 
 
+def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split `--nodes 2 -- python train.py` into our flags and the command."""
+    if "--" not in arguments:
+        return list(arguments), []
+    position = list(arguments).index("--")
+    return list(arguments[:position]), list(arguments[position + 1 :])
+
+
 def _one_line(box: str, program: str) -> str:
     """tyro explains in a box of several lines; keep what is wrong and what was meant."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in box.splitlines()]
-    lines = [line for line in lines if line]
-    said = lines[1] if len(lines) > 1 else "wrong usage"
+    _, *lines = (line.strip("│╭╮╰╯ ") for line in box.splitlines())
+    rule = next((number for number, line in enumerate(lines) if set(line) == {"─"}), len(lines))
+    said = " ".join(line for line in lines[:rule] if line.strip("─"))
     unknown = re.match(r"Unrecognized options: (.*)", said)
     if unknown is None:
-        return f"{said}: see {program} --help"
+        said = re.sub(
+            r"^Error parsing (\S+): invalid literal .*: (\S+)$", r"\1 \2: no number", said
+        )
+        return f"{said.rstrip('.')}: see {program} --help"
     flag = unknown[1].split(",")[0].strip()
-    known = re.findall(r"(--[a-z][a-z0-9.-]*)", " ".join(lines[2:]))
+    known = re.findall(r"(--[a-z][a-z0-9.-]*)", " ".join(lines[rule:]))
     near = difflib.get_close_matches(flag, known, n=1, cutoff=0.0)
     hint = f"did you mean {near[0]}?" if near else f"see {program} --help"
     return f"no flag {flag}: {hint}"

@@ -182,8 +182,8 @@ class Conductor:
         others = f"; the other {count - 1} were stopped because of it" if count > 1 else ""
         who = f"rank {guilty.number} on {os.uname().nodename}"
         _say(f"{who} {guilty.how_it_ended()}{summary}{others}")
-        if not self._output.shows(guilty.number):
-            print(details or self._output.tail(guilty.number), file=sys.stderr)
+        hidden = "" if self._output.shows(guilty.number) else self._output.tail(guilty.number)
+        print(details or hidden, end="", file=sys.stderr, flush=True)
         if guilty.code is None or guilty.code == 0 or guilty.stopped_by_us:
             return 1
         return guilty.code if guilty.code > 0 else 128 - guilty.code

@@ -1,0 +1,178 @@
+"""tutti submit slurm|mpi: write a cluster job, and submit it."""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tutti.cli.flags import parse, split_at_dashes
+from tutti.world.errors import UsageError
+from tutti.world.jobs import MpiJob, SlurmJob, parse_hosts
+from tutti.world.network import free_port
+
+_USAGE = """usage: tutti submit slurm [flags] -- COMMAND
+       tutti submit mpi --hosts n1:4,n2:4 [flags] -- COMMAND
+
+Writes the job as a script that you could have written, and submits it; --dry-run prints it.
+`tutti submit slurm --help` and `tutti submit mpi --help` list the flags."""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Write an sbatch script and submit it.
+
+    tutti submit slurm --nodes 2 --gpus-per-node 8 --time 2:00:00 -- python train.py --lr 0.1
+    """
+
+    nodes: int = 1
+    """How many nodes."""
+    gpus_per_node: int = 0
+    """GPUs on each node; one rank is started for each, unless --ranks-per-node says otherwise."""
+    ranks_per_node: int | None = None
+    """Ranks on each node (default: one per GPU, or 1 without GPUs)."""
+    cpus_per_rank: int | None = None
+    """CPU cores for each rank."""
+    partition: str | None = None
+    """Slurm's partition."""
+    time: str | None = None
+    """Time limit, as sbatch takes it: 2:00:00."""
+    account: str | None = None
+    """Account to charge."""
+    qos: str | None = None
+    """Quality of service."""
+    mem: str | None = None
+    """Memory per node, as sbatch takes it: 64G."""
+    job_name: str | None = None
+    """Name of the job (default: from the command)."""
+    output: str = "%x-%j.out"
+    """Where the job's output goes (%x: its name, %j: its number)."""
+    sbatch: tuple[str, ...] = ()
+    """Further flags of sbatch, without the dashes: --sbatch exclusive constraint=h200."""
+    script: Path | None = None
+    """Where to write the script (default: NAME.sbatch here)."""
+    dry_run: bool = False
+    """Print the script; write and submit nothing."""
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """Write a script that calls mpirun, and run it.
+
+    tutti submit mpi --hosts n1:4,n2:4 -- python train.py --lr 0.1
+    """
+
+    hosts: str = "localhost:1"
+    """Hosts and how many ranks each runs: n1:4,n2:4. Rank 0 is on the first."""
+    mpirun: str = "mpirun"
+    """The mpirun to call."""
+    flavour: Literal["auto", "openmpi", "mpich"] = "auto"
+    """Whose mpirun it is; auto asks it."""
+    script: Path | None = None
+    """Where to write the script (default: NAME.mpi.sh here)."""
+    dry_run: bool = False
+    """Print the script; write and run nothing."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    kinds = {"slurm": _submit_slurm, "mpi": _submit_mpi}
+    if not arguments or arguments[0] not in kinds:
+        asked = bool(arguments) and arguments[0] in ("-h", "--help")
+        print(_USAGE, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    return kinds[arguments[0]](arguments[1:])
+
+
+def _submit_slurm(arguments: list[str]) -> int:
+    flags, command = split_at_dashes(arguments)
+    options = parse(Slurm, "tutti submit slurm", flags)
+    name = options.job_name or _name_of(_given(command, "slurm"))
+    extra = [flag.lstrip("-").partition("=") for flag in options.sbatch]
+    gpus = options.gpus_per_node
+    job = SlurmJob(
+        command=command,
+        nodes=options.nodes,
+        ranks_per_node=max(1, gpus) if options.ranks_per_node is None else options.ranks_per_node,
+        cpus_per_rank=options.cpus_per_rank,
+        directives={
+            "job-name": name,
+            "gpus-per-node": str(gpus) if gpus else None,
+            "partition": options.partition,
+            "time": options.time,
+            "account": options.account,
+            "qos": options.qos,
+            "mem": options.mem,
+            "output": options.output,
+            **{flag: value for flag, _, value in extra},
+        },
+    )
+    script = job.script()
+    if options.dry_run:
+        print(script, end="")
+        return 0
+    _need("sbatch", "submit from a login node of the cluster, or use --dry-run")
+    path = _write(options.script or Path(f"{name}.sbatch"), script)
+    done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
+    print(done.stdout, end="")
+    if done.returncode != 0:
+        raise UsageError(f"sbatch refused {path}: {' '.join(done.stderr.split())}")
+    print(f"the script is {path}", file=sys.stderr)
+    return 0
+
+
+def _submit_mpi(arguments: list[str]) -> int:
+    flags, command = split_at_dashes(arguments)
+    options = parse(Mpi, "tutti submit mpi", flags)
+    job = MpiJob(
+        command=_given(command, "mpi"),
+        hosts=parse_hosts(options.hosts),
+        mpirun=options.mpirun,
+        flavour=_flavour(options.mpirun) if options.flavour == "auto" else options.flavour,
+        port=free_port(),
+    )
+    script = job.script()
+    if options.dry_run:
+        print(script, end="")
+        return 0
+    _need(options.mpirun, "install Open MPI or MPICH, or use --dry-run")
+    path = _write(options.script or Path(f"{_name_of(command)}.mpi.sh"), script)
+    print(f"the script is {path}", file=sys.stderr)
+    return subprocess.run(["bash", str(path)]).returncode
+
+
+def _given(command: Sequence[str], kind: str) -> Sequence[str]:
+    if not command:
+        raise UsageError(f"what should run? tutti submit {kind} [flags] -- python train.py")
+    return command
+
+
+def _name_of(command: Sequence[str]) -> str:
+    scripts = [word for word in command if word.endswith(".py")]
+    return re.sub(r"[^A-Za-z0-9._-]", "-", Path((scripts or command)[0]).stem) or "tutti"
+
+
+def _flavour(mpirun: str) -> str:
+    _need(mpirun, "install Open MPI or MPICH, or say --flavour openmpi")
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" in said or "OpenRTE" in said:
+        return "openmpi"
+    if "HYDRA" in said or "Intel" in said:
+        return "mpich"
+    raise UsageError(f"{mpirun} --version names neither Open MPI nor MPICH: say --flavour mpich")
+
+
+def _need(program: str, cure: str) -> None:
+    if shutil.which(program) is None:
+        raise UsageError(f"{program} is not installed here: {cure}")
+
+
+def _write(path: Path, script: str) -> Path:
+    if path.exists() and path.read_text() != script:
+        raise UsageError(f"{path} exists and is another script: remove it or use --script FILE")
+    path.write_text(script)
+    path.chmod(0o755)
+    return path
