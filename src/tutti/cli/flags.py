@@ -60,7 +60,7 @@ def _one_line(box: str, program: str) -> str:
     unknown = re.match(r"Unrecognized options: (.*)", said)
     if unknown is None:
         said = re.sub(
-            r"^Error parsing (\S+): invalid literal .*: (\S+)$", r"\1 \2: no number", said
+            r"^Error parsing (\S+): invalid literal .*: (\S+)$", r"\1 \2 is no number", said
         )
         return f"{said.rstrip('.')}: see {program} --help"
     flag = unknown[1].split(",")[0].strip()

@@ -105,6 +105,9 @@ class Watch:
         if error is self._handled:
             return
         self._handled, self.failed = error, True
+        if isinstance(error, KeyboardInterrupt):  # all ranks were interrupted: nobody failed
+            print(f"rank {self.rank} on {self.host}: interrupted", file=sys.stderr, flush=True)
+            return
         if isinstance(error, (UsageError, RanksDiffer)):
             summary, details = str(error), ""
         else:
@@ -124,10 +127,6 @@ class Watch:
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, where: TracebackType | None
     ) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            self.failed = True
-            print(f"rank {self.rank} on {self.host}: interrupted", file=sys.stderr)
-            return
         self.handle(error.with_traceback(where))
         if isinstance(error, (UsageError, RanksDiffer)):
             sys.stdout.flush()

@@ -93,6 +93,6 @@ class World:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception) and self._watch is not None:
+        if self._watch is not None and isinstance(error, (Exception, KeyboardInterrupt)):
             self._watch.handle(error)
         self.close()

@@ -1,0 +1,170 @@
+"""One rank fails: the world ends, the message names the rank, nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tutti.world.network import free_port
+from worlds import TUTTI, clean_environment, run_command
+
+PROGRAM = """
+import os, sys, time, torch, torch.distributed as dist, tutti
+what, who = sys.argv[1], int(sys.argv[2])
+with tutti.init() as world:
+    x = torch.ones(1_000_000)
+    for step in range(1_000_000):
+        if step == 20 and world.rank == who:
+            if what == "raise":
+                raise ValueError("the loss is a teapot")
+            if what == "memory":
+                raise MemoryError("no more")
+            if what == "leave":
+                sys.exit(0)
+            if what == "code":
+                sys.exit(7)
+            if what == "segfault":
+                import ctypes
+                ctypes.string_at(0)
+        if step == 20 and what == "stuck" and world.rank != who:
+            time.sleep(1000)
+        if step == 20 and what == "stuck":
+            os.kill(os.getpid(), 9)
+        if step == 20:
+            print(f"running {os.getpid()}", flush=True)
+        dist.all_reduce(x)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.fixture
+def world_of_four(program: Path) -> Iterator[subprocess.Popen[str]]:
+    """Four ranks, all in the middle of all-reduces of 4 MB."""
+    with subprocess.Popen(
+        [*TUTTI, "run", "-n", "4", str(program), "nothing", "0"],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        try:
+            pids = {}
+            while len(pids) < 4:
+                words = launcher.stdout.readline().split()  # [rank N] running PID
+                assert words, "the world ended before it began"
+                pids[int(words[1].rstrip("]"))] = int(words[3])
+            launcher.pids = pids  # type: ignore[attr-defined]
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def all_gone(pids: dict[int, int], within: float) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) for pid in pids.values()):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_in_an_all_reduce_ends_all_four(
+    world_of_four: subprocess.Popen[str], victim: int
+) -> None:
+    pids = world_of_four.pids  # type: ignore[attr-defined]
+    os.kill(pids[victim], signal.SIGKILL)
+    _, errors = world_of_four.communicate(timeout=10)
+    assert all_gone(pids, within=0.1)
+    assert world_of_four.returncode == 128 + signal.SIGKILL
+    assert f"rank {victim} on {os.uname().nodename} was killed by SIGKILL" in errors
+    assert "the other 3 were stopped because of it" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_reach_every_rank(
+    world_of_four: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    world_of_four.send_signal(number)
+    _, errors = world_of_four.communicate(timeout=15)
+    assert world_of_four.returncode == 128 + number
+    assert f"stopped by {number.name}: all 4 ranks have ended" in errors
+    assert all_gone(world_of_four.pids, within=0.1)  # type: ignore[attr-defined]
+    assert "Traceback" not in errors
+
+
+def test_a_killed_launcher_leaves_no_orphans(world_of_four: subprocess.Popen[str]) -> None:
+    world_of_four.kill()
+    world_of_four.communicate(timeout=10)
+    assert all_gone(world_of_four.pids, within=5)  # type: ignore[attr-defined]
+    for scratch in Path("/tmp").glob("tutti-run-*"):  # a killed launcher cannot tidy up
+        scratch.rmdir()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_raises_is_printed_once_and_the_others_say_why_they_stopped(
+    program: Path, who: int
+) -> None:
+    done = run_command([*TUTTI, "run", "-n", 3, program, "raise", who])
+    host = os.uname().nodename
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert f"rank {who} on {host} failed: ValueError: the loss is a teapot" in done.stderr
+    for other in {0, 1, 2} - {who}:
+        assert f"rank {other} on {host} stopped: rank {who} on {host} failed first" in done.stderr
+
+
+def test_a_rank_whose_output_is_hidden_still_shows_its_traceback(program: Path) -> None:
+    done = run_command([*TUTTI, "run", "-n", 2, "--show", "first", program, "memory", 1])
+    assert done.stderr.count("MemoryError: no more") >= 2  # the summary and the traceback
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert 'raise MemoryError("no more")' in done.stderr
+
+
+def test_a_rank_that_leaves_early_with_zero_is_a_failure(program: Path) -> None:
+    done = run_command([*TUTTI, "run", "-n", 3, program, "leave", 1])
+    assert done.returncode == 1
+    assert "rank 1" in done.stderr and "while others still worked with it" in done.stderr
+
+
+def test_the_exit_code_is_that_of_the_first_failure(program: Path) -> None:
+    assert run_command([*TUTTI, "run", "-n", 2, program, "code", 1]).returncode == 7
+
+
+def test_a_segmentation_fault_is_named(program: Path) -> None:
+    done = run_command([*TUTTI, "run", "-n", 2, program, "segfault", 0])
+    assert done.returncode == 128 + signal.SIGSEGV
+    assert "rank 0" in done.stderr and "was killed by SIGSEGV" in done.stderr
+
+
+def test_ranks_stuck_outside_of_any_collective_end_too_whatever_started_them(
+    program: Path,
+) -> None:
+    # No launcher that would kill them: two plain processes with the plain variables.
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), "stuck", "1"],
+            env=clean_environment() | common | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1]
+    assert "rank 1" in errors[0] and "died without a word" in errors[0]
+    assert "failed first" in errors[2]

@@ -1,0 +1,148 @@
+"""Which launcher started us, and who it says we are: one environment per case."""
+
+import pytest
+
+from tutti.world.errors import UsageError
+from tutti.world.identity import clean_of_launchers, identify
+
+PLAIN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    **PLAIN,
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "2",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+    "PMIX_NAMESPACE": "1739390977",
+}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[2-3]",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.99",
+}
+
+
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
+    alone = identify({"HOME": "/root"})
+    assert (alone.launcher, alone.rank, alone.size, alone.local_size) == ("python", 0, 1, 1)
+    assert alone.reasons["rank"] == "default: no launcher found"
+
+
+def test_torchrun_is_known_by_its_run_id_and_its_agent_keeps_the_store() -> None:
+    found = identify(TORCHRUN)
+    assert (found.launcher, found.rank, found.size) == ("torchrun", 1, 4)
+    assert (found.local_rank, found.local_size, found.node, found.nodes) == (1, 2, 0, 2)
+    assert (found.master_host, found.master_port, found.agent_store) == ("n1", 29500, True)
+    assert found.reasons["local_rank"] == "LOCAL_RANK"
+
+
+def test_a_complete_plain_set_is_enough_and_the_rest_is_left_to_the_roll_call() -> None:
+    found = identify(PLAIN)
+    assert (found.launcher, found.rank, found.size) == ("environment", 1, 4)
+    assert found.local_rank is None and found.node is None
+
+
+def test_open_mpi_on_one_host_meets_on_loopback() -> None:
+    found = identify(OPENMPI)
+    assert (found.launcher, found.rank, found.local_rank, found.local_size) == ("openmpi", 2, 2, 3)
+    assert (found.master_host, found.master_port) == ("127.0.0.1", None)
+
+
+def test_open_mpi_on_several_hosts_meets_where_mpirun_runs() -> None:
+    env = {
+        **OPENMPI,
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "OMPI_MCA_orte_hnp_uri": "17393.0;tcp://10.0.0.5,10.1.0.5:58983;tcp6://[fd00::2]:3890",
+    }
+    assert identify(env).master_host == "10.0.0.5"
+    assert identify({**env, "MASTER_ADDR": "n7"}).master_host == "n7"
+
+
+def test_mpich_is_known_by_its_local_rank() -> None:
+    found = identify(MPICH)
+    assert (found.launcher, found.rank, found.size, found.local_rank) == ("mpich", 2, 3, 2)
+
+
+def test_a_slurm_step_meets_on_the_first_node_of_the_step() -> None:
+    found = identify(SLURM)
+    assert (found.launcher, found.rank, found.size) == ("slurm", 3, 4)
+    assert (found.local_rank, found.local_size, found.node, found.nodes) == (1, 2, 1, 2)
+    # Not the job's first node, and not the host srun was typed on.
+    assert found.master_host == "n2"
+    assert found.reasons["master"] == "SLURM_STEP_NODELIST"
+
+
+def test_the_batch_shell_of_a_job_is_a_world_of_one() -> None:
+    batch = {k: v for k, v in SLURM.items() if not k.startswith("SLURM_STEP")}
+    assert identify({**batch, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).size == 1
+
+
+def test_pmi_variables_of_srun_are_slurms() -> None:
+    assert identify({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "slurm"
+
+
+def test_torchrun_inside_a_slurm_step_is_torchrun() -> None:
+    assert identify({**SLURM, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_mpirun_inside_a_slurm_step_is_mpirun() -> None:
+    # orted runs as a step's task, so Slurm's rank is the daemon's, not ours.
+    assert identify({**SLURM, **OPENMPI}).launcher == "openmpi"
+
+
+def test_a_plain_set_that_agrees_with_slurm_is_taken() -> None:
+    assert identify({**SLURM, **PLAIN, "RANK": "3"}).launcher == "environment"
+
+
+@pytest.mark.parametrize("other", [OPENMPI, MPICH, SLURM])
+def test_sets_that_contradict_each_other_are_shown_both(other: dict[str, str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        identify({**other, **PLAIN, "WORLD_SIZE": "8"})
+    message = str(caught.value)
+    assert "RANK=1 WORLD_SIZE=8" in message
+    rank = next(name for name in other if name.endswith(("RANK", "PROCID")))
+    assert f"{rank}={other[rank]}" in message and "unset" in message
+
+
+def test_half_a_set_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(UsageError, match="MASTER_ADDR and MASTER_PORT are not: set all four"):
+        identify({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "x"}, "RANK='x' is not a whole number"),
+        ({"RANK": "4"}, "RANK=4 but WORLD_SIZE=4: a rank is 0 to 3"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(change: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        identify({**PLAIN, **change})
+
+
+def test_a_node_list_that_does_not_parse_is_named() -> None:
+    with pytest.raises(UsageError, match=r"SLURM_STEP_NODELIST='n\[1-' does not parse"):
+        identify({**SLURM, "SLURM_STEP_NODELIST": "n[1-"})
+
+
+def test_an_inner_launcher_starts_from_a_clean_environment() -> None:
+    env = clean_of_launchers({**SLURM, **OPENMPI, **TORCHRUN, "PATH": "/bin", "NCCL_DEBUG": "INFO"})
+    assert identify(env).launcher == "python"
+    assert env["PATH"] == "/bin" and env["NCCL_DEBUG"] == "INFO"

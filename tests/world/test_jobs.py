@@ -1,0 +1,115 @@
+"""Cluster jobs: scripts a person would have written, and no way to smuggle a command in."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tutti.world.errors import UsageError
+from tutti.world.jobs import MpiJob, SlurmJob, parse_hosts
+from worlds import TUTTI, run_command
+
+HOSTILE = ['x"; touch pwned; "', "$(touch pwned)", "`touch pwned`", "a\n#SBATCH --x", "a, b", "'"]
+
+
+def test_a_slurm_script_reads_as_if_written_by_hand() -> None:
+    submit = ["submit", "slurm", "--nodes", 2, "--gpus-per-node", 8, "--cpus-per-rank", 12]
+    limits = ["--partition", "gpu", "--time", "2:00:00", "--sbatch", "exclusive", "mail-type=END"]
+    done = run_command(
+        [*TUTTI, *submit, *limits, "--dry-run", "--", "python", "train.py", "--lr=1"]
+    )
+    assert done.returncode == 0
+    assert done.stdout == (
+        "#!/bin/bash\n"
+        "#SBATCH --nodes=2\n"
+        "#SBATCH --ntasks-per-node=8\n"
+        "#SBATCH --cpus-per-task=12\n"
+        "#SBATCH --job-name=train\n"
+        "#SBATCH --gpus-per-node=8\n"
+        "#SBATCH --partition=gpu\n"
+        "#SBATCH --time=2:00:00\n"
+        "#SBATCH --output=%x-%j.out\n"
+        "#SBATCH --exclusive\n"
+        "#SBATCH --mail-type=END\n"
+        "set -euo pipefail\n"
+        "\n"
+        "# 16 ranks. tutti finds rank, node and master in what srun sets.\n"
+        "# A rank that fails ends the step, instead of leaving the others waiting.\n"
+        "srun --kill-on-bad-exit=1 --cpus-per-task=12 python train.py --lr=1\n"
+    )
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_a_hostile_value_never_reaches_an_sbatch_line(value: str) -> None:
+    job = SlurmJob(["true"], 1, 1, None, {"job-name": value})
+    with pytest.raises(UsageError, match="a value on an #SBATCH line may hold"):
+        job.script()
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_a_hostile_argument_arrives_as_it_is_and_nothing_runs(value: str, tmp_path: Path) -> None:
+    script = SlurmJob(
+        [sys.executable, "-c", "import sys; print(sys.argv[1:])", value], 1, 1, None, {}
+    )
+    # srun replaced by a shell function that runs its command: only the quoting is tested.
+    body = script.script().replace("srun --kill-on-bad-exit=1", "env --")
+    done = run_command(["bash", "-c", body], cwd=tmp_path)
+    assert done.stdout == f"{[value]}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hosts_are_read_with_their_ranks() -> None:
+    assert parse_hosts("n1:4, n2") == [("n1", 4), ("n2", 1)]
+    for wrong in ("n1:0", "n1;id", "", "n1:x"):
+        with pytest.raises(UsageError, match="does not parse: write n1:4,n2:4"):
+            parse_hosts(wrong)
+
+
+def test_several_hosts_are_told_where_rank_zero_is() -> None:
+    hosts = [("n1", 4), ("n2", 4)]
+    openmpi = MpiJob(["prog"], hosts, "mpirun", "openmpi", 23456).script()
+    mpich = MpiJob(["prog"], hosts, "mpirun", "mpich", 23456).script()
+    assert "mpirun -np 8 --host n1:4,n2:4 --bind-to none -x MASTER_ADDR=n1 prog" in openmpi
+    assert "mpirun -np 8 -hosts n1:4,n2:4 -genv MASTER_ADDR n1 -genv MASTER_PORT 23456" in mpich
+
+
+@pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])
+def test_tutti_submit_mpi_runs_a_world(mpirun: str, tmp_path: Path) -> None:
+    if shutil.which(mpirun) is None:
+        pytest.skip(f"{mpirun} is not installed")
+    as_root = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+    submit = ["submit", "mpi", "--mpirun", mpirun, "--hosts", "localhost:2"]
+    world = [*TUTTI, "world", "--json", tmp_path / "w.json"]
+    done = run_command([*TUTTI, *submit, "--", *world], env=as_root, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "w.json").read_text())["rows"]
+    assert [row["local_rank"] for row in rows] == [0, 1]
+
+
+def test_an_existing_other_script_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "true.mpi.sh").write_text("precious\n")
+    submit = ["submit", "mpi", "--mpirun", "true", "--flavour", "mpich", "--", "true"]
+    done = run_command([*TUTTI, *submit], cwd=tmp_path)
+    assert done.returncode == 2 and "true.mpi.sh exists" in done.stderr
+    assert (tmp_path / "true.mpi.sh").read_text() == "precious\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["slurm", "--nodes", "2"], "what should run?"),
+        (["slurm", "--nodes", "0", "--dry-run", "--", "true"], "--nodes 0"),
+        (["slurm", "--node", "2", "--", "true"], "did you mean --nodes?"),
+        (["mpi", "--mpirun", "no-such-mpirun", "--", "true"], "no-such-mpirun is not installed"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_two(arguments: list[str], message: str) -> None:
+    done = run_command([*TUTTI, "submit", *arguments])
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -1,0 +1,135 @@
+"""tutti run: arguments, output, log files, exit codes, and mistakes that are named."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from worlds import TUTTI, clean_environment, run_command
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import os, sys\n"
+        "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:])\n"
+        "print('warning', file=sys.stderr)\n"
+    )
+    return path
+
+
+def test_every_rank_gets_the_scripts_own_arguments(script: Path) -> None:
+    done = run_command([*TUTTI, "run", "-n", 2, script, "--ranks", "7", "a b; $(id)"])
+    assert done.returncode == 0
+    arguments = "['--ranks', '7', 'a b; $(id)']"
+    assert set(done.stdout.splitlines()) == {
+        f"[rank 0] rank 0 of 2 {arguments}",
+        f"[rank 1] rank 1 of 2 {arguments}",
+    }
+    assert done.stderr.count("warning") == 2
+
+
+def test_rank_zero_alone_is_shown_as_it_is(script: Path) -> None:
+    done = run_command([*TUTTI, "run", "-n", 3, "--show", "first", script])
+    assert done.stdout == "rank 0 of 3 []\n"
+    assert done.stderr == "warning\n"
+
+
+def test_each_rank_has_a_log_file(script: Path, tmp_path: Path) -> None:
+    logs = tmp_path / "deep" / "logs"
+    run_command([*TUTTI, "run", "-n", 2, "--log-dir", logs, "--show", "first", script])
+    assert sorted(path.name for path in logs.iterdir()) == ["rank0.log", "rank1.log"]
+    assert set((logs / "rank1.log").read_text().splitlines()) == {"rank 1 of 2 []", "warning"}
+
+
+def test_a_module_can_be_run(tmp_path: Path) -> None:
+    done = run_command([*TUTTI, "run", "-n", 1, "-m", "platform", "--terse"])
+    assert done.returncode == 0 and "Linux" in done.stdout
+
+
+def test_ranks_are_told_what_torchrun_would_tell_them(tmp_path: Path) -> None:
+    script = tmp_path / "env.py"
+    script.write_text(
+        "import os\n"
+        "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR'.split()\n"
+        "print([os.environ[name] for name in names], 'SLURM_STEP_ID' in os.environ)\n"
+    )
+    outer = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "OMPI_COMM_WORLD_RANK": "1"}
+    done = run_command([*TUTTI, "run", "-n", 1, script], env=outer)
+    assert done.stdout == "['0', '0', '1', '1', '0', '127.0.0.1'] False\n"
+
+
+def test_helpers_that_a_rank_left_running_are_ended(tmp_path: Path) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
+    )
+    done = run_command([*TUTTI, "run", "-n", 1, script], timeout=30)
+    pid = int(done.stdout)
+    time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
+
+
+def test_user_signals_are_passed_on_to_the_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "listens.py"
+    script.write_text(
+        "import signal, sys\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
+        "print('ready', flush=True)\n"
+        "signal.pause()\n"
+    )
+    with subprocess.Popen(
+        [*TUTTI, "run", "-n", "2", str(script)],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert {launcher.stdout.readline(), launcher.stdout.readline()} == {
+            "[rank 0] ready\n",
+            "[rank 1] ready\n",
+        }
+        launcher.send_signal(signal.SIGUSR1)
+        rest, _ = launcher.communicate(timeout=20)
+    assert launcher.returncode == 0
+    assert rest.count("saved") == 2
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(script: Path, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    command = [*TUTTI, "run", "-n", "2", "--log-dir", str(logs), str(script)]
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run(
+            command, env=clean_environment(), stdout=closed, stderr=subprocess.PIPE, timeout=30
+        )
+    assert b"Traceback" not in done.stderr
+    assert "rank 1 of 2 []" in (logs / "rank1.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0", "SCRIPT"], "--ranks 0: a world has at least one rank"),
+        (["-n", "2", "/no/such/script.py"], "'/no/such/script.py' does not exist"),
+        (["-n", "2", "-m", "no.such.module"], "-m no.such.module: no such module"),
+        (["-n", "2"], "what should run?"),
+        (["-n", "two", "SCRIPT"], "-n/--ranks 'two' is no number"),
+        (["--rank", "2", "SCRIPT"], "no flag --rank: did you mean --ranks?"),
+        (["--show", "some", "SCRIPT"], "invalid choice 'some' for argument '--show'"),
+        (["--ranks-per-gpu", "2", "SCRIPT"], "no GPU is visible on this host"),
+        (["--log-dir", "/proc/nowhere", "SCRIPT"], "--log-dir /proc/nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_two(
+    script: Path, arguments: list[str], message: str
+) -> None:
+    words = [str(script) if word == "SCRIPT" else word for word in arguments]
+    done = run_command([*TUTTI, "run", *words])
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -1,0 +1,100 @@
+"""What a started world gives: a frozen value, collectives that work, and a clean end."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tutti
+from tutti.world.exchange import gather_json
+from worlds import TUTTI, in_world, run_command
+
+
+def test_a_world_of_one_works_like_any_other_and_ends_with_its_context() -> None:
+    with tutti.init(device="cpu") as world:
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        assert x.tolist() == [1, 1, 1] and (world.rank, world.size) == (0, 1)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            world.rank = 1  # type: ignore[misc]
+        with pytest.raises(tutti.UsageError, match="already initialised"):
+            tutti.init()
+    assert not dist.is_initialized()
+    with tutti.init(device="cpu") as again:  # and may be started anew
+        assert again.size == 1
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(tutti.UsageError, match="device='gpu' is not known: use auto, cpu or cuda"):
+        tutti.init(device="gpu")
+
+
+def _add_ranks_and_look_around(world: tutti.World) -> dict[str, Any]:
+    total = torch.tensor([float(world.rank + 1)])
+    dist.all_reduce(total)
+    listening = [
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    return {
+        "sum": total.item(),
+        "everyone": gather_json({"rank": world.rank, "näme": "ü" * world.rank}),
+        "listening": listening,
+        "threads": torch.get_num_threads(),
+        "reasons": dict(world.reasons),
+    }
+
+
+def test_three_local_ranks_compute_together_and_listen_on_loopback_only() -> None:
+    results = in_world(_add_ranks_and_look_around, 3)
+    for result in results:
+        assert result["sum"] == 6.0
+        assert [each["rank"] for each in result["everyone"]] == [0, 1, 2]
+        assert result["everyone"][2]["näme"] == "üü"
+        assert set(result["listening"]) <= {"127.0.0.1"}
+        assert result["threads"] == int(result["reasons"]["threads"] == "OMP_NUM_THREADS")
+
+
+def _differ(world: tutti.World, what: str, odd: int) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    recipe = {"lr": 0.1, "layout": "dp3"}
+    if world.rank == odd and what == "parameters":
+        with torch.no_grad():
+            model[0].weight[1, 2] += 1e-7
+    if world.rank == odd and what == "recipe":
+        recipe["lr"] = 0.2
+    try:
+        tutti.check_same(world, recipe=recipe, model=model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "same"
+
+
+@pytest.mark.parametrize(
+    ("what", "part"), [("parameters", "in 0.weight: seed"), ("recipe", "in lr: start")]
+)
+def test_the_odd_rank_out_is_named_on_all_ranks(what: str, part: str) -> None:
+    for said in in_world(_differ, 3, what, 1):
+        assert said.startswith(f"RanksDiffer: the {what} of rank 1 on ")
+        assert "from the other 2" in said and part in said
+
+
+def test_ranks_that_agree_pass() -> None:
+    assert in_world(_differ, 2, "nothing", 0) == ["same", "same"]
+
+
+def test_a_mistake_in_a_script_is_one_line_and_exit_code_two(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import tutti\ntutti.init()\n")
+    lost = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "999"}
+    done = run_command([TUTTI[0], script], env=lost)
+    assert done.returncode == 2
+    assert done.stderr.startswith("tutti: the master 'nowhere.invalid' (from MASTER_ADDR) does not")
+    assert done.stderr.count("\n") == 1

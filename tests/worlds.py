@@ -1,0 +1,82 @@
+"""Starts real processes as ranks for a test, with a timeout, and shows all output on failure."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TUTTI = [sys.executable, "-m", "tutti"]
+_NO_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
+
+
+def clean_environment() -> dict[str, str]:
+    """This process' environment without what some launcher around the tests may have set."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(_NO_LAUNCHER)}
+
+
+def run_command(
+    command: Sequence[str | Path],
+    timeout: float = 90,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; at the timeout all its processes are killed and the test fails."""
+    with subprocess.Popen(
+        [str(word) for word in command],
+        env=clean_environment() | dict(env or {}),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            words = " ".join(map(str, command))
+            raise AssertionError(f"{words}\nran past {timeout} s\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def in_world(
+    function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 90
+) -> list[Any]:
+    """Run `function(world, *arguments)` on every rank of a new world; returns each rank's result.
+
+    Arguments and results travel as JSON. The function must be importable: a top-level one.
+    """
+    with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
+        source = Path(function.__code__.co_filename)
+        job = [str(source), function.__name__, json.dumps(arguments), folder]
+        run = [*TUTTI, "run", "-n", str(ranks), "--device", "cpu", __file__, *job]
+        done = run_command(run, timeout)
+        if done.returncode != 0:
+            raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
+
+
+def _be_a_rank(source: str, name: str, arguments: str, folder: str) -> None:
+    import tutti
+
+    sys.path.insert(0, str(Path(source).parent))
+    spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    with tutti.init() as world:
+        result = getattr(module, name)(world, *json.loads(arguments))
+        Path(folder, str(world.rank)).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _be_a_rank(*sys.argv[1:])
