@@ -16,8 +16,12 @@ _NO_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TOR
 
 
 def clean_environment() -> dict[str, str]:
-    """This process' environment without what some launcher around the tests may have set."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(_NO_LAUNCHER)}
+    """This process' environment without what some launcher around the tests may have set.
+
+    GPUs are hidden, so that a test means the same everywhere; tests marked `gpu` show one.
+    """
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(_NO_LAUNCHER)}
+    return ours | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_command(

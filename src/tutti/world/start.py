@@ -70,7 +70,7 @@ def init(
         if world.ranks_on_device > 1:
             os.environ.update(shared_gpu_variables(world.rank))
     dist.init_process_group(
-        backend=world.backend,
+        backend=_torch_backend(world.backend),
         store=dist.PrefixStore(f"tutti/{roll.start}/torch", meeting.store),
         rank=world.rank,
         world_size=world.size,
@@ -83,6 +83,11 @@ def init(
     if world.sharing_note and world.is_first:
         print(f"note: {world.sharing_note}", file=sys.stderr)
     return world
+
+
+def _torch_backend(backend: str) -> str:
+    # NCCL moves CUDA tensors only; gloo beside it serves small values on the CPU.
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
 def _places(
@@ -122,8 +127,8 @@ def _world(
         reasons["device"] = f"GPU {mine.gpu} of {len(roll.answers[mine.rank].gpus)} visible"
     reasons["backend"] = "asked for" if backend else f"the default on {device.type}"
     if backend is None:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "gloo" in backend:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if "gloo" in _torch_backend(backend):
         interface, reasons["gloo_interface"] = gloo_interface(roll.answers, identity.rank, env)
         if interface:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
