@@ -118,8 +118,7 @@ class Watch:
         if first == mine:
             print(f"rank {self.rank} on {self.host} failed: {summary}", file=sys.stderr)
         else:
-            lost = _LOST_PEER.search(summary) is not None
-            self._say_stopped(first, "" if lost else f" ({summary.splitlines()[0]})")
+            self._say_stopped(first, summary)
             details = ""
         print(details, end="", file=sys.stderr, flush=True)
         self._write_report(first, details)
@@ -209,12 +208,14 @@ class Watch:
             return True
 
     def _say_stopped(self, first: Failure, own: str = "") -> None:
-        print(
-            f"rank {self.rank} on {self.host} stopped{own}: rank {first.rank} on {first.host} "
-            f"failed first: {first.summary}",
-            file=sys.stderr,
-            flush=True,
-        )
+        me, other = f"rank {self.rank} on {self.host}", f"rank {first.rank} on {first.host}"
+        if own == first.summary:
+            text = f"{me} stopped with the same error as {other}"
+        elif not own or _LOST_PEER.search(own):
+            text = f"{me} stopped: {other} failed first: {first.summary}"
+        else:
+            text = f"{me} stopped ({own.splitlines()[0]}): {other} failed first: {first.summary}"
+        print(text, file=sys.stderr, flush=True)
 
     def _write_report(self, first: Failure, details: str) -> None:
         if self._report is not None:
