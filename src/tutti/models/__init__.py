@@ -1,0 +1,34 @@
+"""Plain models that know nothing of ranks.
+
+The configs need no torch, so flags and help can be made from them at once; a model class, and
+torch with it, is imported when its name is first used. All models share one convention:
+`init_weights()` sets every parameter and buffer and is the only place that draws random numbers,
+so a model made on the meta device, emptied onto a real one with `to_empty` and then initialised
+has the same weights as one constructed there directly from the same seed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, WideResNetConfig
+
+if TYPE_CHECKING:
+    from tutti.models.lenet import LeNet
+
+__all__ = [
+    "EfficientNetConfig",
+    "GPTConfig",
+    "LeNet",
+    "LeNetConfig",
+    "WideResNetConfig",
+]
+
+_MODULES = {
+    "LeNet": "tutti.models.lenet",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
