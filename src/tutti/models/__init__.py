@@ -14,17 +14,20 @@ from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, Wide
 
 if TYPE_CHECKING:
     from tutti.models.lenet import LeNet
+    from tutti.models.wideresnet import WideResNet
 
 __all__ = [
     "EfficientNetConfig",
     "GPTConfig",
     "LeNet",
     "LeNetConfig",
+    "WideResNet",
     "WideResNetConfig",
 ]
 
 _MODULES = {
     "LeNet": "tutti.models.lenet",
+    "WideResNet": "tutti.models.wideresnet",
 }
 
 
