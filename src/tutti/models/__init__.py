@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, WideResNetConfig
 
 if TYPE_CHECKING:
+    from tutti.models.efficientnet import EfficientNet
     from tutti.models.lenet import LeNet
     from tutti.models.wideresnet import WideResNet
 
 __all__ = [
+    "EfficientNet",
     "EfficientNetConfig",
     "GPTConfig",
     "LeNet",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "EfficientNet": "tutti.models.efficientnet",
     "LeNet": "tutti.models.lenet",
     "WideResNet": "tutti.models.wideresnet",
 }
