@@ -1,7 +1,7 @@
-"""Plain models that know nothing of ranks.
+"""Plain models that know nothing of ranks: LeNet, WideResNet, EfficientNetV2 and a GPT.
 
 The configs need no torch, so flags and help can be made from them at once; a model class, and
-torch with it, is imported when its name is first used. All models share one convention:
+torch with it, is imported when its name is first used. All four models share one convention:
 `init_weights()` sets every parameter and buffer and is the only place that draws random numbers,
 so a model made on the meta device, emptied onto a real one with `to_empty` and then initialised
 has the same weights as one constructed there directly from the same seed.
@@ -14,10 +14,12 @@ from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, Wide
 
 if TYPE_CHECKING:
     from tutti.models.efficientnet import EfficientNet
+    from tutti.models.gpt import GPT
     from tutti.models.lenet import LeNet
     from tutti.models.wideresnet import WideResNet
 
 __all__ = [
+    "GPT",
     "EfficientNet",
     "EfficientNetConfig",
     "GPTConfig",
@@ -29,6 +31,7 @@ __all__ = [
 
 _MODULES = {
     "EfficientNet": "tutti.models.efficientnet",
+    "GPT": "tutti.models.gpt",
     "LeNet": "tutti.models.lenet",
     "WideResNet": "tutti.models.wideresnet",
 }
