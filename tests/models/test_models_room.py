@@ -66,6 +66,19 @@ def test_given_one_seed_when_built_directly_or_through_meta_then_weights_are_equ
         assert torch.equal(expected[key], got[key]), key
 
 
+@pytest.mark.parametrize("name", ["wideresnet", "efficientnet"])
+def test_given_synchronised_batch_norms_when_initialised_then_they_are_reset_too(name: str) -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(SMALL[name]())
+    for tensor in everything(model).values():
+        tensor.data.fill_(-1)
+    torch.manual_seed(3)
+    model.init_weights()
+    torch.manual_seed(3)
+    expected = everything(SMALL[name]())
+    for key, tensor in everything(model).items():
+        assert torch.equal(tensor, expected[key]), key
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_given_another_seed_when_initialised_again_then_weights_differ(name: str) -> None:
     torch.manual_seed(3)

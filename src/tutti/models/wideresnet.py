@@ -55,11 +55,11 @@ class WideResNet(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """He initialisation for what ReLU follows; batch norms start as the identity."""
+        """He initialisation of the convolutions; batch norms start as the identity."""
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(layer, nn.BatchNorm2d):
+            elif isinstance(layer, nn.BatchNorm2d | nn.SyncBatchNorm):
                 layer.reset_parameters()
             elif isinstance(layer, nn.Linear):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="linear")
