@@ -1,0 +1,43 @@
+"""Plain models that know nothing of ranks: LeNet, WideResNet, EfficientNetV2 and a GPT.
+
+The configs need no torch, so flags and help can be made from them at once; a model class, and
+torch with it, is imported when its name is first used. All four models share one convention:
+`init_weights()` sets every parameter and buffer and is the only place that draws random numbers,
+so a model made on the meta device, emptied onto a real one with `to_empty` and then initialised
+has the same weights as one constructed there directly from the same seed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, WideResNetConfig
+
+if TYPE_CHECKING:
+    from tutti.models.efficientnet import EfficientNet
+    from tutti.models.gpt import GPT
+    from tutti.models.lenet import LeNet
+    from tutti.models.wideresnet import WideResNet
+
+__all__ = [
+    "GPT",
+    "EfficientNet",
+    "EfficientNetConfig",
+    "GPTConfig",
+    "LeNet",
+    "LeNetConfig",
+    "WideResNet",
+    "WideResNetConfig",
+]
+
+_MODULES = {
+    "EfficientNet": "tutti.models.efficientnet",
+    "GPT": "tutti.models.gpt",
+    "LeNet": "tutti.models.lenet",
+    "WideResNet": "tutti.models.wideresnet",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

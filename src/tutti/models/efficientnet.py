@@ -1,0 +1,201 @@
+"""EfficientNetV2 in its sizes S, M and L, with an auxiliary classifier on intermediate features."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tutti.models.config import EfficientNetConfig
+
+AUXILIARY_WEIGHT = 0.3
+
+
+class Stage(NamedTuple):
+    """A run of equal blocks; the first has the stride and changes the channels."""
+
+    fused: bool  # the expansion and the depthwise convolution as one full 3×3 convolution
+    expand: int
+    stride: int
+    channels: int
+    blocks: int
+
+
+# The first stage keeps the stem's channels. Its fifth stage is in every size the last at stride 16.
+STAGES = {
+    "s": (
+        Stage(True, 1, 1, 24, 2),
+        Stage(True, 4, 2, 48, 4),
+        Stage(True, 4, 2, 64, 4),
+        Stage(False, 4, 2, 128, 6),
+        Stage(False, 6, 1, 160, 9),
+        Stage(False, 6, 2, 256, 15),
+    ),
+    "m": (
+        Stage(True, 1, 1, 24, 3),
+        Stage(True, 4, 2, 48, 5),
+        Stage(True, 4, 2, 80, 5),
+        Stage(False, 4, 2, 160, 7),
+        Stage(False, 6, 1, 176, 14),
+        Stage(False, 6, 2, 304, 18),
+        Stage(False, 6, 1, 512, 5),
+    ),
+    "l": (
+        Stage(True, 1, 1, 32, 4),
+        Stage(True, 4, 2, 64, 7),
+        Stage(True, 4, 2, 96, 7),
+        Stage(False, 4, 2, 192, 10),
+        Stage(False, 6, 1, 224, 19),
+        Stage(False, 6, 2, 384, 25),
+        Stage(False, 6, 1, 640, 7),
+    ),
+}
+AUXILIARY_STAGE = 4
+FEATURES = 1280
+DROPOUT = {"s": 0.2, "m": 0.3, "l": 0.4}
+
+
+class ConvNorm(nn.Sequential):
+    """Convolution without bias, batch norm and, unless told otherwise, SiLU."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int,
+        stride: int = 1,
+        groups: int = 1,
+        activate: bool = True,
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(
+            inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False
+        )
+        self.norm = nn.BatchNorm2d(outputs, eps=1e-3)
+        if activate:
+            self.activation = nn.SiLU()
+
+
+class SqueezeExcite(nn.Module):
+    """Scale each channel by a gate computed from the means of all channels."""
+
+    def __init__(self, channels: int, squeezed: int) -> None:
+        super().__init__()
+        self.squeeze = nn.Conv2d(channels, squeezed, 1)
+        self.excite = nn.Conv2d(squeezed, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        means = x.mean(dim=(2, 3), keepdim=True)
+        return x * torch.sigmoid(self.excite(F.silu(self.squeeze(means))))
+
+
+class StochasticDepth(nn.Module):
+    """In training, zero whole samples with probability p and scale the rest by 1 / (1 - p)."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        keep = 1 - self.p
+        return x * x.new_empty(x.size(0), 1, 1, 1).bernoulli_(keep).div_(keep)
+
+
+class Block(nn.Module):
+    """MBConv or its fused form: expand, filter, project; added to the input where shapes agree."""
+
+    def __init__(self, stage: Stage, inputs: int, stride: int, skip_probability: float) -> None:
+        super().__init__()
+        outputs, expanded = stage.channels, stage.expand * inputs
+        self.layers = nn.Sequential()
+        if stage.fused and stage.expand == 1:
+            self.layers.append(ConvNorm(inputs, outputs, 3, stride))
+        elif stage.fused:
+            self.layers.append(ConvNorm(inputs, expanded, 3, stride))
+            self.layers.append(ConvNorm(expanded, outputs, 1, activate=False))
+        else:
+            self.layers.append(ConvNorm(inputs, expanded, 1))
+            self.layers.append(ConvNorm(expanded, expanded, 3, stride, groups=expanded))
+            # A quarter of the block's input, not of the expanded channels.
+            self.layers.append(SqueezeExcite(expanded, inputs // 4))
+            self.layers.append(ConvNorm(expanded, outputs, 1, activate=False))
+        self.residual = stride == 1 and inputs == outputs
+        self.skip = StochasticDepth(skip_probability)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return x + self.skip(y) if self.residual else y
+
+
+class EfficientNet(nn.Module):
+    """EfficientNetV2. With the auxiliary head on, the output is main + 0.3 × auxiliary.
+
+    The auxiliary head is average pooling and one linear layer on the features of the fifth stage:
+    the last at stride 16, at about 60 % of the depth, where classes can already be told apart and
+    the gradient still has most of the network below it. It adds to the output in training and in
+    evaluation alike, so one loss trains both heads and no loop needs to know that there are two.
+    """
+
+    def __init__(self, config: EfficientNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        stages = STAGES[config.size]
+        dropout = DROPOUT[config.size] if config.dropout is None else config.dropout
+        depth = sum(stage.blocks for stage in stages)
+
+        device = torch.get_default_device()
+        with torch.device("meta"):  # only init_weights draws random numbers
+            channels = stages[0].channels
+            self.stem = ConvNorm(config.channels, channels, 3, config.stem_stride)
+            self.stages = nn.ModuleList()
+            position = 0
+            for stage in stages:
+                blocks = nn.Sequential()
+                for i in range(stage.blocks):
+                    stride = stage.stride if i == 0 else 1
+                    skip_probability = config.stochastic_depth * position / depth
+                    blocks.append(Block(stage, channels, stride, skip_probability))
+                    channels = stage.channels
+                    position += 1
+                self.stages.append(blocks)
+            self.last = ConvNorm(channels, FEATURES, 1)
+            self.dropout = nn.Dropout(dropout)
+            self.head = nn.Linear(FEATURES, config.classes)
+            self.auxiliary: nn.Linear | None = None
+            if config.auxiliary:
+                self.auxiliary = nn.Linear(stages[AUXILIARY_STAGE].channels, config.classes)
+        self.to_empty(device=device)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """He initialisation by fan-out; batch norms start as the identity."""
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out")
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
+            elif isinstance(layer, nn.BatchNorm2d | nn.SyncBatchNorm):
+                layer.reset_parameters()
+            elif isinstance(layer, nn.Linear):
+                nn.init.uniform_(
+                    layer.weight, -(layer.out_features**-0.5), layer.out_features**-0.5
+                )
+                nn.init.zeros_(layer.bias)
+
+    def classify(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The main and the auxiliary head's logits, apart; None where there is no such head."""
+        x: Tensor = self.stem(images)
+        auxiliary: Tensor | None = None
+        for i, stage in enumerate(self.stages):
+            x = stage(x)
+            if i == AUXILIARY_STAGE and self.auxiliary is not None:
+                auxiliary = self.auxiliary(x.mean(dim=(2, 3)))
+        features = self.last(x).mean(dim=(2, 3))
+        return self.head(self.dropout(features)), auxiliary
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) → logits (batch, classes)."""
+        main, auxiliary = self.classify(images)
+        return main if auxiliary is None else main + AUXILIARY_WEIGHT * auxiliary

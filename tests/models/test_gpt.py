@@ -1,0 +1,297 @@
+"""GPT: against formulas written out by hand, and the seams that parallel plans rely on."""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tutti.models import GPT, GPTConfig
+from tutti.models.gpt import Rotary
+
+SMALL = GPTConfig(vocab_size=64, max_seq_len=32, layers=2, dim=32, heads=4)
+
+
+def double(config: GPTConfig, seed: int = 0) -> GPT:
+    """A model in float64, its tables too; the gains are drawn, so that a test sees them."""
+    torch.manual_seed(seed)
+    model = GPT(config).double()
+    model.init_weights()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    return model
+
+
+def tokens(config: GPTConfig, batch: int = 2, length: int = 16) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(config.vocab_size, (batch, length), generator=generator)
+
+
+# --- the mathematics, written a second time -------------------------------------------------------
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return x / ((x * x).sum(-1, keepdim=True) / x.size(-1) + eps).sqrt() * gain
+
+
+def rotate(x: Tensor, theta: float) -> Tensor:
+    """x (seq, head_dim): the pairs as complex numbers, times e^(i · position · frequency)."""
+    half = x.size(1) // 2
+    pairs = torch.complex(x[:, :half], x[:, half:])
+    frequency = torch.tensor([theta ** (-2 * j / x.size(1)) for j in range(half)], dtype=x.dtype)
+    angle = torch.arange(len(x)).to(x)[:, None] * frequency
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([turned.real, turned.imag], dim=1)
+
+
+def by_hand(config: GPTConfig, w: dict[str, Tensor], sequence: Tensor) -> Tensor:
+    """One sequence through the model, head by head and position by position."""
+    size = config.dim // config.heads
+    x = w["embed.weight"][sequence]
+    for n in range(config.layers):
+        block = f"blocks.{n}."
+        y = rms_norm(x, w[block + "attention_norm.weight"], config.norm_eps)
+        q, k, v = (y @ w[f"{block}attention.{m}.weight"].T for m in ("wq", "wk", "wv"))
+        heads = []
+        for h in range(config.heads):
+            g = h * config.key_value_heads // config.heads
+            qh = rotate(q[:, h * size : (h + 1) * size], config.rope_theta)
+            kh = rotate(k[:, g * size : (g + 1) * size], config.rope_theta)
+            vh = v[:, g * size : (g + 1) * size]
+            rows = []
+            for t in range(len(sequence)):
+                weights = torch.exp(kh[: t + 1] @ qh[t] / math.sqrt(size))
+                rows.append(weights @ vh[: t + 1] / weights.sum())
+            heads.append(torch.stack(rows))
+        x = x + torch.cat(heads, dim=1) @ w[block + "attention.wo.weight"].T
+        y = rms_norm(x, w[block + "mlp_norm.weight"], config.norm_eps)
+        gate = y @ w[block + "mlp.gate.weight"].T
+        up = y @ w[block + "mlp.up.weight"].T
+        x = x + (gate / (1 + torch.exp(-gate)) * up) @ w[block + "mlp.down.weight"].T
+    return rms_norm(x, w["norm.weight"], config.norm_eps) @ w["head.weight"].T
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2, 1])
+@pytest.mark.parametrize("tied", [True, False])
+def test_given_any_attention_when_run_in_float64_then_logits_are_those_by_hand(
+    kv_heads: int | None, tied: bool
+) -> None:
+    config = dataclasses.replace(SMALL, kv_heads=kv_heads, tied=tied)
+    model, x = double(config), tokens(config)
+    expected = torch.stack([by_hand(config, model.state_dict(), row) for row in x])
+    torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_given_rms_norm_when_run_in_float64_then_it_is_the_formula() -> None:
+    model = double(SMALL)
+    x = 1e-3 * torch.randn(3, 5, 32, dtype=torch.float64)  # small, so that eps matters
+    torch.testing.assert_close(
+        model.norm(x), rms_norm(x, model.norm.weight, 1e-5), rtol=1e-12, atol=0
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(m=st.integers(0, 31), n=st.integers(0, 31), shift=st.integers(0, 31))
+def test_given_rotary_when_both_positions_shift_then_scores_stay(
+    m: int, n: int, shift: int
+) -> None:
+    rotary = Rotary(dataclasses.replace(SMALL, max_seq_len=64)).double()
+    rotary.init_weights()
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 8, generator=generator, dtype=torch.float64)
+    at = [rotary(x.expand(1, 64, 1, 8))[0, :, 0] for x in (q, k)]
+    score, shifted = at[0][m] @ at[1][n], at[0][m + shift] @ at[1][n + shift]
+    torch.testing.assert_close(score, shifted, rtol=0, atol=1e-12)
+
+
+def test_given_rotary_when_positions_differ_then_scores_differ_and_lengths_stay() -> None:
+    rotary = Rotary(SMALL)
+    rotary.init_weights()
+    x = torch.randn(8).expand(1, 32, 1, 8)
+    y = rotary(x)
+    assert torch.equal(y[0, 0], x[0, 0])
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+    assert len({round(score.item(), 4) for score in y[0, :, 0] @ x[0, 0, 0]}) == 32
+
+
+def test_given_grouped_queries_when_keys_and_values_are_repeated_then_plain_attention_agrees() -> (
+    None
+):
+    grouped = double(dataclasses.replace(SMALL, kv_heads=2))
+    plain = double(dataclasses.replace(SMALL, kv_heads=4), seed=1)
+    state = grouped.state_dict()
+    for name in [n for n in state if n.endswith(("wk.weight", "wv.weight"))]:
+        state[name] = state[name].view(2, 8, 32).repeat_interleave(2, dim=0).flatten(0, 1)
+    plain.load_state_dict(state)
+    x = tokens(SMALL)
+    torch.testing.assert_close(grouped(x), plain(x), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_given_a_changed_token_when_run_then_only_it_and_later_logits_change(kv_heads: int) -> None:
+    config = dataclasses.replace(SMALL, kv_heads=kv_heads)
+    model, x = double(config), tokens(config)
+    changed = x.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % config.vocab_size
+    before, after = model(x), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-13)
+    assert ((before - after)[:, 9:].abs().amax(-1) > 1e-6).all()
+
+
+def test_given_a_small_model_when_differentiated_then_gradients_are_the_numerical_ones() -> None:
+    model = double(GPTConfig(vocab_size=8, max_seq_len=4, layers=1, dim=4, heads=2, kv_heads=1))
+    model.embed = None
+    hidden = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(model, hidden)
+
+
+# --- sizes and FLOPs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "millions"),
+    [
+        (GPTConfig.tiny(), 0.92),
+        (GPTConfig.gpt2(), 124),
+        (GPTConfig.gpt2_medium(), 355),
+        (GPTConfig.gpt2_xl(), 1560),
+        (dataclasses.replace(SMALL, kv_heads=2, mlp_dim=48), 0.019616),
+    ],
+)
+def test_given_a_size_when_built_then_it_has_the_parameters_computed_from_its_config(
+    config: GPTConfig, millions: float
+) -> None:
+    with torch.device("meta"):
+        model = GPT(config)
+    assert sum(p.numel() for p in model.parameters()) == config.parameters()
+    assert config.parameters() == pytest.approx(millions * 1e6, rel=0.005)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_given_a_training_step_when_counted_by_torch_then_flops_are_6n_plus_12lds(
+    tied: bool, kv_heads: int
+) -> None:
+    config = dataclasses.replace(SMALL, tied=tied, kv_heads=kv_heads)
+    model, x = GPT(config), tokens(config, batch=2, length=24)
+    # The plain kernel computes the whole square, as the formula counts it.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    assert counter.get_total_flops() == x.numel() * config.flops_per_token(24)
+
+
+def test_given_gpt2_when_asked_for_flops_then_they_are_6n_plus_12lds() -> None:
+    n = 12 * (4 * 768**2 + 3 * 768 * 2048) + 50_304 * 768
+    assert GPTConfig.gpt2().matmul_parameters() == n
+    assert GPTConfig.gpt2().flops_per_token(512) == 6 * n + 12 * 12 * 768 * 512
+    assert GPTConfig.gpt2().flops_per_token() == GPTConfig.gpt2().flops_per_token(1024)
+
+
+# --- weights at the start -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_given_a_new_model_when_run_then_the_loss_is_about_ln_vocab(tied: bool) -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=512, layers=2, dim=128, heads=4, tied=tied)
+    x = torch.randint(512, (8, 129))
+    loss = F.cross_entropy(GPT(config)(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+    assert loss.item() == pytest.approx(math.log(512) + 1 / 8, abs=0.1)
+
+
+def test_given_a_new_model_when_measured_then_residual_projections_are_scaled_by_depth() -> None:
+    model = GPT(GPTConfig(layers=8, dim=256, heads=4))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all()
+            continue
+        scale = 4 if name.endswith(("wo.weight", "down.weight")) else 1  # √(2 × 8)
+        assert parameter.std().item() == pytest.approx(0.5 / 16 / scale, rel=0.02), name
+        assert abs(parameter.mean().item()) < 0.001, name
+
+
+def test_given_tied_embeddings_when_moved_through_meta_then_they_still_share_storage() -> None:
+    config = dataclasses.replace(SMALL, tied=True)
+    with torch.device("meta"):
+        late = GPT(config)
+    late.to_empty(device="cpu")
+    late.init_weights()
+    for model in (GPT(config), late):
+        assert model.head.weight is model.embed.weight
+        assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+        assert "head.weight" not in dict(model.named_parameters())
+    untied = GPT(SMALL)
+    assert untied.head.weight.data_ptr() != untied.embed.weight.data_ptr()
+
+
+def test_given_one_batch_when_trained_then_the_loss_falls() -> None:
+    torch.manual_seed(0)
+    model, x = GPT(SMALL), tokens(SMALL, length=17)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        loss = F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] < losses[0]
+    assert losses[-1] < losses[0] / 4
+
+
+# --- the seams ------------------------------------------------------------------------------------
+
+
+def test_given_a_model_when_listed_then_its_parts_have_the_names_that_plans_use() -> None:
+    names = {n for n, _ in GPT(dataclasses.replace(SMALL, layers=1)).named_parameters()}
+    block = ["attention_norm", "mlp_norm"]
+    block += [f"attention.{m}" for m in ("wq", "wk", "wv", "wo")]
+    block += [f"mlp.{m}" for m in ("gate", "up", "down")]
+    parts = ["embed", "norm", "head"] + [f"blocks.0.{m}" for m in block]
+    assert names == {f"{part}.weight" for part in parts}
+
+
+def test_given_a_model_when_saved_then_the_rotary_tables_are_not() -> None:
+    assert not [name for name in GPT(SMALL).state_dict() if "rotary" in name]
+
+
+def test_given_two_halves_when_run_in_turn_then_logits_are_the_whole_model_s() -> None:
+    whole, x = double(SMALL), tokens(SMALL)
+    first, second = copy.deepcopy(whole), copy.deepcopy(whole)
+    first.norm = first.head = None
+    del first.blocks["1"]
+    second.embed = None
+    del second.blocks["0"]
+    assert torch.equal(second(first(x)), whole(x))
+    names = {*first.state_dict(), *second.state_dict()}
+    assert names == set(whole.state_dict())
+    first.init_weights()  # a stage can be initialised alone
+    second.init_weights()
+
+
+def test_given_the_longest_sequence_when_one_token_more_then_the_error_names_the_limit() -> None:
+    model = GPT(SMALL)
+    assert model(tokens(SMALL, length=32)).shape == (2, 32, 64)
+    with pytest.raises(ValueError, match="33 tokens is longer than max_seq_len 32"):
+        model(tokens(SMALL, length=33))
+
+
+def test_given_bf16_autocast_when_run_then_logits_are_close_and_gradients_stay_float32() -> None:
+    torch.manual_seed(0)
+    model, x = GPT(SMALL), tokens(SMALL)
+    exact = model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(x)
+    assert logits.dtype == torch.bfloat16
+    # bfloat16 has 8 bits: 2^-8 per operation, on logits with a standard deviation of 0.5.
+    torch.testing.assert_close(logits.float(), exact, rtol=0, atol=0.05)
+    logits.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
