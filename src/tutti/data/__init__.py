@@ -10,19 +10,64 @@ from typing import TYPE_CHECKING
 from tutti.data.errors import DataError
 
 if TYPE_CHECKING:
+    from tutti.data.dataset import (
+        Dataset,
+        MapSamples,
+        Samples,
+        TensorSamples,
+        as_dataset,
+        as_samples,
+    )
+    from tutti.data.digits import digits_dataset
     from tutti.data.sampler import Draw, GlobalSampler, Position
+    from tutti.data.synthetic import synthetic_dataset, synthetic_text_dataset
+    from tutti.data.text import (
+        TokenSamples,
+        byte_dataset,
+        save_tokens,
+        stdlib_dataset,
+        token_dataset,
+    )
 
 _HOMES = {
+    "Dataset": "dataset",
+    "MapSamples": "dataset",
+    "Samples": "dataset",
+    "TensorSamples": "dataset",
+    "as_dataset": "dataset",
+    "as_samples": "dataset",
+    "digits_dataset": "digits",
     "Draw": "sampler",
     "GlobalSampler": "sampler",
     "Position": "sampler",
+    "synthetic_dataset": "synthetic",
+    "synthetic_text_dataset": "synthetic",
+    "TokenSamples": "text",
+    "byte_dataset": "text",
+    "save_tokens": "text",
+    "stdlib_dataset": "text",
+    "token_dataset": "text",
 }
 
 __all__ = [
     "DataError",
+    "Dataset",
     "Draw",
     "GlobalSampler",
+    "MapSamples",
     "Position",
+    "Samples",
+    "TensorSamples",
+    "TokenSamples",
+    "as_dataset",
+    "as_samples",
+    "byte_dataset",
+    "digits_dataset",
+    "save_tokens",
+    "stdlib_dataset",
+    "synthetic_dataset",
+    "synthetic_text_dataset",
+    "token_dataset",
 ]
 
 
