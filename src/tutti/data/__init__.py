@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tutti.data.errors import DataError
 
 if TYPE_CHECKING:
+    from tutti.data.cifar100 import cifar100_dataset
     from tutti.data.dataset import (
         Dataset,
         MapSamples,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         as_samples,
     )
     from tutti.data.digits import digits_dataset
+    from tutti.data.fashion_mnist import fashion_mnist_dataset
     from tutti.data.sampler import Draw, GlobalSampler, Position
     from tutti.data.synthetic import synthetic_dataset, synthetic_text_dataset
     from tutti.data.text import (
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "cifar100_dataset": "cifar100",
     "Dataset": "dataset",
     "MapSamples": "dataset",
     "Samples": "dataset",
@@ -37,6 +40,7 @@ _HOMES = {
     "as_dataset": "dataset",
     "as_samples": "dataset",
     "digits_dataset": "digits",
+    "fashion_mnist_dataset": "fashion_mnist",
     "Draw": "sampler",
     "GlobalSampler": "sampler",
     "Position": "sampler",
@@ -62,7 +66,9 @@ __all__ = [
     "as_dataset",
     "as_samples",
     "byte_dataset",
+    "cifar100_dataset",
     "digits_dataset",
+    "fashion_mnist_dataset",
     "save_tokens",
     "stdlib_dataset",
     "synthetic_dataset",
