@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tutti.data.errors import DataError
 
 if TYPE_CHECKING:
+    from tutti.data.batch import Batch, Part
     from tutti.data.cifar100 import cifar100_dataset
     from tutti.data.dataset import (
         Dataset,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     )
     from tutti.data.digits import digits_dataset
     from tutti.data.fashion_mnist import fashion_mnist_dataset
+    from tutti.data.loader import Loader, evaluation_loader
     from tutti.data.sampler import Draw, GlobalSampler, Position
     from tutti.data.synthetic import synthetic_dataset, synthetic_text_dataset
     from tutti.data.text import (
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "Batch": "batch",
+    "Part": "batch",
     "cifar100_dataset": "cifar100",
     "Dataset": "dataset",
     "MapSamples": "dataset",
@@ -41,6 +45,8 @@ _HOMES = {
     "as_samples": "dataset",
     "digits_dataset": "digits",
     "fashion_mnist_dataset": "fashion_mnist",
+    "Loader": "loader",
+    "evaluation_loader": "loader",
     "Draw": "sampler",
     "GlobalSampler": "sampler",
     "Position": "sampler",
@@ -54,11 +60,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "Batch",
     "DataError",
     "Dataset",
     "Draw",
     "GlobalSampler",
+    "Loader",
     "MapSamples",
+    "Part",
     "Position",
     "Samples",
     "TensorSamples",
@@ -68,6 +77,7 @@ __all__ = [
     "byte_dataset",
     "cifar100_dataset",
     "digits_dataset",
+    "evaluation_loader",
     "fashion_mnist_dataset",
     "save_tokens",
     "stdlib_dataset",
