@@ -118,6 +118,7 @@ def test_a_server_without_ranges_starts_over(server: Server, tmp_path: Path) -> 
     server.ranges, server.break_after = False, [1000]
     ensure([remote(server)], tmp_path, cure=CURE)
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
+    assert len(server.asked) == 2  # the second answer was used, and not put after the first
 
 
 def test_a_part_that_is_already_whole_needs_only_its_name(server: Server, tmp_path: Path) -> None:
