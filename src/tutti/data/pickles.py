@@ -1,0 +1,101 @@
+"""Reads a pickle of plain data and byte arrays, and refuses to run anything.
+
+A pickle is a program that may import any name and call it. Here the importing is ours: the few
+names that an array of bytes needs are answered with the stand-ins below, which only note down what
+they are given; any other name is an error. Not even numpy's own code sees the pickle's numbers
+before they are checked. What remains are the built-in dict, list, tuple, bytes, str and numbers,
+which the unpickler makes by itself.
+"""
+
+import io
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tutti.data.errors import DataError
+
+
+def load_plain(content: bytes, where: Path) -> object:
+    """The data in a pickle; `where` names it in errors."""
+    try:
+        return _plain(_Unpickler(io.BytesIO(content), encoding="bytes").load())
+    except DataError as error:
+        raise DataError(f"{where} is refused: {error}") from error
+    except Exception as error:  # a damaged pickle makes the unpickler raise nearly anything
+        raise DataError(f"{where} is a damaged pickle ({error!r}): fetch it again") from error
+
+
+class _Dtype:
+    """Stands in for numpy.dtype: of all the types there are, bytes are let through."""
+
+    def __init__(self, code: object, *_: object) -> None:
+        if code not in ("u1", b"u1"):
+            raise DataError(f"an array of {code!r}, expected bytes (u1)")
+
+    def __setstate__(self, _: object) -> None: ...
+
+
+class _Array:
+    """Stands in for numpy.ndarray, and for the functions that rebuild one."""
+
+    def __init__(self, *_: object) -> None:
+        self.shape: tuple[int, ...] = (0,)
+        self.content: bytes | bytearray = b""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, self.shape, dtype, fortran, self.content = state
+        if not isinstance(dtype, _Dtype) or fortran:
+            raise DataError("an array that is not of bytes in row order")
+
+    @classmethod
+    def from_buffer(cls, content: bytes, dtype: object, shape: tuple[int, ...], order: str) -> Any:
+        array = cls()
+        array.__setstate__((1, shape, dtype, order not in ("C", b"C"), content))
+        return array
+
+    def numpy(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        shape, content = self.shape, self.content
+        if not isinstance(content, bytes | bytearray) or not all(type(n) is int for n in shape):
+            raise DataError("an array without content or shape")
+        if math.prod(shape) != len(content) or any(n < 0 for n in shape):
+            raise DataError(f"an array of {shape} with {len(content)} bytes")
+        return np.frombuffer(bytearray(content), dtype=np.uint8).reshape(shape)
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    """Stands in for _codecs.encode, by which Python 3 writes bytes into the old protocols."""
+    return text.encode("latin1")
+
+
+ADMITTED: dict[tuple[str, str], Callable[..., Any]] = {
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Dtype,
+    # numpy 1 and numpy 2 have them in different places.
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy.core.numeric", "_frombuffer"): _Array.from_buffer,
+    ("numpy._core.numeric", "_frombuffer"): _Array.from_buffer,
+    ("_codecs", "encode"): _encode,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        admitted = ADMITTED.get((module, name))
+        if admitted is None:
+            raise DataError(
+                f"its pickle asks for {module}.{name}, which plain data has no need of: "
+                "do not trust this file, fetch the published one"
+            )
+        return admitted
+
+
+def _plain(value: object) -> object:
+    """Stand-ins turned into arrays, at the top and in a dictionary: deeper ones are not needed."""
+    if isinstance(value, dict):
+        return {k: v.numpy() if isinstance(v, _Array) else v for k, v in value.items()}
+    return value.numpy() if isinstance(value, _Array) else value

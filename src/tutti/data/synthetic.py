@@ -1,0 +1,103 @@
+"""Data of any shape that costs nearly nothing: for benchmarks, where the data must not be the news.
+
+A sample is a window into a pool of noise; which window and which label is a function of the seed
+and the sample's index alone, so any number of ranks sees the same data. The memory is the pool: one
+sample and 65,536 numbers more, however many samples there are.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tutti.data.dataset import Dataset, Pair, Samples
+from tutti.data.errors import DataError
+from tutti.data.order import key, mix
+
+# Two periods without a common divisor: a pair of window and label comes again after 2³² samples.
+WINDOWS = 1 << 16
+LABELS = WINDOWS + 1
+
+
+class SyntheticSamples(Samples):
+    """`size` samples cut from `pool` at `offsets[i]`; labels, or for text the next tokens."""
+
+    def __init__(
+        self, size: int, shape: tuple[int, ...], pool: Tensor, offsets: Tensor, labels: Tensor
+    ) -> None:
+        self.size, self.shape = size, shape
+        self.pool, self.offsets, self.labels = pool, offsets, labels
+
+    def __len__(self) -> int:
+        return self.size
+
+    def fetch(self, indices: Tensor) -> Pair:
+        windows = self._windows(math.prod(self.shape), indices)
+        return windows.reshape(-1, *self.shape), self.labels[indices % LABELS]
+
+    def _windows(self, length: int, indices: Tensor) -> Tensor:
+        # A view of all windows costs nothing; indexing copies those wanted at the speed of memory.
+        return self.pool.unfold(0, length, 1)[self.offsets[indices % WINDOWS]]
+
+    def on(self, device: torch.device) -> "SyntheticSamples":
+        """The pool and its tables on `device`."""
+        tensors = (t.to(device) for t in (self.pool, self.offsets, self.labels))
+        return type(self)(self.size, self.shape, *tensors)
+
+
+class SyntheticTokens(SyntheticSamples):
+    """The same for text: the target is the input, one token further on."""
+
+    def fetch(self, indices: Tensor) -> Pair:
+        windows = self._windows(self.shape[0] + 1, indices)
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def synthetic_dataset(
+    shape: Sequence[int], classes: int, *, size: int = 60_000, test: int = 10_000, seed: int = 0
+) -> Dataset:
+    """Inputs of `shape`, float32 with mean 0 and variance 1, and labels below `classes`."""
+    _check(size, test, classes, *shape)
+
+    def samples(split: int, count: int) -> SyntheticSamples:
+        bits = _noise(math.prod(shape) + WINDOWS, seed, split, 0)
+        # Uniform on ±√3, which has variance 1; 2⁶⁴ is the range of the bits.
+        pool = torch.from_numpy(bits * (2 * math.sqrt(3) / 2**64) - math.sqrt(3)).float()
+        return SyntheticSamples(count, tuple(shape), pool, *_tables(classes, seed, split))
+
+    return Dataset("synthetic", samples(0, size), samples(1, test), classes=classes)
+
+
+def synthetic_text_dataset(
+    seq_len: int, vocabulary: int, *, size: int = 60_000, test: int = 10_000, seed: int = 0
+) -> Dataset:
+    """Windows of `seq_len` tokens below `vocabulary`, and the same one token further on."""
+    _check(size, test, vocabulary, seq_len)
+
+    def samples(split: int, count: int) -> SyntheticTokens:
+        pool = _below(vocabulary, seq_len + 1 + WINDOWS, seed, split, 0)
+        return SyntheticTokens(count, (seq_len,), pool, *_tables(1, seed, split))
+
+    return Dataset("synthetic-text", samples(0, size), samples(1, test), vocabulary=vocabulary)
+
+
+def _tables(classes: int, seed: int, split: int) -> tuple[Tensor, Tensor]:
+    return _below(WINDOWS, WINDOWS, seed, split, 1), _below(classes, LABELS, seed, split, 2)
+
+
+def _below(limit: int, count: int, *parts: int) -> Tensor:
+    return torch.from_numpy((_noise(count, *parts) % np.uint64(limit)).astype(np.int64))
+
+
+def _noise(count: int, *parts: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    return mix(np.arange(count, dtype=np.uint64) + np.uint64(key(*parts)))
+
+
+def _check(size: int, test: int, classes: int, *shape: int) -> None:
+    if min(size, test, classes, *shape) < 1:
+        raise DataError(
+            f"synthetic data of {size} + {test} samples of {shape} with {classes} classes or "
+            "tokens: every number must be 1 or more"
+        )
