@@ -6,6 +6,7 @@ from importlib import import_module
 
 # Each command's module has `main(arguments) -> exit code`.
 COMMANDS = {
+    "train": ("tutti.cli.train", "train a recipe on one rank or many"),
     "run": ("tutti.cli.run", "start any script as a world of local ranks"),
     "world": ("tutti.cli.world", "show the world as every rank sees it, with reasons"),
     "submit": ("tutti.cli.submit", "write a Slurm or MPI job for a cluster, and submit it"),

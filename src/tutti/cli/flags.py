@@ -15,12 +15,20 @@ from tutti.world.errors import UsageError
 Flags = TypeVar("Flags")
 
 
-def parse(kind: type[Flags], program: str, arguments: Sequence[str]) -> Flags:
-    """Read flags into a dataclass; a mistake raises UsageError with the nearest name."""
+def parse(
+    kind: type[Flags], program: str, arguments: Sequence[str], default: Flags | None = None
+) -> Flags:
+    """Read flags into a dataclass; a mistake raises UsageError with the nearest name.
+
+    With a `default`, flags change it; the flags of its parts need no prefix then.
+    """
     complaints = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaints):
-            return tyro.cli(kind, prog=program, args=list(arguments))
+            if default is None:
+                return tyro.cli(kind, prog=program, args=list(arguments))
+            flat = (tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands)
+            return tyro.cli(kind, prog=program, args=list(arguments), default=default, config=flat)
     except SystemExit as stop:
         if not stop.code:
             raise  # --help

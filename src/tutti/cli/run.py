@@ -39,6 +39,8 @@ class Run:
     """Seconds for all ranks to arrive (default 300)."""
     timeout: float | None = None
     """Seconds that a collective may take (default 600)."""
+    grace: float = 5.0
+    """Seconds that ranks may take to end after Ctrl-C or SIGTERM, before they are killed."""
 
 
 def main(arguments: list[str]) -> int:
@@ -54,6 +56,7 @@ def main(arguments: list[str]) -> int:
         log_dir=options.log_dir,
         start_timeout=options.start_timeout,
         timeout=options.timeout,
+        grace=options.grace,
     ).run()
 
 

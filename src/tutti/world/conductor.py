@@ -20,8 +20,7 @@ from tutti.world.output import RankOutput, Stream
 
 # How long the others may report their own end after the first failure, before they are stopped.
 _SETTLE_SECONDS = 0.5
-# How long ranks may take to end after SIGTERM or Ctrl-C, before SIGKILL.
-_GRACE_SECONDS = 5.0
+_FAILED_GRACE_SECONDS = 5.0
 # How long the helpers of ranks that have ended may hold our pipes open.
 _DRAIN_SECONDS = 0.5
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -79,9 +78,15 @@ class Conductor:
     """Runs one command as several ranks, from their start to the end of the last."""
 
     def __init__(
-        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], output: RankOutput
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        output: RankOutput,
+        grace: float,
     ) -> None:
         self._command = command
+        # How long ranks may take to end after SIGTERM or Ctrl-C, before SIGKILL.
+        self._grace = grace
         self._environments = environments
         self._output = output
         self._selector = selectors.DefaultSelector()
@@ -150,20 +155,21 @@ class Conductor:
             return
         if rank.code != 0:
             self._first_to_fail = rank
-            self._stop_all(signal.SIGTERM, after=_SETTLE_SECONDS)
+            # They cannot go on without it: nothing is worth waiting for.
+            self._stop_all(signal.SIGTERM, after=_SETTLE_SECONDS, grace=_FAILED_GRACE_SECONDS)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number not in _ENDING:
             self._send(number)
         elif self._stopped_by is None:
             self._stopped_by = number
-            self._stop_all(number, after=0.0)
+            self._stop_all(number, after=0.0, grace=self._grace)
         else:
             self._send(signal.SIGKILL)  # asked twice: no more patience
 
-    def _stop_all(self, number: int, after: float) -> None:
+    def _stop_all(self, number: int, after: float, grace: float) -> None:
         now = time.monotonic()
-        self._to_come = [(now + after, number), (now + after + _GRACE_SECONDS, signal.SIGKILL)]
+        self._to_come = [(now + after, number), (now + after + grace, signal.SIGKILL)]
 
     def _send(self, number: int) -> None:
         for rank in self._ranks:
@@ -175,7 +181,10 @@ class Conductor:
         count = len(self._ranks)
         if self._stopped_by is not None:
             _say(f"stopped by {self._stopped_by.name}: all {count} ranks have ended")
-            return 128 + self._stopped_by
+            codes = {rank.code for rank in self._ranks}
+            agreed = codes.pop() if len(codes) == 1 else None
+            # Ranks that ended in good order, all with the same code, meant it.
+            return agreed if agreed is not None and agreed >= 0 else 128 + self._stopped_by
         if self._first_to_fail is None:
             return 0
         guilty, summary, details = self._find_guilty(self._first_to_fail)

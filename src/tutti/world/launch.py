@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tutti.hardware.cpus import allowed_cpus, cpu_quota
 from tutti.hardware.gpus import visible_gpu_count
@@ -27,10 +28,11 @@ class LocalWorld:
     ranks: int
     device: str = "auto"
     ranks_per_gpu: int = 1
-    show: str = "all"
+    show: Literal["all", "first", "none"] = "all"
     log_dir: Path | None = None
     start_timeout: float | None = None
     timeout: float | None = None
+    grace: float = 5.0
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is started."""
@@ -57,7 +59,7 @@ class LocalWorld:
                 shared |= _start_mps(scratch, stack)
             output = stack.enter_context(RankOutput(self.ranks, self.show, self.log_dir))
             environments = self._environments(shared, scratch)
-            return Conductor(self.command, environments, output).run()
+            return Conductor(self.command, environments, output, self.grace).run()
 
     def _environments(self, shared: Mapping[str, str], scratch: Path) -> list[dict[str, str]]:
         """What each rank is told: the names torchrun uses, and ours (docs/world.md lists them)."""

@@ -53,8 +53,6 @@ class RankOutput:
     """Where the output of all ranks goes."""
 
     def __init__(self, ranks: int, show: str, log_dir: Path | None) -> None:
-        if show not in ("all", "first"):
-            raise UsageError(f"--show {show}: use all or first")
         self._show = show
         self._ranks = ranks
         self._logs: list[IO[bytes]] = []
@@ -71,12 +69,12 @@ class RankOutput:
 
     def shows(self, rank: int) -> bool:
         """Whether what this rank prints goes to the terminal."""
-        return self._show == "all" or rank == 0
+        return self._show == "all" or (self._show == "first" and rank == 0)
 
     def targets(self, rank: int) -> tuple[int | None, int | None]:
         """What to give a rank as standard output and error; None lets it have ours directly."""
         log = self._logs[rank] if self._logs else None
-        if log is None and rank == 0 and (self._show == "first" or self._ranks == 1):
+        if log is None and self.shows(rank) and (self._show == "first" or self._ranks == 1):
             return None, None  # a terminal stays a terminal, for progress bars and colours
         prefix = f"[rank {rank}] " if self._show == "all" and self._ranks > 1 else ""
         shown = self.shows(rank)

@@ -1,0 +1,208 @@
+"""tutti train: train a recipe on one rank or many."""
+
+import dataclasses
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from tutti.cli.flags import parse
+from tutti.train.recipe import RECIPES, Recipe
+from tutti.train.recipe_file import read_recipe, write_recipe
+from tutti.world.errors import UsageError
+from tutti.world.identity import identify
+from tutti.world.launch import LocalWorld
+
+if TYPE_CHECKING:
+    from tutti.train.run_directory import RunDirectory
+
+# What sysexits.h calls a temporary failure: the run was stopped, and goes on with --resume.
+STOPPED = 75
+# A checkpoint may have to be written between SIGTERM and the end.
+_GRACE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a recipe: tutti train --recipe lenet --ranks 2
+
+    Values come from the recipe, then from its file, then from flags. The run directory holds all
+    that is needed to repeat the run, and to go on with it: --resume --out DIR.
+    """
+
+    settings: Recipe
+    recipe: str = "lenet"
+    """lenet, wideresnet, efficientnet, gpt, or a TOML file that begins with base = "NAME"."""
+    ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
+    """Start this many local ranks, unless a launcher already did; a list (1,2) with --lr-sweep."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute."""
+    ranks_per_gpu: int = 1
+    """How many ranks may share one GPU."""
+    out: Path | None = None
+    """The run directory (default: runs/NAME-DATE-TIME)."""
+    resume: bool = False
+    """Go on with the run in --out, from its last good checkpoint."""
+    tensorboard: bool = False
+    """Write TensorBoard files into the run directory, too."""
+    lr_sweep: str | None = None
+    """Learning rates to compare, as 0.05,0.1,0.2: one run for each, and for each of --ranks."""
+    start_timeout: float | None = None
+    """Seconds for all ranks to arrive (default 300)."""
+    timeout: float | None = None
+    """Seconds that a collective may take (default 600)."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    base = _recipe_named_in(arguments)
+    options = parse(Train, "tutti train", arguments, default=Train(settings=base))
+    if options.lr_sweep is not None:
+        from tutti.cli.lr_sweep import sweep
+
+        return sweep(options.lr_sweep, options.ranks or "1", arguments)
+    if options.out is None and options.resume:
+        raise UsageError("--resume: say which run with --out DIR")
+    ranks = _whole_number(options.ranks)
+    if ranks is not None and identify(os.environ).launcher == "python":
+        out = options.out or _default_out(options.recipe)
+        return LocalWorld(
+            command=[sys.executable, "-m", "tutti", "train", *arguments, "--out", str(out)],
+            ranks=ranks,
+            device=options.device,
+            ranks_per_gpu=options.ranks_per_gpu,
+            show="first",
+            grace=_GRACE_SECONDS,
+        ).run()
+    return _train(options, base)
+
+
+def _train(options: Train, base: Recipe) -> int:
+    from tutti.data import DataError
+    from tutti.train.run_directory import RunDirectory
+    from tutti.train.trainer import LossNotFinite, Trainer, describe_plan
+    from tutti.world.exchange import gather_json
+    from tutti.world.start import init
+
+    with init(
+        device=options.device,
+        ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
+        start_timeout=options.start_timeout,
+        timeout=options.timeout,
+    ) as world:
+        # Rank 0 chooses the directory, so that all ranks of a cluster agree on its name.
+        out = Path(gather_json(str(options.out or _default_out(options.recipe)))[0])
+        directory = RunDirectory(out)
+        mistake: str | None = None
+        if world.is_first:
+            try:
+                directory.open(options.resume)
+                directory.write("recipe.toml", write_recipe(options.settings, _base(options)))
+                directory.write_environment(world, ["tutti", *sys.argv[1:]])
+            except UsageError as error:
+                mistake = str(error)
+        _stop_together(gather_json(mistake)[0], world.is_first)
+        try:
+            mistake = None
+            trainer = Trainer(
+                world,
+                options.settings,
+                directory,
+                resume=options.resume,
+                tensorboard=options.tensorboard,
+            )
+        except (DataError, UsageError) as error:
+            mistake = str(error)
+        mistakes = gather_json(mistake)
+        _stop_together(next(filter(None, mistakes), None), world.is_first)
+        if world.is_first:
+            lines = _values(options.settings, base, options.recipe) + describe_plan(trainer.plan)
+            print(*lines, sep="\n", file=sys.stderr)
+        try:
+            outcome = trainer.run()
+        except LossNotFinite as error:
+            if world.is_first:
+                print(f"tutti train: {error}", file=sys.stderr)
+            return 1
+        if world.is_first:
+            _conclude(directory, outcome.summary, outcome.stopped)
+        return STOPPED if outcome.stopped else 0
+
+
+def _conclude(directory: "RunDirectory", summary: dict[str, Any], stopped: bool) -> None:
+    content = {"schema": "tutti.train/1", "command": ["tutti", *sys.argv[1:]], **summary}
+    directory.write_json("summary.json", content)
+    if stopped:
+        print(f"stopped by a signal at step {summary['steps']}, with a checkpoint; to go on:")
+        print(f"  tutti train --resume --out {directory.path} …")
+        return
+    if summary["test_accuracy"] is not None:
+        print(
+            f"test accuracy {100 * summary['test_accuracy']:.2f} %, "
+            f"test loss {summary['test_loss']:.4f}"
+        )
+    speed = (
+        "" if summary["samples_per_s"] is None else f", {summary['samples_per_s']:,.0f} samples/s"
+    )
+    print(f"{summary['steps']} steps, final training loss {summary['final_loss']:.4f}{speed}")
+    if summary["sharing_note"]:
+        print(f"note: {summary['sharing_note']}")
+    print(f"the run is in {directory.path}")
+
+
+def _recipe_named_in(arguments: list[str]) -> Recipe:
+    """The recipe that other flags change: it decides which flags of a model there are."""
+    name = "lenet"
+    for position, argument in enumerate(arguments):
+        if argument == "--recipe" and position + 1 < len(arguments):
+            name = arguments[position + 1]
+        elif argument.startswith("--recipe="):
+            name = argument.partition("=")[2]
+    return read_recipe(name)
+
+
+def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
+    """Every value, a line per section; those that a flag changed say so."""
+    lines = [f"recipe {name}, model {settings.model}"]
+    for field in dataclasses.fields(settings):
+        part, before = getattr(settings, field.name), getattr(base, field.name)
+        if dataclasses.is_dataclass(part):
+            values = [
+                f"{each.name}={getattr(part, each.name)}"
+                + (" (flag)" if getattr(part, each.name) != getattr(before, each.name) else "")
+                for each in dataclasses.fields(part)
+                if getattr(part, each.name) is not None
+            ]
+            lines.append(f"  {field.name}: {', '.join(values)}")
+    return lines
+
+
+def _base(options: Train) -> str:
+    if options.recipe in RECIPES:
+        return options.recipe
+    return options.settings.model if options.settings.model in RECIPES else "lenet"
+
+
+def _default_out(recipe: str) -> Path:
+    from time import strftime
+
+    return Path("runs") / f"{Path(recipe).stem}-{strftime('%Y%m%d-%H%M%S')}"
+
+
+def _whole_number(ranks: str | None) -> int | None:
+    if ranks is None:
+        return None
+    if not ranks.isdecimal():
+        raise UsageError(f"--ranks {ranks}: a whole number (lists are for --lr-sweep)")
+    return int(ranks)
+
+
+def _stop_together(mistake: str | None, is_first: bool) -> None:
+    if mistake is None:
+        return
+    if is_first:
+        raise UsageError(mistake)
+    raise SystemExit(2)

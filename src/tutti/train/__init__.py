@@ -1,0 +1,1 @@
+"""Training: recipe, plan, step, loop, evaluation, checkpoints, run directory."""

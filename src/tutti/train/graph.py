@@ -1,0 +1,123 @@
+"""Runs steps as replays of one CUDA graph, for models so small that launching kernels is the cost.
+
+The graph takes everything that changes from step to step from tables on the device, by a counter
+that it advances itself: which samples (the data lies on the device), the learning rate, and where
+the loss goes. A step is then a single launch, and the host has nothing else to do.
+"""
+
+import torch
+from torch import Tensor
+
+from tutti.data.batch import Batch, Part
+from tutti.data.loader import Loader
+from tutti.train.plan import Plan
+from tutti.train.recipe import Recipe
+from tutti.train.runner import Runner
+from tutti.train.step import Step
+from tutti.world.errors import UsageError
+
+# Steps run eagerly first: they create the optimizer's state and let cuDNN and cuBLAS choose.
+_WARMUP_STEPS = 3
+# Rows of the tables: the most steps that are replayed without a look from the host.
+_ROWS = 1024
+
+
+class GraphRunner(Runner):
+    """Runs steps by replaying a graph of the whole step; ragged steps run eagerly."""
+
+    def __init__(self, step: Step, loader: Loader, plan: Plan, recipe: Recipe) -> None:
+        super().__init__(step, loader, plan, recipe)
+        device = step.device
+        self._rank_batch = plan.rank_batch * plan.accumulation
+        self._indices = torch.zeros(_ROWS, self._rank_batch, dtype=torch.int64, device=device)
+        self._rates = torch.zeros(_ROWS, device=device)
+        self._losses = torch.zeros(_ROWS, device=device)
+        self._row = torch.zeros(1, dtype=torch.int64, device=device)
+        self._parts = loader.parts()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._eager_steps = 0
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(self, steps: int) -> Tensor:
+        losses: list[Tensor] = []
+        waiting: list[tuple[Part, float]] = []
+        for _ in range(steps):
+            part = next(self._parts)
+            self.samples += part.global_count
+            self._rank_samples += len(part.indices)
+            rate = self.plan.lr_at(self.samples, self.recipe)
+            whole = part.global_count == self.plan.global_batch
+            if whole and self._eager_steps >= _WARMUP_STEPS:
+                waiting.append((part, rate))
+                if len(waiting) == _ROWS:
+                    losses.append(self._replay(waiting))
+                    waiting = []
+                continue
+            if waiting:
+                losses.append(self._replay(waiting))
+                waiting = []
+            losses.append(self._eager(part, rate))
+        if waiting:
+            losses.append(self._replay(waiting))
+        return torch.cat(losses)
+
+    def close(self) -> None:
+        self._graph = None
+
+    def _eager(self, part: Part, rate: float) -> Tensor:
+        # On the side stream, as capture demands of the steps before it.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            indices = part.indices.to(self.step.device)
+            self._set_rate(torch.tensor(rate, device=self.step.device))
+            batch = self._batch(indices, part.global_count, part)
+            loss = self.step(batch).reshape(1)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._eager_steps += 1
+        return loss
+
+    def _replay(self, steps: list[tuple[Part, float]]) -> Tensor:
+        count = len(steps)
+        self._indices[:count] = torch.stack([part.indices for part, _ in steps]).to(
+            self._indices.device
+        )
+        self._rates[:count] = torch.tensor([rate for _, rate in steps]).to(self._rates.device)
+        self._row.zero_()
+        if self._graph is None:
+            self._graph = self._capture(steps[0][0])
+        for _ in range(count):
+            self._graph.replay()
+        return self._losses[:count].clone()
+
+    def _capture(self, like: Part) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            indices = self._indices.index_select(0, self._row).view(-1)
+            self._set_rate(self._rates.index_select(0, self._row).view(()))
+            loss = self.step(self._batch(indices, self.plan.global_batch, like))
+            self._losses.index_copy_(0, self._row, loss.view(1))
+            self._row.add_(1)
+        return graph
+
+    def _set_rate(self, rate: Tensor) -> None:
+        for group in self.step.optimizer.param_groups:
+            group["lr"].copy_(rate)
+
+    def _batch(self, indices: Tensor, count: int, part: Part) -> Batch:
+        inputs, targets = self.loader.samples.prepare(*self.loader.samples.fetch(indices))
+        return Batch(inputs, targets, count, part.start, part.after)
+
+
+def check_graph(recipe: Recipe, device: torch.device, ranks: int) -> None:
+    """Refuse what a graph of the step cannot hold."""
+    needs = {
+        "a CUDA device": device.type == "cuda",
+        "--data-on-device": recipe.data.data_on_device,
+        "--precision float32 or bf16": recipe.compute.precision in ("float32", "bf16"),
+        "--split even": recipe.batching.split == "even",
+        "targets without padding": not recipe.data.padded,
+        "one rank": ranks == 1,
+    }
+    for need, met in needs.items():
+        if not met:
+            raise UsageError(f"--cuda-graph needs {need}: add it, or leave --cuda-graph out")

@@ -1,0 +1,103 @@
+"""From a recipe and a data set to a model: sizes that follow from the data are derived."""
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tutti.data.dataset import Dataset
+from tutti.models import GPT, EfficientNet, GPTConfig, LeNet, LeNetConfig, WideResNet
+from tutti.train.recipe import Architecture, Recipe
+from tutti.world.errors import UsageError
+
+_MODELS: dict[str, Callable[[Any], nn.Module]] = {
+    "lenet": LeNet,
+    "wideresnet": WideResNet,
+    "efficientnet": EfficientNet,
+    "gpt": GPT,
+}
+
+
+def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
+    """The recipe's model, sized for the data set; on the CPU, weights from torch's generator."""
+    if recipe.model not in _MODELS:
+        model = load_function(recipe.model, "--model", tuple(_MODELS))()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"--model {recipe.model} returned {type(model).__name__}, no module")
+        return model
+    try:
+        return _MODELS[recipe.model](fit(recipe.architecture, dataset))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
+    """The architecture with the sizes that the data set decides: classes, channels, vocabulary."""
+    shape = dataset.input_shape
+    if isinstance(architecture, GPTConfig):
+        if dataset.vocabulary is None:
+            raise UsageError(f"model gpt needs text, data set {dataset.name} is none: use stdlib")
+        longest = max(architecture.max_seq_len, shape[0])
+        return dataclasses.replace(
+            architecture,
+            vocab_size=max(dataset.vocabulary, architecture.vocab_size),
+            max_seq_len=longest,
+        )
+    if dataset.classes is None or len(shape) != 3:
+        raise UsageError(f"this model needs images, data set {dataset.name} has inputs of {shape}")
+    sizes: dict[str, int] = {"classes": dataset.classes, "channels": shape[0]}
+    if isinstance(architecture, LeNetConfig):
+        sizes["image_size"] = shape[1]
+    return dataclasses.replace(architecture, **sizes)  # type: ignore[arg-type]
+
+
+def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], Any]:
+    """The function at `package.module:function`, also from the current directory."""
+    module_name, colon, name = path.partition(":")
+    if not colon:
+        import difflib
+
+        near = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise UsageError(f"{flag} {path}: {hint} Your own is package.module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{flag} {path}: {error}: run from where the module can be seen") from None
+    except AttributeError:
+        raise UsageError(f"{flag} {path}: {module_name} has no {name}") from None
+    if not callable(found):
+        raise UsageError(f"{flag} {path} is no function")
+    return found  # type: ignore[no-any-return]
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks a model is stacked from: classes of its own in a list, dict or sequence."""
+    blocks = []
+    for container in model.modules():
+        if isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            children = list(container.children())
+            own = [child for child in children if not type(child).__module__.startswith("torch.")]
+            blocks += [child for child in own if next(child.parameters(), None) is not None]
+    nested = {part for block in blocks for part in block.modules() if part is not block}
+    return [block for block in blocks if block not in nested]
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Recompute each block's activations in the backward pass instead of keeping them."""
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise UsageError(
+            f"--checkpoint-activations: {type(model).__name__} has no repeated blocks in a "
+            "ModuleList, ModuleDict or Sequential: leave the flag out"
+        )
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]

@@ -1,0 +1,134 @@
+"""The arithmetic of a run: batches, steps and learning rate, derived once, each with its reason."""
+
+import math
+from dataclasses import dataclass, field
+
+from tutti.train.recipe import Recipe
+from tutti.world.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from a recipe, a number of ranks and a number of samples."""
+
+    ranks: int
+    rank_batch: int
+    accumulation: int
+    global_batch: int
+    shares: tuple[float, ...] | None
+    steps_per_epoch: int
+    steps: int
+    samples: int
+    peak_lr: float
+    warmup_samples: int
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def lr_at(self, samples: int, recipe: Recipe) -> float:
+        """The learning rate of the step after which `samples` samples will have been seen."""
+        if samples < self.warmup_samples:
+            return self.peak_lr * samples / self.warmup_samples
+        done = (samples - self.warmup_samples) / max(1, self.samples - self.warmup_samples)
+        done = min(1.0, done)
+        final, kind = recipe.optimization.final_lr, recipe.optimization.schedule
+        if kind == "cosine":
+            return self.peak_lr * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
+        if kind == "linear":
+            return self.peak_lr * (1 - (1 - final) * done)
+        return self.peak_lr
+
+
+def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
+    """Derive everything that depends on the number of ranks and the size of the data set."""
+    batching, length = recipe.batching, recipe.length
+    reasons: dict[str, str] = {}
+    accumulation = _at_least_one("accumulation", batching.accumulation)
+    if batching.global_batch is None:
+        rank_batch = _at_least_one("batch", batching.batch)
+        global_batch = rank_batch * ranks * accumulation
+        reasons["global_batch"] = (
+            f"batch {rank_batch} × {ranks} ranks × accumulation {accumulation}"
+        )
+    else:
+        global_batch = _at_least_one("global-batch", batching.global_batch)
+        pieces = ranks * accumulation
+        if global_batch % pieces:
+            lower, upper = global_batch // pieces * pieces, -(-global_batch // pieces) * pieces
+            better = f"{lower} or {upper}" if lower else str(upper)
+            raise UsageError(
+                f"--global-batch {global_batch} does not divide by {ranks} ranks × accumulation "
+                f"{accumulation} = {pieces}: use {better}"
+            )
+        rank_batch = global_batch // pieces
+        reasons["global_batch"] = "asked for"
+    if batching.drop_last and global_batch > samples:
+        raise UsageError(
+            f"a global batch of {global_batch} is larger than the data set of {samples} samples, "
+            "and --drop-last leaves nothing: use a smaller --batch, or --no-drop-last"
+        )
+    whole, rest = divmod(samples, global_batch)
+    steps_per_epoch = whole + (rest > 0 and not batching.drop_last)
+    reasons["steps_per_epoch"] = f"{samples} samples / global batch {global_batch}"
+    if length.steps is not None:
+        steps = _at_least_one("steps", length.steps)
+        reasons["steps"] = "asked for"
+    else:
+        if not length.epochs > 0:
+            raise UsageError(f"--epochs {length.epochs}: use more than 0")
+        steps = max(1, round(length.epochs * steps_per_epoch))
+        reasons["steps"] = f"{length.epochs:g} epochs × {steps_per_epoch} steps"
+    total = _samples_in(steps, steps_per_epoch, samples, global_batch, batching.drop_last)
+    peak, reasons["peak_lr"] = _peak_lr(recipe, global_batch)
+    if not 0 <= recipe.optimization.warmup < 1:
+        raise UsageError(f"--warmup {recipe.optimization.warmup}: a part of the run, 0 to 1")
+    return Plan(
+        ranks=ranks,
+        rank_batch=rank_batch,
+        accumulation=accumulation,
+        global_batch=global_batch,
+        shares=_shares(batching.split, ranks),
+        steps_per_epoch=steps_per_epoch,
+        steps=steps,
+        samples=total,
+        peak_lr=peak,
+        warmup_samples=int(recipe.optimization.warmup * total),
+        reasons=reasons,
+    )
+
+
+def _samples_in(
+    steps: int, steps_per_epoch: int, samples: int, global_batch: int, drop_last: bool
+) -> int:
+    epochs, rest = divmod(steps, steps_per_epoch)
+    in_epoch = steps_per_epoch * global_batch if drop_last else samples
+    return epochs * in_epoch + min(rest * global_batch, samples)
+
+
+def _peak_lr(recipe: Recipe, global_batch: int) -> tuple[float, str]:
+    """Linear: Goyal et al., arXiv 1706.02677. Square root: for Adam, e.g. arXiv 2205.10287."""
+    rule, lr = recipe.optimization.lr_scale, recipe.optimization.lr
+    reference = recipe.optimization.lr_batch or recipe.batching.batch
+    if rule == "none":
+        return lr, "asked for, whatever the batch"
+    ratio = global_batch / reference
+    factor = ratio if rule == "linear" else math.sqrt(ratio)
+    return lr * factor, f"{lr:g} × {rule}({global_batch} / {reference}) = {lr:g} × {factor:.4g}"
+
+
+def _shares(split: str, ranks: int) -> tuple[float, ...] | None:
+    if split in ("even", "measured"):
+        return None
+    try:
+        shares = tuple(float(share) for share in split.split(","))
+    except ValueError:
+        raise UsageError(f"--split {split}: use even, measured, or shares as 2,1,1") from None
+    if len(shares) != ranks or not all(share > 0 for share in shares):
+        raise UsageError(
+            f"--split {split} gives {len(shares)} shares for {ranks} ranks: give each one above 0"
+        )
+    return shares
+
+
+def _at_least_one(flag: str, value: int) -> int:
+    if value < 1:
+        raise UsageError(f"--{flag} {value}: use 1 or more")
+    return value

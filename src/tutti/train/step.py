@@ -1,0 +1,121 @@
+"""One optimizer step: microbatches forward and backward, one synchronisation, clip, update.
+
+Nothing in here waits for the device: no `.item()`, no branch on a tensor. The loss comes back as a
+tensor; whoever wants its value asks for it much later.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from tutti.data.batch import Batch
+from tutti.data.split import microbatches
+from tutti.parallel.engine import Engine
+from tutti.train.recipe import Compute
+from tutti.train.task import Task
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Step:
+    """The step of a training run: `loss = step(batch)`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        task: Task,
+        compute: Compute,
+        accumulation: int = 1,
+        clip: float | None = None,
+        measure: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.optimizer = optimizer
+        self.task = task
+        self.accumulation = accumulation
+        self.clip = clip
+        self.device = next(engine.model.parameters()).device
+        self.autocast = _AUTOCAST.get(compute.precision)
+        # Only float16 has too small a range for gradients; disabled, the scaler does nothing.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
+        self._measure = measure
+        self._forward_seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.loss_sum: Callable[[Tensor, Tensor], Tensor] = self._loss_sum
+        if compute.compile:
+            self.loss_sum = torch.compile(self._loss_sum)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Update the parameters; returns this rank's part of the mean loss, on the device."""
+        count = self.task.step_count(batch.targets, batch.global_count)
+        sizes = microbatches(batch.count, self.accumulation)
+        inputs, targets = batch.inputs.split(sizes), batch.targets.split(sizes)
+        loss = torch.zeros((), device=self.device)
+        for number, (x, y) in enumerate(zip(inputs, targets, strict=True), start=1):
+            with self.engine.microbatch(last=number == self.accumulation):
+                if len(x) == 0:
+                    self.engine.idle_microbatch(batch.inputs)
+                    continue
+                with self._forward_clock():
+                    part = self.loss_sum(x, y) / count
+                self.engine.backward(self.scaler.scale(part))
+            loss += part.detach()
+        self.engine.reduce()
+        self._update()
+        return loss
+
+    def take_forward_seconds(self) -> float:
+        """Seconds of forward passes since the last call: a rank's own pace, with no waiting.
+
+        The backward pass would not do: it ends when the slowest rank's gradients have come. Asked
+        for at a pulse, when the device has been waited for anyway.
+        """
+        for start, end in self._events:
+            end.synchronize()
+            self._forward_seconds += start.elapsed_time(end) / 1000
+        taken, self._forward_seconds, self._events = self._forward_seconds, 0.0, []
+        return taken
+
+    @contextmanager
+    def _forward_clock(self) -> Iterator[None]:
+        if not self._measure:
+            yield
+        elif self.device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._events.append((start, end))
+        else:
+            began = time.perf_counter()
+            yield
+            self._forward_seconds += time.perf_counter() - began
+
+    def _loss_sum(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._precision():
+            outputs = self.engine(as_computed(inputs, self.engine.model))
+            return self.task.loss_sum(outputs, targets)
+
+    def _precision(self) -> AbstractContextManager[None]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.autocast)
+
+    def _update(self) -> None:
+        if self.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.engine.model.parameters(), self.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+def as_computed(inputs: Tensor, model: nn.Module) -> Tensor:
+    """Inputs in the model's type: data sets give float32, a float64 model needs float64."""
+    if not inputs.is_floating_point():
+        return inputs
+    return inputs.to(next(model.parameters()).dtype)

@@ -1,0 +1,277 @@
+"""The training run: set up in the order in which things depend on each other, then the loop."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tutti.data import Loader, evaluation_loader
+from tutti.data.split import measured_shares
+from tutti.models.config import GPTConfig
+from tutti.parallel.engine import build_engine
+from tutti.train.checkpoint import Checkpoints
+from tutti.train.datasets import load_dataset
+from tutti.train.evaluate import Score, evaluate
+from tutti.train.graph import GraphRunner, check_graph
+from tutti.train.metrics import Metrics
+from tutti.train.models import build_model, checkpoint_activations, fit
+from tutti.train.optimizer import build_optimizer
+from tutti.train.plan import Plan, make_plan
+from tutti.train.progress import ProgressReport
+from tutti.train.pulse import Beat, Pulse
+from tutti.train.recipe import Recipe
+from tutti.train.run_directory import RunDirectory
+from tutti.train.runner import EagerRunner
+from tutti.train.speed import Speed
+from tutti.train.step import Step
+from tutti.train.task import Task
+from tutti.world.consistency import check_same
+from tutti.world.world import World
+
+
+class LossNotFinite(Exception):
+    """The loss became NaN or infinite; the message names the step and the rank."""
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    summary: dict[str, Any]
+    stopped: bool  # by a signal, after a checkpoint
+
+
+class Trainer:
+    """Trains one recipe in one world, from `run()` to its outcome."""
+
+    def __init__(
+        self,
+        world: World,
+        recipe: Recipe,
+        directory: RunDirectory,
+        *,
+        resume: bool = False,
+        tensorboard: bool = False,
+    ) -> None:
+        self.world = world
+        self.recipe = recipe
+        self.directory = directory
+
+        dataset = load_dataset(recipe)
+        self.plan = make_plan(recipe, world.size, len(dataset.train))
+        if recipe.compute.cuda_graph:
+            check_graph(recipe, world.device, world.size)
+
+        # The same weights on every rank; then every rank its own noise (dropout).
+        torch.manual_seed(recipe.length.seed)
+        model = build_model(recipe, dataset)
+        torch.manual_seed(recipe.length.seed * 1_000_003 + 1 + world.rank)
+        dtype = torch.float64 if recipe.compute.precision == "float64" else torch.float32
+        self.model: nn.Module = model.to(world.device, dtype)
+        check_same(world, recipe=_for_check(recipe), model=self.model)
+        if recipe.compute.checkpoint_activations:
+            checkpoint_activations(self.model)
+        engine = build_engine(self.model, world, recipe.engine)
+        self.model = engine.model  # SyncBatchNorm may have replaced parts
+        self.optimizer = build_optimizer(
+            self.model, recipe.optimization, self.plan.peak_lr, recipe.compute.cuda_graph
+        )
+        self.task = Task(padded=recipe.data.padded)
+        self.stepper = Step(
+            engine,
+            self.optimizer,
+            self.task,
+            recipe.compute,
+            self.plan.accumulation,
+            recipe.optimization.clip,
+            measure=recipe.batching.split == "measured",
+        )
+        self.loader = Loader(
+            dataset.train,
+            self.plan.global_batch,
+            rank=world.rank,
+            ranks=world.size,
+            seed=recipe.length.seed,
+            drop_last=recipe.batching.drop_last,
+            shares=self.plan.shares,
+            device=world.device,
+            data_on_device=recipe.data.data_on_device,
+            workers=recipe.data.workers,
+        )
+        self.test_loader = evaluation_loader(
+            dataset.test,
+            self.plan.rank_batch,
+            rank=world.rank,
+            ranks=world.size,
+            device=world.device,
+            data_on_device=recipe.data.data_on_device,
+        )
+        runner = GraphRunner if recipe.compute.cuda_graph else EagerRunner
+        self.runner = runner(self.stepper, self.loader, self.plan, recipe)
+        self.checkpoints = Checkpoints(directory.checkpoints, keep=recipe.length.keep)
+        board = directory.path / "tensorboard" if tensorboard else None
+        self.metrics = Metrics(directory.metrics, world.rank, board)
+        architecture = fit(recipe.architecture, dataset) if _is_gpt(recipe) else None
+        self.speed = Speed(world, recipe.compute.precision, architecture, recipe.data.seq_len)
+        self.step = 0
+        self.shares: list[float] | None = None
+        self.score: Score | None = None
+        if resume:
+            self._resume()
+        self.metrics.rewind(self.step)
+
+    def run(self) -> Outcome:
+        """Train to the end, or to a signal."""
+        progress = ProgressReport(self.plan.steps, self.step, shown=self.world.is_first)
+        self.pulse = Pulse(self.world.rank, self.world.size, self.step)
+        stopped = False
+        loss = float("nan")
+        try:
+            while self.step < self.plan.steps and not stopped:
+                steps = self._steps_to_next_event()
+                self.pulse.add(self.runner.run(steps), self.stepper.take_forward_seconds())
+                self.step += steps
+                evaluating, saving = self._due()
+                if self.step < self.pulse.next_at and not (evaluating or saving):
+                    continue
+                beat = self.pulse.beat(self.runner.take_rank_samples())
+                loss, stopped = beat.losses[-1], beat.stop
+                self._report(beat, progress)
+                if evaluating and not stopped:
+                    self._evaluate(progress)
+                if saving or stopped:
+                    self._save()
+                self.pulse.resume()
+        finally:
+            self.pulse.close()
+            self.runner.close()
+            self.test_loader.close()
+            progress.close()
+            self.metrics.close()
+        self.checkpoints.wait()
+        self.checkpoints.close()
+        return Outcome(self._summary(loss), stopped)
+
+    def _steps_to_next_event(self) -> int:
+        """How many steps may run before anything else is to be done: the same on every rank."""
+        length = self.recipe.length
+        events = [self.plan.steps, self.pulse.next_at]
+        events.append(self.step + self.loader.sampler.steps_left(self.loader.position))
+        for every in (length.evaluate_every, length.checkpoint_every):
+            if every:
+                events.append((self.step // every + 1) * every)
+        return max(1, min(events) - self.step)
+
+    def _due(self) -> tuple[bool, bool]:
+        """Whether to evaluate, and whether to save, after the steps so far."""
+        length = self.recipe.length
+        last = self.step == self.plan.steps
+        epoch_ended = self.loader.position.sample == 0
+        evaluating = epoch_ended
+        if length.evaluate_every:
+            evaluating = self.step % length.evaluate_every == 0
+        saving = epoch_ended
+        if length.checkpoint_every:
+            saving = self.step % length.checkpoint_every == 0
+        return length.evaluate and (evaluating or last), saving or last
+
+    def _report(self, beat: Beat, progress: ProgressReport) -> None:
+        if beat.broken is not None:
+            step, rank = beat.broken
+            raise LossNotFinite(
+                f"the loss of step {step} is not finite, first on rank {rank}: lower --lr, add "
+                "--clip or --warmup, or look at that step's data"
+            )
+        samples_per_step = self.plan.global_batch
+        text = self.speed.describe(beat, samples_per_step)
+        for offset, loss in enumerate(beat.losses):
+            self.metrics.write(beat.first_step + offset, loss=loss)
+        self.metrics.write(
+            beat.last_step,
+            seconds_per_step=beat.seconds / len(beat.losses),
+            samples_per_s=len(beat.losses) * samples_per_step / beat.seconds,
+            input_seconds=self.runner.take_input_seconds(),
+        )
+        self.metrics.flush()
+        progress.show(self.step, f"loss {beat.losses[-1]:.4f}  {text}")
+        if self.recipe.batching.split == "measured" and all(rate > 0 for rate in beat.rates):
+            self.shares = measured_shares(beat.rates, self.shares)
+            self.loader.set_shares(self.shares)
+
+    def _evaluate(self, progress: ProgressReport) -> None:
+        self.score = evaluate(
+            self.model, self.test_loader, self.task, self.world.device, self.stepper.autocast
+        )
+        score = self.score
+        self.metrics.write(self.step - 1, test_loss=score.loss, test_accuracy=score.accuracy)
+        progress.say(
+            f"step {self.step}: test loss {score.loss:.4f}, accuracy {100 * score.accuracy:.2f} % "
+            f"of {score.count:,}"
+        )
+
+    def _save(self) -> None:
+        self.checkpoints.save(
+            self.step,
+            self.model,
+            self.optimizer,
+            {
+                "step": self.step,
+                "samples": self.runner.samples,
+                "data": self.loader.state_dict(),
+                "scaler": self.stepper.scaler.state_dict(),
+                "shares": self.shares,
+                "ranks": self.world.size,
+                "layout": f"dp{self.world.size}",
+            },
+        )
+
+    def _resume(self) -> None:
+        state = self.checkpoints.load(self.model, self.optimizer)
+        self.step = int(state["step"])
+        self.runner.samples = int(state["samples"])
+        self.loader.load_state_dict(state["data"])
+        self.stepper.scaler.load_state_dict(state["scaler"])
+        if state["shares"] is not None and state["ranks"] == self.world.size:
+            self.shares = [float(share) for share in state["shares"]]
+            self.loader.set_shares(self.shares)
+        if self.world.is_first:
+            print(f"resumed at step {self.step}", file=sys.stderr)
+
+    def _summary(self, loss: float) -> dict[str, Any]:
+        score = self.score
+        return {
+            "steps": self.step,
+            "samples": self.runner.samples,
+            "samples_per_s": self.speed.samples_per_s,
+            "final_loss": loss,
+            "test_loss": None if score is None else score.loss,
+            "test_accuracy": None if score is None else score.accuracy,
+            "layout": f"dp{self.world.size}",
+            "world": {"size": self.world.size, **self.world.row()},
+            "plan": asdict(self.plan),
+            **self.speed.summary(),
+            "sharing_note": self.world.sharing_note,
+        }
+
+
+def _is_gpt(recipe: Recipe) -> bool:
+    return recipe.model == "gpt" and isinstance(recipe.architecture, GPTConfig)
+
+
+def _for_check(recipe: Recipe) -> dict[str, Any]:
+    parts: dict[str, Any] = json.loads(json.dumps(asdict(recipe), default=str))
+    return parts
+
+
+def describe_plan(plan: Plan) -> list[str]:
+    """The run's arithmetic, a line each with its reason."""
+    return [
+        f"global batch {plan.global_batch}: {plan.reasons['global_batch']}",
+        f"steps {plan.steps}: {plan.reasons['steps']}",
+        f"steps per epoch {plan.steps_per_epoch}: {plan.reasons['steps_per_epoch']}",
+        f"peak learning rate {plan.peak_lr:.4g}: {plan.reasons['peak_lr']}",
+        f"warm-up {plan.warmup_samples:,} of {plan.samples:,} samples",
+    ]

@@ -1,0 +1,104 @@
+"""The arithmetic of a run: batches, steps, learning rates, and what is refused."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tutti.train.plan import make_plan
+from tutti.train.recipe import RECIPES, Recipe, with_values
+from tutti.world.errors import UsageError
+
+
+def recipe(**values: object) -> Recipe:
+    flat = with_values(RECIPES["lenet"], {"optimization": {"schedule": "constant", "warmup": 0.0}})
+    return with_values(flat, values)
+
+
+def test_the_global_batch_is_derived_and_says_how() -> None:
+    plan = make_plan(recipe(batching={"batch": 32, "accumulation": 3}), ranks=4, samples=10_000)
+    assert plan.global_batch == 32 * 4 * 3
+    assert plan.reasons["global_batch"] == "batch 32 × 4 ranks × accumulation 3"
+
+
+def test_a_given_global_batch_gives_the_batch_per_rank() -> None:
+    plan = make_plan(recipe(batching={"global_batch": 384, "accumulation": 3}), 4, 10_000)
+    assert plan.rank_batch == 32
+
+
+def test_a_global_batch_that_does_not_divide_is_refused_with_its_neighbours() -> None:
+    with pytest.raises(UsageError, match=r"--global-batch 100 .* 3 ranks .* = 3: use 99 or 102"):
+        make_plan(recipe(batching={"global_batch": 100}), 3, 10_000)
+
+
+@pytest.mark.parametrize(("drop_last", "steps"), [(False, 4), (True, 3)])
+def test_the_ragged_last_step_of_an_epoch_counts_or_not(drop_last: bool, steps: int) -> None:
+    batching = {"batch": 30, "drop_last": drop_last}
+    plan = make_plan(recipe(batching=batching, length={"epochs": 2.0}), 1, 100)
+    assert plan.steps_per_epoch == steps and plan.steps == 2 * steps
+    assert plan.samples == (180 if drop_last else 200)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 8.0), ("sqrt", 8**0.5)])
+def test_the_learning_rate_scales_with_the_batch_by_the_stated_rule(
+    rule: str, factor: float
+) -> None:
+    scaled = recipe(
+        optimization={"lr": 0.1, "lr_scale": rule, "lr_batch": 64}, batching={"batch": 128}
+    )
+    assert make_plan(scaled, 4, 100_000).peak_lr == pytest.approx(0.1 * factor)
+
+
+@given(ranks=st.integers(1, 8), done=st.floats(0, 1))
+def test_the_schedule_counts_samples_and_never_ranks(ranks: int, done: float) -> None:
+    same = recipe(
+        optimization={"schedule": "cosine", "warmup": 0.1, "lr": 0.5},
+        batching={"global_batch": 840},
+        length={"epochs": 3.0},
+    )
+    alone, many = make_plan(same, 1, 84_000), make_plan(same, ranks, 84_000)
+    samples = int(done * alone.samples)
+    assert many.lr_at(samples, same) == alone.lr_at(samples, same)
+    assert 0 <= many.lr_at(samples, same) <= 0.5
+
+
+def test_warm_up_rises_and_cosine_falls_to_what_is_left() -> None:
+    cosine = recipe(
+        optimization={"schedule": "cosine", "warmup": 0.1, "lr": 1.0, "final_lr": 0.2},
+        batching={"batch": 10},
+        length={"epochs": 1.0},
+    )
+    plan = make_plan(cosine, 1, 1000)
+    assert plan.lr_at(50, cosine) == pytest.approx(0.5)
+    assert plan.lr_at(100, cosine) == pytest.approx(1.0)
+    half = 0.2 + 0.8 * (1 + math.cos(math.pi / 2)) / 2
+    assert plan.lr_at(550, cosine) == pytest.approx(half)
+    assert plan.lr_at(1000, cosine) == pytest.approx(0.2)
+
+
+def test_linear_falls_in_a_straight_line() -> None:
+    linear = recipe(
+        optimization={"schedule": "linear", "lr": 1.0},
+        batching={"batch": 10},
+        length={"epochs": 1.0},
+    )
+    assert make_plan(linear, 1, 1000).lr_at(250, linear) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"batching": {"batch": 0}}, "--batch 0: use 1 or more"),
+        ({"batching": {"accumulation": 0}}, "--accumulation 0"),
+        ({"batching": {"split": "2,1,1"}}, "3 shares for 2 ranks"),
+        ({"batching": {"split": "most"}}, "--split most: use even, measured, or shares"),
+        ({"length": {"epochs": 0.0}}, "--epochs 0.0: use more than 0"),
+        ({"length": {"steps": 0}}, "--steps 0"),
+        ({"batching": {"batch": 600, "drop_last": True}}, "larger than the data set of 1000"),
+        ({"optimization": {"warmup": 1.5}}, "--warmup 1.5"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(values: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_plan(recipe(**values), 2, 1000)

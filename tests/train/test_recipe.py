@@ -1,0 +1,62 @@
+"""Recipes as files: what is written reads back, and every mistake is named with the nearest key."""
+
+from pathlib import Path
+
+import pytest
+
+from tutti.train.recipe import RECIPES, with_values
+from tutti.train.recipe_file import read_recipe, write_recipe
+from tutti.world.errors import UsageError
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_that_was_written_reads_back_the_same(name: str, tmp_path: Path) -> None:
+    changed = with_values(
+        RECIPES[name],
+        {
+            "data": {"dataset": 'my.module:a"b\\c', "data_dir": Path("/some where")},
+            "optimization": {"clip": 2.5, "betas": (0.8, 0.9)},
+            "length": {"steps": 7, "evaluate": False},
+        },
+    )
+    path = tmp_path / "recipe.toml"
+    path.write_text(write_recipe(changed, name))
+    assert read_recipe(str(path)) == changed
+
+
+def test_a_file_changes_its_base_only_where_it_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "gpt"\n[optimization]\nlr = 1\n[architecture]\nlayers = 2\n')
+    mine = read_recipe(str(path))
+    assert mine.optimization.lr == 1.0 and isinstance(mine.optimization.lr, float)
+    assert mine == with_values(
+        RECIPES["gpt"], {"optimization": {"lr": 1.0}, "architecture": {"layers": 2}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('base = "gpt"\n[optimization]\nlearning_rate = 1', "no key optimization.learning_rate"),
+        ('base = "gpt"\n[optimisation]\nlr = 1', "no key optimisation: did you mean optimization"),
+        ('base = "gpt"\n[architecture]\nlayer = 1', "did you mean architecture.layers"),
+        ('base = "gpt"\n[optimization]\nlr = "high"', "optimization.lr = 'high': expected float"),
+        ('base = "gpt"\n[optimization]\noptimizer = "lion"', "use one of sgd, adamw"),
+        ('base = "gpt"\n[architecture]\nheads = 3', "dim 128 over 3 heads"),
+        ('base = "gpt"\noptimization = 1', "is a section"),
+        ('base = "gtp"', "one of .*gpt"),
+        ("lr = = 2", "Invalid"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=message):
+        read_recipe(str(path))
+
+
+def test_a_recipe_that_does_not_exist_gets_the_nearest_name() -> None:
+    with pytest.raises(UsageError, match="no recipe 'lennet': did you mean lenet"):
+        read_recipe("lennet")
+    with pytest.raises(UsageError, match="No such file"):
+        read_recipe("nowhere.toml")
