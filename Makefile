@@ -17,7 +17,7 @@ $(VENV)/dev: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/demo
-	$(BIN)/tutti world --ranks 2
+	$(BIN)/tutti world --ranks 2 --device cpu
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -1,5 +1,7 @@
 """Nothing may leak: every test is checked for processes, shared memory and scratch it left."""
 
+import ctypes
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -7,6 +9,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+# A process whose parent has died comes to us instead of to init, so that no leaked one is missed.
+_PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scratch_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # Temporary files of this session only: other sessions on this machine have theirs.
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("scratch"))
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +37,7 @@ def _leavings() -> set[str]:
         for child in psutil.Process().children(recursive=True)
         if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
     }
-    shared = {str(path) for path in Path("/dev/shm").iterdir()}
+    # By name: other programs on this machine may use shared memory, too.
+    shared = {str(path) for path in Path("/dev/shm").glob("*tutti*")}
     scratch = {str(path) for path in Path(tempfile.gettempdir()).glob("tutti-run-*")}
     return processes | shared | scratch

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hosts import hosts_missing, two_hosts
 from tutti.world.network import free_port
 from worlds import TUTTI, clean_environment, run_command
 
@@ -36,6 +37,11 @@ with tutti.init() as world:
             time.sleep(1000)
         if step == 20 and what == "stuck":
             os.kill(os.getpid(), 9)
+        if step == 20 and what == "alone":
+            while True:
+                time.sleep(0.1)
+                if world.rank == who:
+                    raise ValueError("nobody is in a collective")
         if step == 20:
             print(f"running {os.getpid()}", flush=True)
         dist.all_reduce(x)
@@ -54,7 +60,7 @@ def world_of_four(program: Path) -> Iterator[subprocess.Popen[str]]:
     """Four ranks, all in the middle of all-reduces of 4 MB."""
     with subprocess.Popen(
         [*TUTTI, "run", "-n", "4", str(program), "nothing", "0"],
-        env=clean_environment(),
+        env=clean_environment() | {"TMPDIR": str(program.parent)},  # a killed one cannot tidy up
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -75,10 +81,17 @@ def world_of_four(program: Path) -> Iterator[subprocess.Popen[str]]:
 def all_gone(pids: dict[int, int], within: float) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(pid) for pid in pids.values()):
+        if not any(is_running(pid) for pid in pids.values()):
             return True
         time.sleep(0.02)
     return False
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -110,8 +123,6 @@ def test_a_killed_launcher_leaves_no_orphans(world_of_four: subprocess.Popen[str
     world_of_four.kill()
     world_of_four.communicate(timeout=10)
     assert all_gone(world_of_four.pids, within=5)  # type: ignore[attr-defined]
-    for scratch in Path("/tmp").glob("tutti-run-*"):  # a killed launcher cannot tidy up
-        scratch.rmdir()
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -125,6 +136,12 @@ def test_a_rank_that_raises_is_printed_once_and_the_others_say_why_they_stopped(
     assert f"rank {who} on {host} failed: ValueError: the loss is a teapot" in done.stderr
     for other in {0, 1, 2} - {who}:
         assert f"rank {other} on {host} stopped: rank {who} on {host} failed first" in done.stderr
+
+
+def test_a_failure_outside_of_any_collective_is_printed_once_and_ends_all(program: Path) -> None:
+    done = run_command([*TUTTI, "run", "-n", 2, program, "alone", 1])
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1, done.stderr
 
 
 def test_a_rank_whose_output_is_hidden_still_shows_its_traceback(program: Path) -> None:
@@ -167,4 +184,42 @@ def test_ranks_stuck_outside_of_any_collective_end_too_whatever_started_them(
     errors = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1]
     assert "rank 1" in errors[0] and "died without a word" in errors[0]
-    assert "failed first" in errors[2]
+    assert "rank 1" in errors[2] and "failed first" in errors[2]
+
+
+def test_a_rank_alone_on_its_host_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
+    if hosts_missing() is not None:
+        pytest.skip(str(hosts_missing()))
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29400"}
+    with two_hosts() as hosts:
+        ranks = [
+            host.popen(
+                [sys.executable, str(program), "stuck", "1"],
+                env=clean_environment()
+                | {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "MASTER_ADDR": "n1",
+                    "MASTER_PORT": "29400",
+                },
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        _, errors = ranks[0].communicate(timeout=60)
+        ranks[1].communicate(timeout=60)
+    assert ranks[0].returncode == 1
+    assert "rank 0 on n1 stopped: rank 1 on n2 failed first: it died" in errors
+
+
+def test_a_script_may_tear_the_group_down_itself(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time, torch.distributed as dist, tutti\n"
+        "world = tutti.init()\n"
+        "dist.destroy_process_group()\n"
+        "time.sleep(2 * (world.rank == 0))  # rank 0 is still busy when the other has ended\n"
+    )
+    done = run_command([*TUTTI, "run", "-n", 2, script])
+    assert done.returncode == 0 and done.stderr == ""

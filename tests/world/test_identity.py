@@ -119,15 +119,26 @@ def test_sets_that_contradict_each_other_are_shown_both(other: dict[str, str]) -
     assert f"{rank}={other[rank]}" in message and "unset" in message
 
 
-def test_half_a_set_is_refused_with_what_is_missing() -> None:
-    with pytest.raises(UsageError, match="MASTER_ADDR and MASTER_PORT are not: set all four"):
-        identify({"RANK": "0", "WORLD_SIZE": "2"})
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2 .* MASTER_ADDR and MASTER_PORT are not"),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "WORLD_SIZE=4 is set, but RANK"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE=4 is set, but RANK"),
+        ({"RANK": "3"}, "RANK=3 is set, but WORLD_SIZE is not"),
+    ],
+)
+def test_half_a_set_never_becomes_a_world_of_one(env: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        identify(env)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"RANK": "x"}, "RANK='x' is not a whole number"),
+        ({"RANK": "-1"}, "RANK='-1' is not a whole number from 0 up"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: a world has at least one rank"),
         ({"RANK": "4"}, "RANK=4 but WORLD_SIZE=4: a rank is 0 to 3"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
     ],

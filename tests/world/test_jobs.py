@@ -48,6 +48,12 @@ def test_a_hostile_value_never_reaches_an_sbatch_line(value: str) -> None:
         job.script()
 
 
+@pytest.mark.parametrize("name", [*HOSTILE, "exclusive\ntouch /tmp/pwned #", "", "-x"])
+def test_a_hostile_name_never_becomes_an_sbatch_line(name: str) -> None:
+    with pytest.raises(UsageError, match="is no flag of sbatch"):
+        SlurmJob(["true"], 1, 1, None, {name: ""}).script()
+
+
 @pytest.mark.parametrize("value", HOSTILE)
 def test_a_hostile_argument_arrives_as_it_is_and_nothing_runs(value: str, tmp_path: Path) -> None:
     script = SlurmJob(
@@ -69,10 +75,11 @@ def test_hosts_are_read_with_their_ranks() -> None:
 
 def test_several_hosts_are_told_where_rank_zero_is() -> None:
     hosts = [("n1", 4), ("n2", 4)]
-    openmpi = MpiJob(["prog"], hosts, "mpirun", "openmpi", 23456).script()
-    mpich = MpiJob(["prog"], hosts, "mpirun", "mpich", 23456).script()
+    openmpi = MpiJob(["prog"], hosts, ["mpirun"], "openmpi").script()
+    mpich = MpiJob(["prog"], hosts, ["mpirun"], "mpich").script()
     assert "mpirun -np 8 --host n1:4,n2:4 --bind-to none -x MASTER_ADDR=n1 prog" in openmpi
-    assert "mpirun -np 8 -hosts n1:4,n2:4 -genv MASTER_ADDR n1 -genv MASTER_PORT 23456" in mpich
+    assert "mpirun -np 8 -hosts n1:4,n2:4 -genv MASTER_ADDR n1 -genv MASTER_PORT 2" in mpich
+    assert mpich == MpiJob(["prog"], hosts, ["mpirun"], "mpich").script()  # the same each time
 
 
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])
@@ -103,7 +110,9 @@ def test_an_existing_other_script_is_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["slurm", "--nodes", "2"], "what should run?"),
+        (["slurm", "--nodes", "2"], "what should run? Put -- before it"),
+        (["slrum", "--", "true"], "no cluster 'slrum'"),
+        (["slurm", "--script", "/no/dir/x", "--", "true"], "/no/dir/x"),
         (["slurm", "--nodes", "0", "--dry-run", "--", "true"], "--nodes 0"),
         (["slurm", "--node", "2", "--", "true"], "did you mean --nodes?"),
         (["mpi", "--mpirun", "no-such-mpirun", "--", "true"], "no-such-mpirun is not installed"),

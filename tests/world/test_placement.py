@@ -22,9 +22,7 @@ def answer(
         host=host,
         machine=f"{host}/{boot or host + '-boot'}/net:[1]",
         address="",
-        pid=100 + rank,
-        pid_started=1,
-        pid_namespace="pid:[1]",
+        lines_port=0,
         local_rank=local_rank,
         local_size=None,
         node=None,
@@ -103,6 +101,11 @@ def test_cpu_ranks_are_dealt_out_to_numa_nodes_in_blocks() -> None:
     numa = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
     answers = [answer(r) for r in range(4)]
     assert [cpus_for(answers, r, numa) for r in range(4)] == ["0-3", "0-3", "4-7", "4-7"]
+
+
+def test_fewer_ranks_than_numa_nodes_use_all_of_them() -> None:
+    numa = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
+    assert cpus_for([answer(0)], 0, numa) is None
 
 
 def test_cpus_that_the_launcher_chose_are_kept() -> None:

@@ -82,8 +82,25 @@ def test_a_rank_zero_that_never_comes_is_a_timeout_with_its_address() -> None:
 
 
 def test_several_hosts_without_a_master_are_told_how_to_give_one() -> None:
-    with pytest.raises(UsageError, match="-genv MASTER_ADDR HOST with MPICH"):
+    with pytest.raises(UsageError, match="-genv MASTER_ADDR HOST -genv MASTER_PORT 29500"):
         meet(Identity("mpich", rank=1, size=4, local_size=2), timeout=1)
+    with pytest.raises(UsageError, match="give all ranks MASTER_PORT, too"):
+        meet(Identity("mpich", rank=1, size=4, local_size=2, master_host="n1"), timeout=1)
+
+
+def test_loopback_as_the_master_of_several_hosts_is_refused_at_once() -> None:
+    wrong = replace(FIRST, size=4, master_host="localhost")
+    with pytest.raises(UsageError, match="MASTER_ADDR=localhost is this host only, but 2 of 4"):
+        meet(wrong, timeout=10)
+
+
+def test_something_silent_at_the_given_port_is_no_store_and_ends_with_the_timeout() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        with pytest.raises(UsageError, match="could not reach rank 0"):
+            meet(replace(SECOND, master_port=port), timeout=2)
 
 
 def test_a_world_of_one_opens_no_port() -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -46,9 +47,46 @@ def test_each_rank_has_a_log_file(script: Path, tmp_path: Path) -> None:
     assert set((logs / "rank1.log").read_text().splitlines()) == {"rank 1 of 2 []", "warning"}
 
 
-def test_a_module_can_be_run(tmp_path: Path) -> None:
-    done = run_command([*TUTTI, "run", "-n", 1, "-m", "platform", "--terse"])
-    assert done.returncode == 0 and "Linux" in done.stdout
+@pytest.mark.parametrize("tutti", [TUTTI, [str(Path(sys.executable).with_name("tutti"))]])
+def test_a_module_in_the_current_directory_can_be_run(tutti: list[str], tmp_path: Path) -> None:
+    if len(tutti) == 1 and not Path(tutti[0]).exists():
+        pytest.skip("the console script is not installed")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text("print('hello from a module')\n")
+    done = run_command([*tutti, "run", "-n", 1, "-m", "package.module"], cwd=tmp_path)
+    assert done.stdout == "hello from a module\n", done.stderr
+
+
+def test_an_executable_can_be_run(tmp_path: Path) -> None:
+    script = tmp_path / "hello.sh"
+    script.write_text("#!/bin/sh\necho rank $RANK\n")
+    script.chmod(0o755)
+    done = run_command([*TUTTI, "run", "-n2", script])
+    assert set(done.stdout.splitlines()) == {"[rank 0] rank 0", "[rank 1] rank 1"}
+
+
+def test_what_a_terminal_cannot_show_is_passed_on_as_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "greek.py"
+    script.write_text("import sys\nsys.stdout.buffer.write('λ 50%\\r'.encode())\n")
+    ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    run = [*TUTTI, "run", "-n", 1, "--log-dir", tmp_path, script]
+    assert run_command(run, env=ascii_only).stdout == "λ 50%\n"
+
+
+def test_a_run_that_ignores_hang_ups_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("import time\nprint('up', flush=True)\ntime.sleep(1)\nprint('done')\n")
+    with subprocess.Popen(
+        ["nohup", *TUTTI, "run", "-n", "1", "--log-dir", str(tmp_path), str(script)],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "up\n"
+        launcher.send_signal(signal.SIGHUP)
+        assert launcher.communicate(timeout=20)[0] == "done\n"
 
 
 def test_ranks_are_told_what_torchrun_would_tell_them(tmp_path: Path) -> None:
@@ -117,7 +155,10 @@ def test_a_reader_that_goes_away_does_not_end_the_run(script: Path, tmp_path: Pa
     [
         (["-n", "0", "SCRIPT"], "--ranks 0: a world has at least one rank"),
         (["-n", "2", "/no/such/script.py"], "'/no/such/script.py' does not exist"),
-        (["-n", "2", "-m", "no.such.module"], "-m no.such.module: no such module"),
+        (["-n", "2", "-m", "no.such.module"], "-m no.such.module: no module no here"),
+        (["-n", "2", "/tmp"], "'/tmp' is a directory"),
+        (["--timeout", "0", "SCRIPT"], "--timeout 0.0: give seconds above 0"),
+        (["--start-timeout", "nan", "SCRIPT"], "--start-timeout nan: give seconds above 0"),
         (["-n", "2"], "what should run?"),
         (["-n", "two", "SCRIPT"], "-n/--ranks 'two' is no number"),
         (["--rank", "2", "SCRIPT"], "no flag --rank: did you mean --ranks?"),

@@ -60,5 +60,6 @@ def run(arguments: list[str]) -> int:
         code: int = import_module(COMMANDS[name][0]).main(rest)
         return code
     except (UsageError, RanksDiffer) as error:
-        print(f"tutti {name}: {error}", file=sys.stderr)
+        if not error.told:
+            print(f"tutti {name}: {error}", file=sys.stderr)
         return 2

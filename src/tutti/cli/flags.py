@@ -46,6 +46,9 @@ def split_at_command(kind: type[object], arguments: Sequence[str]) -> tuple[list
             return list(arguments[:position]), list(arguments[position + 1 :])
         if argument == "-m" or not argument.startswith("-"):
             break
+        if re.fullmatch(r"-n\d+", argument):  # as make and mpirun take it: -n2
+            position += 1
+            continue
         name = argument.lstrip("-").removeprefix("no-").replace("-", "_")
         takes_value = "=" not in argument and name not in {*switches, "h", "help"}
         position += 2 if takes_value else 1
@@ -72,7 +75,9 @@ def _one_line(box: str, program: str) -> str:
         )
         return f"{said.rstrip('.')}: see {program} --help"
     flag = unknown[1].split(",")[0].strip()
+    if not flag.startswith("-"):
+        return f"{flag!r} is not expected here: see {program} --help"
     known = re.findall(r"(--[a-z][a-z0-9.-]*)", " ".join(lines[rule:]))
-    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"see {program} --help"
     return f"no flag {flag}: {hint}"

@@ -1,9 +1,10 @@
 """tutti run: start any script as a world of local ranks."""
 
+import os
 import shutil
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ import tyro
 from tutti.cli.flags import parse, split_at_command
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
+from tutti.world.timeouts import START_TIMEOUT, TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Run:
 
     tutti run -n 4 -m package.module --lr 0.1
 
-    What follows SCRIPT, or -m MODULE, belongs to it.
+    What follows SCRIPT, or -m MODULE, belongs to it. An executable works as well. Ranks have no
+    standard input.
     """
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
@@ -35,10 +38,10 @@ class Run:
     """Whose output to show: every rank's, with its number in front, or rank 0's as it is."""
     log_dir: Path | None = None
     """A directory for one log file per rank."""
-    start_timeout: float | None = None
-    """Seconds for all ranks to arrive (default 300)."""
-    timeout: float | None = None
-    """Seconds that a collective may take (default 600)."""
+    start_timeout: float = START_TIMEOUT
+    """Seconds for all ranks to arrive."""
+    timeout: float = TIMEOUT
+    """Seconds that a collective may take."""
     grace: float = 5.0
     """Seconds that ranks may take to end after Ctrl-C or SIGTERM, before they are killed."""
 
@@ -65,16 +68,18 @@ def python_command(command: list[str]) -> list[str]:
     if not command or command == ["-m"]:
         raise UsageError("what should run? tutti run -n 2 SCRIPT, or tutti run -n 2 -m MODULE")
     if command[0] == "-m":
-        try:
-            found = find_spec(command[1])
-        except (ModuleNotFoundError, ValueError):
-            found = None
-        if found is None:
-            raise UsageError(f"-m {command[1]}: no such module here: is it installed?")
+        # The top of a dotted name only: to look deeper would import the user's package here.
+        top = command[1].partition(".")[0]
+        if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+            raise UsageError(f"-m {command[1]}: no module {top} here: is it installed?")
         return [sys.executable, *command]
     script = Path(command[0])
-    if script.suffix != ".py" and (program := shutil.which(command[0])) is not None:
-        return [program, *command[1:]]
+    if script.suffix != ".py":
+        program = str(script.resolve()) if os.access(script, os.X_OK) else shutil.which(command[0])
+        if program is not None and not script.is_dir():
+            return [program, *command[1:]]
+    if script.is_dir():
+        raise UsageError(f"{command[0]!r} is a directory: give a script in it")
     if not script.is_file():
         raise UsageError(f"script {command[0]!r} does not exist: check the path")
     return [sys.executable, *command]

@@ -1,6 +1,8 @@
 """tutti submit slurm|mpi: write a cluster job, and submit it."""
 
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,6 @@ from typing import Literal
 from tutti.cli.flags import parse, split_at_dashes
 from tutti.world.errors import UsageError
 from tutti.world.jobs import MpiJob, SlurmJob, parse_hosts
-from tutti.world.network import free_port
 
 _USAGE = """usage: tutti submit slurm [flags] -- COMMAND
        tutti submit mpi --hosts n1:4,n2:4 [flags] -- COMMAND
@@ -68,7 +69,7 @@ class Mpi:
     hosts: str = "localhost:1"
     """Hosts and how many ranks each runs: n1:4,n2:4. Rank 0 is on the first."""
     mpirun: str = "mpirun"
-    """The mpirun to call."""
+    """The mpirun to call, with flags of its own if need be: "mpirun --map-by node"."""
     flavour: Literal["auto", "openmpi", "mpich"] = "auto"
     """Whose mpirun it is; auto asks it."""
     script: Path | None = None
@@ -81,9 +82,11 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     kinds = {"slurm": _submit_slurm, "mpi": _submit_mpi}
     if not arguments or arguments[0] not in kinds:
-        asked = bool(arguments) and arguments[0] in ("-h", "--help")
-        print(_USAGE, file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
+        if arguments[:1] in (["-h"], ["--help"]):
+            print(_USAGE)
+            return 0
+        what = f"no cluster {arguments[0]!r}" if arguments else "which cluster?"
+        raise UsageError(f"{what}: tutti submit slurm … or tutti submit mpi …, see --help")
     return kinds[arguments[0]](arguments[1:])
 
 
@@ -127,26 +130,27 @@ def _submit_slurm(arguments: list[str]) -> int:
 def _submit_mpi(arguments: list[str]) -> int:
     flags, command = split_at_dashes(arguments)
     options = parse(Mpi, "tutti submit mpi", flags)
+    mpirun = shlex.split(options.mpirun) or ["mpirun"]
     job = MpiJob(
         command=_given(command, "mpi"),
         hosts=parse_hosts(options.hosts),
-        mpirun=options.mpirun,
-        flavour=_flavour(options.mpirun) if options.flavour == "auto" else options.flavour,
-        port=free_port(),
+        mpirun=mpirun,
+        flavour=_flavour(mpirun[0]) if options.flavour == "auto" else options.flavour,
     )
     script = job.script()
     if options.dry_run:
         print(script, end="")
         return 0
-    _need(options.mpirun, "install Open MPI or MPICH, or use --dry-run")
+    _need(mpirun[0], "install Open MPI or MPICH, or use --dry-run")
     path = _write(options.script or Path(f"{_name_of(command)}.mpi.sh"), script)
-    print(f"the script is {path}", file=sys.stderr)
-    return subprocess.run(["bash", str(path)]).returncode
+    print(f"the script is {path}", file=sys.stderr, flush=True)
+    # In our place: signals and the terminal are mpirun's own then.
+    os.execvp("bash", ["bash", str(path)])
 
 
 def _given(command: Sequence[str], kind: str) -> Sequence[str]:
     if not command:
-        raise UsageError(f"what should run? tutti submit {kind} [flags] -- python train.py")
+        raise UsageError(f"what should run? Put -- before it: tutti submit {kind} -- python x.py")
     return command
 
 
@@ -171,8 +175,11 @@ def _need(program: str, cure: str) -> None:
 
 
 def _write(path: Path, script: str) -> Path:
-    if path.exists() and path.read_text() != script:
-        raise UsageError(f"{path} exists and is another script: remove it or use --script FILE")
-    path.write_text(script)
-    path.chmod(0o755)
+    try:
+        if path.exists() and path.read_text() != script:
+            raise UsageError(f"{path} exists and is another script: remove it or use --script FILE")
+        path.write_text(script)
+        path.chmod(0o755)
+    except OSError as error:
+        raise UsageError(f"--script {path}: {error.strerror}: choose another") from None
     return path

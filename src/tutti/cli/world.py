@@ -12,6 +12,7 @@ from tutti.cli.flags import parse
 from tutti.cli.results import write_json
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
+from tutti.world.timeouts import START_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,21 @@ class Show:
     """How many ranks may share one GPU (default 1)."""
     json: Path | None = None
     """Write the rows to this file, too."""
-    start_timeout: float | None = None
-    """Seconds for all ranks to arrive (default 300)."""
+    start_timeout: float = START_TIMEOUT
+    """Seconds for all ranks to arrive."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Show, "tutti world", arguments)
-    if options.ranks is not None and identify(os.environ).launcher == "python":
+    if options.ranks is not None and identify(os.environ).size == 1:
         return LocalWorld(
             command=[sys.executable, "-m", "tutti", "world", *arguments],
             ranks=options.ranks,
             device=options.device,
             ranks_per_gpu=options.ranks_per_gpu or 1,
             show="first",
+            start_timeout=options.start_timeout,
         ).run()
 
     from tutti.world.exchange import gather_json
@@ -62,18 +64,27 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+_COLUMNS = (
+    *("rank", "local_rank", "node", "host", "device", "backend", "launcher", "cpus", "threads"),
+)
+
+
 def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("rank", "local_rank", "node", "host", "device", "backend", "launcher", "cpus")
     console = Console()
-    table = Table(title=f"a world of {len(rows)}")
-    for column in (*columns, "threads"):
-        table.add_column(column.replace("_", " "), overflow="fold")
-    for row in rows:
-        table.add_row(*(str(row[column]) for column in (*columns, "threads")))
-    console.print(table)
+    if console.width < 80:  # too narrow for a table: a line for each rank
+        for row in rows:
+            cells = ", ".join(f"{name} {row[name]}" for name in _COLUMNS)
+            console.print(cells, highlight=False, markup=False)
+    else:
+        table = Table(title=f"a world of {len(rows)}")
+        for name in _COLUMNS:
+            table.add_column(name.replace("local_rank", "local"), overflow="fold")
+        for row in rows:
+            table.add_row(*(str(row[name]) for name in _COLUMNS))
+        console.print(table)
     # The reasons are the same on every rank, or nearly so: each is printed once.
     for value in rows[0]["reasons"]:
         by_rank = [row["reasons"].get(value, "") for row in rows]

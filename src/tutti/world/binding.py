@@ -1,5 +1,6 @@
 """Bind this process to the CPUs near its device, and size its thread pool to the cores it has."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,41 +42,45 @@ def bind(
     answers: Sequence[Answer], places: Sequence[Place], rank: int, env: Mapping[str, str]
 ) -> Binding:
     """Pin this rank to its device's NUMA node and set torch's thread count; say what was done."""
-    cpus, cpus_reason = _choose_cpus(answers, places[rank], rank)
-    if cpus is not None:
-        os.sched_setaffinity(0, parse_cpu_list(cpus))
-    threads, threads_reason = _choose_threads(answers, places, rank, env)
-    torch.set_num_threads(threads)
-    return Binding(format_cpu_list(allowed_cpus()), cpus_reason, threads, threads_reason)
-
-
-def _choose_cpus(answers: Sequence[Answer], place: Place, rank: int) -> tuple[str | None, str]:
     numa = numa_nodes()
-    allowed = set(allowed_cpus())
+    chosen, cpus_reason = _choose_cpus(answers, places[rank], numa)
+    if chosen is not None:
+        os.sched_setaffinity(0, parse_cpu_list(chosen))
+    cpus = format_cpu_list(allowed_cpus())
+    threads, threads_reason = _choose_threads(answers, places[rank], len(allowed_cpus()), env)
+    torch.set_num_threads(threads)
+    return Binding(cpus, cpus_reason, threads, threads_reason)
+
+
+def _choose_cpus(
+    answers: Sequence[Answer], place: Place, numa: Mapping[int, tuple[int, ...]]
+) -> tuple[str | None, str]:
     if place.gpu is None:
-        cpus = cpus_for(answers, rank, numa)
-        return (cpus, "its NUMA node's share") if cpus else (None, "as the launcher left it")
+        cpus = cpus_for(answers, place.rank, numa)
+        return (cpus, "its NUMA node") if cpus else (None, "as this process was started")
     node = numa_node_of_gpu(_pci_address(place.gpu))
-    near = allowed.intersection(numa.get(-1 if node is None else node, ()))
+    near = set(allowed_cpus()).intersection(numa.get(-1 if node is None else node, ()))
     if not near:
-        return None, "as the launcher left it: the GPU's NUMA node is unknown"
+        return None, "as this process was started: the GPU's NUMA node is unknown"
     return format_cpu_list(near), f"NUMA node {node} of cuda:{place.gpu}"
 
 
 def _choose_threads(
-    answers: Sequence[Answer], places: Sequence[Place], rank: int, env: Mapping[str, str]
+    answers: Sequence[Answer], place: Place, cores: int, env: Mapping[str, str]
 ) -> tuple[int, str]:
     if env.get("OMP_NUM_THREADS", "").isdecimal():
-        return max(1, int(env["OMP_NUM_THREADS"])), "OMP_NUM_THREADS"
-    # Ranks with the same CPUs share them; ranks with CPUs of their own do not.
-    mine = answers[rank]
-    same_cpus = [a for a in answers if a.machine == mine.machine and a.cpus == mine.cpus]
-    sharers = len(same_cpus)
-    cores = len(parse_cpu_list(mine.cpus))
+        by_us = "TUTTI_RUN_ID" in env
+        reason = "OMP_NUM_THREADS" + (", set by tutti run unless you did" if by_us else "")
+        return max(1, int(env["OMP_NUM_THREADS"])), reason
+    # Ranks that were given the same CPUs share what this one is bound to, in equal parts of all.
+    mine = answers[place.rank]
+    together = [a for a in answers if a.machine == mine.machine and a.cpus == mine.cpus]
+    share = len(together) * cores / len(parse_cpu_list(mine.cpus))
     quota = cpu_quota()
-    if quota is not None and quota < cores:
-        cores, sharers = quota, places[rank].local_size
-    return max(1, cores // sharers), f"{cores} cores / {sharers} ranks"
+    if quota is not None and quota < len(parse_cpu_list(mine.cpus)):
+        cores, share = quota, len(together)
+    sharers = max(1, math.ceil(share))
+    return max(1, cores // sharers), f"{cores} cores / {sharers} rank{'s' * (sharers != 1)}"
 
 
 def _pci_address(gpu: int) -> str:

@@ -69,7 +69,8 @@ class _Rank:
             return "failed"
         if self.code >= 0:
             return f"{'failed' if self.code else 'ended'} with exit code {self.code}"
-        name = signal.Signals(-self.code).name
+        numbers = {each.value for each in signal.Signals}
+        name = signal.Signals(-self.code).name if -self.code in numbers else f"signal {-self.code}"
         hint = "; the kernel's out-of-memory killer does this, see dmesg" * (name == "SIGKILL")
         return f"was killed by {name} (peak memory {self.peak_bytes / 1e9:.1f} GB{hint})"
 
@@ -99,7 +100,9 @@ class Conductor:
         """Run to the end; returns 0, or the exit code of the first failure."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(wake_read, selectors.EVENT_READ)
-        before = {number: signal.signal(number, _note_only) for number in _FORWARDED}
+        # What we were started to ignore (nohup, a shell's background job) stays ignored.
+        ours = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, _note_only) for number in ours}
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
             for env in self._environments:
@@ -130,7 +133,7 @@ class Conductor:
             if drained_by is None and all(rank.code is not None for rank in self._ranks):
                 drained_by = time.monotonic() + _DRAIN_SECONDS
             if drained_by is not None and time.monotonic() > drained_by:
-                return
+                return  # helpers of ranks that have ended hold the pipes open, and say nothing
             for key, _ in self._selector.select(timeout=self._patience(drained_by)):
                 if isinstance(key.data, _Rank):
                     self._on_end(key.data)
@@ -188,11 +191,13 @@ class Conductor:
         if self._first_to_fail is None:
             return 0
         guilty, summary, details = self._find_guilty(self._first_to_fail)
-        others = f"; the other {count - 1} were stopped because of it" if count > 1 else ""
+        were = "was" if count == 2 else "were"
+        others = f"; the other {count - 1} {were} stopped because of it" if count > 1 else ""
         who = f"rank {guilty.number} on {os.uname().nodename}"
         _say(f"{who} {guilty.how_it_ended()}{summary}{others}")
-        hidden = "" if self._output.shows(guilty.number) else self._output.tail(guilty.number)
-        print(details or hidden, end="", file=sys.stderr, flush=True)
+        if not self._output.shows(guilty.number):  # else it has been seen already
+            text = details or self._output.tail(guilty.number)
+            print(text, end="", file=sys.stderr, flush=True)
         if guilty.code is None or guilty.code == 0 or guilty.stopped_by_us:
             return 1
         return guilty.code if guilty.code > 0 else 128 - guilty.code

@@ -72,8 +72,10 @@ def _recipe_parts(recipe: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _tensor_parts(model: nn.Module | None) -> dict[str, str]:
-    tensors = model.state_dict(keep_vars=True) if model is not None else {}
-    return {name: str(_hash_tensor(tensor)) for name, tensor in tensors.items()}
+    if model is None:
+        return {}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: str(_hash_tensor(tensor)) for name, tensor in tensors}
 
 
 def _hash_tensors(model: nn.Module) -> int:
@@ -86,6 +88,8 @@ def _hash_tensor(tensor: torch.Tensor) -> int:
     Every element's bits are multiplied by an odd number that depends on its place, and summed
     modulo 2^64: whole numbers, so that the order of summation does not matter, on GPU either.
     """
+    if tensor.is_meta:  # not there yet: only its shape can differ
+        return _hash_text(f"{tuple(tensor.shape)} {tensor.dtype} meta")
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = 0
     for start in range(0, flat.numel(), _CHUNK_ELEMENTS):

@@ -4,6 +4,10 @@
 class UsageError(Exception):
     """A mistake in a flag, a variable or the set-up: commands print its line and exit with 2."""
 
+    told = False  # whether its line has been printed already
+
 
 class RanksDiffer(Exception):
     """Ranks that should run the same thing do not; the message names the odd one out."""
+
+    told = False

@@ -12,16 +12,20 @@ import time
 from pathlib import Path
 
 
-def shared_gpu_variables(rank: int) -> dict[str, str]:
-    """What a rank that shares its GPU with others needs in its environment before NCCL starts."""
-    return {
+def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
+    """What the ranks of a world where some share a GPU need in the environment, before NCCL.
+
+    All ranks of it, also those with a GPU of their own: NCCL's ranks must agree on transports.
+    """
+    variables = {
         # NCCL refuses two ranks on one GPU of one host; with an id of its own each rank looks
-        # like a host of its own, and they talk over loopback sockets.
+        # like a host of its own, and they talk over sockets.
         "NCCL_HOSTID": f"tutti-rank{rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     }
+    if one_machine:
+        variables |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return variables
 
 
 class MpsDaemon:

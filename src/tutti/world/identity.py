@@ -63,16 +63,22 @@ def identify(env: Environment) -> Identity:
 
 def clean_of_launchers(env: Environment) -> dict[str, str]:
     """The environment without what an outer launcher said, for one that starts its own world."""
-    return {name: value for name, value in env.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
 
 
 _VALUES = ("launcher", "rank", "size", "local_rank", "local_size", "node", "nodes")
 _PLAIN_SET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LAUNCHER_PREFIXES = (
+_LAUNCHER_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "TUTTI_"),
-    *("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_STEP_ID", "SLURM_STEPID"),
-)
+    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_STEP_ID", "SLURM_STEPID", "TUTTI_RUN_ID", "TUTTI_REPORT", "TUTTI_RANKS_PER_GPU"),
+    *("TUTTI_TIMEOUT", "TUTTI_START_TIMEOUT"),
+}
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")
 
 
 def _from_torchrun(env: Environment) -> Identity | None:
@@ -191,7 +197,9 @@ class _Reader:
     def integer(self, value: str, variable: str) -> int:
         text = self.text(value, variable)
         if not text.isdecimal():
-            raise UsageError(f"{variable}={text!r} is not a whole number: unset or correct it")
+            raise UsageError(
+                f"{variable}={text!r} is not a whole number from 0 up: unset or correct it"
+            )
         return int(text)
 
     def optional(self, value: str, variable: str) -> int | None:
@@ -210,12 +218,14 @@ class _Reader:
         job: str = "",
         agent_store: bool = False,
     ) -> Identity:
+        if size < 1:
+            raise UsageError(f"{self.reasons['size']}={size}: a world has at least one rank")
         if not 0 <= rank < size:
             raise UsageError(
                 f"{self.reasons['rank']}={rank} but {self.reasons['size']}={size}: "
                 f"a rank is 0 to {size - 1}"
             )
-        if "MASTER_ADDR" in self.env:
+        if self.env.get("MASTER_ADDR"):
             host = self.text("master", "MASTER_ADDR")
         elif local_size == size:
             host = "127.0.0.1"
@@ -286,10 +296,14 @@ def _claim(identity: Identity) -> str:
 
 
 def _refuse_half_a_set(env: Environment) -> None:
-    if "RANK" not in env or "WORLD_SIZE" not in env or env["WORLD_SIZE"] == "1":
-        return
-    missing = [name for name in _PLAIN_SET if name not in env]
-    raise UsageError(
-        f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']} are set but {' and '.join(missing)}"
-        f" {'is' if len(missing) == 1 else 'are'} not: set all four, or unset RANK"
-    )
+    """A world of one where somebody meant many would train many models side by side."""
+    for name, size in (("WORLD_SIZE", env.get("WORLD_SIZE")), ("PMI_SIZE", env.get("PMI_SIZE"))):
+        if size is None or size in ("0", "1"):
+            continue
+        missing = " and ".join(each for each in _PLAIN_SET if each not in env)
+        raise UsageError(
+            f"{name}={size} is set, but {missing} {'are' if ' and ' in missing else 'is'} not: set "
+            f"all of {', '.join(_PLAIN_SET)}, or unset {name}"
+        )
+    if "RANK" in env and env["RANK"] != "0":
+        raise UsageError(f"RANK={env['RANK']} is set, but WORLD_SIZE is not: set it, or unset RANK")

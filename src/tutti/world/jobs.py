@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tutti.world.errors import UsageError
+from tutti.world.network import port_candidates
 
 _HARMLESS = re.compile(r"[A-Za-z0-9._:,/@%+=\[\]-]+")
 
@@ -40,7 +41,7 @@ class SlurmJob:
         lines = [
             f"#SBATCH --{name}{f'={value}' if value else ''}"
             for name, value in directives.items()
-            if value is not None and _harmless(f"--{name}", value)
+            if value is not None and _harmless(name, value)
         ]
         # Since Slurm 22.05 a step does not inherit --cpus-per-task from its job.
         cpus = f" --cpus-per-task={self.cpus_per_rank}" if self.cpus_per_rank else ""
@@ -65,9 +66,8 @@ class MpiJob:
 
     command: Sequence[str]
     hosts: Sequence[tuple[str, int]]
-    mpirun: str
+    mpirun: Sequence[str]
     flavour: str
-    port: int
 
     def script(self) -> str:
         """The shell script that calls mpirun."""
@@ -77,7 +77,7 @@ class MpiJob:
             variables["MASTER_ADDR"] = self.hosts[0][0]
             if self.flavour == "mpich":
                 # Hydra gives its jobs no id to derive a port from that all hosts would share.
-                variables["MASTER_PORT"] = str(self.port)
+                variables["MASTER_PORT"] = str(port_candidates(shlex.join(self.command))[0])
         hosts = ",".join(f"{name}:{count}" for name, count in self.hosts)
         if self.flavour == "openmpi":
             # Open MPI would pin each rank to one core; tutti binds it to its device's NUMA node.
@@ -92,7 +92,7 @@ class MpiJob:
             [
                 "#!/bin/bash",
                 f"# {ranks} ranks on {len(self.hosts)} host{'s' * (len(self.hosts) != 1)}.",
-                f"exec {shlex.join([self.mpirun, *flags, *self.command])}",
+                f"exec {shlex.join([*self.mpirun, *flags, *self.command])}",
                 "",
             ]
         )
@@ -110,9 +110,11 @@ def parse_hosts(text: str) -> list[tuple[str, int]]:
 
 
 def _harmless(flag: str, value: str) -> bool:
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", flag):
+        raise UsageError(f"--sbatch {flag!r} is no flag of sbatch: write exclusive or mem=64G")
     if value and not _HARMLESS.fullmatch(value):
         raise UsageError(
-            f"{flag} {value!r}: a value on an #SBATCH line may hold letters, digits and "
+            f"--{flag} {value!r}: a value on an #SBATCH line may hold letters, digits and "
             ".,_:/@%+=[]- only"
         )
     return True

@@ -1,10 +1,12 @@
 """A world of local ranks: what to start on this host, checked and prepared."""
 
 import os
+import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +20,7 @@ from tutti.world.identity import clean_of_launchers
 from tutti.world.network import free_port
 from tutti.world.output import RankOutput
 from tutti.world.placement import refuse_more_ranks_than_gpus
+from tutti.world.timeouts import START_TIMEOUT, TIMEOUT, checked_seconds
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class LocalWorld:
     ranks_per_gpu: int = 1
     show: Literal["all", "first", "none"] = "all"
     log_dir: Path | None = None
-    start_timeout: float | None = None
-    timeout: float | None = None
+    start_timeout: float = START_TIMEOUT
+    timeout: float = TIMEOUT
     grace: float = 5.0
 
     def check(self) -> None:
@@ -40,6 +43,8 @@ class LocalWorld:
             raise UsageError(f"--ranks {self.ranks}: a world has at least one rank, use -n 1")
         if self.ranks_per_gpu < 1:
             raise UsageError(f"--ranks-per-gpu {self.ranks_per_gpu}: use 1 or more")
+        for name in ("start_timeout", "timeout", "grace"):
+            checked_seconds(f"--{name.replace('_', '-')}", getattr(self, name))
         gpus = 0 if self.device == "cpu" else visible_gpu_count()
         if gpus:
             refuse_more_ranks_than_gpus(self.ranks, gpus, self.ranks_per_gpu, os.uname().nodename)
@@ -78,17 +83,15 @@ class LocalWorld:
             "MASTER_PORT": str(free_port()),
             "TUTTI_RUN_ID": scratch.name,
             "TUTTI_RANKS_PER_GPU": str(self.ranks_per_gpu),
+            "TUTTI_START_TIMEOUT": str(self.start_timeout),
+            "TUTTI_TIMEOUT": str(self.timeout),
         }
         if self.device == "cpu":
             common["CUDA_VISIBLE_DEVICES"] = ""
-        if self.start_timeout is not None:
-            common["TUTTI_START_TIMEOUT"] = str(self.start_timeout)
-        if self.timeout is not None:
-            common["TUTTI_TIMEOUT"] = str(self.timeout)
         return [
             {
                 **common,
-                **(shared_gpu_variables(rank) if self.ranks_per_gpu > 1 else {}),
+                **(shared_gpu_variables(rank, one_machine=True) if self.ranks_per_gpu > 1 else {}),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "TUTTI_REPORT": str(scratch / f"rank{rank}.json"),
@@ -103,6 +106,28 @@ def _start_mps(scratch: Path, stack: ExitStack) -> dict[str, str]:
         print(f"tutti run: nvidia-cuda-mps-control is not installed: {slow}", file=sys.stderr)
         return {}
     daemon = MpsDaemon(scratch)
-    stack.callback(daemon.stop)
-    daemon.start()
+    stack.callback(_stop_mps, daemon)
+    # No signal may come between the daemon's start and our knowing how to end it.
+    with _signals_held():
+        try:
+            daemon.start()
+        except (subprocess.SubprocessError, OSError) as error:
+            print(
+                f"tutti run: MPS does not start ({error}): ranks will take turns", file=sys.stderr
+            )
+            return {}
     return daemon.variables
+
+
+def _stop_mps(daemon: MpsDaemon) -> None:
+    with _signals_held():
+        daemon.stop()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

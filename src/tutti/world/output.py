@@ -1,24 +1,26 @@
 """What ranks print: prefixed with the rank, or rank 0's alone; kept in a log file per rank."""
 
 import os
+import re
 import sys
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, TextIO
 
 from tutti.world.errors import UsageError
 
 _TAIL_LINES = 40
+_LONGEST_LINE = 1 << 20
 
 
 class Stream:
     """One pipe from a rank: passes whole lines on, so that ranks do not cut each other's."""
 
-    def __init__(self, prefix: str, shown_on: IO[str] | None, log: IO[bytes] | None) -> None:
+    def __init__(self, prefix: str, shown_on: TextIO | None, log: IO[bytes] | None) -> None:
         self.fd, self.child = os.pipe2(os.O_CLOEXEC)
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._prefix = prefix
+        self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+        self._prefix = prefix.encode()
         self._shown_on = shown_on
         self._log = log
         self._rest = b""
@@ -26,26 +28,36 @@ class Stream:
     def read(self) -> bool:
         """Read what there is and pass it on; False at the end of the stream."""
         data = os.read(self.fd, 1 << 16)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if not data and self._rest:
-            lines, self._rest = [self._rest], b""
+        # A progress bar ends its lines with \r: each is passed on as it comes.
+        *lines, self._rest = re.split(rb"(?<=[\n\r])", self._rest + data)
+        if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
+            lines, self._rest = [*lines, self._rest + b"\n"], b""
         for line in lines:
             self._pass_on(line)
         return bool(data)
 
     def _pass_on(self, line: bytes) -> None:
-        if self._log is not None:
-            self._log.write(line + b"\n")
-            self._log.flush()
-        text = line.decode(errors="replace")
-        self.tail.append(text)
-        if self._shown_on is not None:
-            try:
-                print(f"{self._prefix}{text}", file=self._shown_on, flush=True)
-            except BrokenPipeError:  # the reader (`| head`) has seen enough; the run goes on
-                self._shown_on = None
+        self.tail.append(line)
+        try:
+            if self._log is not None:
+                self._log.write(line)
+                self._log.flush()
+        except OSError as error:
+            print(f"tutti run: a log file fails: {error.strerror}", file=sys.stderr)
+            self._log = None
+        if self._shown_on is None:
+            return
+        try:
+            # As bytes: a rank may print what our own terminal's encoding cannot.
+            self._shown_on.buffer.write(self._prefix + line)
+            self._shown_on.flush()
+        except (
+            OSError
+        ):  # the reader (`| head`) has seen enough, or the disk is full: the run goes on
+            self._shown_on = None
 
     def close(self) -> None:
+        """Let go of the pipe."""
         os.close(self.fd)
 
 
@@ -100,7 +112,8 @@ class RankOutput:
 
     def tail(self, rank: int) -> str:
         """The last lines a rank wrote to standard error."""
-        return "\n".join(self._errors[rank].tail) if rank in self._errors else ""
+        lines = self._errors[rank].tail if rank in self._errors else ()
+        return b"".join(lines).decode(errors="replace")
 
     def __enter__(self) -> "RankOutput":
         return self

@@ -73,8 +73,8 @@ def cpus_for(
     peers = [a.rank for a in answers if a.machine == mine.machine and a.cpus == mine.cpus]
     allowed = set(parse_cpu_list(mine.cpus))
     nodes = [cpus for node in sorted(numa) if (cpus := allowed.intersection(numa[node]))]
-    if len(nodes) < 2:
-        return None
+    if len(nodes) < 2 or len(peers) < len(nodes):
+        return None  # fewer ranks than nodes: each may use all
     return format_cpu_list(nodes[peers.index(rank) * len(nodes) // len(peers)])
 
 

@@ -5,7 +5,9 @@ rank 0 binds the socket itself, to loopback when the world is on one host, and h
 """
 
 import ipaddress
+import queue
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,8 +40,15 @@ def meet(identity: Identity, timeout: float) -> Meeting:
     if identity.master_host is None:
         raise UsageError(
             f"{identity.launcher} started {identity.size} ranks on several hosts and does not say "
-            "where rank 0 is: give all ranks MASTER_ADDR, the name of rank 0's host "
-            "(-x MASTER_ADDR=HOST with Open MPI, -genv MASTER_ADDR HOST with MPICH)"
+            "where rank 0 is: give all ranks MASTER_ADDR, the name of rank 0's host, and "
+            "MASTER_PORT (-x MASTER_ADDR=HOST -x MASTER_PORT=29500 with Open MPI, "
+            "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500 with MPICH)"
+        )
+    on_several_hosts = identity.local_size != identity.size
+    if identity.launcher == "mpich" and on_several_hosts and identity.master_port is None:
+        raise UsageError(
+            "MPICH's ranks on several hosts share no job id to derive a port from: give all ranks "
+            "MASTER_PORT, too (-genv MASTER_PORT 29500)"
         )
     deadline = time.monotonic() + timeout
     reason = identity.reasons.get("master", "")
@@ -51,15 +60,21 @@ def meet(identity: Identity, timeout: float) -> Meeting:
 
 def _host(identity: Identity, name: str, reason: str, timeout: float) -> Meeting:
     address = _resolve(name, reason)
-    spans_hosts = identity.local_size is not None and identity.local_size < identity.size
     is_loopback = ipaddress.ip_address(address).is_loopback
+    on_one_host = identity.local_size == identity.size
+    says_loopback = name == "localhost" or name == address
+    if is_loopback and says_loopback and identity.local_size not in (None, identity.size):
+        raise UsageError(
+            f"MASTER_ADDR={name} is this host only, but {identity.size - identity.local_size} of "
+            f"{identity.size} ranks are on others: set it to the name of rank 0's host, or unset it"
+        )
     if not is_loopback and local_address_towards(address) != address:
         raise UsageError(
             f"rank 0 runs on {socket.gethostname()}, but the master address {name} ({address}, "
             f"from {reason}) is another host's: set MASTER_ADDR to rank 0's host"
         )
     bind_to = address
-    if spans_hosts and is_loopback:
+    if is_loopback and not (says_loopback or on_one_host):
         # Debian maps a host's own name to 127.0.1.1: peers resolve the name to something else.
         bind_to = ""
         reason += f"; {name} is {address} here, so it listens on every interface"
@@ -103,19 +118,10 @@ def _join(identity: Identity, address: str, reason: str, deadline: float) -> Mee
         for port in ports:
             if not _somebody_listens(address, port):
                 continue
-            try:
-                store = dist.TCPStore(
-                    address,
-                    port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=_HANDSHAKE_SECONDS),
-                )
-                # A derived port may be another job's store: only ours holds our key.
-                ours = identity.master_port is not None or store.check([_job_key(identity.job)])
-            except RuntimeError:  # it listens, but it is no store
-                continue
-            if ours:
+            store = _call(address, port, min(_HANDSHAKE_SECONDS, deadline - time.monotonic()))
+            # A derived port may be another job's store: only ours holds our key.
+            given = identity.master_port is not None
+            if store is not None and (given or store.check([_job_key(identity.job)])):
                 store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
                 return Meeting(store, address, port, False, reason)
         time.sleep(0.05)
@@ -123,8 +129,33 @@ def _join(identity: Identity, address: str, reason: str, deadline: float) -> Mee
     raise UsageError(
         f"rank {identity.rank} on {socket.gethostname()} could not reach rank 0 at {address} port "
         f"{tried} (from {reason}): did rank 0 start, and does a firewall let the port through? "
-        "A longer --start-timeout gives it more time"
+        "A longer start timeout (--start-timeout, start_timeout=) gives it more time"
     )
+
+
+def _call(address: str, port: int, seconds: float) -> dist.Store | None:
+    """The store at this port, or None if what listens there is none.
+
+    In a thread: torch's client waits without end for the greeting of something that is no store.
+    """
+    answer: queue.Queue[dist.Store | None] = queue.Queue()
+
+    def call() -> None:
+        try:
+            timeout = timedelta(seconds=max(1.0, seconds))
+            answer.put(
+                dist.TCPStore(
+                    address, port, is_master=False, wait_for_workers=False, timeout=timeout
+                )
+            )
+        except RuntimeError:
+            answer.put(None)
+
+    threading.Thread(target=call, daemon=True).start()
+    try:
+        return answer.get(timeout=max(1.0, seconds))
+    except queue.Empty:
+        return None
 
 
 def _somebody_listens(address: str, port: int) -> bool:

@@ -36,9 +36,8 @@ class Answer:
     # of its own counts as another machine, since its loopback is another one.
     machine: str
     address: str
-    pid: int
-    pid_started: int
-    pid_namespace: str
+    # Where rank 0 waits for the others' lines; 0 on other ranks.
+    lines_port: int
     local_rank: int | None
     local_size: int | None
     node: int | None
@@ -56,16 +55,16 @@ class Roll:
     start: str
 
 
-def answer_for(identity: Identity, address: str, gpus: Sequence[str]) -> Answer:
+def answer_for(
+    identity: Identity, address: str, gpus: Sequence[str], lines_port: int = 0
+) -> Answer:
     """What this process says of itself."""
     return Answer(
         rank=identity.rank,
         host=socket.gethostname(),
         machine=f"{socket.gethostname()}/{_boot_id()}/{os.readlink('/proc/self/ns/net')}",
         address=address,
-        pid=os.getpid(),
-        pid_started=process_start(os.getpid()) or 0,
-        pid_namespace=os.readlink("/proc/self/ns/pid"),
+        lines_port=lines_port,
         local_rank=identity.local_rank,
         local_size=identity.local_size,
         node=identity.node,
@@ -78,25 +77,16 @@ def answer_for(identity: Identity, address: str, gpus: Sequence[str]) -> Answer:
 
 def call_roll(store: dist.Store, answer: Answer, size: int, timeout: float) -> Roll:
     """Exchange answers with all ranks; returns the same Roll everywhere."""
-    store.set(f"tutti/answer/{answer.rank}", json.dumps(asdict(answer)))
     patience = _Patience(store, size, timeout)
-    roll = _lead(store, size, patience) if answer.rank == 0 else _follow(store, answer, patience)
-    _refuse_different_versions(roll.answers)
-    return roll
-
-
-def process_start(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it is gone or a zombie.
-
-    With the pid it names a process for good: pids are used again, start times are not.
-    """
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            # The command, in parentheses, may hold spaces and parentheses itself.
-            state, *fields = stat.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state in "ZX" else int(fields[18])
+        store.set(f"tutti/answer/{answer.rank}", json.dumps(asdict(answer)))
+        return (
+            _lead(store, size, patience) if answer.rank == 0 else _follow(store, answer, patience)
+        )
+    except RuntimeError:
+        raise UsageError(
+            "rank 0, or its host, went away at the roll call: see its output"
+        ) from None
 
 
 class _Patience:
@@ -169,7 +159,8 @@ def _roll(start: str, texts: Sequence[str]) -> Roll:
     return Roll(tuple(answers), start)
 
 
-def _refuse_different_versions(answers: Sequence[Answer]) -> None:
+def refuse_different_versions(answers: Sequence[Answer]) -> None:
+    """Raise RanksDiffer, naming the odd rank out, unless all ranks run the same versions."""
     for name in sorted({name for answer in answers for name in answer.versions}):
         by_rank = [answer.versions.get(name, "none") for answer in answers]
         usual, count = Counter(by_rank).most_common(1)[0]

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -12,19 +13,16 @@ import torch.distributed as dist
 
 from tutti.world.binding import bind, visible_gpus
 from tutti.world.errors import RanksDiffer, UsageError
-from tutti.world.failure import Watch, one_line_for_mistakes, say_farewell
+from tutti.world.failure import Watch, one_line_for_mistakes
 from tutti.world.gpu_sharing import shared_gpu_variables
 from tutti.world.identity import Identity, identify
+from tutti.world.lines import Lines, open_listener
 from tutti.world.network import gloo_interface, local_address_towards
 from tutti.world.placement import Place, place
 from tutti.world.rendezvous import Meeting, meet
-from tutti.world.rollcall import Roll, answer_for, call_roll
+from tutti.world.rollcall import Roll, answer_for, call_roll, refuse_different_versions
+from tutti.world.timeouts import START_TIMEOUT, TIMEOUT, checked_seconds
 from tutti.world.world import World
-
-# Ranks of a large job may start minutes apart (images to pull, file systems to mount).
-START_TIMEOUT = 300.0
-# Longer than any sane step or checkpoint; a rank that has died is noticed much sooner.
-TIMEOUT = 600.0
 
 
 def init(
@@ -52,23 +50,39 @@ def init(
         raise UsageError(f"device={device!r} is not known: use auto, cpu or cuda")
     sys.excepthook = one_line_for_mistakes(sys.excepthook)
     env = os.environ
-    start_timeout = start_timeout or float(env.get("TUTTI_START_TIMEOUT", START_TIMEOUT))
-    timeout = timeout or float(env.get("TUTTI_TIMEOUT", TIMEOUT))
-    ranks_per_gpu = ranks_per_gpu or int(env.get("TUTTI_RANKS_PER_GPU", "1"))
+    start_timeout = _seconds("start_timeout", start_timeout, START_TIMEOUT, env)
+    timeout = _seconds("timeout", timeout, TIMEOUT, env)
+    if ranks_per_gpu is None:
+        ranks_per_gpu = int(env.get("TUTTI_RANKS_PER_GPU", "1"))
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise UsageError("backend='nccl' needs a GPU, and none is visible: leave it out")
+    if backend is not None and backend not in ("nccl", "gloo") and ":" not in backend:
+        raise UsageError(f"backend={backend!r} is not known: use nccl or gloo, or leave it out")
 
     identity = identify(env)
     meeting = meet(identity, start_timeout)
     address = local_address_towards(meeting.host) if meeting.host else None
     gpus = [] if device == "cpu" else visible_gpus()
-    answer = answer_for(identity, address or "", gpus)
+    listener = None
+    if identity.rank == 0 and identity.size > 1:
+        listener = open_listener(_lines_address(identity, address))
+    port = listener.getsockname()[1] if listener else 0
+    answer = answer_for(identity, address or "", gpus, port)
     roll = call_roll(meeting.store, answer, identity.size, start_timeout)
-    places = _places(roll, meeting, identity, device, ranks_per_gpu)
-    world = _world(identity, meeting, roll, places, backend, bind_cpus, env)
+    places = _places(roll, meeting, device, ranks_per_gpu)
+    report = env.get("TUTTI_REPORT")
+    watch = Watch(identity.rank, answer.host, Path(report) if report else None)
+    world = _world(identity, meeting, roll, places, backend, bind_cpus, env, watch)
+    if world.size > 1:
+        watch.start(_open_lines(listener, meeting, roll, identity.rank, watch, start_timeout))
+    atexit.register(world.close)
 
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-        if world.ranks_on_device > 1:
-            os.environ.update(shared_gpu_variables(world.rank))
+        if max(place.ranks_on_gpu for place in places) > 1:
+            one_machine = len({place.machine for place in places}) == 1
+            for name, value in shared_gpu_variables(world.rank, one_machine).items():
+                os.environ.setdefault(name, value)
     dist.init_process_group(
         backend=_torch_backend(world.backend),
         store=dist.PrefixStore(f"tutti/{roll.start}/torch", meeting.store),
@@ -77,12 +91,50 @@ def init(
         timeout=timedelta(seconds=timeout),
         device_id=world.device if world.device.type == "cuda" else None,
     )
-    if world._watch is not None:
-        world._watch.start()
-    atexit.register(world.close)
     if world.sharing_note and world.is_first:
         print(f"note: {world.sharing_note}", file=sys.stderr)
     return world
+
+
+def _seconds(name: str, given: float | None, default: float, env: Mapping[str, str]) -> float:
+    variable = f"TUTTI_{name.upper()}"
+    if given is not None:
+        return checked_seconds(f"{name} =", given)
+    return checked_seconds(f"{variable} =", env.get(variable, default))
+
+
+def _lines_address(identity: Identity, address: str | None) -> str:
+    """Where rank 0 listens for the others' lines: loopback, unless other hosts must reach it."""
+    if identity.local_size == identity.size:
+        return "127.0.0.1"
+    return "" if address is None or address.startswith("127.") else address
+
+
+def _open_lines(
+    listener: socket.socket | None,
+    meeting: Meeting,
+    roll: Roll,
+    rank: int,
+    watch: Watch,
+    timeout: float,
+) -> Lines:
+    hosts = [answer.host for answer in roll.answers]
+    if listener is not None:
+        lines = Lines.hub(listener, hosts, roll.start, watch.on_failure)
+        if not lines.all_have_called(timeout):
+            raise UsageError("a rank went away between the roll call and the start: see its output")
+        return lines
+    hub = roll.answers[0]
+    near = hub.machine == roll.answers[rank].machine
+    # Rank 0 may know itself by loopback only; then the store, which it hosts, is where it is.
+    host = meeting.host if near or hub.address.startswith("127.") else hub.address
+    try:
+        return Lines.member(rank, (host, hub.lines_port), hosts, roll.start, watch.on_failure)
+    except OSError as error:
+        raise UsageError(
+            f"rank {rank} could not call rank 0 at {host} port {hub.lines_port}: {error}: does a "
+            "firewall between the hosts let connections through?"
+        ) from None
 
 
 def _torch_backend(backend: str) -> str:
@@ -90,16 +142,13 @@ def _torch_backend(backend: str) -> str:
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
-def _places(
-    roll: Roll, meeting: Meeting, identity: Identity, device: str, ranks_per_gpu: int
-) -> list[Place]:
+def _places(roll: Roll, meeting: Meeting, device: str, ranks_per_gpu: int) -> list[Place]:
     try:
+        refuse_different_versions(roll.answers)
         return place(roll.answers, device, ranks_per_gpu)
     except (UsageError, RanksDiffer):
         # Every rank finds the same fault in the same roll: rank 0 speaks for all.
-        store = dist.PrefixStore(f"tutti/{roll.start}", meeting.store)
-        say_farewell(store, identity.rank, identity.size, meeting.is_host)
-        if identity.rank != 0:
+        if not meeting.is_host:
             raise SystemExit(2) from None
         raise
 
@@ -112,6 +161,7 @@ def _world(
     backend: str | None,
     bind_cpus: bool,
     env: Mapping[str, str],
+    watch: Watch,
 ) -> World:
     mine = places[identity.rank]
     nodes = len({place.node for place in places})
@@ -139,7 +189,6 @@ def _world(
     else:
         cpus, threads = roll.answers[mine.rank].cpus, torch.get_num_threads()
         reasons |= {"cpus": "bind_cpus=False", "threads": "bind_cpus=False"}
-    report = env.get("TUTTI_REPORT")
     return World(
         rank=identity.rank,
         size=identity.size,
@@ -151,11 +200,11 @@ def _world(
         device=device,
         backend=backend,
         launcher=identity.launcher,
+        master=f"{meeting.host}:{meeting.port}" if meeting.port else "",
         cpus=cpus,
         threads=threads,
         ranks_on_device=max(1, mine.ranks_on_gpu),
         reasons=reasons,
-        _watch=None
-        if identity.size == 1
-        else Watch(meeting, roll, identity.rank, Path(report) if report else None),
+        _meeting=meeting,
+        _watch=watch,
     )

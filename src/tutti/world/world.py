@@ -1,8 +1,10 @@
 """World: who this process is among all the others, as one frozen value."""
 
 import atexit
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from tutti.world.failure import Watch
+    from tutti.world.rendezvous import Meeting
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,14 @@ class World:
     device: torch.device
     backend: str
     launcher: str
+    master: str
     cpus: str
     threads: int
     ranks_on_device: int
     reasons: Mapping[str, str]
-    _watch: "Watch | None" = field(default=None, repr=False, compare=False)
+    # The store of rank 0 must live as long as the world does, and so must its watch.
+    _meeting: "Meeting" = field(repr=False, compare=False)
+    _watch: "Watch" = field(repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -73,16 +79,14 @@ class World:
     def close(self) -> None:
         """Leave the world: tear the process group down. Safe to call twice."""
         atexit.unregister(self.close)
-        if not dist.is_initialized():
-            return
-        failed = self._watch is not None and self._watch.failed
-        if failed and self.device.type == "cuda":
-            # An orderly end would wait for peers that will never come.
-            dist.distributed_c10d._abort_process_group()
-        else:
-            dist.destroy_process_group()
-        if self._watch is not None:
-            self._watch.stop()
+        if dist.is_initialized():  # unless the script has torn it down itself
+            if self._watch.failed and self.device.type == "cuda":
+                # An orderly end would wait for peers that will never come.
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+                _let_gloo_finish()
+        self._watch.stop()
 
     def __enter__(self) -> "World":
         return self
@@ -93,6 +97,30 @@ class World:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        if self._watch is not None and isinstance(error, (Exception, KeyboardInterrupt)):
+        # A reader that has gone (`tutti world | head`) is no failure either.
+        well = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not well and not isinstance(error, BrokenPipeError):
             self._watch.handle(error)
         self.close()
+
+
+def _let_gloo_finish() -> None:
+    """Wait until gloo's threads rest.
+
+    A gloo thread lets go of its last operation, and of Python objects with it, a moment after the
+    operation's result is known. Should the interpreter end just then, torch aborts the process.
+    """
+    resting = 0
+    while resting < 2:
+        time.sleep(0.01)  # also lets them have Python's lock
+        threads = Path("/proc/self/task").iterdir()
+        gloo = [thread for thread in threads if _read(thread / "comm").startswith("pt_gloo")]
+        states = [_read(thread / "stat").rpartition(")")[2].split()[:1] for thread in gloo]
+        resting = 0 if ["R"] in states else resting + 1
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the thread has ended meanwhile
+        return ""
