@@ -29,4 +29,4 @@ test: lint
 	$(BIN)/python -m pytest
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-mxnet build .mypy_cache .ruff_cache .pytest_cache .hypothesis
