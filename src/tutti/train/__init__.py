@@ -1,0 +1,1 @@
+"""Training: config, step, loop, optimizer and schedule, evaluation, checkpoints, run directory."""
