@@ -7,16 +7,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tutti.parallel.layout import Layout
+    from tutti.parallel.parallelize import parallelize
     from tutti.world import UsageError, World, check_same, init
 
 __version__ = "0.1.0"
-__all__ = ["UsageError", "World", "__version__", "check_same", "init"]
+__all__ = [
+    "Layout",
+    "UsageError",
+    "World",
+    "__version__",
+    "check_same",
+    "init",
+    "parallelize",
+]
 
 _HOMES = {
+    "Layout": "tutti.parallel.layout",
     "UsageError": "tutti.world.errors",
     "World": "tutti.world.world",
     "check_same": "tutti.world.consistency",
     "init": "tutti.world.start",
+    "parallelize": "tutti.parallel.parallelize",
 }
 
 

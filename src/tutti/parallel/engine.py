@@ -1,0 +1,119 @@
+"""What a data-parallel engine is, and the contract that makes all of them agree.
+
+The caller divides the loss of every microbatch by the number of samples (or tokens) of the whole
+step: all microbatches of all ranks. A rank's gradient is then its share of the gradient of the
+mean, and what is left to do is to add:
+
+    g = Σ_ranks Σ_microbatches ∂/∂θ (loss of the microbatch / samples of the step)
+
+After the last microbatch and `reduce()`, every rank holds this g in `.grad`, whatever the engine
+and however unevenly the samples are split. A mean over ranks would be right for equal shares only.
+
+A step:
+
+    for number, (inputs, targets) in enumerate(microbatches):
+        last = number == len(microbatches) - 1
+        if len(inputs) == 0:  # others still have samples, and wait for this rank
+            engine.idle_microbatch(some_inputs, last=last)
+            continue
+        with engine.microbatch(last):
+            engine.backward(summed_loss(engine(inputs), targets) / samples_of_the_step)
+    engine.reduce()
+    optimizer.step()
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
+
+from tutti.parallel.flat import copy_from_first
+from tutti.parallel.sync_batchnorm import JointBatchNorm
+from tutti.world.world import World
+
+
+class Engine(ABC):
+    """Runs a model on this rank's part of the batch, and adds up gradients over all ranks."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.model = model
+        """The plain module: its parameters are what the optimizer updates and checkpoints hold."""
+        self.world = world
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """One line for the start of a run: what this engine does here."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The model's outputs for this rank's inputs."""
+        return self.model(*inputs)
+
+    def microbatch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one microbatch; only the last of a step communicates."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add this microbatch's gradients; the loss is divided by the whole step's samples."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def reduce(self) -> None:
+        """After the last microbatch: make every `.grad` the sum over ranks, if it is not yet."""
+        return
+
+    def idle_microbatch(self, *inputs: Any, last: bool) -> None:
+        """In place of a microbatch for which this rank has no samples, while other ranks have some.
+
+        The others wait for this rank, in the gradients' all-reduce and in synchronised batch
+        norms. So the model runs on `inputs`, any real ones, as a dummy: every gradient it adds is
+        zero, and neither the statistics of batch norms nor the random numbers notice. Leave out
+        a microbatch that is empty on every rank.
+        """
+        with self.microbatch(last), _unnoticed(self.model, self.world):
+            self.backward(_zero(self(*inputs)))
+
+    def share_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, before evaluation or a checkpoint.
+
+        Plain batch norms see a different part of the batch on each rank. In training mode they
+        never read their running statistics, so that sharing them at each step would be a waste.
+        """
+        if self.world.size > 1:
+            copy_from_first(list(self.model.buffers()))
+
+
+def _zero(outputs: Any) -> torch.Tensor:
+    """A loss that depends on all outputs, with a gradient of zero: also where they overflowed."""
+    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    parts = [tensor.sum() * 0 for tensor in tensors if tensor.requires_grad]
+    return torch.stack([part.float() for part in parts]).sum()
+
+
+@contextmanager
+def _unnoticed(model: nn.Module, world: World) -> Iterator[None]:
+    """Let norms and random numbers be afterwards as if the model had not run.
+
+    Only the norms change their mode: a model may use other parameters in evaluation, an auxiliary
+    head for one, and all parameters must take part. Joint batch norms stay in training mode, for
+    the statistics of the other ranks are theirs too; they contribute no samples.
+    """
+    norms = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.training]
+    joint = [layer for layer in norms if isinstance(layer, JointBatchNorm)]
+    alone = [layer for layer in norms if not isinstance(layer, JointBatchNorm)]
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        try:
+            for norm in joint:
+                norm.idle = True
+            for layer in alone:
+                layer.eval()
+            yield
+        finally:
+            for norm in joint:
+                norm.idle = False
+            for layer in alone:
+                layer.train()

@@ -1,0 +1,102 @@
+"""What a data-parallel engine can be told. No torch in this file: command lines are made of it."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from tutti.world.errors import UsageError
+
+EngineName = Literal["single", "dataparallel", "scratch", "ddp"]
+Compression = Literal["none", "bf16", "fp16", "powersgd"]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How gradients travel between the replicas of a model."""
+
+    engine: EngineName = "ddp"
+    """Who synchronises the replicas: nobody (single), one process with many devices
+    (dataparallel), a lesson in plain collectives (scratch), or torch DDP (ddp)."""
+    bucket_mb: float = 25.0
+    """ddp: gradients per all-reduce, in MiB: small ones start early, large ones are efficient."""
+    overlap: bool = True
+    """ddp: all-reduce while backward still runs, or only after it (the baseline)."""
+    gradient_as_bucket_view: bool = True
+    """ddp: gradients live inside the buckets, which saves a copy and its memory."""
+    static_graph: bool = False
+    """ddp: promise that every step uses the same parameters in the same way."""
+    find_unused: bool = False
+    """ddp, scratch: allow parameters that got no gradient in a step, at some cost."""
+    compress: Compression = "none"
+    """ddp: send gradients as bf16 or fp16 (half the bytes), or as low-rank factors (powersgd).
+    fp16 turns gradients under 6e-8 into zero unless the loss is scaled; bf16 does not."""
+    powersgd_rank: int = 2
+    """ddp with --compress powersgd: the rank of the factors; the error falls as it grows."""
+    scratch_reduce: Literal["each", "grouped"] = "grouped"
+    """scratch: one all-reduce for each gradient, or one for all of them."""
+    sync_batchnorm: bool = False
+    """Batch norms use the statistics of the whole microbatch, over all ranks."""
+
+    def __post_init__(self) -> None:
+        self._check_values()
+        self._check_engine()
+        self._check_pairs()
+
+    def _check_values(self) -> None:
+        if self.bucket_mb <= 0:
+            raise UsageError(f"--bucket-mb is {self.bucket_mb:g}: it must be above 0, such as 25")
+        if self.powersgd_rank < 1:
+            raise UsageError(f"--powersgd-rank is {self.powersgd_rank}: it must be at least 1")
+
+    def _check_engine(self) -> None:
+        """Refuse a flag that the chosen engine would silently ignore."""
+        for field in fields(self):
+            users = _USERS.get(field.name, ())
+            value = getattr(self, field.name)
+            if users and self.engine not in users and value != field.default:
+                raise UsageError(
+                    f"{_flag(field.name, value)} does nothing with --engine {self.engine}: "
+                    f"leave it out or use --engine {' or '.join(users)}"
+                )
+
+    def _check_pairs(self) -> None:
+        if self.compress != "none" and not self.overlap:
+            raise UsageError(
+                f"--compress {self.compress} contradicts --no-overlap: DDP compresses buckets as "
+                "backward fills them: leave one of the two out"
+            )
+        if self.static_graph and not self.overlap:
+            raise UsageError(
+                "--static-graph contradicts --no-overlap: it plans the overlap: leave one of the "
+                "two out"
+            )
+        if self.static_graph and self.find_unused:
+            raise UsageError(
+                "--static-graph contradicts --find-unused: a static graph finds the unused "
+                "parameters in its first step and promises that they stay the same: leave one out"
+            )
+        if self.powersgd_rank != 2 and self.compress != "powersgd":
+            raise UsageError(
+                f"--powersgd-rank {self.powersgd_rank} does nothing with --compress "
+                f"{self.compress}: leave it out or use --compress powersgd"
+            )
+
+
+# Which engines read a field; fields that are not here concern all of them.
+_USERS: dict[str, tuple[EngineName, ...]] = {
+    "bucket_mb": ("ddp",),
+    "overlap": ("ddp",),
+    "gradient_as_bucket_view": ("ddp",),
+    "static_graph": ("ddp",),
+    "find_unused": ("ddp", "scratch"),
+    "compress": ("ddp",),
+    "powersgd_rank": ("ddp",),
+    "scratch_reduce": ("scratch",),
+    "sync_batchnorm": ("ddp", "scratch"),
+}
+
+
+def _flag(name: str, value: object) -> str:
+    words = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{words}" if value else f"--no-{words}"
+    return f"--{words} {value}"

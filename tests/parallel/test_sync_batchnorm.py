@@ -1,0 +1,190 @@
+"""A synchronised batch norm is a plain one over the samples of all ranks, in every respect.
+
+Tolerances, against a plain batch norm in float64: the data are 20 ± 3, so that subtracting the mean
+costs a digit, and gradients are differences of sums. In float64 1e-12, in float32 1e-5; in bf16
+outputs and gradients are rounded to 2⁻⁹, and two roundings may meet.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import tutti
+from splits import ENGINES, Batch, batches, cut, plain_training, sgd, shares, step, worst_error
+from tutti.parallel import EngineOptions, build_engine
+from tutti.parallel.sync_batchnorm import convert
+from worlds import in_world
+
+NORMS: dict[str, tuple[nn.Module, list[int]]] = {
+    "1d": (nn.BatchNorm1d(5), [5]),
+    "1d sequences": (nn.BatchNorm1d(5, eps=1e-3), [5, 7]),
+    "2d": (nn.BatchNorm2d(5), [5, 3, 4]),
+    "2d cumulative": (nn.BatchNorm2d(5, momentum=None), [5, 3, 4]),
+    "2d no affine": (nn.BatchNorm2d(5, affine=False), [5, 3, 4]),
+    "2d no running statistics": (nn.BatchNorm2d(5, track_running_stats=False), [5, 3, 4]),
+    "3d": (nn.BatchNorm3d(5, momentum=0.3), [5, 2, 3, 2]),
+}
+TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2**-8}
+
+
+def _compare(
+    world: tutti.World, norm: nn.Module, shape: list[int], split: str, dtype: torch.dtype
+) -> float:
+    """The largest relative error of anything, over four microbatches and an evaluation."""
+    norm = copy.deepcopy(norm).double()  # the reference, whatever the type that is tested
+    for number, parameter in enumerate(norm.parameters()):
+        nn.init.uniform_(parameter, 0.5 + number, 1.5, generator=torch.Generator().manual_seed(1))
+    held_in = torch.promote_types(dtype, torch.float32)
+    joint = convert(copy.deepcopy(norm).to(held_in), world)
+    assert joint is not norm and joint.state_dict().keys() == norm.state_dict().keys()
+    errors = []
+
+    def compare(got: torch.Tensor, wanted: torch.Tensor) -> None:
+        if wanted.numel():
+            scale = wanted.double().abs().max().clamp(min=1e-3)
+            errors.append(((got.double() - wanted.double()).abs().max() / scale).item())
+
+    for data in batches([9, 6, 12, 6], shape, dtype):
+        x = data[0] * 3 + 20  # far from 0: a variance from squares around 0 would be poor
+        weight = torch.linspace(0, 99, x.numel()).view_as(x).cos().to(dtype)
+        parts = cut((x, weight), shares(split, world.size))
+        whole = x.clone().double().requires_grad_()
+        mine = parts[world.rank][0].clone().requires_grad_()
+        wanted, got = norm(whole), joint(mine)
+        (wanted * weight).sum().backward()
+        (got * parts[world.rank][1]).sum().backward()
+        assert whole.grad is not None and mine.grad is not None and got.dtype == dtype
+        compare(got, cut((wanted, wanted), shares(split, world.size))[world.rank][0])
+        compare(mine.grad, cut((whole.grad, x), shares(split, world.size))[world.rank][0])
+    for parameter, expected in zip(joint.parameters(), norm.parameters(), strict=True):
+        assert parameter.grad is not None and expected.grad is not None
+        dist.all_reduce(parameter.grad)  # as an engine does
+        compare(parameter.grad, expected.grad)
+    for buffer, expected_buffer in zip(joint.buffers(), norm.buffers(), strict=True):
+        compare(buffer, expected_buffer)
+    alone = batches([4 + world.rank], shape, dtype)[0][0]  # no exchange: sizes may differ
+    compare(joint.eval()(alone), norm.eval()(alone.double()))
+    tutti.check_same(world, model=joint)
+    return max(errors)
+
+
+def _compare_all(world: tutti.World) -> dict[str, dict[str, float]]:
+    return {
+        dtype: {
+            f"{name}, {split}": _compare(world, norm, shape, split, getattr(torch, dtype))
+            for name, (norm, shape) in NORMS.items()
+            for split in ("even", "uneven", "one rank without")
+            if dtype == "float64" or (name == "2d" and split != "even")
+        }
+        for dtype in TOLERANCES
+    }
+
+
+class _Residual(nn.Module):
+    """A batch norm on the data itself, one inside a branch, and one that is shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm2d(1)
+        self.conv1, self.norm1 = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv2, self.norm2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=None)
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(4 * 25, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm1(self.conv1(self.first(x))))
+        x = x + self.norm2(self.conv2(x))
+        result: torch.Tensor = self.head(F.relu(self.norm2(x)))
+        return result
+
+
+def _train(world: tutti.World) -> dict[str, float]:
+    steps = batches([24, 24, 7, 24, 24], [1, 5, 5], torch.float64)
+    errors = {}
+    for split in ("even", "uneven", "one rank without"):
+        for accumulate in (1, 3):
+            weights = shares(split, world.size)
+
+            def microbatches(
+                batch: Batch, weights: list[int] = weights, accumulate: int = accumulate
+            ) -> list[Batch]:
+                """The k-th microbatch of the whole is the k-th of every rank."""
+                by_rank = [cut(part, [1] * accumulate) for part in cut(batch, weights)]
+                return [
+                    (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+                    for parts in zip(*by_rank, strict=True)
+                ]
+
+            torch.manual_seed(0)
+            model = _Residual().double()
+            expected = plain_training(copy.deepcopy(model), steps, microbatches)
+            for name in ("scratch grouped", "ddp", "ddp no-overlap", "ddp find-unused"):
+                options = ENGINES[name]
+                options = EngineOptions(**{**vars(options), "sync_batchnorm": True})
+                engine = build_engine(copy.deepcopy(model), world, options)
+                optimizer = sgd(engine.model)
+                for batch in steps:
+                    step(engine, optimizer, batch, weights, accumulate)
+                tutti.check_same(world, model=engine.model)
+                errors[f"{name}, {split}, {accumulate}"] = worst_error(engine.model, expected)
+    return errors
+
+
+def _refuse(world: tutti.World) -> list[str]:
+    said = []
+    for try_it in (
+        lambda: convert(nn.Sequential(_Custom(3)), world),
+        lambda: convert(nn.BatchNorm1d(3), world)(torch.randn(int(world.is_first), 3)),
+    ):
+        try:
+            try_it()
+        except (tutti.UsageError, ValueError) as error:
+            said.append(str(error))
+    nothing: Any = convert(nn.BatchNorm1d(3), world)
+    nothing(torch.randn(0, 3)).sum().backward()  # empty on every rank: harmless
+    said.append(f"{nothing.running_mean.tolist()} {int(nothing.num_batches_tracked)}")
+    return said
+
+
+class _Custom(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+def _answer_all(world: tutti.World) -> dict[str, Any]:
+    return {"norms": _compare_all(world), "training": _train(world), "refusals": _refuse(world)}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each of two, and of three, ranks answers."""
+    return in_world(_answer_all, request.param)
+
+
+def test_a_joint_norm_equals_a_plain_one_over_all_samples(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for dtype, errors in rank["norms"].items():
+            wrong = {name: e for name, e in errors.items() if not e < TOLERANCES[dtype]}
+            assert not wrong, dtype
+
+
+def test_training_with_joint_norms_and_accumulation_equals_a_plain_loop(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        wrong = {name: e for name, e in rank["training"].items() if not e < 1e-10}
+        assert not wrong
+
+
+def test_what_cannot_be_joined_is_refused_and_nothing_at_all_is_harmless(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        custom, one_value, nothing = rank["refusals"]
+        assert "--sync-batchnorm cannot replace _Custom" in custom
+        assert "needs more than 1 value per channel" in one_value
+        assert nothing == "[0.0, 0.0, 0.0] 0"
