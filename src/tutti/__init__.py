@@ -9,25 +9,33 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tutti.parallel.layout import Layout
     from tutti.parallel.parallelize import parallelize
+    from tutti.train.checkpoint import Checkpoints
+    from tutti.train.library import Meter, loader
     from tutti.world import UsageError, World, check_same, init
 
 __version__ = "0.1.0"
 __all__ = [
+    "Checkpoints",
     "Layout",
+    "Meter",
     "UsageError",
     "World",
     "__version__",
     "check_same",
     "init",
+    "loader",
     "parallelize",
 ]
 
 _HOMES = {
+    "Checkpoints": "tutti.train.checkpoint",
     "Layout": "tutti.parallel.layout",
+    "Meter": "tutti.train.library",
     "UsageError": "tutti.world.errors",
     "World": "tutti.world.world",
     "check_same": "tutti.world.consistency",
     "init": "tutti.world.start",
+    "loader": "tutti.train.library",
     "parallelize": "tutti.parallel.parallelize",
 }
 

@@ -197,13 +197,7 @@ def test_a_rank_alone_on_its_host_that_dies_is_named_by_the_others(tmp_path: Pat
         ranks = [
             host.popen(
                 [sys.executable, str(program), "stuck", "1"],
-                env=clean_environment()
-                | {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "MASTER_ADDR": "n1",
-                    "MASTER_PORT": "29400",
-                },
+                env=clean_environment() | common | {"RANK": str(rank)},
             )
             for rank, host in enumerate(hosts)
         ]

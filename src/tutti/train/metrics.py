@@ -22,7 +22,7 @@ class Metrics:
                 raise UsageError(
                     "--tensorboard: the package is missing: pip install 'tutti[tensorboard]'"
                 ) from None
-            self._board = SummaryWriter(str(tensorboard))  # type: ignore[no-untyped-call]
+            self._board = SummaryWriter(str(tensorboard))
 
     def rewind(self, step: int) -> None:
         """Keep the lines of steps before `step` only: the run goes on from there."""

@@ -100,4 +100,4 @@ def checkpoint_activations(model: nn.Module) -> None:
             "ModuleList, ModuleDict or Sequential: leave the flag out"
         )
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -29,6 +29,7 @@ class Step:
         optimizer: torch.optim.Optimizer,
         task: Task,
         compute: Compute,
+        example: Tensor,
         accumulation: int = 1,
         clip: float | None = None,
         measure: bool = False,
@@ -37,6 +38,8 @@ class Step:
         self.optimizer = optimizer
         self.task = task
         self.accumulation = accumulation
+        # One real sample, for the microbatches in which this rank has none.
+        self.example = example
         self.clip = clip
         self.device = next(engine.model.parameters()).device
         self.autocast = _AUTOCAST.get(compute.precision)
@@ -53,13 +56,14 @@ class Step:
         """Update the parameters; returns this rank's part of the mean loss, on the device."""
         count = self.task.step_count(batch.targets, batch.global_count)
         sizes = microbatches(batch.count, self.accumulation)
-        inputs, targets = batch.inputs.split(sizes), batch.targets.split(sizes)
+        inputs, targets = torch.split(batch.inputs, sizes), torch.split(batch.targets, sizes)
         loss = torch.zeros((), device=self.device)
         for number, (x, y) in enumerate(zip(inputs, targets, strict=True), start=1):
-            with self.engine.microbatch(last=number == self.accumulation):
-                if len(x) == 0:
-                    self.engine.idle_microbatch(batch.inputs)
-                    continue
+            last = number == self.accumulation
+            if len(x) == 0:  # others still have samples, and wait for this rank
+                self._idle(last)
+                continue
+            with self.engine.microbatch(last):
                 with self._forward_clock():
                     part = self.loss_sum(x, y) / count
                 self.engine.backward(self.scaler.scale(part))
@@ -67,6 +71,10 @@ class Step:
         self.engine.reduce()
         self._update()
         return loss
+
+    def _idle(self, last: bool) -> None:
+        with self._precision():
+            self.engine.idle_microbatch(as_computed(self.example, self.engine.model), last=last)
 
     def take_forward_seconds(self) -> float:
         """Seconds of forward passes since the last call: a rank's own pace, with no waiting.
@@ -85,7 +93,7 @@ class Step:
         if not self._measure:
             yield
         elif self.device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = torch.cuda.Event(True), torch.cuda.Event(True)  # type: ignore[no-untyped-call]
             start.record()
             yield
             end.record()

@@ -11,7 +11,8 @@ from torch import nn
 from tutti.data import Loader, evaluation_loader
 from tutti.data.split import measured_shares
 from tutti.models.config import GPTConfig
-from tutti.parallel.engine import build_engine
+from tutti.parallel.build import build_engine
+from tutti.parallel.options import EngineOptions
 from tutti.train.checkpoint import Checkpoints
 from tutti.train.datasets import load_dataset
 from tutti.train.evaluate import Score, evaluate
@@ -29,6 +30,7 @@ from tutti.train.speed import Speed
 from tutti.train.step import Step
 from tutti.train.task import Task
 from tutti.world.consistency import check_same
+from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 
@@ -74,17 +76,18 @@ class Trainer:
         check_same(world, recipe=_for_check(recipe), model=self.model)
         if recipe.compute.checkpoint_activations:
             checkpoint_activations(self.model)
-        engine = build_engine(self.model, world, recipe.engine)
-        self.model = engine.model  # SyncBatchNorm may have replaced parts
+        self.engine = build_engine(self.model, world, _engine_options(recipe, world))
+        self.model = self.engine.model  # --sync-batchnorm replaces the model's batch norms
         self.optimizer = build_optimizer(
             self.model, recipe.optimization, self.plan.peak_lr, recipe.compute.cuda_graph
         )
         self.task = Task(padded=recipe.data.padded)
         self.stepper = Step(
-            engine,
+            self.engine,
             self.optimizer,
             self.task,
             recipe.compute,
+            dataset.train.batch([0])[0].to(world.device),
             self.plan.accumulation,
             recipe.optimization.clip,
             measure=recipe.batching.split == "measured",
@@ -202,6 +205,7 @@ class Trainer:
             self.loader.set_shares(self.shares)
 
     def _evaluate(self, progress: ProgressReport) -> None:
+        self.engine.share_buffers()
         self.score = evaluate(
             self.model, self.test_loader, self.task, self.world.device, self.stepper.autocast
         )
@@ -213,12 +217,12 @@ class Trainer:
         )
 
     def _save(self) -> None:
+        self.engine.share_buffers()
         self.checkpoints.save(
             self.step,
             self.model,
             self.optimizer,
             {
-                "step": self.step,
                 "samples": self.runner.samples,
                 "data": self.loader.state_dict(),
                 "scaler": self.stepper.scaler.state_dict(),
@@ -229,8 +233,10 @@ class Trainer:
         )
 
     def _resume(self) -> None:
-        state = self.checkpoints.load(self.model, self.optimizer)
-        self.step = int(state["step"])
+        if not self.checkpoints.steps():
+            raise UsageError(f"--resume: there is no checkpoint in {self.directory.path}")
+        loaded = self.checkpoints.load(self.model, self.optimizer)
+        state, self.step = loaded.state, loaded.step
         self.runner.samples = int(state["samples"])
         self.loader.load_state_dict(state["data"])
         self.stepper.scaler.load_state_dict(state["scaler"])
@@ -255,6 +261,12 @@ class Trainer:
             **self.speed.summary(),
             "sharing_note": self.world.sharing_note,
         }
+
+
+def _engine_options(recipe: Recipe, world: World) -> EngineOptions:
+    """In a world of one nobody is to be synchronised with, and DDP would only copy."""
+    alone = world.size == 1 and recipe.engine.engine == "ddp"
+    return EngineOptions(engine="single") if alone else recipe.engine
 
 
 def _is_gpt(recipe: Recipe) -> bool:
