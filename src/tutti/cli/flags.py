@@ -6,7 +6,7 @@ import difflib
 import io
 import re
 from collections.abc import Sequence
-from typing import TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -32,7 +32,8 @@ def parse(
     except SystemExit as stop:
         if not stop.code:
             raise  # --help
-    raise UsageError(_one_line(complaints.getvalue(), program))
+    names = _names(default if default is not None else kind)
+    raise UsageError(_one_line(complaints.getvalue(), program, names))
 
 
 def split_at_command(kind: type[object], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -63,7 +64,19 @@ def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[:position]), list(arguments[position + 1 :])
 
 
-def _one_line(box: str, program: str) -> str:
+def _names(flags: Any) -> list[str]:
+    """The flags of a dataclass and of its parts."""
+    names = []
+    for field in dataclasses.fields(flags):
+        part = getattr(flags, field.name, None)
+        if dataclasses.is_dataclass(part):
+            names += _names(part)
+        else:
+            names.append(f"--{field.name.replace('_', '-')}")
+    return names
+
+
+def _one_line(box: str, program: str, names: Sequence[str]) -> str:
     """tyro explains in a box of several lines; keep what is wrong and what was meant."""
     _, *lines = (line.strip("│╭╮╰╯ ") for line in box.splitlines())
     rule = next((number for number, line in enumerate(lines) if set(line) == {"─"}), len(lines))
@@ -77,7 +90,6 @@ def _one_line(box: str, program: str) -> str:
     flag = unknown[1].split(",")[0].strip()
     if not flag.startswith("-"):
         return f"{flag!r} is not expected here: see {program} --help"
-    known = re.findall(r"(--[a-z][a-z0-9.-]*)", " ".join(lines[rule:]))
-    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(flag.partition("=")[0], names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"see {program} --help"
     return f"no flag {flag}: {hint}"

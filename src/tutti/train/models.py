@@ -12,7 +12,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tutti.data.dataset import Dataset
-from tutti.models import GPT, EfficientNet, GPTConfig, LeNet, LeNetConfig, WideResNet
+from tutti.models import (
+    GPT,
+    EfficientNet,
+    EfficientNetConfig,
+    GPTConfig,
+    LeNet,
+    LeNetConfig,
+    WideResNet,
+    WideResNetConfig,
+)
 from tutti.train.recipe import Architecture, Recipe
 from tutti.world.errors import UsageError
 
@@ -31,10 +40,24 @@ def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
         if not isinstance(model, nn.Module):
             raise UsageError(f"--model {recipe.model} returned {type(model).__name__}, no module")
         return model
+    if _MODELS[recipe.model] is not _model_of(recipe.architecture):
+        raise UsageError(
+            f"--model {recipe.model}: the recipe has the settings of another model: use --recipe "
+            f"{recipe.model}, with --dataset and other flags on top"
+        )
     try:
         return _MODELS[recipe.model](fit(recipe.architecture, dataset))
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def _model_of(architecture: Architecture) -> type[nn.Module]:
+    return {
+        LeNetConfig: LeNet,
+        WideResNetConfig: WideResNet,
+        EfficientNetConfig: EfficientNet,
+        GPTConfig: GPT,
+    }[type(architecture)]
 
 
 def fit(architecture: Architecture, dataset: Dataset) -> Architecture:

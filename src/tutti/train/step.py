@@ -67,7 +67,7 @@ class Step:
                 with self._forward_clock():
                     part = self.loss_sum(x, y) / count
                 self.engine.backward(self.scaler.scale(part))
-            loss += part.detach()
+            loss = loss + part.detach()
         self.engine.reduce()
         self._update()
         return loss

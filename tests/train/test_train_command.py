@@ -1,0 +1,273 @@
+"""tutti train as a person uses it: run, stop, kill, resume, compare; and mistakes, named."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tutti.train.recipe_file import read_recipe
+from worlds import TUTTI, clean_environment, run_command
+
+pytestmark = pytest.mark.timeout(240)
+
+SHORT = ["--recipe", "lenet", "--pixels", "8", "--no-evaluate", "--schedule", "constant"]
+# Long enough to be caught in the middle, with a checkpoint often enough to be caught in one.
+LONG = [*SHORT, "--steps", "400", "--checkpoint-every", "20", "--ranks", "2", "--keep", "3"]
+
+
+def train(*flags: str | Path, code: int = 0, timeout: float = 120) -> Any:
+    done = run_command([*TUTTI, "train", *flags], timeout=timeout)
+    assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def losses(run: Path, rank: int = 0) -> dict[int, float]:
+    lines = (run / "metrics" / f"rank{rank}.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The loss of every step of the long run, when nothing happens to it."""
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(*LONG, "--out", out)
+    curve = losses(out)
+    assert sorted(curve) == list(range(400))
+    return curve
+
+
+@contextmanager
+def started(out: Path) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [*TUTTI, "train", *LONG, "--out", str(out)],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.002)
+
+
+def test_a_run_that_was_stopped_and_resumed_is_bit_for_bit_the_undisturbed_one(
+    undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    with started(out) as process:
+        wait_for(lambda: list((out / "checkpoints").glob("step-*[0-9]")), process)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "stopped by a signal at step" in said
+    first_part = losses(out)
+    assert 20 <= len(first_part) < 400
+    train(*LONG, "--out", out, "--resume")
+    assert losses(out) == undisturbed
+
+
+def test_a_rank_killed_during_a_checkpoint_costs_nothing_but_the_steps_since_the_last_one(
+    undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    with started(out) as process:
+        checkpoints = out / "checkpoints"
+        wait_for(lambda: list(checkpoints.glob("step-*[0-9]")), process)
+        wait_for(lambda: list(checkpoints.glob("*.tmp")), process)
+        os.kill(rank_process(process.pid, 1), signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert max(losses(out), default=0) < 399
+    train(*LONG, "--out", out, "--resume")
+    assert losses(out) == undisturbed
+    assert not list(checkpoints.glob("*.tmp"))
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    for child in psutil.Process(launcher).children():
+        if child.environ().get("RANK") == str(rank):
+            return child.pid
+    raise AssertionError("no such rank")
+
+
+EXACT = [*SHORT, "--precision", "float64", "--global-batch", "60", "--steps", "30"]
+
+
+def test_one_and_three_ranks_train_the_same_and_a_run_may_go_on_with_another_number(
+    tmp_path: Path,
+) -> None:
+    curves = {}
+    for ranks in (1, 3):
+        out = tmp_path / str(ranks)
+        train(*EXACT, "--ranks", str(ranks), "--out", out)
+        curves[ranks] = list(losses(out).values())
+    # float64, sums in another order: far below 1e-9 after 30 steps.
+    assert curves[3] == pytest.approx(curves[1], rel=1e-9)
+
+    moved = tmp_path / "moved"
+    shorter = [*EXACT[:-1], "20", "--ranks", "2", "--out", moved]
+    train(*shorter)
+    train(*EXACT, "--ranks", "3", "--out", moved, "--resume")
+    assert list(losses(moved).values()) == pytest.approx(curves[1], rel=1e-9)
+
+
+# 1437 samples in steps of 300: the fifth step of an epoch is ragged.
+RAGGED = [*SHORT, "--precision", "float64", "--global-batch", "300", "--steps", "7"]
+
+
+@pytest.fixture(scope="module")
+def ragged_on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    out = tmp_path_factory.mktemp("ragged") / "run"
+    train(*RAGGED, "--out", out)
+    return list(losses(out).values())
+
+
+@pytest.mark.parametrize(
+    "flags", [["--split", "2,1", "--accumulation", "3"], ["--split", "measured", "--no-overlap"]]
+)
+def test_however_the_work_is_cut_the_losses_are_the_same(
+    flags: list[str], ragged_on_one_rank: list[float], tmp_path: Path
+) -> None:
+    train(*RAGGED, *flags, "--ranks", "2", "--out", tmp_path / "run")
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(ragged_on_one_rank, rel=1e-9)
+
+
+def test_synchronised_batch_norm_makes_two_ranks_one(tmp_path: Path) -> None:
+    wide = ["--recipe", "wideresnet", "--dataset", "synthetic", "--pixels", "16", "--depth", "10"]
+    wide += ["--width", "1", "--precision", "float64", "--global-batch", "12", "--steps", "4"]
+    wide += ["--no-evaluate", "--checkpoint-activations"]
+    train(*wide, "--out", tmp_path / "one")
+    train(*wide, "--sync-batchnorm", "--ranks", "2", "--out", tmp_path / "two")
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert list(two.values()) == pytest.approx(list(one.values()), rel=1e-9)
+
+
+def test_a_run_directory_is_enough_to_repeat_the_run(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    train(*SHORT, "--steps", "12", "--lr", "0.07", "--ranks", "2", "--out", first)
+    assert read_recipe(str(first / "recipe.toml")).optimization.lr == 0.07
+    again = tmp_path / "again"
+    train("--recipe", first / "recipe.toml", "--ranks", "2", "--out", again)
+    assert losses(again) == losses(first) == losses(first, rank=1)
+    summary = json.loads((first / "summary.json").read_text())
+    keys = {"steps", "samples_per_s", "final_loss", "test_accuracy", "layout", "world"}
+    assert keys <= set(summary) and summary["steps"] == 12 and summary["layout"] == "dp2"
+    environment = json.loads((first / "environment.json").read_text())
+    assert environment["world"]["size"] == 2 and environment["environment"]["versions"]["torch"]
+
+
+def test_the_last_samples_are_evaluated_once_whatever_the_ranks(tmp_path: Path) -> None:
+    base = ["--recipe", "lenet", "--pixels", "8", "--steps", "5", "--precision", "float64"]
+    base += ["--global-batch", "60"]  # 360 test samples: 60 does not divide evenly among 7 × batch
+    scores = []
+    for ranks in ("1", "3"):
+        out = tmp_path / ranks
+        train(*base, "--ranks", ranks, "--out", out)
+        summary = json.loads((out / "summary.json").read_text())
+        scores.append((summary["test_loss"], summary["test_accuracy"]))
+    assert scores[1][1] == scores[0][1]
+    assert scores[1][0] == pytest.approx(scores[0][0], rel=1e-9)
+
+
+def test_ones_own_model_and_data(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def model():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(),\n"
+        "                               torch.nn.Linear(16, 3))\n"
+        "def data():\n"
+        "    g = torch.Generator().manual_seed(0)\n"
+        "    x = torch.randn(300, 4, generator=g)\n"
+        "    y = (x @ torch.randn(4, 3, generator=g)).argmax(-1)\n"
+        "    return (x[:240], y[:240]), (x[240:], y[240:])\n"
+    )
+    own = ["--model", "mine:model", "--dataset", "mine:data", "--epochs", "30", "--ranks", "2"]
+    done = run_command([*TUTTI, "train", *own, "--out", "run"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["test_accuracy"] > 0.85
+
+
+def test_the_gpt_learns_from_the_standard_library(tmp_path: Path) -> None:
+    tiny = ["--recipe", "gpt", "--dim", "64", "--layers", "2", "--seq-len", "64", "--steps", "40"]
+    train(*tiny, "--ranks", "2", "--no-evaluate", "--accumulation", "2", "--out", tmp_path / "run")
+    curve = losses(tmp_path / "run")
+    assert curve[0] > 5.4 and curve[39] < 4.0  # ln 256 = 5.5 nats is knowing nothing
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["mfu"] is None and summary["mfu_peak"] == "unknown device"
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_rank(tmp_path: Path) -> None:
+    wild = [*SHORT, "--lr", "1e30", "--warmup", "0", "--steps", "50", "--ranks", "2"]
+    done = train(*wild, "--out", tmp_path / "run", code=1)
+    assert "the loss of step" in done.stderr and "is not finite, first on rank" in done.stderr
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_a_sweep_of_learning_rates_prints_a_table(tmp_path: Path) -> None:
+    sweep = [*SHORT, "--steps", "6", "--lr-sweep", "0.01,1e30", "--ranks", "1,2"]
+    done = train(*sweep)
+    assert "learning rate" in done.stdout and "2 ranks" in done.stdout
+    assert "0.01" in done.stdout and done.stdout.count("diverged") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--recipe", "lennet"], "no recipe 'lennet': did you mean lenet?"),
+        (["--batchsize", "3"], "no flag --batchsize: did you mean --batch?"),
+        (["--global-batch", "7", "--ranks", "2"], "--global-batch 7 does not divide by 2 ranks"),
+        (["--dataset", "fashion-mnist", "--data-dir", "/nowhere"], "/nowhere"),
+        (["--dataset", "digit"], "did you mean digits?"),
+        (["--model", "lent"], "did you mean lenet?"),
+        (["--model", "no.such:thing"], "No module named 'no'"),
+        (["--model", "gpt"], "use --recipe gpt"),
+        (["--cuda-graph"], "--cuda-graph needs a CUDA device"),
+        (["--resume", "--out", "/nowhere/run"], "there is no run in /nowhere/run"),
+        (["--ranks", "1,2"], "--ranks 1,2: a whole number"),
+        (["--compress", "bf16", "--no-overlap"], "--compress bf16 contradicts --no-overlap"),
+        (["--split", "1,2,3", "--ranks", "2"], "3 shares for 2 ranks"),
+        (["--depth", "12", "--recipe", "wideresnet"], "depth is 12, it must be 6n + 4"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_two(
+    flags: list[str], message: str, tmp_path: Path
+) -> None:
+    out = [] if "--out" in flags else ["--out", str(tmp_path / "run")]
+    done = run_command([*TUTTI, "train", *flags, *out])
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("tutti run: ")]
+    assert len(lines) == 1 and message in lines[0], done.stderr
+
+
+def test_an_existing_run_is_neither_overwritten_nor_resumed_unasked(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("data")
+    done = train(*SHORT, "--steps", "2", "--out", tmp_path, code=2)
+    assert "exists and is not empty: add --resume" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["precious"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(*SHORT, "--steps", "2", "--out", out)
+    other = ["--recipe", "lenet", "--pixels", "28", "--steps", "4", "--no-evaluate"]
+    done = train(*other, "--out", out, "--resume", code=2)
+    assert "fc1" in done.stderr or "weight" in done.stderr, done.stderr
