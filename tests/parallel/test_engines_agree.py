@@ -169,7 +169,7 @@ def _messages(world: tutti.World) -> dict[str, list[int]]:
         for accumulate in [1] if options.static_graph else [1, 3]:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
                 step(engine, optimizer, batch, shares("even", world.size), accumulate)
-            counts[name].append(sum(event.name == "gloo:all_reduce" for event in seen.events()))
+            counts[name].append(sum(event.name == "c10d::allreduce_" for event in seen.events()))
     return counts
 
 
