@@ -43,13 +43,15 @@ def cut(batch: Batch, weights: Sequence[int]) -> list[Batch]:
     return [(batch[0][a:b], batch[1][a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
-def batches(sizes: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> list[Batch]:
+def batches(
+    sizes: Sequence[int], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Batch]:
     """Random inputs, and classes of 0, 1 and 2, the same on every rank."""
     generator = torch.Generator().manual_seed(5)
     return [
         (
-            torch.randn(size, *shape, generator=generator, dtype=dtype),
-            torch.randint(3, (size,), generator=generator),
+            torch.randn(size, *shape, generator=generator, dtype=dtype).to(device),
+            torch.randint(3, (size,), generator=generator).to(device),
         )
         for size in sizes
     ]

@@ -52,17 +52,27 @@ def run_command(
 
 
 def in_world(
-    function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 90
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: Any,
+    timeout: float = 90,
+    gpu: bool = False,
 ) -> list[Any]:
     """Run `function(world, *arguments)` on every rank of a new world; returns each rank's result.
 
     Arguments and results travel as JSON. The function must be importable: a top-level one.
+    With `gpu`, all ranks share the first GPU.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
         source = Path(function.__code__.co_filename)
         job = [str(source), function.__name__, json.dumps(arguments), folder]
-        run = [*TUTTI, "run", "-n", str(ranks), "--device", "cpu", __file__, *job]
-        done = run_command(run, timeout)
+        device = ["--device", "cpu"]
+        env = {}
+        if gpu:
+            device = ["--device", "cuda", "--ranks-per-gpu", str(ranks)]
+            env = {"CUDA_VISIBLE_DEVICES": "0"}
+        run = [*TUTTI, "run", "-n", str(ranks), *device, __file__, *job]
+        done = run_command(run, timeout, env)
         if done.returncode != 0:
             raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]

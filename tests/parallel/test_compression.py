@@ -20,6 +20,16 @@ from tutti.parallel.ddp import POWERSGD_START
 from worlds import in_world
 
 
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.gpu)])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each of three ranks answers, on the CPU or on one GPU."""
+    return in_world(_answer_all, 3, gpu=request.param)
+
+
+def _answer_all(world: tutti.World) -> dict[str, Any]:
+    return {"narrow": _narrow(world), "powersgd": _powersgd(world)}
+
+
 def _model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 3))
@@ -27,11 +37,11 @@ def _model() -> nn.Module:
 
 def _narrow(world: tutti.World) -> dict[str, float]:
     """The largest error of any element, as a part of its bound; and large gradients."""
-    (batch,) = batches([24], [64], torch.float32)
+    (batch,) = batches([24], [64], torch.float32, world.device)
     weights = shares("uneven", world.size)
     by_rank = []
     for x, y in cut(batch, weights):
-        model = _model()
+        model = _model().to(world.device)
         (F.cross_entropy(model(x), y, reduction="sum") / len(batch[0])).backward()
         by_rank.append([p.grad.double() for p in model.parameters() if p.grad is not None])
     exact = [torch.stack(parts).sum(0) for parts in zip(*by_rank, strict=True)]
@@ -56,7 +66,9 @@ def _narrow(world: tutti.World) -> dict[str, float]:
         # 3 × 20,000 fits fp16 (65,504), and so does 20,000: the scaled loss must not overflow.
         large = build_engine(nn.Linear(1, 1, bias=False), world, options)
         with large.microbatch(True):
-            large.backward(large(torch.full((1, 1), 60_000.0 / world.size)).sum())
+            large.backward(
+                large(torch.full((1, 1), 60_000.0 / world.size, device=world.device)).sum()
+            )
         large.reduce()
         (weight,) = large.model.parameters()
         assert weight.grad is not None
@@ -64,8 +76,10 @@ def _narrow(world: tutti.World) -> dict[str, float]:
     return results
 
 
-def test_16_bit_gradients_are_right_to_their_precision_and_the_same_on_all_ranks() -> None:
-    for results in in_world(_narrow, 3):
+def test_16_bit_gradients_are_right_to_their_precision_and_the_same_on_all_ranks(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for results in (rank["narrow"] for rank in ranks):
         assert results["bf16"] < 1 and results["fp16"] < 1
         # 2⁻⁸ relative for each of three roundings of bf16, 2⁻¹¹ of fp16.
         assert results["bf16 large"] == pytest.approx(60_000, rel=3 * 2**-8)
@@ -73,19 +87,21 @@ def test_16_bit_gradients_are_right_to_their_precision_and_the_same_on_all_ranks
 
 
 def _powersgd(world: tutti.World) -> dict[str, Any]:
-    (batch,) = batches([48], [64], torch.float32)
+    (batch,) = batches([48], [64], torch.float32, world.device)
     even = shares("even", world.size)
-    exact = _model()
+    exact = _model().to(world.device)
     (F.cross_entropy(exact(batch[0]), batch[1], reduction="sum") / len(batch[0])).backward()
     results: dict[str, Any] = {"errors": {}}
     for rank in (1, 4, 12):
         options = EngineOptions(compress="powersgd", powersgd_rank=rank)
         engine = build_engine(_model(), world, options)
         still = torch.optim.SGD(engine.model.parameters(), lr=0.0)
+        random = _random_state(world)
         for _ in range(POWERSGD_START + 1):  # the last one is the first that is compressed
             step(engine, still, batch, even, 2)
         wrong = sum((p.grad - q.grad).square().sum() for p, q in _pairs(engine.model, exact))
         whole = sum(q.grad.square().sum() for _, q in _pairs(engine.model, exact))
+        results["random numbers"] = torch.equal(random, _random_state(world))
         results["errors"][rank] = (wrong / whole).sqrt().item()
 
     engine = build_engine(_model(), world, EngineOptions(compress="powersgd"))
@@ -98,12 +114,20 @@ def _powersgd(world: tutti.World) -> dict[str, Any]:
     return results
 
 
+def _random_state(world: tutti.World) -> torch.Tensor:
+    on_gpu = world.device.type == "cuda"
+    return torch.cuda.get_rng_state(world.device) if on_gpu else torch.get_rng_state()
+
+
 def _pairs(one: nn.Module, other: nn.Module) -> list[tuple[Any, Any]]:
     return list(zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_powersgd_trains_identical_replicas_and_its_error_falls_with_its_rank() -> None:
-    for results in in_world(_powersgd, 2):
+def test_powersgd_trains_identical_replicas_and_its_error_falls_with_its_rank(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for results in (rank["powersgd"] for rank in ranks):
+        assert results["random numbers"]
         errors = results["errors"]
         # Random data: a rank of 1 misses much of the gradient, one of 12 little.
         assert 1 > errors["1"] > errors["4"] > errors["12"] > 1e-4

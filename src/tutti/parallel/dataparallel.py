@@ -31,7 +31,7 @@ class DataParallel(Engine):
             self.devices += [device for device in others if device != world.device]
         # On the CPU there is one device, and torch's DataParallel only passes the call on.
         gpus = self.devices if world.device.type == "cuda" else None
-        self.replicas = nn.DataParallel(model, device_ids=gpus)
+        self.scattered = nn.DataParallel(model, device_ids=gpus)
 
     @property
     def description(self) -> str:
@@ -40,4 +40,4 @@ class DataParallel(Engine):
         return f"dataparallel: one process on {', '.join(map(str, self.devices))}"
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.replicas(*inputs)
+        return self.scattered(*inputs)

@@ -48,7 +48,7 @@ class Ddp(Engine):
             self.replica.register_comm_hook(world.size, narrow_hook(_NARROW[options.compress]))
         elif options.compress == "powersgd":
             self.powersgd_state = _powersgd_state(options.powersgd_rank)
-            self.replica.register_comm_hook(self.powersgd_state, powersgd.powerSGD_hook)
+            self.replica.register_comm_hook(self.powersgd_state, powersgd_hook)
 
     @property
     def description(self) -> str:
@@ -59,7 +59,7 @@ class Ddp(Engine):
             "powersgd": f", PowerSGD of rank {options.powersgd_rank} from step {POWERSGD_START}",
         }.get(options.compress, f", sent as {options.compress}")
         return (
-            f"ddp: {self.world.size} replicas, buckets of {options.bucket_mb:g} MiB all-reduced "
+            f"ddp: {self.replicas}, buckets of {options.bucket_mb:g} MiB all-reduced "
             f"{when} backward{how}"
         )
 
@@ -136,6 +136,20 @@ def narrow_hook(dtype: torch.dtype) -> _Hook:
         return widened
 
     return hook
+
+
+def powersgd_hook(
+    state: powersgd.PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook, without its side effect on random numbers.
+
+    It draws a bucket's first Q from a seed that all ranks share, and sets that seed on CUDA too,
+    where it does not put the old one back: from then on all ranks would drop the same units.
+    """
+    device = bucket.buffer().device
+    first = state.iter >= POWERSGD_START and bucket.index() not in state.q_memory_dict
+    with torch.random.fork_rng([device]) if first and device.type == "cuda" else nullcontext():
+        return powersgd.powerSGD_hook(state, bucket)
 
 
 def _powersgd_state(rank: int) -> powersgd.PowerSGDState:

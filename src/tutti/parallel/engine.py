@@ -50,6 +50,11 @@ class Engine(ABC):
     def description(self) -> str:
         """One line for the start of a run: what this engine does here."""
 
+    @property
+    def replicas(self) -> str:
+        """How many there are, in words."""
+        return f"{self.world.size} replica{'s' * (self.world.size > 1)}"
+
     def __call__(self, *inputs: Any) -> Any:
         """The model's outputs for this rank's inputs."""
         return self.model(*inputs)

@@ -6,41 +6,42 @@ import torch
 import torch.distributed as dist
 
 
-def batches(tensors: Sequence[torch.Tensor], most_bytes: float) -> Iterator[list[torch.Tensor]]:
-    """Cut the tensors, in their order, into lists of one dtype and about `most_bytes` at most.
+def buckets(tensors: Sequence[torch.Tensor], bucket_bytes: float) -> Iterator[list[torch.Tensor]]:
+    """Put the tensors, in their order, into lists of one dtype and about `bucket_bytes`.
 
-    A list may hold one tensor that is larger: tensors are not cut.
+    The tensor that fills a list ends it, as in DDP's buckets: tensors are not cut.
     """
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        batch: list[torch.Tensor] = []
+        bucket: list[torch.Tensor] = []
         total = 0
         for tensor in tensors:
             if tensor.dtype != dtype:
                 continue
-            if batch and total + tensor.nbytes > most_bytes:
-                yield batch
-                batch, total = [], 0
-            batch.append(tensor)
+            bucket.append(tensor)
             total += tensor.nbytes
-        yield batch
+            if total >= bucket_bytes:
+                yield bucket
+                bucket, total = [], 0
+        if bucket:
+            yield bucket
 
 
 @torch.no_grad()
-def sum_over_ranks(tensors: Sequence[torch.Tensor], most_bytes: float = float("inf")) -> None:
-    """Replace every tensor by its sum over the ranks, `most_bytes` in each all-reduce."""
-    for batch in batches(tensors, most_bytes):
-        flat = _pack(batch)
+def sum_over_ranks(tensors: Sequence[torch.Tensor], bucket_bytes: float = float("inf")) -> None:
+    """Replace every tensor by its sum over the ranks, about `bucket_bytes` in each all-reduce."""
+    for bucket in buckets(tensors, bucket_bytes):
+        flat = _pack(bucket)
         dist.all_reduce(flat)
-        _unpack(flat, batch)
+        _unpack(flat, bucket)
 
 
 @torch.no_grad()
 def copy_from_first(tensors: Sequence[torch.Tensor]) -> None:
     """Replace every tensor by rank 0's."""
-    for batch in batches(tensors, float("inf")):
-        flat = _pack(batch)
+    for bucket in buckets(tensors, float("inf")):
+        flat = _pack(bucket)
         dist.broadcast(flat, src=0)
-        _unpack(flat, batch)
+        _unpack(flat, bucket)
 
 
 def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

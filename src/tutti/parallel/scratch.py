@@ -46,7 +46,7 @@ class Scratch(Engine):
     @property
     def description(self) -> str:
         messages = {"each": "one all-reduce per gradient", "grouped": "one all-reduce for all"}
-        return f"scratch: {self.world.size} replicas, {messages[self.how]}, after backward"
+        return f"scratch: {self.replicas}, {messages[self.how]}, after backward"
 
     def reduce(self) -> None:
         tensors = gradients(self.trained, self.find_unused)

@@ -74,9 +74,8 @@ class JointBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.idle and self.training):
             return self._forward(input)
-        # No samples, through the same exchanges in the same places of forward and backward. In
-        # 32 bits, for torch's sends zeros in the type of the input and peers in that of the sums.
-        zero = self._forward(input[:0].to(_wide(input))).sum()
+        # No samples, through the same exchanges in the same places of forward and backward.
+        zero = self._forward(input[:0]).sum()
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 zero = zero + parameter.sum() * 0  # torch's leaves them without a gradient
@@ -90,6 +89,10 @@ class CudaBatchNorm(JointBatchNorm, nn.SyncBatchNorm):
     """torch's own, which can also idle."""
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.numel() == 0 and self.training:
+            # For no samples torch sends zeros in the input's type, but peers with samples of
+            # 16 bits send sums of 32.
+            return nn.SyncBatchNorm.forward(self, input.to(_wide(input))).to(input.dtype)
         return nn.SyncBatchNorm.forward(self, input)
 
 
