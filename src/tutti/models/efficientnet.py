@@ -176,7 +176,7 @@ class EfficientNet(nn.Module):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out")
                 if layer.bias is not None:
                     nn.init.zeros_(layer.bias)
-            elif isinstance(layer, nn.BatchNorm2d | nn.SyncBatchNorm):
+            elif isinstance(layer, _BatchNorm):
                 layer.reset_parameters()
             elif isinstance(layer, nn.Linear):
                 nn.init.uniform_(

@@ -59,7 +59,7 @@ class WideResNet(nn.Module):
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(layer, nn.BatchNorm2d | nn.SyncBatchNorm):
+            elif isinstance(layer, _BatchNorm):
                 layer.reset_parameters()
             elif isinstance(layer, nn.Linear):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="linear")

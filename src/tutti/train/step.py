@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tutti.data.batch import Batch
 from tutti.data.split import microbatches
 from tutti.parallel.engine import Engine
+from tutti.train.models import repeated_blocks
 from tutti.train.recipe import Compute
 from tutti.train.task import Task
 
@@ -49,8 +50,13 @@ class Step:
         self._forward_seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.loss_sum: Callable[[Tensor, Tensor], Tensor] = self._loss_sum
-        if compute.compile:
+        if compute.compile and engine.world.size == 1:
             self.loss_sum = torch.compile(self._loss_sum)
+        elif compute.compile:
+            # Block by block: one graph of all would give DDP its gradients all at once, at the
+            # end, and nothing would be left to overlap.
+            for block in repeated_blocks(engine.model) or [engine.model]:
+                block.compile()
 
     def __call__(self, batch: Batch) -> Tensor:
         """Update the parameters; returns this rank's part of the mean loss, on the device."""

@@ -66,6 +66,8 @@ class Trainer:
         self.plan = make_plan(recipe, world.size, len(dataset.train))
         if recipe.compute.cuda_graph:
             check_graph(recipe, world.device, world.size)
+        if world.device.type == "cuda":
+            torch.backends.cudnn.benchmark = True  # shapes repeat: let it choose by measurement
 
         # The same weights on every rank; then every rank its own noise (dropout).
         torch.manual_seed(recipe.length.seed)
