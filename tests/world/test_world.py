@@ -91,6 +91,15 @@ def test_ranks_that_agree_pass() -> None:
     assert in_world(_differ, 2, "nothing", 0) == ["same", "same"]
 
 
+def test_a_mistake_inside_the_world_is_one_line_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import tutti\nwith tutti.init():\n    raise tutti.UsageError('use --less')\n"
+    )
+    done = run_command([TUTTI[0], script])
+    assert (done.returncode, done.stderr) == (2, "tutti: oops\n")
+
+
 def test_a_mistake_in_a_script_is_one_line_and_exit_code_two(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import tutti\ntutti.init()\n")

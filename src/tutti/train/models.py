@@ -72,9 +72,10 @@ def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
             vocab_size=max(dataset.vocabulary, architecture.vocab_size),
             max_seq_len=longest,
         )
-    if dataset.classes is None or len(shape) != 3:
+    if len(shape) != 3:
         raise UsageError(f"this model needs images, data set {dataset.name} has inputs of {shape}")
-    sizes: dict[str, int] = {"classes": dataset.classes, "channels": shape[0]}
+    # One's own data does not say how many classes it has: then --classes does.
+    sizes = {"classes": dataset.classes or architecture.classes, "channels": shape[0]}
     if isinstance(architecture, LeNetConfig):
         sizes["image_size"] = shape[1]
     return dataclasses.replace(architecture, **sizes)  # type: ignore[arg-type]

@@ -46,19 +46,26 @@ class Watch:
         self._report = report
         self._handled: BaseException | None = None
         self._over = False
-        self._previous_hook = sys.excepthook
+        self._previous_hook: _Hook = sys.excepthook
 
     def start(self, lines: Lines) -> None:
-        """Begin to watch, and take over what Python does with an exception nobody caught."""
+        """Begin to watch."""
         self._lines = lines
-        sys.excepthook = self._on_uncaught
+
+    def take_uncaught(self, previous: _Hook) -> None:
+        """Take over what Python does with an exception nobody caught; `previous` comes back later.
+
+        To be called after torch has set its own hook: what ours prints would vanish inside it.
+        """
+        self._previous_hook = previous
+        sys.excepthook = one_line_for_mistakes(previous) if self._lines is None else self._uncaught
 
     def stop(self) -> None:
         """Leave the world: say so, and stay for the others if we are the hub of the lines."""
         if self._over or self._lines is None:
             return
         self._over = True
-        if not self.failed and sys.excepthook == self._on_uncaught:
+        if not self.failed and sys.excepthook == self._uncaught:
             sys.excepthook = self._previous_hook
         lines, first = self._lines, self._lines.first
         if first is not None and first.rank != self.rank:
@@ -105,7 +112,7 @@ class Watch:
         sys.stderr.flush()
         os._exit(1)
 
-    def _on_uncaught(
+    def _uncaught(
         self, kind: type[BaseException], error: BaseException, where: TracebackType | None
     ) -> None:
         self.handle(error.with_traceback(where))

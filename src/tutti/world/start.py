@@ -48,7 +48,8 @@ def init(
         )
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device={device!r} is not known: use auto, cpu or cuda")
-    sys.excepthook = one_line_for_mistakes(sys.excepthook)
+    hook = sys.excepthook
+    sys.excepthook = one_line_for_mistakes(hook)
     env = os.environ
     start_timeout = _seconds("start_timeout", start_timeout, START_TIMEOUT, env)
     timeout = _seconds("timeout", timeout, TIMEOUT, env)
@@ -91,6 +92,7 @@ def init(
         timeout=timedelta(seconds=timeout),
         device_id=world.device if world.device.type == "cuda" else None,
     )
+    watch.take_uncaught(hook)
     if world.sharing_note and world.is_first:
         print(f"note: {world.sharing_note}", file=sys.stderr)
     return world
