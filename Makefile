@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # The demo installs what a user needs; the tests add the developer's tools.
 $(VENV)/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
 	touch $@
 
 $(VENV)/dev: pyproject.toml constraints.txt
@@ -18,6 +18,7 @@ $(VENV)/dev: pyproject.toml constraints.txt
 
 demo: $(VENV)/demo
 	$(BIN)/tutti world --ranks 2 --device cpu
+	$(BIN)/tutti train --recipe lenet --ranks 2 --device cpu
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -1,9 +1,9 @@
 """Several ranks on one real GPU: NCCL, DDP and FSDP2 give right results, MPS is gone after."""
 
 import json
-import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from worlds import TUTTI, run_command
@@ -103,5 +103,9 @@ def test_the_table_says_that_ranks_share_a_gpu(tmp_path: Path) -> None:
 
 
 def mps_processes() -> list[str]:
-    found = subprocess.run(["pgrep", "-a", "nvidia-cuda-mps"], capture_output=True, text=True)
-    return found.stdout.splitlines()
+    return [
+        str(process)
+        for process in psutil.process_iter(["name", "status"])
+        if process.info["name"].startswith("nvidia-cuda-mps")
+        and process.info["status"] != psutil.STATUS_ZOMBIE  # ended, only not yet waited for
+    ]
