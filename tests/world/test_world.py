@@ -97,7 +97,7 @@ def test_a_mistake_inside_the_world_is_one_line_too(tmp_path: Path) -> None:
         "import tutti\nwith tutti.init():\n    raise tutti.UsageError('use --less')\n"
     )
     done = run_command([TUTTI[0], script])
-    assert (done.returncode, done.stderr) == (2, "tutti: oops\n")
+    assert (done.returncode, done.stderr) == (2, "tutti: use --less\n")
 
 
 def test_a_mistake_in_a_script_is_one_line_and_exit_code_two(tmp_path: Path) -> None:

@@ -1,0 +1,19 @@
+"""The example of one's own loop learns, and goes on from its checkpoint on another world."""
+
+from pathlib import Path
+
+from worlds import TUTTI, run_command
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+
+
+def test_the_example_learns_and_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    short = tmp_path / "short.py"
+    short.write_text(EXAMPLE.read_text().replace("EPOCHS = 12", "EPOCHS = 3"))
+    first = run_command([*TUTTI, "run", "-n", 2, "--show", "first", short], cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    done = run_command([TUTTI[0], EXAMPLE], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("epoch 4:") and lines[-1].startswith("epoch 12:")
+    assert float(lines[-1].split()[3].rstrip(",")) < 0.1
