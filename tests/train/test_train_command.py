@@ -80,8 +80,10 @@ def test_a_run_that_was_stopped_and_resumed_is_bit_for_bit_the_undisturbed_one(
     assert "stopped by a signal at step" in said
     first_part = losses(out)
     assert 20 <= len(first_part) < 400
-    train(*LONG, "--out", out, "--resume")
+    train("--resume", "--out", out, "--ranks", "2")  # the run brings its recipe
     assert losses(out) == undisturbed
+    done = train("--resume", "--out", out, "--ranks", "2")
+    assert "nothing is left to do" in done.stdout
 
 
 def test_a_rank_killed_during_a_checkpoint_costs_nothing_but_the_steps_since_the_last_one(

@@ -58,8 +58,8 @@ class Train:
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    base = _recipe_named_in(arguments)
-    options = parse(Train, "tutti train", arguments, default=Train(settings=base))
+    base, name = _recipe_named_in(arguments)
+    options = parse(Train, "tutti train", arguments, default=Train(settings=base, recipe=name))
     if options.lr_sweep is not None:
         from tutti.cli.lr_sweep import sweep
 
@@ -100,7 +100,9 @@ def _train(options: Train, base: Recipe) -> int:
         if world.is_first:
             try:
                 directory.open(options.resume)
-                directory.write("recipe.toml", write_recipe(options.settings, _base(options)))
+                directory.write(
+                    "recipe.toml", write_recipe(options.settings, _base(options.settings))
+                )
                 directory.write_environment(world, ["tutti", *sys.argv[1:]])
             except UsageError as error:
                 mistake = str(error)
@@ -121,6 +123,10 @@ def _train(options: Train, base: Recipe) -> int:
         if world.is_first:
             lines = _values(options.settings, base, options.recipe) + describe_plan(trainer.plan)
             print(*lines, sep="\n", file=sys.stderr)
+        if trainer.step >= trainer.plan.steps:
+            if world.is_first:
+                print(f"nothing is left to do: {directory.path} is at step {trainer.step}")
+            return 0
         try:
             outcome = trainer.run()
         except LossNotFinite as error:
@@ -137,7 +143,7 @@ def _conclude(directory: "RunDirectory", summary: dict[str, Any], stopped: bool)
     directory.write_json("summary.json", content)
     if stopped:
         print(f"stopped by a signal at step {summary['steps']}, with a checkpoint; to go on:")
-        print(f"  tutti train --resume --out {directory.path} …")
+        print(f"  tutti train --resume --out {directory.path} --ranks {summary['world']['size']}")
         return
     if summary["test_accuracy"] is not None:
         print(
@@ -153,15 +159,28 @@ def _conclude(directory: "RunDirectory", summary: dict[str, Any], stopped: bool)
     print(f"the run is in {directory.path}")
 
 
-def _recipe_named_in(arguments: list[str]) -> Recipe:
-    """The recipe that other flags change: it decides which flags of a model there are."""
-    name = "lenet"
+def _recipe_named_in(arguments: list[str]) -> tuple[Recipe, str]:
+    """The recipe that other flags change, and its name: it decides which flags of a model exist.
+
+    A run that is resumed brings its own, unless another is asked for.
+    """
+    name, out = _value_of("--recipe", arguments), _value_of("--out", arguments)
+    if name is None and out is not None and "--resume" in arguments:
+        kept = Path(out) / "recipe.toml"
+        if kept.is_file():
+            name = str(kept)
+    return read_recipe(name or "lenet"), name or "lenet"
+
+
+def _value_of(flag: str, arguments: list[str]) -> str | None:
+    """What a flag was given, before all flags are read; None if it was not."""
+    value = None
     for position, argument in enumerate(arguments):
-        if argument == "--recipe" and position + 1 < len(arguments):
-            name = arguments[position + 1]
-        elif argument.startswith("--recipe="):
-            name = argument.partition("=")[2]
-    return read_recipe(name)
+        if argument == flag and position + 1 < len(arguments):
+            value = arguments[position + 1]
+        elif argument.startswith(f"{flag}="):
+            value = argument.partition("=")[2]
+    return value
 
 
 def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
@@ -180,10 +199,10 @@ def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
     return lines
 
 
-def _base(options: Train) -> str:
-    if options.recipe in RECIPES:
-        return options.recipe
-    return options.settings.model if options.settings.model in RECIPES else "lenet"
+def _base(settings: Recipe) -> str:
+    """The recipe by name whose model has the same settings: what the written file is based on."""
+    kind = type(settings.architecture)
+    return next(name for name, each in RECIPES.items() if type(each.architecture) is kind)
 
 
 def _default_out(recipe: str) -> Path:

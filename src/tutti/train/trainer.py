@@ -1,8 +1,9 @@
 """The training run: set up in the order in which things depend on each other, then the loop."""
 
 import json
+import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -230,6 +231,7 @@ class Trainer:
                 "scaler": self.stepper.scaler.state_dict(),
                 "shares": self.shares,
                 "ranks": self.world.size,
+                "global_batch": self.plan.global_batch,
                 "layout": f"dp{self.world.size}",
             },
         )
@@ -241,6 +243,11 @@ class Trainer:
         state, self.step = loaded.state, loaded.step
         self.runner.samples = int(state["samples"])
         self.loader.load_state_dict(state["data"])
+        if state["global_batch"] != self.plan.global_batch and self.recipe.length.steps is None:
+            # Another number of ranks makes steps of another size; what counts is the samples.
+            left = math.ceil((self.plan.samples - self.runner.samples) / self.plan.global_batch)
+            self.plan = replace(self.plan, steps=self.step + max(0, left))
+            self.runner.plan = self.plan
         self.stepper.scaler.load_state_dict(state["scaler"])
         if state["shares"] is not None and state["ranks"] == self.world.size:
             self.shares = [float(share) for share in state["shares"]]
