@@ -305,7 +305,7 @@ def _lenet_parts(workers: int) -> tuple[nn.Module, torch.optim.Optimizer, DataLo
 
 def _trainer(world: tutti.World, recipe: Recipe, folder: Path) -> Trainer:
     directory = RunDirectory(folder)
-    directory.open(resume=False)
+    directory.create()
     return Trainer(world, recipe, directory)
 
 

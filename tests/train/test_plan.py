@@ -97,6 +97,14 @@ def test_linear_falls_in_a_straight_line() -> None:
         ({"length": {"steps": 0}}, "--steps 0"),
         ({"batching": {"batch": 600, "drop_last": True}}, "larger than the data set of 1000"),
         ({"optimization": {"warmup": 1.5}}, "--warmup 1.5"),
+        ({"optimization": {"lr_scale": "sqrt"}}, "--lr-scale sqrt needs --lr-batch"),
+        ({"optimization": {"lr_scale": "sqrt", "lr_batch": -1}}, "--lr-batch -1"),
+        ({"optimization": {"momentum": -1.0}}, "--momentum -1.0"),
+        ({"optimization": {"betas": (2.0, 3.0)}}, "--betas"),
+        ({"optimization": {"weight_decay": -1.0}}, "--weight-decay -1.0"),
+        ({"optimization": {"lr": float("nan")}}, "--lr nan"),
+        ({"length": {"epochs": float("inf")}}, "--epochs inf"),
+        ({"length": {"checkpoint_every": 0}}, "--checkpoint-every 0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(values: dict[str, object], message: str) -> None:

@@ -15,8 +15,9 @@ def test_a_recipe_that_was_written_reads_back_the_same(name: str, tmp_path: Path
         RECIPES[name],
         {
             "data": {"dataset": 'my.module:a"b\\c', "data_dir": Path("/some where")},
-            "optimization": {"clip": 2.5, "betas": (0.8, 0.9)},
-            "length": {"steps": 7, "evaluate": False},
+            "model": "my.module:model",
+            "optimization": {"clip": None, "betas": (0.8, 0.9)},
+            "length": {"steps": None, "evaluate": False},
         },
     )
     path = tmp_path / "recipe.toml"

@@ -4,6 +4,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,32 +12,40 @@ from rich.table import Table
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 
+if TYPE_CHECKING:
+    from tutti.cli.train import Train
 
-def sweep(rates: str, ranks: str, arguments: list[str]) -> int:
+
+def sweep(options: "Train", arguments: list[str]) -> int:
     """Train once for each learning rate and number of ranks; print the losses as a table."""
-    rate_list = _numbers(rates, "--lr-sweep", float)
-    rank_list = _numbers(ranks, "--ranks", int)
+    rates = _numbers(options.lr_sweep or "", "--lr-sweep", float)
+    ranks = [int(size) for size in _numbers(options.ranks or "1", "--ranks", int)]
     rest = _without(arguments, ("--lr-sweep", "--ranks", "-n", "--lr", "--out"))
-    results: dict[tuple[float, int], dict[str, float]] = {}
+    results: dict[tuple[float, int], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="tutti-sweep-") as folder:
-        for rate in rate_list:
-            for size in rank_list:
+        for rate in rates:
+            for size in ranks:
                 out = Path(folder, f"lr{rate:g}-ranks{size}")
-                print(f"learning rate {rate:g}, {size} ranks", file=sys.stderr, flush=True)
+                print(f"learning rate {rate:g}, ranks {size}", file=sys.stderr, flush=True)
                 command = [sys.executable, "-m", "tutti", "train", *rest]
                 command += ["--lr", repr(rate), "--out", str(out)]
-                # Ranks of their own even for a world of one: results go to files, not to stdout.
-                code = LocalWorld(command, int(size), show="none").run()
-                if code not in (0, 1):
-                    return code
+                code = LocalWorld(
+                    command,
+                    ranks=size,
+                    device=options.device,
+                    ranks_per_gpu=min(size, options.ranks_per_gpu),
+                    show="none",
+                ).run()
                 summary = out / "summary.json"
-                results[rate, int(size)] = json.loads(summary.read_text()) if code == 0 else {}
-    _print(results, rate_list, [int(size) for size in rank_list])
+                results[rate, size] = json.loads(summary.read_text()) if summary.exists() else {}
+                if code != 0 and "diverged" not in results[rate, size]:
+                    return code  # no verdict on the learning rate: something else went wrong
+    _print(results, rates, ranks)
     return 0
 
 
 def _print(
-    results: dict[tuple[float, int], dict[str, float]], rates: list[float], ranks: list[int]
+    results: dict[tuple[float, int], dict[str, Any]], rates: list[float], ranks: list[int]
 ) -> None:
     table = Table(title="final training loss, test accuracy")
     table.add_column("learning rate")
@@ -46,7 +55,7 @@ def _print(
         cells = []
         for size in ranks:
             found = results[rate, size]
-            if not found:
+            if "diverged" in found:
                 cells.append("diverged")
                 continue
             accuracy = found["test_accuracy"]
@@ -72,8 +81,13 @@ def _without(arguments: list[str], flags: tuple[str, ...]) -> list[str]:
     for argument in arguments:
         if skip:
             skip = False
-        elif argument in flags:
-            skip = True
-        elif not argument.startswith(tuple(f"{flag}=" for flag in flags)):
+        elif _plain(argument) in flags:
+            skip = "=" not in argument
+        else:
             kept.append(argument)
     return kept
+
+
+def _plain(argument: str) -> str:
+    """The flag alone, with dashes: `--lr_sweep=1` is `--lr-sweep`, too."""
+    return argument.partition("=")[0].replace("_", "-")

@@ -18,6 +18,7 @@ from tutti.world.launch import LocalWorld
 
 if TYPE_CHECKING:
     from tutti.train.run_directory import RunDirectory
+    from tutti.world.world import World
 
 # What sysexits.h calls a temporary failure: the run was stopped, and goes on with --resume.
 STOPPED = 75
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
     if options.lr_sweep is not None:
         from tutti.cli.lr_sweep import sweep
 
-        return sweep(options.lr_sweep, options.ranks or "1", arguments)
+        return sweep(options, arguments)
     if options.out is None and options.resume:
         raise UsageError("--resume: say which run with --out DIR")
     ranks = _whole_number(options.ranks)
@@ -81,9 +82,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _train(options: Train, base: Recipe) -> int:
-    from tutti.data import DataError
     from tutti.train.run_directory import RunDirectory
-    from tutti.train.trainer import LossNotFinite, Trainer, describe_plan
+    from tutti.train.together import together
+    from tutti.train.trainer import LossNotFinite, Trainer, describe_plan, describe_world
     from tutti.world.exchange import gather_json
     from tutti.world.start import init
 
@@ -96,19 +97,8 @@ def _train(options: Train, base: Recipe) -> int:
         # Rank 0 chooses the directory, so that all ranks of a cluster agree on its name.
         out = Path(gather_json(str(options.out or _default_out(options.recipe)))[0])
         directory = RunDirectory(out)
-        mistake: str | None = None
-        if world.is_first:
-            try:
-                directory.open(options.resume)
-                directory.write(
-                    "recipe.toml", write_recipe(options.settings, _base(options.settings))
-                )
-                directory.write_environment(world, ["tutti", *sys.argv[1:]])
-            except UsageError as error:
-                mistake = str(error)
-        _stop_together(gather_json(mistake)[0], world.is_first)
         try:
-            mistake = None
+            together(lambda: directory.check(options.resume) if world.is_first else None)
             trainer = Trainer(
                 world,
                 options.settings,
@@ -116,12 +106,16 @@ def _train(options: Train, base: Recipe) -> int:
                 resume=options.resume,
                 tensorboard=options.tensorboard,
             )
-        except (DataError, UsageError) as error:
-            mistake = str(error)
-        mistakes = gather_json(mistake)
-        _stop_together(next(filter(None, mistakes), None), world.is_first)
+            together(lambda: _open(directory, options, world) if world.is_first else None)
+        except UsageError:
+            # The same on every rank: all leave in good order, and rank 0 speaks for them.
+            world.close()
+            if world.is_first:
+                raise
+            raise SystemExit(2) from None
         if world.is_first:
             lines = _values(options.settings, base, options.recipe) + describe_plan(trainer.plan)
+            lines += [describe_world(world), trainer.engine.description, *trainer.notes]
             print(*lines, sep="\n", file=sys.stderr)
         if trainer.step >= trainer.plan.steps:
             if world.is_first:
@@ -132,10 +126,18 @@ def _train(options: Train, base: Recipe) -> int:
         except LossNotFinite as error:
             if world.is_first:
                 print(f"tutti train: {error}", file=sys.stderr)
+                directory.write_json("summary.json", {"diverged": True, "reason": str(error)})
             return 1
         if world.is_first:
             _conclude(directory, outcome.summary, outcome.stopped)
         return STOPPED if outcome.stopped else 0
+
+
+def _open(directory: "RunDirectory", options: Train, world: "World") -> None:
+    """Once nothing can be refused any more: make the run directory."""
+    directory.create()
+    directory.write("recipe.toml", write_recipe(options.settings, _base(options.settings)))
+    directory.write_environment(world, ["tutti", *sys.argv[1:]])
 
 
 def _conclude(directory: "RunDirectory", summary: dict[str, Any], stopped: bool) -> None:
@@ -184,18 +186,23 @@ def _value_of(flag: str, arguments: list[str]) -> str | None:
 
 
 def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
-    """Every value, a line per section; those that a flag changed say so."""
+    """Every value, a line per section; those that the file or a flag changed say so."""
+    named = RECIPES[_base(settings)]
     lines = [f"recipe {name}, model {settings.model}"]
     for field in dataclasses.fields(settings):
-        part, before = getattr(settings, field.name), getattr(base, field.name)
-        if dataclasses.is_dataclass(part):
-            values = [
-                f"{each.name}={getattr(part, each.name)}"
-                + (" (flag)" if getattr(part, each.name) != getattr(before, each.name) else "")
-                for each in dataclasses.fields(part)
-                if getattr(part, each.name) is not None
-            ]
-            lines.append(f"  {field.name}: {', '.join(values)}")
+        part = getattr(settings, field.name)
+        if not dataclasses.is_dataclass(part):
+            continue
+        values = []
+        for each in dataclasses.fields(part):
+            value, in_file, in_recipe = (
+                getattr(getattr(recipe, field.name), each.name)
+                for recipe in (settings, base, named)
+            )
+            reason = " (flag)" if value != in_file else " (file)" if in_file != in_recipe else ""
+            if value is not None or reason:
+                values.append(f"{each.name}={value}{reason}")
+        lines.append(f"  {field.name}: {', '.join(values)}")
     return lines
 
 
@@ -217,11 +224,3 @@ def _whole_number(ranks: str | None) -> int | None:
     if not ranks.isdecimal():
         raise UsageError(f"--ranks {ranks}: a whole number (lists are for --lr-sweep)")
     return int(ranks)
-
-
-def _stop_together(mistake: str | None, is_first: bool) -> None:
-    if mistake is None:
-        return
-    if is_first:
-        raise UsageError(mistake)
-    raise SystemExit(2)

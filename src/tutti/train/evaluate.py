@@ -32,7 +32,7 @@ def evaluate(
 
     The sums are in float64 and exact in their counts, however unevenly the samples fall on ranks.
     """
-    was_training = model.training
+    was_training = [module for module in model.modules() if module.training]
     model.eval()
     # loss sum, correct, count
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -44,7 +44,8 @@ def evaluate(
         sums[0] += task.loss_sum(outputs, targets)
         sums[1] += task.correct(outputs, targets)
         sums[2] += task.count(targets)
-    model.train(was_training)
+    for module in was_training:  # not the whole model: a user may have frozen parts of it
+        module.training = True
     dist.all_reduce(sums)
     loss, correct, count = sums.tolist()
     return Score(loss / count, correct / count, int(count))

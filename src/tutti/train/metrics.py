@@ -15,21 +15,24 @@ class Metrics:
         self.path = directory / f"rank{rank}.jsonl"
         self._file: IO[str] | None = None
         self._board: Any = None
-        if tensorboard is not None and rank == 0:
-            try:
+        if tensorboard is not None:
+            try:  # on every rank, so that all of them refuse alike
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise UsageError(
                     "--tensorboard: the package is missing: pip install 'tutti[tensorboard]'"
                 ) from None
-            self._board = SummaryWriter(str(tensorboard))
+            if rank == 0:
+                self._board = SummaryWriter(str(tensorboard))
 
     def rewind(self, step: int) -> None:
         """Keep the lines of steps before `step` only: the run goes on from there."""
         if not self.path.exists():
             return
         kept = [line for line in self.path.read_text().splitlines() if _step_of(line) < step]
-        self.path.write_text("".join(f"{line}\n" for line in kept))
+        beside = self.path.with_suffix(".new")
+        beside.write_text("".join(f"{line}\n" for line in kept))
+        beside.replace(self.path)
 
     def write(self, step: int, **values: float | int | str) -> None:
         """Add a line."""

@@ -64,12 +64,14 @@ def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
     """The architecture with the sizes that the data set decides: classes, channels, vocabulary."""
     shape = dataset.input_shape
     if isinstance(architecture, GPTConfig):
-        if dataset.vocabulary is None:
+        tokens = dataset.train.batch([0])[0]
+        if tokens.is_floating_point() or tokens.dim() != 2:
             raise UsageError(f"model gpt needs text, data set {dataset.name} is none: use stdlib")
         longest = max(architecture.max_seq_len, shape[0])
         return dataclasses.replace(
             architecture,
-            vocab_size=max(dataset.vocabulary, architecture.vocab_size),
+            # One's own data does not say how many tokens it knows: then --vocab-size does.
+            vocab_size=max(dataset.vocabulary or 0, architecture.vocab_size),
             max_seq_len=longest,
         )
     if len(shape) != 3:

@@ -40,6 +40,7 @@ class Plan:
 def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
     """Derive everything that depends on the number of ranks and the size of the data set."""
     batching, length = recipe.batching, recipe.length
+    _check_numbers(recipe)
     reasons: dict[str, str] = {}
     accumulation = _at_least_one("accumulation", batching.accumulation)
     if batching.global_batch is None:
@@ -72,7 +73,7 @@ def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
         steps = _at_least_one("steps", length.steps)
         reasons["steps"] = "asked for"
     else:
-        if not length.epochs > 0:
+        if not 0 < length.epochs < 1e9:
             raise UsageError(f"--epochs {length.epochs}: use more than 0")
         steps = max(1, round(length.epochs * steps_per_epoch))
         reasons["steps"] = f"{length.epochs:g} epochs × {steps_per_epoch} steps"
@@ -106,9 +107,12 @@ def _samples_in(
 def _peak_lr(recipe: Recipe, global_batch: int) -> tuple[float, str]:
     """Linear: Goyal et al., arXiv 1706.02677. Square root: for Adam, e.g. arXiv 2205.10287."""
     rule, lr = recipe.optimization.lr_scale, recipe.optimization.lr
-    reference = recipe.optimization.lr_batch or recipe.batching.batch
+    reference = recipe.optimization.lr_batch
     if rule == "none":
         return lr, "asked for, whatever the batch"
+    if reference is None:
+        raise UsageError(f"--lr-scale {rule} needs --lr-batch, the batch that --lr was chosen for")
+    _at_least_one("lr-batch", reference)
     ratio = global_batch / reference
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     return lr * factor, f"{lr:g} × {rule}({global_batch} / {reference}) = {lr:g} × {factor:.4g}"
@@ -126,6 +130,33 @@ def _shares(split: str, ranks: int) -> tuple[float, ...] | None:
             f"--split {split} gives {len(shares)} shares for {ranks} ranks: give each one above 0"
         )
     return shares
+
+
+def _check_numbers(recipe: Recipe) -> None:
+    """Refuse numbers that no training can mean; NaN fails every comparison, too."""
+    o, length = recipe.optimization, recipe.length
+    right = {
+        f"--lr {o.lr}: use more than 0": 0 < o.lr < math.inf,
+        f"--momentum {o.momentum}: use 0 to below 1": 0 <= o.momentum < 1,
+        f"--betas {o.betas}: use two, 0 to below 1": (
+            len(o.betas) == 2 and all(0 <= beta < 1 for beta in o.betas)
+        ),
+        f"--weight-decay {o.weight_decay}: use 0 or more": 0 <= o.weight_decay < math.inf,
+        f"--clip {o.clip}: use more than 0": o.clip is None or o.clip > 0,
+        f"--final-lr {o.final_lr}: use 0 to 1": 0 <= o.final_lr <= 1,
+        f"--keep {length.keep}: use 1 or more": length.keep >= 1,
+        f"--evaluate-every {length.evaluate_every}: use 1 or more": (
+            length.evaluate_every is None or length.evaluate_every >= 1
+        ),
+        f"--checkpoint-every {length.checkpoint_every}: use 1 or more": (
+            length.checkpoint_every is None or length.checkpoint_every >= 1
+        ),
+    }
+    for mistake, is_right in right.items():
+        if not is_right:
+            raise UsageError(mistake)
+    if recipe.engine.static_graph and recipe.batching.accumulation > 1:
+        raise UsageError("--static-graph contradicts --accumulation above 1: leave one out")
 
 
 def _at_least_one(flag: str, value: int) -> int:

@@ -64,7 +64,7 @@ class Optimization:
     lr_scale: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate grows with the global batch."""
     lr_batch: int | None = None
-    """The batch that --lr was chosen for (default: the recipe's batch on one rank)."""
+    """The batch that --lr was chosen for: what --lr-scale scales from."""
     momentum: float = 0.9
     """Momentum of SGD."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -146,7 +146,12 @@ RECIPES = {
         data=Data(dataset="cifar100"),
         batching=Batching(batch=128),
         optimization=Optimization(
-            lr=0.1, lr_scale="linear", weight_decay=5e-4, schedule="cosine", warmup=0.03
+            lr=0.1,
+            lr_scale="linear",
+            lr_batch=128,
+            weight_decay=5e-4,
+            schedule="cosine",
+            warmup=0.03,
         ),
         compute=Compute(precision="bf16"),
         length=Length(epochs=60),
@@ -160,6 +165,7 @@ RECIPES = {
             optimizer="adamw",
             lr=1e-3,
             lr_scale="sqrt",
+            lr_batch=128,
             betas=(0.9, 0.999),
             weight_decay=0.05,
             clip=1.0,

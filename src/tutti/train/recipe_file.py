@@ -10,6 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from tutti.train.recipe import RECIPES, Recipe
 from tutti.world.errors import UsageError
 
+_NONE = "none"  # TOML has no word for what is left open
+
 
 def read_recipe(name: str) -> Recipe:
     """A recipe by its name, or from a TOML file; `base = "gpt"` there says what it changes."""
@@ -44,7 +46,6 @@ def write_recipe(recipe: Recipe, base: str) -> str:
             rows = [
                 f"{part.name} = {_value(getattr(value, part.name))}"
                 for part in dataclasses.fields(value)
-                if getattr(value, part.name) is not None
             ]
             sections.append("\n".join([f"[{field.name}]", *rows]))
         else:
@@ -76,6 +77,8 @@ def _checked(value: Any, kind: Any, what: str) -> Any:
     """A TOML value as the field's type; TOML knows whole numbers, which are fine as floats."""
     if get_origin(kind) in (Union, UnionType):
         kinds = [each for each in get_args(kind) if each is not type(None)]
+        if len(kinds) < len(get_args(kind)) and value == _NONE:
+            return None
         return _checked(value, kinds[0], what)
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
@@ -93,6 +96,8 @@ def _checked(value: Any, kind: Any, what: str) -> Any:
 
 
 def _value(value: Any) -> str:
+    if value is None:
+        value = _NONE
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float)):

@@ -26,15 +26,20 @@ class RunDirectory:
         """runs/NAME-DATE-TIME, in the current directory."""
         return Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
-    def open(self, resume: bool) -> None:
-        """Make the directory, or check that there is one to resume. For rank 0, before others."""
+    def check(self, resume: bool) -> None:
+        """Refuse what would overwrite, or a run to resume that is not there. Changes nothing."""
         if resume and not self.path.is_dir():
             raise UsageError(f"--resume: there is no run in {self.path}: check --out")
+        if self.path.exists() and not self.path.is_dir():
+            raise UsageError(f"--out {self.path} is a file: choose another")
         if not resume and self.path.exists() and any(self.path.iterdir()):
             raise UsageError(
                 f"--out {self.path} exists and is not empty: add --resume to go on with it, or "
                 "choose another"
             )
+
+    def create(self) -> None:
+        """Make the directory."""
         try:
             self.metrics.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -26,9 +26,8 @@ class Speed:
         self._seconds = 0.0
         self.samples_per_s: float | None = None
 
-    def describe(self, beat: Beat, samples_per_step: int) -> str:
-        """Count a pulse; returns the line for the progress report."""
-        samples = len(beat.losses) * samples_per_step
+    def describe(self, beat: Beat, samples: int) -> str:
+        """Count a pulse with this many samples; returns the line for the progress report."""
         rate = samples / beat.seconds
         if self._first_is_over or self.samples_per_s is None:
             self._samples += samples

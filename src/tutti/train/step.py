@@ -61,11 +61,15 @@ class Step:
     def __call__(self, batch: Batch) -> Tensor:
         """Update the parameters; returns this rank's part of the mean loss, on the device."""
         count = self.task.step_count(batch.targets, batch.global_count)
-        sizes = microbatches(batch.count, self.accumulation)
+        # At the ragged end of an epoch there may be fewer samples than microbatches: one that is
+        # empty on every rank is left out. Some rank has at least the mean.
+        most = -(-batch.global_count // self.engine.world.size)
+        runs = min(self.accumulation, most)
+        sizes = microbatches(batch.count, runs)
         inputs, targets = torch.split(batch.inputs, sizes), torch.split(batch.targets, sizes)
         loss = torch.zeros((), device=self.device)
         for number, (x, y) in enumerate(zip(inputs, targets, strict=True), start=1):
-            last = number == self.accumulation
+            last = number == runs
             if len(x) == 0:  # others still have samples, and wait for this rank
                 self._idle(last)
                 continue

@@ -2,15 +2,15 @@
 
 import json
 import math
-import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from tutti.data import Loader, evaluation_loader
+from tutti.data import Dataset, Loader, evaluation_loader
 from tutti.data.split import measured_shares
+from tutti.hardware.environment import describe_environment
 from tutti.models.config import GPTConfig
 from tutti.parallel.build import build_engine
 from tutti.parallel.options import EngineOptions
@@ -30,8 +30,8 @@ from tutti.train.runner import EagerRunner
 from tutti.train.speed import Speed
 from tutti.train.step import Step
 from tutti.train.task import Task
+from tutti.train.together import together
 from tutti.world.consistency import check_same
-from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 
@@ -63,16 +63,13 @@ class Trainer:
         self.recipe = recipe
         self.directory = directory
 
-        dataset = load_dataset(recipe)
-        self.plan = make_plan(recipe, world.size, len(dataset.train))
-        if recipe.compute.cuda_graph:
-            check_graph(recipe, world.device, world.size)
+        # What may go wrong on one rank only (data that one host lacks) is agreed on before the
+        # first collective that the others would wait in.
+        dataset, self.plan, model = together(lambda: self._prepare())
         if world.device.type == "cuda":
             torch.backends.cudnn.benchmark = True  # shapes repeat: let it choose by measurement
 
-        # The same weights on every rank; then every rank its own noise (dropout).
-        torch.manual_seed(recipe.length.seed)
-        model = build_model(recipe, dataset)
+        # The weights are the same on every rank; from here on every rank has its own noise.
         torch.manual_seed(recipe.length.seed * 1_000_003 + 1 + world.rank)
         dtype = torch.float64 if recipe.compute.precision == "float64" else torch.float32
         self.model: nn.Module = model.to(world.device, dtype)
@@ -121,13 +118,24 @@ class Trainer:
         board = directory.path / "tensorboard" if tensorboard else None
         self.metrics = Metrics(directory.metrics, world.rank, board)
         architecture = fit(recipe.architecture, dataset) if _is_gpt(recipe) else None
-        self.speed = Speed(world, recipe.compute.precision, architecture, recipe.data.seq_len)
+        seq_len = dataset.input_shape[0] if architecture else 0
+        self.speed = Speed(world, recipe.compute.precision, architecture, seq_len)
         self.step = 0
+        self.notes: list[str] = []
+        self._samples_reported = 0
         self.shares: list[float] | None = None
         self.score: Score | None = None
         if resume:
             self._resume()
         self.metrics.rewind(self.step)
+
+    def _prepare(self) -> tuple[Dataset, Plan, nn.Module]:
+        dataset = load_dataset(self.recipe)
+        plan = make_plan(self.recipe, self.world.size, len(dataset.train))
+        if self.recipe.compute.cuda_graph:
+            check_graph(self.recipe, self.world.device, self.world.size)
+        torch.manual_seed(self.recipe.length.seed)
+        return dataset, plan, build_model(self.recipe, dataset)
 
     def run(self) -> Outcome:
         """Train to the end, or to a signal."""
@@ -144,21 +152,22 @@ class Trainer:
                 if self.step < self.pulse.next_at and not (evaluating or saving):
                     continue
                 beat = self.pulse.beat(self.runner.take_rank_samples())
-                loss, stopped = beat.losses[-1], beat.stop
+                loss, stopped = beat.losses[-1], beat.stop and self.step < self.plan.steps
                 self._report(beat, progress)
                 if evaluating and not stopped:
                     self._evaluate(progress)
                 if saving or stopped:
                     self._save()
                 self.pulse.resume()
+            self.checkpoints.wait()
         finally:
+            # Last: until then a second signal must not end what the first one asked for.
             self.pulse.close()
             self.runner.close()
             self.test_loader.close()
             progress.close()
             self.metrics.close()
-        self.checkpoints.wait()
-        self.checkpoints.close()
+            self.checkpoints.close()
         return Outcome(self._summary(loss), stopped)
 
     def _steps_to_next_event(self) -> int:
@@ -191,19 +200,21 @@ class Trainer:
                 f"the loss of step {step} is not finite, first on rank {rank}: lower --lr, add "
                 "--clip or --warmup, or look at that step's data"
             )
-        samples_per_step = self.plan.global_batch
-        text = self.speed.describe(beat, samples_per_step)
+        samples = self.runner.samples - self._samples_reported
+        self._samples_reported = self.runner.samples
+        text = self.speed.describe(beat, samples)
         for offset, loss in enumerate(beat.losses):
             self.metrics.write(beat.first_step + offset, loss=loss)
         self.metrics.write(
             beat.last_step,
             seconds_per_step=beat.seconds / len(beat.losses),
-            samples_per_s=len(beat.losses) * samples_per_step / beat.seconds,
+            samples_per_s=samples / beat.seconds,
             input_seconds=self.runner.take_input_seconds(),
         )
         self.metrics.flush()
         progress.show(self.step, f"loss {beat.losses[-1]:.4f}  {text}")
-        if self.recipe.batching.split == "measured" and all(rate > 0 for rate in beat.rates):
+        measured = self.recipe.batching.split == "measured" and beat.first_step > 0
+        if measured and all(rate > 0 for rate in beat.rates):  # the first steps are warm-up
             self.shares = measured_shares(beat.rates, self.shares)
             self.loader.set_shares(self.shares)
 
@@ -214,6 +225,7 @@ class Trainer:
         )
         score = self.score
         self.metrics.write(self.step - 1, test_loss=score.loss, test_accuracy=score.accuracy)
+        self.metrics.flush()
         progress.say(
             f"step {self.step}: test loss {score.loss:.4f}, accuracy {100 * score.accuracy:.2f} % "
             f"of {score.count:,}"
@@ -232,28 +244,47 @@ class Trainer:
                 "shares": self.shares,
                 "ranks": self.world.size,
                 "global_batch": self.plan.global_batch,
+                "total_samples": self.plan.samples,
+                "warmup_samples": self.plan.warmup_samples,
                 "layout": f"dp{self.world.size}",
             },
         )
 
     def _resume(self) -> None:
         if not self.checkpoints.steps():
-            raise UsageError(f"--resume: there is no checkpoint in {self.directory.path}")
+            self.notes.append("there is no checkpoint yet: the run starts from the beginning")
+            return
+        # The recipe says what the learning rate, decay and so on are, not the checkpoint.
+        options = [
+            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+        ]
         loaded = self.checkpoints.load(self.model, self.optimizer)
+        for group, asked in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(asked)
         state, self.step = loaded.state, loaded.step
+        self.notes += [f"resumed at step {self.step}", *loaded.notes]
+        if self.recipe.engine.compress == "powersgd":
+            self.notes.append("PowerSGD's memory of past errors is not saved: it starts anew")
         self.runner.samples = int(state["samples"])
         self.loader.load_state_dict(state["data"])
-        if state["global_batch"] != self.plan.global_batch and self.recipe.length.steps is None:
-            # Another number of ranks makes steps of another size; what counts is the samples.
-            left = math.ceil((self.plan.samples - self.runner.samples) / self.plan.global_batch)
-            self.plan = replace(self.plan, steps=self.step + max(0, left))
+        if state["global_batch"] != self.plan.global_batch:
+            # Another number of ranks makes steps of another size: the length of the run and its
+            # schedule stay what they were, in samples.
+            total = int(state["total_samples"])
+            left = math.ceil((total - self.runner.samples) / self.plan.global_batch)
+            self.plan = replace(
+                self.plan,
+                samples=total,
+                warmup_samples=int(state["warmup_samples"]),
+                steps=self.step + max(0, left),
+            )
             self.runner.plan = self.plan
-        self.stepper.scaler.load_state_dict(state["scaler"])
+        if state["scaler"] and self.stepper.scaler.is_enabled():
+            self.stepper.scaler.load_state_dict(state["scaler"])
         if state["shares"] is not None and state["ranks"] == self.world.size:
             self.shares = [float(share) for share in state["shares"]]
             self.loader.set_shares(self.shares)
-        if self.world.is_first:
-            print(f"resumed at step {self.step}", file=sys.stderr)
+        self._samples_reported = self.runner.samples
 
     def _summary(self, loss: float) -> dict[str, Any]:
         score = self.score
@@ -266,6 +297,7 @@ class Trainer:
             "test_accuracy": None if score is None else score.accuracy,
             "layout": f"dp{self.world.size}",
             "world": {"size": self.world.size, **self.world.row()},
+            "environment": describe_environment(),
             "plan": asdict(self.plan),
             **self.speed.summary(),
             "sharing_note": self.world.sharing_note,
@@ -296,3 +328,12 @@ def describe_plan(plan: Plan) -> list[str]:
         f"peak learning rate {plan.peak_lr:.4g}: {plan.reasons['peak_lr']}",
         f"warm-up {plan.warmup_samples:,} of {plan.samples:,} samples",
     ]
+
+
+def describe_world(world: World) -> str:
+    """Where the run computes, and why there."""
+    device, backend = world.reasons["device"], world.reasons["backend"]
+    return (
+        f"{world.size} rank{'s' * (world.size != 1)} on {world.device.type} ({device}), backend "
+        f"{world.backend} ({backend}), {world.threads} threads each ({world.reasons['threads']})"
+    )

@@ -190,6 +190,8 @@ class Conductor:
             return agreed if agreed is not None and agreed >= 0 else 128 + self._stopped_by
         if self._first_to_fail is None:
             return 0
+        if {rank.code for rank in self._ranks} == {2}:
+            return 2  # a mistake that all ranks found alike, and that rank 0 has told
         guilty, summary, details = self._find_guilty(self._first_to_fail)
         were = "was" if count == 2 else "were"
         others = f"; the other {count - 1} {were} stopped because of it" if count > 1 else ""

@@ -75,7 +75,7 @@ class Watch:
 
     def handle(self, error: BaseException) -> None:
         """Announce an exception that ends this rank, and print it once in all the world."""
-        if error is self._handled or self._lines is None:
+        if error is self._handled or self._lines is None or self._over:
             return
         self._handled, self.failed = error, True
         if isinstance(error, KeyboardInterrupt):  # all ranks were interrupted: nobody failed
