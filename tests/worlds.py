@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 TUTTI = [sys.executable, "-m", "tutti"]
-_NO_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
+_NO_LAUNCHER = (
+    *("RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_"),
+    *("GLOO_", "NCCL_"),
+)
 
 
 def clean_environment() -> dict[str, str]:

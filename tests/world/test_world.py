@@ -26,6 +26,7 @@ def test_a_world_of_one_works_like_any_other_and_ends_with_its_context() -> None
         with pytest.raises(tutti.UsageError, match="already initialised"):
             tutti.init()
     assert not dist.is_initialized()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ  # what was set for the world has ended with it
     with tutti.init(device="cpu") as again:  # and may be started anew
         assert again.size == 1
 

@@ -4,6 +4,7 @@ import atexit
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -70,20 +71,17 @@ def init(
     port = listener.getsockname()[1] if listener else 0
     answer = answer_for(identity, address or "", gpus, port)
     roll = call_roll(meeting.store, answer, identity.size, start_timeout)
-    places = _places(roll, meeting, device, ranks_per_gpu)
+    places = _places(roll, identity, device, ranks_per_gpu)
     report = env.get("TUTTI_REPORT")
     watch = Watch(identity.rank, answer.host, Path(report) if report else None)
-    world = _world(identity, meeting, roll, places, backend, bind_cpus, env, watch)
+    asked_for_cpu = device == "cpu"
+    world = _world(identity, meeting, roll, places, backend, bind_cpus, env, watch, asked_for_cpu)
     if world.size > 1:
         watch.start(_open_lines(listener, meeting, roll, identity.rank, watch, start_timeout))
     atexit.register(world.close)
 
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-        if max(place.ranks_on_gpu for place in places) > 1:
-            one_machine = len({place.machine for place in places}) == 1
-            for name, value in shared_gpu_variables(world.rank, one_machine).items():
-                os.environ.setdefault(name, value)
     dist.init_process_group(
         backend=_torch_backend(world.backend),
         store=dist.PrefixStore(f"tutti/{roll.start}/torch", meeting.store),
@@ -144,14 +142,16 @@ def _torch_backend(backend: str) -> str:
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
-def _places(roll: Roll, meeting: Meeting, device: str, ranks_per_gpu: int) -> list[Place]:
+def _places(roll: Roll, identity: Identity, device: str, ranks_per_gpu: int) -> list[Place]:
     try:
         refuse_different_versions(roll.answers)
         return place(roll.answers, device, ranks_per_gpu)
     except (UsageError, RanksDiffer):
         # Every rank finds the same fault in the same roll: rank 0 speaks for all.
-        if not meeting.is_host:
+        if identity.rank != 0:
             raise SystemExit(2) from None
+        if identity.size > 1:
+            time.sleep(0.5)  # the store goes with this rank: let the others read the roll first
         raise
 
 
@@ -164,7 +164,9 @@ def _world(
     bind_cpus: bool,
     env: Mapping[str, str],
     watch: Watch,
+    asked_for_cpu: bool,
 ) -> World:
+    variables: dict[str, str] = {}  # what the backends must be told, as long as this world lives
     mine = places[identity.rank]
     nodes = len({place.node for place in places})
     reasons = dict.fromkeys(("local_rank", "local_size", "node", "nodes"), "roll call")
@@ -173,7 +175,7 @@ def _world(
     reasons["master"] = meeting.reason
     if mine.gpu is None:
         device = torch.device("cpu")
-        reasons["device"] = "no GPU is visible" if not roll.answers[mine.rank].gpus else "asked for"
+        reasons["device"] = "asked for" if asked_for_cpu else "no GPU is visible"
     else:
         device = torch.device("cuda", mine.gpu)
         reasons["device"] = f"GPU {mine.gpu} of {len(roll.answers[mine.rank].gpus)} visible"
@@ -183,7 +185,12 @@ def _world(
     if "gloo" in _torch_backend(backend):
         interface, reasons["gloo_interface"] = gloo_interface(roll.answers, identity.rank, env)
         if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            variables["GLOO_SOCKET_IFNAME"] = interface
+    if max(place.ranks_on_gpu for place in places) > 1:
+        one_machine = len({place.machine for place in places}) == 1
+        shared = shared_gpu_variables(identity.rank, one_machine)
+        variables |= {name: value for name, value in shared.items() if name not in env}
+    os.environ.update(variables)
     if bind_cpus:
         binding = bind(roll.answers, places, identity.rank, env)
         cpus, threads = binding.cpus, binding.threads
@@ -207,6 +214,7 @@ def _world(
         threads=threads,
         ranks_on_device=max(1, mine.ranks_on_gpu),
         reasons=reasons,
+        _variables=tuple(variables),
         _meeting=meeting,
         _watch=watch,
     )

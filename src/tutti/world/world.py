@@ -1,6 +1,7 @@
 """World: who this process is among all the others, as one frozen value."""
 
 import atexit
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ class World:
     # The store of rank 0 must live as long as the world does, and so must its watch.
     _meeting: "Meeting" = field(repr=False, compare=False)
     _watch: "Watch" = field(repr=False, compare=False)
+    # The environment variables that were set for this world's backends, and end with it.
+    _variables: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -87,6 +90,8 @@ class World:
                 dist.destroy_process_group()
                 _let_gloo_finish()
         self._watch.stop()
+        for name in self._variables:
+            os.environ.pop(name, None)
 
     def __enter__(self) -> "World":
         return self
