@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tutti.parallel.layout import Layout
     from tutti.parallel.parallelize import parallelize
     from tutti.train.checkpoint import Checkpoints
-    from tutti.train.library import Meter, loader
+    from tutti.train.own_loop import Meter, loader
     from tutti.world import UsageError, World, check_same, init
 
 __version__ = "0.1.0"
@@ -30,12 +30,12 @@ __all__ = [
 _HOMES = {
     "Checkpoints": "tutti.train.checkpoint",
     "Layout": "tutti.parallel.layout",
-    "Meter": "tutti.train.library",
+    "Meter": "tutti.train.own_loop",
     "UsageError": "tutti.world.errors",
     "World": "tutti.world.world",
     "check_same": "tutti.world.consistency",
     "init": "tutti.world.start",
-    "loader": "tutti.train.library",
+    "loader": "tutti.train.own_loop",
     "parallelize": "tutti.parallel.parallelize",
 }
 

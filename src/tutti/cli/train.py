@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
 def _train(options: Train, base: Recipe) -> int:
     from tutti.train.run_directory import RunDirectory
     from tutti.train.together import together
-    from tutti.train.trainer import LossNotFinite, Trainer, describe_plan, describe_world
+    from tutti.train.trainer import LossNotFinite, Trainer
     from tutti.world.exchange import gather_json
     from tutti.world.start import init
 
@@ -114,8 +114,8 @@ def _train(options: Train, base: Recipe) -> int:
                 raise
             raise SystemExit(2) from None
         if world.is_first:
-            lines = _values(options.settings, base, options.recipe) + describe_plan(trainer.plan)
-            lines += [describe_world(world), trainer.engine.description, *trainer.notes]
+            lines = _values(options.settings, base, options.recipe) + trainer.plan.describe()
+            lines += [_describe_world(world), trainer.engine.description, *trainer.notes]
             print(*lines, sep="\n", file=sys.stderr)
         if trainer.step >= trainer.plan.steps:
             if world.is_first:
@@ -159,6 +159,15 @@ def _conclude(directory: "RunDirectory", summary: dict[str, Any], stopped: bool)
     if summary["sharing_note"]:
         print(f"note: {summary['sharing_note']}")
     print(f"the run is in {directory.path}")
+
+
+def _describe_world(world: "World") -> str:
+    """Where the run computes, and why there."""
+    device, backend = world.reasons["device"], world.reasons["backend"]
+    return (
+        f"{world.size} rank{'s' * (world.size != 1)} on {world.device.type} ({device}), backend "
+        f"{world.backend} ({backend}), {world.threads} threads each ({world.reasons['threads']})"
+    )
 
 
 def _recipe_named_in(arguments: list[str]) -> tuple[Recipe, str]:

@@ -36,6 +36,16 @@ class Plan:
             return self.peak_lr * (1 - (1 - final) * done)
         return self.peak_lr
 
+    def describe(self) -> list[str]:
+        """The run's arithmetic, a line each with its reason."""
+        return [
+            f"global batch {self.global_batch}: {self.reasons['global_batch']}",
+            f"steps {self.steps}: {self.reasons['steps']}",
+            f"steps per epoch {self.steps_per_epoch}: {self.reasons['steps_per_epoch']}",
+            f"peak learning rate {self.peak_lr:.4g}: {self.reasons['peak_lr']}",
+            f"warm-up {self.warmup_samples:,} of {self.samples:,} samples",
+        ]
+
 
 def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
     """Derive everything that depends on the number of ranks and the size of the data set."""

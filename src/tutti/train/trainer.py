@@ -317,23 +317,3 @@ def _is_gpt(recipe: Recipe) -> bool:
 def _for_check(recipe: Recipe) -> dict[str, Any]:
     parts: dict[str, Any] = json.loads(json.dumps(asdict(recipe), default=str))
     return parts
-
-
-def describe_plan(plan: Plan) -> list[str]:
-    """The run's arithmetic, a line each with its reason."""
-    return [
-        f"global batch {plan.global_batch}: {plan.reasons['global_batch']}",
-        f"steps {plan.steps}: {plan.reasons['steps']}",
-        f"steps per epoch {plan.steps_per_epoch}: {plan.reasons['steps_per_epoch']}",
-        f"peak learning rate {plan.peak_lr:.4g}: {plan.reasons['peak_lr']}",
-        f"warm-up {plan.warmup_samples:,} of {plan.samples:,} samples",
-    ]
-
-
-def describe_world(world: World) -> str:
-    """Where the run computes, and why there."""
-    device, backend = world.reasons["device"], world.reasons["backend"]
-    return (
-        f"{world.size} rank{'s' * (world.size != 1)} on {world.device.type} ({device}), backend "
-        f"{world.backend} ({backend}), {world.threads} threads each ({world.reasons['threads']})"
-    )
