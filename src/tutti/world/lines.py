@@ -137,8 +137,9 @@ class Lines:
                 assert isinstance(line, socket.socket)
                 words = self._peers[line].read(line)
                 for word in words or []:
-                    self._hear(word, line)
-                if words is None:
+                    if line in self._peers:  # unless an earlier word made us hang up
+                        self._hear(word, line)
+                if words is None and line in self._peers:
                     if self._peers[line].rank == self.rank:  # our own end was closed: leave
                         self._drop_all()
                         return
@@ -247,9 +248,11 @@ class _Peer:
             return None
         *whole, self.rest = (self.rest + data).split(b"\n")
         try:
-            return [json.loads(text) for text in whole]
-        except ValueError:  # somebody who does not speak our language
+            words = [json.loads(text) for text in whole]
+        except ValueError:
             return None
+        # Somebody who does not speak our language is hung up on.
+        return words if all(isinstance(word, dict) for word in words) else None
 
 
 def _word(word: dict[str, Any]) -> bytes:
