@@ -21,7 +21,6 @@ class Speed:
         if self._gpt is not None and world.device.type == "cuda":
             tf32 = torch.backends.cuda.matmul.allow_tf32
             self._peak = peak_flops(torch.cuda.get_device_name(world.device), precision, tf32)
-        self._first_is_over = False
         self._samples = 0
         self._seconds = 0.0
         self.samples_per_s: float | None = None
@@ -29,14 +28,11 @@ class Speed:
     def describe(self, beat: Beat, samples: int) -> str:
         """Count a pulse with this many samples; returns the line for the progress report."""
         rate = samples / beat.seconds
-        if self._first_is_over or self.samples_per_s is None:
+        if self.samples_per_s is None:
+            self.samples_per_s = rate  # better than nothing, should no other pulse come
+        else:
             self._samples += samples
             self._seconds += beat.seconds
-        if not self._first_is_over:
-            self._first_is_over = True
-            self.samples_per_s = rate
-            self._samples, self._seconds = 0, 0.0
-        else:
             self.samples_per_s = self._samples / self._seconds
         text = f"{rate:,.0f} samples/s  {1000 * beat.seconds / len(beat.losses):.1f} ms/step"
         if self._gpt is None:
