@@ -1,5 +1,6 @@
 """Nothing may leak: every test is checked for processes, shared memory and scratch it left."""
 
+import contextlib
 import ctypes
 import os
 import tempfile
@@ -27,8 +28,17 @@ def nothing_is_left_behind() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 5  # killed processes take a moment to be reaped
     while (left := _leavings() - before) and time.monotonic() < deadline:
+        _bury_orphans()
         time.sleep(0.05)
     assert not left, f"the test left behind: {sorted(left)}"
+
+
+def _bury_orphans() -> None:
+    """Wait for dead processes that came to us when their parents died: nobody else will."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+            if child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
 
 
 def _leavings() -> set[str]:
