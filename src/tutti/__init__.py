@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from tutti.parallel.parallelize import parallelize
     from tutti.train.checkpoint import Checkpoints
     from tutti.train.own_loop import Meter, loader
-    from tutti.world import UsageError, World, check_same, init
+    from tutti.world.consistency import check_same
+    from tutti.world.errors import UsageError
+    from tutti.world.start import init
+    from tutti.world.world import World
 
 __version__ = "0.1.0"
 __all__ = [

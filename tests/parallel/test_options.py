@@ -22,7 +22,8 @@ from tutti.parallel import EngineOptions
     ],
 )
 def test_options_that_go_together_are_accepted(options: dict[str, Any]) -> None:
-    EngineOptions(**options)
+    accepted = EngineOptions(**options)
+    assert {name: getattr(accepted, name) for name in options} == options
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """The command line: one module per command. `tutti --help` imports none of them, nor torch."""
 
-import difflib
 import sys
 from importlib import import_module
+
+from tutti.world.errors import RanksDiffer, UsageError, did_you_mean
 
 # Each command's module has `main(arguments) -> exit code`.
 COMMANDS = {
@@ -50,12 +51,9 @@ def run(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        hint = did_you_mean(name, COMMANDS)
         print(f"tutti: no command {name!r}: {hint} See tutti --help", file=sys.stderr)
         return 2
-    from tutti.world.errors import RanksDiffer, UsageError
-
     try:
         code: int = import_module(COMMANDS[name][0]).main(rest)
         return code

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from tutti.hardware.cpus import allowed_cpus, cpu_quota, format_cpu_list, numa_nodes
+from tutti.hardware.gpus import nvml
 
 # Only what steers torch, its backends and the launchers. Never the whole environment: it holds
 # keys and passwords.
@@ -29,7 +30,7 @@ def describe_environment() -> dict[str, Any]:
         "numa_nodes": {str(node): format_cpu_list(c) for node, c in numa_nodes().items()},
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "gpus": _gpus(),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": versions(),
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
@@ -46,36 +47,27 @@ def _cpu_model() -> str:
     return platform.processor() or "unknown"
 
 
-def _versions() -> dict[str, str]:
-    found = {}
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that a result depends on."""
+    found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
-        except PackageNotFoundError:
+        except PackageNotFoundError:  # run from a source tree, say
             found[package] = "not installed"
     return found
 
 
 def _gpus() -> list[dict[str, Any]]:
-    try:
-        import pynvml
-    except ImportError:
-        return []
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver here
-        return []
-    try:
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
-        ]
+    with nvml() as library:
+        if library is None:
+            return []
+        handles = map(library.nvmlDeviceGetHandleByIndex, range(library.nvmlDeviceGetCount()))
         return [
             {
-                "name": pynvml.nvmlDeviceGetName(handle),
-                "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-                "driver": pynvml.nvmlSystemGetDriverVersion(),
+                "name": library.nvmlDeviceGetName(handle),
+                "memory_bytes": library.nvmlDeviceGetMemoryInfo(handle).total,
+                "driver": library.nvmlSystemGetDriverVersion(),
             }
             for handle in handles
         ]
-    finally:
-        pynvml.nvmlShutdown()

@@ -1,8 +1,10 @@
 """The NVIDIA GPUs this process can use, without importing torch."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def visible_gpu_count(env: Mapping[str, str] | None = None) -> int:
@@ -34,15 +36,26 @@ def numa_node_of_gpu(pci_address: str) -> int | None:
 
 
 def _installed_gpus() -> int:
+    with nvml() as library:
+        if library is not None:
+            return int(library.nvmlDeviceGetCount())
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+@contextmanager
+def nvml() -> Iterator[Any]:
+    """NVIDIA's management library, started; None where the package or the driver is missing."""
     try:
         import pynvml
-    except ImportError:
-        return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    try:
+
         pynvml.nvmlInit()
+    except ImportError:
+        yield None
+        return
     except pynvml.NVMLError:  # no driver here
-        return 0
+        yield None
+        return
     try:
-        return int(pynvml.nvmlDeviceGetCount())
+        yield pynvml
     finally:
         pynvml.nvmlShutdown()

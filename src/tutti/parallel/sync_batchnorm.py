@@ -12,6 +12,7 @@ All sums are over the ranks: one exchange in forward, one in backward. Gradients
 this rank's share; the engine adds them up with all others.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def _synchronised(plain: _BatchNorm, world: World, group: Any) -> nn.Module:
     return norm.train(plain.training)
 
 
-class JointBatchNorm(_BatchNorm):
+class JointBatchNorm(_BatchNorm, ABC):
     """A batch norm whose statistics are those of all ranks; one of them may have no samples.
 
     In evaluation, and with no running statistics, each rank stands alone, as with torch's.
@@ -81,8 +82,9 @@ class JointBatchNorm(_BatchNorm):
                 zero = zero + parameter.sum() * 0  # torch's leaves them without a gradient
         return F.softsign(input) + zero.to(input.dtype)  # any values will do, if they are finite
 
+    @abstractmethod
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """The norm itself, over the samples of all ranks."""
 
 
 class CudaBatchNorm(JointBatchNorm, nn.SyncBatchNorm):

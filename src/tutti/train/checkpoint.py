@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti import __version__
+from tutti.hardware.environment import versions
 from tutti.train.checkpoint_directory import (
     latest,
     new_folder,
@@ -123,7 +122,7 @@ class Checkpoints:
             shares=self._shares,
             optimizer=options,
             state=kept_state,
-            versions=_versions(),
+            versions=versions(),
         )
         snapshot = self._staging.snapshot(self._shares[rank()], tensors)
 
@@ -211,11 +210,3 @@ class Checkpoints:
         newest = latest(self.directory)
         rest = f"{newest.name} is the newest" if newest else "there is none yet"
         say(f"checkpoint {step_name(step)} was not written: {reason}; {rest}")
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "tutti": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }

@@ -23,7 +23,7 @@ from tutti.models import (
     WideResNetConfig,
 )
 from tutti.train.recipe import Architecture, Recipe
-from tutti.world.errors import UsageError
+from tutti.world.errors import UsageError, did_you_mean
 
 _MODELS: dict[str, Callable[[Any], nn.Module]] = {
     "lenet": LeNet,
@@ -87,10 +87,7 @@ def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], 
     """The function at `package.module:function`, also from the current directory."""
     module_name, colon, name = path.partition(":")
     if not colon:
-        import difflib
-
-        near = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        hint = did_you_mean(path, known)
         raise UsageError(f"{flag} {path}: {hint} Your own is package.module:function")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tutti.train.recipe import RECIPES, Recipe
-from tutti.world.errors import UsageError
+from tutti.world.errors import UsageError, did_you_mean
 
 _NONE = "none"  # TOML has no word for what is left open
 
@@ -19,8 +19,7 @@ def read_recipe(name: str) -> Recipe:
         return RECIPES[name]
     path = Path(name)
     if path.suffix != ".toml":
-        near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(RECIPES)}"
+        hint = did_you_mean(name, RECIPES)
         raise UsageError(f"no recipe {name!r}: {hint} (or a file that ends in .toml)")
     try:
         content = tomllib.loads(path.read_text())

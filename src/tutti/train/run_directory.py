@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics"
-        self.traces = path / "traces"
-
-    @staticmethod
-    def default(recipe: str) -> Path:
-        """runs/NAME-DATE-TIME, in the current directory."""
-        return Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     def check(self, resume: bool) -> None:
         """Refuse what would overwrite, or a run to resume that is not there. Changes nothing."""

@@ -65,7 +65,7 @@ class Trainer:
 
         # What may go wrong on one rank only (data that one host lacks) is agreed on before the
         # first collective that the others would wait in.
-        dataset, self.plan, model = together(lambda: self._prepare())
+        dataset, self.plan, model = together(self._prepare)
         if world.device.type == "cuda":
             torch.backends.cudnn.benchmark = True  # shapes repeat: let it choose by measurement
 

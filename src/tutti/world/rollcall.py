@@ -9,19 +9,18 @@ author has confirmed the list it is on.
 
 import json
 import os
-import platform
 import socket
 import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 
 from tutti.hardware.cpus import allowed_cpus, format_cpu_list
+from tutti.hardware.environment import versions
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.identity import Identity
 
@@ -70,7 +69,7 @@ def answer_for(
         node=identity.node,
         gpus=tuple(gpus),
         cpus=format_cpu_list(allowed_cpus()),
-        versions=_versions(),
+        versions=versions() | {"torch": torch.__version__},  # with its CUDA
         token=uuid.uuid4().hex,
     )
 
@@ -172,16 +171,6 @@ def refuse_different_versions(answers: Sequence[Answer]) -> None:
                 f"ranks run different versions of {name}: {who}{more}, the other {count} "
                 f"{usual}: install the same everywhere"
             )
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("tutti", "numpy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:  # run from a source tree that is not installed
-            versions[package] = "not installed"
-    return versions
 
 
 def _boot_id() -> str:
