@@ -19,23 +19,19 @@ KINDS = (
     *("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"),
     *("gather", "scatter", "all_to_all", "send", "recv"),
 )
-BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER = range(6)
-GATHER, SCATTER, ALL_TO_ALL, SEND, RECV = range(6, 11)
-
 DTYPES = {
-    torch.float64: 0,
-    torch.float32: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.int64: 4,
-    torch.int32: 5,
-    torch.int16: 6,
-    torch.int8: 7,
-    torch.uint8: 8,
-    torch.bool: 9,
+    torch.float64: native.F64,
+    torch.float32: native.F32,
+    torch.float16: native.F16,
+    torch.bfloat16: native.BF16,
+    torch.int64: native.I64,
+    torch.int32: native.I32,
+    torch.int16: native.I16,
+    torch.int8: native.I8,
+    torch.uint8: native.U8,
+    torch.bool: native.BOOL,
 }
-BYTES = 10
-_REAL = {torch.complex64: 1, torch.complex128: 0}
+_REAL = {torch.complex64: native.F32, torch.complex128: native.F64}
 _UNSET = timedelta(milliseconds=-1)
 
 # Set in debug mode only: says where in the caller's code the current call is.
@@ -52,7 +48,7 @@ class Call:
     root: int = -1
     peer: int = -1
     tag: int = 0
-    dtype: int = BYTES
+    dtype: int = native.BYTES
     reduce: int = 0
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
@@ -107,7 +103,7 @@ class Call:
             if number > 1:
                 raise ValueError(f"shm {self.name}: complex numbers can be summed or averaged only")
             self.dtype = _REAL[dtype]
-        if self.dtype == BYTES:
+        if self.dtype == native.BYTES:
             known = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
             raise TypeError(
                 f"shm {self.name} cannot reduce {dtype}: reduce it as one of {known} instead"
@@ -135,8 +131,8 @@ class Call:
             root=self.root,
             peer=self.peer,
             tag=self.tag,
-            inputs=[(part.data_ptr(), part.nbytes) for part in self.inputs],
-            outputs=[(part.data_ptr(), part.nbytes) for part in self.outputs],
+            ins=[(part.data_ptr(), part.nbytes) for part in self.inputs],
+            outs=[(part.data_ptr(), part.nbytes) for part in self.outputs],
         )
 
     def _check(self, tensor: Tensor) -> None:
@@ -151,7 +147,7 @@ class Call:
             )
         if self._torch_dtype is None:
             self._torch_dtype = tensor.dtype
-            self.dtype = DTYPES.get(tensor.dtype, BYTES)
+            self.dtype = DTYPES.get(tensor.dtype, native.BYTES)
         elif tensor.dtype != self._torch_dtype:
             raise TypeError(
                 f"shm {self.name}: a {self._torch_dtype} and a {tensor.dtype} tensor in one call"

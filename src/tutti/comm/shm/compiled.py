@@ -35,7 +35,7 @@ def compiled_front() -> tuple[ModuleType | None, str]:
         module.load_core(str(native.core_path()))
     except (ImportError, RuntimeError) as error:
         return None, f"plain front: the compiled one does not load ({error}): {_BUILD}"
-    module.set_exceptions(native.exception_for)
+    module.set_exceptions(native.error_for)
     return module, f"compiled front for torch {ours}"
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from tutti.comm.shm import call as kinds
+from tutti.comm.shm import native
 from tutti.comm.shm.call import REDUCTIONS, Call
 from tutti.comm.shm.meeting import Meeting
 from tutti.comm.shm.process_group import PythonGroup, Work
@@ -65,7 +65,7 @@ class HierarchicalGroup(PythonGroup):
         return len(self._hosts)
 
     def begin(self, call: Call) -> Work:
-        if call.kind in (kinds.SEND, kinds.RECV):
+        if call.kind in (native.SEND, native.RECV):
             return self._message(call)
         work = TurnWork(call, self._turns.submit(self._run, call))
         if not call.asynchronous:
@@ -89,15 +89,15 @@ class HierarchicalGroup(PythonGroup):
 
     def _run(self, call: Call) -> None:
         run: dict[int, Callable[[Call], None]] = {
-            kinds.BARRIER: self._barrier,
-            kinds.ALL_REDUCE: self._all_reduce,
-            kinds.REDUCE: self._reduce,
-            kinds.BROADCAST: self._broadcast,
-            kinds.ALL_GATHER: self._all_gather,
-            kinds.REDUCE_SCATTER: self._reduce_scatter_parts,
-            kinds.GATHER: self._exchange,
-            kinds.SCATTER: self._exchange,
-            kinds.ALL_TO_ALL: self._exchange,
+            native.BARRIER: self._barrier,
+            native.ALL_REDUCE: self._all_reduce,
+            native.REDUCE: self._reduce,
+            native.BROADCAST: self._broadcast,
+            native.ALL_GATHER: self._all_gather,
+            native.REDUCE_SCATTER: self._reduce_scatter_parts,
+            native.GATHER: self._exchange,
+            native.SCATTER: self._exchange,
+            native.ALL_TO_ALL: self._exchange,
         }
         self._limit = timedelta(seconds=self.seconds(call))
         with torch.no_grad():
@@ -183,9 +183,9 @@ class HierarchicalGroup(PythonGroup):
         size, rank = self._own_size, self._own_rank
         nothing = torch.empty(0, dtype=torch.uint8)
         to, back = [nothing] * size, [nothing] * size
-        if call.kind == kinds.ALL_TO_ALL:
+        if call.kind == native.ALL_TO_ALL:
             to, back = list(map(_bytes, call.inputs)), list(map(_bytes, call.outputs))
-        elif call.kind == kinds.GATHER:
+        elif call.kind == native.GATHER:
             to[call.root] = _bytes(call.inputs[0])
             back = list(map(_bytes, call.outputs)) if rank == call.root else back
         else:
@@ -207,7 +207,7 @@ class HierarchicalGroup(PythonGroup):
         group, peer = self._all, call.peer
         if call.peer in self._neighbours:
             group, peer = self._local, self._neighbours.index(call.peer)
-        if call.kind == kinds.SEND:
+        if call.kind == native.SEND:
             return group.send([call.inputs[0]], peer, call.tag)
         work = group.recv([call.outputs[0]], peer, call.tag)
         return CopyingWork(work, call) if call.stand_ins else work

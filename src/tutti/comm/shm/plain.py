@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from ctypes import byref
+from ctypes import byref, c_void_p, cast
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,7 @@ class PlainGroup(PythonGroup):
 
     def begin(self, call: Call) -> Work:
         if not self.native_group:
-            raise native.exception_for(
+            raise native.error_for(
                 native.CLOSED,
                 f"shm {call.name}: group {self._name} is closed: it was destroyed on this rank",
             )
@@ -82,12 +82,12 @@ class PlainWork(Work):
         if not self._handle:
             del _under_way[key]
             self._group._under_way.discard(self)
-            raise native.exception_for(native.CLOSED, core.tutti_error().decode())
+            raise native.last_error()
 
     def finish(self, code: int, text: str) -> None:
         """Called once by the core's thread."""
         if code != 0:
-            self._error = native.exception_for(code, text)
+            self._error = native.error_for(code, text)
         else:
             try:
                 self._call.copy_back()
@@ -154,6 +154,9 @@ _keys = itertools.count(1)
 _under_way: dict[int, PlainWork] = {}
 
 
-@native.DONE
-def _done(key: int, code: int, text: bytes | None) -> None:
+@native.Done
+def _finish(key: int, code: int, text: bytes | None) -> None:
     _under_way.pop(key).finish(code, (text or b"").decode(errors="replace"))
+
+
+_done = cast(_finish, c_void_p)

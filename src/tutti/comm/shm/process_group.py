@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from tutti.comm.shm import call as kinds
+from tutti.comm.shm import native
 from tutti.comm.shm.call import Call
 
 Work = dist.distributed_c10d.Work
@@ -86,7 +86,7 @@ class PythonGroup(dist.ProcessGroup):
         tensor = _only(tensors, "all_reduce")
         if tensor.is_cuda:
             return self._nccl(tensor).allreduce(tensors, opts)
-        call = Call(kinds.ALL_REDUCE, opts.asyncOp, opts.timeout)
+        call = Call(native.ALL_REDUCE, opts.asyncOp, opts.timeout)
         call.updates(tensor)
         call.reduces(opts.reduceOp)
         return self._issue(call)
@@ -97,7 +97,7 @@ class PythonGroup(dist.ProcessGroup):
             return self._nccl(tensors[0]).allreduce_coalesced(tensors, opts)
         if not _fits_flat(tensors):
             return self._together([self.allreduce([tensor], opts) for tensor in tensors])
-        call = Call(kinds.ALL_REDUCE, opts.asyncOp, opts.timeout)
+        call = Call(native.ALL_REDUCE, opts.asyncOp, opts.timeout)
         with torch.no_grad():
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         call.updates(flat)
@@ -112,7 +112,7 @@ class PythonGroup(dist.ProcessGroup):
         tensor = _only(tensors, "broadcast")
         if tensor.is_cuda:
             return self._nccl(tensor).broadcast(tensors, opts)
-        call = Call(kinds.BROADCAST, opts.asyncOp, opts.timeout, self._root(opts, "broadcast"))
+        call = Call(native.BROADCAST, opts.asyncOp, opts.timeout, self._root(opts, "broadcast"))
         if call.root == self._own_rank:
             call.reads(tensor)
             call.results.append(tensor)
@@ -125,7 +125,7 @@ class PythonGroup(dist.ProcessGroup):
         tensor = _only(tensors, "reduce")
         if tensor.is_cuda:
             return self._nccl(tensor).reduce(tensors, opts)
-        call = Call(kinds.REDUCE, opts.asyncOp, opts.timeout, self._root(opts, "reduce"))
+        call = Call(native.REDUCE, opts.asyncOp, opts.timeout, self._root(opts, "reduce"))
         if call.root == self._own_rank:
             call.updates(tensor)
         else:
@@ -141,7 +141,7 @@ class PythonGroup(dist.ProcessGroup):
         tensor = _only(inputs, "all_gather")
         if tensor.is_cuda:
             return self._nccl(tensor).allgather(outputs, inputs, opts)
-        call = Call(kinds.ALL_GATHER, opts.asyncOp, opts.timeout)
+        call = Call(native.ALL_GATHER, opts.asyncOp, opts.timeout)
         call.reads(tensor)
         for output in self._list(outputs, "all_gather"):
             call.writes(output)
@@ -152,7 +152,7 @@ class PythonGroup(dist.ProcessGroup):
         opts = opts or dist.AllgatherOptions()
         if tensor.is_cuda:
             return self._nccl(tensor)._allgather_base(output, tensor, opts)
-        call = Call(kinds.ALL_GATHER, opts.asyncOp, opts.timeout)
+        call = Call(native.ALL_GATHER, opts.asyncOp, opts.timeout)
         call.reads(tensor)
         call.writes_cut(output, self._own_size)
         call.check_place(call.inputs[0], call.outputs[self._own_rank], self._own_rank)
@@ -186,7 +186,7 @@ class PythonGroup(dist.ProcessGroup):
         output = _only(outputs, "reduce_scatter")
         if output.is_cuda:
             return self._nccl(output).reduce_scatter(outputs, inputs, opts)
-        call = Call(kinds.REDUCE_SCATTER, opts.asyncOp, opts.timeout)
+        call = Call(native.REDUCE_SCATTER, opts.asyncOp, opts.timeout)
         for tensor in self._list(inputs, "reduce_scatter"):
             call.reads(tensor)
         return self._reduce_scatter(call, output, opts)
@@ -195,7 +195,7 @@ class PythonGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         if output.is_cuda:
             return self._nccl(output)._reduce_scatter_base(output, tensor, opts)
-        call = Call(kinds.REDUCE_SCATTER, opts.asyncOp, opts.timeout)
+        call = Call(native.REDUCE_SCATTER, opts.asyncOp, opts.timeout)
         call.reads_cut(tensor, self._own_size)
         return self._reduce_scatter(call, output, opts)
 
@@ -213,7 +213,7 @@ class PythonGroup(dist.ProcessGroup):
         tensor = _only(inputs, "gather")
         if tensor.is_cuda:
             return self._nccl(tensor).gather(outputs, inputs, opts)
-        call = Call(kinds.GATHER, opts.asyncOp, opts.timeout, self._root(opts, "gather"))
+        call = Call(native.GATHER, opts.asyncOp, opts.timeout, self._root(opts, "gather"))
         call.reads(tensor)
         if call.root == self._own_rank:
             for output in self._list(outputs, "gather"):
@@ -226,7 +226,7 @@ class PythonGroup(dist.ProcessGroup):
         output = _only(outputs, "scatter")
         if output.is_cuda:
             return self._nccl(output).scatter(outputs, inputs, opts)
-        call = Call(kinds.SCATTER, opts.asyncOp, opts.timeout, self._root(opts, "scatter"))
+        call = Call(native.SCATTER, opts.asyncOp, opts.timeout, self._root(opts, "scatter"))
         call.writes(output)
         if call.root == self._own_rank:
             for tensor in self._list(inputs, "scatter"):
@@ -238,7 +238,7 @@ class PythonGroup(dist.ProcessGroup):
         opts = opts or dist.AllToAllOptions()
         if inputs and inputs[0].is_cuda:
             return self._nccl(inputs[0]).alltoall(outputs, inputs, opts)
-        call = Call(kinds.ALL_TO_ALL, opts.asyncOp, opts.timeout)
+        call = Call(native.ALL_TO_ALL, opts.asyncOp, opts.timeout)
         for tensor in self._list([inputs], "all_to_all"):
             call.reads(tensor)
         for output in self._list([outputs], "all_to_all"):
@@ -257,14 +257,14 @@ class PythonGroup(dist.ProcessGroup):
         if tensor.is_cuda:
             nccl = self._nccl(tensor)
             return nccl.alltoall_base(output, tensor, list(output_rows), list(input_rows), opts)
-        call = Call(kinds.ALL_TO_ALL, opts.asyncOp, opts.timeout)
+        call = Call(native.ALL_TO_ALL, opts.asyncOp, opts.timeout)
         call.reads_cut(tensor, self._own_size, input_rows)
         call.writes_cut(output, self._own_size, output_rows)
         return self._issue(call)
 
     def barrier(self, opts: Any = None) -> Work:
         opts = opts or dist.BarrierOptions()
-        return self._issue(Call(kinds.BARRIER, opts.asyncOp, opts.timeout))
+        return self._issue(Call(native.BARRIER, opts.asyncOp, opts.timeout))
 
     # torch 2.11 and 2.12 call these by the names on the left, 2.13 by those on the right.
     _allgather_base = all_gather_single
@@ -279,18 +279,18 @@ class PythonGroup(dist.ProcessGroup):
         tensor = _only(tensors, "send")
         if tensor.is_cuda:
             return self._nccl(tensor).send(tensors, to, tag)
-        call = Call(kinds.SEND, peer=to, tag=tag)
+        call = Call(native.SEND, peer=to, tag=tag)
         call.reads(tensor)
-        call.dtype = kinds.BYTES  # may be received as another dtype of the same size
+        call.dtype = native.BYTES  # may be received as another dtype of the same size
         return self._issue(call)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
         tensor = _only(tensors, "recv")
         if tensor.is_cuda:
             return self._nccl(tensor).recv(tensors, source, tag)
-        call = Call(kinds.RECV, peer=source, tag=tag)
+        call = Call(native.RECV, peer=source, tag=tag)
         call.writes(tensor)
-        call.dtype = kinds.BYTES
+        call.dtype = native.BYTES
         return self._issue(call)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:

@@ -124,8 +124,8 @@ def make(
     from tutti.comm.shm.hierarchy import HierarchicalGroup
     from tutti.comm.shm.meeting import meet, shares_memory
 
-    core = native.core()
-    place.add_sink(native.note_place)
+    native.core()  # missing: say so before anyone waits for this rank
+    place.add_sink(_note_place)
     place.start_noting_places()
     meeting = meet(
         store,
@@ -136,13 +136,18 @@ def make(
         staging_bytes=options.staging_bytes,
         can_open=options.can_open or shares_memory,
     )
-    del core
     if len(meeting.hosts) == 1:
         return _front(meeting.group, store, rank, size, timeout, name, ranks or [], options)
     own, count = meeting.neighbours.index(rank), len(meeting.neighbours)
     world = [ranks[each] for each in meeting.neighbours] if ranks else list(meeting.neighbours)
     local = _front(meeting.group, store, own, count, timeout, name, world, options)
     return HierarchicalGroup(meeting, local, store, name, timeout)
+
+
+def _note_place(text: str) -> None:
+    from tutti.comm.shm import native
+
+    native.core_holding_gil().tutti_note_place(text.encode())
 
 
 def _front(

@@ -16,6 +16,7 @@ namespace tutti {
 
 struct Core {
     decltype(&tutti_error) error;
+    decltype(&tutti_error_code) error_code;
     decltype(&tutti_group_abort) group_abort;
     decltype(&tutti_group_close) group_close;
     decltype(&tutti_run) run;
@@ -40,6 +41,7 @@ inline void load_core(const std::string& path) {
     TORCH_CHECK(abi() == TUTTI_ABI, path, " has ABI ", abi(), ", the compiled front was built for ",
                 TUTTI_ABI, ": rebuild both (pip install --no-build-isolation -e .)");
     find(core.error, "tutti_error");
+    find(core.error_code, "tutti_error_code");
     find(core.group_abort, "tutti_group_abort");
     find(core.group_close, "tutti_group_close");
     find(core.run, "tutti_run");

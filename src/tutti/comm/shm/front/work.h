@@ -106,10 +106,10 @@ class ShmWork : public FutureWork {
         ShmWork* argument = self.release();
         handle_ = core.submit(group, &operation, timeout_s, &ShmWork::done, argument);
         if (!handle_) {
-            std::string text = core.error();
-            c10::intrusive_ptr<ShmWork>::reclaim(argument);
+            Failure failure(core.error_code(), core.error());
             pending_->remove();
-            throw Failure(TUTTI_CLOSED, text);
+            c10::intrusive_ptr<ShmWork>::reclaim(argument);
+            throw failure;
         }
     }
 
