@@ -16,6 +16,10 @@ INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 MOVED = (*FLOATS, *INTS, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16)
 
+# torch 2.13 has new names for these and warns of the old ones.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def group_of(front: str, ranks: list[int] | None = None) -> Any:
     register()
@@ -113,7 +117,7 @@ class Checks:
         dist.reduce_scatter(out, mine, reduce_op, group=self.group)
         self.same(out, expected, "reduce_scatter", count, dtype, op)
         out = torch.empty_like(mine[0])
-        dist.reduce_scatter_tensor(out, torch.cat(mine), reduce_op, group=self.group)
+        reduce_scatter_flat(out, torch.cat(mine), reduce_op, group=self.group)
         self.same(out, expected, "reduce_scatter_tensor", count, dtype, op)
 
     def broadcast(self, count: int, dtype: torch.dtype, root: int) -> None:
@@ -128,7 +132,7 @@ class Checks:
         for rank, out in enumerate(outs):
             self.same(out, parts[rank], "all_gather", count, dtype, rank)
         flat = torch.empty(self.size * count, dtype=dtype)
-        dist.all_gather_into_tensor(flat, parts[self.rank], group=self.group)
+        all_gather_flat(flat, parts[self.rank], group=self.group)
         for rank, out in enumerate(flat.view(self.size, count)):
             self.same(out, parts[rank], "all_gather_into_tensor", count, dtype, rank)
 

@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from worlds import run_command
 
 
 def forked(
@@ -30,10 +29,13 @@ def forked(
     Returns each rank's result; for one that ended otherwise, its exit status (negative: a signal)
     as {"exit": status}.
     """
+    from worlds import run_command
+
     with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
         source = function.__code__.co_filename
         words = [source, function.__name__, ranks, backend, json.dumps(arguments), folder]
         done = run_command([sys.executable, __file__, *map(str, words)], timeout)
+        print(done.stdout, done.stderr)  # shown by pytest when the test fails
         if done.returncode != 0:
             raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from shm_cases import Checks, group_of, reduced, values
+from shm_cases import Checks, all_gather_flat, group_of, reduced, values
 from worlds import in_world
 
 FRONTS = ("compiled", "plain")
@@ -99,7 +99,7 @@ def _coalesced(checks: Checks) -> None:
     parts = [values(checks.rank, 4, torch.float32), values(checks.rank, 9, torch.float32)]
     with dist._coalescing_manager(group, async_ops=True) as works:
         for out, part in zip(outs, parts, strict=True):
-            dist.all_gather_into_tensor(out, part, group=group)
+            all_gather_flat(out, part, group=group)
     works.wait()
     for out, count in zip(outs, (4, 9), strict=True):
         checks.same(out, torch.cat(checks.inputs(count, torch.float32)), "coalesced gather", count)
@@ -192,7 +192,7 @@ def _mistakes(checks: Checks) -> None:
         (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn), group=group), "float32"),
         (lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND, group=group), "float32"),
         (lambda: group.allreduce([torch.ones(2), torch.ones(2)]), "one tensor, got 2"),
-        (lambda: dist.all_gather_into_tensor(torch.ones(2), torch.ones(7), group=group), "bytes"),
+        (lambda: all_gather_flat(torch.ones(2), torch.ones(7), group=group), "bytes"),
         (lambda: group.allreduce([torch.empty(2, device="meta")]), "cpu:shm,cuda:nccl"),
     ):
         with pytest.raises((RuntimeError, ValueError, TypeError, NotImplementedError)) as caught:

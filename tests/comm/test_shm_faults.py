@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shm_cases import group_of
+from shm_cases import group_of, reduce_scatter_flat
 from shm_ranks import forked
 from worlds import in_world, run_command
 
@@ -30,7 +30,7 @@ def operations(size: int, peer: int, group: Any) -> dict[str, Callable[[], Any]]
         "reduce": lambda: dist.reduce(one, 0, group=group),
         "broadcast": lambda: dist.broadcast(one, peer, group=group),
         "all_gather": lambda: dist.all_gather(many, one, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(one, flat, group=group),
+        "reduce_scatter": lambda: reduce_scatter_flat(one, flat, group=group),
         "gather": lambda: dist.gather(one, many, 0, group=group),
         "scatter": lambda: dist.scatter(one, None, peer, group=group),
         "all_to_all": lambda: dist.all_to_all(many, [m.clone() for m in many], group=group),

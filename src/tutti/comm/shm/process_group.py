@@ -62,7 +62,7 @@ class PythonGroup(dist.ProcessGroup):
     """What the plain front and the hierarchical one have in common; they define `begin`."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, name: str, timeout: timedelta):
-        super().__init__(store, rank, size)
+        super().__init__(rank, size)
         self._store, self._own_rank, self._own_size = store, rank, size
         self._name, self._description = name, "undefined"
         self._timeout = timeout
@@ -326,6 +326,9 @@ class PythonGroup(dist.ProcessGroup):
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         self._description = description
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
