@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.comm.shm.register import ShmOptions, register
+from tutti.comm.shm.registration import ShmOptions, register
 
 SIZES = (0, 1, 3, 7, 9, 63, 65, 1023, 1025)
 LARGE = (65535, 65537)
