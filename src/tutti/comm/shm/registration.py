@@ -116,7 +116,7 @@ def make(
     timeout: timedelta,
     name: str,
     ranks: list[int] | None = None,
-    options: ShmOptions = ShmOptions(),
+    options: ShmOptions | None = None,
 ) -> Any:
     """A c10d backend, or a process group written in Python where there is no compiled front."""
     from tutti.comm import place
@@ -124,6 +124,7 @@ def make(
     from tutti.comm.shm.hierarchy import HierarchicalGroup
     from tutti.comm.shm.meeting import meet, shares_memory
 
+    options = options or ShmOptions()
     native.core()  # missing: say so before anyone waits for this rank
     place.add_sink(_note_place)
     place.start_noting_places()
