@@ -316,6 +316,10 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
     def get_group_store(self) -> dist.Store:
         return self._store
 
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
 
