@@ -10,10 +10,12 @@ rank and a read on another there must be a signal, a counter or a barrier.
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
+import tutti.comm.shm as shm_backend
 from tutti.comm.shm import native
 from tutti.comm.symmetric.errors import PeerDied, PeerLeft, Timeout
 from tutti.comm.symmetric.meeting import Meeting, refuse_different_calls
@@ -86,8 +88,19 @@ class ShmMemory:
         self._collectives = ShmCollectives(self, self._core, self._quick)
         self.puts = self.put_bytes = self.gets = self.get_bytes = 0
         self.waits = self.barriers = 0
+        self._group = group
+        self._add_to_backend()
         self.agree("Heap", timeout)
         meeting.end()
+
+    def _add_to_backend(self) -> None:
+        """Let torch.distributed's own collectives on the heap's tensors do without copies."""
+        self._backend = _native_group(self._group)
+        if self._backend is not None:
+            bases = (ctypes.c_void_p * self.size)(*self._data)
+            native.raise_for(
+                self._core.tutti_group_add_block(self._backend, self.number, bases, self.bytes)
+            )
 
     # ---- Bytes ----
 
@@ -292,12 +305,15 @@ class ShmMemory:
     def stats(self) -> dict[str, int]:
         names = ("puts", "put_bytes", "gets", "get_bytes", "waits", "barriers")
         return {name: getattr(self, name) for name in names} | {
-            "collectives": self._collectives.calls
+            "collectives": self._collectives.calls,
+            "known_to_backend": int(self._backend is not None),
         }
 
     def close(self) -> None:
         self.store(self._control[self.rank] + _LEFT, 1)
         self._collectives.close()
+        if self._backend is not None and self._backend == _native_group(self._group):
+            self._core.tutti_group_remove_block(self._backend, self.number)
         # What is mapped goes when the last tensor that lies in it does.
         self._blocks.clear()
 
@@ -309,6 +325,12 @@ def available() -> tuple[bool, str]:
     except (ImportError, UsageError) as error:
         return False, str(error)
     return True, "shared memory between the ranks of one host"
+
+
+def _native_group(group: dist.ProcessGroup) -> int | None:
+    """The core's group behind a process group of the backend `shm`, else None."""
+    ask = getattr(shm_backend, "native_group", None)
+    return None if ask is None else cast("int | None", ask(group))
 
 
 def _barrier(channel: int) -> int:
