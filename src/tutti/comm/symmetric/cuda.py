@@ -17,7 +17,6 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -290,7 +289,7 @@ class CudaMemory:
         self._failed[0] = 0
         what = self._waits.get(ticket, "a signal or a barrier")
         for rank, pid in enumerate(self._pids):
-            if pid is not None and not psutil.pid_exists(pid):
+            if pid is not None and not _runs(pid):
                 self._broken = f"rank {rank} died"
                 raise PeerDied(rank, what)
         if "barrier" in what or "all_reduce" in what:
@@ -380,6 +379,16 @@ def _sharing_allowed(sharing: bool) -> Iterator[None]:
     finally:
         if sharing and before is None:
             del os.environ[_ALLOW_SHARING]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's, but there
+        pass
+    return True
 
 
 def _signed(value: int) -> int:
