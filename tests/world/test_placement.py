@@ -29,6 +29,7 @@ def answer(
         gpus=gpus,
         cpus=cpus,
         versions={},
+        shm=False,
         token=str(rank),
     )
 

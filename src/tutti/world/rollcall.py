@@ -43,6 +43,8 @@ class Answer:
     gpus: tuple[str, ...]
     cpus: str
     versions: dict[str, str]
+    # Whether torch knows the shared-memory backend here: all ranks must use the same one.
+    shm: bool
     token: str
 
 
@@ -70,8 +72,14 @@ def answer_for(
         gpus=tuple(gpus),
         cpus=format_cpu_list(allowed_cpus()),
         versions=versions() | {"torch": torch.__version__},  # with its CUDA
+        shm=has_shm(),
         token=uuid.uuid4().hex,
     )
+
+
+def has_shm() -> bool:
+    """Whether the shared-memory backend is registered with torch in this process."""
+    return "shm" in dist.Backend.backend_list
 
 
 def call_roll(store: dist.Store, answer: Answer, size: int, timeout: float) -> Roll:
