@@ -25,7 +25,6 @@ from tutti.world.rollcall import Roll, answer_for, call_roll, has_shm, refuse_di
 from tutti.world.timeouts import START_TIMEOUT, TIMEOUT, checked_seconds
 from tutti.world.world import World
 
-
 _NO_SHM = "the shared-memory library is missing (it needs a C compiler at installation)"
 
 
