@@ -7,6 +7,7 @@ which is why torchrun's own restarts often fail with gloo), so an answer only co
 author has confirmed the list it is on.
 """
 
+import importlib.util
 import json
 import os
 import socket
@@ -78,8 +79,9 @@ def answer_for(
 
 
 def has_shm() -> bool:
-    """Whether the shared-memory backend is registered with torch in this process."""
-    return "shm" in dist.Backend.backend_list
+    """Whether torch knows the shared-memory backend here, and its compiled core is installed."""
+    known = "shm" in dist.Backend.backend_list
+    return known and importlib.util.find_spec("tutti.comm.shm._core") is not None
 
 
 def call_roll(store: dist.Store, answer: Answer, size: int, timeout: float) -> Roll:
