@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.comm.shm.register import ShmOptions, register
+from tutti.comm.shm.registration import ShmOptions, register
 
-SIZES = (0, 1, 3, 7, 9, 63, 65, 1023, 1025, 65535, 65537)
+SIZES = (0, 1, 3, 7, 9, 63, 65, 1023, 1025)
+LARGE = (65535, 65537)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -189,6 +190,7 @@ class Checks:
         self.same(out, values(before, count, dtype), "send and recv", count, dtype)
 
     def everything(self, sizes: tuple[int, ...] = SIZES) -> None:
+        """Every operation, dtype and reduction with each of these sizes."""
         roots = itertools.cycle(range(self.size))
         for dtype, op in itertools.product((*FLOATS, *INTS, torch.bool, torch.complex64), OPS):
             if not valid(dtype, op):
@@ -198,11 +200,25 @@ class Checks:
                 self.reduce(count, dtype, op, next(roots))
                 self.reduce_scatter(count, dtype, op)
         for dtype, count in itertools.product(MOVED, sizes):
-            for move in self.movers():
-                move(count, dtype)
-            for move in (self.broadcast, self.gather, self.scatter):
-                move(count, dtype, next(roots))
+            self.move_everything(count, dtype, next(roots))
         dist.barrier(self.group)
+
+    def move_everything(self, count: int, dtype: torch.dtype, root: int) -> None:
+        for move in self.movers():
+            move(count, dtype)
+        for move in (self.broadcast, self.gather, self.scatter):
+            move(count, dtype, root)
+
+    def large(self, sizes: tuple[int, ...] = LARGE) -> None:
+        """Each operation with large tensors, the dtypes in turn."""
+        dtypes = itertools.cycle((*FLOATS, *INTS, torch.bool))
+        ops = itertools.cycle(("SUM", "MIN", "PRODUCT", "MAX"))
+        for count in sizes:
+            for dtype in (torch.float32, next(dtypes), next(dtypes)):
+                self.all_reduce(count, dtype, next(ops))
+                self.reduce(count, dtype, next(ops), self.size - 1)
+                self.reduce_scatter(count, dtype, next(ops))
+            self.move_everything(count, next(dtypes), self.size - 1)
 
     def movers(self) -> Iterator[Callable[[int, torch.dtype], None]]:
         yield from (self.all_gather, self.all_to_all, self.all_to_all_uneven, self.ring)

@@ -71,7 +71,7 @@ def _be_a_rank(
     try:
         import torch.distributed as dist
 
-        from tutti.comm.shm.register import register
+        from tutti.comm.shm.registration import register
 
         register()
         store = dist.FileStore(str(Path(folder, "store")), size)
