@@ -221,7 +221,7 @@ def _handles(world: World) -> None:
     # Only a wait divides: a dropped handle says so.
     with pytest.warns(ResourceWarning, match="dropped without a wait"):
         handle = comm.all_reduce(torch.ones(1), "mean", wait=False)
-        handle._work.wait()
+        handle.work.wait()
         del handle
 
 

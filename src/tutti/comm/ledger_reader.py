@@ -15,6 +15,8 @@ from typing import Any
 
 from tutti.comm import ledger
 
+_LEDGER = re.compile(r"/memfd:(tutti-ledger|tutti-shm:.*) \(deleted\)")
+
 
 @dataclass(frozen=True)
 class Record:
@@ -271,10 +273,10 @@ def _ledgers(pid: int) -> Iterator[tuple[int, str]]:
     for fd in fds:
         path = f"/proc/{pid}/fd/{fd}"
         try:
-            target, inode = os.readlink(path), os.stat(path).st_ino
+            found = _LEDGER.fullmatch(os.readlink(path))
+            inode = os.stat(path).st_ino if found else 0
         except OSError:  # closed meanwhile
             continue
-        found = re.fullmatch(r"/memfd:(tutti-ledger|tutti-shm:.*) \(deleted\)", target)
         if found and inode not in seen:  # Python's mmap opens the file a second time
             seen.add(inode)
             yield int(fd), found[1]
