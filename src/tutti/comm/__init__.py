@@ -41,13 +41,18 @@ if TYPE_CHECKING:
     from tutti.comm.errors import CollectiveError, CollectiveTimeout
     from tutti.comm.grouping import BlockAbandoned, Summary, group
     from tutti.comm.handle import Handle
+    from tutti.comm.pools import BufferPool, PinnedPool
+    from tutti.comm.routes import Explanation, explain
     from tutti.comm.tags import Tag, parse_tag
 
 __all__ = [
     "BlockAbandoned",
+    "BufferPool",
     "CollectiveError",
     "CollectiveTimeout",
+    "Explanation",
     "Handle",
+    "PinnedPool",
     "Summary",
     "Tag",
     "all_gather",
@@ -59,6 +64,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "debug",
+    "explain",
     "gather",
     "gather_compute_reduce",
     "gather_compute_scatter",
@@ -76,9 +82,12 @@ __all__ = [
 
 _HOMES = {
     "BlockAbandoned": "tutti.comm.grouping",
+    "BufferPool": "tutti.comm.pools",
     "CollectiveError": "tutti.comm.errors",
     "CollectiveTimeout": "tutti.comm.errors",
+    "Explanation": "tutti.comm.routes",
     "Handle": "tutti.comm.handle",
+    "PinnedPool": "tutti.comm.pools",
     "Summary": "tutti.comm.grouping",
     "Tag": "tutti.comm.tags",
     "all_gather": "tutti.comm.collectives",
@@ -90,6 +99,7 @@ _HOMES = {
     "barrier": "tutti.comm.collectives",
     "broadcast": "tutti.comm.collectives",
     "debug": "tutti.comm.agreement",
+    "explain": "tutti.comm.routes",
     "gather": "tutti.comm.collectives",
     "gather_compute_reduce": "tutti.comm.conditions",
     "gather_compute_scatter": "tutti.comm.conditions",
