@@ -62,7 +62,9 @@ class Members:
     def addresses(self) -> list[str]:
         """Where each rank's ledger is, as JSON; waits for ranks that have not said so yet."""
         keys = [f"tutti/ledger/{rank}" for rank in self.ranks]
-        return [text.decode() for text in c10d._get_default_store().multi_get(keys)]
+        store = c10d._get_default_store()
+        store.wait(keys)
+        return [text.decode() for text in store.multi_get(keys)]
 
     @property
     def small_device(self) -> torch.device:
