@@ -218,9 +218,9 @@ def _handles(world: World) -> None:
     assert handle.wait() is None
     with pytest.raises(UsageError, match="is for CUDA tensors"):
         handle.event()
-    # Only a wait divides: a dropped handle says so.
+    # Only a wait fills a column: a dropped handle says so.
     with pytest.warns(ResourceWarning, match="dropped without a wait"):
-        handle = comm.all_reduce(torch.ones(1), "mean", wait=False)
+        handle = comm.all_reduce(torch.ones(2, 2)[:, 0], wait=False)
         handle.work.wait()
         del handle
 

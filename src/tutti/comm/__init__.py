@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         when_all,
         when_any,
     )
-    from tutti.comm.errors import CollectiveError, CollectiveTimeout
+    from tutti.comm.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout
     from tutti.comm.grouping import BlockAbandoned, Summary, group
     from tutti.comm.handle import Handle
     from tutti.comm.pools import BufferPool, PinnedPool
@@ -49,6 +49,7 @@ __all__ = [
     "BlockAbandoned",
     "BufferPool",
     "CollectiveError",
+    "CollectiveMismatch",
     "CollectiveTimeout",
     "Explanation",
     "Handle",
@@ -84,6 +85,7 @@ _HOMES = {
     "BlockAbandoned": "tutti.comm.grouping",
     "BufferPool": "tutti.comm.pools",
     "CollectiveError": "tutti.comm.errors",
+    "CollectiveMismatch": "tutti.comm.errors",
     "CollectiveTimeout": "tutti.comm.errors",
     "Explanation": "tutti.comm.routes",
     "Handle": "tutti.comm.handle",
