@@ -123,6 +123,9 @@ def send_off(operation: Operation, wait: bool) -> Any:
                 work.wait()
     except RuntimeError as error:
         raise failure(operation, number, error) from error
+    except Exception:
+        ledger.mark(number, ledger.FAILED)
+        raise
     if not wait:
         return Handle(operation, work, number)
     if operation.finish is not None:

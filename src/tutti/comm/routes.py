@@ -71,6 +71,8 @@ def explain(
 def available_paths(members: Members, device: str) -> tuple[str, ...]:
     """The paths of a group for tensors on such a device, its own backend's first."""
     own = members.backend(device)
+    if own == "shm" and getattr(members.group, "hosts", 1) > 1:
+        return ("hierarchical",)
     if device == "cuda" and own == "nccl" and _has_symmetric_memory(members):
         return own, "symmetric one-shot"
     return (own,)
