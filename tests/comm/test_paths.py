@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,3 +150,28 @@ def _explained(world: World) -> list[Any]:
 def test_explain_says_which_path_and_why() -> None:
     text = "all_reduce of 4096 bytes on cpu in group default goes by gloo: the only one there is"
     assert in_world(_explained, 2) == [["gloo", text]] * 2
+
+
+def _by_size(world: World) -> list[str]:
+    for count in (1, 1000, 4096, 100_003, 131_072, 300_000):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            tensor = torch.full((count,), world.rank + 1, dtype=dtype, device=world.device)
+            for _ in range(3):
+                comm.all_reduce(tensor, out=(out := torch.empty_like(tensor)))
+                total = sum(range(1, world.size + 1))
+                assert out.eq(total).all().item(), (count, dtype, out)
+    return [str(comm.explain("all_reduce", size)) for size in (1024, 1 << 20)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_cuda_small_all_reduces_go_by_symmetric_memory_unless_measured_slower(
+    ranks: int,
+) -> None:
+    for small, large in in_world(_by_size, ranks, gpu=True):
+        assert "goes by symmetric one-shot: the default: measure" in small, small
+        assert "goes by nccl: the default" in large, large
+    paths.save(paths.fastest([Measured("all_reduce", "cuda", "nccl", 1024, 1.0)], ranks))
+    for small, large in in_world(_by_size, ranks, gpu=True):
+        assert f"goes by nccl: the fastest from 0 bytes when measured with {ranks} ranks" in small
+        assert "goes by nccl" in large

@@ -31,6 +31,7 @@ class Members:
         self.agreements = 0  # comparisons made in debug mode
         self.tables: dict[str, Table | None] = {}  # of paths, as rank 0 has them (routes.py)
         self.has_symmetric: bool | None = None  # whether CUDA symmetric memory serves it
+        self.symmetric_stream: int | None = None  # and on which stream
         self.book = ledger.add_group(self.label, self.name, self.rank, self.size)
 
     @property

@@ -4,7 +4,6 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,8 +84,22 @@ def carrier(operation: "Operation") -> Carrier:
         return issue
     if operation.reduction != "sum" or operation.dtype not in _ONE_SHOT_DTYPES:
         return issue
-    choice = _choice(members, operation.kind, operation.bytes)
-    return _CARRIERS.get(choice.path, issue)
+    chosen = _CARRIERS.get(_choice(members, operation.kind, operation.bytes).path, issue)
+    if chosen is _by_one_shot and not _is_on_its_stream(members):
+        return issue
+    return chosen
+
+
+def _is_on_its_stream(members: Members) -> bool:
+    """Whether this is the stream on which the group uses symmetric memory: the first that did.
+
+    Its kernels wait for those of the other ranks, and from two streams at once they may wait for
+    each other for ever.
+    """
+    stream = torch.cuda.current_stream().cuda_stream
+    if members.symmetric_stream is None:
+        members.symmetric_stream = stream
+    return members.symmetric_stream == stream
 
 
 def _choice(members: Members, op: str, size: int) -> Choice:
@@ -119,11 +132,11 @@ def _has_symmetric_memory(members: Members) -> bool:
 
 
 def _look_for_symmetric_memory(members: Members) -> bool:
-    if members.size == 1 or find_spec("tutti.comm.symmetric") is None:
+    if members.size == 1:
         return False
-    from tutti.comm import symmetric
+    from tutti.comm.symmetric import available
 
-    if not symmetric.available("cuda")["cuda"][0]:
+    if not available("cuda")["cuda"][0]:
         return False
     # Every rank has announced itself before it can come here, or is about to.
     addresses = [json.loads(text) for text in members.addresses()]
@@ -132,9 +145,10 @@ def _look_for_symmetric_memory(members: Members) -> bool:
 
 def _by_one_shot(operation: "Operation", asynchronous: bool) -> None:
     """All-reduce through a buffer in symmetric memory, on the current stream."""
-    from tutti.comm import symmetric
+    from tutti.comm.symmetric import all_reduce_staged
 
-    symmetric.all_reduce_staged(operation.target, "sum", operation.members.group)
+    assert operation.target is not None
+    all_reduce_staged(operation.target, "sum", operation.members.group)
 
 
 _CARRIERS: dict[str, Carrier] = {"symmetric one-shot": _by_one_shot}
