@@ -210,6 +210,41 @@ def test_the_command_says_that_a_process_has_no_ledger() -> None:
     assert "--ledger 1: no ledger there" in done.stderr and done.stderr.count("\n") == 1
 
 
+_SHM_RANK = """
+import ctypes, os, sys
+from tutti.comm.ledger_reader import read_process
+from tutti.comm.shm import native
+
+core = native.core()
+group = core.tutti_group_create(b"mesh_tp", 0, 1, 1 << 16, 7)
+data = (ctypes.c_float * 4)(1, 2, 3, 4)
+part = [(ctypes.addressof(data), 16)]
+for where in ("a.py:1 in first", "b.py:2 in second"):
+    call = native.operation(native.ALL_REDUCE, ins=part, outs=part, dtype=native.F32, where=where)
+    native.raise_for(core.tutti_run(group, ctypes.byref(call), 5.0))
+core.tutti_note_place(b"train.py:88 in step")
+print(read_process(os.getpid()), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_segments_of_the_shm_backend_are_read_from_outside_only() -> None:
+    pytest.importorskip("tutti.comm.shm.native").core_path()
+    with subprocess.Popen(
+        [sys.executable, "-c", _SHM_RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "None\n"  # from inside it would lose its lock
+        account = read_process(process.pid)
+        process.communicate("")
+    assert account is not None
+    assert (account.rank, account.size, account.place) == (0, 1, "train.py:88 in step")
+    first, second = account.records
+    assert (first.operation, first.group, first.sequence) == ("all_reduce", "mesh_tp", 1)
+    assert (second.dtype, second.bytes, second.state) == ("float32", 16, "done")
+    assert second.where == "b.py:2 in second" and second.written_by == "shm"
+
+
 @pytest.mark.parametrize(
     ("filename", "ours"),
     [
