@@ -58,10 +58,11 @@ void tutti_map_free(tutti_map *);
 uint32_t tutti_map_owner(const tutti_map *, uint64_t key);
 /* 1 found, 0 absent, TUTTI_OVERTAKEN. */
 int tutti_map_get(tutti_map *, uint64_t key, void *out);
+int tutti_map_has(const tutti_map *, uint64_t key);
 /* How many were found; found[] says which. The others' values are zeroed. */
 uint64_t tutti_map_get_many(tutti_map *, const uint64_t *keys, uint64_t count, void *out,
                             uint8_t *found);
-/* 1 a new key, 0 replaced, TUTTI_FULL, TUTTI_BUSY - rank. */
+/* 1 a new key, 0 replaced, TUTTI_FULL, TUTTI_BUSY - rank, TUTTI_BAD_ARGUMENT (key 2^64 - 1). */
 int tutti_map_put(tutti_map *, uint64_t key, const void *value);
 /* As put; adds element by element to what is there, or to zeros. dtype as in scatter_add. */
 int tutti_map_add(tutti_map *, uint64_t key, const void *value, uint32_t dtype);
@@ -88,6 +89,9 @@ uint64_t tutti_slot_end(uint64_t *sequence);
  * the slot held at sequence `expected`, else 0 and `to` is worthless. */
 int tutti_slot_copy(void *to, const void *from, uint64_t bytes, const uint64_t *sequence,
                     uint64_t expected);
+
+/* What a word holds after waiting at most `timeout_s` for it to reach `at_least` (acquire). */
+uint64_t tutti_await_word(const uint64_t *word, uint64_t at_least, double timeout_s);
 
 #define TUTTI_VERSION_SHIFT 16
 

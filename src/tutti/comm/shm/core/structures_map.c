@@ -74,10 +74,10 @@ static uint64_t *find(const tutti_map *map, uint64_t *shard, uint64_t key, uint6
     for (uint64_t i = 0; i <= map->mask; ++i) {
         uint64_t *entry = entry_at(map, shard, hash + i);
         uint64_t found = __atomic_load_n(entry, __ATOMIC_RELAXED);
-        if (found == key + 1)
-            return entry;
         if (found == 0)
             return NULL;
+        if (found == key + 1)
+            return entry;
     }
     return NULL;
 }
@@ -109,6 +109,15 @@ int tutti_map_get(tutti_map *map, uint64_t key, void *out) {
     if (!entry)
         return 0;
     return cell_read(entry + 1, entry + 2, map->value_bytes, out, &version, &map->retries);
+}
+
+int tutti_map_has(const tutti_map *map, uint64_t key) {
+    uint64_t hash = mix(key);
+    uint64_t *entry = find(map, map->shards[shard_of(map, hash)], key, hash);
+    if (!entry)
+        return 0;
+    uint64_t state = __atomic_load_n(entry + 1, __ATOMIC_ACQUIRE);
+    return cell_version(state) > 0 && !(state & CELL_ABSENT);
 }
 
 static inline void prefetch(const tutti_map *map, const uint64_t *keys, uint64_t i, uint64_t count) {
@@ -150,6 +159,8 @@ static void write_sum(const tutti_map *map, uint64_t *payload, uint64_t claimed,
 
 /* Puts when dtype < 0, else adds. */
 static int update(tutti_map *map, uint64_t key, const void *value, int32_t dtype) {
+    if (key == UINT64_MAX) /* key + 1 would say "free" */
+        return TUTTI_BAD_ARGUMENT;
     uint64_t hash = mix(key), claimed;
     uint64_t *shard = map->shards[shard_of(map, hash)];
     uint64_t *entry = find_or_claim(map, shard, key, hash);
