@@ -74,9 +74,11 @@ typedef struct {
     void *const *out;
     const uint64_t *out_bytes;
     const char *where;            /* "file.py:12 in step" of the caller, or NULL */
+    int32_t *source;              /* recv by tutti_run: gets the sender's rank, unless NULL */
 } tutti_operation;
 
 const char *tutti_error(void);
+int tutti_error_code(void); /* the code of the calling thread's last failure */
 int tutti_abi(void);
 const char *tutti_vector_code(void); /* "avx512", "avx2", "sse2", "neon": what reductions use here */
 
@@ -117,6 +119,7 @@ typedef void (*tutti_done)(void *argument, int code, const char *text);
 tutti_work *tutti_submit(tutti_group *, const tutti_operation *, double timeout_s, tutti_done done,
                          void *argument);
 int tutti_work_is_done(const tutti_work *);
+int32_t tutti_work_source(const tutti_work *); /* of a recv that is done: the sender's rank */
 int tutti_work_wait(tutti_work *, double timeout_s); /* < 0: the operation's own timeout */
 void tutti_work_free(tutti_work *);                  /* the operation itself goes on */
 

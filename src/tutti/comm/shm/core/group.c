@@ -1,0 +1,398 @@
+/* Groups: making one, connecting its ranks, and what happens when one of them fails. */
+#include "internal.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define DEFAULT_STAGING (SLOTS * 256 * 1024)
+#define SMALLEST_SLOT 4096
+#define ALL_RINGS (256 * 1024) /* shared out among the peers */
+#define SMALLEST_RING 4096
+
+static pthread_mutex_t groups_lock = PTHREAD_MUTEX_INITIALIZER;
+static tutti_group *groups;
+static atomic_uint fork_generation;
+
+static void after_fork_in_child(void)
+{
+    atomic_fetch_add(&fork_generation, 1); /* its threads and its place in the group are not ours */
+    pthread_mutex_init(&groups_lock, NULL);
+}
+
+static void watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, after_fork_in_child);
+}
+
+static uint64_t round_up(uint64_t value, uint64_t to)
+{
+    return (value + to - 1) / to * to;
+}
+
+/* Where things lie in a segment follows from (size, staging), which all ranks share. */
+typedef struct {
+    uint64_t control, ledger, place, sent, received, rings, slots, bytes;
+    uint64_t ring_bytes, slot_bytes, slot_stride, table_bytes;
+} layout;
+
+static layout lay_out(int size, uint64_t staging)
+{
+    layout l;
+    uint64_t n = (uint64_t)size;
+    l.slot_bytes = staging / SLOTS / 4096 * 4096;
+    if (l.slot_bytes < SMALLEST_SLOT)
+        l.slot_bytes = SMALLEST_SLOT;
+    if (l.slot_bytes < n * 2 * LINE) /* each peer's share of a slot is at least two lines */
+        l.slot_bytes = round_up(n * 2 * LINE, 4096);
+    l.table_bytes = round_up(8 * (n + 1), LINE);
+    l.slot_stride = round_up(l.slot_bytes + l.table_bytes, 4096);
+    l.ring_bytes = SMALLEST_RING;
+    while (l.ring_bytes * 2 * (n > 1 ? n - 1 : 1) <= ALL_RINGS)
+        l.ring_bytes *= 2;
+    l.control = round_up(sizeof(tutti_header), 4096);
+    l.ledger = round_up(l.control + sizeof(control), 4096);
+    l.place = l.ledger + TUTTI_LEDGER_ENTRIES * sizeof(tutti_entry);
+    l.sent = round_up(l.place + sizeof(tutti_place), 4096);
+    l.received = l.sent + n * sizeof(ring_mark);
+    l.rings = round_up(l.received + n * sizeof(ring_mark), 4096);
+    l.slots = round_up(l.rings + (n - 1) * l.ring_bytes, 4096);
+    l.bytes = l.slots + SLOTS * l.slot_stride;
+    return l;
+}
+
+static void see_peer(peer *peer, tutti_segment *segment, const layout *l)
+{
+    unsigned char *base = tutti_segment_base(segment);
+    peer->segment = segment;
+    peer->header = (tutti_header *)base;
+    peer->control = (control *)(base + l->control);
+    peer->ledger = (tutti_entry *)(base + l->ledger);
+    peer->place = (tutti_place *)(base + l->place);
+    peer->sent = (ring_mark *)(base + l->sent);
+    peer->received = (ring_mark *)(base + l->received);
+    peer->rings = base + l->rings;
+    peer->slots = base + l->slots;
+}
+
+static void introduce(tutti_group *g, const layout *l, uint64_t bytes)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_REALTIME, &time);
+    uint64_t realtime = (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
+    g->realtime_offset = realtime - now_ns();
+    tutti_header *header = g->peers[g->rank].header;
+    memcpy(header->magic, "TUTTISHM", 8);
+    header->abi = TUTTI_ABI;
+    header->entries = TUTTI_LEDGER_ENTRIES;
+    header->rank = g->rank;
+    header->size = g->size;
+    header->pid = getpid();
+    header->token = g->token;
+    header->bytes = bytes;
+    header->ledger_offset = l->ledger;
+    header->entry_bytes = sizeof(tutti_entry);
+    header->place_offset = l->place;
+    header->created_ns = (int64_t)realtime;
+    memcpy(header->name, g->name, sizeof header->name);
+}
+
+TUTTI_API tutti_group *tutti_group_create(const char *name, int rank, int size,
+                                          uint64_t staging_bytes, uint64_t token)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
+    if (size < 1 || size > TUTTI_MAX_RANKS || rank < 0 || rank >= size) {
+        fail(TUTTI_BAD_ARGUMENT, "rank %d of %d: a group has 1 to %d ranks", rank, size,
+             TUTTI_MAX_RANKS);
+        return NULL;
+    }
+    layout l = lay_out(size, staging_bytes ? staging_bytes : DEFAULT_STAGING);
+    tutti_group *g = calloc(1, sizeof *g);
+    if (g) {
+        g->peers = calloc((size_t)size, sizeof *g->peers);
+        g->sources = calloc((size_t)size, sizeof *g->sources);
+    }
+    if (!g || !g->peers || !g->sources) {
+        fail(TUTTI_NO_MEMORY, "no memory for a group of %d ranks", size);
+        goto failed;
+    }
+    snprintf(g->name, sizeof g->name, "%s", name ? name : "");
+    g->rank = rank;
+    g->size = size;
+    g->token = token;
+    g->slot_bytes = l.slot_bytes;
+    g->slot_stride = l.slot_stride;
+    g->table_bytes = l.table_bytes;
+    g->ring_bytes = l.ring_bytes;
+    g->patience = patience_for(size);
+    g->fork_generation = atomic_load(&fork_generation);
+    tutti_segment *segment = tutti_segment_create(g->name, l.bytes);
+    if (!segment)
+        goto failed;
+    see_peer(&g->peers[rank], segment, &l);
+    introduce(g, &l, l.bytes);
+    g->connected = 1;
+    pthread_mutex_init(&g->broken_lock, NULL);
+    pthread_mutex_init(&g->blocks_lock, NULL);
+    pthread_mutex_init(&g->lock, NULL);
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&g->work_queued, &attributes);
+    pthread_cond_init(&g->turn_over, &attributes);
+    pthread_condattr_destroy(&attributes);
+    if (mail_create(g) < 0) {
+        tutti_segment_close(segment);
+        goto failed;
+    }
+    pthread_mutex_lock(&groups_lock);
+    g->next = groups;
+    groups = g;
+    pthread_mutex_unlock(&groups_lock);
+    return g;
+failed:
+    if (g) {
+        free(g->peers);
+        free(g->sources);
+    }
+    free(g);
+    return NULL;
+}
+
+TUTTI_API int tutti_group_fd(const tutti_group *g)
+{
+    return tutti_segment_fd(g->peers[g->rank].segment);
+}
+
+TUTTI_API uint64_t tutti_group_bytes(const tutti_group *g)
+{
+    return tutti_segment_bytes(g->peers[g->rank].segment);
+}
+
+TUTTI_API void tutti_group_set_spin(tutti_group *g, uint32_t spins, uint32_t yields)
+{
+    g->patience = (patience){spins, yields};
+}
+
+TUTTI_API int tutti_group_connect(tutti_group *g, int rank, int64_t pid, int fd, uint64_t bytes)
+{
+    if (rank < 0 || rank >= g->size || rank == g->rank || g->peers[rank].segment)
+        return fail(TUTTI_BAD_ARGUMENT, "rank %d of group %s cannot connect to rank %d", g->rank,
+                    g->name, rank);
+    layout l = lay_out(g->size, g->slot_bytes * SLOTS);
+    if (bytes != l.bytes)
+        return fail(TUTTI_BAD_ARGUMENT,
+                    "rank %d of group %s has a segment of %" PRIu64 " bytes and rank %d one of %" PRIu64
+                    ": every rank needs the same staging_bytes",
+                    rank, g->name, bytes, g->rank, l.bytes);
+    tutti_segment *segment = tutti_segment_open(pid, fd, bytes);
+    if (!segment)
+        return TUTTI_SYSTEM;
+    const tutti_header *header = tutti_segment_base(segment);
+    if (memcmp(header->magic, "TUTTISHM", 8) || header->abi != TUTTI_ABI ||
+        header->token != g->token || header->rank != rank || header->size != g->size) {
+        tutti_segment_close(segment);
+        return fail(TUTTI_SYSTEM,
+                    "descriptor %d of process %" PRId64 " is not rank %d of group %s: do the ranks "
+                    "share a host and a version of this package?",
+                    fd, pid, rank, g->name);
+    }
+    see_peer(&g->peers[rank], segment, &l);
+    g->connected++;
+    return 0;
+}
+
+static bool in_forked_child(const tutti_group *g)
+{
+    return g->fork_generation != atomic_load_explicit(&fork_generation, memory_order_relaxed);
+}
+
+int group_usable(tutti_group *g)
+{
+    if (in_forked_child(g))
+        return fail(TUTTI_CLOSED, "group %s belongs to the parent of this forked process", g->name);
+    int code = atomic_load_explicit(&g->broken, memory_order_acquire);
+    if (code) {
+        pthread_mutex_lock(&g->broken_lock);
+        fail(code, "%s", g->broken_text ? g->broken_text : "");
+        pthread_mutex_unlock(&g->broken_lock);
+        return code;
+    }
+    if (g->connected != g->size)
+        return fail(TUTTI_BAD_ARGUMENT, "rank %d of group %s is connected to %d of %d ranks",
+                    g->rank, g->name, g->connected, g->size);
+    return 0;
+}
+
+int break_group(tutti_group *g, int code, const char *text)
+{
+    control *own = g->peers[g->rank].control;
+    pthread_mutex_lock(&g->broken_lock);
+    if (!atomic_load_explicit(&g->broken, memory_order_relaxed)) {
+        g->broken_text = strdup(text);
+        if (code != TUTTI_CLOSED) {
+            text_to_words(own->reason, TUTTI_REASON_WORDS, text);
+            atomic_store_explicit(&own->code, code, memory_order_relaxed);
+        }
+        atomic_store_explicit(&own->state, code == TUTTI_CLOSED ? LEFT : BROKEN,
+                              memory_order_release);
+        atomic_store_explicit(&g->broken, code, memory_order_release);
+    }
+    code = atomic_load_explicit(&g->broken, memory_order_relaxed);
+    fail(code, "%s", g->broken_text ? g->broken_text : "");
+    pthread_mutex_unlock(&g->broken_lock);
+    return code;
+}
+
+int peer_trouble(tutti_group *g, int rank, bool look_for_death)
+{
+    int code = atomic_load_explicit(&g->broken, memory_order_acquire);
+    if (code)
+        return group_usable(g);
+    peer *peer = &g->peers[rank];
+    uint32_t state = atomic_load_explicit(&peer->control->state, memory_order_acquire);
+    if (state == LEFT)
+        return fail(TUTTI_PEER_LEFT, "rank %d of group %s closed the group", rank, g->name);
+    if (state == BROKEN) {
+        char reason[TUTTI_REASON_WORDS * 8];
+        words_to_text(peer->control->reason, TUTTI_REASON_WORDS, reason);
+        code = atomic_load_explicit(&peer->control->code, memory_order_relaxed);
+        return fail(code, "%s", reason);
+    }
+    if (look_for_death && !tutti_segment_owner_lives(peer->segment)) {
+        char last[512];
+        describe_peer(g, rank, last, sizeof last);
+        return fail(TUTTI_PEER_DIED, "%s of group %s has died", last, g->name);
+    }
+    return 0;
+}
+
+TUTTI_API void tutti_group_abort(tutti_group *g)
+{
+    if (in_forked_child(g))
+        return;
+    char text[256];
+    snprintf(text, sizeof text, "rank %d has closed group %s", g->rank, g->name);
+    break_group(g, TUTTI_CLOSED, text);
+    /* Also after an earlier failure: peers that wait need to know that nobody will come. */
+    control *own = g->peers[g->rank].control;
+    uint32_t running = RUNNING;
+    atomic_compare_exchange_strong(&own->state, &running, LEFT);
+    wake_queue(g);
+    mail_wake(g);
+}
+
+TUTTI_API void tutti_group_close(tutti_group *g)
+{
+    if (!g || in_forked_child(g)) /* the parent's threads and locks are not in this process */
+        return;
+    tutti_group_abort(g);
+    stop_worker(g);
+    mail_close(g);
+    pthread_mutex_lock(&groups_lock);
+    for (tutti_group **link = &groups; *link; link = &(*link)->next)
+        if (*link == g) {
+            *link = g->next;
+            break;
+        }
+    pthread_mutex_unlock(&groups_lock);
+    for (int rank = 0; rank < g->size; rank++)
+        tutti_segment_close(g->peers[rank].segment);
+    while (g->blocks) {
+        block *next = g->blocks->next;
+        free(g->blocks);
+        g->blocks = next;
+    }
+    pthread_cond_destroy(&g->work_queued);
+    pthread_cond_destroy(&g->turn_over);
+    pthread_mutex_destroy(&g->lock);
+    pthread_mutex_destroy(&g->broken_lock);
+    pthread_mutex_destroy(&g->blocks_lock);
+    free(g->broken_text);
+    free(g->sources);
+    free(g->peers);
+    free(g);
+}
+
+static block *find_block(const tutti_group *g, uint64_t id)
+{
+    block *found = atomic_load(&g->blocks);
+    while (found && found->id != id)
+        found = found->next;
+    return found;
+}
+
+TUTTI_API int tutti_group_add_block(tutti_group *g, uint64_t id, void *const *bases, uint64_t bytes)
+{
+    block *added = malloc(sizeof *added + (size_t)g->size * sizeof *added->bases);
+    if (!added)
+        return fail(TUTTI_NO_MEMORY, "no memory for a block's entry");
+    added->id = id;
+    added->bytes = bytes;
+    for (int rank = 0; rank < g->size; rank++)
+        added->bases[rank] = bases[rank];
+    pthread_mutex_lock(&g->blocks_lock);
+    bool known = find_block(g, id) != NULL;
+    if (!known) {
+        added->next = atomic_load(&g->blocks);
+        atomic_store(&g->blocks, added);
+    }
+    pthread_mutex_unlock(&g->blocks_lock);
+    if (!known)
+        return 0;
+    free(added);
+    return fail(TUTTI_BAD_ARGUMENT, "group %s has a block %" PRIu64 " already", g->name, id);
+}
+
+TUTTI_API int tutti_group_remove_block(tutti_group *g, uint64_t id)
+{
+    pthread_mutex_lock(&g->blocks_lock);
+    block *removed = find_block(g, id), *before = atomic_load(&g->blocks);
+    if (removed && removed == before)
+        atomic_store(&g->blocks, removed->next);
+    else if (removed) {
+        while (before->next != removed)
+            before = before->next;
+        before->next = removed->next;
+    }
+    pthread_mutex_unlock(&g->blocks_lock);
+    if (!removed)
+        return fail(TUTTI_BAD_ARGUMENT, "group %s has no block %" PRIu64, g->name, id);
+    free(removed);
+    return 0;
+}
+
+const block *block_of(tutti_group *g, const void *address, uint64_t bytes)
+{
+    if (!atomic_load_explicit(&g->blocks, memory_order_relaxed))
+        return NULL;
+    const unsigned char *start = address;
+    pthread_mutex_lock(&g->blocks_lock);
+    block *b = atomic_load(&g->blocks);
+    while (b && !(start >= b->bases[g->rank] && start + bytes <= b->bases[g->rank] + b->bytes))
+        b = b->next;
+    pthread_mutex_unlock(&g->blocks_lock);
+    return b;
+}
+
+const block *block_by_id(tutti_group *g, uint64_t id)
+{
+    pthread_mutex_lock(&g->blocks_lock);
+    block *b = find_block(g, id);
+    pthread_mutex_unlock(&g->blocks_lock);
+    return b;
+}
+
+TUTTI_API void tutti_note_place(const char *text)
+{
+    pthread_mutex_lock(&groups_lock);
+    for (tutti_group *g = groups; g; g = g->next)
+        if (!in_forked_child(g))
+            write_place(g->peers[g->rank].place, text);
+    pthread_mutex_unlock(&groups_lock);
+}

@@ -1,0 +1,82 @@
+/* One-sided memory: plain bytes and 64-bit words anywhere in a mapped segment.
+ *
+ * Order: a signal is raised with release and awaited with acquire, so whoever has seen the signal
+ * sees the bytes that were put before it. Read-modify-write operations are sequentially
+ * consistent, as people expect of atomics. */
+#include "internal.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+static _Atomic uint64_t *word(const uint64_t *address)
+{
+    return (_Atomic uint64_t *)(uintptr_t)address;
+}
+
+TUTTI_API void tutti_put(void *to, const void *from, uint64_t bytes)
+{
+    memcpy(to, from, bytes);
+}
+
+TUTTI_API void tutti_put_signal(void *to, const void *from, uint64_t bytes, uint64_t *signal,
+                                uint64_t value, int add)
+{
+    if (bytes)
+        memcpy(to, from, bytes);
+    if (add)
+        atomic_fetch_add_explicit(word(signal), value, memory_order_acq_rel);
+    else
+        atomic_store_explicit(word(signal), value, memory_order_release);
+}
+
+TUTTI_API int tutti_wait_signal(const uint64_t *signal, uint64_t value, double timeout_s,
+                                const tutti_segment *watched)
+{
+    uint64_t seen = atomic_load_explicit(word(signal), memory_order_acquire);
+    if (seen >= value)
+        return 0;
+    pause_state pause = {.limit = patience_for(2)};
+    uint64_t deadline = deadline_after(timeout_s);
+    while ((seen = atomic_load_explicit(word(signal), memory_order_acquire)) < value) {
+        if (!pause_once(&pause))
+            continue;
+        uint64_t now = now_ns();
+        if (watched && life_check_is_due(&pause, now) && !tutti_segment_owner_lives(watched) &&
+            atomic_load_explicit(word(signal), memory_order_acquire) < value)
+            return fail(TUTTI_PEER_DIED,
+                        "the process that should raise a signal to %" PRIu64
+                        " has died; the signal is at %" PRIu64,
+                        value, seen);
+        if (now >= deadline)
+            return fail(TUTTI_TIMEOUT,
+                        "a signal should reach %" PRIu64 " and is at %" PRIu64 " after %.1f s",
+                        value, seen, timeout_s);
+    }
+    return 0;
+}
+
+TUTTI_API uint64_t tutti_load(const uint64_t *address)
+{
+    return atomic_load_explicit(word(address), memory_order_acquire);
+}
+
+TUTTI_API void tutti_store(uint64_t *address, uint64_t value)
+{
+    atomic_store_explicit(word(address), value, memory_order_release);
+}
+
+TUTTI_API uint64_t tutti_fetch_add(uint64_t *address, uint64_t value)
+{
+    return atomic_fetch_add(word(address), value);
+}
+
+TUTTI_API uint64_t tutti_compare_swap(uint64_t *address, uint64_t expected, uint64_t desired)
+{
+    atomic_compare_exchange_strong(word(address), &expected, desired);
+    return expected;
+}
+
+TUTTI_API void tutti_fence(void)
+{
+    atomic_thread_fence(memory_order_seq_cst);
+}

@@ -1,0 +1,255 @@
+/* Segments: a memfd that its creator maps and locks, and that peers open through /proc.
+ *
+ * The lock is a POSIX record lock, which the kernel drops when the process dies, however it dies,
+ * and which forked children do not inherit. So "is somebody holding the lock?" means "does the
+ * creator live?", also when its forked data loaders outlive it. */
+#define _GNU_SOURCE /* fallocate */
+#include "internal.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#ifndef MFD_CLOEXEC
+#define MFD_CLOEXEC 1U
+#endif
+
+static _Thread_local char error_text[8192];
+static _Thread_local int error_code;
+
+TUTTI_API const char *tutti_error(void)
+{
+    return error_text;
+}
+
+TUTTI_API int tutti_error_code(void)
+{
+    return error_code;
+}
+
+TUTTI_API int tutti_abi(void)
+{
+    return TUTTI_ABI;
+}
+
+int fail(int code, const char *format, ...)
+{
+    char text[sizeof error_text]; /* an argument may be the old text */
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    memcpy(error_text, text, strlen(text) + 1);
+    error_code = code;
+    return code;
+}
+
+int fail_errno(const char *what)
+{
+    return fail(TUTTI_SYSTEM, "%s: %s", what, strerror(errno));
+}
+
+/* A process maps a segment once, also when several of its threads are ranks: then one address
+ * means one place, for people and for race detectors. */
+struct tutti_segment {
+    unsigned char *base;
+    uint64_t bytes;
+    int fd;
+    int64_t owner;
+    int references;
+    struct tutti_segment *next;
+};
+
+static pthread_mutex_t created_lock = PTHREAD_MUTEX_INITIALIZER;
+static tutti_segment *created;
+
+static struct flock owner_lock(void)
+{
+    return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
+}
+
+static uint64_t available_memory(void)
+{
+    FILE *file = fopen("/proc/meminfo", "re");
+    char line[128];
+    uint64_t kib = UINT64_MAX / 1024;
+    while (file && fgets(line, sizeof line, file))
+        if (sscanf(line, "MemAvailable: %" SCNu64, &kib) == 1)
+            break;
+    if (file)
+        fclose(file);
+    return kib * 1024;
+}
+
+static int reserve(int fd, uint64_t bytes, const char *label)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+        bytes > limit.rlim_cur) /* the kernel would send SIGXFSZ */
+        return fail(TUTTI_NO_MEMORY,
+                    "shared memory for %s needs %" PRIu64 " bytes, and the limit on the size of a "
+                    "file (ulimit -f) is %" PRIu64 " bytes: raise it",
+                    label, bytes, (uint64_t)limit.rlim_cur);
+    uint64_t available = available_memory();
+    if (bytes > available) /* the kernel would rather kill a process than say no */
+        return fail(TUTTI_NO_MEMORY,
+                    "shared memory for %s needs %" PRIu64 " bytes, and this host has %" PRIu64
+                    " bytes available: use less, or fewer ranks",
+                    label, bytes, available);
+    int result;
+    do
+        result = fallocate(fd, 0, 0, (off_t)bytes);
+    while (result < 0 && errno == EINTR);
+    if (result == 0)
+        return 0;
+    if (errno == ENOSPC || errno == ENOMEM || errno == EFBIG || errno == EDQUOT)
+        return fail(TUTTI_NO_MEMORY,
+                    "shared memory for %s needs %" PRIu64 " bytes, and the kernel says: %s "
+                    "(available on this host: %" PRIu64 " bytes)",
+                    label, bytes, strerror(errno), available);
+    return fail_errno("fallocate of shared memory");
+}
+
+static tutti_segment *map(int fd, uint64_t bytes, int64_t owner)
+{
+    tutti_segment *segment = calloc(1, sizeof *segment);
+    if (!segment) {
+        fail(TUTTI_NO_MEMORY, "no memory for a segment's %zu bytes", sizeof *segment);
+        return NULL;
+    }
+    /* The pages are there already: entering them now keeps faults out of the first operations. */
+    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+    if (base == MAP_FAILED) {
+        fail(errno == ENOMEM ? TUTTI_NO_MEMORY : TUTTI_SYSTEM,
+             "cannot map %" PRIu64 " bytes of shared memory: %s", bytes, strerror(errno));
+        free(segment);
+        return NULL;
+    }
+    *segment = (tutti_segment){base, bytes, fd, owner, 1, NULL};
+    return segment;
+}
+
+TUTTI_API tutti_segment *tutti_segment_create(const char *label, uint64_t bytes)
+{
+    char name[200];
+    snprintf(name, sizeof name, "tutti-shm:%s", label ? label : "");
+    if (bytes == 0 || bytes > INT64_MAX) {
+        fail(TUTTI_BAD_ARGUMENT, "a segment of %" PRIu64 " bytes", bytes);
+        return NULL;
+    }
+    int fd = (int)syscall(SYS_memfd_create, name, MFD_CLOEXEC);
+    if (fd < 0) {
+        fail_errno("memfd_create");
+        return NULL;
+    }
+    struct flock lock = owner_lock();
+    tutti_segment *segment = NULL;
+    if (reserve(fd, bytes, label ? label : "a segment") == 0) {
+        if (fcntl(fd, F_SETLK, &lock) < 0)
+            fail_errno("fcntl(F_SETLK) on shared memory");
+        else
+            segment = map(fd, bytes, getpid());
+    }
+    if (!segment) {
+        close(fd);
+        return NULL;
+    }
+    pthread_mutex_lock(&created_lock);
+    segment->next = created;
+    created = segment;
+    pthread_mutex_unlock(&created_lock);
+    return segment;
+}
+
+static tutti_segment *share_own(int fd)
+{
+    pthread_mutex_lock(&created_lock);
+    tutti_segment *segment = created;
+    while (segment && segment->fd != fd)
+        segment = segment->next;
+    if (segment)
+        segment->references++;
+    pthread_mutex_unlock(&created_lock);
+    if (!segment)
+        fail(TUTTI_BAD_ARGUMENT, "descriptor %d of this process is no segment", fd);
+    return segment;
+}
+
+TUTTI_API tutti_segment *tutti_segment_open(int64_t pid, int fd, uint64_t bytes)
+{
+    if (pid == getpid())
+        return share_own(fd);
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%" PRId64 "/fd/%d", pid, fd);
+    int opened = open(path, O_RDWR | O_CLOEXEC);
+    if (opened < 0) {
+        fail(TUTTI_SYSTEM, "cannot open %s: %s: do the ranks share a host and a user?", path,
+             strerror(errno));
+        return NULL;
+    }
+    struct stat status;
+    struct flock lock = owner_lock();
+    tutti_segment *segment = NULL;
+    if (fstat(opened, &status) < 0 || fcntl(opened, F_GETLK, &lock) < 0)
+        fail_errno(path);
+    else if ((uint64_t)status.st_size != bytes || lock.l_type == F_UNLCK)
+        fail(TUTTI_SYSTEM,
+             "%s holds %" PRId64 " bytes and is %s, not a segment of %" PRIu64
+             " bytes: do the ranks share a host?",
+             path, (int64_t)status.st_size, lock.l_type == F_UNLCK ? "unlocked" : "locked", bytes);
+    else
+        segment = map(opened, bytes, pid);
+    if (!segment)
+        close(opened);
+    return segment;
+}
+
+TUTTI_API void *tutti_segment_base(const tutti_segment *segment)
+{
+    return segment->base;
+}
+
+TUTTI_API uint64_t tutti_segment_bytes(const tutti_segment *segment)
+{
+    return segment->bytes;
+}
+
+TUTTI_API int tutti_segment_fd(const tutti_segment *segment)
+{
+    return segment->fd;
+}
+
+TUTTI_API int tutti_segment_owner_lives(const tutti_segment *segment)
+{
+    if (segment->owner == getpid()) /* nobody sees locks of its own */
+        return 1;
+    struct flock lock = owner_lock();
+    return fcntl(segment->fd, F_GETLK, &lock) < 0 || lock.l_type != F_UNLCK;
+}
+
+TUTTI_API void tutti_segment_close(tutti_segment *segment)
+{
+    if (!segment)
+        return;
+    pthread_mutex_lock(&created_lock);
+    bool last = --segment->references == 0;
+    for (tutti_segment **link = &created; last && *link; link = &(*link)->next)
+        if (*link == segment) {
+            *link = segment->next;
+            break;
+        }
+    pthread_mutex_unlock(&created_lock);
+    if (!last)
+        return;
+    munmap(segment->base, segment->bytes);
+    close(segment->fd);
+    free(segment);
+}
