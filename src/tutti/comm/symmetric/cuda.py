@@ -1,0 +1,389 @@
+"""The heap's memory on NVIDIA GPUs: one block of torch's symmetric memory per rank.
+
+All calls are enqueued on the current stream, in its order. Memory order: a signal is stored with
+release at system scope by a kernel that follows the put on its stream, and awaited with acquire, so
+that what follows the wait on the waiting stream sees what was put. Between streams of one rank the
+only order is the one that events give.
+
+A wait runs on the GPU and cannot raise. When its time is over it leaves a mark and lets the stream
+go on; the next call on the heap raises Timeout, or PeerDied if the process of a rank has ended.
+Kernels that wait for each other need to run at the same time: ranks that share a GPU need MPS
+(`tutti run --ranks-per-gpu`), without which they advance by milliseconds.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tutti.comm.symmetric.cuda_collectives import CudaCollectives
+from tutti.comm.symmetric.errors import PeerDied, Timeout
+from tutti.comm.symmetric.meeting import (
+    Meeting,
+    refuse_different_calls,
+    refuse_different_heaps,
+)
+from tutti.comm.symmetric.memory import CHANNELS, Algorithm
+from tutti.world.errors import UsageError
+
+_ALLOW_SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_OWN_CHANNEL = CHANNELS  # of the collectives
+
+
+class CudaMemory:
+    """See Memory. Made on all ranks of a group together."""
+
+    alignment = 256
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        bytes: int,
+        device: torch.device,
+        backend: str,
+        signals: int,
+        timeout: float,
+        reason: str,
+    ) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        from tutti.comm.symmetric import cuda_kernels
+
+        self.backend = backend
+        self.bytes = bytes
+        self.device = device
+        self.signals = signals
+        self.rank = group.rank()
+        self.size = group.size()
+        self.group_name = group.group_name
+        self._kernels = cuda_kernels
+        self._grid = (1,)
+        # The block of each rank: signals, then for every channel one word per peer, then how often
+        # this rank has met on each channel, then the data.
+        self._arrivals_at = 8 * signals
+        self._counts_at = self._arrivals_at + 8 * (CHANNELS + 1) * self.size
+        end = self._counts_at + 8 * (CHANNELS + 1)
+        self._data_at = -(-end // self.alignment) * self.alignment
+
+        self._meeting = Meeting(group, "symmetric.Heap", timeout)
+        self._failed = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._waits: dict[int, str] = {}
+        self._tickets = 0
+        self._broken: str | None = None
+        with torch.cuda.device(device):
+            self._word = torch.zeros(1, dtype=torch.int64, device=device)
+            cards = self._introduce(bytes, signals)
+            self._pids = [
+                card["pid"] if card["boot"] == cards[self.rank]["boot"] else None for card in cards
+            ]
+            self.sharing = max(sum(c["gpu"] == card["gpu"] for c in cards) for card in cards)
+            if self.sharing > 1 and backend == "nvshmem":
+                raise UsageError(
+                    f"backend='nvshmem': {self.sharing} ranks share a GPU, where torch's NVSHMEM "
+                    "crashes: use backend='cuda', or a GPU per rank"
+                )
+            _choose(symm_mem, backend, device)
+            shared = f"; {self.sharing} ranks share a GPU" if self.sharing > 1 else ""
+            self.reason = reason + shared
+            with _sharing_allowed(self.sharing > 1):
+                self._block = symm_mem.empty(
+                    self._data_at + bytes, dtype=torch.uint8, device=device
+                )
+                self._block.zero_()
+                torch.cuda.synchronize(device)
+                self._handle: Any = symm_mem.rendezvous(self._block, group.group_name)
+            self._bases = [int(pointer) for pointer in self._handle.buffer_ptrs]
+            if 0 in self._bases:
+                raise UsageError(
+                    f"rank {self.rank} cannot reach the memory of rank {self._bases.index(0)} "
+                    f"directly: a heap needs GPUs that are linked (backend={backend!r})"
+                )
+            self._table = torch.tensor(self._bases, dtype=torch.int64, device=device)
+            self._own_signals = self._view(self.rank, 0, (signals,), torch.int64)
+            self._collectives = CudaCollectives(self)
+            self.puts = self.put_bytes = self.gets = self.get_bytes = 0
+            self.waits = self.atomics = self.barriers = 0
+            # All blocks are zeroed and mapped when all ranks say so.
+            self._meeting.tell("ready")
+            self.barrier(_OWN_CHANNEL, timeout)
+            self.quiet()
+
+    def _introduce(self, bytes: int, signals: int) -> list[dict[str, Any]]:
+        """Compile the kernels while nobody waits for them, and meet the other ranks."""
+        failure = None
+        try:
+            # A meeting of this rank alone, in scratch memory: its table, its count, its arrival.
+            scratch = torch.zeros(3, dtype=torch.int64, device=self.device)
+            word, failed = scratch.data_ptr(), self._failed.data_ptr()
+            scratch[0] = word
+            limit = 10 * 10**9
+            self._launch("meet", word, 0, 1, 16, 8, limit, failed, 1)
+            self._launch("wait_for_word", word + 8, 0, limit, failed, 1)
+            self._launch("set_word", word, 1)
+            self._launch("add_to_word", word, 1, word)
+            self._launch("swap_word", word, 1, 1, word)
+            torch.cuda.synchronize(self.device)
+        except Exception as error:
+            failure = (
+                f"its kernels do not compile or run ({type(error).__name__}: {error}): Triton "
+                "needs a C compiler"
+            )
+        properties = torch.cuda.get_device_properties(self.device)
+        gpu = str(getattr(properties, "uuid", f"{socket.gethostname()}:{self.device}"))
+        cards = self._meeting.introduce([bytes, signals], failure, {"gpu": gpu})
+        refuse_different_heaps(cards)
+        return cards
+
+    # ---- Bytes ----
+
+    def view(
+        self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return self._view(rank, self._data_at + offset, shape, dtype)
+
+    def _view(
+        self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        count = torch.Size(shape).numel()
+        if rank == self.rank:  # a view of the block itself, as torch's own operators ask for
+            return self._block[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        buffer: torch.Tensor = self._handle.get_buffer(
+            rank, list(shape), dtype, storage_offset=offset // dtype.itemsize
+        )
+        return buffer
+
+    def address(self, rank: int, offset: int) -> int:
+        return self._bases[rank] + self._data_at + offset
+
+    def put(self, to: int, offset: int, source: torch.Tensor) -> None:
+        self.check()
+        self.puts += 1
+        self.put_bytes += source.nbytes
+        self.view(to, offset, tuple(source.shape), source.dtype).copy_(source, non_blocking=True)
+
+    def get(self, source: int, offset: int, out: torch.Tensor) -> None:
+        self.check()
+        self.gets += 1
+        self.get_bytes += out.nbytes
+        # A copy to the host is complete on return, as everywhere in torch.
+        out.copy_(self.view(source, offset, tuple(out.shape), out.dtype))
+
+    def put_signal(
+        self, to: int, offset: int, source: torch.Tensor, slot: int, value: int, add: bool
+    ) -> None:
+        self.put(to, offset, source)
+        self.signal(to, slot, value, add)
+
+    # ---- Words ----
+
+    def signal(self, to: int, slot: int, value: int, add: bool) -> None:
+        self.check()
+        address = self._bases[to] + 8 * slot
+        if add:
+            self._launch("add_to_word", address, _signed(value), self._word.data_ptr())
+        else:
+            self._launch("set_word", address, _signed(value))
+
+    def read_signal(self, slot: int) -> int:
+        value = int(self._own_signals[slot].item())
+        self.check()
+        return value % (1 << 64)
+
+    def wait_signal(self, slot: int, at_least: int, source: int | None, timeout: float) -> None:
+        whom = "" if source is None else f" from rank {source}"
+        address = self._bases[self.rank] + 8 * slot
+        self._wait(address, at_least, timeout, f"signal {slot}{whom} to reach {at_least}")
+
+    def wait_counter(self, rank: int, offset: int, at_least: int, timeout: float) -> None:
+        what = f"a counter of rank {rank} to reach {at_least}"
+        self._wait(self.address(rank, offset), at_least, timeout, what)
+
+    def _wait(self, address: int, at_least: int, timeout: float, what: str) -> None:
+        self.check()
+        self.waits += 1
+        limit = int(timeout * 1e9)
+        ticket = self._ticket(f"{timeout:g} s for {what}")
+        failed = self._failed.data_ptr()
+        self._launch("wait_for_word", address, _signed(at_least), limit, failed, ticket)
+
+    def fetch_add(self, rank: int, offset: int, value: int) -> int:
+        self.atomics += 1
+        # Its own word, so that streams do not overwrite each other's answer.
+        before = torch.empty_like(self._word)
+        self._launch("add_to_word", self.address(rank, offset), _signed(value), before.data_ptr())
+        return self._answer(before)
+
+    def compare_swap(self, rank: int, offset: int, expected: int, desired: int) -> int:
+        self.atomics += 1
+        before = torch.empty_like(self._word)
+        self._launch(
+            "swap_word",
+            self.address(rank, offset),
+            _signed(expected),
+            _signed(desired),
+            before.data_ptr(),
+        )
+        return self._answer(before)
+
+    def load(self, rank: int, offset: int) -> int:
+        return self.fetch_add(rank, offset, 0)
+
+    def store(self, rank: int, offset: int, value: int) -> None:
+        self.check()
+        self._launch("set_word", self.address(rank, offset), _signed(value))
+
+    def _answer(self, word: torch.Tensor) -> int:
+        value = int(word.item())
+        self.check()
+        return value % (1 << 64)
+
+    # ---- Order and meeting points ----
+
+    def fence(self) -> None:
+        """Nothing to do: a stream is in order, and every signal is a release at system scope."""
+
+    def quiet(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+        self.check()
+
+    def barrier(self, channel: int, timeout: float) -> None:
+        self.check()
+        self.barriers += 1
+        self.meet(channel, timeout, f"all ranks in the barrier on channel {channel}")
+
+    def meet(self, channel: int, timeout: float, what: str) -> None:
+        """A barrier between the current streams of all ranks."""
+        self._launch(
+            "meet",
+            self._table.data_ptr(),
+            self.rank,
+            self.size,
+            self._arrivals_at + 8 * channel * self.size,
+            self._counts_at + 8 * channel,
+            int(timeout * 1e9),
+            self._failed.data_ptr(),
+            self._ticket(f"{timeout:g} s for {what}"),
+        )
+
+    def agree(self, call: str, timeout: float) -> None:
+        # The stream may still use what is freed or handed out again.
+        self.quiet()
+        self._meeting.timeout = timeout
+        refuse_different_calls(self._meeting.tell(call))
+
+    def check(self) -> None:
+        """Raise what a wait on the GPU could not."""
+        if self._broken is not None:
+            raise UsageError(
+                f"this heap is out of step since an earlier error ({self._broken}): close it and "
+                "make another"
+            )
+        ticket = int(self._failed[0])
+        if ticket == 0:
+            return
+        self._failed[0] = 0
+        what = self._waits.get(ticket, "a signal or a barrier")
+        for rank, pid in enumerate(self._pids):
+            if pid is not None and not Path(f"/proc/{pid}").exists():
+                self._broken = f"rank {rank} died"
+                raise PeerDied(rank, what)
+        if "barrier" in what or "all_reduce" in what:
+            self._broken = f"waited {what}"
+        raise Timeout(f"rank {self.rank} waited {what}")
+
+    def _ticket(self, what: str) -> int:
+        self._tickets += 1
+        self._waits[self._tickets] = what
+        self._waits.pop(self._tickets - 256, None)
+        return self._tickets
+
+    def _launch(self, kernel: str, *arguments: int) -> None:
+        with torch.cuda.device(self.device):
+            getattr(self._kernels, kernel)[self._grid](*arguments, num_warps=self._kernels.WARPS)
+
+    # ---- Collectives ----
+
+    def all_reduce(
+        self,
+        local: torch.Tensor,
+        offset: int,
+        op: str,
+        algorithm: Algorithm,
+        out: torch.Tensor,
+        out_offset: int | None,
+        timeout: float,
+    ) -> None:
+        self.check()
+        self._collectives.all_reduce(local, offset, op, algorithm, out, out_offset, timeout)
+
+    def all_reduce_staged(
+        self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
+    ) -> None:
+        self.check()
+        self._collectives.all_reduce_staged(buffer, offset, tensor, op, timeout)
+
+    def all_gather(
+        self, local: torch.Tensor, offset: int, out: torch.Tensor, timeout: float
+    ) -> None:
+        self.check()
+        self._collectives.all_gather(local, offset, out, timeout)
+
+    def reduce_scatter(
+        self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
+    ) -> None:
+        self.check()
+        self._collectives.reduce_scatter(local, offset, op, out, timeout)
+
+    # ---- Life ----
+
+    def stats(self) -> dict[str, int]:
+        names = ("puts", "put_bytes", "gets", "get_bytes", "waits", "atomics", "barriers")
+        return {name: getattr(self, name) for name in names} | {
+            "collectives": self._collectives.calls,
+            "ranks_on_gpu": self.sharing,
+        }
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        del self._own_signals, self._collectives, self._handle, self._block
+
+
+def _choose(symm_mem: Any, backend: str, device: torch.device) -> None:
+    """Tell torch which of its backends is meant; it can be told once, before the first use."""
+    wanted = {"cuda": "CUDA", "nvshmem": "NVSHMEM"}[backend]
+    now = symm_mem.get_backend(device)
+    if now == wanted:
+        return
+    try:
+        symm_mem.set_backend(wanted)
+    except RuntimeError as error:
+        raise UsageError(
+            f"backend={backend!r}: this process already uses torch's {now} symmetric memory, and "
+            f"torch keeps to one: make all heaps with the same backend ({error})"
+        ) from None
+
+
+@contextlib.contextmanager
+def _sharing_allowed(sharing: bool) -> Iterator[None]:
+    """Torch refuses ranks that share a GPU unless it is told that they are meant to."""
+    before = os.environ.get(_ALLOW_SHARING)
+    if sharing:
+        os.environ[_ALLOW_SHARING] = "1"
+    try:
+        yield
+    finally:
+        if sharing and before is None:
+            del os.environ[_ALLOW_SHARING]
+
+
+def _signed(value: int) -> int:
+    """The signed number with the same 64 bits: the GPU's words are signed."""
+    value %= 1 << 64
+    return value - (1 << 64) if value >= 1 << 63 else value

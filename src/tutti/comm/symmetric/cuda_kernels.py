@@ -1,0 +1,87 @@
+"""Words of device memory that ranks signal each other with, in Triton.
+
+Every access that orders others is an atomic of system scope: release where it says "what I wrote
+before is there", acquire where it says "I shall see it". What earlier kernels and copies of the
+stream wrote comes before the kernel itself, so a release here covers them as well. Words have 64
+bits and are given by address, since they lie in the memory of another process.
+"""
+# Triton reads these functions' source: their parameters are its own types, not Python's.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
+
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+WARPS = 1  # enough for one word
+
+# Numbers are not specialised on their values, since each value would compile anew.
+
+
+@triton.jit(do_not_specialize=["address", "value"])
+def set_word(address, value):
+    word = address.to(tl.int64).to(tl.pointer_type(tl.int64))
+    tl.atomic_xchg(word, value.to(tl.int64), sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["address", "value", "before"])
+def add_to_word(address, value, before):
+    word = address.to(tl.int64).to(tl.pointer_type(tl.int64))
+    old = tl.atomic_add(word, value.to(tl.int64), sem="acq_rel", scope="sys")
+    tl.store(before.to(tl.int64).to(tl.pointer_type(tl.int64)), old)
+
+
+@triton.jit(do_not_specialize=["address", "expected", "desired", "before"])
+def swap_word(address, expected, desired, before):
+    word = address.to(tl.int64).to(tl.pointer_type(tl.int64))
+    old = tl.atomic_cas(
+        word, expected.to(tl.int64), desired.to(tl.int64), sem="acq_rel", scope="sys"
+    )
+    tl.store(before.to(tl.int64).to(tl.pointer_type(tl.int64)), old)
+
+
+@triton.jit
+def _now():
+    """Nanoseconds; one value for all threads, which would part ways if they saw different ones."""
+    return tl.max(tl.extra.cuda.globaltimer() + tl.arange(0, 32), axis=0)
+
+
+@triton.jit
+def _await(word, at_least, begun, limit_ns):
+    """Load until the word is there or the time is over; returns what was seen last."""
+    seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
+    while (seen < at_least) & (_now() - begun < limit_ns):
+        seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
+    return seen
+
+
+@triton.jit(do_not_specialize=["address", "at_least", "limit_ns", "failed", "ticket"])
+def wait_for_word(address, at_least, limit_ns, failed, ticket):
+    """A wait that is over time leaves its ticket in `failed`, and the stream goes on."""
+    word = address.to(tl.int64).to(tl.pointer_type(tl.int64))
+    wanted = at_least.to(tl.int64)
+    begun = _now()
+    seen = _await(word, wanted, begun, limit_ns.to(tl.int64))
+    if seen < wanted:
+        tl.store(failed.to(tl.int64).to(tl.pointer_type(tl.int64)), ticket.to(tl.int64))
+
+
+@triton.jit(
+    do_not_specialize=["bases", "rank", "size", "arrivals", "count", "limit_ns", "failed", "ticket"]
+)
+def meet(bases, rank, size, arrivals, count, limit_ns, failed, ticket):
+    """A barrier. `bases` has each rank's base address. From `arrivals` on each rank has a word per
+    peer, where that peer leaves how often it has come. `count` is where a rank keeps its own count:
+    on the device, so that the kernel can be part of a CUDA graph."""
+    table = bases.to(tl.int64).to(tl.pointer_type(tl.int64))
+    mine = tl.load(table + rank)
+    own_count = (mine + count).to(tl.pointer_type(tl.int64))
+    turn = tl.load(own_count) + 1
+    tl.store(own_count, turn)
+    for peer in range(size):
+        word = (tl.load(table + peer) + arrivals + 8 * rank).to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(word, turn, sem="release", scope="sys")
+    begun = _now()
+    for peer in range(size):
+        word = (mine + arrivals + 8 * peer).to(tl.pointer_type(tl.int64))
+        seen = _await(word, turn, begun, limit_ns.to(tl.int64))
+        if seen < turn:
+            tl.store(failed.to(tl.int64).to(tl.pointer_type(tl.int64)), ticket.to(tl.int64))

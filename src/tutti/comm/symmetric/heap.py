@@ -1,0 +1,305 @@
+"""Heap: memory that every rank of a group can read and write at the same places."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from tutti.comm.symmetric.allocator import Allocator
+from tutti.comm.symmetric.availability import available
+from tutti.comm.symmetric.counters import Counters
+from tutti.comm.symmetric.memory import CHANNELS, Gone, Memory
+from tutti.comm.symmetric.shm import ShmMemory
+from tutti.comm.symmetric.tensor import SymmetricTensor
+from tutti.world.errors import UsageError, did_you_mean
+from tutti.world.timeouts import checked_seconds
+
+Backend = Literal["auto", "shm", "cuda", "nvshmem"]
+
+
+class Heap:
+    """A block of `bytes` on every rank of `group` (default: all ranks), shared by them all.
+
+        with symmetric.Heap(bytes=1 << 20) as heap:
+            t = heap.zeros(1024)
+            t.put_signal(torch.ones(1024), to=(heap.rank + 1) % heap.size)
+            heap.wait()                      # my neighbour has put its ones into t.local
+            print(t.local.sum())
+
+    Collective, to be called by all ranks in the same order: making and closing the heap, `empty`,
+    `zeros`, `counters`, `free`, `barrier`. Differences are noticed and named. Everything else is
+    one-sided: the peer need not do anything. Nothing is freed by the garbage collector; a heap that
+    is never closed ends with its process, and leaves nothing behind.
+
+    device: cpu or cuda; None takes the device of the group's backend. backend: "shm" is shared
+    memory on one host (CPU), "cuda" torch's symmetric memory, "nvshmem" torch's NVSHMEM; "auto"
+    takes the first that fits the device, and `reason` says why. signals: how many signal slots each
+    rank has. timeout, in seconds: of every wait that is not given its own.
+
+    On CPU calls act at once. On CUDA they are enqueued on the current stream, in its order; what
+    returns a number waits for the stream.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        bytes: int = 64 << 20,
+        device: str | torch.device | None = None,
+        backend: Backend = "auto",
+        signals: int = 1024,
+        timeout: float = 30.0,
+    ) -> None:
+        if not dist.is_initialized():
+            raise UsageError("a heap needs a world: call tutti.init() first")
+        self.group = cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
+        if bytes < 1 or signals < 1:
+            raise UsageError(f"bytes={bytes}, signals={signals}: both must be above 0")
+        self.timeout = checked_seconds("timeout", timeout)
+        self.rank = self.group.rank()
+        self.size = self.group.size()
+        self._memory = _memory(self.group, bytes, device, backend, signals, self.timeout)
+        self.device = self._memory.device
+        self.backend = self._memory.backend
+        self.reason = self._memory.reason
+        self.signals = signals
+        self.bytes = bytes
+        self.closed = False
+        self._allocator = Allocator(self._memory.bytes, self._memory.alignment)
+        self._alive: dict[int, SymmetricTensor | Counters] = {}
+
+    # ---- Allocation: collective ----
+
+    def empty(
+        self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> SymmetricTensor:
+        """A tensor on every rank, with what happens to be in its memory."""
+        return self._tensor("empty", shape, dtype, zero=False)
+
+    def zeros(
+        self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> SymmetricTensor:
+        """A tensor of zeros on every rank; when this returns, all ranks have theirs zeroed."""
+        return self._tensor("zeros", shape, dtype, zero=True)
+
+    def counters(self, count: int, *, spacing: int = 64) -> Counters:
+        """Zeroed 64-bit counters on every rank, `spacing` bytes apart.
+
+        64 gives each its own cache line, for counters that many ranks change; 8 packs them.
+        """
+        if count < 1 or spacing < 8 or spacing % 8:
+            raise UsageError(f"count={count}, spacing={spacing}: use 1 or more, and 8, 16, … bytes")
+        memory, call = self._memory, f"counters({count}, spacing={spacing})"
+        offset = self._take(call, count * spacing, zero=True)
+        counters = Counters(self, memory, offset, count, spacing)
+        self._alive[offset] = counters
+        return counters
+
+    def free(self, what: SymmetricTensor | Counters) -> None:
+        """Give the memory back, on all ranks. Views of it must not be used any more."""
+        self._memory.agree(f"free({_describe(what)})", self.timeout)
+        if self._alive.pop(what.offset, None) is not what:
+            raise UsageError(f"{_describe(what)} is not of this heap, or was freed before")
+        self._allocator.give(what.offset)
+        what._end(f"{_describe(what)} was freed")
+
+    # ---- Signals ----
+
+    def signal(
+        self, to: int, slot: int = 0, value: int = 1, op: Literal["set", "add"] = "set"
+    ) -> None:
+        """Set a slot of rank `to`, or add to it; whoever sees it sees all puts before (release)."""
+        if not 0 <= to < self.size:
+            raise UsageError(f"rank {to}: the heap's ranks are 0 to {self.size - 1}")
+        self._memory.signal(to, self.checked_slot(slot), value, self.checked_op(op))
+
+    def read_signal(self, slot: int = 0) -> int:
+        """This rank's own slot now (acquire)."""
+        return self._memory.read_signal(self.checked_slot(slot))
+
+    def wait(
+        self,
+        slot: int = 0,
+        at_least: int = 1,
+        source: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Wait until this rank's own slot is `at_least` so much; then all puts before it are seen.
+
+        source: the rank that is expected to signal, whose death ends the wait; None: any rank.
+        Raises Timeout, PeerDied or PeerLeft. Slots are not reset: count up, or `signal` oneself 0.
+        On CUDA the stream waits, not the caller, and a timeout is raised by a later call.
+        """
+        seconds = self.timeout if timeout is None else timeout
+        self._memory.wait_signal(self.checked_slot(slot), at_least, source, seconds)
+
+    # ---- Order ----
+
+    def fence(self) -> None:
+        """Puts and signals before it are seen before those after it, by every rank."""
+        self._memory.fence()
+
+    def quiet(self) -> None:
+        """Return when all puts and signals of this rank are complete."""
+        self._memory.quiet()
+
+    def barrier(self, channel: int = 0) -> None:
+        """Wait until all ranks are here; each then sees what the others wrote before.
+
+        Threads or streams that meet independently of each other use channels of their own.
+        """
+        if not 0 <= channel < CHANNELS:
+            raise UsageError(f"channel={channel}: channels are 0 to {CHANNELS - 1}")
+        self._memory.barrier(channel, self.timeout)
+
+    # ---- Life ----
+
+    def stats(self) -> dict[str, Any]:
+        """Where the memory is, and how often it was used by this rank."""
+        return {
+            "backend": self.backend,
+            "bytes": self.bytes,
+            "free_bytes": self._allocator.free,
+            "largest_gap_bytes": self._allocator.largest_gap,
+            "allocations": len(self._alive),
+            **self._memory.stats(),
+        }
+
+    def close(self) -> None:
+        """End the heap, on all ranks together. Safe to call twice."""
+        if self.closed:
+            return
+        try:
+            self._memory.agree("close()", self.timeout)
+        finally:
+            self._leave()
+
+    def __enter__(self) -> "Heap":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self.closed:  # the others may never come: leave without them, and tell them
+            self._leave()
+
+    def _leave(self) -> None:
+        self.closed = True
+        memory = self._memory
+        gone = "this heap is closed: make another, or close it later"
+        self._memory = cast(Memory, Gone(gone))
+        for each in self._alive.values():
+            each._end(gone)
+        self._alive.clear()
+        memory.close()
+
+    def _tensor(
+        self, name: str, shape: int | Sequence[int], dtype: torch.dtype, zero: bool
+    ) -> SymmetricTensor:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(size < 0 for size in sizes):
+            raise UsageError(f"shape={sizes}: sizes must not be negative")
+        bytes = torch.Size(sizes).numel() * dtype.itemsize
+        memory, call = self._memory, f"{name}({sizes}, {dtype})"
+        offset = self._take(call, bytes, zero)
+        tensor = SymmetricTensor(self, memory, offset, sizes, dtype)
+        self._alive[offset] = tensor
+        return tensor
+
+    def _take(self, call: str, bytes: int, zero: bool) -> int:
+        """Memory for `bytes`, once all ranks are known to make the same call."""
+        offset, full = -1, None
+        try:
+            offset = self._allocator.take(bytes)
+        except UsageError as error:  # but first see whether the others ask for the same
+            full = error
+        try:
+            if zero and full is None:
+                self._memory.view(self.rank, offset, (bytes,), torch.uint8).zero_()
+            self._memory.agree(f"{call} = {bytes} bytes at {offset}", self.timeout)
+        except BaseException:
+            if full is None:
+                self._allocator.give(offset)
+            raise
+        if full is not None:
+            raise full
+        return offset
+
+    def checked_slot(self, slot: int) -> int:
+        """The slot, if there is one of this number."""
+        if 0 <= slot < self.signals:
+            return slot
+        raise UsageError(
+            f"slot={slot}: the heap has {self.signals} signal slots: make it with signals="
+            f"{slot + 1} or more"
+        )
+
+    def checked_op(self, op: str) -> bool:
+        """Whether a signal is to be added."""
+        if op == "set":
+            return False
+        if op == "add":
+            return True
+        raise UsageError(f"op={op!r}: a signal is 'set' or 'add'")
+
+
+def _describe(what: SymmetricTensor | Counters) -> str:
+    if isinstance(what, Counters):
+        return f"{what.count} counters at {what.offset}"
+    return f"tensor {tuple(what.shape)} {what.dtype} at {what.offset}"
+
+
+def _memory(
+    group: dist.ProcessGroup,
+    bytes: int,
+    device: str | torch.device | None,
+    backend: str,
+    signals: int,
+    timeout: float,
+) -> Memory:
+    """The memory of the backend that is asked for, or that fits the device."""
+    kind, why = _device(group, device)
+    fitting = available(kind)
+    if backend == "auto":
+        backend = next(iter(fitting))
+    elif backend not in fitting:
+        known = {**available("cpu"), **available("cuda")}
+        if backend not in known:
+            raise UsageError(f"backend={backend!r}: {did_you_mean(backend, ('auto', *known))}")
+        raise UsageError(
+            f"backend={backend!r} does not serve device {kind} ({why}): there "
+            f"{'are' if len(fitting) > 1 else 'is'} {', '.join(fitting)}"
+        )
+    can, reason = fitting[backend]
+    if not can:
+        raise UsageError(f"backend={backend!r} is not available: {reason}")
+    reason = f"{reason} ({kind}: {why})"
+    if kind.type == "cpu":
+        return ShmMemory(group, bytes, signals, timeout, reason)
+    from tutti.comm.symmetric.cuda import CudaMemory
+
+    return CudaMemory(group, bytes, kind, backend, signals, timeout, reason)
+
+
+def _device(
+    group: dist.ProcessGroup, device: str | torch.device | None
+) -> tuple[torch.device, str]:
+    """The device and why: where the group's tensors live, unless one is asked for."""
+    if device is not None:
+        kind, why = torch.device(device), "asked for"
+    elif "nccl" in str(dist.get_backend_config(group)) and torch.cuda.is_available():
+        kind, why = torch.device("cuda"), "the group has NCCL"
+    else:
+        kind, why = torch.device("cpu"), "the group has no NCCL"
+    if kind.type not in ("cpu", "cuda"):
+        raise UsageError(f"device={device!r}: a heap lies on cpu or cuda")
+    if kind.type == "cuda" and kind.index is None and torch.cuda.is_available():
+        kind = torch.device("cuda", torch.cuda.current_device())
+    return kind, why

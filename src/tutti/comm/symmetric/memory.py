@@ -1,0 +1,90 @@
+"""Memory: what a heap asks of the backend that holds its bytes."""
+
+from typing import Literal, NoReturn, Protocol
+
+import torch
+
+from tutti.world.errors import UsageError
+
+Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
+CHANNELS = 16  # barriers of different channels do not meet
+
+
+class Memory(Protocol):
+    """One block of the same size on every rank; `offset` is in bytes, the same place on all."""
+
+    backend: str
+    reason: str
+    device: torch.device
+    bytes: int
+    alignment: int
+    signals: int
+
+    def view(
+        self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A rank's bytes as a tensor, without a copy."""
+
+    def address(self, rank: int, offset: int) -> int:
+        """Where this process sees a rank's byte."""
+
+    def put(self, to: int, offset: int, source: torch.Tensor) -> None: ...
+    def get(self, source: int, offset: int, out: torch.Tensor) -> None: ...
+    def put_signal(
+        self, to: int, offset: int, source: torch.Tensor, slot: int, value: int, add: bool
+    ) -> None: ...
+
+    def signal(self, to: int, slot: int, value: int, add: bool) -> None: ...
+    def read_signal(self, slot: int) -> int: ...
+    def wait_signal(self, slot: int, at_least: int, source: int | None, timeout: float) -> None: ...
+
+    def fetch_add(self, rank: int, offset: int, value: int) -> int: ...
+    def compare_swap(self, rank: int, offset: int, expected: int, desired: int) -> int: ...
+    def load(self, rank: int, offset: int) -> int: ...
+    def store(self, rank: int, offset: int, value: int) -> None: ...
+    def wait_counter(self, rank: int, offset: int, at_least: int, timeout: float) -> None: ...
+
+    def fence(self) -> None: ...
+    def quiet(self) -> None: ...
+    def barrier(self, channel: int, timeout: float) -> None: ...
+
+    def agree(self, call: str, timeout: float) -> None:
+        """Return when all ranks make the same call; raise RanksDiffer when they do not."""
+
+    def all_reduce(
+        self,
+        local: torch.Tensor,
+        offset: int,
+        op: str,
+        algorithm: Algorithm,
+        out: torch.Tensor,
+        out_offset: int | None,
+        timeout: float,
+    ) -> None:
+        """`out` is `local` itself, another tensor of the heap (at `out_offset`), or any tensor."""
+
+    def all_reduce_staged(
+        self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
+    ) -> None:
+        """Reduce an ordinary `tensor` in place, through `buffer` of the same shape at `offset`."""
+
+    def all_gather(
+        self, local: torch.Tensor, offset: int, out: torch.Tensor, timeout: float
+    ) -> None: ...
+    def reduce_scatter(
+        self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
+    ) -> None: ...
+
+    def stats(self) -> dict[str, int]: ...
+    def close(self) -> None:
+        """Leave: peers that still wait for this rank are told so. Not collective."""
+
+
+class Gone:
+    """Stands where a closed heap or a freed tensor had its memory, so that checks cost nothing."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(self._what)

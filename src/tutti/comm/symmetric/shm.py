@@ -1,0 +1,333 @@
+"""The heap's memory on CPU: one shared segment per rank, mapped by all ranks of the host.
+
+Memory order. A signal, a counter and a barrier line are 64-bit words that are stored with release
+and loaded with acquire (C11). Whoever sees the new value of such a word therefore sees all that its
+writer had written before it, to whichever segment, on x86-64 and ARM64 alike: bytes first, then the
+word. Plain loads and stores of tensor elements have no order of their own; between a write on one
+rank and a read on another there must be a signal, a counter or a barrier.
+"""
+
+import ctypes
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from tutti.comm.shm import native
+from tutti.comm.symmetric.errors import PeerDied, PeerLeft, Timeout
+from tutti.comm.symmetric.meeting import Meeting, refuse_different_calls
+from tutti.comm.symmetric.memory import CHANNELS, Algorithm
+from tutti.comm.symmetric.shm_collectives import ShmCollectives
+from tutti.comm.symmetric.shm_segments import mapped, meet
+from tutti.world.errors import UsageError
+
+LINE = 64  # bytes of a cache line: words with different writers lie on different lines
+PAGE = 4096
+_TEXT = 512  # bytes of a call's description
+
+# The control page of each segment. Only its owner writes there.
+_TOKEN = 0
+_LEFT = LINE
+_BARRIERS = 2 * LINE  # one line per channel
+_AGREEMENT = _BARRIERS + CHANNELS * LINE  # the barrier under agree()
+_PROGRESS = _AGREEMENT + LINE  # how far this rank is in a collective
+_TEXTS = _PROGRESS + LINE  # two descriptions, used in turn
+_CONTROL = PAGE
+assert _TEXTS + 2 * _TEXT <= _CONTROL
+
+# A wait returns to Python this often: for Ctrl-C, and to look whether the peers still live.
+_SLICE = 0.1
+# A copy up to this size takes less time than it takes to let go of the interpreter's lock.
+_SMALL = 32 << 10
+
+
+class ShmMemory:
+    """See Memory. Made on all ranks of a group together; all of them must be on one host."""
+
+    backend = "shm"
+    alignment = LINE
+    device = torch.device("cpu")
+
+    def __init__(
+        self, group: dist.ProcessGroup, bytes: int, signals: int, timeout: float, reason: str
+    ) -> None:
+        self.reason = reason
+        self.bytes = bytes
+        self.signals = signals
+        self.rank = group.rank()
+        self.size = group.size()
+        self._core = native.core()
+        self._quick = native.core_holding_gil()
+        self._peers = [rank for rank in range(self.size) if rank != self.rank]
+        self._data_at = _CONTROL + -(-signals * 8 // PAGE) * PAGE
+        meeting = Meeting(group, "symmetric.Heap", timeout)
+        self.number = meeting.number
+        self._segments = meet(meeting, self._core, self._data_at + bytes, [bytes, signals])
+        self._control = [int(self._core.tutti_segment_base(each)) for each in self._segments]
+        self._signals = [base + _CONTROL for base in self._control]
+        self._data = [base + self._data_at for base in self._control]
+        self._blocks = [
+            mapped(self._core, segment, base, self._data_at + bytes)
+            for segment, base in zip(self._segments, self._control, strict=True)
+        ]
+        self._epochs = dict.fromkeys((_AGREEMENT, *(_barrier(c) for c in range(CHANNELS))), 0)
+        self._calls = 0
+        self._broken: str | None = None
+        self._collectives = ShmCollectives(self, self._core, self._quick)
+        self.puts = self.put_bytes = self.gets = self.get_bytes = 0
+        self.waits = self.atomics = self.barriers = 0
+        self.agree("Heap", timeout)
+        meeting.end()
+
+    # ---- Bytes ----
+
+    def view(
+        self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        count = torch.Size(shape).numel()
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        # The tensor keeps the mapping alive, so that it can be read even after the heap is closed.
+        flat = torch.frombuffer(
+            self._blocks[rank], dtype=dtype, count=count, offset=self._data_at + offset
+        )
+        return flat.view(shape)
+
+    def address(self, rank: int, offset: int) -> int:
+        return self._data[rank] + offset
+
+    def put(self, to: int, offset: int, source: torch.Tensor) -> None:
+        source = _plain(source)
+        bytes = source.numel() * source.itemsize
+        self.puts += 1
+        self.put_bytes += bytes
+        core = self._quick if bytes <= _SMALL else self._core
+        core.tutti_put(self._data[to] + offset, source.data_ptr(), bytes)
+
+    def get(self, source: int, offset: int, out: torch.Tensor) -> None:
+        target = out if out.is_contiguous() else torch.empty_like(out)
+        bytes = target.numel() * target.itemsize
+        self.gets += 1
+        self.get_bytes += bytes
+        core = self._quick if bytes <= _SMALL else self._core
+        core.tutti_put(target.data_ptr(), self._data[source] + offset, bytes)
+        if target is not out:
+            out.copy_(target)
+
+    def put_signal(
+        self, to: int, offset: int, source: torch.Tensor, slot: int, value: int, add: bool
+    ) -> None:
+        source = _plain(source)
+        bytes = source.numel() * source.itemsize
+        self.puts += 1
+        self.put_bytes += bytes
+        core = self._quick if bytes <= _SMALL else self._core
+        core.tutti_put_signal(
+            self._data[to] + offset,
+            source.data_ptr(),
+            bytes,
+            self._signals[to] + 8 * slot,
+            value,
+            add,
+        )
+
+    # ---- Words ----
+
+    def signal(self, to: int, slot: int, value: int, add: bool) -> None:
+        if add:
+            self._quick.tutti_fetch_add(self._signals[to] + 8 * slot, value)
+        else:
+            self._quick.tutti_store(self._signals[to] + 8 * slot, value)
+
+    def read_signal(self, slot: int) -> int:
+        return int(self._quick.tutti_load(self._signals[self.rank] + 8 * slot))
+
+    def wait_signal(self, slot: int, at_least: int, source: int | None, timeout: float) -> None:
+        self.waits += 1
+        address = self._signals[self.rank] + 8 * slot
+        watched = None if source is None else self._segments[source]
+        if self._core.tutti_wait_signal(address, at_least, min(timeout, _SLICE), watched) == 0:
+            return
+        self._wait_on(
+            address,
+            at_least,
+            self._peers if source is None else [source],
+            timeout,
+            f"signal {slot} to reach {at_least}",
+        )
+
+    def fetch_add(self, rank: int, offset: int, value: int) -> int:
+        self.atomics += 1
+        return int(self._quick.tutti_fetch_add(self._data[rank] + offset, value))
+
+    def compare_swap(self, rank: int, offset: int, expected: int, desired: int) -> int:
+        self.atomics += 1
+        return int(self._quick.tutti_compare_swap(self._data[rank] + offset, expected, desired))
+
+    def load(self, rank: int, offset: int) -> int:
+        return int(self._quick.tutti_load(self._data[rank] + offset))
+
+    def store(self, rank: int, offset: int, value: int) -> None:
+        self._quick.tutti_store(self._data[rank] + offset, value)
+
+    def wait_counter(self, rank: int, offset: int, at_least: int, timeout: float) -> None:
+        self.waits += 1
+        address = self._data[rank] + offset
+        if self._core.tutti_wait_signal(address, at_least, min(timeout, _SLICE), None) == 0:
+            return
+        what = f"a counter of rank {rank} to reach {at_least}"
+        self._wait_on(address, at_least, self._peers, timeout, what)
+
+    # ---- Order and meeting points ----
+
+    def fence(self) -> None:
+        self._quick.tutti_fence()
+
+    def quiet(self) -> None:
+        # A put is a copy by this very thread: it is done when the call returns.
+        self._quick.tutti_fence()
+
+    def barrier(self, channel: int, timeout: float) -> None:
+        self.barriers += 1
+        self._meet_at(_barrier(channel), timeout, f"barrier on channel {channel}")
+
+    def agree(self, call: str, timeout: float) -> None:
+        # Two descriptions in turn: who writes the next one but one has passed the next meeting,
+        # and so has everybody's reading of this one.
+        at = _TEXTS + _TEXT * (self._calls % 2)
+        self._calls += 1
+        text = call.encode()[: _TEXT - 1] + b"\0"
+        ctypes.memmove(self._control[self.rank] + at, text, len(text))
+        self._meet_at(_AGREEMENT, timeout, call)
+        calls = [ctypes.string_at(base + at).decode(errors="replace") for base in self._control]
+        refuse_different_calls(calls)
+
+    def _meet_at(self, line: int, timeout: float, what: str) -> None:
+        """Store this rank's count of meetings (release), wait for that of each peer (acquire)."""
+        self.check()
+        self._epochs[line] = epoch = self._epochs[line] + 1
+        self._quick.tutti_store(self._control[self.rank] + line, epoch)
+        for peer in self._peers:
+            self.wait_for_peer(peer, line, epoch, timeout, what)
+
+    def progress(self, value: int) -> None:
+        """Tell the peers how far this rank has come in a collective (release)."""
+        self._quick.tutti_store(self._control[self.rank] + _PROGRESS, value)
+
+    def wait_for_progress(self, peer: int, value: int, timeout: float, what: str) -> None:
+        """Wait until a peer has come so far (acquire)."""
+        self.wait_for_peer(peer, _PROGRESS, value, timeout, what)
+
+    def wait_for_peer(self, peer: int, line: int, value: int, timeout: float, what: str) -> None:
+        address = self._control[peer] + line
+        watched = self._segments[peer]
+        if self._core.tutti_wait_signal(address, value, min(timeout, _SLICE), watched) == 0:
+            return
+        try:
+            self._wait_on(address, value, [peer], timeout, f"rank {peer} in {what}")
+        except Exception as error:
+            # Counts of meetings no longer agree between ranks: nothing collective can follow.
+            self._broken = str(error)
+            raise
+
+    def _wait_on(
+        self, address: int, value: int, watched: Sequence[int], timeout: float, what: str
+    ) -> None:
+        """The slow part of a wait: in slices, looking between them whether the peers still live."""
+        deadline = time.monotonic() + timeout - min(timeout, _SLICE)
+        while True:
+            for peer in watched:
+                alive = self._core.tutti_segment_owner_lives(self._segments[peer])
+                left = self._quick.tutti_load(self._control[peer] + _LEFT)
+                if alive and not left:
+                    continue
+                # It may have come before the peer went.
+                if self._quick.tutti_load(address) >= value:
+                    return
+                raise PeerLeft(peer, what) if left else PeerDied(peer, what)
+            remaining = min(deadline - time.monotonic(), _SLICE)
+            if remaining <= 0:
+                now = int(self._quick.tutti_load(address))
+                if now >= value:
+                    return
+                raise Timeout(
+                    f"rank {self.rank} waited {timeout:g} s for {what}; its value is {now}"
+                )
+            if self._core.tutti_wait_signal(address, value, remaining, None) == 0:
+                return
+
+    def check(self) -> None:
+        """Refuse what is collective after a meeting has failed."""
+        if self._broken is not None:
+            raise UsageError(
+                f"this heap is out of step since an earlier error ({self._broken}): close it and "
+                "make another"
+            )
+
+    # ---- Collectives ----
+
+    def all_reduce(
+        self,
+        local: torch.Tensor,
+        offset: int,
+        op: str,
+        algorithm: Algorithm,
+        out: torch.Tensor,
+        out_offset: int | None,
+        timeout: float,
+    ) -> None:
+        self.check()
+        self._collectives.all_reduce(local, offset, op, algorithm, out, out_offset, timeout)
+
+    def all_reduce_staged(
+        self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
+    ) -> None:
+        self.check()
+        buffer.copy_(tensor)
+        self._collectives.all_reduce(buffer, offset, op, "one_shot", tensor, None, timeout)
+
+    def all_gather(
+        self, local: torch.Tensor, offset: int, out: torch.Tensor, timeout: float
+    ) -> None:
+        self.check()
+        self._collectives.all_gather(local, offset, out, timeout)
+
+    def reduce_scatter(
+        self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
+    ) -> None:
+        self.check()
+        self._collectives.reduce_scatter(local, offset, op, out, timeout)
+
+    # ---- Life ----
+
+    def stats(self) -> dict[str, int]:
+        names = ("puts", "put_bytes", "gets", "get_bytes", "waits", "atomics", "barriers")
+        return {name: getattr(self, name) for name in names} | {
+            "collectives": self._collectives.calls
+        }
+
+    def close(self) -> None:
+        self._quick.tutti_store(self._control[self.rank] + _LEFT, 1)
+        # What is mapped goes when the last tensor that lies in it does.
+        self._blocks.clear()
+
+
+def available() -> tuple[bool, str]:
+    """Whether CPU heaps can be made here, and why."""
+    try:
+        native.core()
+    except (ImportError, UsageError) as error:
+        return False, str(error)
+    return True, "shared memory between the ranks of one host"
+
+
+def _barrier(channel: int) -> int:
+    return _BARRIERS + LINE * channel
+
+
+def _plain(source: torch.Tensor) -> torch.Tensor:
+    """The same values in contiguous memory of this host."""
+    if source.is_cpu and source.is_contiguous():
+        return source
+    return source.detach().to("cpu").contiguous()
