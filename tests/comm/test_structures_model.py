@@ -133,7 +133,9 @@ def test_no_order_of_steps_lets_a_reader_of_a_cell_see_a_mixture() -> None:
     assert check_cell() > 1000
 
 
-def test_a_writer_that_dies_anywhere_leaves_a_cell_whole_for_readers_and_for_the_next_writer() -> None:
+def test_a_writer_that_dies_anywhere_leaves_a_cell_whole_for_readers_and_for_the_next_writer() -> (
+    None
+):
     def die(state: State) -> bool:
         state["dead"] = "a"
         return True

@@ -45,6 +45,7 @@ int64_t tutti_rows_lookup_many(tutti_rows *, const int64_t *indices, uint64_t co
 /* The new version, or TUTTI_BUSY - rank. */
 int64_t tutti_rows_publish(tutti_rows *, uint64_t index, const void *row);
 uint64_t *tutti_rows_state(const tutti_rows *, uint64_t index); /* its version << TUTTI_VERSION_SHIFT */
+uint64_t tutti_rows_lookups(const tutti_rows *); /* by this handle; and copies that were overtaken */
 uint64_t tutti_rows_retries(const tutti_rows *);
 void tutti_rows_declare_dead(tutti_rows *, uint32_t rank); /* its claims no longer count */
 
@@ -78,6 +79,8 @@ uint64_t tutti_map_limit(const tutti_map *);                  /* claims that a s
 uint64_t tutti_map_collect(tutti_map *, uint64_t count, uint64_t *keys, void *values);
 /* Forgets the deleted keys of this rank's own shard. Nobody may use the map meanwhile. */
 int tutti_map_compact(tutti_map *);
+uint64_t tutti_map_gets(const tutti_map *); /* by this handle; those found; copies overtaken */
+uint64_t tutti_map_hits(const tutti_map *);
 uint64_t tutti_map_retries(const tutti_map *);
 void tutti_map_declare_dead(tutti_map *, uint32_t rank);
 

@@ -19,7 +19,7 @@ enum { SHARD_CLAIMED = 0, SHARD_LIVE = 1, SHARD_HEADER_WORDS = 8, PREFETCH_AHEAD
 struct tutti_map {
     uint64_t mask, entry_words, value_bytes, limit;
     uint32_t size, rank;
-    uint64_t retries;
+    uint64_t gets, hits, retries;
     uint8_t dead[TUTTI_MAX_RANKS];
     uint64_t *shards[];
 };
@@ -106,9 +106,13 @@ static uint64_t *find_or_claim(const tutti_map *map, uint64_t *shard, uint64_t k
 int tutti_map_get(tutti_map *map, uint64_t key, void *out) {
     uint64_t hash = mix(key), version;
     uint64_t *entry = find(map, map->shards[shard_of(map, hash)], key, hash);
+    __atomic_fetch_add(&map->gets, 1, __ATOMIC_RELAXED);
     if (!entry)
         return 0;
-    return cell_read(entry + 1, entry + 2, map->value_bytes, out, &version, &map->retries);
+    int found = cell_read(entry + 1, entry + 2, map->value_bytes, out, &version, &map->retries);
+    if (found > 0)
+        __atomic_fetch_add(&map->hits, 1, __ATOMIC_RELAXED);
+    return found;
 }
 
 int tutti_map_has(const tutti_map *map, uint64_t key) {
@@ -264,6 +268,14 @@ int tutti_map_compact(tutti_map *map) {
     free(values);
     free(keys);
     return code < 0 ? code : 0;
+}
+
+uint64_t tutti_map_gets(const tutti_map *map) {
+    return __atomic_load_n(&map->gets, __ATOMIC_RELAXED);
+}
+
+uint64_t tutti_map_hits(const tutti_map *map) {
+    return __atomic_load_n(&map->hits, __ATOMIC_RELAXED);
 }
 
 uint64_t tutti_map_retries(const tutti_map *map) {

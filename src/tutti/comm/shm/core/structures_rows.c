@@ -16,7 +16,7 @@ enum { PREFETCH_AHEAD = 4 };
 struct tutti_rows {
     uint64_t rows, row_bytes, stride, per_rank;
     uint32_t size, rank, cyclic;
-    uint64_t retries;
+    uint64_t lookups, retries;
     uint8_t dead[TUTTI_MAX_RANKS];
     char *bases[];
 };
@@ -169,6 +169,7 @@ int64_t tutti_rows_lookup(tutti_rows *table, uint64_t index, void *out) {
     const uint64_t *state = tutti_rows_state(table, index);
     uint64_t version;
     int code = cell_read(state, state + 1, table->row_bytes, out, &version, &table->retries);
+    __atomic_fetch_add(&table->lookups, 1, __ATOMIC_RELAXED);
     return code < 0 ? code : (int64_t)version;
 }
 
@@ -195,6 +196,10 @@ int64_t tutti_rows_publish(tutti_rows *table, uint64_t index, const void *row) {
         return code;
     words_store(cell_next(state + 1, claimed, table->row_bytes), row, table->row_bytes);
     return (int64_t)cell_publish(state, claimed, 1);
+}
+
+uint64_t tutti_rows_lookups(const tutti_rows *table) {
+    return __atomic_load_n(&table->lookups, __ATOMIC_RELAXED);
 }
 
 uint64_t tutti_rows_retries(const tutti_rows *table) {

@@ -77,9 +77,9 @@ class Adapter(Mapping[str, torch.Tensor]):
 class AdapterStore(Structure):
     """Adapters (LoRA matrices and the like) of one template, resident in `slots` slots per rank.
 
-    Use it where a server switches between fine-tuned variants from one request to the next: one rank
-    puts an adapter, the others prefetch it in the background while they still compute with another,
-    then `activate` flips to it in microseconds. Slots are reused in order of last use.
+    Use it where a server switches between fine-tuned variants from one request to the next: one
+    rank puts an adapter, the others prefetch it in the background while they still compute with
+    another, then `activate` flips to it in microseconds. Slots are reused in order of last use.
 
     Do not use it for weights that change every step (ParameterCache, an all-reduce), or for more
     adapters in use at once than there are slots.
@@ -331,7 +331,9 @@ class AdapterStore(Structure):
                     self._counts["fetched" if copied else "again"] += 1
             if copied:
                 return source.version
-        raise UsageError(f"adapter {name!r} changed {_ATTEMPTS} times while rank {self.rank} copied")
+        raise UsageError(
+            f"adapter {name!r} changed {_ATTEMPTS} times while rank {self.rank} copied"
+        )
 
     def _copied(self, source: Listing, slot: _Slot) -> bool:
         """Copy a peer's slot into one of ours; whether it stayed the same meanwhile."""

@@ -21,9 +21,9 @@ class DistributedTensor(Structure):
     ParameterCache. Nor for dense sums of whole tensors: an all-reduce is faster.
 
     `scatter_add` adds every element atomically: concurrent adders lose nothing, in whatever order
-    they come (so float sums may differ in the last bits from run to run). `gather` and `scatter` are
-    plain copies. To see what another rank wrote before now, meet it first: `heap.barrier()` or a
-    signal. On CUDA everything is enqueued on the current stream.
+    they come (so float sums may differ in the last bits from run to run). `gather` and `scatter`
+    are plain copies. To see what another rank wrote before now, meet it first: `heap.barrier()` or
+    a signal. On CUDA everything is enqueued on the current stream.
     """
 
     def __init__(
@@ -87,9 +87,7 @@ class DistributedTensor(Structure):
             return out
         target = out if out.is_contiguous() else torch.empty_like(out).contiguous()
         where = _plain_indices(indices)
-        bad = self._core.tutti_rows_gather(
-            self._native, where.data_ptr(), count, target.data_ptr()
-        )
+        bad = self._core.tutti_rows_gather(self._native, where.data_ptr(), count, target.data_ptr())
         self._check_indices(where, bad)
         if target is not out:
             out.copy_(target)
@@ -162,9 +160,7 @@ class DistributedTensor(Structure):
         for rank, here, there in self._by_owner(indices):
             target[here] = self._table.peer(rank)[there]
 
-    def _by_owner(
-        self, indices: torch.Tensor
-    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    def _by_owner(self, indices: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """For each rank that owns some of the rows: their positions in `indices`, and in its table."""
         flat = indices.reshape(-1).to(self.heap.device, torch.int64)
         if len(flat):

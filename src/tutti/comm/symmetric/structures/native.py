@@ -14,7 +14,12 @@ BUSY = -1000  # and less: BUSY - rank of the writer that holds the value
 VERSION_SHIFT = 16
 
 # tutti_dtype of those that can be added in place.
-ADDABLE = {torch.float64: 0, torch.float32: 1, torch.int64: 4, torch.int32: 5}
+ADDABLE = {
+    torch.float64: native.F64,
+    torch.float32: native.F32,
+    torch.int64: native.I64,
+    torch.int32: native.I32,
+}
 
 _pointer, _u64, _i64 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64
 _u32, _int = ctypes.c_uint32, ctypes.c_int
@@ -30,6 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tutti_rows_lookup_many": (_i64, [_pointer, _pointer, _u64, _pointer, _pointer]),
     "tutti_rows_publish": (_i64, [_pointer, _u64, _pointer]),
     "tutti_rows_state": (_pointer, [_pointer, _u64]),
+    "tutti_rows_lookups": (_u64, [_pointer]),
     "tutti_rows_retries": (_u64, [_pointer]),
     "tutti_rows_declare_dead": (None, [_pointer, _u32]),
     "tutti_map_shard_bytes": (_u64, [_u64, _u64]),
@@ -48,6 +54,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tutti_map_limit": (_u64, [_pointer]),
     "tutti_map_collect": (_u64, [_pointer, _u64, _pointer, _pointer]),
     "tutti_map_compact": (_int, [_pointer]),
+    "tutti_map_gets": (_u64, [_pointer]),
+    "tutti_map_hits": (_u64, [_pointer]),
     "tutti_map_retries": (_u64, [_pointer]),
     "tutti_map_declare_dead": (None, [_pointer, _u32]),
     "tutti_slot_begin": (None, [_pointer]),

@@ -16,16 +16,16 @@ class PooledCache(Structure):
 
     Use it for values that are dear to make again and come in different sizes: key-value blocks of
     long prompts, decoded samples, intermediate features. When `local_bytes` are full, the least
-    recently used values move to memory that the other ranks lend (`peer_bytes` per rank, shared out
-    evenly among the others), then to ordinary memory of the host (`host_bytes`; pinned when the heap
-    is on a GPU). A `get` from a lower tier promotes the value again.
+    recently used values move to memory that the other ranks lend (`peer_bytes` per rank, shared
+    out evenly among the others), then to ordinary memory of the host (`host_bytes`; pinned when
+    the heap is on a GPU). A `get` from a lower tier promotes the value again.
 
-    Do not use it to share values between ranks: keys are this rank's own (that is HashMap). On a CPU
-    all tiers are equally near, unless they lie on other NUMA nodes; it pays on GPUs.
+    Do not use it to share values between ranks: keys are this rank's own (that is HashMap). On a
+    CPU all tiers are equally near, unless they lie on other NUMA nodes; it pays on GPUs.
 
-    Nothing is lost silently: `put` returns the keys that were dropped for want of room, `on_drop` is
-    called with each, `stats` counts them, and no `get` ever drops anything. Values never change: to
-    replace one, remove it first. One thread at a time; on CUDA one stream.
+    Nothing is lost silently: `put` returns the keys that were dropped for want of room, `on_drop`
+    is called with each, `stats` counts them, and no `get` ever drops anything. Values never
+    change: to replace one, remove it first. One thread at a time; on CUDA one stream.
     """
 
     def __init__(

@@ -151,9 +151,7 @@ class RingBuffer(Structure):
         self._next.timeout = timeout
         return self._next
 
-    def get(
-        self, out: torch.Tensor | None = None, timeout: float | None = None
-    ) -> torch.Tensor:
+    def get(self, out: torch.Tensor | None = None, timeout: float | None = None) -> torch.Tensor:
         """A copy of the oldest slot, which is given back."""
         if self._done >= self._limit or self.closed:
             self._wait_for_item(timeout)
@@ -222,7 +220,9 @@ class RingBuffer(Structure):
             self._waits += 1
             what = f"room in a ring of {self.slots} slots to rank {self.consumer}"
             self._saw_room(
-                self._await(self._emptied, self._done - self.slots + 1, self.consumer, timeout, what)
+                self._await(
+                    self._emptied, self._done - self.slots + 1, self.consumer, timeout, what
+                )
             )
 
     def _saw_room(self, emptied: int) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import torch
 
@@ -70,6 +70,10 @@ class Structure:
                 f"{self.heap.device}: make one with Heap(device='cpu')"
             )
 
+    def _refuse(self, *arguments: object) -> NoReturn:
+        """Stands where a closed structure had its compiled calls, so that checks cost nothing."""
+        raise UsageError(f"this {type(self).__name__} is closed: make it anew on all ranks")
+
     def _check_open(self) -> None:
         if self.closed or self.heap.closed:
             which = type(self).__name__ if self.closed else "heap"
@@ -128,9 +132,7 @@ class Structure:
         if rank == self.rank:
             return None
         try:  # a signal that never comes: the wait says why
-            (self._host or self.heap).wait(
-                slot=0, at_least=2**64 - 1, source=rank, timeout=0.0
-            )
+            (self._host or self.heap).wait(slot=0, at_least=2**64 - 1, source=rank, timeout=0.0)
         except PeerDied:
             return PeerDied
         except PeerLeft:
