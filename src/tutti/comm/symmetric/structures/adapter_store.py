@@ -109,7 +109,7 @@ class AdapterStore(Structure):
         self._payload = self._zeros((slots * self.template.bytes,), torch.uint8)
         records = self._host_zeros(AdapterDirectory.bytes(slots))
         self._directory = AdapterDirectory(records, heap.rank, heap.size, slots)
-        self._stream = None if heap.device.type == "cpu" else torch.cuda.Stream(heap.device)
+        self._stream = None if heap.device.type == "cpu" else _stream(heap.device)
         self._slots = [_Slot(number) for number in range(slots)]
         self._views = [self.template.views(self._bytes_of(heap.rank, n)) for n in range(slots)]
         self._lock = threading.RLock()
@@ -265,9 +265,9 @@ class AdapterStore(Structure):
         if not loose:
             homes = sum(slot.home for slot in self._slots)
             raise UsageError(
-                f"no slot for adapter {wanted!r} on rank {self.rank}: of {self.slots} slots {homes} "
-                "hold adapters that were put here, the others are in use: use more slots, or "
-                "remove() adapters"
+                f"no slot for adapter {wanted!r} on rank {self.rank}: of {self.slots} slots "
+                f"{homes} hold adapters that were put here, the others are in use: use more slots, "
+                "or remove() adapters"
             )
         # First an empty one, then an older version of the same adapter, then the oldest.
         slot = min(loose, key=lambda s: (s.version > 0, s.name != wanted, s.used))
@@ -331,9 +331,7 @@ class AdapterStore(Structure):
                     self._counts["fetched" if copied else "again"] += 1
             if copied:
                 return source.version
-        raise UsageError(
-            f"adapter {name!r} changed {_ATTEMPTS} times while rank {self.rank} copied"
-        )
+        raise UsageError(f"adapter {name!r} changed {_ATTEMPTS} times while it was being copied")
 
     def _copied(self, source: Listing, slot: _Slot) -> bool:
         """Copy a peer's slot into one of ours; whether it stayed the same meanwhile."""
@@ -363,3 +361,7 @@ class AdapterStore(Structure):
         else:
             view.copy_(value)
             torch.cuda.current_stream(self.heap.device).synchronize()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ _ADDABLE = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 if triton is not None:
 
-    @triton.jit  # type: ignore[misc,unused-ignore]
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def _add(table, rows, values, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         row = tl.load(rows + tl.program_id(0)).to(tl.int64)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -161,7 +161,7 @@ class DistributedTensor(Structure):
             target[here] = self._table.peer(rank)[there]
 
     def _by_owner(self, indices: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """For each rank that owns some of the rows: their positions in `indices`, and in its table."""
+        """For each owner of some of the rows: their positions in `indices`, and in its table."""
         flat = indices.reshape(-1).to(self.heap.device, torch.int64)
         if len(flat):
             self._check_indices(flat, _first_bad(flat, self.rows.rows))

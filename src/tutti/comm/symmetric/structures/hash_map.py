@@ -106,7 +106,7 @@ class HashMap(Structure):
     def get_many(
         self, keys: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values of shape (*keys.shape, *value_shape), and which were found. The others are zeros."""
+        """Values, of shape (*keys.shape, *value_shape), and which were found: the others are 0."""
         where = self._checked_keys(keys)
         shape = (*keys.shape, *self.value_shape)
         if out is None:

@@ -1,4 +1,4 @@
-"""PooledCache: tensors under keys, kept near first, then in peers' spare memory, then on the host."""
+"""PooledCache: tensors under keys, kept near, then in peers' spare memory, then on the host."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,7 +79,7 @@ class PooledCache(Structure):
         return dropped
 
     def get(self, key: Hashable, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """A copy of the value, or None. A value in a lower tier is promoted if that drops nothing."""
+        """A copy of the value, or None. It is promoted to the local tier if that drops nothing."""
         tier, held = self._hit(key)
         if tier is None or held is None:
             return None
@@ -161,7 +161,7 @@ class PooledCache(Structure):
         tiers: Sequence[MemoryTier],
         dropped: list[Hashable],
     ) -> bool:
-        """Store data in the first tier that can have it; what was used least gives way downwards."""
+        """Store in the first tier that can have it; what was used least gives way downwards."""
         for level, tier in enumerate(tiers):
             if not tier.could_store(data):
                 continue

@@ -59,7 +59,7 @@ class RingBuffer(Structure):
             )
         if (slot_shape is None) == (slot_bytes is None) or slots < 1:
             raise UsageError(
-                "a RingBuffer takes either slot_shape (and dtype) or slot_bytes, and at least 1 slot"
+                "a RingBuffer takes slot_shape (and dtype) or slot_bytes, and at least 1 slot"
             )
         if slot_shape is None:
             slot_shape, dtype = (int(slot_bytes or 0),), torch.uint8
