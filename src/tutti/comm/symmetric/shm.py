@@ -10,13 +10,11 @@ rank and a read on another there must be a signal, a counter or a barrier.
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
 
-import tutti.comm.shm as shm_backend
-from tutti.comm.shm import native
+from tutti.comm.shm import native, native_group
 from tutti.comm.symmetric.errors import PeerDied, PeerLeft, Timeout
 from tutti.comm.symmetric.meeting import Meeting, refuse_different_calls
 from tutti.comm.symmetric.memory import CHANNELS, Algorithm
@@ -95,7 +93,7 @@ class ShmMemory:
 
     def _add_to_backend(self) -> None:
         """Let torch.distributed's own collectives on the heap's tensors do without copies."""
-        self._backend = _native_group(self._group)
+        self._backend = native_group(self._group)
         if self._backend is not None:
             bases = (ctypes.c_void_p * self.size)(*self._data)
             native.raise_for(
@@ -312,7 +310,7 @@ class ShmMemory:
     def close(self) -> None:
         self.store(self._control[self.rank] + _LEFT, 1)
         self._collectives.close()
-        if self._backend is not None and self._backend == _native_group(self._group):
+        if self._backend is not None and self._backend == native_group(self._group):
             self._core.tutti_group_remove_block(self._backend, self.number)
         # What is mapped goes when the last tensor that lies in it does.
         self._blocks.clear()
@@ -325,12 +323,6 @@ def available() -> tuple[bool, str]:
     except (ImportError, UsageError) as error:
         return False, str(error)
     return True, "shared memory between the ranks of one host"
-
-
-def _native_group(group: dist.ProcessGroup) -> int | None:
-    """The core's group behind a process group of the backend `shm`, else None."""
-    ask = getattr(shm_backend, "native_group", None)
-    return None if ask is None else cast("int | None", ask(group))
 
 
 def _barrier(channel: int) -> int:
