@@ -265,7 +265,7 @@ def _everything(world: World) -> str:
     return "right"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_every_operation_gives_every_rank_the_exact_result(ranks: int) -> None:
     assert in_world(_everything, ranks) == ["right"] * ranks
 

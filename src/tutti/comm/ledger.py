@@ -84,7 +84,10 @@ class _Book:
         number = -1
         if not place.is_ours(code.co_filename):
             number = self.name(f"{place.shown_path(code.co_filename)} in {code.co_name}")
-        # The code object is kept, so that its address never comes to mean another.
+        # The code object is kept, so that its address never comes to mean another. Code that is
+        # made anew for every call must not be kept without end.
+        if len(self.sites) > 4096:
+            self.sites.clear()
         self.sites[id(code)] = number, code
         return number
 
