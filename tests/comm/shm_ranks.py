@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 
-
 def forked(
     function: Callable[..., Any],
     ranks: int,

@@ -1,6 +1,8 @@
 """Given ranks with known tensors, when they call a collective, then all hold the exact result."""
 
 import json
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -341,3 +343,15 @@ def test_a_trace_names_every_call_in_one_parsable_form() -> None:
 @pytest.mark.parametrize("name", ["tutti::all_reduce", "gloo:all_reduce", "aten::add", ""])
 def test_other_names_in_a_trace_are_not_ours(name: str) -> None:
     assert comm.parse_tag(name) is None
+
+
+def test_importing_comm_and_reading_ledgers_does_not_import_torch() -> None:
+    look = "import sys, tutti, tutti.comm.ledger_reader as r; tutti.comm; r.processes()"
+    look += "; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", look], timeout=60).returncode == 0
+
+
+def test_every_name_that_comm_offers_is_there() -> None:
+    assert all(getattr(comm, name) is not None for name in comm.__all__)
+    with pytest.raises(AttributeError, match="'tutti.comm' has no attribute 'allreduce'"):
+        _ = comm.allreduce
