@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 
+
 def forked(
     function: Callable[..., Any],
     ranks: int,

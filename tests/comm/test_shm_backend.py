@@ -9,7 +9,6 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from shm_cases import SIZES, Checks, all_gather_flat, group_of, reduced, values
-
 from worlds import in_world
 
 FRONTS = ("compiled", "plain")

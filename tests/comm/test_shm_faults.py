@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from shm_cases import group_of, reduce_scatter_flat
 from shm_ranks import forked
-
 from worlds import in_world, run_command
 
 FRONTS = ("compiled", "plain")
