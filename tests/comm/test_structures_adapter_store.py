@@ -92,7 +92,7 @@ def _eviction(heap: symmetric.Heap) -> None:
                 with pytest.raises(UsageError, match="adapter 'a1' is in use"):
                     store.remove("a1")
                 store.remove("a0")
-                assert "a0" not in store.resident() and store.holders("a0") == {0: 1}
+                assert "a0" not in store.resident() and 2 not in store.holders("a0")
         heap.barrier()
 
 
