@@ -104,10 +104,9 @@ class CudaMemory:
                     f"directly: a heap needs GPUs that are linked (backend={backend!r})"
                 )
             self._table = torch.tensor(self._bases, dtype=torch.int64, device=device)
-            self._own_signals = self._view(self.rank, 0, (signals,), torch.int64)
             self._collectives = CudaCollectives(self)
             self.puts = self.put_bytes = self.gets = self.get_bytes = 0
-            self.waits = self.atomics = self.barriers = 0
+            self.waits = self.barriers = 0
             # All blocks are zeroed and mapped when all ranks say so.
             self._meeting.tell("ready")
             self.barrier(_OWN_CHANNEL, timeout)
@@ -162,87 +161,76 @@ class CudaMemory:
     def address(self, rank: int, offset: int) -> int:
         return self._bases[rank] + self._data_at + offset
 
-    def put(self, to: int, offset: int, source: torch.Tensor) -> None:
+    def put(self, to: int, offset: int, source: torch.Tensor, bytes: int) -> None:
         self.check()
         self.puts += 1
-        self.put_bytes += source.nbytes
+        self.put_bytes += bytes
         self.view(to, offset, tuple(source.shape), source.dtype).copy_(source, non_blocking=True)
 
-    def get(self, source: int, offset: int, out: torch.Tensor) -> None:
+    def get(self, source: int, offset: int, out: torch.Tensor, bytes: int) -> None:
         self.check()
         self.gets += 1
-        self.get_bytes += out.nbytes
+        self.get_bytes += bytes
         # A copy to the host is complete on return, as everywhere in torch.
         out.copy_(self.view(source, offset, tuple(out.shape), out.dtype))
 
     def put_signal(
-        self, to: int, offset: int, source: torch.Tensor, slot: int, value: int, add: bool
+        self,
+        to: int,
+        offset: int,
+        source: torch.Tensor,
+        bytes: int,
+        slot: int,
+        value: int,
+        add: int,
     ) -> None:
-        self.put(to, offset, source)
-        self.signal(to, slot, value, add)
+        self.put(to, offset, source, bytes)
+        signal = self.signal_address(to, slot)
+        if add:
+            self._launch("add_to_word", signal, _signed(value), self._word.data_ptr())
+        else:
+            self.store(signal, value)
 
     # ---- Words ----
 
-    def signal(self, to: int, slot: int, value: int, add: bool) -> None:
+    def signal_address(self, rank: int, slot: int) -> int:
+        return self._bases[rank] + 8 * slot
+
+    def load(self, address: int, /) -> int:
+        return self.fetch_add(address, 0)
+
+    def store(self, address: int, value: int, /) -> None:
         self.check()
-        address = self._bases[to] + 8 * slot
-        if add:
-            self._launch("add_to_word", address, _signed(value), self._word.data_ptr())
-        else:
-            self._launch("set_word", address, _signed(value))
+        self._launch("set_word", address, _signed(value))
 
-    def read_signal(self, slot: int) -> int:
-        value = int(self._own_signals[slot].item())
-        self.check()
-        return value % (1 << 64)
-
-    def wait_signal(self, slot: int, at_least: int, source: int | None, timeout: float) -> None:
-        whom = "" if source is None else f" from rank {source}"
-        address = self._bases[self.rank] + 8 * slot
-        self._wait(address, at_least, timeout, f"signal {slot}{whom} to reach {at_least}")
-
-    def wait_counter(self, rank: int, offset: int, at_least: int, timeout: float) -> None:
-        what = f"a counter of rank {rank} to reach {at_least}"
-        self._wait(self.address(rank, offset), at_least, timeout, what)
-
-    def _wait(self, address: int, at_least: int, timeout: float, what: str) -> None:
-        self.check()
-        self.waits += 1
-        limit = int(timeout * 1e9)
-        ticket = self._ticket(f"{timeout:g} s for {what}")
-        failed = self._failed.data_ptr()
-        self._launch("wait_for_word", address, _signed(at_least), limit, failed, ticket)
-
-    def fetch_add(self, rank: int, offset: int, value: int) -> int:
-        self.atomics += 1
-        # Its own word, so that streams do not overwrite each other's answer.
+    def fetch_add(self, address: int, value: int, /) -> int:
+        # A word of its own, so that streams do not overwrite each other's answer.
         before = torch.empty_like(self._word)
-        self._launch("add_to_word", self.address(rank, offset), _signed(value), before.data_ptr())
+        self._launch("add_to_word", address, _signed(value), before.data_ptr())
         return self._answer(before)
 
-    def compare_swap(self, rank: int, offset: int, expected: int, desired: int) -> int:
-        self.atomics += 1
+    def compare_swap(self, address: int, expected: int, desired: int, /) -> int:
         before = torch.empty_like(self._word)
-        self._launch(
-            "swap_word",
-            self.address(rank, offset),
-            _signed(expected),
-            _signed(desired),
-            before.data_ptr(),
-        )
+        words = (_signed(expected), _signed(desired))
+        self._launch("swap_word", address, *words, before.data_ptr())
         return self._answer(before)
-
-    def load(self, rank: int, offset: int) -> int:
-        return self.fetch_add(rank, offset, 0)
-
-    def store(self, rank: int, offset: int, value: int) -> None:
-        self.check()
-        self._launch("set_word", self.address(rank, offset), _signed(value))
 
     def _answer(self, word: torch.Tensor) -> int:
         value = int(word.item())
         self.check()
         return value % (1 << 64)
+
+    def wait_word(
+        self, address: int, at_least: int, source: int | None, timeout: float, what: str
+    ) -> None:
+        self.check()
+        self.waits += 1
+        if what == "signal":
+            what = f"signal {(address - self._bases[self.rank]) // 8}"
+        whom = "" if source is None else f" from rank {source}"
+        ticket = self._ticket(f"{timeout:g} s for {what}{whom} to reach {at_least}")
+        limit, failed = int(timeout * 1e9), self._failed.data_ptr()
+        self._launch("wait_for_word", address, _signed(at_least), limit, failed, ticket)
 
     # ---- Order and meeting points ----
 
@@ -344,7 +332,7 @@ class CudaMemory:
     # ---- Life ----
 
     def stats(self) -> dict[str, int]:
-        names = ("puts", "put_bytes", "gets", "get_bytes", "waits", "atomics", "barriers")
+        names = ("puts", "put_bytes", "gets", "get_bytes", "waits", "barriers")
         return {name: getattr(self, name) for name in names} | {
             "collectives": self._collectives.calls,
             "ranks_on_gpu": self.sharing,
@@ -352,7 +340,7 @@ class CudaMemory:
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        del self._own_signals, self._collectives, self._handle, self._block
+        del self._collectives, self._handle, self._block
 
 
 def _choose(symm_mem: Any, backend: str, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,7 @@ class Heap:
         if self._alive.pop(what.offset, None) is not what:
             raise UsageError(f"{_describe(what)} is not of this heap, or was freed before")
         self._allocator.give(what.offset)
-        what._end(f"{_describe(what)} was freed")
+        what.end(f"{_describe(what)} was freed")
 
     # ---- Signals ----
 
@@ -113,11 +113,19 @@ class Heap:
         """Set a slot of rank `to`, or add to it; whoever sees it sees all puts before (release)."""
         if not 0 <= to < self.size:
             raise UsageError(f"rank {to}: the heap's ranks are 0 to {self.size - 1}")
-        self._memory.signal(to, self.checked_slot(slot), value, self.checked_op(op))
+        if not 0 <= slot < self.signals or (op != "set" and op != "add"):
+            self.refuse_signal(slot, op)
+        address = self._memory.signal_address(to, slot)
+        if op == "add":
+            self._memory.fetch_add(address, value)
+        else:
+            self._memory.store(address, value)
 
     def read_signal(self, slot: int = 0) -> int:
         """This rank's own slot now (acquire)."""
-        return self._memory.read_signal(self.checked_slot(slot))
+        if not 0 <= slot < self.signals:
+            self.refuse_signal(slot)
+        return self._memory.load(self._memory.signal_address(self.rank, slot))
 
     def wait(
         self,
@@ -132,8 +140,13 @@ class Heap:
         Raises Timeout, PeerDied or PeerLeft. Slots are not reset: count up, or `signal` oneself 0.
         On CUDA the stream waits, not the caller, and a timeout is raised by a later call.
         """
+        if not 0 <= slot < self.signals:
+            self.refuse_signal(slot)
+        memory = self._memory
         seconds = self.timeout if timeout is None else timeout
-        self._memory.wait_signal(self.checked_slot(slot), at_least, source, seconds)
+        memory.wait_word(
+            memory.signal_address(self.rank, slot), at_least, source, seconds, "signal"
+        )
 
     # ---- Order ----
 
@@ -196,7 +209,7 @@ class Heap:
         gone = "this heap is closed: make another, or close it later"
         self._memory = cast(Memory, Gone(gone))
         for each in self._alive.values():
-            each._end(gone)
+            each.end(gone)
         self._alive.clear()
         memory.close()
 
@@ -232,22 +245,14 @@ class Heap:
             raise full
         return offset
 
-    def checked_slot(self, slot: int) -> int:
-        """The slot, if there is one of this number."""
-        if 0 <= slot < self.signals:
-            return slot
+    def refuse_signal(self, slot: int, op: str = "set") -> NoReturn:
+        """Say what is wrong with a slot or with what is to be done to it."""
+        if op not in ("set", "add"):
+            raise UsageError(f"op={op!r}: a signal is 'set' or 'add'")
         raise UsageError(
             f"slot={slot}: the heap has {self.signals} signal slots: make it with signals="
             f"{slot + 1} or more"
         )
-
-    def checked_op(self, op: str) -> bool:
-        """Whether a signal is to be added."""
-        if op == "set":
-            return False
-        if op == "add":
-            return True
-        raise UsageError(f"op={op!r}: a signal is 'set' or 'add'")
 
 
 def _describe(what: SymmetricTensor | Counters) -> str:

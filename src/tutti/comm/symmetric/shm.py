@@ -9,7 +9,7 @@ rank and a read on another there must be a signal, a counter or a barrier.
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -71,12 +71,21 @@ class ShmMemory:
             mapped(self._core, segment, base, self._data_at + bytes)
             for segment, base in zip(self._segments, self._control, strict=True)
         ]
+        # Calls that cannot block keep Python's lock, which is cheaper than letting it go.
+        quick = self._quick
+        self.load: Callable[[int], int] = quick.tutti_load
+        self.store: Callable[[int, int], None] = quick.tutti_store
+        self.fetch_add: Callable[[int, int], int] = quick.tutti_fetch_add
+        self.compare_swap: Callable[[int, int, int], int] = quick.tutti_compare_swap
+        self._put, self._put_signal = quick.tutti_put, quick.tutti_put_signal
+        self._put_large, self._put_signal_large = self._core.tutti_put, self._core.tutti_put_signal
+        self._wait = self._core.tutti_wait_signal
         self._epochs = dict.fromkeys((_AGREEMENT, *(_barrier(c) for c in range(CHANNELS))), 0)
         self._calls = 0
         self._broken: str | None = None
         self._collectives = ShmCollectives(self, self._core, self._quick)
         self.puts = self.put_bytes = self.gets = self.get_bytes = 0
-        self.waits = self.atomics = self.barriers = 0
+        self.waits = self.barriers = 0
         self.agree("Heap", timeout)
         meeting.end()
 
@@ -97,87 +106,57 @@ class ShmMemory:
     def address(self, rank: int, offset: int) -> int:
         return self._data[rank] + offset
 
-    def put(self, to: int, offset: int, source: torch.Tensor) -> None:
-        source = _plain(source)
-        bytes = source.numel() * source.itemsize
+    def put(self, to: int, offset: int, source: torch.Tensor, bytes: int) -> None:
+        if not (source.is_cpu and source.is_contiguous()):
+            source = source.detach().to("cpu").contiguous()
         self.puts += 1
         self.put_bytes += bytes
-        core = self._quick if bytes <= _SMALL else self._core
-        core.tutti_put(self._data[to] + offset, source.data_ptr(), bytes)
+        copy = self._put if bytes <= _SMALL else self._put_large
+        copy(self._data[to] + offset, source.data_ptr(), bytes)
 
-    def get(self, source: int, offset: int, out: torch.Tensor) -> None:
-        target = out if out.is_contiguous() else torch.empty_like(out)
-        bytes = target.numel() * target.itemsize
+    def get(self, source: int, offset: int, out: torch.Tensor, bytes: int) -> None:
+        if not (out.is_cpu and out.is_contiguous()):
+            out.copy_(self.view(source, offset, tuple(out.shape), out.dtype))
+            return
         self.gets += 1
         self.get_bytes += bytes
-        core = self._quick if bytes <= _SMALL else self._core
-        core.tutti_put(target.data_ptr(), self._data[source] + offset, bytes)
-        if target is not out:
-            out.copy_(target)
+        copy = self._put if bytes <= _SMALL else self._put_large
+        copy(out.data_ptr(), self._data[source] + offset, bytes)
 
     def put_signal(
-        self, to: int, offset: int, source: torch.Tensor, slot: int, value: int, add: bool
+        self,
+        to: int,
+        offset: int,
+        source: torch.Tensor,
+        bytes: int,
+        slot: int,
+        value: int,
+        add: int,
     ) -> None:
-        source = _plain(source)
-        bytes = source.numel() * source.itemsize
+        if not (source.is_cpu and source.is_contiguous()):
+            source = source.detach().to("cpu").contiguous()
         self.puts += 1
         self.put_bytes += bytes
-        core = self._quick if bytes <= _SMALL else self._core
-        core.tutti_put_signal(
-            self._data[to] + offset,
-            source.data_ptr(),
-            bytes,
-            self._signals[to] + 8 * slot,
-            value,
-            add,
-        )
+        copy = self._put_signal if bytes <= _SMALL else self._put_signal_large
+        signal = self._signals[to] + 8 * slot
+        copy(self._data[to] + offset, source.data_ptr(), bytes, signal, value, add)
 
     # ---- Words ----
 
-    def signal(self, to: int, slot: int, value: int, add: bool) -> None:
-        if add:
-            self._quick.tutti_fetch_add(self._signals[to] + 8 * slot, value)
-        else:
-            self._quick.tutti_store(self._signals[to] + 8 * slot, value)
+    def signal_address(self, rank: int, slot: int) -> int:
+        return self._signals[rank] + 8 * slot
 
-    def read_signal(self, slot: int) -> int:
-        return int(self._quick.tutti_load(self._signals[self.rank] + 8 * slot))
-
-    def wait_signal(self, slot: int, at_least: int, source: int | None, timeout: float) -> None:
+    def wait_word(
+        self, address: int, at_least: int, source: int | None, timeout: float, what: str
+    ) -> None:
         self.waits += 1
-        address = self._signals[self.rank] + 8 * slot
         watched = None if source is None else self._segments[source]
-        if self._core.tutti_wait_signal(address, at_least, min(timeout, _SLICE), watched) == 0:
-            return
-        self._wait_on(
-            address,
-            at_least,
-            self._peers if source is None else [source],
-            timeout,
-            f"signal {slot} to reach {at_least}",
-        )
-
-    def fetch_add(self, rank: int, offset: int, value: int) -> int:
-        self.atomics += 1
-        return int(self._quick.tutti_fetch_add(self._data[rank] + offset, value))
-
-    def compare_swap(self, rank: int, offset: int, expected: int, desired: int) -> int:
-        self.atomics += 1
-        return int(self._quick.tutti_compare_swap(self._data[rank] + offset, expected, desired))
-
-    def load(self, rank: int, offset: int) -> int:
-        return int(self._quick.tutti_load(self._data[rank] + offset))
-
-    def store(self, rank: int, offset: int, value: int) -> None:
-        self._quick.tutti_store(self._data[rank] + offset, value)
-
-    def wait_counter(self, rank: int, offset: int, at_least: int, timeout: float) -> None:
-        self.waits += 1
-        address = self._data[rank] + offset
-        if self._core.tutti_wait_signal(address, at_least, min(timeout, _SLICE), None) == 0:
-            return
-        what = f"a counter of rank {rank} to reach {at_least}"
-        self._wait_on(address, at_least, self._peers, timeout, what)
+        first = _SLICE if timeout > _SLICE else timeout
+        if first <= 0 or self._wait(address, at_least, first, watched) != 0:
+            whom = self._peers if source is None else [source]
+            if what == "signal":
+                what = f"signal {(address - self._signals[self.rank]) // 8}"
+            self._wait_on(address, at_least, whom, timeout, f"{what} to reach {at_least}")
 
     # ---- Order and meeting points ----
 
@@ -190,7 +169,7 @@ class ShmMemory:
 
     def barrier(self, channel: int, timeout: float) -> None:
         self.barriers += 1
-        self._meet_at(_barrier(channel), timeout, f"barrier on channel {channel}")
+        self._meet_at(_barrier(channel), timeout, "a barrier")
 
     def agree(self, call: str, timeout: float) -> None:
         # Two descriptions in turn: who writes the next one but one has passed the next meeting,
@@ -207,28 +186,25 @@ class ShmMemory:
         """Store this rank's count of meetings (release), wait for that of each peer (acquire)."""
         self.check()
         self._epochs[line] = epoch = self._epochs[line] + 1
-        self._quick.tutti_store(self._control[self.rank] + line, epoch)
+        self.store(self._control[self.rank] + line, epoch)
         for peer in self._peers:
-            self.wait_for_peer(peer, line, epoch, timeout, what)
+            self.wait_for_peer(peer, self._control[peer] + line, epoch, timeout, what)
 
-    def progress(self, value: int) -> None:
-        """Tell the peers how far this rank has come in a collective (release)."""
-        self._quick.tutti_store(self._control[self.rank] + _PROGRESS, value)
+    def progress_address(self, rank: int) -> int:
+        """The word in which a rank tells how far it has come in a collective."""
+        return self._control[rank] + _PROGRESS
 
-    def wait_for_progress(self, peer: int, value: int, timeout: float, what: str) -> None:
-        """Wait until a peer has come so far (acquire)."""
-        self.wait_for_peer(peer, _PROGRESS, value, timeout, what)
-
-    def wait_for_peer(self, peer: int, line: int, value: int, timeout: float, what: str) -> None:
-        address = self._control[peer] + line
-        watched = self._segments[peer]
-        if self._core.tutti_wait_signal(address, value, min(timeout, _SLICE), watched) == 0:
+    def wait_for_peer(self, peer: int, address: int, value: int, timeout: float, what: str) -> None:
+        """Wait until a word that only `peer` writes has come so far (acquire)."""
+        first = _SLICE if timeout > _SLICE else timeout
+        if self._wait(address, value, first, self._segments[peer]) == 0:
             return
         try:
-            self._wait_on(address, value, [peer], timeout, f"rank {peer} in {what}")
-        except Exception as error:
+            # Whoever of all ranks has died, this meeting will not take place.
+            self._wait_on(address, value, self._peers, timeout, f"rank {peer} in {what}")
+        except BaseException as error:
             # Counts of meetings no longer agree between ranks: nothing collective can follow.
-            self._broken = str(error)
+            self._broken = f"{type(error).__name__}: {error}"
             raise
 
     def _wait_on(
@@ -237,24 +213,22 @@ class ShmMemory:
         """The slow part of a wait: in slices, looking between them whether the peers still live."""
         deadline = time.monotonic() + timeout - min(timeout, _SLICE)
         while True:
-            for peer in watched:
-                alive = self._core.tutti_segment_owner_lives(self._segments[peer])
-                left = self._quick.tutti_load(self._control[peer] + _LEFT)
-                if alive and not left:
-                    continue
-                # It may have come before the peer went.
-                if self._quick.tutti_load(address) >= value:
-                    return
-                raise PeerLeft(peer, what) if left else PeerDied(peer, what)
-            remaining = min(deadline - time.monotonic(), _SLICE)
+            # Death first: who has left may have done so because of it.
+            alive = self._core.tutti_segment_owner_lives
+            dead = [peer for peer in watched if not alive(self._segments[peer])]
+            left = [peer for peer in watched if self.load(self._control[peer] + _LEFT)]
+            if (dead or left) and self.load(address) < value:
+                died = [peer for peer in dead if peer not in left]
+                raise PeerDied(died[0], what) if died else PeerLeft(left[0], what)
+            remaining = min(deadline - time.monotonic(), _SLICE)  # 0 would mean for ever
             if remaining <= 0:
-                now = int(self._quick.tutti_load(address))
+                now = self.load(address)
                 if now >= value:
                     return
                 raise Timeout(
                     f"rank {self.rank} waited {timeout:g} s for {what}; its value is {now}"
                 )
-            if self._core.tutti_wait_signal(address, value, remaining, None) == 0:
+            if self._wait(address, value, remaining, None) == 0:
                 return
 
     def check(self) -> None:
@@ -302,13 +276,13 @@ class ShmMemory:
     # ---- Life ----
 
     def stats(self) -> dict[str, int]:
-        names = ("puts", "put_bytes", "gets", "get_bytes", "waits", "atomics", "barriers")
+        names = ("puts", "put_bytes", "gets", "get_bytes", "waits", "barriers")
         return {name: getattr(self, name) for name in names} | {
             "collectives": self._collectives.calls
         }
 
     def close(self) -> None:
-        self._quick.tutti_store(self._control[self.rank] + _LEFT, 1)
+        self.store(self._control[self.rank] + _LEFT, 1)
         # What is mapped goes when the last tensor that lies in it does.
         self._blocks.clear()
 
@@ -324,10 +298,3 @@ def available() -> tuple[bool, str]:
 
 def _barrier(channel: int) -> int:
     return _BARRIERS + LINE * channel
-
-
-def _plain(source: torch.Tensor) -> torch.Tensor:
-    """The same values in contiguous memory of this host."""
-    if source.is_cpu and source.is_contiguous():
-        return source
-    return source.detach().to("cpu").contiguous()

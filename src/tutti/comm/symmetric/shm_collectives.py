@@ -37,6 +37,8 @@ class ShmCollectives:
         self._core = core
         self._quick = quick
         self._peers = [rank for rank in range(memory.size) if rank != memory.rank]
+        self._words = [memory.progress_address(rank) for rank in range(memory.size)]
+        self._own_word = self._words[memory.rank]
         self._progress = 0  # the same on all ranks between collectives
         self._scratch = torch.empty(_ONE_SHOT_BYTES, dtype=torch.uint8)
         self.calls = 0
@@ -79,7 +81,7 @@ class ShmCollectives:
         """Every rank reads all ranks' values, in rank order, so that all get the same bits."""
         memory = self._memory
         bytes = local.numel() * local.itemsize
-        what = f"all_reduce {self.calls}"
+        what = "all_reduce"
         target = out.data_ptr()
         self._step(what, timeout)
         if out is local:  # peers still read it
@@ -101,7 +103,7 @@ class ShmCollectives:
         is done, and is overwritten only after that: in place is safe without further meetings.
         """
         memory, itemsize = self._memory, local.itemsize
-        what = f"all_reduce {self.calls}"
+        what = "all_reduce"
         chunk = _CHUNK_BYTES * memory.size // itemsize
         self._step(what, timeout)
         for start in range(0, local.numel(), chunk):
@@ -111,12 +113,11 @@ class ShmCollectives:
             at = (start + first) * itemsize
             parts = [memory.address(rank, source + at) for rank in range(memory.size)]
             self._reduce(memory.address(memory.rank, target + at), parts, last - first, codes)
-            self._progress += 1
-            memory.progress(self._progress)
+            self._tell()
             for peer in self._peers:
                 first, last = parts_of[peer]
                 at = target + (start + first) * itemsize
-                memory.wait_for_progress(peer, self._progress, timeout, what)
+                memory.wait_for_peer(peer, self._words[peer], self._progress, timeout, what)
                 self._core.tutti_put(
                     memory.address(memory.rank, at),
                     memory.address(peer, at),
@@ -135,7 +136,7 @@ class ShmCollectives:
         memory, itemsize = self._memory, tensor.itemsize
         size, rank = memory.size, memory.rank
         left, right = (rank - 1) % size, (rank + 1) % size
-        what = f"all_reduce {self.calls}"
+        what = "all_reduce"
         averaging = codes[1] == OPS.index("avg")
         if averaging:
             codes = (codes[0], OPS.index("sum"))
@@ -149,17 +150,16 @@ class ShmCollectives:
             mine = memory.address(rank, offset + first * itemsize)
             theirs = memory.address(left, offset + first * itemsize)
             # The left neighbour has finished its step before, which was on this piece.
-            memory.wait_for_progress(left, begun + step, timeout, what)
+            memory.wait_for_peer(left, self._words[left], begun + step, timeout, what)
             if lap < 0:
                 self._reduce(mine, [theirs, mine], last - first, codes)
                 if averaging and lap == -1:  # with this step the sum of the piece is complete
                     tensor.view(-1)[first:last].div_(size)
             else:
                 # The right neighbour has read the partial sum that is overwritten here.
-                memory.wait_for_progress(right, begun + lap + 1, timeout, what)
+                memory.wait_for_peer(right, self._words[right], begun + lap + 1, timeout, what)
                 self._core.tutti_put(mine, theirs, (last - first) * itemsize)
-            self._progress += 1
-            memory.progress(self._progress)
+            self._tell()
         self._step(what, timeout)
 
     def all_gather(
@@ -168,7 +168,7 @@ class ShmCollectives:
         """Everybody copies everybody's tensor."""
         self.calls += 1
         memory, bytes = self._memory, local.numel() * local.itemsize
-        what = f"all_gather {self.calls}"
+        what = "all_gather"
         self._step(what, timeout)
         # Each begins with itself and goes on to its neighbours, so that not all read one rank.
         for turn in range(memory.size):
@@ -182,7 +182,7 @@ class ShmCollectives:
         """Everybody reduces its own piece of all ranks' tensors."""
         self.calls += 1
         memory, bytes = self._memory, out.numel() * out.itemsize
-        what = f"reduce_scatter {self.calls}"
+        what = "reduce_scatter"
         codes = _codes(local.dtype, op)
         self._step(what, timeout)
         parts = [memory.address(rank, offset + memory.rank * bytes) for rank in range(memory.size)]
@@ -191,10 +191,15 @@ class ShmCollectives:
 
     def _step(self, what: str, timeout: float) -> None:
         """A meeting of all ranks."""
-        self._progress += 1
-        self._memory.progress(self._progress)
+        self._tell()
+        wait, words, progress = self._memory.wait_for_peer, self._words, self._progress
         for peer in self._peers:
-            self._memory.wait_for_progress(peer, self._progress, timeout, what)
+            wait(peer, words[peer], progress, timeout, what)
+
+    def _tell(self) -> None:
+        """This rank has come one step further (release)."""
+        self._progress += 1
+        self._memory.store(self._own_word, self._progress)
 
     def _reduce(self, target: int, parts: list[int], count: int, codes: tuple[int, int]) -> None:
         pointers = (ctypes.c_void_p * len(parts))(*parts)

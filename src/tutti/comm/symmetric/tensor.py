@@ -1,7 +1,7 @@
 """SymmetricTensor: a tensor that every rank has at the same place of the heap."""
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 import torch
 
@@ -24,18 +24,23 @@ class SymmetricTensor:
         self, heap: "Heap", memory: Memory, offset: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
         self.heap = heap
+        self.memory = memory
+        self.offset = offset
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self.count = self.shape.numel()
-        self.offset = offset
-        self.memory = memory
+        self.bytes = self.count * dtype.itemsize
         self._itemsize = dtype.itemsize
+        self._ranks = heap.size
+        self._slots = heap.signals
         self._views: list[torch.Tensor | None] = [None] * heap.size
         self.local = self.peer(heap.rank)
 
     def peer(self, rank: int) -> torch.Tensor:
         """A rank's tensor as a view, without a copy. Valid until the tensor is freed."""
-        view = self._views[self._rank(rank)]
+        if not 0 <= rank < self._ranks:
+            self._no_rank(rank)
+        view = self._views[rank]
         if view is None:
             view = self.memory.view(rank, self.offset, tuple(self.shape), self.dtype)
             self._views[rank] = view
@@ -43,7 +48,9 @@ class SymmetricTensor:
 
     def address(self, rank: int) -> int:
         """Where this process sees a rank's tensor: for compiled code."""
-        return self.memory.address(self._rank(rank), self.offset)
+        if not 0 <= rank < self._ranks:
+            self._no_rank(rank)
+        return self.memory.address(rank, self.offset)
 
     def put(self, src: torch.Tensor, to: int, at: int = 0) -> None:
         """Copy `src` into the tensor of rank `to`, from flat element `at` on.
@@ -51,8 +58,12 @@ class SymmetricTensor:
         The peer may read it after a signal or a barrier that follows. On CUDA: enqueued on the
         current stream.
         """
-        self._check(src, at)
-        self.memory.put(self._rank(to), self.offset + at * self._itemsize, src)
+        first, bytes = at * self._itemsize, src.nbytes
+        if src.dtype is not self.dtype or at < 0 or first + bytes > self.bytes:
+            self._does_not_fit(src, at)
+        if not 0 <= to < self._ranks:
+            self._no_rank(to)
+        self.memory.put(to, self.offset + first, src, bytes)
 
     def get(
         self, source: int, at: int = 0, count: int | None = None, out: torch.Tensor | None = None
@@ -62,13 +73,16 @@ class SymmetricTensor:
         Without `out` and `count` it has this tensor's shape, else it is flat.
         """
         if out is None:
-            shape = tuple(self.shape) if count is None and at == 0 else None
+            whole = count is None and at == 0
             count = self.count - at if count is None else count
-            out = torch.empty(
-                (count,) if shape is None else shape, dtype=self.dtype, device=self.local.device
-            )
-        self._check(out, at)
-        self.memory.get(self._rank(source), self.offset + at * self._itemsize, out)
+            shape = self.shape if whole else torch.Size((max(count, 0),))
+            out = torch.empty(shape, dtype=self.dtype, device=self.local.device)
+        first, bytes = at * self._itemsize, out.nbytes
+        if out.dtype is not self.dtype or at < 0 or first + bytes > self.bytes:
+            self._does_not_fit(out, at)
+        if not 0 <= source < self._ranks:
+            self._no_rank(source)
+        self.memory.get(source, self.offset + first, out, bytes)
         return out
 
     def put_signal(
@@ -84,14 +98,15 @@ class SymmetricTensor:
 
         The peer sees the value only after the bytes (release here, acquire in `heap.wait`).
         """
-        self._check(src, at)
+        first, bytes = at * self._itemsize, src.nbytes
+        if src.dtype is not self.dtype or at < 0 or first + bytes > self.bytes:
+            self._does_not_fit(src, at)
+        if not 0 <= to < self._ranks:
+            self._no_rank(to)
+        if not 0 <= slot < self._slots or (op != "set" and op != "add"):
+            self.heap.refuse_signal(slot, op)
         self.memory.put_signal(
-            self._rank(to),
-            self.offset + at * self._itemsize,
-            src,
-            self.heap.checked_slot(slot),
-            value,
-            self.heap.checked_op(op),
+            to, self.offset + first, src, bytes, slot, value, 1 if op == "add" else 0
         )
 
     def __enter__(self) -> "SymmetricTensor":
@@ -107,19 +122,15 @@ class SymmetricTensor:
         if error is None:
             self.heap.free(self)
 
-    def _end(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
+        """Refuse every use from now on; the heap has taken the memory back."""
         self.memory = cast(Memory, Gone(reason))
-        self._views = [None] * self.heap.size
+        self._views = [None] * self._ranks
 
-    def _rank(self, rank: int) -> int:
-        if 0 <= rank < self.heap.size:
-            return rank
-        raise UsageError(f"rank {rank}: the heap's ranks are 0 to {self.heap.size - 1}")
+    def _no_rank(self, rank: int) -> NoReturn:
+        raise UsageError(f"rank {rank}: the heap's ranks are 0 to {self._ranks - 1}")
 
-    def _check(self, other: torch.Tensor, at: int) -> None:
+    def _does_not_fit(self, other: torch.Tensor, at: int) -> NoReturn:
         if other.dtype is not self.dtype:
             raise UsageError(f"the tensor holds {self.dtype}, not {other.dtype}: convert it first")
-        if at < 0 or at + other.numel() > self.count:
-            raise UsageError(
-                f"{other.numel()} elements at {at} end beyond the tensor's {self.count}"
-            )
+        raise UsageError(f"{other.numel()} elements at {at} end beyond the tensor's {self.count}")

@@ -1,0 +1,212 @@
+"""Symmetric memory when ranks die, leave or are elsewhere: every wait ends, and says why."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.comm.shm import native
+from tutti.comm.symmetric import shm_segments
+from tutti.world.errors import UsageError
+from worlds import clean_environment
+
+# Ranks without tutti's launcher, which would end the world with its first dead rank.
+HEAD = """
+import os, signal, sys, time, torch, torch.distributed as dist
+from tutti.comm import symmetric
+from tutti.world.errors import UsageError
+rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+
+def caught(act):
+    try:
+        act()
+    except Exception as error:
+        print(type(error).__name__, getattr(error, "rank", "-"), error, flush=True)
+    else:
+        print("nothing raised", flush=True)
+"""
+
+
+def run_ranks(program: str, size: int, folder: Path, timeout: float = 60) -> list[tuple[int, str]]:
+    """Exit code and output of each rank."""
+    (folder / "program.py").write_text(HEAD + program)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, folder / "program.py", str(rank), str(size), folder],
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [(rank.returncode, out) for rank, out in zip(ranks, outputs, strict=True)]
+
+
+def test_a_peer_that_dies_or_leaves_ends_every_wait(tmp_path: Path) -> None:
+    program = """
+heap = symmetric.Heap(bytes=65536)
+other = symmetric.Heap(bytes=65536)
+t, c = heap.zeros(100_00), heap.counters(1)
+heap.barrier()
+if rank == 1:  # leaves one heap on an error, without the others
+    try:
+        with other:
+            raise ValueError
+    except ValueError:
+        pass
+if rank == 0:
+    caught(lambda: other.wait(0, source=1))
+    caught(other.barrier)
+heap.barrier()
+if rank == 2:
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+began = time.monotonic()
+caught([lambda: heap.wait(0, source=2), lambda: heap.wait(0)][rank])
+caught([lambda: c.wait(0, 1), lambda: symmetric.all_reduce(t)][rank])
+caught([heap.barrier, lambda: heap.empty(3)][rank])
+caught(heap.barrier)
+# What needs no peer still works, and so does what needs a living one.
+t.put(torch.ones(5), to=1 - rank)
+assert time.monotonic() - began < 10
+caught(heap.close)
+caught(lambda: heap.signal(0))
+os._exit(0)  # gloo would wait for the dead rank
+"""
+    (code0, out0), (code1, out1), (code2, _) = run_ranks(program, 3, tmp_path)
+    assert (code0, code1, code2) == (0, 0, -signal.SIGKILL), out0 + out1
+    lines0, lines1 = out0.splitlines(), out1.splitlines()
+    assert lines0[0].startswith("PeerLeft 1 rank 1 closed the heap while this rank waited for sig")
+    assert lines0[1].startswith("PeerLeft 1")
+    for line in (*lines0[2:5], *lines1[:2]):
+        assert line.startswith("PeerDied 2 rank 2 died while this rank waited for "), out0 + out1
+    assert "all_reduce" in lines1[1]
+    for line in (lines0[5], *lines1[2:5]):
+        assert line.startswith("UsageError - this heap is out of step since"), out0 + out1
+    assert lines0[7].startswith("UsageError - this heap is closed")
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    program = """
+if rank == 0:
+    caught(lambda: symmetric.Heap(bytes=4096, timeout=0.5))
+dist.barrier()
+group = dist.new_group([0, 1])
+heap = symmetric.Heap(group, bytes=4096, timeout=0.5)
+if rank == 0:
+    caught(heap.barrier)
+    caught(heap.barrier)
+dist.barrier()
+"""
+    (code0, out0), (code1, out1) = run_ranks(program, 2, tmp_path)
+    assert (code0, code1) == (0, 0), out0 + out1
+    first, second, third = out0.splitlines()
+    assert first.startswith("Timeout - symmetric.Heap: rank 0 waited 0.5 s for rank 1")
+    assert second.startswith("Timeout - rank 0 waited 0.5 s for rank 1 in a barrier")
+    assert third.startswith("UsageError - this heap is out of step")
+
+
+def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
+    program = """
+heap = symmetric.Heap(bytes=1 << 20)
+t = heap.zeros(1000)
+open(f"{folder}/ready{rank}", "w").close()
+heap.wait(timeout=50)
+"""
+    (tmp_path / "program.py").write_text(HEAD + program)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "program.py", str(rank), "2", tmp_path],
+            env=clean_environment(),
+        )
+        for rank in range(2)
+    ]
+    try:
+        deadline = time.monotonic() + 40
+        while len(list(tmp_path.glob("ready*"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        heaps = heap_files(*(rank.pid for rank in ranks))
+        assert len(heaps) == 2
+    finally:
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGKILL)
+            rank.wait()
+    everybody = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    assert not heaps & heap_files(*everybody)
+
+
+def heap_files(*pids: int) -> set[tuple[int, int]]:
+    """The heaps that processes hold open, as device and inode: other programs may have theirs."""
+    found = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                if "memfd:tutti-shm:heap" in str(link.readlink()):
+                    found.add((link.stat().st_dev, link.stat().st_ino))
+            except OSError:  # gone meanwhile, or another user's
+                continue
+    return found
+
+
+class ElsewhereMeeting:
+    """Rank 0's meeting with a rank 1 that is somewhere else."""
+
+    rank, size, number = 0, 2, 1
+
+    def __init__(self, boot: str) -> None:
+        self.boot = boot
+
+    def introduce(self, heap: list[int], failure: str | None, more: dict[str, Any]) -> list[Any]:
+        mine = {"heap": heap, "failure": failure, "host": "ox", "boot": "here", "pid": os.getpid()}
+        return [mine | more, mine | {"host": "owl", "boot": self.boot, "pid": 1, "fd": 99999}]
+
+    def tell(self, value: Any) -> list[Any]:
+        return [value, None]
+
+
+def test_ranks_on_different_hosts_are_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"rank 0 is on ox, rank 1 on owl: make a group per host"):
+        shm_segments.meet(ElsewhereMeeting("there"), native.core(), 4096, [1, 1])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"rank 0 cannot open the memory of rank 1 \(process 1 on"):
+        shm_segments.meet(ElsewhereMeeting("here"), native.core(), 4096, [1, 1])  # type: ignore[arg-type]
+
+
+def test_too_little_memory_says_how_much_is_needed() -> None:
+    class Alone(ElsewhereMeeting):
+        def introduce(self, *arguments: Any) -> list[Any]:
+            return super().introduce(*arguments)[:1]
+
+    with pytest.raises(UsageError, match=str(1 << 50)):
+        shm_segments.meet(Alone("here"), native.core(), 1 << 50, [1, 1])  # type: ignore[arg-type]
+
+
+def test_a_mapping_lives_as_long_as_a_tensor_in_it() -> None:
+    import torch
+
+    core = native.core()
+    segment = core.tutti_segment_create(b"test", 4096)
+    fd = core.tutti_segment_fd(segment)
+    block = shm_segments.mapped(core, segment, core.tutti_segment_base(segment), 4096)
+    tensor = torch.frombuffer(block, dtype=torch.float32)
+    assert ctypes.sizeof(block) == 4096
+    del block
+    tensor.fill_(3)
+    assert os.fstat(fd).st_size == 4096 and tensor.sum() == 3 * 1024
+    del tensor
+    with pytest.raises(OSError):
+        os.fstat(fd)
