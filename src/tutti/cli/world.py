@@ -33,11 +33,21 @@ class Show:
     """Write the rows to this file, too."""
     start_timeout: float = START_TIMEOUT
     """Seconds for all ranks to arrive."""
+    ledger: tuple[int, ...] | None = None
+    """Start nothing: show what the processes with these ids, or all of yours on this host, are
+    communicating and where they are in their code, however stuck they are."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Show, "tutti world", arguments)
+    if options.ledger is not None:
+        from tutti.cli.ledger import show_ledgers
+
+        rows = show_ledgers(options.ledger)
+        if options.json is not None:
+            write_json(options.json, "tutti.world.ledger/1", {"rows": rows})
+        return 0
     if options.ranks is not None and identify(os.environ).size == 1:
         return LocalWorld(
             command=[sys.executable, "-m", "tutti", "world", *arguments],

@@ -1,0 +1,410 @@
+// The shm backend as torch sees it: each method says which memory an operation reads and writes,
+// `issue` runs it in the calling thread or hands it to the group's worker.
+#pragma once
+
+#include <atomic>
+#include <functional>
+
+#include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+
+#include "work.h"
+
+namespace tutti {
+
+using Tensors = std::vector<at::Tensor>;
+using TensorLists = std::vector<Tensors>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+// Set in debug mode only: says where in the caller's code the current call is.
+inline std::atomic<std::function<std::string()>*> where_hook{nullptr};
+// Makes the backend of a part of a group, for ProcessGroup::splitGroup.
+using Maker = std::function<c10::intrusive_ptr<c10d::Backend>(
+    const c10::intrusive_ptr<c10d::Store>&, int rank, int size, std::chrono::milliseconds,
+    const std::string& name)>;
+inline Maker maker;
+
+constexpr int64_t kFlatBytes = 1 << 20;  // small tensors up to this sum travel as one
+
+class ShmBackend : public c10d::Backend {
+   public:
+    ShmBackend(tutti_group* group, int rank, int size, std::chrono::milliseconds timeout,
+               std::string name, std::vector<int64_t> global_ranks)
+        : Backend(rank, size),
+          group_(group),
+          timeout_(timeout),
+          name_(std::move(name)),
+          global_ranks_(std::move(global_ranks)),
+          pending_(std::make_shared<Pending>()),
+          finished_(c10::make_intrusive<Finished>()) {}
+
+    ~ShmBackend() override { close(false); }
+
+    tutti_group* group() const { return group_; }
+    const std::string getBackendName() const override { return "shm"; }
+    bool supportsCoalescing() const override { return true; }
+    bool supportsSplitting() const override { return maker != nullptr; }
+    void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+    void setSequenceNumberForGroup() override {}
+    uint64_t getSequenceNumberForGroup() override { return sequence_; }
+    c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
+
+    c10::intrusive_ptr<Options> getBackendOptions() override {
+        auto options = c10::make_intrusive<Options>("shm", timeout_);
+        options->group_name = name_;
+        options->global_ranks_in_group.assign(global_ranks_.begin(), global_ranks_.end());
+        return options;
+    }
+
+    c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                            const std::vector<int>& ranks,
+                                            const c10::intrusive_ptr<Options>& options) override {
+        auto place = std::find(ranks.begin(), ranks.end(), rank_);
+        if (place == ranks.end()) return nullptr;
+        return maker(store, static_cast<int>(place - ranks.begin()), static_cast<int>(ranks.size()),
+                     options->timeout, options->group_name);
+    }
+
+    void abort() override {
+        if (group_) core.group_abort(group_);
+    }
+
+    // Lets what is under way end first, as gloo does.
+    void shutdown() override { close(true); }
+
+    WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+        Call call(kAllReduce);
+        call.updates(only(tensors, call));
+        call.reduces(opts.reduceOp);
+        return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
+    WorkPtr allreduce_coalesced(Tensors& tensors,
+                                const c10d::AllreduceCoalescedOptions& opts) override {
+        if (fits_flat(tensors)) {
+            Call call(kAllReduce);
+            Tensors pieces;
+            at::Tensor flat;
+            {
+                at::AutoDispatchBelowADInplaceOrView raw;
+                for (auto& tensor : tensors) pieces.push_back(tensor.reshape({-1}));
+                flat = at::cat(pieces);
+                int64_t from = 0;
+                for (auto& tensor : tensors) {
+                    auto piece = flat.narrow(0, from, tensor.numel()).view(tensor.sizes());
+                    call.stand_ins.emplace_back(tensor, piece);
+                    from += tensor.numel();
+                }
+            }
+            call.updates(flat);
+            call.outputs.assign(tensors.begin(), tensors.end());
+            call.reduces(opts.reduceOp);
+            return issue(std::move(call), opts.asyncOp, opts.timeout);
+        }
+        return each(tensors.size(), opts.asyncOp, [&](size_t i) {
+            Tensors one{tensors[i]};
+            return allreduce(one, opts);
+        });
+    }
+
+    WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
+        Call call(kBroadcast);
+        call.root = checked_root(opts.rootRank, call);
+        auto& tensor = only(tensors, call);
+        if (rank_ == call.root)
+            call.reads(tensor), call.outputs.push_back(tensor);
+        else
+            call.writes(tensor);
+        return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
+    WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+        Call call(kReduce);
+        call.root = checked_root(opts.rootRank, call);
+        auto& tensor = only(tensors, call);
+        if (rank_ == call.root)
+            call.updates(tensor);
+        else
+            call.reads(tensor), call.outputs.push_back(tensor);
+        call.reduces(opts.reduceOp);
+        return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
+    WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                      const c10d::AllgatherOptions& opts) override {
+        Call call(kAllGather);
+        call.reads(only(inputs, call));
+        for (auto& output : only_list(outputs, call)) call.writes(output);
+        same(call.in_bytes[0], call.out_bytes[rank_], call);
+        return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
+    WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                            const c10d::AllgatherOptions& opts) override {
+        Call call(kAllGather);
+        call.reads(input);
+        call.writes_cut(output, size_);
+        same(call.in_bytes[0], call.out_bytes[rank_], call);
+        return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
+    WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                const c10d::AllgatherOptions& opts) override {
+        // One list per input here, unlike torch's documentation, as gloo has it.
+        return each(inputs.size(), opts.asyncOp, [&](size_t i) {
+            TensorLists list(1);
+            for (auto& outputs_of_rank : outputs) list[0].push_back(outputs_of_rank.at(i));
+            Tensors one{inputs[i]};
+            return allgather(list, one, opts);
+        });
+    }
+
+    WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                            const c10d::AllgatherOptions& opts) override {
+        pairs(outputs, inputs, kAllGather);
+        return each(inputs.size(), opts.asyncOp,
+                    [&](size_t i) { return _allgather_base(outputs[i], inputs[i], opts); });
+    }
+
+    WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                           const c10d::ReduceScatterOptions& opts) override {
+        Call call(kReduceScatter);
+        for (auto& input : only_list(inputs, call)) call.reads(input);
+        call.writes(only(outputs, call));
+        same(call.in_bytes[rank_], call.out_bytes[0], call);
+        call.reduces(opts.reduceOp);
+        return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
+    WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                 const c10d::ReduceScatterOptions& opts) override {
+        Call call(kReduceScatter);
+        call.reads_cut(input, size_);
+        call.writes(output);
+        same(call.in_bytes[rank_], call.out_bytes[0], call);
+        call.reduces(opts.reduceOp);
+        return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
+    WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                            const c10d::ReduceScatterOptions& opts) override {
+        pairs(outputs, inputs, kReduceScatter);
+        return each(inputs.size(), opts.asyncOp,
+                    [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs[i], opts); });
+    }
+
+    WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
+        Call call(kGather);
+        call.root = checked_root(opts.rootRank, call);
+        call.reads(only(inputs, call));
+        if (rank_ == call.root) {
+            for (auto& output : only_list(outputs, call)) call.writes(output);
+            same(call.in_bytes[0], call.out_bytes[rank_], call);
+        }
+        return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
+    WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                    const c10d::ScatterOptions& opts) override {
+        Call call(kScatter);
+        call.root = checked_root(opts.rootRank, call);
+        if (rank_ == call.root)
+            for (auto& input : only_list(inputs, call)) call.reads(input);
+        call.writes(only(outputs, call));
+        if (rank_ == call.root) same(call.in_bytes[rank_], call.out_bytes[0], call);
+        return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
+    WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
+        Call call(kAllToAll);
+        for (auto* list : {&outputs, &inputs})
+            TORCH_CHECK(static_cast<int>(list->size()) == size_, "shm all_to_all: ", list->size(),
+                        " tensors for ", size_, " ranks");
+        for (auto& input : inputs) call.reads(input);
+        for (auto& output : outputs) call.writes(output);
+        return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
+    WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_rows,
+                          std::vector<int64_t>& input_rows,
+                          const c10d::AllToAllOptions& opts) override {
+        Call call(kAllToAll);
+        call.reads_cut(input, size_, input_rows);
+        call.writes_cut(output, size_, output_rows);
+        return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
+    WorkPtr send(Tensors& tensors, int to, int tag) override {
+        Call call(kSend);
+        call.peer = to;
+        call.tag = static_cast<uint32_t>(tag);
+        call.reads(only(tensors, call));
+        call.dtype = TUTTI_BYTES;  // a message may be received as another dtype of the same size
+        return issue(std::move(call), true, c10d::kUnsetTimeout);
+    }
+
+    WorkPtr recv(Tensors& tensors, int from, int tag) override {
+        Call call(kRecv);
+        call.peer = from;
+        call.tag = static_cast<uint32_t>(tag);
+        call.writes(only(tensors, call));
+        call.dtype = TUTTI_BYTES;
+        return issue(std::move(call), true, c10d::kUnsetTimeout);
+    }
+
+    WorkPtr recvAnysource(Tensors& tensors, int tag) override { return recv(tensors, -1, tag); }
+
+    WorkPtr barrier(const c10d::BarrierOptions& opts) override {
+        return issue(Call(kBarrier), opts.asyncOp, opts.timeout);
+    }
+
+    void monitoredBarrier(const c10d::BarrierOptions& opts, bool) override {
+        issue(Call(kBarrier), false, opts.timeout);
+    }
+
+    void startCoalescing() override {
+        coalescing_ = true;
+        coalesced_.clear();
+    }
+
+    WorkPtr endCoalescing() override {
+        coalescing_ = false;
+        return together(std::exchange(coalesced_, {}));
+    }
+
+   protected:
+    void close(bool let_end) {
+        tutti_group* group = std::exchange(group_, nullptr);
+        if (!group) return;
+        if (let_end) pending_->wait_for_none();
+        core.group_close(group);
+    }
+
+   private:
+    tutti_group* group_;
+    std::chrono::milliseconds timeout_;
+    const std::string name_;
+    const std::vector<int64_t> global_ranks_;
+    std::shared_ptr<Pending> pending_;
+    c10::intrusive_ptr<Finished> finished_;
+    std::atomic<uint64_t> sequence_{0};
+    bool coalescing_ = false;
+    std::vector<WorkPtr> coalesced_;
+
+    WorkPtr issue(Call&& call, bool async, std::chrono::milliseconds timeout) {
+        if (C10_UNLIKELY(!group_))
+            throw Failure(TUTTI_CLOSED, c10::str("shm ", call.kind->name, ": group ", name_,
+                                                 " is closed: it was destroyed on this rank"));
+        if (auto* hook = where_hook.load(std::memory_order_acquire); C10_UNLIKELY(hook != nullptr))
+            call.where = (*hook)();
+        uint64_t sequence = ++sequence_;
+        auto given = timeout == c10d::kUnsetTimeout ? timeout_ : timeout;
+        double timeout_s = given.count() / 1000.0;
+        bool queued = async || coalescing_;
+        if (C10_LIKELY(!at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION)))
+            return queued ? submit(std::move(call), sequence, timeout_s, nullptr)
+                          : run(call, timeout_s);
+        return profiled(std::move(call), sequence, timeout_s, queued);
+    }
+
+    WorkPtr run(Call& call, double timeout_s) {
+        tutti_operation operation = call.operation();
+        int code = core.run(group_, &operation, timeout_s);
+        if (C10_UNLIKELY(code != TUTTI_OK)) throw Failure(code, core.error());
+        call.copy_back();
+        return finished_;
+    }
+
+    WorkPtr submit(Call&& call, uint64_t sequence, double timeout_s, const char* title) {
+        auto work =
+            c10::make_intrusive<ShmWork>(rank_, sequence, std::move(call), title, pending_);
+        work->begin(group_, timeout_s);
+        if (coalescing_) coalesced_.push_back(work);
+        return work;
+    }
+
+    // The same, under the names and with the metadata that traces of NCCL have.
+    WorkPtr profiled(Call&& call, uint64_t sequence, double timeout_s, bool queued) {
+        bool message = call.kind->code == TUTTI_SEND || call.kind->code == TUTTI_RECV;
+        int64_t start = global_ranks_.empty() ? 0 : global_ranks_.front();
+        int64_t stride = 1;
+        if (global_ranks_.size() > 1)
+            stride = (global_ranks_.back() - start) / (static_cast<int64_t>(size_) - 1);
+        RECORD_PARAM_COMMS_DATA(
+            std::make_tuple(static_cast<int64_t>(sequence), message),
+            std::make_tuple(pg_uid_.empty() ? name_ : pg_uid_, pg_desc_),
+            std::vector<at::Tensor>(call.inputs.begin(), call.inputs.end()), call.results(),
+            message ? call.peer : call.root, std::string(call.kind->name),
+            Call::elements(call.inputs), Call::elements(call.outputs), call.scalar,
+            std::vector<int64_t>(), std::vector<int64_t>(), static_cast<int>(start),
+            static_cast<int>(stride), size_);
+        const char* title = call.kind->title;
+        if (queued) return submit(std::move(call), sequence, timeout_s, title);
+        return run_titled(call, timeout_s);
+    }
+
+    WorkPtr run_titled(Call& call, double timeout_s) {
+        RECORD_FUNCTION(call.kind->title,
+                        std::vector<c10::IValue>(call.inputs.begin(), call.inputs.end()));
+        return run(call, timeout_s);
+    }
+
+    template <class One>
+    WorkPtr each(size_t count, bool async, One one) {
+        std::vector<WorkPtr> works;
+        for (size_t i = 0; i < count; ++i) works.push_back(one(i));
+        if (!async && !coalescing_) return finished_;
+        return together(std::move(works));
+    }
+
+    WorkPtr together(std::vector<WorkPtr> works) {
+        auto all = c10::make_intrusive<Together>(rank_, std::move(works));
+        all->begin();
+        return all;
+    }
+
+    const at::Tensor& only(const Tensors& tensors, const Call& call) const {
+        TORCH_CHECK(tensors.size() == 1, "shm ", call.kind->name, " takes one tensor, got ",
+                    tensors.size());
+        return tensors[0];
+    }
+
+    const Tensors& only_list(const TensorLists& lists, const Call& call) const {
+        TORCH_CHECK(lists.size() == 1, "shm ", call.kind->name, " takes one list of tensors, got ",
+                    lists.size());
+        TORCH_CHECK(static_cast<int>(lists[0].size()) == size_, "shm ", call.kind->name, ": ",
+                    lists[0].size(), " tensors for ", size_, " ranks");
+        return lists[0];
+    }
+
+    int32_t checked_root(int64_t root, const Call& call) const {
+        TORCH_CHECK(0 <= root && root < size_, "shm ", call.kind->name, ": root ", root,
+                    " is not a rank of a group of ", size_);
+        return static_cast<int32_t>(root);
+    }
+
+    void same(uint64_t mine, uint64_t place, const Call& call) const {
+        TORCH_CHECK(mine == place, "shm ", call.kind->name, ": rank ", rank_, " has ", mine,
+                    " bytes for a place of ", place);
+    }
+
+    static void pairs(const Tensors& outputs, const Tensors& inputs, const Kind& kind) {
+        TORCH_CHECK(outputs.size() == inputs.size(), "shm ", kind.name, ": ", inputs.size(),
+                    " inputs, ", outputs.size(), " outputs");
+    }
+
+    static bool fits_flat(const Tensors& tensors) {
+        if (tensors.size() < 2) return false;
+        int64_t bytes = 0;
+        for (auto& tensor : tensors) {
+            if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided ||
+                tensor.scalar_type() != tensors[0].scalar_type())
+                return false;
+            bytes += tensor.nbytes();
+        }
+        return bytes <= kFlatBytes;
+    }
+};
+
+}  // namespace tutti

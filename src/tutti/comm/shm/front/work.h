@@ -1,0 +1,222 @@
+// What an asynchronous operation returns. It keeps the tensors alive until the core is done with
+// them, whether or not the caller keeps it.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+
+#include <ATen/core/ivalue.h>
+
+#include "call.h"
+
+namespace tutti {
+
+// How many operations of a group are still under way: closing waits for zero.
+class Pending {
+   public:
+    void add() {
+        std::lock_guard<std::mutex> hold(mutex_);
+        ++count_;
+    }
+    void remove() {
+        std::lock_guard<std::mutex> hold(mutex_);
+        if (--count_ == 0) none_.notify_all();
+    }
+    void wait_for_none() {
+        std::unique_lock<std::mutex> hold(mutex_);
+        none_.wait(hold, [&] { return count_ == 0; });
+    }
+
+   private:
+    std::mutex mutex_;
+    std::condition_variable none_;
+    int64_t count_ = 0;
+};
+
+// The part that one operation and several coalesced ones share: a future made only when asked for,
+// since most callers never do.
+class FutureWork : public c10d::Work {
+   public:
+    using c10d::Work::Work;
+
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+        std::unique_lock<std::mutex> hold(future_mutex_);
+        if (!future_) {
+            future_ = c10::make_intrusive<c10::ivalue::Future>(
+                c10::ListType::create(c10::TensorType::get()));
+            if (over_) {
+                hold.unlock();
+                complete(future_);
+            }
+        }
+        return future_;
+    }
+
+    uint64_t getSequencenumber() const override { return sequence_; }
+
+   protected:
+    uint64_t sequence_ = 0;
+
+    void settle(std::exception_ptr error) {
+        error_ = error;
+        finish(error);
+        c10::intrusive_ptr<c10::ivalue::Future> future;
+        {
+            std::lock_guard<std::mutex> hold(future_mutex_);
+            over_ = true;
+            future = future_;
+        }
+        if (future) complete(future);
+    }
+
+   private:
+    std::mutex future_mutex_;
+    bool over_ = false;
+    std::exception_ptr error_;
+    c10::intrusive_ptr<c10::ivalue::Future> future_;
+
+    void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
+        if (error_)
+            future->setError(error_);
+        else
+            future->markCompleted(c10::IValue(result()));
+    }
+};
+
+class ShmWork : public FutureWork {
+   public:
+    ShmWork(int rank, uint64_t sequence, Call&& call, const char* title,
+            std::shared_ptr<Pending> pending)
+        : FutureWork(rank, call.kind->type, title, call_inputs(call, title)),
+          call_(std::move(call)),
+          pending_(std::move(pending)) {
+        sequence_ = sequence;
+    }
+
+    ~ShmWork() override {
+        if (handle_) core.work_free(handle_);
+    }
+
+    void begin(tutti_group* group, double timeout_s) {
+        tutti_operation operation = call_.operation();
+        pending_->add();
+        // The core's side of the operation owns one reference, given back in `done`.
+        auto self = c10::intrusive_ptr<ShmWork>::unsafe_reclaim_from_nonowning(this);
+        ShmWork* argument = self.release();
+        handle_ = core.submit(group, &operation, timeout_s, &ShmWork::done, argument);
+        if (!handle_) {
+            Failure failure(core.error_code(), core.error());
+            pending_->remove();
+            c10::intrusive_ptr<ShmWork>::reclaim(argument);
+            throw failure;
+        }
+    }
+
+    bool wait(std::chrono::milliseconds timeout) override {
+        if (!isCompleted()) {
+            double seconds = timeout == kNoTimeout ? -1.0 : timeout.count() / 1000.0;
+            int code = core.work_wait(handle_, seconds);
+            if (code != TUTTI_OK && !core.work_is_done(handle_)) throw Failure(code, core.error());
+        }
+        std::unique_lock<std::mutex> hold(mutex_);
+        cv_.wait(hold, [&] { return completed_; });  // `done` may still copy results back
+        if (exception_) std::rethrow_exception(exception_);
+        return true;
+    }
+
+    std::vector<at::Tensor> result() override { return call_.results(); }
+
+    int sourceRank() const override { return core.work_source(handle_); }
+
+   private:
+    Call call_;
+    std::shared_ptr<Pending> pending_;
+    tutti_work* handle_ = nullptr;
+
+    static std::optional<std::vector<at::Tensor>> call_inputs(const Call& call, const char* title) {
+        if (!title) return std::nullopt;
+        return std::vector<at::Tensor>(call.inputs.begin(), call.inputs.end());
+    }
+
+    static void done(void* argument, int code, const char* text) {
+        auto self = c10::intrusive_ptr<ShmWork>::reclaim(static_cast<ShmWork*>(argument));
+        std::exception_ptr error;
+        if (code != TUTTI_OK) {
+            error = std::make_exception_ptr(Failure(code, text ? text : ""));
+        } else {
+            try {
+                self->call_.copy_back();
+            } catch (...) {
+                error = std::current_exception();
+            }
+        }
+        std::shared_ptr<Pending> pending = self->pending_;
+        self->settle(error);
+        self.reset();
+        pending->remove();
+    }
+};
+
+// Several operations as one: over when all are. Operations of a group end in the order of their
+// calls except messages, so all are waited for.
+class Together : public FutureWork {
+   public:
+    Together(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts)
+        : FutureWork(rank, c10d::OpType::COALESCED), parts_(std::move(parts)) {}
+
+    void begin() {
+        left_ = parts_.size();
+        if (parts_.empty()) return settle(nullptr);
+        for (auto& part : parts_) {
+            // The callback keeps this alive; the part's future drops it once completed.
+            auto self = c10::intrusive_ptr<Together>::unsafe_reclaim_from_nonowning(this);
+            part->getFuture()->addCallback([self](c10::ivalue::Future& future) {
+                self->one_less(future.hasError() ? future.exception_ptr() : nullptr);
+            });
+        }
+    }
+
+    bool wait(std::chrono::milliseconds timeout) override {
+        for (auto& part : parts_) part->wait(timeout);
+        std::unique_lock<std::mutex> hold(mutex_);
+        cv_.wait(hold, [&] { return completed_; });
+        if (exception_) std::rethrow_exception(exception_);
+        return true;
+    }
+
+    std::vector<at::Tensor> result() override {
+        std::vector<at::Tensor> all;
+        for (auto& part : parts_)
+            for (auto& tensor : part->result()) all.push_back(tensor);
+        return all;
+    }
+
+   private:
+    std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
+    std::mutex count_mutex_;
+    size_t left_ = 0;
+    std::exception_ptr first_error_;
+
+    void one_less(std::exception_ptr error) {
+        bool last;
+        {
+            std::lock_guard<std::mutex> hold(count_mutex_);
+            if (error && !first_error_) first_error_ = error;
+            last = --left_ == 0;
+        }
+        if (last) settle(first_error_);
+    }
+};
+
+// What a finished synchronous operation returns; one object serves all.
+class Finished : public FutureWork {
+   public:
+    Finished() { settle(nullptr); }
+    bool isCompleted() override { return true; }
+    bool isSuccess() const override { return true; }
+    bool wait(std::chrono::milliseconds) override { return true; }
+    std::vector<at::Tensor> result() override { return {}; }
+};
+
+}  // namespace tutti

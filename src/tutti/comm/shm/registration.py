@@ -1,0 +1,173 @@
+"""`shm` as a torch.distributed backend: `init_process_group("shm")`, `"cpu:shm,cuda:nccl"`.
+
+Where the package is installed, torch finds this through the entry point group "torch.backends";
+otherwise `tutti.comm.shm.register()` does the same by hand. Nothing is loaded before the first
+group is made.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class ShmOptions:
+    """What `pg_options=` may say to a group of the shm backend."""
+
+    front: Literal["auto", "compiled", "plain"] = "auto"
+    staging_bytes: int = 0  # shared memory for bytes on their way, per rank; 0: the core's choice
+    # For tests of several hosts on one machine: whether a peer's memory is in reach.
+    can_open: Callable[[dict[str, Any]], bool] | None = None
+
+
+def register() -> None:
+    """Make the backend `shm` known to torch. Safe to call again."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or hasattr(dist.Backend, "SHM"):
+        return
+    dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+
+
+def autoload() -> None:
+    """What torch calls at the end of `import torch`; an error there would break every program."""
+    try:
+        register()
+    except Exception as error:
+        warnings.warn(f"the shm backend is not registered: {error!r}", stacklevel=2)
+
+
+def available() -> tuple[bool, str]:
+    """Whether the backend can be used here, and how or why not."""
+    if sys.platform != "linux":
+        return False, f"shm needs Linux's memfd and /proc, this is {sys.platform}"
+    from tutti.comm.shm import native
+
+    try:
+        core = native.core()
+    except native.CoreMissing as error:
+        return False, str(error)
+    if not os.path.isdir("/proc/self/fd"):
+        return False, "shm needs /proc to open the memory of other ranks, it is not mounted"
+    from tutti.comm.shm.compiled import compiled_front
+
+    return True, f"{compiled_front()[1]}, {core.tutti_vector_code().decode()} kernels"
+
+
+def native_group(group: "dist.ProcessGroup | None" = None) -> int | None:
+    """Address of the core's group behind a process group; None where shm does not serve it alone.
+
+    A group over several hosts has one per host, whose ranks are not the group's: also None.
+    """
+    import torch
+    import torch.distributed as dist
+
+    given: Any = dist.group.WORLD if group is None else group
+    if not hasattr(given, "native_group"):
+        try:
+            given = given._get_backend(torch.device("cpu"))
+        except RuntimeError:
+            return None
+    given = getattr(given, "wrapped_pg", given)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends
+    if getattr(given, "hosts", 1) > 1:
+        return None
+    return getattr(given, "native_group", None) or None
+
+
+def set_where(where: Callable[[], str] | None) -> None:
+    """Let errors say where in its code each rank made the call; None: no longer (it costs time)."""
+    from tutti.comm.shm import call
+    from tutti.comm.shm.compiled import compiled_front
+
+    call.where = where
+    module = compiled_front()[0]
+    if module is not None:
+        module.set_where(where)
+
+
+def _create(options: Any, given: Any) -> Any:
+    """What torch calls for every new group that has an shm part."""
+    # In "cpu:shm,cuda:nccl" the options given are NCCL's.
+    mine = given if isinstance(given, ShmOptions) else ShmOptions()
+    ranks = list(options.global_ranks_in_group)
+    seconds = options.timeout.total_seconds()
+    return make(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        timedelta(seconds=seconds),
+        options.group_id,
+        ranks,
+        mine,
+    )
+
+
+def make(
+    store: "dist.Store",
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    name: str,
+    ranks: list[int] | None = None,
+    options: ShmOptions = ShmOptions(),
+) -> Any:
+    """A c10d backend, or a process group written in Python where there is no compiled front."""
+    from tutti.comm import place
+    from tutti.comm.shm import native
+    from tutti.comm.shm.hierarchy import HierarchicalGroup
+    from tutti.comm.shm.meeting import meet, shares_memory
+
+    native.core()  # missing: say so before anyone waits for this rank
+    place.add_sink(_note_place)
+    place.start_noting_places()
+    meeting = meet(
+        store,
+        rank,
+        size,
+        name,
+        timeout.total_seconds(),
+        staging_bytes=options.staging_bytes,
+        can_open=options.can_open or shares_memory,
+    )
+    if len(meeting.hosts) == 1:
+        return _front(meeting.group, store, rank, size, timeout, name, ranks or [], options)
+    own, count = meeting.neighbours.index(rank), len(meeting.neighbours)
+    world = [ranks[each] for each in meeting.neighbours] if ranks else list(meeting.neighbours)
+    local = _front(meeting.group, store, own, count, timeout, name, world, options)
+    return HierarchicalGroup(meeting, local, store, name, timeout)
+
+
+def _note_place(text: str) -> None:
+    from tutti.comm.shm import native
+
+    native.core_holding_gil().tutti_note_place(text.encode())
+
+
+def _front(
+    group: int,
+    store: "dist.Store",
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    name: str,
+    ranks: list[int],
+    options: ShmOptions,
+) -> Any:
+    from tutti.comm.shm.compiled import compiled_front
+    from tutti.comm.shm.plain import PlainGroup
+    from tutti.world.errors import UsageError
+
+    module, reason = compiled_front()
+    if options.front == "compiled" and module is None:
+        raise UsageError(f"front='compiled': {reason}")
+    if module is None or options.front == "plain":
+        return PlainGroup(group, store, rank, size, name, timeout)
+    module.set_maker(make)
+    return module.ShmBackend(group, rank, size, timeout, name, ranks)

@@ -1,0 +1,113 @@
+"""Given debug mode, when ranks call different things, then all learn of it and nothing is sent."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tutti import comm
+from tutti.comm import agreement
+from tutti.world.errors import RanksDiffer
+from tutti.world.world import World
+from worlds import in_world
+
+
+def _differs(call: Callable[[], object]) -> str:
+    with pytest.raises(RanksDiffer) as caught:
+        call()
+    return str(caught.value)
+
+
+def _compare(world: World) -> dict[str, str]:
+    first = world.rank == 0
+    comm.debug(True)
+    told = {}
+    shape = 4 if first else 5
+    told["shape"] = _differs(lambda: comm.all_reduce(torch.ones(shape)))
+    dtype = torch.float32 if first else torch.float64
+    told["dtype"] = _differs(lambda: comm.all_gather(torch.ones(3, dtype=dtype)))
+    told["op"] = _differs(lambda: comm.all_reduce(torch.ones(3), "sum" if first else "mean"))
+    told["root"] = _differs(lambda: comm.broadcast(torch.ones(3), 0 if first else 1))
+    call = comm.all_reduce if first else comm.all_gather
+    told["kind"] = _differs(lambda: call(torch.ones(3)))
+    told["barrier"] = _differs(lambda: comm.barrier() if first else comm.all_reduce(torch.ones(1)))
+    ins = [1] * world.size
+    outs = [1] * (world.size - 1) + [2 if world.rank == 1 else 1]
+    rows = torch.ones(world.size, 2)
+    told["splits"] = _differs(lambda: comm.all_to_all(rows, in_splits=ins, out_splits=outs))
+    # Nothing was sent by all this: what follows is right.
+    tensor = torch.ones(3)
+    comm.all_reduce(tensor)
+    assert tensor.tolist() == [world.size] * 3
+    comm.all_to_all(rows, in_splits=ins, out_splits=ins)
+    pair = dist.new_group([0, 1])
+    if world.rank < 2:
+        told["group"] = _differs(lambda: comm.broadcast(torch.ones(1), world.rank, group=pair))
+        comm.all_reduce(tensor, group=pair)
+    store = dist.distributed_c10d._get_default_store()
+    kept = [n for n in range(1, 9) if store.check([f"default_pg/tutti/agree/{n}/0"])]
+    assert len(kept) <= 1
+    comm.debug(False)
+    if first:
+        comm.all_reduce(tensor, wait=False)
+        comm.barrier()
+    else:
+        comm.all_reduce(tensor)
+        comm.barrier(wait=False).wait()
+    return told
+
+
+def test_a_difference_names_the_ranks_both_calls_and_both_lines() -> None:
+    everyone = in_world(_compare, 3)
+    assert everyone[1] == everyone[0] and "group" not in everyone[2]
+    told = everyone[0]
+    here = "test_agreement.py:"
+    assert "rank 0: all_reduce of [4] float32, sum at " in told["shape"]
+    assert "ranks 1, 2: all_reduce of [5] float32, sum at " in told["shape"]
+    assert told["shape"].count(here) == 2 and told["shape"].count(" in <lambda>") == 2
+    assert "rank 0: all_gather of [3] float32 at" in told["dtype"]
+    assert "ranks 1, 2: all_gather of [3] float64 at" in told["dtype"]
+    assert "float32, sum at" in told["op"] and "float32, mean at" in told["op"]
+    assert "rank 0: broadcast of [3] float32, root 0" in told["root"]
+    assert "rank 0: all_reduce of [3] float32, sum" in told["kind"]
+    assert "ranks 1, 2: all_gather of [3] float32" in told["kind"]
+    assert "rank 0: barrier at" in told["barrier"]
+    assert "rank 2 sends 2 elements to rank 1" in told["splits"]
+    assert "which expects 4 (out_splits at" in told["splits"]
+    assert "ranks of group group-1 call different" in told["group"]
+
+
+def _absent(world: World) -> str:
+    comm.barrier()
+    comm.debug(True, timeout=3)
+    if world.rank == 1:
+        _elsewhere()
+        return ""
+    with pytest.raises(comm.CollectiveTimeout) as caught:
+        comm.all_reduce(torch.ones(2))
+    return str(caught.value)
+
+
+def _elsewhere() -> None:
+    import time
+
+    time.sleep(5)
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_place() -> None:
+    text = in_world(_absent, 2)[0]
+    assert text.startswith("all_reduce of [2] float32, sum of group default, at ")
+    assert "waits for others to compare with, 3 s by now: rank 1 has not come (pid " in text
+    assert "last barrier 1, done " in text and " in _elsewhere, seen " in text
+    assert "Is comm.debug(True) set there, too?" in text
+
+
+def test_debug_is_off_until_asked_for() -> None:
+    warnings.simplefilter("error")
+    assert not agreement.enabled
+    comm.debug(True)
+    assert agreement.enabled
+    comm.debug(False)
+    assert not agreement.enabled

@@ -1,0 +1,343 @@
+"""Given ranks with known tensors, when they call a collective, then all hold the exact result."""
+
+import json
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tutti import comm
+from tutti.world.errors import UsageError
+from tutti.world.world import World
+from worlds import in_world
+
+_FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+_INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+_SIZES = [0, 1, 3, 7, 8, 9, 1025]
+_ARITHMETIC = ["sum", "product", "min", "max"]
+_BITWISE = ["band", "bor", "bxor"]
+
+
+def _values(
+    rank: int, count: int, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Small whole numbers: every dtype holds them, and no order of summation changes the sum."""
+    numbers = torch.arange(count, dtype=torch.int64, device=device) * 7 + rank * 3 + seed
+    if dtype == torch.bool:
+        return numbers % 3 == 0
+    values = (numbers % 3 + 1).to(dtype)
+    return values * (1 + 2j) if dtype.is_complex else values
+
+
+def _expected(op: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    stacked = torch.stack(parts)
+    if stacked.dtype == torch.bool:
+        if op in ("sum", "max", "bor"):
+            return stacked.any(0)
+        if op in ("product", "min", "band"):
+            return stacked.all(0)
+        return stacked.sum(0) % 2 == 1
+    result = {
+        "sum": lambda: stacked.sum(0),
+        "mean": lambda: stacked.sum(0) / len(parts),
+        "product": lambda: stacked.prod(0),
+        "min": lambda: stacked.amin(0),
+        "max": lambda: stacked.amax(0),
+    }
+    if op in result:
+        return result[op]().to(stacked.dtype)
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = {"band": total & part, "bor": total | part, "bxor": total ^ part}[op]
+    return total
+
+
+def _same(seen: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    assert seen.dtype == expected.dtype and seen.shape == expected.shape, (what, seen, expected)
+    assert torch.equal(seen, expected), (what, seen, expected)
+
+
+def _every_reduction(world: World) -> None:
+    cases = [(dtype, op) for dtype in _FLOATS for op in [*_ARITHMETIC, "mean"]]
+    cases += [(dtype, op) for dtype in _INTEGERS for op in [*_ARITHMETIC, *_BITWISE]]
+    cases += [(torch.bool, op) for op in [*_ARITHMETIC, *_BITWISE]]
+    cases += [(torch.complex64, "sum"), (torch.complex64, "mean")]
+    for number, (dtype, op) in enumerate(cases):
+        count = _SIZES[number % len(_SIZES)]
+        parts = [_values(rank, count, dtype, 0, world.device) for rank in range(world.size)]
+        mine, expected, what = parts[world.rank], _expected(op, parts), (dtype, op, count)
+
+        in_place = mine.clone()
+        assert comm.all_reduce(in_place, op) is in_place
+        _same(in_place, expected, ("all_reduce", what))
+
+        out = torch.empty_like(mine)
+        assert comm.all_reduce(mine, op, out=out) is out
+        _same(out, expected, ("all_reduce out", what))
+        _same(mine, parts[world.rank], ("all_reduce out keeps its input", what))
+
+        root = number % world.size
+        tensor = mine.clone()
+        reduced = comm.reduce(tensor, root, op)
+        assert (reduced is tensor) if world.rank == root else (reduced is None)
+        _same(tensor, expected if world.rank == root else mine, ("reduce", what))
+
+        whole = [torch.cat([part] * world.size) for part in parts]
+        _same(comm.reduce_scatter(whole[world.rank], op), expected, ("reduce_scatter", what))
+
+
+def _every_move(world: World) -> None:
+    dtypes = [*_FLOATS, *_INTEGERS, torch.bool, torch.complex64, torch.complex128]
+    dtypes += [torch.uint16, torch.float8_e4m3fn]
+    for number, dtype in enumerate(dtypes):
+        raw = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
+        count = _SIZES[number % len(_SIZES)]
+        root = number % world.size
+
+        def part(rank: int, seed: int = 0, count: int = count, raw: Any = raw, dtype: Any = dtype):
+            return _values(rank, count, raw, seed, world.device).view(dtype)
+
+        def same(seen: torch.Tensor, expected: list[torch.Tensor], what: str, raw: Any = raw):
+            _same(seen.view(raw), torch.cat([each.view(raw) for each in expected]), (what, raw))
+
+        everybody = [part(rank) for rank in range(world.size)]
+        mine = everybody[world.rank]
+        tensor = mine.clone()
+        assert comm.broadcast(tensor, root) is tensor
+        same(tensor, [everybody[root]], "broadcast")
+        same(comm.broadcast(mine, root, out=torch.empty_like(mine)), [everybody[root]], "out")
+        same(comm.all_gather(mine), everybody, "all_gather")
+        gathered = comm.gather(mine, root)
+        if world.rank == root:
+            same(gathered, everybody, "gather")
+        else:
+            assert gathered is None
+        whole = torch.cat([each.view(raw) for each in everybody]).view(dtype)
+        if world.rank == root:
+            same(comm.scatter(whole, root), [mine], "scatter")
+        else:
+            same(comm.scatter(root=root, out=torch.empty_like(mine)), [mine], "scatter")
+        mixed = torch.cat([part(world.rank, to).view(raw) for to in range(world.size)])
+        swapped = comm.all_to_all(mixed.view(dtype))
+        same(swapped, [part(rank, world.rank) for rank in range(world.size)], "all_to_all")
+
+
+def _uneven(world: World) -> None:
+    size, rank = world.size, world.rank
+    for dtype in (torch.float32, torch.int16):
+        # Rank r sends r + q rows to rank q.
+        ins = [rank + to for to in range(size)]
+        tensor = torch.stack(
+            [torch.full((2,), rank * 10 + to) for to in range(size) for _ in range(rank + to)]
+            or [torch.zeros(2)]
+        )[: sum(ins)].to(dtype)
+        expected = [
+            [source * 10 + rank] * 2 for source in range(size) for _ in range(source + rank)
+        ]
+        told = comm.all_to_all(tensor, in_splits=ins, out_splits=[s + rank for s in range(size)])
+        asked = comm.all_to_all(tensor, in_splits=ins)
+        assert told.tolist() == asked.tolist() == expected
+        rows = comm.all_gather_uneven(torch.full((rank, 2), rank, dtype=dtype))
+        assert [row.tolist() for row in rows] == [[[r, r]] * r for r in range(size)]
+
+
+def _with_gaps(world: World) -> None:
+    size, rank = world.size, world.rank
+    matrix = torch.full((4, 3), float(rank))
+    comm.all_reduce(matrix[:, 1])
+    comm.all_reduce(matrix[:, 2], "mean")
+    total = sum(range(size))
+    assert matrix.tolist() == [[rank, total, total / size]] * 4
+    out = torch.zeros(2 * size, 2)
+    comm.all_gather(torch.full((2, 2), rank + 1.0).t()[:, 0], out=out[:, 1])
+    assert out[:, 1].tolist() == [float(r + 1) for r in range(size) for _ in range(2)]
+    assert not out[:, 0].any()
+    received = torch.zeros(3, 2, dtype=torch.int16)
+    comm.broadcast(received[:, 0] if rank else torch.full((3,), 7, dtype=torch.int16))
+    assert rank == 0 or received.tolist() == [[7, 0]] * 3
+    # A scalar, and a parameter that wants a gradient.
+    assert comm.all_gather(torch.tensor(rank)).tolist() == list(range(size))
+    parameter = torch.nn.Parameter(torch.full((2, 2), float(rank)).t())
+    comm.all_reduce(parameter, "mean")
+    assert parameter.tolist() == [[total / size] * 2] * 2
+
+
+def _messages(world: World) -> None:
+    size, rank = world.size, world.rank
+    if size == 1:
+        return
+    after, before = (rank + 1) % size, (rank - 1) % size
+    outgoing = comm.send(torch.full((5,), rank, dtype=torch.int16), after, wait=False)
+    incoming = torch.zeros(5, dtype=torch.int16)
+    assert comm.recv(incoming, before) is incoming
+    outgoing.wait()
+    assert incoming.tolist() == [before] * 5
+    if rank == 1:  # tags tell messages apart, whatever the order
+        handles = [comm.send(torch.tensor([tag]), 0, tag=tag, wait=False) for tag in (1, 2)]
+        _ = [handle.wait() for handle in handles]
+    if rank == 0:
+        second, first = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        comm.recv(second, 1, tag=2)
+        comm.recv(first, 1, tag=1)
+        assert (first.item(), second.item()) == (1, 2)
+        handle = comm.recv(first, None, tag=3, wait=False)
+        assert handle.source == 1 and handle.wait().item() == 3
+    if rank == 1:
+        comm.send(torch.tensor([3]), 0, tag=3)
+
+
+def _subgroups(world: World) -> None:
+    pairs = [[rank for rank in range(world.size) if rank % 2 == parity] for parity in (0, 1)]
+    groups = [dist.new_group(ranks) for ranks in pairs if ranks]
+    mine = groups[world.rank % 2]
+    ranks = pairs[world.rank % 2]
+    assert comm.all_reduce(torch.tensor([world.rank]), group=mine).item() == sum(ranks)
+    # root is a rank in the group: its last one.
+    last = len(ranks) - 1
+    tensor = torch.tensor([world.rank])
+    comm.broadcast(tensor, last, group=mine)
+    assert tensor.item() == ranks[last]
+    gathered = comm.gather(torch.tensor([world.rank]), last, group=mine)
+    assert (gathered is not None) == (world.rank == ranks[last])
+    assert gathered is None or gathered.tolist() == ranks
+    comm.barrier(group=mine)
+
+
+def _handles(world: World) -> None:
+    tensors = [torch.full((n + 1,), float(world.rank)) for n in range(20)]
+    handles = [comm.all_reduce(tensor, "mean", wait=False) for tensor in tensors]
+    mean = sum(range(world.size)) / world.size
+    for tensor, handle in zip(reversed(tensors), reversed(handles), strict=True):
+        assert handle.wait() is tensor and handle.wait() is tensor  # twice is once
+        assert handle.is_done() and handle.result is tensor
+        assert tensor.tolist() == [mean] * len(tensor)
+    handle = comm.barrier(wait=False)
+    assert handle.wait() is None
+    with pytest.raises(UsageError, match="is for CUDA tensors"):
+        handle.event()
+    # Only a wait fills a column: a dropped handle says so.
+    with pytest.warns(ResourceWarning, match="dropped without a wait"):
+        handle = comm.all_reduce(torch.ones(2, 2)[:, 0], wait=False)
+        handle.work.wait()
+        del handle
+
+
+def _mistakes(world: World) -> None:
+    def refused(words: str, call: Callable[[], object]) -> None:
+        with pytest.raises(UsageError, match=words):
+            call()
+
+    ints, floats = torch.ones(2, dtype=torch.int64), torch.ones(2)
+    beyond = f"root={world.size}: group default has ranks 0 to {world.size - 1}"
+    refused(beyond, lambda: comm.broadcast(ints, world.size))
+    refused("op='average' is no reduction", lambda: comm.all_reduce(floats, "average"))
+    refused("op='meen' is no reduction: did you mean mean", lambda: comm.all_reduce(floats, "meen"))
+    refused("mean' of int64 would cut", lambda: comm.all_reduce(ints, "mean"))
+    refused("band' of float32 has no meaning", lambda: comm.all_reduce(floats, "band"))
+    refused("uint16 is moved but not", lambda: comm.all_reduce(ints.to(torch.uint16)))
+    refused(r"out has shape \[3\]", lambda: comm.all_reduce(floats, out=torch.ones(3)))
+    refused("this rank itself", lambda: comm.send(ints, world.rank))
+    refused("no process group: give one", lambda: comm.barrier(group="all"))  # type: ignore[arg-type]
+    refused("this rank is not in the group", lambda: comm.barrier(group=-100))  # type: ignore[arg-type]
+    if world.size > 1:
+        odd = torch.ones(world.size + 1)
+        refused("cannot be cut along dim 0", lambda: comm.reduce_scatter(odd))
+        refused(
+            "add up to the 2 rows", lambda: comm.all_to_all(ints, in_splits=[1] * world.size)
+        ) if world.size != 2 else None
+
+
+def _everything(world: World) -> str:
+    warnings.simplefilter("error", FutureWarning)  # no name that torch deprecates
+    _every_reduction(world)
+    _every_move(world)
+    _uneven(world)
+    _with_gaps(world)
+    _messages(world)
+    _subgroups(world) if world.size > 1 else None
+    _handles(world)
+    _mistakes(world)
+    return "right"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_every_operation_gives_every_rank_the_exact_result(ranks: int) -> None:
+    assert in_world(_everything, ranks) == ["right"] * ranks
+
+
+def _streams(world: World) -> None:
+    size, rank, device = world.size, world.rank, world.device
+    tensor = torch.full((1 << 20,), float(rank), device=device)
+    handle = comm.all_reduce(tensor, "mean", wait=False)
+    side = torch.cuda.Stream()
+    assert handle.wait(side) is tensor  # only the side stream waits
+    with torch.cuda.stream(side):
+        doubled = tensor * 2
+    event = handle.event()
+    torch.cuda.current_stream().wait_event(event)
+    mean = sum(range(size)) / size
+    assert tensor.double().sum().item() == mean * tensor.numel()
+    side.synchronize()
+    assert handle.is_done() and doubled.double().sum().item() == 2 * mean * tensor.numel()
+    # An event of its own, before anybody has waited.
+    column = torch.full((1000, 3), float(rank), device=device)
+    handle = comm.all_reduce(column[:, 1], wait=False)
+    handle.event().synchronize()
+    assert handle.is_done() and column[:, 1].eq(sum(range(size))).all().item()
+    assert handle.wait() is not None
+    with pytest.raises(UsageError, match="is for CUDA tensors"):
+        comm.all_reduce(torch.ones(1), wait=False).wait(side)
+
+
+def _everything_on_cuda(world: World) -> str:
+    warnings.simplefilter("error", FutureWarning)
+    _every_reduction(world)
+    _every_move(world)
+    _streams(world)
+    return "right"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_on_nccl_every_operation_gives_the_exact_result(ranks: int) -> None:
+    assert in_world(_everything_on_cuda, ranks, gpu=True, timeout=300) == ["right"] * ranks
+
+
+def _traced(world: World) -> list[Any]:
+    group = dist.new_group(list(range(world.size)), group_desc="mesh|dp")
+    with torch.profiler.profile() as profiler:
+        comm.all_reduce(torch.ones(256))
+        comm.broadcast(torch.ones(3, dtype=torch.bool), 1, group=group)
+        comm.all_gather(torch.ones(2, 2), wait=False).wait()
+        comm.barrier()
+    comm.barrier()  # not in the trace
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    tags = [comm.parse_tag(event.get("name", "")) for event in events if event.get("ph") == "X"]
+    return [vars(tag) for tag in tags if tag is not None]
+
+
+def test_a_trace_names_every_call_in_one_parsable_form() -> None:
+    def tag(operation: str, sequence: int, group: str = "default", phase: str = "run", **rest: Any):
+        about = {"operation": operation, "sequence": sequence, "group": group, "phase": phase}
+        return {**about, "ranks": 2, **rest}
+
+    for tags in in_world(_traced, 2):
+        assert sorted(tags, key=lambda each: (each["group"], each["sequence"], each["phase"])) == [
+            tag("all_reduce", 1, bytes=1024, dtype="float32"),
+            tag("all_gather", 2, bytes=32, dtype="float32", phase="issue"),
+            tag("all_gather", 2, bytes=32, dtype="float32", phase="wait"),
+            tag("barrier", 3, bytes=0, dtype=""),
+            tag("broadcast", 1, "mesh/dp", bytes=3, dtype="bool"),
+        ]
+
+
+@pytest.mark.parametrize("name", ["tutti::all_reduce", "gloo:all_reduce", "aten::add", ""])
+def test_other_names_in_a_trace_are_not_ours(name: str) -> None:
+    assert comm.parse_tag(name) is None

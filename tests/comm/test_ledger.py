@@ -1,0 +1,259 @@
+"""Given ranks that communicate or hang, when one looks from outside, then the ledger tells."""
+
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tutti import comm
+from tutti.comm import ledger, place
+from tutti.comm.ledger_reader import processes, read_process
+from tutti.world.world import World
+from worlds import TUTTI, clean_environment, in_world, run_command
+
+
+def _begin(sequence: int, kind: str = "all_reduce", group: int = 0) -> int:
+    site, line = ledger.caller(sys._getframe())
+    number = ledger.KINDS.index(kind)
+    return ledger.begin(number, group, sequence, 64, "torch.int8", -1, site, line, ledger.WAITING)
+
+
+def test_a_reader_sees_the_last_256_operations_with_their_places_and_states() -> None:
+    ledger.introduce(3, 8, "here")
+    group = ledger.add_group("mesh_dp", "17", 1, 4)
+    numbers = [_begin(sequence, group=group) for sequence in range(1, 401)]
+    for number in numbers[:-1]:
+        ledger.mark(number, ledger.DONE)
+    message = _begin(5, "recv", group)
+    ledger.mark(message, ledger.FAILED)
+
+    account = read_process(os.getpid())
+    assert account is not None
+    assert (account.rank, account.size, account.host) == (3, 8, "here")
+    circle = account.circle("17")
+    assert circle is not None
+    assert (circle.label, circle.rank, circle.size) == ("mesh_dp", 1, 4)
+    assert (circle.collectives, circle.messages) == (400, 5)
+    assert len(account.records) == 256
+    assert [record.sequence for record in account.records[:-1]] == list(range(146, 401))
+    *done, waiting, failed = account.records
+    assert {record.state for record in done} == {"done"}
+    assert all(record.ended is not None for record in done)
+    assert (failed.operation, failed.state) == ("recv", "failed")
+    assert waiting is account.current and waiting.is_open and waiting.ended is None
+    assert str(waiting) == "all_reduce 400 of group mesh_dp (int8, 64 bytes)"
+    line = _begin.__code__.co_firstlineno + 1
+    assert waiting.where == f"{place.shown_path(__file__)}:{line} in _begin"
+    assert os.getpid() in processes()
+
+
+def test_more_names_than_there_is_room_for_are_unknown_and_harm_nothing() -> None:
+    for number in range(ledger.NAMES + 10):
+        ledger.begin(1, 0, number, 4, f"torch.dtype{number}", -1, 0, 0, ledger.WAITING)
+    account = read_process(os.getpid())
+    assert account is not None and account.records[-1].dtype == "?"
+    ledger._forget()
+
+
+def test_a_long_name_keeps_its_end() -> None:
+    group = ledger.add_group("x" * 100 + "end", "name", 0, 1)
+    _begin(1, group=group)
+    account = read_process(os.getpid())
+    assert account is not None and account.records[-1].group.endswith("xend")
+
+
+def test_a_forked_child_has_a_ledger_of_its_own() -> None:
+    _begin(7)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        none_at_first = read_process(os.getpid()) is None
+        _begin(1)
+        account = read_process(os.getpid())
+        told = [none_at_first, account is not None and account.records[-1].sequence]
+        os.write(writing, json.dumps(told).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert json.loads(os.read(reading, 100)) == [True, 1]
+    account = read_process(os.getpid())
+    assert account is not None and account.records[-1].sequence == 7
+
+
+def test_a_process_without_a_ledger_has_no_account() -> None:
+    assert read_process(1) is None
+    assert read_process(2**22 + 5) is None
+
+
+def _late(world: World) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=3), group_desc="late")
+    comm.all_reduce(torch.ones(2), group=group)
+    if world.rank == 2:
+        _dawdle()
+        return "late"
+    if world.rank == 3:
+        with contextlib.suppress(comm.CollectiveTimeout):
+            comm.broadcast(torch.ones(1), group=group)
+        return "wrong"
+    try:
+        handle = comm.all_reduce(torch.ones(256), "mean", group=group, wait=False)
+        handle.wait()
+    except comm.CollectiveTimeout as error:
+        return str(error)
+    return "in time"
+
+
+def _dawdle() -> None:
+    time.sleep(8)
+
+
+def test_a_timeout_names_who_is_late_at_which_operation_and_where() -> None:
+    here = place.shown_path(__file__)
+    texts = in_world(_late, 4)
+    assert texts[2:] == ["late", "wrong"]
+    for rank, text in enumerate(texts[:2]):
+        expected = f"all_reduce 2 of group late (mean, float32, 1024 bytes) at {here}:"
+        assert text.startswith(expected), text
+        assert f"s on rank {rank}: rank 2 has not arrived (pid " in text, text
+        assert "last all_reduce 1, done " in text and " in _dawdle, seen " in text, text
+        # The broadcast may be over for rank 3 when the others look; it is wrong all the same.
+        assert "rank 3 called broadcast 2 of group late (float32, 4 bytes) at " in text, text
+        assert f"rank {1 - rank} has arrived" in text, text
+
+
+_STUCK = """
+import ctypes, os, signal, time, torch, tutti
+from tutti import comm
+
+def waits():
+    comm.all_reduce(torch.ones(4))
+
+def in_c_code():
+    ctypes.PyDLL(None).sleep(60)  # keeps Python's lock: no thread of this process runs
+
+def stopped():
+    time.sleep(1.5)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+with tutti.init(device="cpu") as world:
+    comm.broadcast(torch.ones(2, dtype=torch.int64))
+    time.sleep(1.2)
+    [waits, in_c_code, stopped][world.rank]()
+"""
+
+
+@contextlib.contextmanager
+def _stuck_world(folder: Path) -> Iterator[None]:
+    script = folder / "stuck.py"
+    script.write_text(_STUCK)
+    started = subprocess.Popen(
+        [*TUTTI, "run", "-n", "3", "--device", "cpu", "--grace", "0.2", str(script)],
+        env=clean_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        started.terminate()
+        started.wait(timeout=30)
+
+
+def test_the_command_shows_ranks_however_stuck_they_are(tmp_path: Path) -> None:
+    def rows(*flags: str) -> dict[str, dict[str, Any]]:
+        done = run_command(
+            [*TUTTI, "world", "--json", tmp_path / "rows.json", "--ledger", *flags],
+            env={"COLUMNS": "200"},
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads((tmp_path / "rows.json").read_text())["rows"]
+        ours = [row for row in found if "stuck.py" in row["called at"]]
+        assert all(row["rank"] in done.stdout for row in ours)
+        return {row["rank"]: row for row in ours}
+
+    def stopped(pid: int) -> bool:
+        return " T " in Path(f"/proc/{pid}/stat").read_text()
+
+    with _stuck_world(tmp_path):
+        deadline = time.monotonic() + 60
+        seen: dict[str, dict[str, Any]] = {}
+        while time.monotonic() < deadline:
+            seen = rows()
+            if len(seen) == 3 and stopped(seen["2 of 3"]["pid"]):
+                break
+            time.sleep(0.3)
+        first, second, third = (seen[f"{rank} of 3"] for rank in range(3))
+        assert first["operation"] == "all_reduce 2 of group default (float32, 16 bytes)"
+        assert first["state"].startswith("waiting for") and " in waits" in first["called at"]
+        for row in (second, third):
+            assert row["operation"] == "broadcast 1 of group default (int64, 16 bytes)"
+            assert row["state"].startswith("done ")
+        assert " in <module>" in second["main thread"]  # the last that could be noted
+        assert " in stopped" in third["main thread"]
+        assert rows(str(first["pid"])).keys() == {"0 of 3"}
+
+
+def test_the_command_says_that_a_process_has_no_ledger() -> None:
+    done = run_command([*TUTTI, "world", "--ledger", "1"])
+    assert done.returncode == 2
+    assert "--ledger 1: no ledger there" in done.stderr and done.stderr.count("\n") == 1
+
+
+_SHM_RANK = """
+import ctypes, os, sys
+from tutti.comm.ledger_reader import read_process
+from tutti.comm.shm import native
+
+core = native.core()
+group = core.tutti_group_create(b"mesh_tp", 0, 1, 1 << 16, 7)
+data = (ctypes.c_float * 4)(1, 2, 3, 4)
+part = [(ctypes.addressof(data), 16)]
+for where in ("a.py:1 in first", "b.py:2 in second"):
+    call = native.operation(native.ALL_REDUCE, ins=part, outs=part, dtype=native.F32, where=where)
+    native.raise_for(core.tutti_run(group, ctypes.byref(call), 5.0))
+core.tutti_note_place(b"train.py:88 in step")
+print(read_process(os.getpid()), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_segments_of_the_shm_backend_are_read_from_outside_only() -> None:
+    pytest.importorskip("tutti.comm.shm.native").core_path()
+    with subprocess.Popen(
+        [sys.executable, "-c", _SHM_RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "None\n"  # from inside it would lose its lock
+        account = read_process(process.pid)
+        process.communicate("")
+    assert account is not None
+    assert (account.rank, account.size, account.place) == (0, 1, "train.py:88 in step")
+    first, second = account.records
+    assert (first.operation, first.group, first.sequence) == ("all_reduce", "mesh_tp", 1)
+    assert (second.dtype, second.bytes, second.state) == ("float32", 16, "done")
+    assert second.where == "b.py:2 in second" and second.written_by == "shm"
+
+
+@pytest.mark.parametrize(
+    ("filename", "ours"),
+    [
+        (comm.__file__, True),
+        (torch.__file__, True),
+        ("<frozen importlib._bootstrap>", True),
+        (__file__, False),
+        (ctypes.__file__, False),
+    ],
+)
+def test_places_inside_tutti_comm_and_torch_are_skipped(filename: str, ours: bool) -> None:
+    assert place.is_ours(filename) == ours

@@ -1,0 +1,315 @@
+"""Given ranks on one host, when torch.distributed calls shm, then every result is exact."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from shm_cases import SIZES, Checks, all_gather_flat, group_of, reduced, values
+from worlds import in_world
+
+FRONTS = ("compiled", "plain")
+
+
+def every_operation(world: Any) -> list[str]:
+    wrong = []
+    # The plain front shares all algorithms with the compiled one: fewer sizes tell enough.
+    for front, sizes in (("compiled", SIZES), ("plain", (0, 1, 1025))):
+        checks = Checks(group_of(front))
+        checks.everything(sizes)
+        checks.large()
+        wrong += [f"{front}: {text}" for text in checks.wrong]
+        assert checks.count > 500
+    return wrong[:20]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_every_operation_dtype_reduction_and_size_is_exact(ranks: int) -> None:
+    assert in_world(every_operation, ranks, timeout=110) == [[]] * ranks
+
+
+def subgroups_and_large_tensors(world: Any) -> list[str]:
+    wrong = []
+    for front in FRONTS:
+        for ranks in ([0, 2, 4], [3, 1], [4], [1, 2, 3, 4], [2, 0]):
+            group = group_of(front, ranks)
+            if world.rank in ranks:
+                checks = Checks(group)
+                checks.everything((3,))
+                checks.large((131071, 300001) if front == "compiled" else (70001,))
+                wrong += [f"{front} {ranks}: {text}" for text in checks.wrong]
+                dist.destroy_process_group(group)
+    return wrong[:20]
+
+
+def test_subgroups_work_side_by_side_and_large_tensors_are_exact() -> None:
+    assert in_world(subgroups_and_large_tensors, 5, timeout=110) == [[]] * 5
+
+
+def the_rest(world: Any) -> list[str]:
+    wrong: list[str] = []
+    for front in FRONTS:
+        group = group_of(front)
+        checks = Checks(group)
+        _many_in_flight(checks)
+        _coalesced(checks)
+        _not_contiguous(checks)
+        _uneven_gathers(checks)
+        _messages(checks)
+        _futures(checks)
+        _mistakes(checks)
+        wrong += [f"{front}: {text}" for text in checks.wrong]
+        assert dist.get_backend(group) == "shm" and group.name() in ("shm", "custom")
+        dist.destroy_process_group(group)
+    return wrong
+
+
+def _many_in_flight(checks: Checks) -> None:
+    tensors = [values(checks.rank, 100 + i, torch.float32) for i in range(200)]
+    works = [dist.all_reduce(t, group=checks.group, async_op=True) for t in tensors]
+    now = torch.ones(5)
+    dist.all_reduce(now, group=checks.group)  # takes its turn after the ones before
+    checks.same(now, torch.full((5,), float(checks.size)), "a synchronous one among them")
+    for work in reversed(works):
+        work.wait()
+        assert work.is_completed()
+    for i, tensor in enumerate(tensors):
+        checks.same(tensor, reduced(checks.inputs(100 + i, torch.float32), "SUM"), "in flight", i)
+
+
+def _coalesced(checks: Checks) -> None:
+    group, size = checks.group, checks.size
+    for counts in ((3, 5, 700), (300000, 7)):  # one flat message; one each
+        tensors = [values(checks.rank, count, torch.float32) for count in counts]
+        with dist._coalescing_manager(group):
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=group)
+        for count, tensor in zip(counts, tensors, strict=True):
+            checks.same(tensor, reduced(checks.inputs(count, torch.float32), "SUM"), "coalesced")
+    outs = [torch.empty(size * 4), torch.empty(size * 9)]
+    parts = [values(checks.rank, 4, torch.float32), values(checks.rank, 9, torch.float32)]
+    with dist._coalescing_manager(group, async_ops=True) as works:
+        for out, part in zip(outs, parts, strict=True):
+            all_gather_flat(out, part, group=group)
+    works.wait()
+    for out, count in zip(outs, (4, 9), strict=True):
+        checks.same(out, torch.cat(checks.inputs(count, torch.float32)), "coalesced gather", count)
+    with dist._coalescing_manager(group, device=torch.device("cpu"), async_ops=True) as works:
+        for root in range(size):
+            dist.broadcast(parts[root % 2], checks.ranks[root], group=group, async_op=True)
+    works.wait()
+    mixed = [torch.ones(3), torch.ones(2, dtype=torch.int64)]
+    opts = dist.AllreduceCoalescedOptions()
+    group.allreduce_coalesced(mixed, opts).wait()
+    checks.same(mixed[1], torch.full((2,), size), "coalesced, two dtypes")
+
+
+def _not_contiguous(checks: Checks) -> None:
+    base = values(checks.rank, 60, torch.float32).view(6, 10)
+    parts = [part.view(6, 10) for part in checks.inputs(60, torch.float32)]
+    for async_op in (False, True):
+        for view in (lambda t: t.T, lambda t: t[:, ::2], lambda t: t[::3, 1:4]):
+            tensor = base.clone()
+            work = dist.all_reduce(view(tensor), group=checks.group, async_op=async_op)
+            if async_op:
+                work.wait()
+            expected = base.clone()
+            view(expected).copy_(reduced([view(part) for part in parts], "SUM"))
+            checks.same(tensor, expected, "not contiguous", async_op)
+    outs = torch.zeros(checks.size, 6, 10)
+    dist.all_gather([out.T for out in outs], base.T, group=checks.group)
+    checks.same(outs, torch.stack(parts), "gathered into views")
+    parameter = torch.nn.Parameter(values(checks.rank, 4, torch.float32))
+    dist.broadcast(parameter, checks.ranks[0], group=checks.group)
+    checks.same(parameter.data, values(0, 4, torch.float32), "a parameter")
+
+
+def _uneven_gathers(checks: Checks) -> None:
+    counts = [rank % 3 * 5 for rank in range(checks.size)]
+    expected = [values(rank, count, torch.float32) for rank, count in enumerate(counts)]
+    outs = [torch.empty(count) for count in counts]
+    dist.all_gather(outs, expected[checks.rank], group=checks.group)
+    for out, part in zip(outs, expected, strict=True):
+        checks.same(out, part, "uneven all_gather")
+
+
+def _messages(checks: Checks) -> None:
+    group, size, rank, ranks = checks.group, checks.size, checks.rank, checks.ranks
+    # Tags tell messages apart, whatever the order in which they are received.
+    after, before = ranks[(rank + 1) % size], ranks[(rank - 1) % size]
+    sends = [dist.isend(torch.full((7,), float(tag)), after, group, tag) for tag in range(5)]
+    for tag in (3, 0, 4, 2, 1):
+        out = torch.empty(7)
+        dist.recv(out, before, group, tag)
+        checks.same(out, torch.full((7,), float(tag)), "tag", tag)
+    for send in sends:
+        send.wait()
+    # Both ways at once, more than any ring holds.
+    big, out = torch.full((1 << 20,), float(rank)), torch.empty(1 << 20)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, big, after, group), dist.P2POp(dist.irecv, out, before, group)]
+    )
+    for work in works:
+        work.wait()
+    checks.same(out, torch.full((1 << 20,), float((rank - 1) % size)), "batched")
+    # From anyone: rank 0 hears from all.
+    if rank == 0:
+        heard = set()
+        for _ in range(size - 1):
+            out = torch.empty(2)
+            source = dist.recv(out, None, group, tag=9)
+            checks.same(out, torch.full((2,), float(source)), "from anyone", source)
+            heard.add(source)
+        assert heard == set(ranks[1:]), heard
+    else:
+        dist.send(torch.full((2,), float(ranks[rank])), ranks[0], group, tag=9)
+
+
+def _futures(checks: Checks) -> None:
+    tensor = values(checks.rank, 12, torch.float32)
+    work = dist.all_reduce(tensor, group=checks.group, async_op=True)
+    doubled = work.get_future().then(lambda done: done.value()[0] * 2)
+    expected = reduced(checks.inputs(12, torch.float32), "SUM")
+    checks.same(doubled.wait(), expected * 2, "future")
+    checks.same(work.get_future().wait()[0], expected, "future asked for again")
+    assert work.wait(timedelta(seconds=5)) and work.is_completed()
+
+
+def _mistakes(checks: Checks) -> None:
+    group = checks.group
+    backend = group._get_backend(torch.device("cpu"))
+    for mistake, words in (
+        (lambda: dist.all_reduce(torch.ones(2).to_sparse(), group=group), "to_dense"),
+        (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn), group=group), "float32"),
+        (lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND, group=group), "float32"),
+        (lambda: group.allreduce([torch.ones(2), torch.ones(2)]), "one tensor, got 2"),
+        (lambda: all_gather_flat(torch.ones(6), torch.ones(7), group=group), "bytes"),
+        (lambda: backend.allreduce([torch.empty(2, device="meta")]), "cpu:shm,cuda:nccl"),
+    ):
+        with pytest.raises((RuntimeError, ValueError, TypeError, NotImplementedError)) as caught:
+            mistake()
+        if words not in str(caught.value):
+            checks.wrong.append(f"{words!r} is not in: {caught.value}")
+    checks.all_reduce(5, torch.float32, "SUM")  # the group is as good as before
+
+
+def test_asynchrony_coalescing_views_tags_and_futures() -> None:
+    assert in_world(the_rest, 3, timeout=100) == [[]] * 3
+
+
+# ---- Random sequences of operations on random subgroups ----
+
+STEP = st.fixed_dictionaries(
+    {
+        "group": st.integers(0, 5),
+        "what": st.sampled_from(
+            ["all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather"]
+            + ["scatter", "all_to_all", "all_to_all_uneven", "ring", "barrier", "in flight"]
+        ),
+        "count": st.sampled_from([0, 1, 3, 5, 63, 65, 1000, 4097, 70001]),
+        "dtype": st.sampled_from(["float32", "bfloat16", "int64", "int8", "bool"]),
+        "op": st.sampled_from(["SUM", "MIN", "MAX", "PRODUCT"]),
+        "root": st.integers(0, 3),
+    }
+)
+SUBGROUP = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
+
+
+def run_plan(world: Any, subgroups: list[list[int]], steps: list[dict[str, Any]]) -> list[str]:
+    wrong: list[str] = []
+    for front in FRONTS:
+        made = [group_of(front, ranks) for ranks in subgroups]
+        checks = [
+            Checks(group) if world.rank in ranks else None
+            for group, ranks in zip(made, subgroups, strict=True)
+        ]
+        late: list[tuple[Any, Any, Any, Checks]] = []
+        for step in steps:
+            check = checks[step["group"] % len(checks)]
+            if check is not None:
+                _take(step, check, late)
+        for work, tensor, expected, check in late:
+            work.wait()
+            check.same(tensor, expected, "in flight")
+        wrong += [text for check in checks if check for text in check.wrong]
+    return wrong
+
+
+def _take(step: dict[str, Any], check: Checks, late: list[tuple[Any, Any, Any, Checks]]) -> None:
+    what, count, dtype = step["what"], step["count"], getattr(torch, step["dtype"])
+    root = step["root"] % check.size
+    if what == "barrier":
+        dist.barrier(check.group)
+    elif what == "in flight":
+        parts = check.inputs(count, dtype)
+        tensor = parts[check.rank].clone()
+        op = getattr(dist.ReduceOp, step["op"])
+        work = dist.all_reduce(tensor, op, group=check.group, async_op=True)
+        late.append((work, tensor, reduced(parts, step["op"]), check))
+    elif what in ("all_reduce", "reduce_scatter"):
+        getattr(check, what)(count, dtype, step["op"])
+    elif what == "reduce":
+        check.reduce(count, dtype, step["op"], root)
+    elif what in ("broadcast", "gather", "scatter"):
+        getattr(check, what)(count, dtype, root)
+    else:
+        getattr(check, what)(count, dtype)
+
+
+@settings(
+    max_examples=3,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    derandomize=False,
+)
+@given(
+    subgroups=st.lists(SUBGROUP, min_size=3, max_size=6),
+    steps=st.lists(STEP, min_size=150, max_size=300),
+)
+def test_random_sequences_on_random_subgroups_are_exact(
+    subgroups: list[list[int]], steps: list[dict[str, Any]]
+) -> None:
+    assert in_world(run_plan, 4, subgroups, steps, timeout=100) == [[]] * 4
+
+
+# ---- Long and crowded ----
+
+
+def soak(world: Any, operations: int) -> float:
+    total = 0.0
+    for front in FRONTS:
+        group = group_of(front)
+        tensor = torch.zeros(16)
+        for _ in range(operations // 2):
+            tensor.fill_(1.0)
+            dist.all_reduce(tensor, group=group)
+            total += 1.0 if tensor[7] == world.size else 0.0
+    return total
+
+
+def test_a_hundred_thousand_small_operations() -> None:
+    assert in_world(soak, 2, 100_000, timeout=110) == [100_000.0] * 2
+
+
+def crowded(world: Any) -> list[str]:
+    wrong: list[str] = []
+    for front in FRONTS:
+        checks = Checks(group_of(front))
+        for count in (1, 1025, 200_001):
+            for _ in range(5):
+                checks.all_reduce(count, torch.float32, "SUM")
+                for move in checks.movers():
+                    move(count, torch.float32)
+        wrong += checks.wrong
+    return wrong
+
+
+def test_ranks_that_outnumber_cores_fourfold() -> None:
+    import os
+
+    ranks = min(16, 4 * (os.cpu_count() or 1))
+    assert in_world(crowded, ranks, timeout=110) == [[]] * ranks

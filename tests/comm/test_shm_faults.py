@@ -1,0 +1,230 @@
+"""Given ranks that die, stall or disagree, when others wait for them, then nobody hangs, the error
+names the rank, and no memory is left anywhere."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shm_cases import group_of, reduce_scatter_flat
+from shm_ranks import forked
+from worlds import in_world, run_command
+
+FRONTS = ("compiled", "plain")
+
+
+def operations(size: int, peer: int, group: Any) -> dict[str, Callable[[], Any]]:
+    """One call of each kind; `peer` is the other rank of a pair, in the world."""
+    one, many = torch.ones(50_000), [torch.ones(50_000) for _ in range(size)]
+    flat = torch.ones(size * 50_000)
+    return {
+        "all_reduce": lambda: dist.all_reduce(one, group=group),
+        "all_reduce later": lambda: dist.all_reduce(one, group=group, async_op=True).wait(),
+        "reduce": lambda: dist.reduce(one, 0, group=group),
+        "broadcast": lambda: dist.broadcast(one, peer, group=group),
+        "all_gather": lambda: dist.all_gather(many, one, group=group),
+        "reduce_scatter": lambda: reduce_scatter_flat(one, flat, group=group),
+        "gather": lambda: dist.gather(one, many, 0, group=group),
+        "scatter": lambda: dist.scatter(one, None, peer, group=group),
+        "all_to_all": lambda: dist.all_to_all(many, [m.clone() for m in many], group=group),
+        "recv": lambda: dist.recv(one, peer, group=group),
+        "send": lambda: dist.send(torch.ones(1 << 23), peer, group=group),
+        "barrier": lambda: dist.barrier(group=group),
+    }
+
+
+KINDS = list(operations(2, 1, None))
+
+
+def killed_in_the_middle(rank: int) -> Any:
+    """Rank 0 pairs up with one victim for each kind of operation and front."""
+    victims = {
+        (front, kind): 1 + i
+        for i, (front, kind) in enumerate((front, kind) for front in FRONTS for kind in KINDS)
+    }
+    groups = {key: group_of(key[0], [0, victim]) for key, victim in victims.items()}
+    told = {}
+    for key, victim in victims.items():
+        if rank == 0:
+            began = time.monotonic()
+            try:
+                operations(2, victim, groups[key])[key[1]]()
+                text = "no error"
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"
+            told[" ".join(key)] = [text, time.monotonic() - began < 20]
+        elif rank == victim:
+            time.sleep(0.5 + 0.15 * victim)
+            os.kill(os.getpid(), signal.SIGKILL)
+    return told
+
+
+def test_a_killed_peer_is_named_during_every_operation() -> None:
+    told, *victims = forked(killed_in_the_middle, 1 + len(FRONTS) * len(KINDS), timeout=100)
+    assert all(victim == {"exit": -signal.SIGKILL} for victim in victims)
+    assert len(told) == len(victims)
+    for what, (text, soon) in told.items():
+        assert "PeerDied" in text and "rank 1" in text and soon, (what, text)
+
+
+def disagreeing(rank: int) -> list[str]:
+    texts = []
+    for front in FRONTS:
+        for different in (
+            lambda group: dist.all_reduce(torch.ones(4 + rank), group=group),
+            lambda group: dist.all_reduce(torch.ones(4, dtype=_dtype(rank)), group=group),
+            lambda group: (
+                dist.barrier(group) if rank else dist.all_reduce(torch.ones(4), group=group)
+            ),
+            lambda group: dist.broadcast(torch.ones(4), rank, group=group),
+        ):
+            group = group_of(front)
+            try:
+                different(group)
+                texts.append("no error")
+            except Exception as error:
+                texts.append(f"{type(error).__name__}: {error}")
+            try:  # afterwards the group says at once what went wrong first
+                dist.all_reduce(torch.ones(1), group=group)
+                texts.append("no error")
+            except Exception as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def _dtype(rank: int) -> torch.dtype:
+    return torch.int32 if rank else torch.float32
+
+
+def test_ranks_that_call_different_things_are_told_so() -> None:
+    for rank, texts in enumerate(forked(disagreeing, 2)):
+        for text in texts:
+            assert "RanksDiffer" in text and f"rank {1 - rank}" in text, text
+
+
+def stays_away_here(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_a_timeout_names_the_rank_that_did_not_come_and_where_it_is() -> None:
+    texts, nothing = in_world(late_by_design, 2)
+    assert nothing == []
+    for text in texts:
+        assert "ShmTimeout" in text and "rank 1" in text and "all_reduce" in text, text
+        assert "test_shm_faults.py" in text and "stays_away_here" in text, text
+
+
+def late_by_design(world: Any) -> list[str]:
+    texts = []
+    for front in FRONTS:
+        group = group_of(front)
+        dist.barrier(group)
+        if world.rank == 0:
+            options = dist.AllreduceOptions()
+            options.timeout = timedelta(seconds=3)
+            options.asyncOp = front == "plain"
+            try:
+                group.allreduce([torch.ones(3)], options).wait()
+                texts.append("no error")
+            except Exception as error:
+                texts.append(f"{type(error).__name__}: {error}")
+        else:
+            stays_away_here(4.5)
+        dist.barrier()
+    return texts
+
+
+def memory_of_groups() -> list[str]:
+    """What this process still maps or holds open of ours."""
+    maps = [line.split()[-2:] for line in Path("/proc/self/maps").read_text().splitlines()]
+    held = [" ".join(words) for words in maps if "memfd:tutti-shm" in " ".join(words)]
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if "memfd:tutti-shm" in target or "memfd:tutti-probe" in target:
+            held.append(target)
+    return held
+
+
+def left_behind(rank: int) -> list[str]:
+    before = memory_of_groups()
+    assert before, "the default group has memory"
+    for _ in range(3):
+        for front in FRONTS:
+            group = group_of(front)
+            dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
+            dist.isend(torch.ones(3), 1 - rank, group)  # never waited for
+            dist.recv(torch.ones(3), 1 - rank, group)
+            dist.destroy_process_group(group)
+            del group
+    left = memory_of_groups()
+    dist.destroy_process_group()
+    return [f"{len(left)} not {len(before)}"] * (len(left) != len(before)) + memory_of_groups()
+
+
+def test_a_destroyed_group_gives_its_memory_back() -> None:
+    assert forked(left_behind, 2) == [[], []]
+
+
+SCRIPT = """
+import os, signal, sys, threading, time
+import torch, torch.distributed as dist
+import tutti
+from tutti.comm.shm import register
+register()
+with tutti.init() as world:
+    group = dist.new_group(backend="shm")
+    for step in range(100000):
+        dist.all_reduce(torch.ones(10), group=group)
+        if step == 50 and world.rank == 1:
+            {act}
+        if step > 200 and "{act}" == "pass":
+            break
+"""
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        "pass",
+        "raise RuntimeError('on purpose')",
+        "os.kill(os.getpid(), signal.SIGTERM)",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+    ],
+    ids=["success", "exception", "SIGTERM", "SIGKILL"],
+)
+def test_nothing_is_left_after(act: str, tmp_path: Path) -> None:
+    def in_shared_memory() -> set[str]:
+        return {path.name for path in Path("/dev/shm").iterdir()}
+
+    before = in_shared_memory()
+    script = tmp_path / "loop.py"
+    script.write_text(SCRIPT.replace("{act}", act))
+    command = [sys.executable, "-m", "tutti", "run", "-n", "2", "--device", "cpu", script]
+    done = run_command(command, timeout=60)
+    assert (done.returncode == 0) == (act == "pass"), done.stderr
+    assert in_shared_memory() <= before
+    assert _holders() == []
+
+
+def _holders() -> list[str]:
+    """Processes of this machine that hold memory of ours open, except those of other tests."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_text()
+            links = [os.readlink(link) for link in (process / "fd").iterdir()]
+        except OSError:
+            continue
+        if "loop.py" in command and any("memfd:tutti-" in link for link in links):
+            found.append(command)
+    return found
