@@ -144,6 +144,8 @@ class ParameterCache(Structure):
 
         Raises Timeout, or PeerDied when the row's owner has died and cannot publish it any more.
         """
+        if version <= 0:
+            return self.version(index)
         state = self._await(
             self._state(index),
             version << native.VERSION_SHIFT,

@@ -85,7 +85,9 @@ class RingBuffer(Structure):
         ]
         self._addresses = [view.data_ptr() for view in self._views]
         self._done = 0  # slots that this end has filled or emptied
-        self._limit = slots if heap.rank == producer else 0  # it may go on until here
+        # How far each end may go before it must look again; 0 for who is not that end.
+        self._fill_limit = slots if heap.rank == producer else 0
+        self._take_limit = 0
         self._waits = 0
         self._ended = False
         self._reservation = _Reservation(self)
@@ -104,15 +106,13 @@ class RingBuffer(Structure):
 
     def put(self, value: torch.Tensor, timeout: float | None = None) -> None:
         """Copy a tensor into the next slot and hand it over."""
-        if self._done >= self._limit or self.closed or self._ended:
+        if self._done >= self._fill_limit:
             self._wait_for_room(timeout)
         if value.shape != self.slot_shape or value.dtype is not self.dtype:
             raise UsageError(
                 f"value is {value.dtype} of shape {tuple(value.shape)}, slots are {self.dtype} of "
                 f"shape {self.slot_shape}"
             )
-        if self.rank != self.producer:
-            self._refuse_end("put")
         slot = self._done % self.slots
         if value.is_cpu and value.is_contiguous() and not self._on_gpu:
             core = self._quick if self._slot_bytes <= 32 << 10 else self._core
@@ -127,9 +127,9 @@ class RingBuffer(Structure):
 
     def try_put(self, value: torch.Tensor) -> bool:
         """Put if there is room now; returns whether there was."""
-        if self._done >= self._limit:
+        if self._done >= self._fill_limit:
             self._look_for_room()
-            if self._done >= self._limit:
+            if self._done >= self._fill_limit:
                 return False
         self.put(value)
         return True
@@ -137,9 +137,9 @@ class RingBuffer(Structure):
     def finish(self) -> None:
         """The stream ends here: the consumer takes what is there, then sees EndOfStream."""
         self._check_end("finish", self.producer)
-        if not self._ended:
-            self._ended = True
-            self._quick.tutti_store(self._filled, self._done | _END)
+        self._ended = True
+        self._fill_limit = 0
+        self._quick.tutti_store(self._filled, self._done | _END)
 
     # ---- The consumer's end ----
 
@@ -153,10 +153,8 @@ class RingBuffer(Structure):
 
     def get(self, out: torch.Tensor | None = None, timeout: float | None = None) -> torch.Tensor:
         """A copy of the oldest slot, which is given back."""
-        if self._done >= self._limit or self.closed:
+        if self._done >= self._take_limit:
             self._wait_for_item(timeout)
-        if self.rank != self.consumer:
-            self._refuse_end("get")
         view = self._views[self._done % self.slots]
         out = view.clone() if out is None else out.copy_(view)
         self._hand_over()
@@ -164,9 +162,9 @@ class RingBuffer(Structure):
 
     def try_get(self) -> torch.Tensor | None:
         """A copy of the oldest slot, or None if there is none now; EndOfStream as `get`."""
-        if self._done >= self._limit:
+        if self._done >= self._take_limit:
             self._look_for_item()
-            if self._done >= self._limit:
+            if self._done >= self._take_limit:
                 return None
         return self.get()
 
@@ -182,6 +180,8 @@ class RingBuffer(Structure):
     def cancel(self) -> None:
         """The consumer takes no more: the producer's next wait raises ConsumerGone."""
         self._check_end("cancel", self.consumer)
+        self._ended = True
+        self._take_limit = 0
         self._quick.tutti_store(self._emptied, self._done | _END)
 
     # ---- Both ----
@@ -211,19 +211,16 @@ class RingBuffer(Structure):
     def _look_for_room(self) -> None:
         self._check_end("put", self.producer)
         if self._ended:
-            raise UsageError("put after finish(): the stream has ended")
+            raise UsageError("put after finish(): this rank has ended the stream")
         self._saw_room(self._quick.tutti_load(self._emptied))
 
     def _wait_for_room(self, timeout: float | None) -> None:
         self._look_for_room()
-        if self._done >= self._limit:
+        if self._done >= self._fill_limit:
             self._waits += 1
             what = f"room in a ring of {self.slots} slots to rank {self.consumer}"
-            self._saw_room(
-                self._await(
-                    self._emptied, self._done - self.slots + 1, self.consumer, timeout, what
-                )
-            )
+            enough = self._done - self.slots + 1
+            self._saw_room(self._await(self._emptied, enough, self.consumer, timeout, what))
 
     def _saw_room(self, emptied: int) -> None:
         if emptied & _END:
@@ -231,34 +228,37 @@ class RingBuffer(Structure):
                 f"rank {self.consumer} has cancelled the ring after {emptied & ~_END} slots; "
                 f"{self._done} were filled"
             )
-        self._limit = emptied + self.slots
+        self._fill_limit = emptied + self.slots
 
     def _look_for_item(self) -> None:
         self._check_end("get", self.consumer)
+        if self._ended:
+            raise UsageError("get after cancel(): this rank has ended the stream")
         self._saw_items(self._quick.tutti_load(self._filled))
 
     def _wait_for_item(self, timeout: float | None) -> None:
         self._look_for_item()
-        if self._done >= self._limit:
+        if self._done >= self._take_limit:
             self._waits += 1
             what = f"slot {self._done} of a ring from rank {self.producer}"
             self._saw_items(self._await(self._filled, self._done + 1, self.producer, timeout, what))
 
     def _saw_items(self, filled: int) -> None:
-        self._limit = filled & ~_END
-        if filled & _END and self._done >= self._limit:
-            raise EndOfStream(f"rank {self.producer} has finished after {self._limit} slots")
+        self._take_limit = filled & ~_END
+        if filled & _END and self._done >= self._take_limit:
+            raise EndOfStream(f"rank {self.producer} has finished after {self._done} slots")
 
     def _check_end(self, call: str, rank: int) -> None:
         self._check_open()
         if self.rank != rank:
-            self._refuse_end(call)
+            raise UsageError(
+                f"{call} on rank {self.rank}: rank {self.producer} produces, rank {self.consumer} "
+                "consumes"
+            )
 
-    def _refuse_end(self, call: str) -> None:
-        raise UsageError(
-            f"{call} on rank {self.rank}: rank {self.producer} produces, rank {self.consumer} "
-            "consumes"
-        )
+    def _end(self) -> None:
+        self._fill_limit = self._take_limit = 0
+        super()._end()
 
 
 class _Reservation:
@@ -272,7 +272,7 @@ class _Reservation:
 
     def __enter__(self) -> torch.Tensor:
         ring = self._ring
-        if ring._done >= ring._limit or ring.closed or ring._ended or ring.rank != ring.producer:
+        if ring._done >= ring._fill_limit:
             ring._wait_for_room(self.timeout)
         return ring._views[ring._done % ring.slots]
 
@@ -297,7 +297,7 @@ class _Next:
 
     def __enter__(self) -> torch.Tensor:
         ring = self._ring
-        if ring._done >= ring._limit or ring.closed or ring.rank != ring.consumer:
+        if ring._done >= ring._take_limit:
             ring._wait_for_item(self.timeout)
         return ring._views[ring._done % ring.slots]
 

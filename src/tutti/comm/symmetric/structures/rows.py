@@ -46,7 +46,7 @@ class Rows:
     def of(self, rank: int) -> torch.Tensor:
         """The indices of a rank's rows, in the order in which they lie there."""
         if self.cyclic:
-            return torch.arange(rank, self.rows, self.size)
+            return torch.tensor(range(rank, self.rows, self.size), dtype=torch.int64)
         begin = min(rank * self.per_rank, self.rows)
         return torch.arange(begin, min(begin + self.per_rank, self.rows))
 

@@ -15,6 +15,8 @@ from tutti.world.errors import UsageError
 
 # A wait returns to Python this often: for Ctrl-C, and to look whether the peer still lives.
 _SLICE = 0.1
+_SUSPICIOUS = 0.02  # a writer that holds a value for longer, in seconds, may have died
+_AT_ONCE = 1e-6  # seconds: to the core 0 means "for ever"
 
 
 class Structure:
@@ -108,7 +110,7 @@ class Structure:
         """
         seconds = self._seconds(timeout)
         wait = native.core().tutti_await_word
-        value = int(wait(word, at_least, min(seconds, _SLICE)))
+        value = int(wait(word, at_least, max(min(seconds, _SLICE), _AT_ONCE)))
         if value >= at_least:
             return value
         deadline = time.monotonic() + seconds - min(seconds, _SLICE)
@@ -116,7 +118,7 @@ class Structure:
             end = self._gone(source)
             remaining = min(deadline - time.monotonic(), _SLICE)
             # Look once more after seeing that the peer is gone: it may have come before it went.
-            value = int(wait(word, at_least, 0.0 if end else max(remaining, 0.0)))
+            value = int(wait(word, at_least, _AT_ONCE if end else max(remaining, _AT_ONCE)))
             if value >= at_least:
                 return value
             if end is not None:
@@ -132,7 +134,9 @@ class Structure:
         if rank == self.rank:
             return None
         try:  # a signal that never comes: the wait says why
-            (self._host or self.heap).wait(slot=0, at_least=2**64 - 1, source=rank, timeout=0.0)
+            (self._host or self.heap).wait(
+                slot=0, at_least=2**64 - 1, source=rank, timeout=_AT_ONCE
+            )
         except PeerDied:
             return PeerDied
         except PeerLeft:
@@ -156,18 +160,20 @@ class Structure:
         code = call()
         if code > native.BUSY and code != native.OVERTAKEN:
             return code
-        deadline = time.monotonic() + self._seconds(timeout)
+        began = looked = time.monotonic()
         while code <= native.BUSY or code == native.OVERTAKEN:
+            now = time.monotonic()
             writer = native.BUSY - code
-            if code <= native.BUSY and writer != self.rank and self._gone(writer):
-                declare_dead(writer)
-            elif time.monotonic() > deadline:
+            if code <= native.BUSY and now - looked > _SUSPICIOUS:
+                looked = now
+                if self._gone(writer):
+                    declare_dead(writer)
+            if now - began > self._seconds(timeout):
                 who = f"rank {writer} is" if code <= native.BUSY else "others are"
                 raise Timeout(
                     f"{what} waited {self._seconds(timeout):g} s on rank {self.rank}: {who} "
                     "writing it without a pause"
                 )
-            else:
-                time.sleep(0)
+            time.sleep(0)  # whoever holds it may need this core
             code = call()
         return code

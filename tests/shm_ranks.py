@@ -8,13 +8,13 @@ import json
 import os
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from worlds import run_command
 
 def forked(
     function: Callable[..., Any],
@@ -28,8 +28,6 @@ def forked(
     Returns each rank's result; for one that ended otherwise, its exit status (negative: a signal)
     as {"exit": status}.
     """
-    from worlds import run_command
-
     with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
         source = function.__code__.co_filename
         words = [source, function.__name__, ranks, backend, json.dumps(arguments), folder]
@@ -44,7 +42,7 @@ def _start(source: str, name: str, count: str, backend: str, arguments: str, fol
     import torch  # once, before the ranks are forked
 
     torch.set_num_threads(1)
-    sys.path[:0] = [str(Path(source).parent), str(Path(__file__).parent.parent)]
+    sys.path.insert(0, str(Path(source).parent))
     spec = importlib.util.spec_from_file_location(Path(source).stem, source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -88,7 +86,6 @@ def _be_a_rank(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(0)
         os._exit(status)
 
 
