@@ -5,15 +5,23 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test lint clean
 
-# The demo installs what a user needs; the tests add the developer's tools.
-$(VENV)/demo: pyproject.toml constraints.txt
+SHM := src/tutti/comm/shm
+SOURCES := setup.py pyproject.toml constraints.txt $(wildcard $(SHM)/core/*) $(wildcard $(SHM)/front/*)
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+# torch comes first, and the build sees it: so the package's compiled parts fit this very torch.
+$(VENV)/torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	$(INSTALL) 'setuptools>=77' numpy torch
 	touch $@
 
-$(VENV)/dev: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+# The demo installs what a user needs; the tests add the developer's tools.
+$(VENV)/demo: $(VENV)/torch $(SOURCES)
+	$(INSTALL) --no-build-isolation --editable '.[demo]'
+	touch $@
+
+$(VENV)/dev: $(VENV)/torch $(SOURCES)
+	$(INSTALL) --no-build-isolation --editable '.[dev]'
 	touch $@
 
 demo: $(VENV)/demo

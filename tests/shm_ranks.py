@@ -16,7 +16,6 @@ from typing import Any
 
 from worlds import run_command
 
-
 def forked(
     function: Callable[..., Any],
     ranks: int,

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.comm import symmetric
+from tutti.comm import shm, symmetric
+from tutti.comm.shm.compiled import compiled_front
 from tutti.comm.symmetric.allocator import Allocator
 from tutti.world.errors import RanksDiffer, UsageError
 from worlds import in_world
@@ -114,6 +115,7 @@ def every_call(world: Any) -> str:
     heap.close()
     groups_have_heaps_of_their_own(world)
     staged(world)
+    torch_distributed_needs_no_copies(world)
     return "done"
 
 
@@ -379,6 +381,31 @@ def staged(world: Any) -> None:
     assert (symmetric.all_reduce_staged(columns, "max") == 1).all()
     with pytest.raises(UsageError, match="1048576"):
         symmetric.all_reduce_staged(torch.ones(1 << 19))
+
+
+def torch_distributed_needs_no_copies(world: Any) -> None:
+    """The backend `shm` knows the heaps of its groups, and works on their tensors in place."""
+    shm.register()
+    for front in ("compiled", "plain") if compiled_front()[0] else ("plain",):
+        group = dist.new_group(backend="cpu:shm", pg_options=shm.ShmOptions(front=front))
+        with symmetric.Heap(group, bytes=1 << 20) as heap:
+            assert heap.stats()["known_to_backend"] == 1
+            t = heap.zeros(100_000)
+            kept = t.local
+            for tensor in (t.local, t.local[500:700], t.local[:0]):
+                tensor.fill_(world.rank + 1)
+                dist.all_reduce(tensor, group=group)
+                assert (tensor == world.size * (world.size + 1) / 2).all()
+            # Different places on different ranks: not in place, but right.
+            part = t.local[world.rank * 8 :][:64].fill_(1)
+            dist.all_reduce(part, group=group)
+            assert (part == world.size).all()
+            heap.barrier()
+        dist.all_reduce(kept.fill_(1), group=group)
+        assert (kept == world.size).all()
+        with symmetric.Heap(group, bytes=4096) as heap:  # its group ends before the heap does
+            dist.destroy_process_group(group)
+            heap.barrier()
 
 
 def test_ranks_that_differ_are_named_and_the_heap_goes_on() -> None:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tutti.hardware.cpus import parse_cpu_list
 from tutti.world.errors import UsageError
 from tutti.world.placement import cpus_for, place
 from tutti.world.rollcall import Answer
@@ -29,6 +30,7 @@ def answer(
         gpus=gpus,
         cpus=cpus,
         versions={},
+        shm=False,
         token=str(rank),
     )
 
@@ -97,10 +99,31 @@ def test_no_gpu_ever_has_more_ranks_than_asked_for(ranks: int, gpus: int, per_gp
     assert max(chosen.count(gpu) for gpu in chosen) <= per_gpu
 
 
+@given(ranks=st.integers(1, 40), cpus=st.integers(1, 16), nodes=st.integers(1, 4))
+def test_cpu_ranks_get_cpus_of_their_own_in_one_numa_node_while_there_are_enough(
+    ranks: int, cpus: int, nodes: int
+) -> None:
+    numa = {node: tuple(range(node * cpus, (node + 1) * cpus)) for node in range(nodes)}
+    answers = [answer(r, cpus=f"0-{nodes * cpus - 1}") for r in range(ranks)]
+    chosen = [cpus_for(answers, r, numa) for r in range(ranks)]
+    if ranks == 1 or ranks < nodes or (nodes == 1 and ranks > cpus):
+        assert chosen == [None] * ranks
+        return
+    sets = [set(parse_cpu_list(text or "")) for text in chosen]
+    assert all(any(s and s <= set(numa[node]) for node in numa) for s in sets)
+    if ranks <= nodes * cpus // 2:  # blocks are equal to one rank: surely enough in every node
+        assert sum(map(len, sets)) == len(set().union(*sets)) == nodes * cpus
+
+
+def test_two_ranks_on_two_cpus_have_one_each() -> None:
+    answers = [answer(r, cpus="0-1") for r in range(2)]
+    assert [cpus_for(answers, r, {0: (0, 1)}) for r in range(2)] == ["0", "1"]
+
+
 def test_cpu_ranks_are_dealt_out_to_numa_nodes_in_blocks() -> None:
     numa = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
     answers = [answer(r) for r in range(4)]
-    assert [cpus_for(answers, r, numa) for r in range(4)] == ["0-3", "0-3", "4-7", "4-7"]
+    assert [cpus_for(answers, r, numa) for r in range(4)] == ["0-1", "2-3", "4-5", "6-7"]
 
 
 def test_fewer_ranks_than_numa_nodes_use_all_of_them() -> None:

@@ -10,6 +10,7 @@ COMMANDS = {
     "train": ("tutti.cli.train", "train a recipe on one rank or many"),
     "run": ("tutti.cli.run", "start any script as a world of local ranks"),
     "world": ("tutti.cli.world", "show the world as every rank sees it, with reasons"),
+    "bench": ("tutti.cli.bench", "measure collectives and symmetric memory, results checked"),
     "submit": ("tutti.cli.submit", "write a Slurm or MPI job for a cluster, and submit it"),
 }
 

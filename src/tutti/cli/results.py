@@ -10,6 +10,20 @@ from tutti.hardware.environment import describe_environment
 from tutti.world.errors import UsageError
 
 
+def check_writable(flag: str, path: Path | None) -> None:
+    """Refuse a result file that cannot be written, before anything is measured."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a directory")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(0, "no permission to write it")
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}: choose another file") from None
+
+
 def write_json(path: Path, schema: str, results: dict[str, Any]) -> None:
     """Write results atomically: a reader sees the old file or the whole new one."""
     content = {

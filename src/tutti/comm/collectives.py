@@ -276,7 +276,7 @@ def all_gather_uneven(tensor: torch.Tensor, *, group: Group = None) -> list[torc
     members = members_of(group)
     if tensor.dim() == 0:
         raise UsageError("all_gather_uneven: a tensor without dims has no rows: use all_gather")
-    _refuse_block("all_gather_uneven")
+    refuse_block("all_gather_uneven")
     rows = torch.tensor([len(tensor)], device=members.small_device)
     lengths = all_gather(rows, group=group).tolist()
     padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
@@ -323,13 +323,14 @@ def _checked_splits(
 
 def _exchanged(ins: list[int], members: Members) -> list[int]:
     """How many rows every rank sends to this one."""
-    _refuse_block("all_to_all without out_splits")
+    refuse_block("all_to_all without out_splits")
     counts = torch.tensor(ins, device=members.small_device)
     result: list[int] = all_to_all(counts, group=members.group).tolist()
     return result
 
 
-def _refuse_block(what: str) -> None:
+def refuse_block(what: str) -> None:
+    """Raise UsageError inside comm.group(), for what needs an answer from other ranks now."""
     if current_block.get() is not None:
         raise UsageError(
             f"{what} must know what other ranks have before it can go on, and inside comm.group() "

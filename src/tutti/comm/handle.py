@@ -26,12 +26,13 @@ class Handle:
     """
 
     def __init__(self, operation: "Operation", work: Any, number: int) -> None:
-        self._operation = operation
-        self._work = work
+        self.operation = operation
+        self.work = work
         self._number = number
         self._is_finished = False
-        self._in_block = False
+        self._cannot_wait = ""  # why, while it is in a comm.group() block or after one that failed
         self._event: torch.cuda.Event | None = None
+        self._error: Exception | None = None
 
     @property
     def result(self) -> torch.Tensor | None:
@@ -42,44 +43,53 @@ class Handle:
     def source(self) -> int:
         """Of a receive from any rank: the rank in the group that sent. Waits."""
         self.wait()
-        sender = self._operation.root
-        return sender if sender >= 0 else int(self._work._source_rank())
+        sender = self.operation.root
+        return sender if sender >= 0 else int(self.work._source_rank())
 
     def wait(self, stream: "torch.cuda.Stream | None" = None) -> torch.Tensor | None:
         """Wait for the result and return it; on CUDA `stream`, or the current one, waits."""
-        if self._in_block:
-            raise UsageError(
-                f"{self._operation.kind} at {self._operation.place} is sent when its comm.group() "
-                "block ends: wait for it after the block"
-            )
-        if self._operation.is_on_stream:
+        if self._cannot_wait:
+            call = f"{self.operation.kind} at {self.operation.place}"
+            raise UsageError(f"{call} {self._cannot_wait}")
+        if self._error is not None:
+            raise self._error
+        if self.operation.is_on_stream:
             self._wait_on(stream or torch.cuda.current_stream(self._device))
         elif stream is not None:
             raise UsageError("wait(stream=…) is for CUDA tensors: this operation is on the CPU")
         elif not self._is_finished:
             self._finish()
-        return self._operation.result
+        return self.operation.result
 
     def is_done(self) -> bool:
         """Whether a wait would return at once; on CUDA, whether the stream has got there."""
-        if self._in_block:
+        if self._cannot_wait:
             return False
         if self._event is not None:
             return bool(self._event.query())  # type: ignore[no-untyped-call]
-        return self._is_finished or self._work is None or bool(self._work.is_completed())
+        return self._is_finished or self.work is None or bool(self.work.is_completed())
 
     def event(self) -> "torch.cuda.Event":
         """A CUDA event that fires when the result is there; no other stream waits for it yet."""
-        if not self._operation.is_on_stream:
+        if not self.operation.is_on_stream:
             raise UsageError("event() is for CUDA tensors: use wait() on the CPU")
         if self._event is None:
             self._wait_on(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
         assert self._event is not None
         return self._event
 
+    def hold(self, reason: str) -> None:
+        """Refuse to wait, for this reason: the operation is in a block that has not been sent."""
+        self._cannot_wait = reason
+
+    def settle(self, work: Any, event: "torch.cuda.Event | None") -> None:
+        """The block has been sent, and the result is there, on CUDA when the event fires."""
+        self.work, self._event = work, event
+        self._is_finished, self._cannot_wait = True, ""
+
     @property
     def _device(self) -> torch.device | None:
-        tensor = self._operation.tensor
+        tensor = self.operation.tensor
         return None if tensor is None else tensor.device
 
     def _wait_on(self, stream: "torch.cuda.Stream") -> None:
@@ -95,22 +105,23 @@ class Handle:
 
     def _note_use(self, stream: "torch.cuda.Stream") -> None:
         # The allocator must not give the memory to others while this stream still reads it.
-        for tensor in (self._operation.source, self._operation.target, self._operation.result):
+        for tensor in (self.operation.source, self.operation.target, self.operation.result):
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)
 
     def _finish(self) -> None:
-        operation = self._operation
+        operation = self.operation
         ledger.mark(self._number, ledger.WAITING)
         try:
-            if self._work is not None:
+            if self.work is not None:
                 if profiling():
                     with span(operation, "wait"):
-                        self._work.wait()
+                        self.work.wait()
                 else:
-                    self._work.wait()
+                    self.work.wait()
         except RuntimeError as error:
-            raise failure(operation, self._number, error) from error
+            self._error = failure(operation, self._number, error)
+            raise self._error from error
         if operation.finish is not None:
             operation.finish()
         self._is_finished = True
@@ -119,14 +130,15 @@ class Handle:
     def __del__(self) -> None:
         # Dropping the handle of an operation in place is common and harmless, unless its end,
         # which only a wait brings about, is missing from the result.
-        if not self._is_finished and self._operation.finish is not None and not self._in_block:
+        failed = self._error is not None or self._cannot_wait
+        if not self._is_finished and self.operation.finish is not None and not failed:
             warnings.warn(
-                f"the handle of {self._operation} was dropped without a wait: its result is "
+                f"the handle of {self.operation} was dropped without a wait: its result is "
                 "not complete: keep the handle and call wait()",
                 ResourceWarning,
                 stacklevel=2,
             )
 
     def __repr__(self) -> str:
-        state = "in a block" if self._in_block else "done" if self.is_done() else "under way"
-        return f"Handle({self._operation}: {state})"
+        state = self._cannot_wait or ("done" if self.is_done() else "under way")
+        return f"Handle({self.operation}: {state})"

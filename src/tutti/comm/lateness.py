@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 from torch.distributed import distributed_c10d as c10d
 
 from tutti.comm import ledger
-from tutti.comm.errors import CollectiveError, CollectiveTimeout
+from tutti.comm.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout
 from tutti.comm.ledger_reader import Account, Record, read_ledger
+from tutti.world.errors import RanksDiffer
 
 if TYPE_CHECKING:
     from tutti.comm.members import Members
     from tutti.comm.operation import Operation
 
 _TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
-# The shm backend knows its peers and says itself who is late.
+# The shm backend knows its peers: it says itself who is late, and who called something else.
+_DIFFERENCE = re.compile(r"differs between ranks: rank \d")
 _NAMES_RANKS = re.compile(r"waiting for rank \d")
 
 
@@ -27,6 +29,8 @@ def failure(operation: "Operation", number: int, error: Exception) -> Collective
     ledger.mark(number, ledger.FAILED)
     said = str(error).strip()
     what = f"{operation} at {operation.place}"
+    if isinstance(error, RanksDiffer) or _DIFFERENCE.search(said):
+        return CollectiveMismatch(f"{what} failed: {said}")
     if not _TIMEOUT.search(said):
         return CollectiveError(f"{what} failed: {said}")
     if _NAMES_RANKS.search(said):
@@ -88,7 +92,7 @@ def _account(members: "Members", rank: int) -> Account | str:
         address = json.loads(store.get(key))
     except (RuntimeError, ValueError) as error:
         return f"cannot be asked for: the store is gone, and rank 0 with it? ({error})"
-    if address["boot"] != json.loads(ledger.address())["boot"]:
+    if not ledger.is_near(address):
         return f"is on host {address['host']}: `tutti world --ledger` there shows where"
     if not Path(f"/proc/{address['pid']}").exists():
         return f"has ended (pid {address['pid']} on {socket.gethostname()})"

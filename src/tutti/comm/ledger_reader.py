@@ -1,12 +1,21 @@
-"""Read the ledgers of other processes on this host, whatever they are doing, without torch."""
+"""Read the ledgers of other processes on this host, whatever they are doing, without torch.
 
+There are two kinds: tutti.comm's own (ledger.py) and, for each group of the shm backend, the one
+in the rank's segment (shm/core/ledger.h), which also has what torch itself sends, for DDP say.
+"""
+
+import contextlib
 import os
 import re
+import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tutti.comm import ledger
+
+_LEDGER = re.compile(r"/memfd:(tutti-ledger|tutti-shm:.*) \(deleted\)")
 
 
 @dataclass(frozen=True)
@@ -80,11 +89,21 @@ def processes() -> list[int]:
 
 def read_process(pid: int) -> Account | None:
     """What the ledgers of a process say; None if it has none, has gone or may not be read."""
-    account = None
+    found = []
     for fd, label in _ledgers(pid):
-        if label == ledger.LABEL:
-            account = read_ledger(pid, fd) or account
-    return account
+        read = read_ledger if label == ledger.LABEL else _read_segment
+        found.append(read(pid, fd))
+    accounts = [account for account in found if account is not None]
+    if not accounts:
+        return None
+    # Who the process is: its own word first, else its place in the largest group it is in.
+    accounts.sort(key=lambda account: (account.host == "", -account.size))
+    records = [record for account in accounts for record in account.records]
+    return replace(
+        accounts[0],
+        circles=tuple(circle for account in accounts for circle in account.circles),
+        records=tuple(sorted(records, key=lambda record: -record.age)),
+    )
 
 
 def read_ledger(pid: int, fd: int) -> Account | None:
@@ -109,6 +128,83 @@ def read_ledger(pid: int, fd: int) -> Account | None:
         circles=circles,
         records=tuple(_records(raw, circles, now)),
     )
+
+
+_SEGMENT = struct.Struct("<8sIIiiqQQQQQq128s")
+_ENTRY = struct.Struct("<QQIIIiIIQQQQQ16x96s")
+_SEGMENT_PLACE = struct.Struct("<QQ256s")
+_SEGMENT_DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8"),
+    *("bool", "bytes"),
+)
+_SEGMENT_STATES = ("queued", "running", "done", "failed")
+
+
+def _read_segment(pid: int, fd: int) -> Account | None:
+    """What the shm backend of that process has written into the segment of one group."""
+    path = f"/proc/{pid}/fd/{fd}"
+    if _is_own(path):
+        # The owner's lock on the file tells peers that it lives, and a process that closes any
+        # descriptor of a file loses its locks on it: so never from inside.
+        return None
+    try:
+        with open(path, "rb", buffering=0) as file:
+            head = file.read(_SEGMENT.size)
+            if len(head) < _SEGMENT.size:
+                return None
+            magic, _, entries, rank, size, owner, *rest, name = _SEGMENT.unpack(head)
+            _, _, ledger_at, entry_bytes, place_at, _ = rest
+            if magic != b"TUTTISHM" or owner != pid:  # a peer maps it, too
+                return None
+            raw = os.pread(file.fileno(), entries * entry_bytes, ledger_at)
+            place_raw = os.pread(file.fileno(), _SEGMENT_PLACE.size, place_at)
+    except OSError:
+        return None
+    now = time.monotonic_ns()
+    group = _text(name)
+    _, seen, place = _SEGMENT_PLACE.unpack(place_raw)
+    starts = range(0, len(raw), entry_bytes)
+    lines = sorted(_ENTRY.unpack_from(raw, at) for at in starts)
+    records = tuple(_segment_record(line, group, now) for line in lines if line[0] > 0)
+    return Account(
+        pid=pid,
+        rank=rank,
+        size=size,
+        place=_text(place),
+        place_age=(now - seen) / 1e9 if seen else 0.0,
+        records=records,
+    )
+
+
+def _segment_record(line: tuple[Any, ...], group: str, now: int) -> Record:
+    _, sequence, kind, dtype, _, peer, _, state, size, began, _, ended, _, where = line
+    return Record(
+        operation=ledger.KINDS[kind],
+        group=group,
+        group_name=group,
+        sequence=sequence,
+        bytes=size,
+        dtype=_SEGMENT_DTYPES[dtype] if kind else "",
+        peer=peer,
+        state=_SEGMENT_STATES[state],
+        age=(now - began) / 1e9,
+        ended=(now - ended) / 1e9 if ended else None,
+        where=_text(where),
+        written_by="shm",
+    )
+
+
+def _is_own(path: str) -> bool:
+    """Whether this process has the file open itself."""
+    try:
+        theirs = os.stat(path)
+    except OSError:  # gone meanwhile
+        return True
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed the directory
+            if os.path.samestat(theirs, os.stat(f"/proc/self/fd/{fd}")):
+                return True
+    return False
 
 
 def _circles(raw: bytes) -> Iterator[Circle]:
@@ -173,13 +269,16 @@ def _ledgers(pid: int) -> Iterator[tuple[int, str]]:
         fds = os.listdir(f"/proc/{pid}/fd")
     except OSError:  # it has gone, or is somebody else's
         return
+    seen: set[int] = set()
     for fd in fds:
+        path = f"/proc/{pid}/fd/{fd}"
         try:
-            target = os.readlink(f"/proc/{pid}/fd/{fd}")
-        except OSError:
+            found = _LEDGER.fullmatch(os.readlink(path))
+            inode = os.stat(path).st_ino if found else 0
+        except OSError:  # closed meanwhile
             continue
-        found = re.fullmatch(r"/memfd:(tutti-ledger|tutti-shm:.*) \(deleted\)", target)
-        if found:
+        if found and inode not in seen:  # Python's mmap opens the file a second time
+            seen.add(inode)
             yield int(fd), found[1]
 
 

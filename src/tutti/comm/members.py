@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from tutti.comm import ledger
+from tutti.comm.paths import Table
 from tutti.world.errors import UsageError
 
 
@@ -28,6 +29,9 @@ class Members:
         self.sequence = 0  # collectives begun: the same number on every rank
         self.messages = 0  # sends and receives begun: each rank counts its own
         self.agreements = 0  # comparisons made in debug mode
+        self.tables: dict[str, Table | None] = {}  # of paths, as rank 0 has them (routes.py)
+        self.has_symmetric: bool | None = None  # whether CUDA symmetric memory serves it
+        self.symmetric_stream: int | None = None  # and on which stream
         self.book = ledger.add_group(self.label, self.name, self.rank, self.size)
 
     @property
@@ -55,6 +59,13 @@ class Members:
                 name = str(group.name())
             self._backends[device_type] = name = name.lower()
         return name
+
+    def addresses(self) -> list[str]:
+        """Where each rank's ledger is, as JSON; waits for ranks that have not said so yet."""
+        keys = [f"tutti/ledger/{rank}" for rank in self.ranks]
+        store = c10d._get_default_store()
+        store.wait(keys)
+        return [text.decode() for text in store.multi_get(keys)]
 
     @property
     def small_device(self) -> torch.device:

@@ -10,6 +10,7 @@ from tutti.comm import agreement, ledger
 from tutti.comm.handle import Handle
 from tutti.comm.lateness import failure
 from tutti.comm.members import Members
+from tutti.comm.routes import carrier
 from tutti.comm.tags import profiling, span
 from tutti.comm.torch_calls import issue
 from tutti.comm.wire import Finish
@@ -108,23 +109,28 @@ def perform(operation: Operation, wait: bool) -> Any:
 def send_off(operation: Operation, wait: bool) -> Any:
     """Enter the operation in the ledger, hand it to torch and, if asked, wait for it."""
     number = enter(operation, ledger.WAITING if wait else ledger.BEGUN)
+    is_streamed = operation.is_on_stream
+    send = carrier(operation) if is_streamed and wait else issue
     try:
         if profiling():
             with span(operation, "run" if wait else "issue"):
-                work = issue(operation, not wait)
+                work = send(operation, not wait)
                 if wait and work is not None:
                     work.wait()
         else:
-            work = issue(operation, not wait)
+            work = send(operation, not wait)
             if wait and work is not None:
                 work.wait()
     except RuntimeError as error:
         raise failure(operation, number, error) from error
+    except Exception:
+        ledger.mark(number, ledger.FAILED)
+        raise
     if not wait:
         return Handle(operation, work, number)
     if operation.finish is not None:
         operation.finish()
-    ledger.mark(number, ledger.STREAMED if operation.is_on_stream else ledger.DONE)
+    ledger.mark(number, ledger.STREAMED if is_streamed else ledger.DONE)
     return operation.result
 
 

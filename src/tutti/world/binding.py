@@ -41,7 +41,7 @@ def visible_gpus() -> list[str]:
 def bind(
     answers: Sequence[Answer], places: Sequence[Place], rank: int, env: Mapping[str, str]
 ) -> Binding:
-    """Pin this rank to its device's NUMA node and set torch's thread count; say what was done."""
+    """Pin this rank to its share of the CPUs and set torch's thread count; say what was done."""
     numa = numa_nodes()
     chosen, cpus_reason = _choose_cpus(answers, places[rank], numa)
     if chosen is not None:
@@ -57,7 +57,7 @@ def _choose_cpus(
 ) -> tuple[str | None, str]:
     if place.gpu is None:
         cpus = cpus_for(answers, place.rank, numa)
-        return (cpus, "its NUMA node") if cpus else (None, "as this process was started")
+        return (cpus, "its share of the CPUs") if cpus else (None, "as this process was started")
     node = numa_node_of_gpu(_pci_address(place.gpu))
     near = set(allowed_cpus()).intersection(numa.get(-1 if node is None else node, ()))
     if not near:

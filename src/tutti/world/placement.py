@@ -64,18 +64,26 @@ def place(answers: "Sequence[Answer]", device: str = "auto", ranks_per_gpu: int 
 def cpus_for(
     answers: "Sequence[Answer]", rank: int, numa: Mapping[int, tuple[int, ...]]
 ) -> str | None:
-    """The CPUs a rank on CPU should keep to: its share of the NUMA nodes; None to stay as it is.
+    """The CPUs a rank on CPU should keep to; None to stay as it is.
 
-    Ranks that may use all the same CPUs are dealt out to the NUMA nodes in blocks. Ranks whose
-    launcher already gave them different CPUs keep those.
+    Ranks that may use all the same CPUs are dealt out to the NUMA nodes in blocks, and inside a
+    node each gets CPUs of its own while there are enough: ranks wait for each other by spinning,
+    so that two on one CPU cost each other a time slice per message. Ranks whose launcher already
+    gave them different CPUs keep those.
     """
     mine = answers[rank]
     peers = [a.rank for a in answers if a.machine == mine.machine and a.cpus == mine.cpus]
     allowed = set(parse_cpu_list(mine.cpus))
     nodes = [cpus for node in sorted(numa) if (cpus := allowed.intersection(numa[node]))]
-    if len(nodes) < 2 or len(peers) < len(nodes):
+    if len(peers) < max(2, len(nodes)):
         return None  # fewer ranks than nodes: each may use all
-    return format_cpu_list(nodes[peers.index(rank) * len(nodes) // len(peers)])
+    node_of = [index * len(nodes) // len(peers) for index in range(len(peers))]
+    node = node_of[peers.index(rank)]
+    cpus, ranks = sorted(nodes[node]), node_of.count(node)
+    if ranks > len(cpus):
+        return format_cpu_list(cpus) if len(nodes) > 1 else None
+    index = peers.index(rank) - node_of.index(node)
+    return format_cpu_list(cpus[index * len(cpus) // ranks : (index + 1) * len(cpus) // ranks])
 
 
 def _use_gpus(answers: "Sequence[Answer]", device: str) -> bool:

@@ -7,6 +7,7 @@ which is why torchrun's own restarts often fail with gloo), so an answer only co
 author has confirmed the list it is on.
 """
 
+import importlib.util
 import json
 import os
 import socket
@@ -43,6 +44,8 @@ class Answer:
     gpus: tuple[str, ...]
     cpus: str
     versions: dict[str, str]
+    # Whether torch knows the shared-memory backend here: all ranks must use the same one.
+    shm: bool
     token: str
 
 
@@ -70,8 +73,15 @@ def answer_for(
         gpus=tuple(gpus),
         cpus=format_cpu_list(allowed_cpus()),
         versions=versions() | {"torch": torch.__version__},  # with its CUDA
+        shm=has_shm(),
         token=uuid.uuid4().hex,
     )
+
+
+def has_shm() -> bool:
+    """Whether torch knows the shared-memory backend here, and its compiled core is installed."""
+    known = "shm" in dist.Backend.backend_list
+    return known and importlib.util.find_spec("tutti.comm.shm._core") is not None
 
 
 def call_roll(store: dist.Store, answer: Answer, size: int, timeout: float) -> Roll:

@@ -21,9 +21,11 @@ from tutti.world.lines import Lines, open_listener
 from tutti.world.network import gloo_interface, local_address_towards
 from tutti.world.placement import Place, place
 from tutti.world.rendezvous import Meeting, meet
-from tutti.world.rollcall import Roll, answer_for, call_roll, refuse_different_versions
+from tutti.world.rollcall import Roll, answer_for, call_roll, has_shm, refuse_different_versions
 from tutti.world.timeouts import START_TIMEOUT, TIMEOUT, checked_seconds
 from tutti.world.world import World
+
+_NO_SHM = "the shared-memory library is missing (it needs a C compiler at installation)"
 
 
 def init(
@@ -37,7 +39,8 @@ def init(
 ) -> World:
     """Join the world that the launcher started, or make a world of one.
 
-    device: auto, cpu or cuda. backend: nccl on CUDA and gloo on CPU unless given.
+    device: auto, cpu or cuda. backend: unless given, nccl on CUDA, and on CPU shm (shared memory
+    inside a host, gloo between hosts), or gloo where shm is not installed.
     ranks_per_gpu: how many ranks may share a GPU. Timeouts are in seconds: `start_timeout` for
     all ranks to arrive, `timeout` for a collective. What is not given here comes from the
     launcher's flags (`tutti run --timeout …`), else from the defaults.
@@ -58,8 +61,12 @@ def init(
         ranks_per_gpu = int(env.get("TUTTI_RANKS_PER_GPU", "1"))
     if backend == "nccl" and not torch.cuda.is_available():
         raise UsageError("backend='nccl' needs a GPU, and none is visible: leave it out")
-    if backend is not None and backend not in ("nccl", "gloo") and ":" not in backend:
-        raise UsageError(f"backend={backend!r} is not known: use nccl or gloo, or leave it out")
+    if backend is not None and backend not in ("nccl", "gloo", "shm") and ":" not in backend:
+        raise UsageError(
+            f"backend={backend!r} is not known: use nccl, shm or gloo, or leave it out"
+        )
+    if backend is not None and "shm" in backend and not has_shm():
+        raise UsageError(f"backend={backend!r}: {_NO_SHM}: install tutti again where there is one")
 
     identity = identify(env)
     meeting = meet(identity, start_timeout)
@@ -142,6 +149,15 @@ def _torch_backend(backend: str) -> str:
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
+def _default_backend(device: torch.device, roll: Roll) -> tuple[str, str]:
+    if device.type == "cuda":
+        return "nccl", "the default on cuda"
+    without = [answer.rank for answer in roll.answers if not answer.shm]
+    if not without:
+        return "shm", "the default on cpu"
+    return "gloo", f"on rank {', '.join(map(str, without[:4]))} {_NO_SHM}"
+
+
 def _places(roll: Roll, identity: Identity, device: str, ranks_per_gpu: int) -> list[Place]:
     try:
         refuse_different_versions(roll.answers)
@@ -179,10 +195,11 @@ def _world(
     else:
         device = torch.device("cuda", mine.gpu)
         reasons["device"] = f"GPU {mine.gpu} of {len(roll.answers[mine.rank].gpus)} visible"
-    reasons["backend"] = "asked for" if backend else f"the default on {device.type}"
+    reasons["backend"] = "asked for"
     if backend is None:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-    if "gloo" in _torch_backend(backend):
+        backend, reasons["backend"] = _default_backend(device, roll)
+    # Between hosts shm speaks gloo.
+    if "gloo" in _torch_backend(backend) or "shm" in backend:
         interface, reasons["gloo_interface"] = gloo_interface(roll.answers, identity.rank, env)
         if interface:
             variables["GLOO_SOCKET_IFNAME"] = interface

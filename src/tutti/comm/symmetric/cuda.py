@@ -15,7 +15,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,11 +90,7 @@ class CudaMemory:
             shared = f"; {self.sharing} ranks share a GPU" if self.sharing > 1 else ""
             self.reason = reason + shared
             with _sharing_allowed(self.sharing > 1):
-                self._block = symm_mem.empty(
-                    self._data_at + bytes, dtype=torch.uint8, device=device
-                )
-                self._block.zero_()
-                torch.cuda.synchronize(device)
+                self._block = self._allocate(symm_mem, self._data_at + bytes)
                 self._handle: Any = symm_mem.rendezvous(self._block, group.group_name)
             self._bases = [int(pointer) for pointer in self._handle.buffer_ptrs]
             if 0 in self._bases:
@@ -138,6 +133,20 @@ class CudaMemory:
         refuse_different_heaps(cards)
         return cards
 
+    def _allocate(self, symm_mem: Any, bytes: int) -> torch.Tensor:
+        """A zeroed block, when every rank has got one: torch's rendezvous would wait for ever."""
+        failure = None
+        try:
+            block: torch.Tensor = symm_mem.empty(bytes, dtype=torch.uint8, device=self.device)
+            block.zero_()
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            failure = str(error).partition("\n")[0]
+        for rank, text in enumerate(self._meeting.tell(failure)):
+            if text is not None:
+                raise UsageError(f"rank {rank} got no {bytes} bytes on its GPU: {text}")
+        return block
+
     # ---- Bytes ----
 
     def view(
@@ -165,7 +174,8 @@ class CudaMemory:
         self.check()
         self.puts += 1
         self.put_bytes += bytes
-        self.view(to, offset, tuple(source.shape), source.dtype).copy_(source, non_blocking=True)
+        target = self.view(to, offset, tuple(source.shape), source.dtype)
+        target.copy_(source.detach(), non_blocking=True)
 
     def get(self, source: int, offset: int, out: torch.Tensor, bytes: int) -> None:
         self.check()
@@ -279,7 +289,7 @@ class CudaMemory:
         self._failed[0] = 0
         what = self._waits.get(ticket, "a signal or a barrier")
         for rank, pid in enumerate(self._pids):
-            if pid is not None and not Path(f"/proc/{pid}").exists():
+            if pid is not None and not _runs(pid):
                 self._broken = f"rank {rank} died"
                 raise PeerDied(rank, what)
         if "barrier" in what or "all_reduce" in what:
@@ -369,6 +379,16 @@ def _sharing_allowed(sharing: bool) -> Iterator[None]:
     finally:
         if sharing and before is None:
             del os.environ[_ALLOW_SHARING]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's, but there
+        pass
+    return True
 
 
 def _signed(value: int) -> int:

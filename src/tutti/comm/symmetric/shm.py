@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from tutti.comm.shm import native
+from tutti.comm.shm import native, native_group
 from tutti.comm.symmetric.errors import PeerDied, PeerLeft, Timeout
 from tutti.comm.symmetric.meeting import Meeting, refuse_different_calls
 from tutti.comm.symmetric.memory import CHANNELS, Algorithm
@@ -81,13 +81,24 @@ class ShmMemory:
         self._put_large, self._put_signal_large = self._core.tutti_put, self._core.tutti_put_signal
         self._wait = self._core.tutti_wait_signal
         self._epochs = dict.fromkeys((_AGREEMENT, *(_barrier(c) for c in range(CHANNELS))), 0)
-        self._calls = 0
+        self._exchanges = 0
         self._broken: str | None = None
         self._collectives = ShmCollectives(self, self._core, self._quick)
         self.puts = self.put_bytes = self.gets = self.get_bytes = 0
         self.waits = self.barriers = 0
+        self._group = group
+        self._add_to_backend()
         self.agree("Heap", timeout)
         meeting.end()
+
+    def _add_to_backend(self) -> None:
+        """Let torch.distributed's own collectives on the heap's tensors do without copies."""
+        self._backend = native_group(self._group)
+        if self._backend is not None:
+            bases = (ctypes.c_void_p * self.size)(*self._data)
+            native.raise_for(
+                self._core.tutti_group_add_block(self._backend, self.number, bases, self.bytes)
+            )
 
     # ---- Bytes ----
 
@@ -172,15 +183,18 @@ class ShmMemory:
         self._meet_at(_barrier(channel), timeout, "a barrier")
 
     def agree(self, call: str, timeout: float) -> None:
-        # Two descriptions in turn: who writes the next one but one has passed the next meeting,
-        # and so has everybody's reading of this one.
-        at = _TEXTS + _TEXT * (self._calls % 2)
-        self._calls += 1
-        text = call.encode()[: _TEXT - 1] + b"\0"
-        ctypes.memmove(self._control[self.rank] + at, text, len(text))
-        self._meet_at(_AGREEMENT, timeout, call)
-        calls = [ctypes.string_at(base + at).decode(errors="replace") for base in self._control]
-        refuse_different_calls(calls)
+        refuse_different_calls(self.exchange(call, timeout, call))
+
+    def exchange(self, text: str, timeout: float, what: str) -> list[str]:
+        """Every rank's short text, in rank order."""
+        # Two places in turn: who writes to one again has passed the meeting in between, to which
+        # all came after they had read it.
+        at = _TEXTS + _TEXT * (self._exchanges % 2)
+        self._exchanges += 1
+        encoded = text.encode()[: _TEXT - 1] + b"\0"
+        ctypes.memmove(self._control[self.rank] + at, encoded, len(encoded))
+        self._meet_at(_AGREEMENT, timeout, what)
+        return [ctypes.string_at(base + at).decode(errors="replace") for base in self._control]
 
     def _meet_at(self, line: int, timeout: float, what: str) -> None:
         """Store this rank's count of meetings (release), wait for that of each peer (acquire)."""
@@ -203,8 +217,7 @@ class ShmMemory:
             # Whoever of all ranks has died, this meeting will not take place.
             self._wait_on(address, value, self._peers, timeout, f"rank {peer} in {what}")
         except BaseException as error:
-            # Counts of meetings no longer agree between ranks: nothing collective can follow.
-            self._broken = f"{type(error).__name__}: {error}"
+            self.fall_out_of_step(error)
             raise
 
     def _wait_on(
@@ -213,13 +226,9 @@ class ShmMemory:
         """The slow part of a wait: in slices, looking between them whether the peers still live."""
         deadline = time.monotonic() + timeout - min(timeout, _SLICE)
         while True:
-            # Death first: who has left may have done so because of it.
-            alive = self._core.tutti_segment_owner_lives
-            dead = [peer for peer in watched if not alive(self._segments[peer])]
-            left = [peer for peer in watched if self.load(self._control[peer] + _LEFT)]
-            if (dead or left) and self.load(address) < value:
-                died = [peer for peer in dead if peer not in left]
-                raise PeerDied(died[0], what) if died else PeerLeft(left[0], what)
+            gone = self.gone(what, watched)
+            if gone is not None and self.load(address) < value:
+                raise gone
             remaining = min(deadline - time.monotonic(), _SLICE)  # 0 would mean for ever
             if remaining <= 0:
                 now = self.load(address)
@@ -230,6 +239,22 @@ class ShmMemory:
                 )
             if self._wait(address, value, remaining, None) == 0:
                 return
+
+    def gone(self, waiting_for: str, watched: Sequence[int] | None = None) -> Exception | None:
+        """The error for the first rank that has died or left, if there is one."""
+        ranks = self._peers if watched is None else watched
+        alive = self._core.tutti_segment_owner_lives
+        dead = [peer for peer in ranks if not alive(self._segments[peer])]
+        left = [peer for peer in ranks if self.load(self._control[peer] + _LEFT)]
+        # Death first: who has left may have done so because of it.
+        for peer in dead:
+            if peer not in left:
+                return PeerDied(peer, waiting_for)
+        return PeerLeft(left[0], waiting_for) if left else None
+
+    def fall_out_of_step(self, error: BaseException) -> None:
+        """Remember that counts of meetings no longer agree: nothing collective can follow."""
+        self._broken = f"{type(error).__name__}: {error}"
 
     def check(self) -> None:
         """Refuse what is collective after a meeting has failed."""
@@ -278,11 +303,15 @@ class ShmMemory:
     def stats(self) -> dict[str, int]:
         names = ("puts", "put_bytes", "gets", "get_bytes", "waits", "barriers")
         return {name: getattr(self, name) for name in names} | {
-            "collectives": self._collectives.calls
+            "collectives": self._collectives.calls,
+            "known_to_backend": int(self._backend is not None),
         }
 
     def close(self) -> None:
         self.store(self._control[self.rank] + _LEFT, 1)
+        self._collectives.close()
+        if self._backend is not None and self._backend == native_group(self._group):
+            self._core.tutti_group_remove_block(self._backend, self.number)
         # What is mapped goes when the last tensor that lies in it does.
         self._blocks.clear()
 

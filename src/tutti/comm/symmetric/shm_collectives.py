@@ -1,17 +1,20 @@
 """All-reduce, all-gather and reduce-scatter on CPU, on tensors that all ranks can read in place.
 
-Each begins with a meeting (all inputs are written) and ends with one (all have read, so that the
-callers may write again). In between ranks tell each other how far they are by one word each, which
-is stored with release and loaded with acquire; every word has one writer.
+All-reduce is the core's, in C, unless one algorithm is asked for: these stand here in Python, to be
+read and compared. Each collective begins with a meeting (all inputs are written) and ends with one
+(all have read, so that the callers may write again). In between ranks tell each other how far they
+are by one word each, stored with release and loaded with acquire; each word has one writer.
 """
 
 import ctypes
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tutti.comm.symmetric.memory import Algorithm
 from tutti.comm.symmetric.reduction import OPS, check_reduction, must_be_shared, pieces
+from tutti.comm.symmetric.shm_group import ShmGroup
 from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,8 +25,6 @@ _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-# Up to here every rank reads everything; above, each reduces one piece and reads the others'.
-_ONE_SHOT_BYTES = 32 << 10
 # A two-shot goes in chunks of this size per rank, so that a piece is still in the cache of its
 # owner when the peers fetch it.
 _CHUNK_BYTES = 512 << 10
@@ -40,7 +41,8 @@ class ShmCollectives:
         self._words = [memory.progress_address(rank) for rank in range(memory.size)]
         self._own_word = self._words[memory.rank]
         self._progress = 0  # the same on all ranks between collectives
-        self._scratch = torch.empty(_ONE_SHOT_BYTES, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._group: ShmGroup | None = None  # made by the first all_reduce that needs it
         self.calls = 0
 
     def all_reduce(
@@ -54,18 +56,21 @@ class ShmCollectives:
         timeout: float,
     ) -> None:
         codes = _codes(local.dtype, op)
-        bytes = local.numel() * local.itemsize
-        shared = offset if out is local else out_offset  # where peers find this rank's result
-        if algorithm == "auto":
-            algorithm = "one_shot" if bytes <= _ONE_SHOT_BYTES or shared is None else "two_shot"
+        bytes = local.nbytes
         self.calls += 1
-        if algorithm == "one_shot":
+        if algorithm == "auto":
+            if self._group is None:
+                self._group = ShmGroup(self._memory, timeout)
+            self._group.all_reduce(local.data_ptr(), out.data_ptr(), bytes, *codes, timeout)
+        elif algorithm == "one_shot":
             self._one_shot(local, offset, out, codes, timeout)
-        elif shared is None:
-            raise must_be_shared(algorithm)
-        elif algorithm == "two_shot":
-            self._two_shot(local, offset, shared, codes, timeout)
         else:
+            shared = offset if out is local else out_offset  # where peers find this rank's result
+            if shared is None:
+                raise must_be_shared(algorithm)
+            if algorithm == "two_shot":
+                self._two_shot(local, offset, shared, codes, timeout)
+                return
             if shared != offset:
                 self._core.tutti_put(out.data_ptr(), local.data_ptr(), bytes)
             self._ring(out, shared, codes, timeout)
@@ -189,6 +194,11 @@ class ShmCollectives:
         self._reduce(out.data_ptr(), parts, out.numel(), codes)
         self._step(what, timeout)
 
+    def close(self) -> None:
+        """Leave; not collective."""
+        if self._group is not None:
+            self._group.close()
+
     def _step(self, what: str, timeout: float) -> None:
         """A meeting of all ranks."""
         self._tell()
@@ -209,6 +219,7 @@ class ShmCollectives:
             raise UsageError(self._core.tutti_error().decode())
 
 
+@cache
 def _codes(dtype: torch.dtype, op: str) -> tuple[int, int]:
     check_reduction(dtype, op)
     if dtype not in _DTYPES:

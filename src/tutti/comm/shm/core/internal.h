@@ -37,6 +37,10 @@ patience patience_for(int ranks);
 bool pause_once(pause_state *);
 bool life_check_is_due(pause_state *, uint64_t now);
 
+/* ---- copies (copy.c) ---- */
+void copy_bytes(void *to, const void *from, uint64_t bytes);
+void stream_bytes(void *to, const void *from, uint64_t bytes); /* past the caches */
+
 /* ---- reductions (reduce.c) ---- */
 size_t dtype_bytes(uint32_t dtype);
 const char *dtype_name(uint32_t dtype);
@@ -101,7 +105,7 @@ struct tutti_work {
     void *parts[]; /* in, out, in_bytes, out_bytes */
 };
 
-typedef struct mail mail; /* messages.c */
+typedef struct mail mail; /* mail.h */
 
 struct tutti_group {
     char name[TUTTI_NAME_BYTES];
@@ -148,9 +152,6 @@ int group_usable(tutti_group *);
 int break_group(tutti_group *, int code, const char *text);
 /* Looks at what makes a wait for `peer` hopeless: own abort, its state, its death. */
 int peer_trouble(tutti_group *, int peer, bool look_for_death);
-/* Blocks are removed only when no operation uses them, so what is found may be kept for one. */
-const block *block_of(tutti_group *, const void *address, uint64_t bytes);
-const block *block_by_id(tutti_group *, uint64_t id);
 static inline unsigned char *slot_of(const tutti_group *g, int rank, uint64_t round)
 {
     return g->peers[rank].slots + (round % SLOTS) * g->slot_stride;
@@ -161,6 +162,12 @@ static inline uint64_t lane(int owner, int reader)
 {
     return (uint64_t)(reader < owner ? reader : reader - 1);
 }
+
+/* ---- blocks.c ---- */
+/* Blocks are removed only when no operation uses them, so what is found may be kept for one. */
+const block *block_of(tutti_group *, const void *address, uint64_t bytes);
+const block *block_by_id(tutti_group *, uint64_t id);
+void free_blocks(tutti_group *);
 
 /* ---- ledger.c ---- */
 const char *kind_name(uint32_t kind);
@@ -192,7 +199,7 @@ void work_release(tutti_work *);
 void wake_queue(tutti_group *); /* after an abort */
 void stop_worker(tutti_group *);
 
-/* ---- messages.c ---- */
+/* ---- mail.c ---- */
 int mail_create(tutti_group *);
 int mail_run(tutti_group *, const tutti_operation *, double timeout);
 void mail_submit(tutti_group *, tutti_work *, const char *where);

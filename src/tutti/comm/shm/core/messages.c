@@ -9,10 +9,9 @@
  * else in the group's courier thread, always under the mail's lock. A message for which nobody
  * waits stays in its ring, until a recv of the same sender needs what lies behind it: then it is
  * put aside. */
-#include "internal.h"
+#include "mail.h"
 
 #include <inttypes.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,38 +25,6 @@ typedef struct {
     uint64_t unused[2];
 } heading;
 _Static_assert(sizeof(heading) == GRAIN, "a heading fills one grain of a ring");
-
-typedef struct parcel { /* a message put aside */
-    int source;
-    uint32_t tag;
-    uint64_t bytes, moved;
-    struct parcel *next;
-    unsigned char content[];
-} parcel;
-
-typedef struct { /* the message at the head of a ring, half-way out of it */
-    bool active;
-    uint64_t bytes, moved;
-    tutti_work *receiver; /* or else: */
-    parcel *aside;
-} arrival;
-
-typedef struct {
-    tutti_work *first, *last;
-} list;
-
-struct mail {
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    list *outgoing; /* by peer, in the order sent */
-    list wanted;    /* recvs in the order posted */
-    arrival *arrivals;
-    parcel *aside;
-    int pending, pumps; /* operations; threads that move them while they wait */
-    bool started, closing;
-    pthread_t courier;
-    uint64_t messages;
-};
 
 static void append(list *to, tutti_work *work)
 {
@@ -84,17 +51,6 @@ static void conclude(mail *m, list *over, tutti_work *work, int code)
     m->pending--;
     work->code = code;
     append(over, work);
-}
-
-/* Callbacks run without the lock. */
-static void finish_all(tutti_group *g, list over)
-{
-    for (tutti_work *work = over.first, *next; work; work = next) {
-        next = work->next;
-        ledger_mark(g, work->entry, work->code < 0 ? TUTTI_FAILED : TUTTI_DONE);
-        work_finish(work, work->code, work->code < 0 ? g->broken_text : "");
-        work_release(work);
-    }
 }
 
 static bool push(tutti_group *g, int to, list *over)
@@ -245,8 +201,15 @@ static bool pull(tutti_group *g, int source, list *over)
     return tail != begun;
 }
 
+void mail_send(tutti_group *g, tutti_work *work, list *over)
+{
+    g->mail->pending++;
+    append(&g->mail->outgoing[work->operation.peer], work);
+    push(g, work->operation.peer, over);
+}
+
 /* A new recv may be for a message that was put aside, perhaps not all of it yet. */
-static void post_receiver(tutti_group *g, tutti_work *work, list *over)
+static void look_aside(tutti_group *g, tutti_work *work, list *over)
 {
     mail *m = g->mail;
     parcel **link = &m->aside;
@@ -275,7 +238,16 @@ static void post_receiver(tutti_group *g, tutti_work *work, list *over)
     free(found);
 }
 
-static bool progress(tutti_group *g, list *over)
+void mail_receive(tutti_group *g, tutti_work *work, list *over)
+{
+    g->mail->pending++;
+    look_aside(g, work, over);
+    for (int rank = 0; rank < g->size; rank++)
+        if (rank != g->rank && (work->operation.peer == rank || work->operation.peer == -1))
+            pull(g, rank, over);
+}
+
+bool mail_progress(tutti_group *g, list *over)
 {
     bool moved = false;
     for (int rank = 0; rank < g->size; rank++) {
@@ -288,7 +260,7 @@ static bool progress(tutti_group *g, list *over)
     return moved;
 }
 
-static void fail_pending(tutti_group *g, int code, list *over)
+void mail_fail(tutti_group *g, int code, list *over)
 {
     mail *m = g->mail;
     for (int rank = 0; rank < g->size; rank++) {
@@ -307,248 +279,4 @@ static void fail_pending(tutti_group *g, int code, list *over)
         take_out(&m->wanted, work);
         conclude(m, over, work, code);
     }
-}
-
-static int message_trouble(tutti_group *g, tutti_work *work, int rank, uint64_t now, bool due)
-{
-    bool sends = work->operation.kind == TUTTI_SEND;
-    char text[6000], who[600] = "any rank";
-    snprintf(text, sizeof text, "%s %" PRIu64 " of group %s (tag %" PRIu32 ", %" PRIu64 " bytes)",
-             kind_name(work->operation.kind), work->sequence, g->name, work->operation.tag,
-             operation_bytes(&work->operation));
-    size_t length = strlen(text);
-    if (now >= work->deadline) {
-        if (rank >= 0)
-            describe_peer(g, rank, who, sizeof who);
-        snprintf(text + length, sizeof text - length,
-                 " timed out after %.1f s on rank %d: waiting for %s", work->timeout, g->rank, who);
-        return break_group(g, TUTTI_TIMEOUT, text);
-    }
-    int left = 0, code = 0;
-    for (int other = 0; other < g->size && !code; other++) {
-        if (other == g->rank || (rank >= 0 && other != rank))
-            continue;
-        bool more = !sends && atomic_load(&g->peers[other].sent[g->rank].at) !=
-                                  atomic_load(&g->peers[g->rank].received[other].at);
-        code = more ? 0 : peer_trouble(g, other, due);
-        if (code == TUTTI_PEER_LEFT && rank < 0 && ++left < g->size - 1)
-            code = 0;
-    }
-    if (!code)
-        return 0;
-    snprintf(text + length, sizeof text - length, " on rank %d: %s", g->rank, tutti_error());
-    return break_group(g, code, text);
-}
-
-/* Looks for operations that can no longer succeed. Called with the lock. */
-static void look_for_trouble(tutti_group *g, pause_state *pause, list *over)
-{
-    mail *m = g->mail;
-    uint64_t now = now_ns();
-    bool due = life_check_is_due(pause, now);
-    int code = atomic_load_explicit(&g->broken, memory_order_acquire);
-    for (int rank = 0; rank < g->size && !code; rank++) {
-        if (m->outgoing[rank].first)
-            code = message_trouble(g, m->outgoing[rank].first, rank, now, due);
-        if (!code && m->arrivals[rank].active && m->arrivals[rank].receiver)
-            code = message_trouble(g, m->arrivals[rank].receiver, rank, now, due);
-    }
-    for (tutti_work *work = m->wanted.first; work && !code; work = work->next)
-        code = message_trouble(g, work, work->operation.peer, now, due);
-    if (code)
-        fail_pending(g, code, over);
-}
-
-/* One step of whoever waits: moves what can be moved, or passes some time. */
-static void pump(tutti_group *g, pause_state *pause)
-{
-    list over = {NULL, NULL};
-    bool moved = false;
-    if (pthread_mutex_trylock(&g->mail->lock) == 0) {
-        moved = progress(g, &over);
-        pthread_mutex_unlock(&g->mail->lock);
-        finish_all(g, over);
-    }
-    if (moved)
-        *pause = (pause_state){.limit = g->patience};
-    else if (pause_once(pause)) {
-        over = (list){NULL, NULL};
-        pthread_mutex_lock(&g->mail->lock);
-        look_for_trouble(g, pause, &over);
-        pthread_mutex_unlock(&g->mail->lock);
-        finish_all(g, over);
-    }
-}
-
-static void *carry(void *argument)
-{
-    tutti_group *g = argument;
-    mail *m = g->mail;
-    pause_state pause = {.limit = g->patience};
-    pthread_mutex_lock(&m->lock);
-    while (!m->closing) {
-        if (!m->pending || m->pumps) {
-            pthread_cond_wait(&m->changed, &m->lock);
-            pause = (pause_state){.limit = g->patience};
-            continue;
-        }
-        pthread_mutex_unlock(&m->lock);
-        pump(g, &pause);
-        pthread_mutex_lock(&m->lock);
-    }
-    pthread_mutex_unlock(&m->lock);
-    return NULL;
-}
-
-static int start_courier(tutti_group *g)
-{
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int code = pthread_create(&g->mail->courier, NULL, carry, g);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (code)
-        return fail(TUTTI_SYSTEM, "cannot start a thread for messages of group %s: %s", g->name,
-                    strerror(code));
-    g->mail->started = true;
-    return 0;
-}
-
-int mail_create(tutti_group *g)
-{
-    mail *m = calloc(1, sizeof *m);
-    if (m) {
-        m->outgoing = calloc((size_t)g->size, sizeof *m->outgoing);
-        m->arrivals = calloc((size_t)g->size, sizeof *m->arrivals);
-    }
-    if (!m || !m->outgoing || !m->arrivals) {
-        if (m) {
-            free(m->outgoing);
-            free(m->arrivals);
-        }
-        free(m);
-        return fail(TUTTI_NO_MEMORY, "no memory for the messages of %d ranks", g->size);
-    }
-    pthread_mutex_init(&m->lock, NULL);
-    pthread_cond_init(&m->changed, NULL);
-    g->mail = m;
-    return 0;
-}
-
-/* Most messages fit into the ring, or are there already: they are over when this returns. */
-static void post(tutti_group *g, tutti_work *work, const char *where, bool will_wait)
-{
-    mail *m = g->mail;
-    list over = {NULL, NULL};
-    tutti_operation shown = work->operation;
-    shown.where = where;
-    work->deadline = deadline_after(work->timeout);
-    pthread_mutex_lock(&m->lock);
-    work->sequence = ++m->messages;
-    work->entry = ledger_open(g, &shown, work->sequence, TUTTI_RUNNING);
-    m->pending++;
-    if (work->operation.kind == TUTTI_SEND) {
-        append(&m->outgoing[work->operation.peer], work);
-        push(g, work->operation.peer, &over);
-    } else {
-        post_receiver(g, work, &over);
-        for (int rank = 0; rank < g->size; rank++)
-            if (rank != g->rank && (work->operation.peer == rank || work->operation.peer == -1))
-                pull(g, rank, &over);
-    }
-    if (will_wait)
-        m->pumps++;
-    else if (m->pending && !m->started && start_courier(g) < 0) {
-        char text[400];
-        snprintf(text, sizeof text, "%s", tutti_error());
-        fail_pending(g, break_group(g, TUTTI_SYSTEM, text), &over);
-    }
-    if (!will_wait && m->pending)
-        pthread_cond_signal(&m->changed);
-    pthread_mutex_unlock(&m->lock);
-    finish_all(g, over);
-}
-
-static void stop_pumping(mail *m)
-{
-    pthread_mutex_lock(&m->lock);
-    m->pumps--;
-    if (m->closing || (m->pumps == 0 && m->pending))
-        pthread_cond_broadcast(&m->changed);
-    pthread_mutex_unlock(&m->lock);
-}
-
-static int pump_until(tutti_group *g, tutti_work *work, uint64_t deadline)
-{
-    pause_state pause = {.limit = g->patience};
-    while (!tutti_work_is_done(work)) {
-        pump(g, &pause);
-        if (deadline != FOREVER && now_ns() >= deadline && !tutti_work_is_done(work))
-            return fail(TUTTI_TIMEOUT, "%s %" PRIu64 " of group %s is not done yet",
-                        kind_name(work->operation.kind), work->sequence, g->name);
-    }
-    return 0;
-}
-
-void mail_submit(tutti_group *g, tutti_work *work, const char *where)
-{
-    post(g, work, where, false);
-}
-
-int mail_wait(tutti_work *work, uint64_t deadline)
-{
-    mail *m = work->group->mail;
-    pthread_mutex_lock(&m->lock);
-    m->pumps++;
-    pthread_mutex_unlock(&m->lock);
-    int code = pump_until(work->group, work, deadline);
-    stop_pumping(m);
-    return code;
-}
-
-int mail_run(tutti_group *g, const tutti_operation *op, double timeout)
-{
-    tutti_work *work = work_create(g, op, timeout, NULL, NULL);
-    if (!work)
-        return TUTTI_NO_MEMORY;
-    post(g, work, op->where, true);
-    pump_until(g, work, FOREVER);
-    stop_pumping(g->mail);
-    if (op->source)
-        *op->source = work->source;
-    int code = tutti_work_wait(work, -1);
-    tutti_work_free(work);
-    return code;
-}
-
-void mail_wake(tutti_group *g)
-{
-    list over = {NULL, NULL};
-    pthread_mutex_lock(&g->mail->lock);
-    fail_pending(g, atomic_load(&g->broken), &over);
-    pthread_mutex_unlock(&g->mail->lock);
-    finish_all(g, over);
-}
-
-void mail_close(tutti_group *g)
-{
-    mail *m = g->mail;
-    pthread_mutex_lock(&m->lock);
-    m->closing = true;
-    pthread_cond_broadcast(&m->changed);
-    while (m->pumps)
-        pthread_cond_wait(&m->changed, &m->lock);
-    pthread_mutex_unlock(&m->lock);
-    if (m->started)
-        pthread_join(m->courier, NULL);
-    while (m->aside) {
-        parcel *next = m->aside->next;
-        free(m->aside);
-        m->aside = next;
-    }
-    pthread_cond_destroy(&m->changed);
-    pthread_mutex_destroy(&m->lock);
-    free(m->outgoing);
-    free(m->arrivals);
-    free(m);
 }

@@ -90,7 +90,9 @@ static int check_print(tutti_group *g, int rank, uint64_t round)
 {
     uint64_t theirs = atomic_load_explicit(&g->peers[rank].control->print[round % SLOTS],
                                            memory_order_relaxed);
-    return (theirs ^ g->print) >> 1 ? differs(g, rank) : 0; /* the lowest bit: is it symmetric? */
+    if ((theirs ^ g->print) & ~SYMMETRIC)
+        return differs(g, rank);
+    return theirs == g->print ? 0 : OTHERWISE;
 }
 
 static int await_one(tutti_group *g, int rank, uint64_t round, bool all)

@@ -24,6 +24,10 @@
 
 #include "internal.h"
 
+#define SYMMETRIC ((uint64_t)1) /* in a print: this rank offers memory that all have mapped */
+#define OTHERWISE 1 /* returned by a wait: the peer offers symmetric memory and this rank does not,
+                     * or the other way round */
+
 int enter_round(tutti_group *, uint64_t round);
 int await_rank(tutti_group *, int rank, uint64_t round);
 int await_all(tutti_group *, uint64_t round);
@@ -46,7 +50,7 @@ static inline void consume_round(tutti_group *g, uint64_t round)
 #define TRY(expression)                                                                            \
     do {                                                                                           \
         int try_code = (expression);                                                               \
-        if (try_code < 0)                                                                          \
+        if (try_code)                                                                              \
             return try_code;                                                                       \
     } while (0)
 

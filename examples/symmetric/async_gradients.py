@@ -1,0 +1,71 @@
+"""Asynchronous aggregation: every rank adds gradients when it has them, owners step when they like.
+
+    tutti run -n 2 --device cpu examples/symmetric/async_gradients.py
+
+The rows of a weight matrix are owned by the ranks. Gradients are added to a DistributedTensor that
+is never reset: an owner applies the difference to what it saw last, so no addition can fall between
+a read and a reset. New rows are published in a ParameterCache. There is no barrier: a rank that is
+late slows nobody down until others are SLACK steps ahead of it, because gradients of weights that
+are much older than that would do harm.
+"""
+
+import time
+
+import torch
+
+import tutti
+from tutti.comm import symmetric
+from tutti.comm.symmetric.structures import DistributedTensor, ParameterCache
+
+OUTPUTS, INPUTS, STEPS, BATCH, RATE, SLACK = 12, 20, 600, 16, 0.02, 20
+
+with tutti.init() as world, symmetric.Heap(bytes=1 << 20) as heap:
+    torch.manual_seed(0)
+    truth = torch.randn(OUTPUTS, INPUTS, dtype=torch.float64)
+    torch.manual_seed(1 + world.rank)  # every rank its own data
+    with (
+        DistributedTensor(heap, (OUTPUTS, INPUTS), torch.float64) as summed,
+        ParameterCache(heap, OUTPUTS, INPUTS, torch.float64) as weights,
+        heap.counters(1) as contributions,  # one word on rank 0 counts for all
+    ):
+        mine, everything = weights.local_indices, torch.arange(OUTPUTS)
+        local = torch.zeros(len(mine), INPUTS, dtype=torch.float64)
+        weights.publish_all(mine, local)
+        heap.barrier()
+
+        seen = torch.zeros_like(local)
+
+        def apply_new(local: torch.Tensor, seen: torch.Tensor) -> None:
+            """As the owner of some rows: one step with all that has arrived since the last one."""
+            now = summed.local.clone()
+            local -= RATE * (now - seen)
+            seen.copy_(now)
+            weights.publish_all(mine, local)
+
+        one_of_each = {weights.owner(row): row for row in range(OUTPUTS)}.values()
+        for step in range(STEPS):
+            for row in one_of_each:  # its version counts its owner's steps
+                weights.wait_for(row, step - SLACK)
+            current, _ = weights.lookup_many(everything)
+            x = torch.randn(BATCH, INPUTS, dtype=torch.float64)
+            error = x @ (current - truth).T / BATCH
+            summed.scatter_add(everything, error.T @ x / world.size)
+            contributions.fetch_add(0, at=0)  # whoever sees this count sees what was added before
+            apply_new(local, seen)
+            if world.rank == 1 and step % 100 == 0:
+                time.sleep(0.002)  # a rank that is late
+        counted = 0
+        while counted < STEPS * world.size:  # serve those who are behind
+            counted = contributions.load(0, at=0)
+            apply_new(local, seen)
+        heap.barrier()
+
+        assert counted == STEPS * world.size, counted
+        assert torch.allclose(-RATE * summed.to_full()[mine], local, atol=1e-12), "a lost addition"
+        final, versions = weights.lookup_many(everything)
+        off = float((final - truth).norm() / truth.norm())
+        assert off < 0.05, off
+        if world.is_first:
+            print(f"{counted} gradients of {world.size} ranks, none lost, no barrier in the loop")
+            print(f"weights are {off:.1e} from the truth after {int(versions.max())} versions")
+        heap.barrier()

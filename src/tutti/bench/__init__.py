@@ -1,0 +1,1 @@
+"""Benchmarks that check what they time: collectives, symmetric memory."""

@@ -1,0 +1,35 @@
+"""Pin every rank to CPUs of its own: a rank that wanders, or shares, measures the scheduler."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from tutti.hardware.cpus import allowed_cpus, format_cpu_list, parse_cpu_list
+from tutti.world.exchange import gather_json
+from tutti.world.world import World
+
+
+def pin(world: World) -> str:
+    """Give this rank its share of the CPUs that ranks here have in common; returns what it got.
+
+    Collective. Where ranks outnumber CPUs, they are dealt out one CPU each, in turn.
+    """
+    mine = format_cpu_list(allowed_cpus())
+    alike = [
+        rank
+        for rank, each in enumerate(gather_json([world.host, mine]))
+        if each == [world.host, mine]
+    ]
+    share = share_of(parse_cpu_list(mine), alike.index(world.rank), len(alike))
+    # Every thread, not this one alone: gloo's are running already.
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # one that has ended meanwhile
+            os.sched_setaffinity(int(thread.name), share)
+    return format_cpu_list(share)
+
+
+def share_of(cpus: tuple[int, ...], position: int, sharers: int) -> tuple[int, ...]:
+    """The CPUs of one of several ranks that may all use `cpus`."""
+    if sharers > len(cpus):
+        return (cpus[position % len(cpus)],)
+    return cpus[position * len(cpus) // sharers : (position + 1) * len(cpus) // sharers]

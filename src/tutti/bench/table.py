@@ -1,0 +1,131 @@
+"""The table of a sweep, line by line as it grows: nccl-tests' columns, a line for each backend."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from tutti.bench.sizes import format_size
+
+Row = dict[str, Any]
+_LEFT_WIDTH = 54
+_PLACEMENT_WIDTH = 41
+
+
+def usable_width(stream: TextIO) -> int:
+    """Columns of the terminal; a file or a pipe has no end."""
+    if stream.isatty() or "COLUMNS" in os.environ:
+        return shutil.get_terminal_size().columns
+    return 1000
+
+
+class Table:
+    """Prints rows as they come. `placements` are those that each operation is measured in."""
+
+    def __init__(
+        self,
+        placements: Mapping[str, Sequence[str]],
+        timings: int,
+        stream: TextIO = sys.stdout,
+    ) -> None:
+        self._placements_of = placements
+        self._with_timing = timings > 1
+        self._stream = stream
+        self._operation = ""
+
+    def add(self, rows: list[Row]) -> None:
+        """Print the rows of one operation and size: a line for each backend."""
+        if not rows:
+            return
+        if rows[0]["op"] != self._operation:
+            self._operation = rows[0]["op"]
+            self._print_head(rows[0])
+        if self._narrow:
+            for row in rows:
+                self._print(_narrow_line(row, _baseline(row, rows)))
+            return
+        lines: dict[tuple[str, str], dict[str, Row]] = {}
+        for row in rows:
+            lines.setdefault((row["backend"], row["timing"]), {})[row["placement"]] = row
+        for by_placement in lines.values():
+            self._print(self._line(by_placement, rows))
+
+    @property
+    def _placements(self) -> Sequence[str]:
+        return self._placements_of[self._operation]
+
+    @property
+    def _narrow(self) -> bool:
+        full = _LEFT_WIDTH + 13 * self._with_timing + _PLACEMENT_WIDTH * len(self._placements)
+        return usable_width(self._stream) < full
+
+    def _print_head(self, row: Row) -> None:
+        self._print(f"# {row['op']}, {row['ranks']} ranks, {row['dtype']}, redop {row['redop']}")
+        if self._narrow:
+            self._print(f"# {'size':>6} {'backend':<12} {'time':>9} {'busbw':>7} {'ratio':>7}")
+            self._print(f"# {'(B)':>6} {'':<12} {'(us)':>9} {'(GB/s)':>7}")
+            return
+        timing = f" {'timing':<12}" if self._with_timing else ""
+        names = "".join(
+            f" {'time':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>6} {'ratio':>7}"
+            for _ in self._placements
+        )
+        units = "".join(
+            f" {'(us)':>9} {'(GB/s)':>7} {'(GB/s)':>7}{'':15}" for _ in self._placements
+        )
+        where = "".join(f" {_PLACES[each]:^40}" for each in self._placements)
+        left = f"{'size':>10} {'count':>10} {'type':>8} {'redop':>6} {'backend':<12}{timing}"
+        self._print(f"#{' ' * (len(left) - 1)}{where}".rstrip())
+        self._print(f"#{left[1:]}{names}")
+        self._print(f"#{'(B)':>9} {'(elements)':>10}{' ' * (len(left) - 21)}{units}".rstrip())
+
+    def _line(self, by_placement: dict[str, Row], rows: list[Row]) -> str:
+        row = next(iter(by_placement.values()))
+        timing = f" {row['timing']:<12}" if self._with_timing else ""
+        cells = f"{row['bytes']:>10} {row['count']:>10} {row['dtype']:>8} {row['redop']:>6} "
+        cells += f"{row['backend']:<12}{timing}"
+        for placement in self._placements:
+            each = by_placement.get(placement)
+            if each is None:
+                cells += f" {'N/A':>9} {'':>7} {'':>7} {'N/A':>6} {'':>7}"
+                continue
+            time = each["time_us"]["p50"]
+            cells += f" {_time(time):>9} {each['algbw_gbs']:>7.2f} {each['busbw_gbs']:>7.2f}"
+            cells += f" {each['wrong']:>6} {_ratio(each, _baseline(each, rows)):>7}"
+        return cells
+
+    def _print(self, line: str) -> None:
+        print(line.rstrip(), file=self._stream, flush=True)
+
+
+_PLACES = {"in": "in-place", "out": "out-of-place"}
+
+
+def _narrow_line(row: Row, first: Row) -> str:
+    size, time = format_size(row["bytes"]), _time(row["time_us"]["p50"])
+    # What most rows have in common goes without saying.
+    place = "" if row["placement"] == "in" else " out-of-place"
+    timing = "" if row["timing"] == "back-to-back" else f" {row['timing']}"
+    wrong = "" if row["wrong"] == 0 else f" {row['wrong']} WRONG"
+    return (
+        f"{size:>8} {row['backend']:<12} {time:>9} {row['busbw_gbs']:>7.2f} "
+        f"{_ratio(row, first):>7}{place}{timing}{wrong}"
+    )
+
+
+def _baseline(row: Row, rows: list[Row]) -> Row:
+    """The row of the first backend that did the same: what ratios are against."""
+    same = ("placement", "timing")
+    return next(each for each in rows if all(each[key] == row[key] for key in same))
+
+
+def _ratio(row: Row, first: Row) -> str:
+    if row is first or not row["time_us"]["p50"]:
+        return "1"
+    ratio = first["time_us"]["p50"] / row["time_us"]["p50"]
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}"
+
+
+def _time(microseconds: float) -> str:
+    return f"{microseconds:.2f}" if microseconds < 1000 else f"{microseconds:.0f}"

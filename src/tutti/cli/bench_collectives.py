@@ -1,0 +1,292 @@
+"""tutti bench collectives: nccl-tests' columns and formulas, every backend side by side."""
+
+import csv
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from tutti.bench.formulas import OPERATIONS, Operation
+from tutti.bench.sizes import parse_sizes
+from tutti.cli.flags import parse
+from tutti.cli.results import check_writable, write_json
+from tutti.hardware.gpus import visible_gpu_count
+from tutti.world.errors import UsageError, did_you_mean
+from tutti.world.identity import identify
+from tutti.world.launch import LocalWorld
+from tutti.world.timeouts import checked_seconds
+
+if TYPE_CHECKING:
+    from tutti.bench.case import Case, Contender
+    from tutti.bench.sweep import Plan, Sweep
+    from tutti.world.world import World
+
+BACKENDS = (
+    *("gloo", "shm", "shm-plain", "shm-compiled", "symmetric", "one-shot", "two-shot", "ring"),
+    *("staged", "mpi", "nccl"),
+)
+# Between Ctrl-C and SIGKILL a round is finished and the files are written.
+_GRACE_SECONDS = 30.0
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Measure collectives, all backends in turns in one run: tutti bench collectives --ranks 2
+
+    Columns and formulas are those of nccl-tests; time is the p50 over calls, each as slow as its
+    slowest rank. Ranks are pinned, results are checked to the bit, and ratio is the first
+    backend's time divided by this one's. Ctrl-C leaves what was measured.
+    """
+
+    ops: str = "all_reduce"
+    """Operations with commas between them, or all."""
+    sizes: str = "1K:64M:x4"
+    """Bytes: 4,1K,64K or a range 1K:64M:x4 (times 4) or 1K:16K:+1K. K, M, G are binary."""
+    backends: str | None = None
+    """gloo, shm (also by its front: shm-plain, shm-compiled), symmetric (the same on symmetric
+    tensors), one-shot, two-shot, ring (by name, on symmetric tensors), staged (through a
+    symmetric buffer), mpi, nccl. Ratios are against the first. Default: gloo,shm, and on CUDA
+    nccl,symmetric."""
+    ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
+    """How many local ranks to start, unless a launcher already did (default: one per GPU, or 2)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors are."""
+    ranks_per_gpu: int = 1
+    """How many ranks may share one GPU."""
+    dtype: Literal[
+        "float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"
+    ] = "float32"
+    """Type of the elements."""
+    placement: Literal["native", "in", "out", "both"] = "native"
+    """In place or from one tensor into another; native is what torch.distributed has."""
+    timing: Literal["back-to-back", "isolated", "both"] = "back-to-back"
+    """Calls one after the other as nccl-tests does, or ranks meet before each."""
+    iterations: str = "auto"
+    """Timed calls of each backend and size; auto is what --budget allows."""
+    warmup: int = 20
+    """Untimed calls first, at most."""
+    budget: float = 0.5
+    """Seconds for each backend and size."""
+    pin: bool = True
+    """Pin every rank to CPUs of its own."""
+    json: Path | None = None
+    """Write rows, environment and command to this file, too."""
+    csv: Path | None = None
+    """Write the rows to this file as CSV, too."""
+    save_paths: bool = False
+    """Keep what was fastest at which size: tutti.comm chooses by it on this machine."""
+    start_timeout: float | None = None
+    """Seconds for all ranks to arrive (default 300)."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = parse(Collectives, "tutti bench collectives", arguments)
+    operations, sizes, backends = _check(options)
+    if identify(os.environ).launcher != "python":
+        return _measure(options, operations, sizes, backends)
+    command = [sys.executable, "-m", "tutti", "bench", "collectives", *arguments]
+    ranks = _ranks(options)
+    if "mpi" in backends:
+        from tutti.bench.mpi import mpirun_command, run_job
+        from tutti.bench.table import usable_width
+
+        LocalWorld(command, ranks, options.device).check()
+        return run_job(mpirun_command(ranks, command), usable_width(sys.stdout))
+    return LocalWorld(
+        command=command,
+        ranks=ranks,
+        device=options.device,
+        ranks_per_gpu=options.ranks_per_gpu,
+        show="first",
+        grace=_GRACE_SECONDS,
+    ).run()
+
+
+def _measure(
+    options: Collectives, operations: list[Operation], sizes: list[int], backends: list[str]
+) -> int:
+    from tutti.bench.contenders import contenders
+    from tutti.bench.control import Control
+    from tutti.bench.pinning import pin
+    from tutti.bench.sweep import Sweep
+    from tutti.bench.table import Table
+    from tutti.world.exchange import gather_json
+    from tutti.world.start import init
+
+    with init(
+        device=options.device,
+        ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
+        start_timeout=options.start_timeout,
+    ) as world:
+        cpus = pin(world) if options.pin else world.cpus
+        rows = gather_json({**world.row(), "cpus": cpus, "pinned": options.pin})
+        lines = _lines(operations, sizes, options, world)
+        largest = max((case.bytes for line in lines for case in line), default=0)
+        names, control = backends or _default_backends(world), Control()
+        with control.stop_on_signals(), contenders(names, world, largest) as (found, missing):
+            if not found:
+                _refuse(world, missing)
+            if world.is_first:
+                _print_head(world, rows, options, found, missing)
+            sweep = Sweep(found, _plan(options), control, world.device, world.nodes == 1)
+            sweep.skipped += missing
+            placements = {each[0].operation.name: [c.placement for c in each] for each in lines}
+            table = Table(placements, len(_timings(options)))
+            sweep.run(lines, table.add if world.is_first else lambda rows: None)
+        if world.is_first:
+            return _conclude(sweep, options, world, rows)
+    return _INTERRUPTED if sweep.stopped else int(any(row["wrong"] for row in sweep.rows))
+
+
+def _plan(options: Collectives) -> "Plan":
+    from tutti.bench.sweep import Plan
+
+    iterations = None if options.iterations == "auto" else int(options.iterations)
+    return Plan(_timings(options), iterations, options.warmup, options.budget)
+
+
+def _timings(options: Collectives) -> tuple[str, ...]:
+    return ("back-to-back", "isolated") if options.timing == "both" else (options.timing,)
+
+
+def _lines(
+    operations: Sequence[Operation], sizes: Sequence[int], options: Collectives, world: "World"
+) -> "list[list[Case]]":
+    """For each operation and size, the cases that differ in placement only: a line of the table."""
+    from tutti.bench.case import Case
+    from tutti.bench.payload import DTYPES
+
+    dtype = DTYPES[options.dtype]
+    lines = []
+    for operation in operations:
+        counts = [operation.count(size, dtype.itemsize, world.size) for size in sizes]
+        wanted = {"native": (operation.native,), "both": ("out", "in")}.get(
+            options.placement, (options.placement,)
+        )
+        having = [placement for placement in wanted if placement in operation.placements]
+        for count in dict.fromkeys(counts if having else ()):  # small sizes may be one count
+            lines.append(
+                [
+                    Case(operation, count, dtype, placement, world.rank, world.size)
+                    for placement in having
+                ]
+            )
+    return lines
+
+
+def _check(options: Collectives) -> tuple[list[Operation], list[int], list[str]]:
+    """Refuse what cannot be measured, before anything is started."""
+    names = list(OPERATIONS) if options.ops == "all" else options.ops.split(",")
+    for name in names:
+        if name not in OPERATIONS:
+            raise UsageError(f"--ops: no operation {name!r}: {did_you_mean(name, OPERATIONS)}")
+    backends = [] if options.backends is None else options.backends.split(",")
+    for name in backends:
+        if name not in BACKENDS:
+            raise UsageError(f"--backends: no backend {name!r}: {did_you_mean(name, BACKENDS)}")
+    if options.iterations != "auto" and not (
+        options.iterations.isdecimal() and int(options.iterations) > 0
+    ):
+        raise UsageError(f"--iterations {options.iterations}: auto, or a number of calls above 0")
+    if options.warmup < 0:
+        raise UsageError(f"--warmup {options.warmup}: use 0 or more")
+    checked_seconds("--budget", options.budget)
+    check_writable("--json", options.json)
+    check_writable("--csv", options.csv)
+    return [OPERATIONS[name] for name in names], parse_sizes(options.sizes), backends
+
+
+def _ranks(options: Collectives) -> int:
+    if options.ranks is not None:
+        return options.ranks
+    gpus = 0 if options.device == "cpu" else visible_gpu_count()
+    return max(2, gpus * options.ranks_per_gpu)
+
+
+def _default_backends(world: "World") -> list[str]:
+    return ["nccl", "symmetric"] if world.device.type == "cuda" else ["gloo", "shm"]
+
+
+def _refuse(world: "World", missing: list[dict[str, str]]) -> None:
+    """All ranks leave in good order, and rank 0 speaks for them."""
+    world.close()
+    if world.is_first:
+        reasons = "; ".join(f"{each['backend']}: {each['reason']}" for each in missing)
+        raise UsageError(f"--backends: {reasons}")
+    raise SystemExit(2)
+
+
+def _print_head(
+    world: "World",
+    rows: list[dict[str, Any]],
+    options: Collectives,
+    found: "list[Contender]",
+    missing: list[dict[str, str]],
+) -> None:
+    for row in rows:
+        bound = "pinned to CPU" if options.pin else "on CPU"
+        where = f"{row['host']}, {row['device']}, {bound} {row['cpus']}, {row['threads']} threads"
+        print(f"# rank {row['rank']}: {where}")
+    if world.sharing_note:
+        print(f"# note: {world.sharing_note}")
+    for contender in found:
+        if contender.about:
+            print(f"# {contender.name}: {contender.about}")
+    for each in missing:
+        print(f"# {each['backend']} is left out: {each['reason']}")
+    sys.stdout.flush()
+
+
+def _conclude(
+    sweep: "Sweep", options: Collectives, world: "World", rows: list[dict[str, Any]]
+) -> int:
+    for each in sweep.skipped:
+        if "op" in each:
+            what = f"{each['backend']} {each['op']} ({each['placement']} of place)"
+            print(f"# {what.replace('in of', 'in')} is left out: {each['reason']}")
+    results: dict[str, Any] = {
+        "rows": sweep.rows,
+        "backends": sweep.about,
+        "skipped": sweep.skipped,
+        "complete": not sweep.stopped,
+        "timing": "p50 over calls, each as slow as its slowest rank",
+        "world": {"size": world.size, "ranks": rows, "sharing_note": world.sharing_note},
+    }
+    if options.json is not None:
+        write_json(options.json, "tutti.bench.collectives/1", results)
+    if options.csv is not None:
+        _write_csv(options.csv, sweep.rows)
+    if options.save_paths:
+        from tutti.bench.path_table import path_table
+        from tutti.comm import paths
+
+        table = path_table(sweep.rows, world.device.type, world.size, options.dtype)
+        print(f"# paths are kept in {paths.save(table)}")
+    wrong = sum(row["wrong"] for row in sweep.rows)
+    print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    if sweep.stopped:
+        print(f"# stopped: {len(sweep.rows)} rows were measured")
+        return _INTERRUPTED
+    return 1 if wrong else 0
+
+
+def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    flat = [
+        {**{key: value for key, value in row.items() if key != "time_us"}}
+        | {f"time_us_{name}": value for name, value in row["time_us"].items()}
+        for row in rows
+    ]
+    try:
+        with path.open("w", newline="") as file:
+            if flat:
+                writer = csv.DictWriter(file, list(flat[0]))
+                writer.writeheader()
+                writer.writerows(flat)
+    except OSError as error:
+        raise UsageError(f"--csv {path}: {error.strerror}: choose another file") from None

@@ -1,0 +1,147 @@
+"""tutti bench symmetric: one-sided latency, and the structures built on it."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from tutti.bench.sizes import format_size, parse_sizes
+from tutti.bench.table import usable_width
+from tutti.cli.flags import parse
+from tutti.cli.results import check_writable, write_json
+from tutti.world.errors import UsageError
+from tutti.world.identity import identify
+from tutti.world.launch import LocalWorld
+from tutti.world.timeouts import checked_seconds
+
+if TYPE_CHECKING:
+    from tutti.bench.symmetric_rows import Symmetric as Measured
+    from tutti.world.world import World
+
+# Between Ctrl-C and SIGKILL a round is finished and the file is written.
+_GRACE_SECONDS = 30.0
+_INTERRUPTED = 130
+_FULL_WIDTH = 86
+
+
+@dataclass(frozen=True)
+class Symmetric:
+    """Measure symmetric memory: tutti bench symmetric --ranks 2
+
+    Latencies are of calls from Python, p50 and p99 over rounds in which all take turns. One way is
+    half of a message there and back. Everything is between ranks 0 and 1, except what all ranks do
+    together; results are checked. Ctrl-C leaves what was measured.
+    """
+
+    sizes: str = "1K,64K,1M,16M"
+    """Bytes of the all-reduces that are compared: 1K,64K or 1K:64M:x4."""
+    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 2
+    """How many local ranks to start, unless a launcher already did."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the memory is."""
+    ranks_per_gpu: int = 1
+    """How many ranks may share one GPU."""
+    budget: float = 0.2
+    """Seconds for each row."""
+    pin: bool = True
+    """Pin every rank to CPUs of its own."""
+    json: Path | None = None
+    """Write rows, environment and command to this file, too."""
+    start_timeout: float | None = None
+    """Seconds for all ranks to arrive (default 300)."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = parse(Symmetric, "tutti bench symmetric", arguments)
+    sizes = parse_sizes(options.sizes)
+    checked_seconds("--budget", options.budget)
+    check_writable("--json", options.json)
+    if identify(os.environ).launcher == "python":
+        if options.ranks < 2:
+            raise UsageError(f"--ranks {options.ranks}: one-sided memory needs a peer, use 2")
+        return LocalWorld(
+            command=[sys.executable, "-m", "tutti", "bench", "symmetric", *arguments],
+            ranks=options.ranks,
+            device=options.device,
+            ranks_per_gpu=options.ranks_per_gpu,
+            show="first",
+            grace=_GRACE_SECONDS,
+        ).run()
+    return _measure(options, sizes)
+
+
+def _measure(options: Symmetric, sizes: list[int]) -> int:
+    from tutti.bench.control import Control
+    from tutti.bench.pinning import pin
+    from tutti.bench.symmetric_rows import Symmetric as Measured
+    from tutti.world.exchange import gather_json
+    from tutti.world.start import init
+
+    with init(
+        device=options.device,
+        ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
+        start_timeout=options.start_timeout,
+    ) as world:
+        cpus = pin(world) if options.pin else world.cpus
+        ranks = gather_json({**world.row(), "cpus": cpus, "pinned": options.pin})
+        control = Control()
+        measured = Measured(world, control, options.budget)
+        with control.stop_on_signals():
+            if world.is_first:
+                _print_head(world, ranks)
+            measured.run(sizes, _print_rows if world.is_first else lambda rows: None)
+        if world.is_first:
+            _conclude(measured, options, ranks)
+    return _INTERRUPTED if measured.stopped else int(any(row["wrong"] for row in measured.rows))
+
+
+def _print_head(world: "World", ranks: list[dict[str, Any]]) -> None:
+    for each in ranks:
+        pinned = "pinned to CPU" if each["pinned"] else "on CPU"
+        print(f"# rank {each['rank']}: {each['host']}, {each['device']}, {pinned} {each['cpus']}")
+    if world.sharing_note:
+        print(f"# note: {world.sharing_note}")
+    if _narrow():
+        print(f"# {'':<32} {'size':>5} {'p50 (us)':>9} {'p99':>9}", flush=True)
+        return
+    print(f"# {'':<40} {'backend':<10} {'size':>6} {'p50':>9} {'p99':>9} #wrong")
+    print(f"# {'':<40} {'':<10} {'(B)':>6} {'(us)':>9} {'(us)':>9}", flush=True)
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        size = format_size(row["bytes"]) if row["bytes"] else ""
+        times = f"{row['p50_us']:>9.2f} {row['p99_us']:>9.2f}"
+        if _narrow():
+            name = row["name"] if row["name"] != "all_reduce" else f"all_reduce, {row['backend']}"
+            wrong = f" {row['wrong']} WRONG" if row["wrong"] else ""
+            print(f"{name:<34.34} {size:>5} {times}{wrong}")
+            continue
+        print(f"{row['name']:<42} {row['backend']:<10} {size:>6} {times} {row['wrong']:>6}")
+    sys.stdout.flush()
+
+
+def _narrow() -> bool:
+    return usable_width(sys.stdout) < _FULL_WIDTH
+
+
+def _conclude(measured: "Measured", options: Symmetric, ranks: list[dict[str, Any]]) -> None:
+    for each in measured.skipped:
+        print(f"# {each['name']} is left out: {each['reason']}")
+    if options.json is not None:
+        world = measured.world
+        results = {
+            "rows": measured.rows,
+            "skipped": measured.skipped,
+            "complete": not measured.stopped,
+            "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
+        }
+        write_json(options.json, "tutti.bench.symmetric/1", results)
+    wrong = sum(row["wrong"] for row in measured.rows)
+    print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    if measured.stopped:
+        print(f"# stopped: {len(measured.rows)} rows were measured")

@@ -1,0 +1,75 @@
+/* Copying between private memory and slots.
+ *
+ * Not by memcpy beyond a few hundred bytes: glibc then uses `rep movsb`, which on some processors
+ * is several times slower for certain distances between source and destination. */
+#include "internal.h"
+
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define PLAIN_BYTES 256
+#define STEP 256 /* bytes per turn of the loops */
+
+#if defined(__x86_64__)
+__attribute__((target("avx"))) static uint64_t copy_steps(unsigned char *to,
+                                                          const unsigned char *from, uint64_t bytes)
+{
+    uint64_t at = 0;
+    for (; at + STEP <= bytes; at += STEP) {
+        __m256i lane[8];
+        for (int i = 0; i < 8; i++)
+            lane[i] = _mm256_loadu_si256((const __m256i *)(from + at + 32 * i));
+        for (int i = 0; i < 8; i++)
+            _mm256_storeu_si256((__m256i *)(to + at + 32 * i), lane[i]);
+    }
+    return at;
+}
+
+__attribute__((target("avx"))) static uint64_t stream_steps(unsigned char *to,
+                                                            const unsigned char *from,
+                                                            uint64_t bytes)
+{
+    uint64_t at = 0;
+    for (; at + STEP <= bytes; at += STEP) {
+        __m256i lane[8];
+        for (int i = 0; i < 8; i++)
+            lane[i] = _mm256_loadu_si256((const __m256i *)(from + at + 32 * i));
+        for (int i = 0; i < 8; i++)
+            _mm256_stream_si256((__m256i *)(to + at + 32 * i), lane[i]);
+    }
+    _mm_sfence(); /* such stores are not ordered by a release store */
+    return at;
+}
+
+void copy_bytes(void *to, const void *from, uint64_t bytes)
+{
+    uint64_t at = 0;
+    if (bytes > PLAIN_BYTES && __builtin_cpu_supports("avx"))
+        at = copy_steps(to, from, bytes);
+    memcpy((unsigned char *)to + at, (const unsigned char *)from + at, bytes - at);
+}
+
+void stream_bytes(void *to, const void *from, uint64_t bytes)
+{
+    uint64_t at = (32 - (uintptr_t)to % 32) % 32;
+    if (bytes < 4 * STEP || !__builtin_cpu_supports("avx")) {
+        copy_bytes(to, from, bytes);
+        return;
+    }
+    memcpy(to, from, at);
+    at += stream_steps((unsigned char *)to + at, (const unsigned char *)from + at, bytes - at);
+    memcpy((unsigned char *)to + at, (const unsigned char *)from + at, bytes - at);
+}
+#else
+void copy_bytes(void *to, const void *from, uint64_t bytes)
+{
+    memcpy(to, from, bytes);
+}
+
+void stream_bytes(void *to, const void *from, uint64_t bytes)
+{
+    memcpy(to, from, bytes);
+}
+#endif

@@ -1,0 +1,212 @@
+/* Rows sharded over ranks, plain or versioned. See structures.h for what, cell.h for why versioned
+ * rows cannot be torn.
+ *
+ * Plain rows promise less: an element is never torn, and scatter_add never loses an addition, but
+ * a row that is gathered while others write it may hold elements from before and after. All plain
+ * accesses are relaxed; whoever needs to see another rank's rows waits for it by a barrier or a
+ * signal first, and those release and acquire. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "cell.h"
+#include "words_add.h"
+
+enum { PREFETCH_AHEAD = 4 };
+
+struct tutti_rows {
+    uint64_t rows, row_bytes, stride, per_rank;
+    uint32_t size, rank, cyclic;
+    uint64_t lookups, retries;
+    uint8_t dead[TUTTI_MAX_RANKS];
+    char *bases[];
+};
+
+tutti_rows *tutti_rows_create(void *const *bases, uint32_t size, uint32_t rank, uint64_t rows,
+                              uint64_t row_bytes, uint64_t stride, uint32_t cyclic) {
+    if (size == 0 || size > TUTTI_MAX_RANKS || rank >= size)
+        return NULL;
+    tutti_rows *table = calloc(1, sizeof *table + size * sizeof *table->bases);
+    if (!table)
+        return NULL;
+    table->rows = rows;
+    table->row_bytes = row_bytes;
+    table->stride = stride;
+    table->per_rank = (rows + size - 1) / size;
+    table->size = size;
+    table->rank = rank;
+    table->cyclic = cyclic;
+    for (uint32_t r = 0; r < size; ++r)
+        table->bases[r] = bases[r];
+    return table;
+}
+
+void tutti_rows_free(tutti_rows *table) { free(table); }
+
+static inline char *row_at(const tutti_rows *table, uint64_t index) {
+    uint64_t divisor = table->cyclic ? table->size : table->per_rank;
+    uint64_t quotient = index / divisor, rest = index % divisor;
+    if (table->cyclic)
+        return table->bases[rest] + quotient * table->stride;
+    return table->bases[quotient] + rest * table->stride;
+}
+
+static int64_t first_out_of_range(const tutti_rows *table, const int64_t *indices, uint64_t count) {
+    for (uint64_t i = 0; i < count; ++i)
+        if ((uint64_t)indices[i] >= table->rows)
+            return (int64_t)i;
+    return -1;
+}
+
+/* The rows come from anywhere: have the next ones on their way while this one is copied. */
+static inline void prefetch(const tutti_rows *table, const int64_t *indices, uint64_t i,
+                            uint64_t count) {
+    if (i + PREFETCH_AHEAD < count)
+        __builtin_prefetch(row_at(table, (uint64_t)indices[i + PREFETCH_AHEAD]));
+}
+
+int64_t tutti_rows_gather(const tutti_rows *table, const int64_t *indices, uint64_t count,
+                          void *out) {
+    int64_t bad = first_out_of_range(table, indices, count);
+    char *to = out;
+    for (uint64_t i = 0; bad < 0 && i < count; ++i, to += table->row_bytes) {
+        prefetch(table, indices, i, count);
+        memcpy(to, row_at(table, (uint64_t)indices[i]), table->row_bytes);
+    }
+    return bad;
+}
+
+int64_t tutti_rows_scatter(const tutti_rows *table, const int64_t *indices, uint64_t count,
+                           const void *values) {
+    int64_t bad = first_out_of_range(table, indices, count);
+    const char *from = values;
+    for (uint64_t i = 0; bad < 0 && i < count; ++i, from += table->row_bytes) {
+        prefetch(table, indices, i, count);
+        memcpy(row_at(table, (uint64_t)indices[i]), from, table->row_bytes);
+    }
+    return bad;
+}
+
+/* Adds the bytes of `delta` that `mask` covers; the others keep whatever others write there. */
+static inline void add_to_word(uint64_t *word, uint64_t delta, uint64_t mask, uint32_t dtype) {
+    if (dtype == TUTTI_I64) {
+        __atomic_fetch_add(word, delta, __ATOMIC_RELAXED);
+        return;
+    }
+    uint64_t seen = __atomic_load_n(word, __ATOMIC_RELAXED), sum;
+    do
+        sum = (words_add(seen, delta, dtype) & mask) | (seen & ~mask);
+    while (!__atomic_compare_exchange_n(word, &seen, sum, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+}
+
+static inline void add_row(char *row, const char *values, uint64_t bytes, uint32_t dtype) {
+    uint64_t *word = (uint64_t *)((uintptr_t)row & ~(uintptr_t)7);
+    uint64_t before = (uintptr_t)row & 7; /* 4 when the row begins in the middle of a word */
+    if (before) {
+        uint32_t half;
+        memcpy(&half, values, 4);
+        uint32_t halves[2] = {0, half}, ones[2] = {0, ~0u};
+        uint64_t delta, mask;
+        memcpy(&delta, halves, 8);
+        memcpy(&mask, ones, 8);
+        add_to_word(word++, delta, mask, dtype);
+        values += 4;
+        bytes -= 4;
+    }
+    for (; bytes >= 8; bytes -= 8, values += 8, ++word) {
+        uint64_t delta;
+        memcpy(&delta, values, 8);
+        add_to_word(word, delta, ~0ull, dtype);
+    }
+    if (bytes) {
+        uint32_t half;
+        memcpy(&half, values, 4);
+        uint32_t halves[2] = {half, 0}, ones[2] = {~0u, 0};
+        uint64_t delta, mask;
+        memcpy(&delta, halves, 8);
+        memcpy(&mask, ones, 8);
+        add_to_word(word, delta, mask, dtype);
+    }
+}
+
+#define ADD_ROWS(DTYPE)                                                                            \
+    for (uint64_t i = 0; i < count; ++i, from += table->row_bytes) {                               \
+        prefetch(table, indices, i, count);                                                        \
+        add_row(row_at(table, (uint64_t)indices[i]), from, table->row_bytes, DTYPE);               \
+    }
+
+int64_t tutti_rows_scatter_add(const tutti_rows *table, const int64_t *indices, uint64_t count,
+                               const void *values, uint32_t dtype) {
+    int64_t bad = first_out_of_range(table, indices, count);
+    const char *from = values;
+    if (bad >= 0)
+        return bad;
+    switch (dtype) { /* constants, so that every dtype gets its own loop */
+    case TUTTI_F32:
+        ADD_ROWS(TUTTI_F32)
+        break;
+    case TUTTI_F64:
+        ADD_ROWS(TUTTI_F64)
+        break;
+    case TUTTI_I32:
+        ADD_ROWS(TUTTI_I32)
+        break;
+    case TUTTI_I64:
+        ADD_ROWS(TUTTI_I64)
+        break;
+    default:
+        return TUTTI_BAD_ARGUMENT;
+    }
+    return -1;
+}
+
+uint64_t tutti_cell_bytes(uint64_t payload_bytes) { return 8 + 2 * 8 * words_of(payload_bytes); }
+
+uint64_t *tutti_rows_state(const tutti_rows *table, uint64_t index) {
+    return (uint64_t *)row_at(table, index);
+}
+
+int64_t tutti_rows_lookup(tutti_rows *table, uint64_t index, void *out) {
+    const uint64_t *state = tutti_rows_state(table, index);
+    uint64_t version;
+    int code = cell_read(state, state + 1, table->row_bytes, out, &version, &table->retries);
+    __atomic_fetch_add(&table->lookups, 1, __ATOMIC_RELAXED);
+    return code < 0 ? code : (int64_t)version;
+}
+
+int64_t tutti_rows_lookup_many(tutti_rows *table, const int64_t *indices, uint64_t count, void *out,
+                               uint64_t *versions) {
+    int64_t bad = first_out_of_range(table, indices, count);
+    char *to = out;
+    for (uint64_t i = 0; bad < 0 && i < count; ++i, to += table->row_bytes) {
+        prefetch(table, indices, i, count);
+        int64_t version;
+        while ((version = tutti_rows_lookup(table, (uint64_t)indices[i], to)) < 0)
+            cell_pause();
+        versions[i] = (uint64_t)version;
+        if (version == 0)
+            memset(to, 0, table->row_bytes);
+    }
+    return bad;
+}
+
+int64_t tutti_rows_publish(tutti_rows *table, uint64_t index, const void *row) {
+    uint64_t *state = tutti_rows_state(table, index), claimed;
+    int code = cell_claim(state, table->rank, table->dead, &claimed);
+    if (code < 0)
+        return code;
+    words_store(cell_next(state + 1, claimed, table->row_bytes), row, table->row_bytes);
+    return (int64_t)cell_publish(state, claimed, 1);
+}
+
+uint64_t tutti_rows_lookups(const tutti_rows *table) {
+    return __atomic_load_n(&table->lookups, __ATOMIC_RELAXED);
+}
+
+uint64_t tutti_rows_retries(const tutti_rows *table) {
+    return __atomic_load_n(&table->retries, __ATOMIC_RELAXED);
+}
+
+void tutti_rows_declare_dead(tutti_rows *table, uint32_t rank) {
+    if (rank < table->size)
+        __atomic_store_n(&table->dead[rank], 1, __ATOMIC_RELAXED);
+}

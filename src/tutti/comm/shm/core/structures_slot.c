@@ -1,0 +1,40 @@
+/* Slots with one writer, copied by others while they may change: a sequence lock without a lock.
+ *
+ * The sequence is odd while the owner writes. begin() makes it odd, then executes a release fence,
+ * then words are stored; end() makes it even by a release store. A copier checks the sequence
+ * (acquire), copies by relaxed words, executes an acquire fence and checks again. If its copy holds
+ * a word of a later writing, the two fences synchronise and the second check sees that writing's
+ * begin(): the copy is refused. Nobody announces that he copies, so a copier that dies leaves
+ * nothing behind, and a writer never waits. */
+#include "cell.h"
+
+void tutti_slot_begin(uint64_t *sequence) {
+    uint64_t now = __atomic_load_n(sequence, __ATOMIC_RELAXED);
+    __atomic_store_n(sequence, now | 1, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+}
+
+void tutti_slot_write(void *to, const void *from, uint64_t bytes) { words_store(to, from, bytes); }
+
+uint64_t tutti_slot_end(uint64_t *sequence) {
+    uint64_t next = (__atomic_load_n(sequence, __ATOMIC_RELAXED) | 1) + 1;
+    __atomic_store_n(sequence, next, __ATOMIC_RELEASE);
+    return next;
+}
+
+int tutti_slot_copy(void *to, const void *from, uint64_t bytes, const uint64_t *sequence,
+                    uint64_t expected) {
+    const char *source = from;
+    uint64_t *target = to;
+    if (__atomic_load_n(sequence, __ATOMIC_ACQUIRE) != expected)
+        return 0;
+    /* The target is a slot itself, so it is stored by words, through a buffer that stays in L1. */
+    uint64_t buffer[512];
+    for (uint64_t done = 0; done < bytes; done += sizeof buffer) {
+        uint64_t piece = bytes - done < sizeof buffer ? bytes - done : sizeof buffer;
+        words_load(buffer, (const uint64_t *)(source + done), piece);
+        words_store(target + done / 8, buffer, piece);
+    }
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return __atomic_load_n(sequence, __ATOMIC_RELAXED) == expected;
+}

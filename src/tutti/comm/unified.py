@@ -1,0 +1,154 @@
+"""Unified memory against explicit copies: the same work on a GPU, once each way.
+
+Unified memory is one address for CPU and GPU; pages move when they are touched, one fault at a
+time, unless they are prefetched. Explicit copies go through page-locked memory at the full speed of
+the link. `through_unified_memory` is the baseline and `through_pinned_copies` the optimized form:
+same arguments, same result.
+"""
+
+import ctypes
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from tutti.comm.pools import PinnedPool
+from tutti.world.errors import UsageError
+
+Work = Callable[[torch.Tensor], torch.Tensor]
+
+_ATTACH_GLOBAL = 1
+_LOCATION_DEVICE, _LOCATION_HOST = 1, 2
+_CPU_DEVICE = -1
+
+
+def through_unified_memory(
+    data: torch.Tensor, work: Work, *, prefetch: bool = False
+) -> torch.Tensor:
+    """Put `data` into unified memory, do `work` on the GPU there, and return its result on the CPU.
+
+    With `prefetch` the pages are sent ahead instead of being fetched one fault at a time.
+    """
+    memory = Managed(data.shape, data.dtype)
+    memory.on_cpu.copy_(data)
+    if prefetch:
+        memory.prefetch("cuda")
+    result = work(memory.on_gpu)
+    landed = Managed(result.shape, result.dtype)
+    landed.on_gpu.copy_(result)
+    if prefetch:
+        landed.prefetch("cpu")
+    torch.cuda.current_stream().synchronize()
+    return landed.on_cpu.clone()
+
+
+def through_pinned_copies(
+    data: torch.Tensor, work: Work, *, pool: PinnedPool | None = None
+) -> torch.Tensor:
+    """Copy `data` to the GPU by page-locked memory, do `work`, and return its result on the CPU."""
+    pool = pool or PinnedPool()
+    with pool.take(data.shape, data.dtype) as staged:
+        staged.copy_(data)
+        on_gpu = staged.to("cuda", non_blocking=True)
+    result = work(on_gpu)
+    with pool.take(result.shape, result.dtype) as staged:
+        staged.copy_(result, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return staged.clone()
+
+
+class Managed:
+    """Unified memory as two tensors that share it, one for the CPU and one for the GPU.
+
+    The memory is freed when both tensors and this object are gone. Synchronise with the GPU before
+    the CPU reads what the GPU wrote.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        block = _Block(max(size, 1))
+        self._block = block
+        raw_cpu = torch.frombuffer(block.as_array(), dtype=torch.uint8)[:size]
+        raw_gpu = torch.as_tensor(block, device=f"cuda:{block.device}")[:size]
+        self.on_cpu = raw_cpu.view(dtype).view(tuple(shape))
+        self.on_gpu = raw_gpu.view(dtype).view(tuple(shape))
+
+    def prefetch(self, to: str) -> None:
+        """Send the pages ahead to "cpu" or "cuda", on the current stream."""
+        if to not in ("cpu", "cuda"):
+            raise UsageError(f"prefetch to {to!r}: give cpu or cuda")
+        device = _CPU_DEVICE if to == "cpu" else self._block.device
+        stream = torch.cuda.current_stream().cuda_stream
+        _prefetch(self._block.address, self._block.bytes, device, stream)
+
+
+class _Block:
+    """Memory from cudaMallocManaged, freed with this object; torch and ctypes keep it alive."""
+
+    def __init__(self, size: int) -> None:
+        if not torch.cuda.is_available():
+            raise UsageError("unified memory needs a GPU, and none is visible")
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self.device = torch.cuda.current_device()
+        self.bytes = size
+        pointer = ctypes.c_void_p()
+        size_t = ctypes.c_size_t(size)
+        _check(_cudart().cudaMallocManaged(ctypes.byref(pointer), size_t, _ATTACH_GLOBAL), size)
+        assert pointer.value is not None
+        self.address = pointer.value
+        weakref.finalize(self, _free, self.address).atexit = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        about = {"shape": (self.bytes,), "typestr": "|u1", "data": (self.address, False)}
+        return {**about, "version": 3, "strides": None}
+
+    def as_array(self) -> "ctypes.Array[ctypes.c_ubyte]":
+        array = (ctypes.c_ubyte * self.bytes).from_address(self.address)
+        array._keeps = self  # type: ignore[attr-defined]
+        return array
+
+
+class _Location(ctypes.Structure):
+    """cudaMemLocation."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+def _prefetch(address: int, size: int, device: int, stream: int) -> None:
+    pointer, count = ctypes.c_void_p(address), ctypes.c_size_t(size)
+    on_stream = ctypes.c_void_p(stream)
+    if int(str(torch.version.cuda).split(".")[0]) >= 13:  # takes a place instead of a device
+        kind = _LOCATION_HOST if device == _CPU_DEVICE else _LOCATION_DEVICE
+        place = _Location(kind, max(device, 0))
+        code = _cudart().cudaMemPrefetchAsync(pointer, count, place, ctypes.c_uint(0), on_stream)
+    else:
+        code = _cudart().cudaMemPrefetchAsync(pointer, count, ctypes.c_int(device), on_stream)
+    _check(code, size)
+
+
+def _free(address: int) -> None:
+    _cudart().cudaFree(ctypes.c_void_p(address))
+
+
+def _check(code: int, size: int) -> None:
+    if code != 0:
+        words = _cudart().cudaGetErrorString
+        words.restype = ctypes.c_char_p
+        raise UsageError(f"unified memory of {size} bytes: CUDA says {words(code).decode()}")
+
+
+@cache
+def _cudart() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded: another one would have a context of its own."""
+    maps = Path("/proc/self/maps").read_text()
+    found = re.search(r"(/\S*libcudart[^/\s]*\.so\S*)", maps)
+    if found is None:
+        raise UsageError(
+            "unified memory needs the CUDA runtime that torch uses, and torch has loaded none as a "
+            "library of its own"
+        )
+    return ctypes.CDLL(found[1])

@@ -1,0 +1,139 @@
+"""tutti bench: flags, tables, files, Ctrl-C."""
+
+import csv
+import importlib.util
+import json
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from worlds import TUTTI, clean_environment, run_command
+
+BENCH = [*TUTTI, "bench", "collectives", "--device", "cpu"]
+SHORT = ["--budget", "0.01", "--backends", "gloo"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "what should be measured? tutti bench collectives"),
+        (["colectives"], "no kind 'colectives': did you mean collectives?"),
+        (["collectives", "--ops", "al_reduce"], "'al_reduce': did you mean all_reduce?"),
+        (["collectives", "--backends", "goo"], "no backend 'goo': did you mean gloo?"),
+        (["collectives", "--sizes", "4:1K:x1"], "--sizes 4:1K:x1: with the step x1"),
+        (["collectives", "--iterations", "few"], "--iterations few: auto, or a number"),
+        (["collectives", "--budget", "0"], "--budget 0.0: give seconds above 0"),
+        (["collectives", "--ranks", "0"], "--ranks 0: a world has at least one rank"),
+        (["collectives", "--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
+        (["collectives", "--csv", "/"], "--csv /: it is a directory"),
+        (["collectives", "--siezs", "4"], "no flag --siezs: did you mean --sizes?"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], message: str) -> None:
+    done = run_command([*TUTTI, "bench", *arguments])
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
+    files = ["--json", tmp_path / "new" / "b.json", "--csv", tmp_path / "b.csv"]
+    kinds = ["--ops", "all_reduce,all_to_all", "--sizes", "4,1K", "--placement", "both"]
+    done = run_command([*BENCH, *SHORT, *kinds, *files])
+    assert done.returncode == 0, done.stderr
+    assert "# rank 1: " in done.stdout and "pinned to CPU" in done.stdout
+    assert "out-of-place" in done.stdout and "busbw" in done.stdout
+    assert "# Out of bounds values : 0 OK" in done.stdout
+    content = json.loads((tmp_path / "new" / "b.json").read_text())
+    assert content["schema"] == "tutti.bench.collectives/1" and content["complete"]
+    assert content["environment"]["versions"]["torch"] and "--ops" in content["command"]
+    found = [(row["op"], row["bytes"], row["placement"]) for row in content["rows"]]
+    assert found == [
+        ("all_reduce", 4, "out"), ("all_reduce", 4, "in"),
+        ("all_reduce", 1024, "out"), ("all_reduce", 1024, "in"),
+        ("all_to_all", 8, "out"), ("all_to_all", 1024, "out"),
+    ]  # fmt: skip
+    with (tmp_path / "b.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["time_us_p50"] for line in lines] == [
+        str(row["time_us"]["p50"]) for row in content["rows"]
+    ]
+
+
+def test_a_narrow_terminal_gets_short_lines(tmp_path: Path) -> None:
+    done = run_command([*BENCH, *SHORT, "--sizes", "1K"], env={"COLUMNS": "60"})
+    rows = [line for line in done.stdout.splitlines() if not line.startswith("# rank")]
+    assert done.returncode == 0 and max(map(len, rows)) <= 60, done.stdout
+
+
+def test_a_backend_that_is_not_here_is_an_unmet_need() -> None:
+    done = run_command([*BENCH, "--backends", "nccl", "--sizes", "4"])
+    assert done.returncode == 2 and "nccl: NCCL moves CUDA tensors only" in done.stderr
+
+
+def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
+    sizes = ["--sizes", "4:64M:x2", "--backends", "gloo", "--json", tmp_path / "b.json"]
+    command = [str(word) for word in [*BENCH, *sizes]]
+    process = subprocess.Popen(
+        command,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    seen = 0
+    while seen < 2:  # two lines of the table
+        line = process.stdout.readline()
+        assert line, "the bench ended before it was interrupted"
+        seen += not line.startswith("#")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    content = json.loads((tmp_path / "b.json").read_text())
+    assert not content["complete"] and len(content["rows"]) >= 2
+    assert f"# stopped: {len(content['rows'])} rows were measured" in out
+    assert all(row["wrong"] == 0 for row in content["rows"])
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None or shutil.which("mpirun.openmpi") is None,
+    reason="needs mpi4py and Open MPI",
+)
+def test_open_mpi_takes_part_in_every_operation(tmp_path: Path) -> None:
+    flags = ["--backends", "gloo,mpi", "--ops", "all", "--placement", "both", "--sizes", "4,100K"]
+    done = run_command([*BENCH, *flags, "--budget", "0.01", "--json", tmp_path / "b.json"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    measured = [sum(row["backend"] == name for row in rows) for name in ("gloo", "mpi")]
+    assert measured == [33, 33] and all(row["wrong"] == 0 for row in rows)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None or shutil.which("mpirun.openmpi") is None,
+    reason="needs mpi4py and Open MPI",
+)
+def test_ctrl_c_under_mpirun_leaves_what_was_measured(tmp_path: Path) -> None:
+    flags = ["--backends", "gloo,mpi", "--json", str(tmp_path / "b.json")]
+    process = subprocess.Popen(
+        [*BENCH, *flags],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    while process.stdout.readline().startswith("#"):
+        pass
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and time.monotonic() - began < 60
+    content = json.loads((tmp_path / "b.json").read_text())
+    assert not content["complete"] and content["rows"]

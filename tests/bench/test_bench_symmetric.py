@@ -1,0 +1,60 @@
+"""tutti bench symmetric: every row is there, right, and in the JSON; Ctrl-C leaves a part."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from worlds import TUTTI, clean_environment, run_command
+
+BENCH = [*TUTTI, "bench", "symmetric", "--device", "cpu"]
+_NAMES = {
+    *("put", "get", "put_signal one way", "signal one way", "fetch_add", "compare_swap"),
+    *("barrier", "parameter cache lookup", "hash map get", "hash map put"),
+    *("ring hand-off one way", "adapter switch, prefetched", "adapter prefetch"),
+    *("distributed tensor gather of 64 rows", "pooled cache get, local"),
+    *("pooled cache get, peer", "pooled cache get, host", "all_reduce"),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_row_is_measured_and_right(tmp_path: Path, ranks: int) -> None:
+    flags = ["--ranks", ranks, "--budget", "0.01", "--sizes", "4,10K"]
+    done = run_command([*BENCH, *flags, "--json", tmp_path / "s.json"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "s.json").read_text())
+    assert content["schema"] == "tutti.bench.symmetric/1" and content["complete"]
+    rows = content["rows"]
+    assert {row["name"] for row in rows} >= _NAMES and content["skipped"] == []
+    assert all(row["wrong"] == 0 for row in rows)
+    assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
+    assert {row["bytes"] for row in rows if row["name"] == "put"} == {8, 1024, 65536, 1048576}
+    compared = {row["backend"] for row in rows if row["name"] == "all_reduce"}
+    assert compared == {"gloo", "shm", "symmetric", "one-shot", "two-shot", "ring"}
+
+
+def test_one_rank_has_no_peer() -> None:
+    done = run_command([*BENCH, "--ranks", "1"])
+    assert done.returncode == 2 and "--ranks 1: one-sided memory needs a peer" in done.stderr
+
+
+def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*BENCH, "--budget", "30", "--json", str(tmp_path / "s.json")],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for _ in range(4):  # the head is printed, the probes are running
+        assert process.stdout.readline().startswith("#")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 130, out + err
+    content = json.loads((tmp_path / "s.json").read_text())
+    assert not content["complete"] and "# stopped: " in out

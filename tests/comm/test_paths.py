@@ -1,0 +1,177 @@
+"""Given a table of measured paths, when an operation has a choice, then the table decides."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tutti import comm
+from tutti.comm import paths
+from tutti.comm.paths import Choice, Measured, Row, Table, choose
+from tutti.world.errors import UsageError
+from tutti.world.world import World
+from worlds import in_world
+
+_GPU = ("nccl", "symmetric one-shot")
+
+
+@pytest.fixture(autouse=True)
+def cache_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def _table(*rows: Row) -> Table:
+    return Table("machine", 2, "2026-01-02", rows)
+
+
+def test_with_one_path_there_is_no_choice() -> None:
+    table = _table(Row("all_reduce", "cpu", "shm", 0, None))
+    assert choose("all_reduce", 8, "cpu", ("gloo",), table) == Choice(
+        "gloo", "the only one there is"
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "size", "path"),
+    [
+        ("all_reduce", 0, "symmetric one-shot"),
+        ("all_reduce", 512 * 1024 - 1, "symmetric one-shot"),
+        ("all_reduce", 512 * 1024, "nccl"),
+        ("all_gather", 8, "nccl"),
+    ],
+)
+def test_where_nothing_was_measured_the_defaults_hold(op: str, size: int, path: str) -> None:
+    choice = choose(op, size, "cuda", _GPU, None)
+    assert choice.path == path and choice.reason.startswith("the default: measure with")
+    assert choose(op, size, "cuda", _GPU, _table(Row("barrier", "cuda", "nccl", 0, None))) == choice
+
+
+def test_what_was_measured_comes_before_the_defaults() -> None:
+    table = _table(
+        Row("all_reduce", "cuda", "nccl", 0, 1024, 9.25),
+        Row("all_reduce", "cuda", "symmetric one-shot", 1024, None, 12.0),
+        Row("all_reduce", "cpu", "shm", 0, None),
+    )
+    low = choose("all_reduce", 1023, "cuda", _GPU, table)
+    assert low.path == "nccl"
+    assert low.reason == (
+        "the fastest from 0 bytes to 1024 when measured with 2 ranks on 2026-01-02, "
+        "9.2 µs at the low end"
+    )
+    assert choose("all_reduce", 1 << 30, "cuda", _GPU, table).path == "symmetric one-shot"
+
+
+def test_a_measured_path_that_is_not_there_is_passed_over() -> None:
+    table = _table(Row("all_reduce", "cuda", "symmetric two-shot", 0, None))
+    assert choose("all_reduce", 8, "cuda", _GPU, table).path == "symmetric one-shot"
+
+
+_measurements = st.lists(
+    st.builds(
+        Measured,
+        op=st.sampled_from(["all_reduce", "all_gather"]),
+        device=st.just("cpu"),
+        path=st.sampled_from(["gloo", "shm", "mpi"]),
+        bytes=st.integers(0, 20).map(lambda power: 1 << power),
+        time_us=st.floats(0.1, 1e6),
+    )
+)
+
+
+@given(_measurements)
+def test_a_table_names_the_fastest_path_at_every_size_measured(measured: list[Measured]) -> None:
+    known = [each for each in measured if each.path != "mpi"]  # not a path of ours
+    table = paths.fastest(measured, ranks=2)
+    assert paths.parse(table.to_json()) == table
+    for each in known:
+        rivals = [m for m in known if (m.op, m.bytes) == (each.op, each.bytes)]
+        fastest = {m.path for m in rivals if m.time_us == min(r.time_us for r in rivals)}
+        row = table.row(each.op, "cpu", each.bytes, paths.PATHS)
+        assert row is not None and row.path in fastest
+    for op in {each.op for each in known}:  # no gaps: every size has a path
+        assert all(table.row(op, "cpu", size, paths.PATHS) for size in (0, 7, 3000, 1 << 40))
+
+
+def test_a_table_is_kept_for_each_machine_and_number_of_ranks(tmp_path: Path) -> None:
+    assert paths.load(4) is None
+    table = paths.fastest([Measured("all_reduce", "cpu", "shm", 1024, 2.5)], ranks=4)
+    file = paths.save(table)
+    assert file.parent == tmp_path / "tutti" / "paths"
+    assert file.name == f"{paths.machine_key()}-4.json"
+    assert json.loads(file.read_text())["schema"] == "tutti.comm.paths/1"
+    assert paths.load(4) == table and paths.load(2) is None
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "its schema is not tutti.comm.paths/1"),
+        ('{"schema": "tutti.comm.paths/2"}', "its schema is not tutti.comm.paths/1"),
+        ('{"schema": "tutti.comm.paths/1"}', "a field is wrong or missing: 'rows'"),
+    ],
+)
+def test_a_damaged_table_is_named_with_its_cure(text: str, why: str) -> None:
+    file = paths.file_for(2)
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        paths.load(2)
+    said = str(caught.value)
+    assert str(file) in said and why in said and "delete it, or measure again" in said
+
+
+@pytest.mark.parametrize("field", [{"path": "pigeon"}, {"op": "all"}, {"from_bytes": -1}])
+def test_a_row_that_makes_no_sense_is_refused(field: dict[str, Any]) -> None:
+    row = {"op": "all_reduce", "device": "cpu", "path": "shm", "from_bytes": 0, "to_bytes": None}
+    content = {"machine": "m", "ranks": 2, "measured": "today", "rows": [{**row, **field}]}
+    with pytest.raises(ValueError, match="it has"):
+        paths.parse(json.dumps({"schema": paths.SCHEMA, **content}))
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    with pytest.raises(UsageError, match="set XDG_CACHE_HOME to a directory"):
+        paths.save(_table())
+
+
+def _explained(world: World) -> list[Any]:
+    told = comm.explain("all_reduce", 4096)
+    assert os.environ.get("XDG_CACHE_HOME")
+    return [told.path, str(told)]
+
+
+def test_explain_says_which_path_and_why() -> None:
+    text = "all_reduce of 4096 bytes on cpu in group default goes by gloo: the only one there is"
+    assert in_world(_explained, 2) == [["gloo", text]] * 2
+
+
+def _by_size(world: World) -> list[str]:
+    for count in (1, 1000, 4096, 100_003, 131_072, 300_000):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            tensor = torch.full((count,), world.rank + 1, dtype=dtype, device=world.device)
+            for _ in range(3):
+                comm.all_reduce(tensor, out=(out := torch.empty_like(tensor)))
+                total = sum(range(1, world.size + 1))
+                assert out.eq(total).all().item(), (count, dtype, out)
+    return [str(comm.explain("all_reduce", size)) for size in (1024, 1 << 20)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_cuda_small_all_reduces_go_by_symmetric_memory_unless_measured_slower(
+    ranks: int,
+) -> None:
+    for small, large in in_world(_by_size, ranks, gpu=True):
+        assert "goes by symmetric one-shot: the default: measure" in small, small
+        assert "goes by nccl: the default" in large, large
+    paths.save(paths.fastest([Measured("all_reduce", "cuda", "nccl", 1024, 1.0)], ranks))
+    for small, large in in_world(_by_size, ranks, gpu=True):
+        assert f"goes by nccl: the fastest from 0 bytes when measured with {ranks} ranks" in small
+        assert "goes by nccl" in large
