@@ -58,7 +58,7 @@ def available() -> tuple[bool, str]:
         return False, "shm needs /proc to open the memory of other ranks, it is not mounted"
     from tutti.comm.shm.compiled import compiled_front
 
-    return True, f"{compiled_front()[1]}, {core.tutti_vector_code().decode()} kernels"
+    return True, f"{core.tutti_vector_code().decode()} kernels, {compiled_front()[1]}"
 
 
 def native_group(group: "dist.ProcessGroup | None" = None) -> int | None:
