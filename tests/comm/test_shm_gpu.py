@@ -1,4 +1,4 @@
-"""Given ranks on a GPU, when a group is "cpu:shm,cuda:nccl", then both kinds of tensor are served."""
+"""Given ranks on a GPU, when a group is "cpu:shm,cuda:nccl", then both devices are served."""
 
 from typing import Any
 
