@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 REDUCED = {
     "sum": [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64],
-    "avg": [torch.float32],
+    "mean": [torch.float32],
     "product": [torch.int32],
     "min": [torch.float32],
     "max": [torch.float16, torch.int16],
@@ -251,14 +251,14 @@ def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
     for part in wide[1:]:
         total = {
             "sum": torch.add,
-            "avg": torch.add,
+            "mean": torch.add,
             "product": torch.mul,
             "min": torch.minimum,
             "max": torch.maximum,
             "bor": torch.bitwise_or,
             "bxor": torch.bitwise_xor,
         }[op](total, part)
-    return (total / len(parts) if op == "avg" else total).to(parts[0].dtype)
+    return (total / len(parts) if op == "mean" else total).to(parts[0].dtype)
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
