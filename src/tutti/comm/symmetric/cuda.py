@@ -294,8 +294,8 @@ class CudaMemory:
 def _choose(symm_mem: Any, backend: str, device: torch.device) -> None:
     """Tell torch which of its backends is meant; it can be told once, before the first use."""
     wanted = {"cuda": "CUDA", "nvshmem": "NVSHMEM"}[backend]
-    now = symm_mem.get_backend(device)
-    if now == wanted:
+    now = symm_mem.get_backend(device) if hasattr(symm_mem, "get_backend") else None
+    if now == wanted or (now is None and wanted == "CUDA"):  # which is torch's default
         return
     try:
         symm_mem.set_backend(wanted)
