@@ -16,6 +16,7 @@ from typing import Any
 
 from worlds import run_command
 
+
 def forked(
     function: Callable[..., Any],
     ranks: int,

@@ -152,6 +152,12 @@ def streams(heap: symmetric.Heap, left: int, right: int) -> None:
     """The waiting stream waits, and others go on."""
     with heap.zeros(1000) as t:
         side = torch.cuda.Stream()
+        # Kernels that are used for the first time are loaded first, which waits for all streams.
+        with torch.cuda.stream(side):
+            assert (t.local * 2 == 0).all()
+        assert torch.ones(10, device=heap.device).sum().item() == 10
+        t.put(torch.full((1000,), 0.0, device=heap.device), to=right)
+        heap.barrier()
         heap.quiet()
         with torch.cuda.stream(side):
             heap.wait(20, 1, source=left)

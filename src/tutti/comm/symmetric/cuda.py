@@ -8,7 +8,9 @@ only order is the one that events give.
 A wait runs on the GPU and cannot raise. When its time is over it leaves a mark and lets the stream
 go on; the next call on the heap raises Timeout, or PeerDied if the process of a rank has ended.
 Kernels that wait for each other need to run at the same time: ranks that share a GPU need MPS
-(`tutti run --ranks-per-gpu`), without which they advance by milliseconds.
+(`tutti run --ranks-per-gpu`), without which they advance by milliseconds. And CUDA loads a kernel
+when it is first used, which may wait for all that runs: where one stream waits for what another is
+still to send, use the sending kernels once before, or set CUDA_MODULE_LOADING=EAGER.
 """
 
 import contextlib

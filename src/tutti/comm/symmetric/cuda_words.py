@@ -1,5 +1,6 @@
 """64-bit words in the memory of GPUs: signals, counters and barriers, launched from the host."""
 
+import ctypes
 import os
 
 import torch
@@ -20,6 +21,7 @@ class Words:
         self._ignored = torch.zeros(1, dtype=torch.int64, device=device)
         # The host's own memory, so that it can look without waiting for the GPU.
         self._failed = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._failed_word = ctypes.c_int64.from_address(self._failed.data_ptr())
         self._waits: dict[int, str] = {}
         self._tickets = 0
         self._broken: str | None = None
@@ -93,7 +95,7 @@ class Words:
     @property
     def in_step(self) -> bool:
         """Whether all barriers so far took place, as far as is known."""
-        return self._broken is None and int(self._failed[0]) == 0
+        return self._broken is None and self._failed_word.value == 0
 
     def check(self) -> None:
         """Raise what a wait on the GPU could not."""
@@ -102,10 +104,10 @@ class Words:
                 f"this heap is out of step since an earlier error ({self._broken}): close it and "
                 "make another"
             )
-        ticket = int(self._failed[0])
+        ticket = self._failed_word.value
         if ticket == 0:
             return
-        self._failed[0] = 0
+        self._failed_word.value = 0
         what = self._waits.get(ticket, "a signal or a barrier")
         for rank, pid in enumerate(self.pids):
             if pid is not None and not _runs(pid):
