@@ -1,97 +1,156 @@
-"""Ranks that are not started by tutti: forked from one process that has imported torch once.
+"""Ranks of the shm core as plain forked processes: without torch they start in milliseconds."""
 
-For tests of what a plain script sees, and of ranks that are killed, which a tutti world would end.
-"""
-
-import importlib.util
-import json
+import ctypes
+import multiprocessing
 import os
-import sys
-import tempfile
-import time
+import signal
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
+from tutti.comm.shm import native
+from tutti.comm.shm.native import core
+
+Parts = list[np.ndarray]
 
 
-def forked(
+class Group:
+    """A connected group of the core, with numpy arrays for parts."""
+
+    def __init__(self, handle: int, rank: int, size: int) -> None:
+        self.handle, self.rank, self.size = handle, rank, size
+
+    def operation(self, kind: int, ins: Parts, outs: Parts, **settings: Any) -> native.Operation:
+        made = native.operation(
+            kind,
+            ins=[(array.ctypes.data, array.nbytes) for array in ins],
+            outs=[(array.ctypes.data, array.nbytes) for array in outs],
+            **settings,
+        )
+        made.arrays = (ins, outs)  # they must live as long as the operation
+        return made
+
+    def run(
+        self, kind: int, ins: Parts = (), outs: Parts = (), timeout: float = 60, **settings: Any
+    ) -> None:
+        made = self.operation(kind, list(ins), list(outs), **settings)
+        native.raise_for(core().tutti_run(self.handle, ctypes.byref(made), timeout))
+
+    def submit(
+        self, kind: int, ins: Parts = (), outs: Parts = (), timeout: float = 60, **settings: Any
+    ) -> "Work":
+        made = self.operation(kind, list(ins), list(outs), **settings)
+        handle = core().tutti_submit(self.handle, ctypes.byref(made), timeout, None, None)
+        if not handle:
+            raise native.last_error()
+        return Work(handle, made)
+
+    def barrier(self) -> None:
+        self.run(native.BARRIER)
+
+    def abort(self) -> None:
+        core().tutti_group_abort(self.handle)
+
+    def close(self) -> None:
+        core().tutti_group_close(self.handle)
+
+
+class Work:
+    def __init__(self, handle: int, keeps: native.Operation) -> None:
+        self.handle, self.keeps = handle, keeps
+
+    def wait(self, timeout: float = -1) -> int:
+        """The source of a recv, when it is done."""
+        code = core().tutti_work_wait(self.handle, timeout)
+        if code < 0:
+            raise native.error_for(code)
+        source: int = core().tutti_work_source(self.handle)
+        core().tutti_work_free(self.handle)
+        return source
+
+
+def _be_rank(
+    rank: int,
+    size: int,
+    staging: int,
+    pipes: list[tuple[Connection, Connection]],
+    answer: Connection,
     function: Callable[..., Any],
-    ranks: int,
-    *arguments: Any,
-    backend: str = "shm",
-    timeout: float = 60,
-) -> list[Any]:
-    """Run `function(rank, *arguments)` on forked ranks of one process group.
-
-    Returns each rank's result; for one that ended otherwise, its exit status (negative: a signal)
-    as {"exit": status}.
-    """
-    from worlds import run_command
-
-    with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
-        source = function.__code__.co_filename
-        words = [source, function.__name__, ranks, backend, json.dumps(arguments), folder]
-        done = run_command([sys.executable, __file__, *map(str, words)], timeout)
-        print(done.stdout, done.stderr)  # shown by pytest when the test fails
-        if done.returncode != 0:
-            raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
-        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
-
-
-def _start(source: str, name: str, count: str, backend: str, arguments: str, folder: str) -> None:
-    import torch  # once, before the ranks are forked
-
-    torch.set_num_threads(1)
-    sys.path[:0] = [str(Path(source).parent), str(Path(__file__).parent.parent)]
-    spec = importlib.util.spec_from_file_location(Path(source).stem, source)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    children = []
-    for rank in range(int(count)):
-        child = os.fork()
-        if child == 0:
-            _be_a_rank(getattr(module, name), rank, int(count), backend, arguments, folder)
-        children.append(child)
-    for rank, child in enumerate(children):
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        result = Path(folder, str(rank))
-        if status != 0 or not result.exists():
-            result.write_text(json.dumps({"exit": status}))
-
-
-def _be_a_rank(
-    function: Callable[..., Any], rank: int, size: int, backend: str, arguments: str, folder: str
+    arguments: tuple[Any, ...],
 ) -> None:
-    status = 1
     try:
-        import torch.distributed as dist
-
-        from tutti.comm.shm.registration import register
-
-        register()
-        store = dist.FileStore(str(Path(folder, "store")), size)
-        limit = timedelta(seconds=30)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-        result = function(rank, *json.loads(arguments))
-        Path(folder, str(rank)).write_text(json.dumps(result))
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        status = 0
-    except SystemExit as end:
-        status = int(end.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(0)
-        os._exit(status)
+        handle = core().tutti_group_create(b"default", rank, size, staging, 4711)
+        if not handle:
+            raise native.last_error()
+        card = (os.getpid(), core().tutti_group_fd(handle), core().tutti_group_bytes(handle))
+        for peer in range(size):
+            pipes[peer][1].send((rank, card))
+        for _ in range(size):
+            peer, (pid, fd, length) = pipes[rank][0].recv()
+            if peer != rank:
+                native.raise_for(core().tutti_group_connect(handle, peer, pid, fd, length))
+        group = Group(handle, rank, size)
+        try:
+            answer.send(("result", function(group, *arguments)))
+        finally:
+            group.close()
+    except Exception as error:
+        answer.send(("error", (type(error).__name__, str(error), traceback.format_exc())))
 
 
-if __name__ == "__main__":
-    _start(*sys.argv[1:])
+def outcomes(
+    function: Callable[..., Any], size: int, *arguments: Any, staging: int = 0, timeout: float = 60
+) -> list[tuple[str, Any]]:
+    """Run `function(group, *arguments)` on every rank: ("result", …), ("error", (type, text, …)) or
+    ("died", exit code) of each."""
+    fork = multiprocessing.get_context("fork")
+    pipes = [fork.Pipe(duplex=False) for _ in range(size)]
+    answers = [fork.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        fork.Process(
+            target=_be_rank,
+            args=(rank, size, staging, pipes, answers[rank][1], function, arguments),
+        )
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    got: list[tuple[str, Any]] = []
+    for process, (reader, writer) in zip(processes, answers, strict=True):
+        writer.close()
+        try:
+            got.append(reader.recv() if reader.poll(timeout) else ("hangs", None))
+        except EOFError:
+            process.join(timeout)
+            got.append(("died", process.exitcode))
+    for process in processes:
+        process.join(5)
+        if process.is_alive():
+            os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+    for reader, writer in pipes:
+        reader.close()
+        writer.close()
+    for reader, _ in answers:
+        reader.close()
+    return got
+
+
+def results(function: Callable[..., Any], size: int, *arguments: Any, **settings: Any) -> list[Any]:
+    """What every rank returned; a failure of any fails the test."""
+    got = outcomes(function, size, *arguments, **settings)
+    for rank, (how, what) in enumerate(got):
+        assert how == "result", f"rank {rank} of {size}: {how}: {what[-1] if what else ''}"
+    return [what for _, what in got]
+
+
+def errors(function: Callable[..., Any], size: int, *arguments: Any) -> list[tuple[str, str]]:
+    """The exception's name and text on every rank that did not die, ("", "") where none was."""
+    return [
+        (what[0], what[1]) if how == "error" else ("", "")
+        for how, what in outcomes(function, size, *arguments)
+        if how != "died"
+    ]

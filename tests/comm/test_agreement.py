@@ -81,7 +81,7 @@ def test_a_difference_names_the_ranks_both_calls_and_both_lines() -> None:
 
 def _absent(world: World) -> str:
     comm.barrier()
-    comm.debug(True, timeout=3)
+    comm.debug(True, timeout=2)
     if world.rank == 1:
         _elsewhere()
         return ""
@@ -93,13 +93,13 @@ def _absent(world: World) -> str:
 def _elsewhere() -> None:
     import time
 
-    time.sleep(5)
+    time.sleep(4)
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_place() -> None:
     text = in_world(_absent, 2)[0]
     assert text.startswith("all_reduce of [2] float32, sum of group default, at ")
-    assert "waits for others to compare with, 3 s by now: rank 1 has not come (pid " in text
+    assert "waits for others to compare with, 2 s by now: rank 1 has not come (pid " in text
     assert "last barrier 1, done " in text and " in _elsewhere, seen " in text
     assert "Is comm.debug(True) set there, too?" in text
 

@@ -70,17 +70,6 @@ def _every_kind(world: World) -> list[Any]:
     return [block.summary.operations, block.summary.messages, str(block.summary)]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_block_gives_what_its_operations_give_one_by_one(ranks: int) -> None:
-    for operations, messages, text in in_world(_every_kind, ranks):
-        assert operations == 48
-        # all_reduce 6 (4 dtypes, empty, large), broadcast and all_gather 3 each (bytes, empty,
-        # large), reduce 6, reduce_scatter 2 (2 dtypes), all_to_all and gather 3 each.
-        assert messages == 26
-        assert text.startswith("48 operations (12 all_reduce, 9 broadcast, ")
-        assert " in 26 messages, " in text
-
-
 def _blocks(world: World) -> dict[str, Any]:
     size, rank = world.size, world.rank
     told: dict[str, Any] = {}
@@ -129,12 +118,6 @@ def _blocks(world: World) -> dict[str, Any]:
         pass
     assert block.summary.messages == 0
     return told
-
-
-def test_blocks_take_messages_handles_subgroups_and_other_blocks() -> None:
-    for told in in_world(_blocks, 3):
-        assert told["messages"] == "4 operations (2 recv, 2 send) in 4 messages, 48 bytes"
-        assert told["where"].endswith(" in _blocks")
 
 
 def _exceptions(world: World) -> str:
@@ -188,9 +171,40 @@ def _exceptions(world: World) -> str:
     return str(caught.value)
 
 
-def test_an_exception_in_a_block_leaves_nothing_half_sent() -> None:
-    texts = in_world(_exceptions, 2)
+def _everything(world: World) -> list[Any]:
+    return [_every_kind(world), _blocks(world), _exceptions(world)]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Any]:
+    """What each of three ranks saw: starting a world takes longer than all its cases."""
+    return in_world(_everything, 3)
+
+
+def test_a_block_gives_what_its_operations_give_one_by_one(outcomes: list[Any]) -> None:
+    for (operations, messages, text), _, _ in outcomes:
+        assert operations == 48
+        # all_reduce 6 (4 dtypes, empty, large), broadcast and all_gather 3 each (bytes, empty,
+        # large), reduce 6, reduce_scatter 2 (2 dtypes), all_to_all and gather 3 each.
+        assert messages == 26
+        assert text.startswith("48 operations (12 all_reduce, 9 broadcast, ")
+        assert " in 26 messages, " in text
+
+
+def test_blocks_take_messages_handles_subgroups_and_other_blocks(outcomes: list[Any]) -> None:
+    for _, told, _ in outcomes:
+        assert told["messages"] == "4 operations (2 recv, 2 send) in 4 messages, 48 bytes"
+        assert told["where"].endswith(" in _blocks")
+
+
+def test_an_exception_in_a_block_leaves_nothing_half_sent(outcomes: list[Any]) -> None:
+    texts = [text for _, _, text in outcomes]
+    assert texts[0] == texts[2]
     assert "rank 1 of group default left it by an exception" in texts[0]
+
+
+def test_a_block_works_in_a_world_of_one() -> None:
+    assert in_world(_every_kind, 1)[0][:2] == [48, 26]
 
 
 def test_a_flat_message_does_not_grow_without_end() -> None:

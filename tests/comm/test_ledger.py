@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tutti import comm
-from tutti.comm import ledger, place
+from tutti.comm import lateness, ledger, place
 from tutti.comm.ledger_reader import processes, read_process
 from tutti.world.world import World
 from worlds import TUTTI, clean_environment, in_world, run_command
@@ -96,7 +96,7 @@ def test_a_process_without_a_ledger_has_no_account() -> None:
 
 
 def _late(world: World) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=3), group_desc="late")
+    group = dist.new_group(timeout=timedelta(seconds=2), group_desc="late")
     comm.all_reduce(torch.ones(2), group=group)
     if world.rank == 2:
         _dawdle()
@@ -109,12 +109,14 @@ def _late(world: World) -> str:
         handle = comm.all_reduce(torch.ones(256), "mean", group=group, wait=False)
         handle.wait()
     except comm.CollectiveTimeout as error:
+        with pytest.raises(comm.CollectiveTimeout):  # the same again
+            handle.wait()
         return str(error)
     return "in time"
 
 
 def _dawdle() -> None:
-    time.sleep(8)
+    time.sleep(6)
 
 
 def test_a_timeout_names_who_is_late_at_which_operation_and_where() -> None:
@@ -129,6 +131,26 @@ def test_a_timeout_names_who_is_late_at_which_operation_and_where() -> None:
         # The broadcast may be over for rank 3 when the others look; it is wrong all the same.
         assert "rank 3 called broadcast 2 of group late (float32, 4 bytes) at " in text, text
         assert f"rank {1 - rank} has arrived" in text, text
+
+
+def test_what_is_said_of_ranks_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Members:
+        ranks = (0, 10, 20, 30)
+        label = "dp"
+
+    near = json.loads(ledger.address())
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    store = dist.HashStore()
+    store.set("tutti/ledger/10", json.dumps({**near, "pid": gone.pid}))
+    store.set("tutti/ledger/20", json.dumps({**near, "machine": "other", "host": "node7"}))
+    store.set("tutti/ledger/30", json.dumps({**near, "pid": 1}))
+    monkeypatch.setattr(lateness.c10d, "_get_default_store", lambda: store)
+    never, ended, away, closed = (lateness.absence_of(Members(), rank) for rank in range(4))  # type: ignore[arg-type]
+    assert never.startswith("has not called tutti.comm yet")
+    assert ended.startswith(f"has ended (pid {gone.pid} on ")
+    assert away == "is on host node7: `tutti world --ledger` there shows where"
+    assert closed.startswith("(pid 1) keeps its ledger from us")
 
 
 _STUCK = """

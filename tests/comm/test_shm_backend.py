@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+
 from shm_cases import SIZES, Checks, all_gather_flat, group_of, reduced, values
 from worlds import in_world
 
@@ -206,8 +207,10 @@ STEP = st.fixed_dictionaries(
     {
         "group": st.integers(0, 5),
         "what": st.sampled_from(
-            ["all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather"]
-            + ["scatter", "all_to_all", "all_to_all_uneven", "ring", "barrier", "in flight"]
+            (
+                *("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather"),
+                *("scatter", "all_to_all", "all_to_all_uneven", "ring", "barrier", "in flight"),
+            )
         ),
         "count": st.sampled_from([0, 1, 3, 5, 63, 65, 1000, 4097, 70001]),
         "dtype": st.sampled_from(["float32", "bfloat16", "int64", "int8", "bool"]),

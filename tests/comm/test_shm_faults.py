@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from shm_cases import group_of, reduce_scatter_flat
 from shm_ranks import forked
 from worlds import in_world, run_command
@@ -83,7 +84,10 @@ def disagreeing(rank: int) -> list[str]:
             lambda group: (
                 dist.barrier(group) if rank else dist.all_reduce(torch.ones(4), group=group)
             ),
-            lambda group: dist.broadcast(torch.ones(4), rank, group=group),
+            lambda group: (
+                dist.broadcast(torch.ones(4), rank, group=group),
+                dist.barrier(group),  # a root waits for nobody: it learns of it here
+            ),
         ):
             group = group_of(front)
             try:

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.comm import symmetric
+from tutti.comm import shm, symmetric
+from tutti.comm.shm.compiled import compiled_front
 from tutti.comm.symmetric.allocator import Allocator
 from tutti.world.errors import RanksDiffer, UsageError
 from worlds import in_world
 
 REDUCED = {
     "sum": [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32],
-    "avg": [torch.float32, torch.bfloat16],
+    "mean": [torch.float32, torch.bfloat16],
     "product": [torch.float32, torch.int64],
     "min": [torch.float32, torch.int16, torch.uint8],
     "max": [torch.float64, torch.float16, torch.int8],
@@ -114,6 +115,7 @@ def every_call(world: Any) -> str:
     heap.close()
     groups_have_heaps_of_their_own(world)
     staged(world)
+    torch_distributed_needs_no_copies(world)
     return "done"
 
 
@@ -340,7 +342,7 @@ def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
     for part in wide[1:]:
         total = {
             "sum": torch.add,
-            "avg": torch.add,
+            "mean": torch.add,
             "product": torch.mul,
             "min": torch.minimum,
             "max": torch.maximum,
@@ -348,7 +350,7 @@ def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
             "bor": torch.bitwise_or,
             "bxor": torch.bitwise_xor,
         }[op](total, part)
-    return (total / len(parts) if op == "avg" else total).to(parts[0].dtype)
+    return (total / len(parts) if op == "mean" else total).to(parts[0].dtype)
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
@@ -379,6 +381,31 @@ def staged(world: Any) -> None:
     assert (symmetric.all_reduce_staged(columns, "max") == 1).all()
     with pytest.raises(UsageError, match="1048576"):
         symmetric.all_reduce_staged(torch.ones(1 << 19))
+
+
+def torch_distributed_needs_no_copies(world: Any) -> None:
+    """The backend `shm` knows the heaps of its groups, and works on their tensors in place."""
+    shm.register()
+    for front in ("compiled", "plain") if compiled_front()[0] else ("plain",):
+        group = dist.new_group(backend="cpu:shm", pg_options=shm.ShmOptions(front=front))
+        with symmetric.Heap(group, bytes=1 << 20) as heap:
+            assert heap.stats()["known_to_backend"] == 1
+            t = heap.zeros(100_000)
+            kept = t.local
+            for tensor in (t.local, t.local[500:700], t.local[:0]):
+                tensor.fill_(world.rank + 1)
+                dist.all_reduce(tensor, group=group)
+                assert (tensor == world.size * (world.size + 1) / 2).all()
+            # Different places on different ranks: not in place, but right.
+            part = t.local[world.rank * 8 :][:64].fill_(1)
+            dist.all_reduce(part, group=group)
+            assert (part == world.size).all()
+            heap.barrier()
+        dist.all_reduce(kept.fill_(1), group=group)
+        assert (kept == world.size).all()
+        with symmetric.Heap(group, bytes=4096) as heap:  # its group ends before the heap does
+            dist.destroy_process_group(group)
+            heap.barrier()
 
 
 def test_ranks_that_differ_are_named_and_the_heap_goes_on() -> None:

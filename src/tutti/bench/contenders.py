@@ -48,7 +48,7 @@ def process_group(name: str) -> tuple[dist.ProcessGroup, str]:
     """A group of its own over all ranks, and what there is to say about it."""
     about, options = "", None
     if name in _FRONTS:
-        from tutti.comm.shm.register import ShmOptions, available, register
+        from tutti.comm.shm import ShmOptions, available, register
 
         usable, about = available()
         if not usable:

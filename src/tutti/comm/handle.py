@@ -32,6 +32,7 @@ class Handle:
         self._is_finished = False
         self._cannot_wait = ""  # why, while it is in a comm.group() block or after one that failed
         self._event: torch.cuda.Event | None = None
+        self._error: Exception | None = None
 
     @property
     def result(self) -> torch.Tensor | None:
@@ -50,6 +51,8 @@ class Handle:
         if self._cannot_wait:
             call = f"{self.operation.kind} at {self.operation.place}"
             raise UsageError(f"{call} {self._cannot_wait}")
+        if self._error is not None:
+            raise self._error
         if self.operation.is_on_stream:
             self._wait_on(stream or torch.cuda.current_stream(self._device))
         elif stream is not None:
@@ -117,7 +120,8 @@ class Handle:
                 else:
                     self.work.wait()
         except RuntimeError as error:
-            raise failure(operation, self._number, error) from error
+            self._error = failure(operation, self._number, error)
+            raise self._error from error
         if operation.finish is not None:
             operation.finish()
         self._is_finished = True
@@ -126,7 +130,8 @@ class Handle:
     def __del__(self) -> None:
         # Dropping the handle of an operation in place is common and harmless, unless its end,
         # which only a wait brings about, is missing from the result.
-        if not self._is_finished and self.operation.finish is not None and not self._cannot_wait:
+        failed = self._error is not None or self._cannot_wait
+        if not self._is_finished and self.operation.finish is not None and not failed:
             warnings.warn(
                 f"the handle of {self.operation} was dropped without a wait: its result is "
                 "not complete: keep the handle and call wait()",

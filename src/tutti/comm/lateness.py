@@ -92,7 +92,7 @@ def _account(members: "Members", rank: int) -> Account | str:
         address = json.loads(store.get(key))
     except (RuntimeError, ValueError) as error:
         return f"cannot be asked for: the store is gone, and rank 0 with it? ({error})"
-    if address["boot"] != json.loads(ledger.address())["boot"]:
+    if not ledger.is_near(address):
         return f"is on host {address['host']}: `tutti world --ledger` there shows where"
     if not Path(f"/proc/{address['pid']}").exists():
         return f"has ended (pid {address['pid']} on {socket.gethostname()})"

@@ -13,8 +13,10 @@ import json
 import mmap
 import os
 import struct
+from collections.abc import Mapping
 from time import monotonic_ns
 from types import CodeType, FrameType
+from typing import Any
 
 from tutti.comm import place
 
@@ -82,7 +84,10 @@ class _Book:
         number = -1
         if not place.is_ours(code.co_filename):
             number = self.name(f"{place.shown_path(code.co_filename)} in {code.co_name}")
-        # The code object is kept, so that its address never comes to mean another.
+        # The code object is kept, so that its address never comes to mean another. Code that is
+        # made anew for every call must not be kept without end.
+        if len(self.sites) > 4096:
+            self.sites.clear()
         self.sites[id(code)] = number, code
         return number
 
@@ -182,10 +187,19 @@ def introduce(rank: int, size: int, host: str) -> None:
 def address() -> str:
     """Where another process of this host finds the ledger, as JSON."""
     book = _book or _open()
+    where = {"host": os.uname().nodename, "machine": _machine()}
+    return json.dumps({**where, "pid": os.getpid(), "fd": book.file})
+
+
+def is_near(address: Mapping[str, Any]) -> bool:
+    """Whether the process at this address (read from JSON) can be looked at from here."""
+    return bool(address["machine"] == _machine())
+
+
+def _machine() -> str:
+    """The running system and its view of processes: a container has a view of its own."""
     with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    host = os.uname().nodename
-    return json.dumps({"host": host, "boot": boot, "pid": os.getpid(), "fd": book.file})
+        return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def note_place(text: str) -> None:

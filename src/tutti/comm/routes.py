@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from tutti.comm import ledger
 from tutti.comm.members import Members, members_of
 from tutti.comm.paths import Choice, Table, choose, load, parse
 from tutti.comm.torch_calls import issue
@@ -139,8 +140,7 @@ def _look_for_symmetric_memory(members: Members) -> bool:
     if not available("cuda")["cuda"][0]:
         return False
     # Every rank has announced itself before it can come here, or is about to.
-    addresses = [json.loads(text) for text in members.addresses()]
-    return len({address["boot"] for address in addresses}) == 1
+    return all(ledger.is_near(json.loads(address)) for address in members.addresses())
 
 
 def _by_one_shot(operation: "Operation", asynchronous: bool) -> None:

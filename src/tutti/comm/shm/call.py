@@ -178,7 +178,7 @@ class Call:
                 f"shm {self.name}: {which} split sizes sum to {sum(rows)}, the tensor has "
                 f"{height} rows"
             )
-        return dense.split(list(rows))
+        return torch.split_with_sizes(dense, list(rows))
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -17,12 +17,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ScatterOptions,
+    Work,
+)
 from torch.futures import Future
 
 from tutti.comm.shm import native
 from tutti.comm.shm.call import REDUCTIONS, Call
 from tutti.comm.shm.meeting import Meeting
-from tutti.comm.shm.process_group import PythonGroup, Work
+from tutti.comm.shm.process_group import PythonGroup
 
 # gloo cannot reduce these two: they travel as something wider, or as bytes.
 _ODD = {torch.int16: torch.int32, torch.bool: torch.uint8}
@@ -47,10 +58,10 @@ class HierarchicalGroup(PythonGroup):
         self._local = local
         self._local_rank = self._neighbours.index(meeting.rank)
         self._leads = self._local_rank == 0
-        self._all = dist.ProcessGroupGloo(
+        self._all: Any = dist.ProcessGroupGloo(
             dist.PrefixStore("all/", store), meeting.rank, size, timeout
         )
-        self._leaders: dist.ProcessGroupGloo | None = None
+        self._leaders: Any = None
         if self._leads:
             self._leaders = dist.ProcessGroupGloo(
                 dist.PrefixStore("leaders/", store), self._host, len(self._hosts), timeout
@@ -109,7 +120,7 @@ class HierarchicalGroup(PythonGroup):
     def _barrier(self, call: Call) -> None:
         self._local_barrier()
         if self._leaders is not None:
-            self._leaders.barrier(self._within(dist.BarrierOptions())).wait()
+            self._leaders.barrier(self._within(BarrierOptions())).wait()
         self._local_barrier()
 
     def _all_reduce(self, call: Call) -> None:
@@ -137,7 +148,7 @@ class HierarchicalGroup(PythonGroup):
         if host == self._host and place != 0:
             self._local_broadcast(tensor, place)
         if self._leaders is not None:
-            opts = self._within(dist.BroadcastOptions())
+            opts = self._within(BroadcastOptions())
             opts.rootRank = host
             self._leaders.broadcast([tensor], opts).wait()
         if host != self._host or place == 0:
@@ -147,21 +158,21 @@ class HierarchicalGroup(PythonGroup):
         sizes = [part.nbytes for part in call.outputs]
         blocks = [sum(sizes[rank] for rank in ranks) for ranks in self._hosts]
         flat = torch.empty(sum(blocks), dtype=torch.uint8)  # by host, then by rank on the host
-        mine = flat.split(blocks)[self._host]
-        pieces = list(mine.split([sizes[rank] for rank in self._neighbours]))
+        mine = _cut(flat, blocks)[self._host]
+        pieces = _cut(mine, [sizes[rank] for rank in self._neighbours])
         self._local_gather(_bytes(call.inputs[0]), pieces)
         if self._leaders is not None:
             width = max(blocks)  # gloo gathers equal parts only
             padded = [torch.empty(width, dtype=torch.uint8) for _ in self._hosts]
             sent = torch.empty(width, dtype=torch.uint8)
             sent[: len(mine)] = mine
-            opts = self._within(dist.AllgatherOptions())
+            opts = self._within(AllgatherOptions())
             self._leaders.allgather([padded], [sent], opts).wait()
-            for block, got in zip(flat.split(blocks), padded, strict=True):
+            for block, got in zip(_cut(flat, blocks), padded, strict=True):
                 block.copy_(got[: len(block)])
         self._local_broadcast(flat, 0)
         order = [rank for ranks in self._hosts for rank in ranks]
-        for rank, piece in zip(order, flat.split([sizes[r] for r in order]), strict=True):
+        for rank, piece in zip(order, _cut(flat, [sizes[r] for r in order]), strict=True):
             _bytes(call.outputs[rank]).copy_(piece)
 
     def _reduce_scatter_parts(self, call: Call) -> None:
@@ -170,9 +181,9 @@ class HierarchicalGroup(PythonGroup):
         self._local_reduce(flat, call.reduce)
         if self._leaders is not None:
             self._reduce_between(flat, call.reduce)
-        pieces = flat.split([len(part) for part in parts])
+        pieces = _cut(flat, [len(part) for part in parts])
         own = _real(call.outputs[0]).view(-1)
-        opts = self._within(dist.ScatterOptions())
+        opts = self._within(ScatterOptions())
         opts.asyncOp = False
         given = [[pieces[rank].contiguous() for rank in self._neighbours]] if self._leads else []
         self._local.scatter([own], given, opts)
@@ -193,9 +204,9 @@ class HierarchicalGroup(PythonGroup):
             back[call.root] = _bytes(call.outputs[0])
         sent = torch.cat(to)
         got = torch.empty(sum(map(len, back)), dtype=torch.uint8)
-        opts = self._within(dist.AllToAllOptions())
+        opts = self._within(AllToAllOptions())
         self._all.alltoall_base(got, sent, list(map(len, back)), list(map(len, to)), opts).wait()
-        for part, piece in zip(back, got.split(list(map(len, back))), strict=True):
+        for part, piece in zip(back, _cut(got, list(map(len, back))), strict=True):
             part.copy_(piece)
 
     def _message(self, call: Call) -> Work:
@@ -208,40 +219,40 @@ class HierarchicalGroup(PythonGroup):
         if call.peer in self._neighbours:
             group, peer = self._local, self._neighbours.index(call.peer)
         if call.kind == native.SEND:
-            return group.send([call.inputs[0]], peer, call.tag)
-        work = group.recv([call.outputs[0]], peer, call.tag)
+            sent: Work = group.send([call.inputs[0]], peer, call.tag)
+            return sent
+        work: Work = group.recv([call.outputs[0]], peer, call.tag)
         return CopyingWork(work, call) if call.stand_ins else work
 
     # ---- Steps ----
 
     def _local_barrier(self) -> None:
-        opts = self._within(dist.BarrierOptions())
+        opts = self._within(BarrierOptions())
         opts.asyncOp = False
         self._local.barrier(opts)
 
     def _local_reduce(self, tensor: Tensor, reduce: int) -> None:
-        opts = self._within(dist.ReduceOptions())
+        opts = self._within(ReduceOptions())
         # The mean is one division by the size of the whole group, at the end.
         opts.reduceOp = _op("SUM" if REDUCTIONS[reduce] == "AVG" else REDUCTIONS[reduce])
         opts.asyncOp = False
         self._local.reduce([tensor], opts)
 
     def _local_broadcast(self, tensor: Tensor, root: int) -> None:
-        opts = self._within(dist.BroadcastOptions())
+        opts = self._within(BroadcastOptions())
         opts.rootRank, opts.asyncOp = root, False
         self._local.broadcast([tensor], opts)
 
     def _local_gather(self, tensor: Tensor, pieces: list[Tensor]) -> None:
-        opts = self._within(dist.GatherOptions())
+        opts = self._within(GatherOptions())
         opts.asyncOp = False
         self._local.gather([pieces] if self._leads else [], [tensor], opts)
 
     def _reduce_between(self, tensor: Tensor, reduce: int) -> None:
         """Leaders only: reduce in place over the hosts."""
-        assert self._leaders is not None
         name = REDUCTIONS[reduce]
         mean = name == "AVG"
-        opts = self._within(dist.AllreduceOptions())
+        opts = self._within(AllreduceOptions())
         carried = tensor
         if tensor.dtype in _ODD:
             carried = tensor.to(_ODD[tensor.dtype])
@@ -322,6 +333,10 @@ class CopyingWork(Work):
 
 def _op(name: str) -> Any:
     return getattr(dist.ReduceOp, name)
+
+
+def _cut(tensor: Tensor, sizes: list[int]) -> list[Tensor]:
+    return list(torch.split_with_sizes(tensor, sizes))
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from tutti.comm.shm import call as kinds
 from tutti.comm.shm import native
 from tutti.comm.shm.call import Call
-from tutti.comm.shm.process_group import PythonGroup, Work
+from tutti.comm.shm.process_group import PythonGroup
 
 
 class PlainGroup(PythonGroup):
@@ -154,9 +155,9 @@ _keys = itertools.count(1)
 _under_way: dict[int, PlainWork] = {}
 
 
-@native.Done
 def _finish(key: int, code: int, text: bytes | None) -> None:
     _under_way.pop(key).finish(code, (text or b"").decode(errors="replace"))
 
 
-_done = cast(_finish, c_void_p)
+_kept = native.Done(_finish)  # the core calls it for as long as the process lives
+_done = cast(_kept, c_void_p)

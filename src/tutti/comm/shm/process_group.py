@@ -5,60 +5,65 @@ was asked for as "cpu:shm,cuda:nccl", CUDA tensors must be served as well: NCCL 
 it, started with the first CUDA tensor.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    Work,
+)
 
 from tutti.comm.shm import native
 from tutti.comm.shm.call import Call
+from tutti.comm.shm.works import Finished, Together
 
-Work = dist.distributed_c10d.Work
 FLAT_BYTES = 1 << 20  # small tensors up to this sum travel as one message
+_TorchGroup: Any = dist.ProcessGroup  # its stubs do not allow for subclasses in Python
 
 
-class Finished(Work):
-    """What an operation returns that is over already."""
+def on_cuda_by(name: str) -> Callable[[Callable[..., Work]], Callable[..., Work]]:
+    """Hand calls with CUDA tensors to NCCL's method of this name."""
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return True
+    def wrap(method: Callable[..., Work]) -> Callable[..., Work]:
+        @functools.wraps(method)
+        def either(self: "PythonGroup", *arguments: Any, **named: Any) -> Work:
+            if _first_tensor(arguments).is_cuda:
+                work: Work = getattr(self._nccl(), name)(*arguments, **named)
+                return work
+            return method(self, *arguments, **named)
 
-    def is_completed(self) -> bool:
-        return True
+        return either
 
-    def get_future(self) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result([])
-        return future
-
-
-class Together(Work):
-    """Several operations as one."""
-
-    def __init__(self, works: list[Work]) -> None:
-        super().__init__()
-        self.works = works
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        for work in self.works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
-
-    def get_future(self) -> Future[Any]:
-        if not self.works:
-            return Finished().get_future()
-        every = torch.futures.collect_all([work.get_future() for work in self.works])
-        return every.then(lambda done: [t for each in done.value() for t in each.value()])
+    return wrap
 
 
-class PythonGroup(dist.ProcessGroup):
+def _first_tensor(arguments: Sequence[Any]) -> Any:
+    for each in arguments:
+        if isinstance(each, list | tuple):
+            each = _first_tensor(each)
+        if isinstance(each, Tensor):
+            return each
+    return _NONE
+
+
+_NONE = torch.empty(0)
+
+
+class PythonGroup(_TorchGroup):  # type: ignore[misc]
     """What the plain front and the hierarchical one have in common; they define `begin`."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, name: str, timeout: timedelta):
@@ -68,7 +73,7 @@ class PythonGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._finished = Finished()
         self._coalesced: list[Work] | None = None
-        self._cuda: dist.ProcessGroup | None = None
+        self._cuda: Any = None
 
     def begin(self, call: Call) -> Work:
         """Run or queue one operation."""
@@ -81,37 +86,34 @@ class PythonGroup(dist.ProcessGroup):
 
     # ---- Collectives ----
 
+    @on_cuda_by("allreduce")
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or dist.AllreduceOptions()
+        opts = opts or AllreduceOptions()
         tensor = _only(tensors, "all_reduce")
-        if tensor.is_cuda:
-            return self._nccl(tensor).allreduce(tensors, opts)
         call = Call(native.ALL_REDUCE, opts.asyncOp, opts.timeout)
         call.updates(tensor)
         call.reduces(opts.reduceOp)
         return self._issue(call)
 
+    @on_cuda_by("allreduce_coalesced")
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or dist.AllreduceCoalescedOptions()
-        if tensors and tensors[0].is_cuda:
-            return self._nccl(tensors[0]).allreduce_coalesced(tensors, opts)
+        opts = opts or AllreduceCoalescedOptions()
         if not _fits_flat(tensors):
             return self._together([self.allreduce([tensor], opts) for tensor in tensors])
         call = Call(native.ALL_REDUCE, opts.asyncOp, opts.timeout)
         with torch.no_grad():
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         call.updates(flat)
-        pieces = flat.split([tensor.numel() for tensor in tensors])
+        pieces = torch.split_with_sizes(flat, [tensor.numel() for tensor in tensors])
         call.stand_ins = list(zip(tensors, pieces, strict=True))
         call.results = list(tensors)
         call.reduces(opts.reduceOp)
         return self._issue(call)
 
+    @on_cuda_by("broadcast")
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or dist.BroadcastOptions()
+        opts = opts or BroadcastOptions()
         tensor = _only(tensors, "broadcast")
-        if tensor.is_cuda:
-            return self._nccl(tensor).broadcast(tensors, opts)
         call = Call(native.BROADCAST, opts.asyncOp, opts.timeout, self._root(opts, "broadcast"))
         if call.root == self._own_rank:
             call.reads(tensor)
@@ -120,11 +122,10 @@ class PythonGroup(dist.ProcessGroup):
             call.writes(tensor)
         return self._issue(call)
 
+    @on_cuda_by("reduce")
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or dist.ReduceOptions()
+        opts = opts or ReduceOptions()
         tensor = _only(tensors, "reduce")
-        if tensor.is_cuda:
-            return self._nccl(tensor).reduce(tensors, opts)
         call = Call(native.REDUCE, opts.asyncOp, opts.timeout, self._root(opts, "reduce"))
         if call.root == self._own_rank:
             call.updates(tensor)
@@ -134,13 +135,12 @@ class PythonGroup(dist.ProcessGroup):
         call.reduces(opts.reduceOp)
         return self._issue(call)
 
+    @on_cuda_by("allgather")
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         tensor = _only(inputs, "all_gather")
-        if tensor.is_cuda:
-            return self._nccl(tensor).allgather(outputs, inputs, opts)
         call = Call(native.ALL_GATHER, opts.asyncOp, opts.timeout)
         call.reads(tensor)
         for output in self._list(outputs, "all_gather"):
@@ -148,71 +148,61 @@ class PythonGroup(dist.ProcessGroup):
         call.check_place(call.inputs[0], call.outputs[self._own_rank], self._own_rank)
         return self._issue(call)
 
+    @on_cuda_by("_allgather_base")
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-        opts = opts or dist.AllgatherOptions()
-        if tensor.is_cuda:
-            return self._nccl(tensor)._allgather_base(output, tensor, opts)
+        opts = opts or AllgatherOptions()
         call = Call(native.ALL_GATHER, opts.asyncOp, opts.timeout)
         call.reads(tensor)
         call.writes_cut(output, self._own_size)
         call.check_place(call.inputs[0], call.outputs[self._own_rank], self._own_rank)
         return self._issue(call)
 
+    @on_cuda_by("allgather_coalesced")
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        if inputs and inputs[0].is_cuda:
-            opts = opts or dist.AllgatherOptions()
-            return self._nccl(inputs[0]).allgather_coalesced(outputs, inputs, opts)
         works = [
             self.allgather([[of_rank[i] for of_rank in outputs]], [tensor], opts)
             for i, tensor in enumerate(inputs)
         ]
         return self._together(works)
 
+    @on_cuda_by("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        if inputs and inputs[0].is_cuda:
-            opts = opts or dist.AllgatherOptions()
-            return self._nccl(inputs[0]).allgather_into_tensor_coalesced(outputs, inputs, opts)
         pairs = zip(outputs, inputs, strict=True)
         return self._together([self.all_gather_single(out, tensor, opts) for out, tensor in pairs])
 
+    @on_cuda_by("reduce_scatter")
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> Work:
-        opts = opts or dist.ReduceScatterOptions()
+        opts = opts or ReduceScatterOptions()
         output = _only(outputs, "reduce_scatter")
-        if output.is_cuda:
-            return self._nccl(output).reduce_scatter(outputs, inputs, opts)
         call = Call(native.REDUCE_SCATTER, opts.asyncOp, opts.timeout)
         for tensor in self._list(inputs, "reduce_scatter"):
             call.reads(tensor)
         return self._reduce_scatter(call, output, opts)
 
+    @on_cuda_by("_reduce_scatter_base")
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-        opts = opts or dist.ReduceScatterOptions()
-        if output.is_cuda:
-            return self._nccl(output)._reduce_scatter_base(output, tensor, opts)
+        opts = opts or ReduceScatterOptions()
         call = Call(native.REDUCE_SCATTER, opts.asyncOp, opts.timeout)
         call.reads_cut(tensor, self._own_size)
         return self._reduce_scatter(call, output, opts)
 
+    @on_cuda_by("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        if inputs and inputs[0].is_cuda:
-            opts = opts or dist.ReduceScatterOptions()
-            return self._nccl(inputs[0]).reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         pairs = zip(outputs, inputs, strict=True)
         return self._together([self.reduce_scatter_single(out, each, opts) for out, each in pairs])
 
+    @on_cuda_by("gather")
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or dist.GatherOptions()
+        opts = opts or GatherOptions()
         tensor = _only(inputs, "gather")
-        if tensor.is_cuda:
-            return self._nccl(tensor).gather(outputs, inputs, opts)
         call = Call(native.GATHER, opts.asyncOp, opts.timeout, self._root(opts, "gather"))
         call.reads(tensor)
         if call.root == self._own_rank:
@@ -221,11 +211,10 @@ class PythonGroup(dist.ProcessGroup):
             call.check_place(call.inputs[0], call.outputs[self._own_rank], self._own_rank)
         return self._issue(call)
 
+    @on_cuda_by("scatter")
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
-        opts = opts or dist.ScatterOptions()
+        opts = opts or ScatterOptions()
         output = _only(outputs, "scatter")
-        if output.is_cuda:
-            return self._nccl(output).scatter(outputs, inputs, opts)
         call = Call(native.SCATTER, opts.asyncOp, opts.timeout, self._root(opts, "scatter"))
         call.writes(output)
         if call.root == self._own_rank:
@@ -234,10 +223,9 @@ class PythonGroup(dist.ProcessGroup):
             call.check_place(call.inputs[self._own_rank], call.outputs[0], self._own_rank)
         return self._issue(call)
 
+    @on_cuda_by("alltoall")
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or dist.AllToAllOptions()
-        if inputs and inputs[0].is_cuda:
-            return self._nccl(inputs[0]).alltoall(outputs, inputs, opts)
+        opts = opts or AllToAllOptions()
         call = Call(native.ALL_TO_ALL, opts.asyncOp, opts.timeout)
         for tensor in self._list([inputs], "all_to_all"):
             call.reads(tensor)
@@ -245,6 +233,7 @@ class PythonGroup(dist.ProcessGroup):
             call.writes(output)
         return self._issue(call)
 
+    @on_cuda_by("alltoall_base")
     def all_to_all_single(
         self,
         output: Tensor,
@@ -253,17 +242,14 @@ class PythonGroup(dist.ProcessGroup):
         input_rows: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        opts = opts or dist.AllToAllOptions()
-        if tensor.is_cuda:
-            nccl = self._nccl(tensor)
-            return nccl.alltoall_base(output, tensor, list(output_rows), list(input_rows), opts)
+        opts = opts or AllToAllOptions()
         call = Call(native.ALL_TO_ALL, opts.asyncOp, opts.timeout)
         call.reads_cut(tensor, self._own_size, input_rows)
         call.writes_cut(output, self._own_size, output_rows)
         return self._issue(call)
 
     def barrier(self, opts: Any = None) -> Work:
-        opts = opts or dist.BarrierOptions()
+        opts = opts or BarrierOptions()
         return self._issue(Call(native.BARRIER, opts.asyncOp, opts.timeout))
 
     # torch 2.11 and 2.12 call these by the names on the left, 2.13 by those on the right.
@@ -275,24 +261,23 @@ class PythonGroup(dist.ProcessGroup):
 
     # ---- Messages ----
 
+    @on_cuda_by("send")
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
         tensor = _only(tensors, "send")
-        if tensor.is_cuda:
-            return self._nccl(tensor).send(tensors, to, tag)
         call = Call(native.SEND, peer=to, tag=tag)
         call.reads(tensor)
         call.dtype = native.BYTES  # may be received as another dtype of the same size
         return self._issue(call)
 
+    @on_cuda_by("recv")
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
         tensor = _only(tensors, "recv")
-        if tensor.is_cuda:
-            return self._nccl(tensor).recv(tensors, source, tag)
         call = Call(native.RECV, peer=source, tag=tag)
         call.writes(tensor)
         call.dtype = native.BYTES
         return self._issue(call)
 
+    @on_cuda_by("recv_anysource")
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         return self.recv(tensors, -1, tag)
 
@@ -300,35 +285,40 @@ class PythonGroup(dist.ProcessGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type == "cuda":
-            self._nccl(torch.empty(0, device=device))._start_coalescing(device)
+            self._nccl()._start_coalescing(device)
         else:
             self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
         if device.type == "cuda":
-            return self._nccl(torch.empty(0, device=device))._end_coalescing(device)
+            work: Work = self._nccl()._end_coalescing(device)
+            return work
         works, self._coalesced = self._coalesced or [], None
         return self._together(works)
 
     # ---- What else torch asks a group ----
 
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+    def getBackendName(self) -> str:
         return "shm"
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._name
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         return self._description
 
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+    def setGroupDesc(self, description: str) -> None:
         self._description = description
 
     def get_group_store(self) -> dist.Store:
         return self._store
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -340,7 +330,7 @@ class PythonGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         if device.type == "cuda":
-            return self._nccl(torch.empty(0, device=device))._get_backend(device)
+            return self._nccl()._get_backend(device)
         return self
 
     def _has_hooks(self) -> bool:
@@ -365,11 +355,11 @@ class PythonGroup(dist.ProcessGroup):
         call.reduces(opts.reduceOp)
         return self._issue(call)
 
-    def _nccl(self, tensor: Tensor) -> dist.ProcessGroup:
+    def _nccl(self) -> Any:
         """The group that serves CUDA tensors; its first use connects, as NCCL always does."""
         if self._cuda is None:
             store = dist.PrefixStore("cuda/", self._store)
-            group = dist.ProcessGroup(store, self._own_rank, self._own_size)
+            group = _TorchGroup(store, self._own_rank, self._own_size)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             nccl = dist.ProcessGroupNCCL(store, self._own_rank, self._own_size, options)

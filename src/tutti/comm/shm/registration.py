@@ -116,14 +116,16 @@ def make(
     timeout: timedelta,
     name: str,
     ranks: list[int] | None = None,
-    options: ShmOptions = ShmOptions(),
+    options: ShmOptions | None = None,
 ) -> Any:
     """A c10d backend, or a process group written in Python where there is no compiled front."""
     from tutti.comm import place
     from tutti.comm.shm import native
+    from tutti.comm.shm.compiled import compiled_front
     from tutti.comm.shm.hierarchy import HierarchicalGroup
     from tutti.comm.shm.meeting import meet, shares_memory
 
+    options = options or ShmOptions()
     native.core()  # missing: say so before anyone waits for this rank
     place.add_sink(_note_place)
     place.start_noting_places()
@@ -141,7 +143,9 @@ def make(
     own, count = meeting.neighbours.index(rank), len(meeting.neighbours)
     world = [ranks[each] for each in meeting.neighbours] if ranks else list(meeting.neighbours)
     local = _front(meeting.group, store, own, count, timeout, name, world, options)
-    return HierarchicalGroup(meeting, local, store, name, timeout)
+    whole = HierarchicalGroup(meeting, local, store, name, timeout)
+    module = None if options.front == "plain" else compiled_front()[0]
+    return whole if module is None else module.PythonBackend(whole, rank, size)
 
 
 def _note_place(text: str) -> None:

@@ -17,10 +17,10 @@ def all_reduce(
 ) -> torch.Tensor:
     """Reduce `t` over all ranks of its heap, in place unless `out` is given; returns the result.
 
-    op: sum, avg, product, min, max, band, bor, bxor. All ranks get the same bits. algorithm:
+    op: sum, mean, product, min, max, band, bor, bxor. All ranks get the same bits. algorithm:
     one_shot has every rank read everything, for small tensors; two_shot has each rank reduce one
-    piece and fetch the others', for large ones; both add in rank order and give the same bits. ring
-    passes sums between neighbours, and adds in another order. auto chooses by size.
+    piece and fetch the others', for large ones; ring passes sums between neighbours. auto chooses
+    by size. All but ring add in rank order, and give the same bits.
 
     `out` may be any tensor of the shape and dtype of `t`; two_shot and ring need one that peers can
     read, a symmetric tensor of the same heap. Call it on all ranks; one collective of a heap at a
@@ -35,9 +35,8 @@ def all_reduce(
         target, offset = out.local, out.offset
     elif out is not None:
         target = out
-    _check(target, tuple(t.shape), t)
-    if out is t:
-        target = t.local
+    if target is not t.local:
+        _check(target, tuple(t.shape), t)
     t.memory.all_reduce(t.local, t.offset, op, algorithm, target, offset, t.heap.timeout)
     return target
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
-    "avg": torch.add,
+    "mean": torch.add,
     "product": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -121,7 +121,7 @@ class CudaCollectives:
             theirs = self._piece((rank - 1) % size, offset, first, last, tensor)
             if lap < 0:
                 total = _OPS[op](theirs, mine)
-                mine.copy_(total / size if op == "avg" and lap == -1 else total)
+                mine.copy_(total / size if op == "mean" and lap == -1 else total)
             else:
                 mine.copy_(theirs)
             self._meet(timeout)
@@ -184,8 +184,7 @@ class CudaCollectives:
         )
 
     def _meet(self, timeout: float) -> None:
-        what = f"all ranks in the barriers of collective {self.calls}"
-        self._memory.meet(CHANNELS, timeout, what)
+        self._memory.meet(CHANNELS, timeout, f"collective {self.calls}")
 
 
 def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
@@ -194,6 +193,6 @@ def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
     total = parts[0].float() if short else parts[0]
     for part in parts[1:]:
         total = _OPS[op](total, part.float() if short else part)
-    if op == "avg":
+    if op == "mean":
         total = total / len(parts)
     return total.to(parts[0].dtype)

@@ -1,17 +1,21 @@
 """All-reduce, all-gather and reduce-scatter on CPU, on tensors that all ranks can read in place.
 
-Each begins with a meeting (all inputs are written) and ends with one (all have read, so that the
-callers may write again). In between ranks tell each other how far they are by one word each, which
-is stored with release and loaded with acquire; every word has one writer.
+All-reduce is the core's, in C, unless one algorithm is asked for: these stand here in Python, to be
+read and compared. Each collective begins with a meeting (all inputs are written) and ends with one
+(all have read, so that the callers may write again). In between ranks tell each other how far they
+are by one word each, stored with release and loaded with acquire; each word has one writer.
 """
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
+from tutti.comm.shm import native
 from tutti.comm.symmetric.memory import Algorithm
 from tutti.comm.symmetric.reduction import OPS, check_reduction, must_be_shared, pieces
+from tutti.comm.symmetric.shm_group import ShmGroup
 from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,8 +26,6 @@ _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-# Up to here every rank reads everything; above, each reduces one piece and reads the others'.
-_ONE_SHOT_BYTES = 32 << 10
 # A two-shot goes in chunks of this size per rank, so that a piece is still in the cache of its
 # owner when the peers fetch it.
 _CHUNK_BYTES = 512 << 10
@@ -32,15 +34,17 @@ _CHUNK_BYTES = 512 << 10
 class ShmCollectives:
     """The collectives of one heap; one at a time."""
 
-    def __init__(self, memory: "ShmMemory", core: Any, quick: Any) -> None:
+    def __init__(self, memory: "ShmMemory") -> None:
         self._memory = memory
-        self._core = core
-        self._quick = quick
+        self._core = native.core()
+        self._quick = native.core_holding_gil()
+        self._wait = memory.control.wait_for_peer
         self._peers = [rank for rank in range(memory.size) if rank != memory.rank]
-        self._words = [memory.progress_address(rank) for rank in range(memory.size)]
+        self._words = [memory.control.progress(rank) for rank in range(memory.size)]
         self._own_word = self._words[memory.rank]
         self._progress = 0  # the same on all ranks between collectives
-        self._scratch = torch.empty(_ONE_SHOT_BYTES, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._group: ShmGroup | None = None  # made by the first all_reduce that needs it
         self.calls = 0
 
     def all_reduce(
@@ -54,18 +58,21 @@ class ShmCollectives:
         timeout: float,
     ) -> None:
         codes = _codes(local.dtype, op)
-        bytes = local.numel() * local.itemsize
-        shared = offset if out is local else out_offset  # where peers find this rank's result
-        if algorithm == "auto":
-            algorithm = "one_shot" if bytes <= _ONE_SHOT_BYTES or shared is None else "two_shot"
+        bytes = local.nbytes
         self.calls += 1
-        if algorithm == "one_shot":
+        if algorithm == "auto":
+            if self._group is None:
+                self._group = ShmGroup(self._memory, timeout)
+            self._group.all_reduce(local.data_ptr(), out.data_ptr(), bytes, *codes, timeout)
+        elif algorithm == "one_shot":
             self._one_shot(local, offset, out, codes, timeout)
-        elif shared is None:
-            raise must_be_shared(algorithm)
-        elif algorithm == "two_shot":
-            self._two_shot(local, offset, shared, codes, timeout)
         else:
+            shared = offset if out is local else out_offset  # where peers find this rank's result
+            if shared is None:
+                raise must_be_shared(algorithm)
+            if algorithm == "two_shot":
+                self._two_shot(local, offset, shared, codes, timeout)
+                return
             if shared != offset:
                 self._core.tutti_put(out.data_ptr(), local.data_ptr(), bytes)
             self._ring(out, shared, codes, timeout)
@@ -117,7 +124,7 @@ class ShmCollectives:
             for peer in self._peers:
                 first, last = parts_of[peer]
                 at = target + (start + first) * itemsize
-                memory.wait_for_peer(peer, self._words[peer], self._progress, timeout, what)
+                self._wait(peer, self._words[peer], self._progress, timeout, what)
                 self._core.tutti_put(
                     memory.address(memory.rank, at),
                     memory.address(peer, at),
@@ -137,7 +144,7 @@ class ShmCollectives:
         size, rank = memory.size, memory.rank
         left, right = (rank - 1) % size, (rank + 1) % size
         what = "all_reduce"
-        averaging = codes[1] == OPS.index("avg")
+        averaging = codes[1] == OPS.index("mean")
         if averaging:
             codes = (codes[0], OPS.index("sum"))
         parts_of = pieces(tensor.numel(), size, itemsize)
@@ -150,14 +157,14 @@ class ShmCollectives:
             mine = memory.address(rank, offset + first * itemsize)
             theirs = memory.address(left, offset + first * itemsize)
             # The left neighbour has finished its step before, which was on this piece.
-            memory.wait_for_peer(left, self._words[left], begun + step, timeout, what)
+            self._wait(left, self._words[left], begun + step, timeout, what)
             if lap < 0:
                 self._reduce(mine, [theirs, mine], last - first, codes)
                 if averaging and lap == -1:  # with this step the sum of the piece is complete
                     tensor.view(-1)[first:last].div_(size)
             else:
                 # The right neighbour has read the partial sum that is overwritten here.
-                memory.wait_for_peer(right, self._words[right], begun + lap + 1, timeout, what)
+                self._wait(right, self._words[right], begun + lap + 1, timeout, what)
                 self._core.tutti_put(mine, theirs, (last - first) * itemsize)
             self._tell()
         self._step(what, timeout)
@@ -189,12 +196,16 @@ class ShmCollectives:
         self._reduce(out.data_ptr(), parts, out.numel(), codes)
         self._step(what, timeout)
 
+    def close(self) -> None:
+        """Leave; not collective."""
+        if self._group is not None:
+            self._group.close()
+
     def _step(self, what: str, timeout: float) -> None:
         """A meeting of all ranks."""
         self._tell()
-        wait, words, progress = self._memory.wait_for_peer, self._words, self._progress
         for peer in self._peers:
-            wait(peer, words[peer], progress, timeout, what)
+            self._wait(peer, self._words[peer], self._progress, timeout, what)
 
     def _tell(self) -> None:
         """This rank has come one step further (release)."""
@@ -209,6 +220,7 @@ class ShmCollectives:
             raise UsageError(self._core.tutti_error().decode())
 
 
+@cache
 def _codes(dtype: torch.dtype, op: str) -> tuple[int, int]:
     check_reduction(dtype, op)
     if dtype not in _DTYPES:

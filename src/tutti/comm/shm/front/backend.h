@@ -25,6 +25,15 @@ using Maker = std::function<c10::intrusive_ptr<c10d::Backend>(
     const std::string& name)>;
 inline Maker maker;
 
+inline c10::intrusive_ptr<c10d::Backend> make_part(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<c10d::Backend::Options>& options, int rank) {
+    auto place = std::find(ranks.begin(), ranks.end(), rank);
+    if (place == ranks.end()) return nullptr;
+    return maker(store, static_cast<int>(place - ranks.begin()), static_cast<int>(ranks.size()),
+                 options->timeout, options->group_name);
+}
+
 constexpr int64_t kFlatBytes = 1 << 20;  // small tensors up to this sum travel as one
 
 class ShmBackend : public c10d::Backend {
@@ -60,10 +69,7 @@ class ShmBackend : public c10d::Backend {
     c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                             const std::vector<int>& ranks,
                                             const c10::intrusive_ptr<Options>& options) override {
-        auto place = std::find(ranks.begin(), ranks.end(), rank_);
-        if (place == ranks.end()) return nullptr;
-        return maker(store, static_cast<int>(place - ranks.begin()), static_cast<int>(ranks.size()),
-                     options->timeout, options->group_name);
+        return make_part(store, ranks, options, rank_);
     }
 
     void abort() override {

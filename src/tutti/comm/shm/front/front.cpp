@@ -1,10 +1,5 @@
 // The Python module tutti.comm.shm._front: the shm backend compiled against the installed torch.
-#include <pybind11/chrono.h>
-#include <pybind11/functional.h>
-#include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
-
-#include "backend.h"
+#include "delegate.h"
 
 namespace py = pybind11;
 
@@ -88,4 +83,14 @@ PYBIND11_MODULE(_front, module) {
             "native_group",
             [](const GilFreeBackend& self) { return reinterpret_cast<int64_t>(self.group()); },
             "The address of the core's group; 0 once closed.");
+    using tutti::PythonBackend;
+    py::class_<PythonBackend, c10d::Backend, c10::intrusive_ptr<PythonBackend>>(module,
+                                                                                "PythonBackend")
+        .def(py::init([](py::object group, int rank, int size) {
+                 return c10::make_intrusive<PythonBackend>(std::move(group), rank, size);
+             }),
+             py::arg("group"), py::arg("rank"), py::arg("size"))
+        .def_property_readonly("hosts", [](const PythonBackend& self) {
+            return self.group().attr("hosts");
+        });
 }

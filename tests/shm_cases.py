@@ -88,7 +88,9 @@ class Checks:
         if got.dtype != expected.dtype or got.shape != expected.shape:
             self.wrong.append(f"{what}: {got.dtype} {got.shape}, not {expected.dtype}")
             return
-        raw = [t.contiguous().view(-1).view(torch.uint8) if t.numel() else t for t in (got, expected)]
+        raw = [
+            t.contiguous().view(-1).view(torch.uint8) if t.numel() else t for t in (got, expected)
+        ]
         if not torch.equal(*raw):
             self.wrong.append(f"{what}: {got.flatten()[:4]}, not {expected.flatten()[:4]}")
 

@@ -1,0 +1,45 @@
+"""What operations return that need no work of their own: finished ones, and several as one."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+
+class Finished(Work):
+    """What an operation returns that is over already."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result([])
+        return future
+
+
+class Together(Work):
+    """Several operations as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        super().__init__()
+        self.works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self.works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def get_future(self) -> Future[Any]:
+        if not self.works:
+            return Finished().get_future()
+        every = torch.futures.collect_all([work.get_future() for work in self.works])
+        return every.then(lambda done: [t for each in done.value() for t in each.value()])

@@ -1,0 +1,296 @@
+"""Given torch's own ways to be parallel, when they run on shm, then they compute what gloo does."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shm_cases import group_of
+from shm_ranks import forked
+from worlds import in_world, run_command
+
+
+def groups() -> dict[str, Any]:
+    made = {front: group_of(front) for front in ("compiled", "plain")}
+    return {"gloo": dist.new_group(backend="gloo"), **made}
+
+
+def unlike(results: dict[str, list[Tensor]]) -> list[str]:
+    """The backends whose tensors are not the very bits that gloo gave."""
+    expected = results["gloo"]
+    assert expected and all(torch.isfinite(t.float()).all() for t in expected)
+    return [
+        f"{name}: tensor {i} differs by {(got - want).abs().max().item()}"
+        for name, tensors in results.items()
+        for i, (got, want) in enumerate(zip(tensors, expected, strict=True))
+        if not torch.equal(got, want)
+    ]
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(24, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(32, 6))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(16, 24, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+# ---- Data parallel ----
+
+
+def ddp(world: Any, made: dict[str, Any]) -> list[str]:
+    results = {}
+    for name, group in made.items():
+        # Ranks start differently: DDP must broadcast rank 0's parameters and buffers.
+        wrapped = nn.parallel.DistributedDataParallel(
+            model(world.rank), process_group=group, bucket_cap_mb=0.002
+        )
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+        losses = []
+        for step in range(6):
+            with wrapped.no_sync() if step % 3 == 1 else torch.enable_grad():
+                loss = wrapped(batch(world.rank, step)).square().mean()
+                loss.backward()
+            if step % 3 != 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        results[name] = [*losses, *(t.detach().float() for t in wrapped.state_dict().values())]
+    return unlike(results)
+
+
+def ddp_with_a_hook(world: Any, made: dict[str, Any]) -> list[str]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    results = {}
+    for name, group in made.items():
+        wrapped = nn.parallel.DistributedDataParallel(model(), process_group=group)
+        wrapped.register_comm_hook(group, default_hooks.fp16_compress_hook)
+        loss = wrapped(batch(world.rank, 0)).square().mean()
+        loss.backward()
+        results[name] = [p.grad for p in wrapped.parameters() if p.grad is not None]
+    return unlike(results)
+
+
+# ---- Sharded ----
+
+
+def fsdp2(world: Any, made: dict[str, Any]) -> list[str]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    results = {}
+    for name, group in made.items():
+        mesh = DeviceMesh.from_group(group, "cpu")
+        sharded = model()
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        for layer in (sharded[0], sharded[3]):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(sharded, mesh=mesh, mp_policy=policy)
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.01)
+        losses = []
+        for step in range(4):
+            loss = sharded(batch(world.rank, step)).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        full = [p.full_tensor().detach() for p in sharded.parameters()]  # type: ignore[attr-defined]
+        results[name] = [*losses, *full]
+    return unlike(results)
+
+
+# ---- Tensors with placements ----
+
+
+def dtensor(world: Any, made: dict[str, Any]) -> list[str]:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    results = {}
+    torch.manual_seed(0)
+    whole = torch.randint(-50, 50, (10, 7)).float()
+    for name, group in made.items():
+        mesh = DeviceMesh.from_group(group, "cpu")
+        seen = []
+        kinds = [Replicate(), Shard(0), Shard(1)]
+        spread = [distribute_tensor(whole, mesh, [kind]) for kind in kinds]
+        spread.append(DTensor.from_local(whole + world.rank, mesh, [Partial()]))
+        for before in spread:
+            for after in kinds:
+                moved = before.redistribute(mesh, [after])
+                seen += [moved.to_local(), moved.full_tensor()]
+        torch.manual_seed(1)
+        mlp = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 12))
+        parallelize_module(mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        out = mlp(torch.ones(4, 12))
+        out.square().mean().backward()
+        grads = [p.grad.full_tensor() for p in mlp.parameters()]
+        results[name] = [t.detach() for t in (*seen, out, *grads)]
+    return unlike(results)
+
+
+def all_of_these(world: Any) -> dict[str, list[str]]:
+    made = groups()
+    return {
+        "DDP": ddp(world, made),
+        "DDP with a communication hook": ddp_with_a_hook(world, made),
+        "FSDP2": fsdp2(world, made),
+        "DTensor, and an MLP in tensor parallel": dtensor(world, made),
+    }
+
+
+def test_data_tensor_and_sharded_parallel() -> None:
+    for told in in_world(all_of_these, 2):
+        assert not any(told.values()), told
+
+
+# ---- Pipelines ----
+
+
+def pipeline(world: Any) -> list[str]:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    results = {}
+    for name, group in groups().items():
+        seen = []
+        for schedule_class in (ScheduleGPipe, Schedule1F1B):
+            torch.manual_seed(0)
+            parts = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(world.size)]
+            part = parts[world.rank]
+            stage = PipelineStage(part, world.rank, world.size, torch.device("cpu"), group=group)
+            schedule = schedule_class(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+            inputs = batch(0, 1)[:, :8].contiguous()
+            losses: list[Tensor] = []
+            if world.rank == 0:
+                schedule.step(inputs)
+            elif world.rank == world.size - 1:
+                seen.append(schedule.step(target=torch.zeros(16, 8), losses=losses))
+            else:
+                schedule.step()
+            seen += [*losses, *(p.grad for p in part.parameters() if p.grad is not None)]
+        results[name] = [t.detach() for t in seen]
+    return unlike(results)
+
+
+def test_pipelines() -> None:
+    assert in_world(pipeline, 3) == [[], [], []]
+
+
+# ---- shm as the default group of a plain script ----
+
+
+def _double_and_sum(tensor: Tensor) -> Tensor:
+    return functional.all_reduce(tensor * 2, "sum", dist.group.WORLD)
+
+
+def as_default(rank: int) -> dict[str, Any]:
+    told: dict[str, Any] = {"backend": dist.get_backend()}
+    objects: list[Any] = [None] * 4
+    dist.all_gather_object(objects, {"rank": rank})
+    told["objects"] = [each["rank"] for each in objects]
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, group=mesh.get_group("a"))
+    told["along a"] = tensor.item()
+    names = ("all_gather_single", "all_gather_tensor")  # of torch 2.13, and before
+    all_gather_tensor = next(getattr(functional, n) for n in names if hasattr(functional, n))
+    gathered = all_gather_tensor(torch.tensor([rank]), 0, mesh.get_group("b"))
+    told["along b"] = [int(each) for each in gathered]
+    traced_call = torch.compile(_double_and_sum, backend="aot_eager")
+    told["compiled"] = [float(each) for each in traced_call(torch.ones(2))]
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("backend", ["shm", "cpu:shm"])
+def test_a_plain_script_may_use_shm_as_its_default(backend: str) -> None:
+    for rank, told in enumerate(forked(as_default, 4, backend=backend)):
+        first, second = rank % 2, rank // 2
+        assert told == {
+            "backend": backend,
+            "objects": [0, 1, 2, 3],
+            "along a": float(first + first + 2),
+            "along b": [2 * second, 2 * second + 1],
+            "compiled": [8.0, 8.0],
+        }
+
+
+def split(rank: int) -> list[float]:
+    tensor = torch.tensor([float(rank)])
+    # As DeviceMesh does by dist.split_group where the default group is bound to a GPU.
+    part = dist.group.WORLD.split_group([0, 1] if rank < 2 else [2, 3], group_name=f"{rank // 2}")
+    part.allreduce([tensor]).wait()
+    return [tensor.item(), part.size()]
+
+
+def test_a_group_can_be_split() -> None:
+    assert forked(split, 4) == [[1.0, 2], [1.0, 2], [5.0, 2], [5.0, 2]]
+
+
+ENTRY = """
+import torch, torch.distributed as dist
+dist.init_process_group("shm", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+print(dist.get_backend(), tensor.tolist())
+"""
+
+
+def test_torch_finds_the_backend_of_an_installed_package(tmp_path: Path) -> None:
+    """As the entry point in pyproject.toml says it, in the form in which pip installs it."""
+    import tomllib
+
+    root = Path(__file__).parent.parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    (target,) = project["entry-points"]["torch.backends"].values()
+    info = tmp_path / "shm_entry-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shm-entry\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[torch.backends]\nshm = {target}\n")
+    path = f"{root / 'src'}:{tmp_path}"
+    done = run_command([sys.executable, "-c", ENTRY], env={"PYTHONPATH": path})
+    assert done.stdout.strip() == "shm [1.0, 1.0, 1.0]", done.stderr
+
+
+# ---- Traces ----
+
+
+def traced(world: Any, folder: str) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    group = group_of("compiled")
+    with torch.profiler.profile() as profiler:
+        dist.all_reduce(torch.ones(100), group=group)
+        dist.all_gather(
+            [torch.ones(7), torch.ones(7)], torch.ones(7), group=group, async_op=True
+        ).wait()
+    file = f"{folder}/{world.rank}.json"
+    profiler.export_chrome_trace(file)
+    for event in json.loads(Path(file).read_text())["traceEvents"]:
+        name, about = event.get("name", ""), event.get("args", {})
+        if name.startswith("shm:"):
+            found.setdefault("titles", []).append(name)
+        if "Collective name" in about:
+            keys = ("Collective name", "In msg nelems", "Out msg nelems", "dtype", "Group size")
+            found.setdefault("comms", []).append([about[key] for key in keys])
+    return found
+
+
+def test_traces_carry_operation_sizes_and_group(tmp_path: Path) -> None:
+    for told in in_world(traced, 2, str(tmp_path)):
+        assert set(told["titles"]) == {"shm:all_reduce", "shm:all_gather"}
+        assert ["all_reduce", 100, 100, "Float", 2] in told["comms"]
+        assert ["all_gather", 7, 14, "Float", 2] in told["comms"]

@@ -1,0 +1,357 @@
+"""Symmetric memory on one NVIDIA GPU that ranks share under MPS: right results, and the figures.
+
+Run with `pytest -m gpu -s tests/comm/test_symmetric_cuda.py` to see reasons and times.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tutti.comm import symmetric
+from tutti.world.errors import RanksDiffer, UsageError
+from worlds import in_world
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+REDUCED = {
+    "sum": [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64],
+    "mean": [torch.float32],
+    "product": [torch.int32],
+    "min": [torch.float32],
+    "max": [torch.float16, torch.int16],
+    "bxor": [torch.int64],
+    "bor": [torch.bool],
+}
+ODD_COUNTS = (1, 3, 64, 255, 4096, 100_001)
+
+
+def test_each_backend_says_whether_it_is_there() -> None:
+    for backend, (works, reason) in symmetric.available("cuda").items():
+        print(f"{backend}: {works}: {reason}")
+    assert symmetric.available("cuda")["cuda"][0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_call_does_what_it_promises(ranks: int) -> None:
+    results = in_world(every_call, ranks, gpu=True, timeout=240)
+    print(json.dumps(results[0], indent=1))
+    assert [each["done"] for each in results] == [True] * ranks
+
+
+def every_call(world: Any) -> dict[str, Any]:
+    timings = {}
+    began = time.perf_counter()
+    with symmetric.Heap(bytes=64 << 20, timeout=20.0) as heap:
+        timings["make the heap, s"] = time.perf_counter() - began
+        assert (heap.backend, heap.device.type, heap.size) == ("cuda", "cuda", world.size)
+        left, right = (heap.rank - 1) % heap.size, (heap.rank + 1) % heap.size
+        for step in (puts_and_gets, signals, counters, streams, graphs, collectives, mistakes):
+            began = time.perf_counter()
+            step(heap, left, right)
+            torch.cuda.synchronize()
+            timings[f"{step.__name__}, s"] = time.perf_counter() - began
+        stats = heap.stats()
+        reason = heap.reason
+    assert stats["ranks_on_gpu"] == world.size
+    with pytest.raises(UsageError, match="closed"):
+        heap.barrier()
+    staged(world)
+    refusals(world)
+    return {"done": True, "reason": reason, "stats": stats, "seconds": timings}
+
+
+def puts_and_gets(heap: symmetric.Heap, left: int, right: int) -> None:
+    t = heap.zeros((4, 6))
+    assert t.local.is_cuda and t.local.data_ptr() % 256 == 0
+    t.put(torch.full((4, 6), float(heap.rank), device=heap.device), to=right)
+    heap.barrier()
+    assert (t.local == left).all() and (t.peer(right) == heap.rank).all()
+    assert torch.equal(t.get(right).cpu(), torch.full((4, 6), float(heap.rank)))
+    assert t.get(right, at=20).tolist() == [heap.rank] * 4
+    heap.barrier()
+    columns = torch.arange(12.0).view(6, 2) + 100 * heap.rank  # on the host, not contiguous
+    t.put(columns[:, 1], to=right, at=3)
+    heap.barrier()
+    assert torch.equal(t.local.view(-1)[3:9].cpu(), columns[:, 1] - 100 * heap.rank + 100 * left)
+    on_host = torch.zeros(6)
+    t.get(heap.rank, at=3, out=on_host)
+    assert torch.equal(on_host, t.local.view(-1)[3:9].cpu())
+    heap.barrier()
+    heap.free(t)
+    for dtype in (torch.bfloat16, torch.bool, torch.int16, torch.complex64):
+        with heap.zeros(5, dtype) as each:
+            each.put(torch.ones(5, device=heap.device).to(dtype), to=right)
+            heap.barrier()
+            assert each.local.to(torch.complex64).sum() == 5
+            heap.barrier()
+
+
+def signals(heap: symmetric.Heap, left: int, right: int) -> None:
+    t = heap.zeros(1000)
+    for turn in range(1, 201):
+        t.put_signal(torch.full((1000,), float(turn), device=heap.device), to=right, value=turn)
+        heap.wait(at_least=turn, source=left)
+        assert (t.local == turn).all(), turn
+        heap.signal(left, slot=1, value=turn)  # I have read it
+        heap.wait(1, turn, source=right)
+    assert heap.read_signal(0) == 200
+    for _ in range(10):
+        t.put_signal(torch.ones(2, device=heap.device), to=right, slot=2, value=3, op="add")
+    heap.wait(2, 30)
+    assert heap.read_signal(2) == 30
+    heap.fence()
+    heap.quiet()
+    for channel in (0, 3, 15, 0):
+        heap.barrier(channel)
+    heap.wait(9, 1, timeout=0.5)
+    with pytest.raises(symmetric.Timeout, match=r"0\.5 s for signal 9 to reach 1"):
+        heap.quiet()
+    heap.barrier()  # a wait that was over time leaves the heap in order
+    heap.quiet()
+    heap.free(t)
+
+
+def counters(heap: symmetric.Heap, left: int, right: int) -> None:
+    with heap.counters(3) as c:
+        for _ in range(100):
+            c.fetch_add(1, 2, at=0)
+        heap.barrier()
+        assert c.load(1, at=0) == 200 * heap.size
+        c.store(2, 10 + heap.rank, at=right)
+        heap.barrier()
+        assert c.compare_swap(2, 0, 1, at=right) == 10 + heap.rank
+        assert c.compare_swap(2, 10 + heap.rank, 1, at=right) == 10 + heap.rank
+        heap.barrier()
+        assert c.load(2) == 1 and c.fetch_add(2, -2) == 1 and c.load(2) == 2**64 - 1
+        c.store(0, heap.rank + 1)
+        c.wait(0, right + 1, at=right)
+        heap.quiet()
+        # A lock by compare_swap on rank 0: what it guards is never half done.
+        with heap.zeros(2, torch.int64) as box:
+            shared = box.peer(0)
+            heap.barrier()
+            for _ in range(20):
+                while c.compare_swap(1, 200 * heap.size, 1, at=0) != 200 * heap.size:
+                    pass
+                first, second = shared.tolist()
+                assert first == second
+                shared += 1
+                c.store(1, 200 * heap.size, at=0)
+            heap.barrier()
+            assert shared.tolist() == [20 * heap.size] * 2
+            heap.barrier()
+
+
+def streams(heap: symmetric.Heap, left: int, right: int) -> None:
+    """The waiting stream waits, and others go on."""
+    with heap.zeros(1000) as t:
+        side = torch.cuda.Stream()
+        heap.quiet()
+        with torch.cuda.stream(side):
+            heap.wait(20, 1, source=left)
+            doubled = t.local * 2
+        ordinary = torch.ones(10, device=heap.device).sum().item()  # while the side stream waits
+        assert ordinary == 10
+        t.put_signal(torch.full((1000,), 21.0, device=heap.device), to=right, slot=20)
+        torch.cuda.current_stream().wait_stream(side)
+        assert (doubled == 42).all()
+        heap.barrier()
+
+
+def graphs(heap: symmetric.Heap, left: int, right: int) -> None:
+    """Barriers and all-reduce can be captured and replayed."""
+    if heap.size == 1:
+        return
+    with heap.zeros(4096) as t:
+        symmetric.all_reduce(t)
+        heap.barrier()
+        heap.quiet()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            t.local.fill_(1)
+            symmetric.all_reduce(t)
+            heap.barrier()
+            t.local.add_(1)
+        for _ in range(5):
+            graph.replay()
+            torch.cuda.synchronize()
+            assert (t.local == heap.size + 1).all()
+        heap.barrier()
+
+
+def collectives(heap: symmetric.Heap, left: int, right: int) -> None:
+    for op, dtypes in REDUCED.items():
+        for dtype in dtypes:
+            for count in ODD_COUNTS:
+                inputs = [_values(count, dtype, rank) for rank in range(heap.size)]
+                expected = _reduced(inputs, op).to(heap.device)
+                mine = inputs[heap.rank].to(heap.device)
+                with heap.empty(count, dtype) as t, heap.empty(count, dtype) as other:
+                    for algorithm in ("auto", "one_shot", "two_shot", "ring"):
+                        t.local.copy_(mine)
+                        symmetric.all_reduce(t, op, algorithm)
+                        _same(t.local, expected, f"{op} {dtype} {count} {algorithm}")
+                    t.local.copy_(mine)
+                    out = symmetric.all_reduce(t, op, out=torch.empty_like(mine))
+                    _same(out, expected, f"{op} {dtype} {count} out of place")
+                    for algorithm in ("one_shot", "two_shot", "ring"):
+                        symmetric.all_reduce(t, op, algorithm, out=other)
+                        _same(other.local, expected, f"{op} {dtype} {count} {algorithm} in heap")
+                        assert torch.equal(t.local, mine)
+    torch.manual_seed(heap.rank)
+    with heap.empty(1 << 20) as t:  # values whose sum depends on the order of adding
+        values = torch.randn(1 << 20, device=heap.device)
+        for algorithm in ("one_shot", "two_shot", "ring"):
+            t.local.copy_(values)
+            symmetric.all_reduce(t, algorithm=algorithm)
+            heap.barrier()
+            assert all(torch.equal(t.peer(rank), t.local) for rank in range(heap.size))
+            heap.barrier()
+    with heap.empty((3, 2), torch.int64) as t:
+        t.local.fill_(heap.rank)
+        gathered = symmetric.all_gather(t)
+        assert gathered[:, 0].tolist() == [rank for rank in range(heap.size) for _ in range(3)]
+    with heap.empty((2 * heap.size, 3)) as t:
+        rows = torch.arange(6.0 * heap.size, device=heap.device).view(-1, 3)
+        t.local.copy_(rows * (heap.rank + 1))
+        mine = symmetric.reduce_scatter(t)
+        factor = heap.size * (heap.size + 1) / 2
+        assert torch.equal(mine, rows[2 * heap.rank : 2 * heap.rank + 2] * factor)
+
+
+def mistakes(heap: symmetric.Heap, left: int, right: int) -> None:
+    with heap.empty(10) as t:
+        for mistake, words in (
+            (lambda: t.put(torch.zeros(11, device=heap.device), to=0), "11 elements at 0"),
+            (lambda: heap.wait(slot=5000), "signals=5001"),
+            (lambda: symmetric.all_reduce(t, "bxor"), "no meaning"),
+            (lambda: symmetric.all_reduce(t, out=torch.zeros(10)), "on cuda"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                mistake()
+    if heap.size > 1:
+        with pytest.raises(RanksDiffer, match=r"rank 0 calls empty\(\(1,\)"):
+            heap.empty(1 + heap.rank)
+
+
+def _values(count: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
+    """Small whole numbers: their sums and products are exact in every dtype."""
+    return ((torch.arange(count) * 7 + rank * 3) % 3 + (dtype != torch.bool)).to(dtype)
+
+
+def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
+    wide = [part.double() if part.is_floating_point() else part for part in parts]
+    total = wide[0]
+    for part in wide[1:]:
+        total = {
+            "sum": torch.add,
+            "mean": torch.add,
+            "product": torch.mul,
+            "min": torch.minimum,
+            "max": torch.maximum,
+            "bor": torch.bitwise_or,
+            "bxor": torch.bitwise_xor,
+        }[op](total, part)
+    return (total / len(parts) if op == "mean" else total).to(parts[0].dtype)
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert torch.equal(found, expected), f"{what}: {found[:8]} is not {expected[:8]}"
+
+
+def staged(world: Any) -> None:
+    for shape, dtype in (((10, 3), torch.float32), ((), torch.int64), ((1 << 18,), torch.float32)):
+        tensor = torch.full(shape, world.rank + 1, dtype=dtype, device=world.device)
+        symmetric.all_reduce_staged(tensor)
+        assert (tensor == world.size * (world.size + 1) // 2).all(), (shape, dtype)
+    part = torch.ones(4, 7, device=world.device).view(-1)[1:12]  # not aligned
+    assert (symmetric.all_reduce_staged(part) == world.size).all()
+    columns = torch.ones(4, 4, device=world.device).t()[1:]
+    assert (symmetric.all_reduce_staged(columns, "max") == 1).all()
+    with pytest.raises(UsageError, match="1048576"):
+        symmetric.all_reduce_staged(torch.ones(1 << 19, device=world.device))
+
+
+def refusals(world: Any) -> None:
+    with pytest.raises(UsageError, match="does not serve device"):
+        symmetric.Heap(backend="shm")
+    if world.size > 1:  # torch's NVSHMEM crashes where ranks share a GPU
+        with pytest.raises(UsageError, match="nvshmem"):
+            symmetric.Heap(backend="nvshmem", bytes=4096)
+    # A CPU heap beside the CUDA one.
+    with symmetric.Heap(device="cpu", bytes=4096) as heap:
+        assert symmetric.all_reduce(heap.zeros(3)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_figures_beside_nccl(ranks: int) -> None:
+    """Prints the times of one run; asserts only that results are right."""
+    rows = in_world(figures, ranks, gpu=True, timeout=240)[0]
+    for name, columns in rows.items():
+        print(f"{ranks} ranks on one GPU (software overhead, not links): {name}: {columns}")
+    assert rows
+
+
+def figures(world: Any) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    with symmetric.Heap(bytes=64 << 20, timeout=60.0) as heap:
+        peer, first = heap.rank ^ 1, heap.rank % 2 == 0
+        box = heap.zeros(256)
+        message = torch.ones(256, device=heap.device)
+        turns = 0
+
+        def ping_pong() -> None:
+            nonlocal turns
+            turns += 1
+            if first:
+                box.put_signal(message, to=peer, value=turns)
+                heap.wait(0, turns)
+            else:
+                heap.wait(0, turns)
+                box.put_signal(message, to=peer, value=turns)
+
+        rows["put_signal of 1 KB and back, us"] = _microseconds(ping_pong)
+        rows["barrier, us"] = _microseconds(heap.barrier)
+        for bytes in (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20):
+            ordinary = torch.zeros(bytes // 4, device=heap.device)
+            with heap.zeros(bytes // 4) as t, heap.zeros(bytes // 4) as other:
+                t.local.fill_(heap.rank + 1)
+                symmetric.all_reduce(t, out=other)
+                assert (other.local == heap.size * (heap.size + 1) / 2).all()
+                t.local.zero_()
+                columns: dict[str, Callable[[], Any]] = {
+                    "nccl": lambda tensor=ordinary: dist.all_reduce(tensor),
+                    "two_shot": lambda t=t: symmetric.all_reduce(t, algorithm="two_shot"),
+                    "one_shot": lambda t=t, o=other: symmetric.all_reduce(
+                        t, algorithm="one_shot", out=o
+                    ),
+                    "ring": lambda t=t: symmetric.all_reduce(t, algorithm="ring"),
+                }
+                if bytes <= 1 << 20:
+                    columns["staged"] = lambda tensor=ordinary: symmetric.all_reduce_staged(tensor)
+                heap.barrier()
+                rows[f"all_reduce of {bytes} bytes, us"] = {
+                    name: _microseconds(call) for name, call in columns.items()
+                }
+    return rows
+
+
+def _microseconds(call: Callable[[], Any]) -> float:
+    """Per call, of 5 runs of 50 in a row; the median run."""
+    for _ in range(10):
+        call()
+    runs = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(50):
+            call()
+        torch.cuda.synchronize()
+        runs.append((time.perf_counter() - began) / 50 * 1e6)
+    return round(statistics.median(runs), 1)
