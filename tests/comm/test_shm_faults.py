@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shm_cases import group_of, reduce_scatter_flat
 from shm_ranks import forked
+from tutti.comm.shm import set_where
 from worlds import in_world, run_command
 
 FRONTS = ("compiled", "plain")
@@ -77,6 +78,7 @@ def test_a_killed_peer_is_named_during_every_operation() -> None:
 
 def disagreeing(rank: int) -> list[str]:
     texts = []
+    set_where(lambda: f"train.py:{70 + rank} in step")
     for front in FRONTS:
         for different in (
             lambda group: dist.all_reduce(torch.ones(4 + rank), group=group),
@@ -111,6 +113,7 @@ def test_ranks_that_call_different_things_are_told_so() -> None:
     for rank, texts in enumerate(forked(disagreeing, 2)):
         for text in texts:
             assert "RanksDiffer" in text and f"rank {1 - rank}" in text, text
+            assert "train.py:70 in step" in text and "train.py:71 in step" in text, text
 
 
 def stays_away_here(seconds: float) -> None:

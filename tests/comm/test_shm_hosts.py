@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from hosts import hosts_missing, two_hosts
 from shm_cases import FLOATS, INTS, OPS, Checks, valid
 from shm_ranks import forked
-
 from tutti.comm.shm.meeting import _hosts
 from tutti.comm.shm.registration import ShmOptions
 from tutti.world.errors import UsageError
@@ -39,9 +39,7 @@ def everywhere(checks: Checks) -> list[str]:
 
 def _asynchronous_and_views(checks: Checks) -> None:
     tensors = [torch.full((50, 3), float(i + checks.rank)) for i in range(30)]
-    works = [
-        dist.all_reduce(tensor.T, group=checks.group, async_op=True) for tensor in tensors
-    ]
+    works = [dist.all_reduce(tensor.T, group=checks.group, async_op=True) for tensor in tensors]
     futures = [work.get_future() for work in works]
     torch.futures.wait_all(futures)
     for i, tensor in enumerate(tensors):
@@ -115,7 +113,8 @@ from tutti.comm.shm import native_group, register
 rank, size, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 register()
 store = dist.TCPStore("10.77.0.1", 29777, size, is_master=rank == 0)
-dist.init_process_group("shm", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+limit = timedelta(seconds=60)
+dist.init_process_group("shm", store=store, rank=rank, world_size=size, timeout=limit)
 wrong = everywhere(Checks(dist.group.WORLD))
 hosts = dist.group.WORLD._get_backend(torch.device("cpu")).hosts
 json.dump([wrong, hosts, native_group()], open(out, "w"))

@@ -291,6 +291,9 @@ class TurnWork(Work):
     def is_completed(self) -> bool:
         return self._job.done()
 
+    def is_success(self) -> bool:
+        return self._job.done() and self._job.exception() is None
+
     def exception(self) -> BaseException | None:
         return self._job.exception() if self._job.done() else None
 

@@ -250,6 +250,9 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Work:
         opts = opts or BarrierOptions()
+        if opts.device is not None and opts.device.type == "cuda":
+            work: Work = self._nccl().barrier(opts)
+            return work
         return self._issue(Call(native.BARRIER, opts.asyncOp, opts.timeout))
 
     # torch 2.11 and 2.12 call these by the names on the left, 2.13 by those on the right.
@@ -339,11 +342,15 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
     # ---- Inside ----
 
     def _issue(self, call: Call) -> Work:
-        if self._coalesced is None:
-            return self.begin(call)
-        call.asynchronous = True
-        work = self.begin(call)
-        self._coalesced.append(work)
+        if self._coalesced is not None:
+            call.asynchronous = True
+        if torch.autograd.profiler._is_profiler_enabled:
+            with torch.profiler.record_function(f"shm:{call.name}"):
+                work = self.begin(call)
+        else:
+            work = self.begin(call)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
     def _together(self, works: list[Work]) -> Work:

@@ -57,7 +57,11 @@ class ShmBackend : public c10d::Backend {
     void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
     void setSequenceNumberForGroup() override {}
     uint64_t getSequenceNumberForGroup() override { return sequence_; }
-    c10d::ErrorType getError() override { return c10d::ErrorType::SUCCESS; }
+    c10d::ErrorType getError() override {
+        int code = pending_->first_failure();
+        if (code == TUTTI_OK) return c10d::ErrorType::SUCCESS;
+        return code == TUTTI_TIMEOUT ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::COMM_ERROR;
+    }
 
     c10::intrusive_ptr<Options> getBackendOptions() override {
         auto options = c10::make_intrusive<Options>("shm", timeout_);
@@ -225,7 +229,7 @@ class ShmBackend : public c10d::Backend {
     WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
         Call call(kAllToAll);
         for (auto* list : {&outputs, &inputs})
-            TORCH_CHECK(static_cast<int>(list->size()) == size_, "shm all_to_all: ", list->size(),
+            TORCH_CHECK_VALUE(static_cast<int>(list->size()) == size_, "shm all_to_all: ", list->size(),
                         " tensors for ", size_, " ranks");
         for (auto& input : inputs) call.reads(input);
         for (auto& output : outputs) call.writes(output);
@@ -317,7 +321,10 @@ class ShmBackend : public c10d::Backend {
     WorkPtr run(Call& call, double timeout_s) {
         tutti_operation operation = call.operation();
         int code = core.run(group_, &operation, timeout_s);
-        if (C10_UNLIKELY(code != TUTTI_OK)) throw Failure(code, core.error());
+        if (C10_UNLIKELY(code != TUTTI_OK)) {
+            pending_->failed(code);
+            throw Failure(code, core.error());
+        }
         call.copy_back();
         return finished_;
     }
@@ -371,32 +378,32 @@ class ShmBackend : public c10d::Backend {
     }
 
     const at::Tensor& only(const Tensors& tensors, const Call& call) const {
-        TORCH_CHECK(tensors.size() == 1, "shm ", call.kind->name, " takes one tensor, got ",
+        TORCH_CHECK_VALUE(tensors.size() == 1, "shm ", call.kind->name, " takes one tensor, got ",
                     tensors.size());
         return tensors[0];
     }
 
     const Tensors& only_list(const TensorLists& lists, const Call& call) const {
-        TORCH_CHECK(lists.size() == 1, "shm ", call.kind->name, " takes one list of tensors, got ",
+        TORCH_CHECK_VALUE(lists.size() == 1, "shm ", call.kind->name, " takes one list of tensors, got ",
                     lists.size());
-        TORCH_CHECK(static_cast<int>(lists[0].size()) == size_, "shm ", call.kind->name, ": ",
+        TORCH_CHECK_VALUE(static_cast<int>(lists[0].size()) == size_, "shm ", call.kind->name, ": ",
                     lists[0].size(), " tensors for ", size_, " ranks");
         return lists[0];
     }
 
     int32_t checked_root(int64_t root, const Call& call) const {
-        TORCH_CHECK(0 <= root && root < size_, "shm ", call.kind->name, ": root ", root,
+        TORCH_CHECK_VALUE(0 <= root && root < size_, "shm ", call.kind->name, ": root ", root,
                     " is not a rank of a group of ", size_);
         return static_cast<int32_t>(root);
     }
 
     void same(uint64_t mine, uint64_t place, const Call& call) const {
-        TORCH_CHECK(mine == place, "shm ", call.kind->name, ": rank ", rank_, " has ", mine,
+        TORCH_CHECK_VALUE(mine == place, "shm ", call.kind->name, ": rank ", rank_, " has ", mine,
                     " bytes for a place of ", place);
     }
 
     static void pairs(const Tensors& outputs, const Tensors& inputs, const Kind& kind) {
-        TORCH_CHECK(outputs.size() == inputs.size(), "shm ", kind.name, ": ", inputs.size(),
+        TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "shm ", kind.name, ": ", inputs.size(),
                     " inputs, ", outputs.size(), " outputs");
     }
 

@@ -117,12 +117,12 @@ struct Call {
     }
 
     void reduces(const c10d::ReduceOp& op) {
-        TORCH_CHECK(op.op_ <= c10d::ReduceOp::BXOR, "shm ", kind->name,
+        TORCH_CHECK_VALUE(op.op_ <= c10d::ReduceOp::BXOR, "shm ", kind->name,
                     " knows SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR; PREMUL_SUM is NCCL's: "
                     "multiply the tensor, then use SUM");
         reduce = static_cast<uint32_t>(op.op_);  // torch's order is the core's
         if (scalar == at::kComplexFloat || scalar == at::kComplexDouble) {
-            TORCH_CHECK(reduce == TUTTI_SUM || reduce == TUTTI_AVG, "shm ", kind->name,
+            TORCH_CHECK_VALUE(reduce == TUTTI_SUM || reduce == TUTTI_AVG, "shm ", kind->name,
                         ": complex numbers can be summed or averaged only");
             dtype = scalar == at::kComplexFloat ? TUTTI_F32 : TUTTI_F64;
         }
@@ -165,9 +165,9 @@ struct Call {
 
    private:
     void check(const at::Tensor& tensor) {
-        TORCH_CHECK(tensor.device().is_cpu(), "shm ", kind->name, " moves CPU tensors, this one is on ",
+        TORCH_CHECK_VALUE(tensor.device().is_cpu(), "shm ", kind->name, " moves CPU tensors, this one is on ",
                     tensor.device(), ": start the group with backend=\"cpu:shm,cuda:nccl\"");
-        TORCH_CHECK(tensor.layout() == at::kStrided, "shm ", kind->name,
+        TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "shm ", kind->name,
                     " moves dense tensors, this one is ", tensor.layout(), ": use .to_dense()");
         bool first = inputs.empty() && outputs.empty();
         TORCH_CHECK_TYPE(first || tensor.scalar_type() == scalar, "shm ", kind->name, ": a ",
@@ -214,16 +214,16 @@ struct Call {
                                       const std::vector<int64_t>& rows, const char* which) const {
         uint64_t bytes = whole.nbytes();
         if (rows.empty()) {
-            TORCH_CHECK(whole.numel() % size == 0, "shm ", kind->name, ": ", which, " of ",
+            TORCH_CHECK_VALUE(whole.numel() % size == 0, "shm ", kind->name, ": ", which, " of ",
                         whole.numel(), " elements cannot be cut into ", size, " equal parts");
             return c10::SmallVector<uint64_t, 4>(size, bytes / size);
         }
-        TORCH_CHECK(static_cast<int>(rows.size()) == size, "shm ", kind->name, ": ", rows.size(), " ",
+        TORCH_CHECK_VALUE(static_cast<int>(rows.size()) == size, "shm ", kind->name, ": ", rows.size(), " ",
                     which, " split sizes for ", size, " ranks");
         int64_t all = 0;
         for (int64_t count : rows) all += count;
         int64_t height = whole.dim() ? whole.size(0) : 1;
-        TORCH_CHECK(all == height, "shm ", kind->name, ": ", which, " split sizes sum to ", all,
+        TORCH_CHECK_VALUE(all == height, "shm ", kind->name, ": ", which, " split sizes sum to ", all,
                     ", the tensor has ", height, " rows");
         c10::SmallVector<uint64_t, 4> parts;
         for (int64_t count : rows) parts.push_back(height ? bytes / height * count : 0);

@@ -2,6 +2,7 @@
 // them, whether or not the caller keeps it.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -12,9 +13,14 @@
 
 namespace tutti {
 
-// How many operations of a group are still under way: closing waits for zero.
+// How the operations of a group stand: closing waits until none is under way.
 class Pending {
    public:
+    void failed(int code) {
+        int none = TUTTI_OK;
+        first_failure_.compare_exchange_strong(none, code);
+    }
+    int first_failure() const { return first_failure_; }
     void add() {
         std::lock_guard<std::mutex> hold(mutex_);
         ++count_;
@@ -32,6 +38,7 @@ class Pending {
     std::mutex mutex_;
     std::condition_variable none_;
     int64_t count_ = 0;
+    std::atomic<int> first_failure_{TUTTI_OK};
 };
 
 // The part that one operation and several coalesced ones share: a future made only when asked for,
@@ -143,6 +150,7 @@ class ShmWork : public FutureWork {
         auto self = c10::intrusive_ptr<ShmWork>::reclaim(static_cast<ShmWork*>(argument));
         std::exception_ptr error;
         if (code != TUTTI_OK) {
+            self->pending_->failed(code);
             error = std::make_exception_ptr(Failure(code, text ? text : ""));
         } else {
             try {
