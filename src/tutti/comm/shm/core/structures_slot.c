@@ -28,7 +28,6 @@ int tutti_slot_copy(void *to, const void *from, uint64_t bytes, const uint64_t *
     uint64_t *target = to; /* a slot itself, or any memory that is aligned and padded as one */
     if (__atomic_load_n(sequence, __ATOMIC_ACQUIRE) != expected)
         return 0;
-#pragma GCC unroll 8
     for (uint64_t i = 0; i < words_of(bytes); ++i)
         __atomic_store_n(target + i, __atomic_load_n(source + i, __ATOMIC_RELAXED),
                          __ATOMIC_RELAXED);
