@@ -42,7 +42,7 @@ with tutti.init() as world, symmetric.Heap(bytes=1 << 20) as heap:
         gradients.local.zero_()
         F.mse_loss(shared(x[mine]), y[mine]).backward()
         began = time.perf_counter()
-        symmetric.all_reduce(gradients, op="avg")
+        symmetric.all_reduce(gradients, op="mean")
         times.append(time.perf_counter() - began)
         with torch.no_grad():
             for p in parameters:

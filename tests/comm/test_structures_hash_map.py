@@ -26,7 +26,7 @@ def planned() -> list[Any]:
     """Plans that hypothesis thinks of; all are carried out in one world."""
     plans: list[Any] = []
 
-    @settings(max_examples=60, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=40, derandomize=True, database=None, phases=[Phase.generate])
     @given(PLAN)
     def collect(plan: list[Any]) -> None:
         plans.append(plan)
@@ -103,7 +103,7 @@ def test_any_sequence_of_calls_by_any_ranks_gives_what_a_dict_gives() -> None:
     # 200 different keys would not fit into 16: keep to plans whose keys do.
     plans = [plan for plan in planned() if len({key for _, _, key, _ in plan}) <= 16]
     calls = sum(map(len, plans))
-    assert len(plans) >= 20 and calls >= 150
+    assert len(plans) >= 15 and calls >= 100
     assert in_world(follow_plans, RANKS, plans) == [calls] * RANKS
 
 
@@ -139,8 +139,9 @@ def _mistakes_are_named(heap: symmetric.Heap) -> None:
                 for key in range(1000):
                     raw.put(key, torch.full((5,), key % 256, dtype=torch.uint8))
             assert len(raw) >= 4 and raw[3].tolist() == [3] * 5
-            raw.delete(3)
-            assert 3 not in raw and raw.get(3) is None
+            for key in range(1000):
+                raw.delete(key)
+            assert len(raw) == 0 and 3 not in raw and raw.get(3) is None
             with pytest.raises(Full, match=r"or call compact\(\)"):
                 raw.put_many(torch.arange(1000, 2000), torch.zeros(1000, 5, dtype=torch.uint8))
             with pytest.raises(KeyError):
@@ -186,7 +187,6 @@ def _hunt_for_torn_values(heap: symmetric.Heap) -> dict[str, Any]:
 
 
 def test_concurrent_writers_lose_nothing_and_no_value_is_torn() -> None:
-    *writers, third, fourth = in_world(race, 4)
+    *writers, reader = in_world(race, 3)
     assert all(writer["writes"] > 1000 for writer in writers)
-    for reader in (third, fourth):
-        assert reader == {"reads": 50_000, "torn": 0, "missing": 0, "writes": 0}
+    assert reader == {"reads": 50_000, "torn": 0, "missing": 0, "writes": 0}

@@ -19,7 +19,7 @@ PLAN = st.lists(st.tuples(CALLS, st.integers(0, 30), st.integers(0, 700)), min_s
 def planned() -> list[Any]:
     plans: list[Any] = []
 
-    @settings(max_examples=80, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=50, derandomize=True, database=None, phases=[Phase.generate])
     @given(PLAN)
     def collect(plan: list[Any]) -> None:
         plans.append(plan)

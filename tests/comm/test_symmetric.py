@@ -19,7 +19,7 @@ from worlds import in_world
 
 REDUCED = {
     "sum": [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32],
-    "avg": [torch.float32, torch.bfloat16],
+    "mean": [torch.float32, torch.bfloat16],
     "product": [torch.float32, torch.int64],
     "min": [torch.float32, torch.int16, torch.uint8],
     "max": [torch.float64, torch.float16, torch.int8],
@@ -342,7 +342,7 @@ def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
     for part in wide[1:]:
         total = {
             "sum": torch.add,
-            "avg": torch.add,
+            "mean": torch.add,
             "product": torch.mul,
             "min": torch.minimum,
             "max": torch.maximum,
@@ -350,7 +350,7 @@ def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
             "bor": torch.bitwise_or,
             "bxor": torch.bitwise_xor,
         }[op](total, part)
-    return (total / len(parts) if op == "avg" else total).to(parts[0].dtype)
+    return (total / len(parts) if op == "mean" else total).to(parts[0].dtype)
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

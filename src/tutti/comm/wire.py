@@ -22,13 +22,11 @@ _EVERYWHERE = frozenset((*_FLOATS, *_INTEGERS))
 _ON_BOOL = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "min"}
 _ON_BOOL |= {"band": "min", "bxor": "bxor"}
 
+# Logic on bits that travel as a byte each; of a sum of bits the lowest one is their exclusive or.
+_ON_BITS = {"band": "min", "bor": "max", "bxor": "sum"}
+
 # What needs no mapping at all: the usual case, found by one look.
-PLAIN = frozenset(
-    (dtype, op)
-    for dtype in _EVERYWHERE
-    for op in REDUCTIONS
-    if op != "mean" and (op not in _BITWISE or dtype in _INTEGERS)
-)
+PLAIN = frozenset((dtype, op) for dtype in _EVERYWHERE for op in ("sum", "product", "min", "max"))
 
 
 def moving(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,16 +52,24 @@ class Reducing:
     def __init__(self, dtype: torch.dtype, op: str, backend: str) -> None:
         _refuse_nonsense(dtype, op)
         self.dtype = dtype
-        self.widens = dtype == torch.int16 and backend != "shm"
+        # NCCL has no logic on bits.
+        self.by_bits = op in _BITWISE and backend == "nccl"
+        self.widens = dtype == torch.int16 and backend != "shm" and not self.by_bits
         # gloo knows no mean in every version; NCCL and shm divide on the way.
         self.divides = op == "mean" and backend not in ("nccl", "shm")
         if self.divides:
             op = "sum"
-        self.reduction = _ON_BOOL[op] if dtype == torch.bool else op
+        if self.by_bits:
+            self.reduction = _ON_BITS[op]
+        else:
+            self.reduction = _ON_BOOL[op] if dtype == torch.bool else op
 
     def wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """What travels: the tensor's own memory where possible, else a copy."""
         values = tensor.detach()
+        if self.by_bits:
+            whole = values.to(torch.uint8) if self.dtype == torch.bool else values
+            return ((whole.unsqueeze(-1) >> self._bits(tensor)) & 1).to(torch.uint8)
         if self.dtype.is_complex:
             return torch.view_as_real(values.resolve_conj().contiguous())
         if self.dtype == torch.bool:
@@ -85,7 +91,12 @@ class Reducing:
 
         return finish
 
+    def _bits(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.arange(8 * self.dtype.itemsize, device=like.device)
+
     def _back(self, wire: torch.Tensor) -> torch.Tensor:
+        if self.by_bits:
+            return ((wire & 1).to(torch.int64) << self._bits(wire)).sum(-1).to(self.dtype)
         if self.dtype.is_complex:
             return torch.view_as_complex(wire)
         return wire.view(torch.bool) if self.dtype == torch.bool else wire

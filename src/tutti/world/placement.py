@@ -79,11 +79,11 @@ def cpus_for(
         return None  # fewer ranks than nodes: each may use all
     node_of = [index * len(nodes) // len(peers) for index in range(len(peers))]
     node = node_of[peers.index(rank)]
-    cpus, ranks = sorted(nodes[node]), node_of.count(node)
-    if ranks > len(cpus):
-        return format_cpu_list(cpus) if len(nodes) > 1 else None
+    here, ranks = sorted(nodes[node]), node_of.count(node)
+    if ranks > len(here):
+        return format_cpu_list(here) if len(nodes) > 1 else None
     index = peers.index(rank) - node_of.index(node)
-    return format_cpu_list(cpus[index * len(cpus) // ranks : (index + 1) * len(cpus) // ranks])
+    return format_cpu_list(here[index * len(here) // ranks : (index + 1) * len(here) // ranks])
 
 
 def _use_gpus(answers: "Sequence[Answer]", device: str) -> bool:

@@ -17,7 +17,7 @@ def all_reduce(
 ) -> torch.Tensor:
     """Reduce `t` over all ranks of its heap, in place unless `out` is given; returns the result.
 
-    op: sum, avg, product, min, max, band, bor, bxor. All ranks get the same bits. algorithm:
+    op: sum, mean, product, min, max, band, bor, bxor. All ranks get the same bits. algorithm:
     one_shot has every rank read everything, for small tensors; two_shot has each rank reduce one
     piece and fetch the others', for large ones; ring passes sums between neighbours. auto chooses
     by size. All but ring add in rank order, and give the same bits.

@@ -8,7 +8,9 @@ only order is the one that events give.
 A wait runs on the GPU and cannot raise. When its time is over it leaves a mark and lets the stream
 go on; the next call on the heap raises Timeout, or PeerDied if the process of a rank has ended.
 Kernels that wait for each other need to run at the same time: ranks that share a GPU need MPS
-(`tutti run --ranks-per-gpu`), without which they advance by milliseconds.
+(`tutti run --ranks-per-gpu`), without which they advance by milliseconds. And CUDA loads a kernel
+when it is first used, which may wait for all that runs: where one stream waits for what another is
+still to send, use the sending kernels once before, or set CUDA_MODULE_LOADING=EAGER.
 """
 
 import contextlib
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.comm.symmetric.cuda_collectives import CudaCollectives
-from tutti.comm.symmetric.errors import PeerDied, Timeout
+from tutti.comm.symmetric.cuda_words import Words
 from tutti.comm.symmetric.meeting import (
     Meeting,
     refuse_different_calls,
@@ -31,7 +33,6 @@ from tutti.comm.symmetric.memory import CHANNELS, Algorithm
 from tutti.world.errors import UsageError
 
 _ALLOW_SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-_OWN_CHANNEL = CHANNELS  # of the collectives
 
 
 class CudaMemory:
@@ -51,8 +52,6 @@ class CudaMemory:
     ) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
-        from tutti.comm.symmetric import cuda_kernels
-
         self.backend = backend
         self.bytes = bytes
         self.device = device
@@ -60,8 +59,6 @@ class CudaMemory:
         self.rank = group.rank()
         self.size = group.size()
         self.group_name = group.group_name
-        self._kernels = cuda_kernels
-        self._grid = (1,)
         # The block of each rank: signals, then for every channel one word per peer, then how often
         # this rank has met on each channel, then the data.
         self._arrivals_at = 8 * signals
@@ -70,16 +67,11 @@ class CudaMemory:
         self._data_at = -(-end // self.alignment) * self.alignment
 
         self._meeting = Meeting(group, "symmetric.Heap", timeout)
-        self._failed = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._waits: dict[int, str] = {}
-        self._tickets = 0
-        self._broken: str | None = None
         with torch.cuda.device(device):
-            self._word = torch.zeros(1, dtype=torch.int64, device=device)
+            self._words = Words(self.rank, device)
             cards = self._introduce(bytes, signals)
-            self._pids = [
-                card["pid"] if card["boot"] == cards[self.rank]["boot"] else None for card in cards
-            ]
+            here = cards[self.rank]["boot"]
+            self._words.pids = [card["pid"] if card["boot"] == here else None for card in cards]
             self.sharing = max(sum(c["gpu"] == card["gpu"] for c in cards) for card in cards)
             if self.sharing > 1 and backend == "nvshmem":
                 raise UsageError(
@@ -104,24 +96,14 @@ class CudaMemory:
             self.waits = self.barriers = 0
             # All blocks are zeroed and mapped when all ranks say so.
             self._meeting.tell("ready")
-            self.barrier(_OWN_CHANNEL, timeout)
+            self.meet(CHANNELS, timeout, "the first barrier")
             self.quiet()
 
     def _introduce(self, bytes: int, signals: int) -> list[dict[str, Any]]:
-        """Compile the kernels while nobody waits for them, and meet the other ranks."""
+        """Compile the kernels, and meet the other ranks."""
         failure = None
         try:
-            # A meeting of this rank alone, in scratch memory: its table, its count, its arrival.
-            scratch = torch.zeros(3, dtype=torch.int64, device=self.device)
-            word, failed = scratch.data_ptr(), self._failed.data_ptr()
-            scratch[0] = word
-            limit = 10 * 10**9
-            self._launch("meet", word, 0, 1, 16, 8, limit, failed, 1)
-            self._launch("wait_for_word", word + 8, 0, limit, failed, 1)
-            self._launch("set_word", word, 1)
-            self._launch("add_to_word", word, 1, word)
-            self._launch("swap_word", word, 1, 1, word)
-            torch.cuda.synchronize(self.device)
+            self._words.compile()
         except Exception as error:
             failure = (
                 f"its kernels do not compile or run ({type(error).__name__}: {error}): Triton "
@@ -196,10 +178,7 @@ class CudaMemory:
     ) -> None:
         self.put(to, offset, source, bytes)
         signal = self.signal_address(to, slot)
-        if add:
-            self._launch("add_to_word", signal, _signed(value), self._word.data_ptr())
-        else:
-            self.store(signal, value)
+        (self._words.add if add else self._words.store)(signal, value)
 
     # ---- Words ----
 
@@ -207,40 +186,29 @@ class CudaMemory:
         return self._bases[rank] + 8 * slot
 
     def load(self, address: int, /) -> int:
-        return self.fetch_add(address, 0)
+        return self._words.load(address)
 
     def store(self, address: int, value: int, /) -> None:
         self.check()
-        self._launch("set_word", address, _signed(value))
+        self._words.store(address, value)
+
+    def add(self, address: int, value: int, /) -> None:
+        self.check()
+        self._words.add(address, value)
 
     def fetch_add(self, address: int, value: int, /) -> int:
-        # A word of its own, so that streams do not overwrite each other's answer.
-        before = torch.empty_like(self._word)
-        self._launch("add_to_word", address, _signed(value), before.data_ptr())
-        return self._answer(before)
+        return self._words.fetch_add(address, value)
 
     def compare_swap(self, address: int, expected: int, desired: int, /) -> int:
-        before = torch.empty_like(self._word)
-        words = (_signed(expected), _signed(desired))
-        self._launch("swap_word", address, *words, before.data_ptr())
-        return self._answer(before)
-
-    def _answer(self, word: torch.Tensor) -> int:
-        value = int(word.item())
-        self.check()
-        return value % (1 << 64)
+        return self._words.compare_swap(address, expected, desired)
 
     def wait_word(
         self, address: int, at_least: int, source: int | None, timeout: float, what: str
     ) -> None:
         self.check()
         self.waits += 1
-        if what == "signal":
-            what = f"signal {(address - self._bases[self.rank]) // 8}"
         whom = "" if source is None else f" from rank {source}"
-        ticket = self._ticket(f"{timeout:g} s for {what}{whom} to reach {at_least}")
-        limit, failed = int(timeout * 1e9), self._failed.data_ptr()
-        self._launch("wait_for_word", address, _signed(at_least), limit, failed, ticket)
+        self._words.wait(address, at_least, timeout, f"{what}{whom} to reach {at_least}")
 
     # ---- Order and meeting points ----
 
@@ -254,21 +222,14 @@ class CudaMemory:
     def barrier(self, channel: int, timeout: float) -> None:
         self.check()
         self.barriers += 1
-        self.meet(channel, timeout, f"all ranks in the barrier on channel {channel}")
+        self.meet(channel, timeout, "a barrier")
 
     def meet(self, channel: int, timeout: float, what: str) -> None:
-        """A barrier between the current streams of all ranks."""
-        self._launch(
-            "meet",
-            self._table.data_ptr(),
-            self.rank,
-            self.size,
-            self._arrivals_at + 8 * channel * self.size,
-            self._counts_at + 8 * channel,
-            int(timeout * 1e9),
-            self._failed.data_ptr(),
-            self._ticket(f"{timeout:g} s for {what}"),
-        )
+        """A barrier between the current streams of all ranks; collectives have channel CHANNELS."""
+        arrivals = self._arrivals_at + 8 * channel * self.size
+        count = self._counts_at + 8 * channel
+        table = self._table.data_ptr()
+        self._words.meet(table, self.rank, self.size, arrivals, count, timeout, what)
 
     def agree(self, call: str, timeout: float) -> None:
         # The stream may still use what is freed or handed out again.
@@ -276,35 +237,14 @@ class CudaMemory:
         self._meeting.timeout = timeout
         refuse_different_calls(self._meeting.tell(call))
 
+    @property
+    def in_step(self) -> bool:
+        torch.cuda.synchronize(self.device)
+        return self._words.in_step
+
     def check(self) -> None:
         """Raise what a wait on the GPU could not."""
-        if self._broken is not None:
-            raise UsageError(
-                f"this heap is out of step since an earlier error ({self._broken}): close it and "
-                "make another"
-            )
-        ticket = int(self._failed[0])
-        if ticket == 0:
-            return
-        self._failed[0] = 0
-        what = self._waits.get(ticket, "a signal or a barrier")
-        for rank, pid in enumerate(self._pids):
-            if pid is not None and not _runs(pid):
-                self._broken = f"rank {rank} died"
-                raise PeerDied(rank, what)
-        if "barrier" in what or "all_reduce" in what:
-            self._broken = f"waited {what}"
-        raise Timeout(f"rank {self.rank} waited {what}")
-
-    def _ticket(self, what: str) -> int:
-        self._tickets += 1
-        self._waits[self._tickets] = what
-        self._waits.pop(self._tickets - 256, None)
-        return self._tickets
-
-    def _launch(self, kernel: str, *arguments: int) -> None:
-        with torch.cuda.device(self.device):
-            getattr(self._kernels, kernel)[self._grid](*arguments, num_warps=self._kernels.WARPS)
+        self._words.check()
 
     # ---- Collectives ----
 
@@ -356,8 +296,8 @@ class CudaMemory:
 def _choose(symm_mem: Any, backend: str, device: torch.device) -> None:
     """Tell torch which of its backends is meant; it can be told once, before the first use."""
     wanted = {"cuda": "CUDA", "nvshmem": "NVSHMEM"}[backend]
-    now = symm_mem.get_backend(device)
-    if now == wanted:
+    now = symm_mem.get_backend(device) if hasattr(symm_mem, "get_backend") else None
+    if now == wanted or (now is None and wanted == "CUDA"):  # which is torch's default
         return
     try:
         symm_mem.set_backend(wanted)
@@ -379,19 +319,3 @@ def _sharing_allowed(sharing: bool) -> Iterator[None]:
     finally:
         if sharing and before is None:
             del os.environ[_ALLOW_SHARING]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's, but there
-        pass
-    return True
-
-
-def _signed(value: int) -> int:
-    """The signed number with the same 64 bits: the GPU's words are signed."""
-    value %= 1 << 64
-    return value - (1 << 64) if value >= 1 << 63 else value

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
-    "avg": torch.add,
+    "mean": torch.add,
     "product": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -26,6 +26,7 @@ _OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
+_TORCH_DTYPES = (torch.float32, torch.bfloat16)
 # Up to here, out of place, every rank reads everything.
 _ONE_SHOT_BYTES = 512 << 10
 
@@ -35,6 +36,7 @@ class CudaCollectives:
 
     def __init__(self, memory: "CudaMemory") -> None:
         self._memory = memory
+        self._torch_two_shot = torch.ops.symm_mem.two_shot_all_reduce_.default
         self.calls = 0
 
     def all_reduce(
@@ -47,8 +49,13 @@ class CudaCollectives:
         out_offset: int | None,
         timeout: float,
     ) -> None:
-        check_reduction(local.dtype, op)
         in_place = out is local
+        if in_place and algorithm in ("auto", "two_shot") and self._torch_can(local, op):
+            # The way of small gradients, where microseconds of Python count.
+            self.calls += 1
+            self._torch_two_shot(local, "sum", self._memory.group_name)
+            return
+        check_reduction(local.dtype, op)
         shared = in_place or out_offset is not None
         if algorithm == "auto":
             # In place, two_shot is one kernel and one_shot two, at every size.
@@ -93,7 +100,7 @@ class CudaCollectives:
     def _two_shot(self, tensor: torch.Tensor, offset: int, op: str, timeout: float) -> None:
         memory = self._memory
         if self._torch_can(tensor, op):
-            torch.ops.symm_mem.two_shot_all_reduce_(tensor, "sum", memory.group_name)
+            self._torch_two_shot(tensor, "sum", memory.group_name)
             return
         parts = pieces(tensor.numel(), memory.size, tensor.itemsize)
         first, last = parts[memory.rank]
@@ -121,7 +128,7 @@ class CudaCollectives:
             theirs = self._piece((rank - 1) % size, offset, first, last, tensor)
             if lap < 0:
                 total = _OPS[op](theirs, mine)
-                mine.copy_(total / size if op == "avg" and lap == -1 else total)
+                mine.copy_(total / size if op == "mean" and lap == -1 else total)
             else:
                 mine.copy_(theirs)
             self._meet(timeout)
@@ -175,17 +182,18 @@ class CudaCollectives:
         return self._memory.view(rank, offset, (like.numel(),), like.dtype)[first:last]
 
     def _torch_can(self, tensor: torch.Tensor, op: str) -> bool:
+        bytes = tensor.nbytes
         return (
-            self._memory.backend == "cuda"  # with NVSHMEM its kernels' signals are not wired
-            and op == "sum"
-            and tensor.dtype in (torch.float32, torch.bfloat16)
-            and tensor.nbytes % 4 == 0
+            op == "sum"
+            and tensor.dtype in _TORCH_DTYPES
+            and bytes > 0
+            and bytes % 4 == 0
             and self._memory.size > 1
+            and self._memory.backend == "cuda"  # with NVSHMEM its kernels' signals are not wired
         )
 
     def _meet(self, timeout: float) -> None:
-        what = f"all ranks in the barriers of collective {self.calls}"
-        self._memory.meet(CHANNELS, timeout, what)
+        self._memory.meet(CHANNELS, timeout, f"collective {self.calls}")
 
 
 def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
@@ -194,6 +202,6 @@ def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
     total = parts[0].float() if short else parts[0]
     for part in parts[1:]:
         total = _OPS[op](total, part.float() if short else part)
-    if op == "avg":
+    if op == "mean":
         total = total / len(parts)
     return total.to(parts[0].dtype)

@@ -117,7 +117,7 @@ class Heap:
             self.refuse_signal(slot, op)
         address = self._memory.signal_address(to, slot)
         if op == "add":
-            self._memory.fetch_add(address, value)
+            self._memory.add(address, value)
         else:
             self._memory.store(address, value)
 
@@ -144,9 +144,8 @@ class Heap:
             self.refuse_signal(slot)
         memory = self._memory
         seconds = self.timeout if timeout is None else timeout
-        memory.wait_word(
-            memory.signal_address(self.rank, slot), at_least, source, seconds, "signal"
-        )
+        address = memory.signal_address(self.rank, slot)
+        memory.wait_word(address, at_least, source, seconds, f"signal {slot}")
 
     # ---- Order ----
 
@@ -185,7 +184,8 @@ class Heap:
         if self.closed:
             return
         try:
-            self._memory.agree("close()", self.timeout)
+            if self._memory.in_step:
+                self._memory.agree("close()", self.timeout)
         finally:
             self._leave()
 

@@ -6,7 +6,7 @@ import torch
 
 from tutti.world.errors import UsageError, did_you_mean
 
-OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+OPS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
 _LINE = 64  # bytes of a cache line
 
 
@@ -16,8 +16,8 @@ def check_reduction(dtype: torch.dtype, op: str) -> None:
         raise UsageError(f"op={op!r}: {did_you_mean(op, OPS)}")
     if dtype.is_floating_point and op in ("band", "bor", "bxor"):
         raise UsageError(f"op={op!r} has no meaning for {dtype}: use it with whole numbers")
-    if not dtype.is_floating_point and op == "avg":
-        raise UsageError(f"op='avg' of {dtype} would round: use sum, or a floating-point tensor")
+    if not dtype.is_floating_point and op == "mean":
+        raise UsageError(f"op='mean' of {dtype} would round: use sum, or a floating-point tensor")
 
 
 def pieces(count: int, size: int, itemsize: int) -> list[tuple[int, int]]:

@@ -8,10 +8,11 @@ are by one word each, stored with release and loaded with acquire; each word has
 
 import ctypes
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from tutti.comm.shm import native
 from tutti.comm.symmetric.memory import Algorithm
 from tutti.comm.symmetric.reduction import OPS, check_reduction, must_be_shared, pieces
 from tutti.comm.symmetric.shm_group import ShmGroup
@@ -33,12 +34,13 @@ _CHUNK_BYTES = 512 << 10
 class ShmCollectives:
     """The collectives of one heap; one at a time."""
 
-    def __init__(self, memory: "ShmMemory", core: Any, quick: Any) -> None:
+    def __init__(self, memory: "ShmMemory") -> None:
         self._memory = memory
-        self._core = core
-        self._quick = quick
+        self._core = native.core()
+        self._quick = native.core_holding_gil()
+        self._wait = memory.control.wait_for_peer
         self._peers = [rank for rank in range(memory.size) if rank != memory.rank]
-        self._words = [memory.progress_address(rank) for rank in range(memory.size)]
+        self._words = [memory.control.progress(rank) for rank in range(memory.size)]
         self._own_word = self._words[memory.rank]
         self._progress = 0  # the same on all ranks between collectives
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -122,7 +124,7 @@ class ShmCollectives:
             for peer in self._peers:
                 first, last = parts_of[peer]
                 at = target + (start + first) * itemsize
-                memory.wait_for_peer(peer, self._words[peer], self._progress, timeout, what)
+                self._wait(peer, self._words[peer], self._progress, timeout, what)
                 self._core.tutti_put(
                     memory.address(memory.rank, at),
                     memory.address(peer, at),
@@ -142,7 +144,7 @@ class ShmCollectives:
         size, rank = memory.size, memory.rank
         left, right = (rank - 1) % size, (rank + 1) % size
         what = "all_reduce"
-        averaging = codes[1] == OPS.index("avg")
+        averaging = codes[1] == OPS.index("mean")
         if averaging:
             codes = (codes[0], OPS.index("sum"))
         parts_of = pieces(tensor.numel(), size, itemsize)
@@ -155,14 +157,14 @@ class ShmCollectives:
             mine = memory.address(rank, offset + first * itemsize)
             theirs = memory.address(left, offset + first * itemsize)
             # The left neighbour has finished its step before, which was on this piece.
-            memory.wait_for_peer(left, self._words[left], begun + step, timeout, what)
+            self._wait(left, self._words[left], begun + step, timeout, what)
             if lap < 0:
                 self._reduce(mine, [theirs, mine], last - first, codes)
                 if averaging and lap == -1:  # with this step the sum of the piece is complete
                     tensor.view(-1)[first:last].div_(size)
             else:
                 # The right neighbour has read the partial sum that is overwritten here.
-                memory.wait_for_peer(right, self._words[right], begun + lap + 1, timeout, what)
+                self._wait(right, self._words[right], begun + lap + 1, timeout, what)
                 self._core.tutti_put(mine, theirs, (last - first) * itemsize)
             self._tell()
         self._step(what, timeout)
@@ -202,9 +204,8 @@ class ShmCollectives:
     def _step(self, what: str, timeout: float) -> None:
         """A meeting of all ranks."""
         self._tell()
-        wait, words, progress = self._memory.wait_for_peer, self._words, self._progress
         for peer in self._peers:
-            wait(peer, words[peer], progress, timeout, what)
+            self._wait(peer, self._words[peer], self._progress, timeout, what)
 
     def _tell(self) -> None:
         """This rank has come one step further (release)."""

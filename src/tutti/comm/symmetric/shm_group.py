@@ -24,14 +24,14 @@ class ShmGroup:
         self._core = core = native.core()
         self._run = core.tutti_run
         self._ready: dict[tuple[int, int, int, int], Any] = {}
-        token = int(memory.exchange(str(secrets.randbits(62)), timeout, "all_reduce")[0])
+        token = int(memory.control.exchange(str(secrets.randbits(62)), timeout, "all_reduce")[0])
         name = f"heap {memory.number}"
         self._group = core.tutti_group_create(name.encode(), memory.rank, memory.size, 0, token)
         failure = "" if self._group else str(native.last_error())
         card = [os.getpid(), 0, 0]
         if self._group:
             card[1:] = core.tutti_group_fd(self._group), core.tutti_group_bytes(self._group)
-        cards = memory.exchange(json.dumps(card), timeout, "all_reduce")
+        cards = memory.control.exchange(json.dumps(card), timeout, "all_reduce")
         for rank, (pid, fd, bytes) in enumerate(map(json.loads, cards)):
             if failure or not bytes or rank == memory.rank:
                 continue
@@ -42,7 +42,7 @@ class ShmGroup:
         )
         if not failure and core.tutti_group_add_block(self._group, 1, bases, memory.bytes) != 0:
             failure = str(native.last_error())
-        for rank, text in enumerate(memory.exchange(failure, timeout, "all_reduce")):
+        for rank, text in enumerate(memory.control.exchange(failure, timeout, "all_reduce")):
             if text:
                 self.close()
                 raise UsageError(f"rank {rank} cannot join the heap's collectives: {text}")
@@ -76,9 +76,9 @@ class ShmGroup:
         elif code == native.MISMATCH:
             error = RanksDiffer(text)
         else:
-            gone = self._memory.gone("all_reduce")
+            gone = self._memory.control.gone("all_reduce")
             error = gone if gone is not None else native.error_for(code, text)
-        self._memory.fall_out_of_step(error)
+        self._memory.control.fall_out_of_step(error)
         raise error
 
     def close(self) -> None:

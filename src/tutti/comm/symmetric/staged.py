@@ -69,6 +69,8 @@ class Stage:
         key = (tensor.dtype, tensor.shape)
         view = self._views.get(key)
         if view is None:
+            if len(self._views) >= 64:
+                self._views.clear()
             buffer = self._buffer
             view = SymmetricTensor(
                 self.heap, buffer.memory, buffer.offset, tuple(tensor.shape), tensor.dtype

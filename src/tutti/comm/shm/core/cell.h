@@ -45,22 +45,14 @@ static inline uint64_t words_of(uint64_t bytes) { return (bytes + 7) / 8; }
 /* Out of shared memory: `from` is aligned to 8 and padded to whole words, `to` need not be. */
 static inline void words_load(void *to, const uint64_t *from, uint64_t bytes) {
     char *out = to;
-    uint64_t words = bytes / 8, i = 0;
-    for (; i + 4 <= words; i += 4, out += 32) {
-        uint64_t four[4];
-        four[0] = __atomic_load_n(from + i, __ATOMIC_RELAXED);
-        four[1] = __atomic_load_n(from + i + 1, __ATOMIC_RELAXED);
-        four[2] = __atomic_load_n(from + i + 2, __ATOMIC_RELAXED);
-        four[3] = __atomic_load_n(from + i + 3, __ATOMIC_RELAXED);
-        memcpy(out, four, 32);
-    }
-    for (; i < words; ++i, out += 8) {
+    uint64_t whole = bytes / 8;
+    for (uint64_t i = 0; i < whole; ++i) {
         uint64_t word = __atomic_load_n(from + i, __ATOMIC_RELAXED);
-        memcpy(out, &word, 8);
+        memcpy(out + 8 * i, &word, 8);
     }
     if (bytes % 8) {
-        uint64_t word = __atomic_load_n(from + i, __ATOMIC_RELAXED);
-        memcpy(out, &word, bytes % 8);
+        uint64_t word = __atomic_load_n(from + whole, __ATOMIC_RELAXED);
+        memcpy(out + 8 * whole, &word, bytes % 8);
     }
 }
 
@@ -76,10 +68,15 @@ static inline uint64_t word_at(const void *from, uint64_t word, uint64_t bytes) 
 
 /* Into shared memory: `to` is aligned to 8 and padded to whole words. */
 static inline void words_store(uint64_t *to, const void *from, uint64_t bytes) {
-    for (uint64_t i = 0; i < bytes / 8; ++i)
-        __atomic_store_n(to + i, word_at(from, i, bytes), __ATOMIC_RELAXED);
+    const char *in = from;
+    uint64_t whole = bytes / 8;
+    for (uint64_t i = 0; i < whole; ++i) {
+        uint64_t word;
+        memcpy(&word, in + 8 * i, 8);
+        __atomic_store_n(to + i, word, __ATOMIC_RELAXED);
+    }
     if (bytes % 8)
-        __atomic_store_n(to + bytes / 8, word_at(from, bytes / 8, bytes), __ATOMIC_RELAXED);
+        __atomic_store_n(to + whole, word_at(from, whole, bytes), __ATOMIC_RELAXED);
 }
 
 /* 1 and the version; 0 when there is none (`*version` is 0, or that of the deletion). */

@@ -170,14 +170,16 @@ void describe_peer(const tutti_group *g, int rank, char *text, size_t room)
 
 static void describe_call(int rank, const line *entry, char *text, size_t room)
 {
-    char root[32] = "", reduce[32] = "";
+    char what[160] = "", root[32] = "", reduce[32] = "";
     if (entry->root >= 0)
         snprintf(root, sizeof root, ", root %d", entry->root);
     if (entry->kind == TUTTI_ALL_REDUCE || entry->kind == TUTTI_REDUCE ||
         entry->kind == TUTTI_REDUCE_SCATTER)
         snprintf(reduce, sizeof reduce, ", %s", reduce_name(entry->reduce));
-    snprintf(text, room, "rank %d called %s (%s%s, %" PRIu64 " bytes%s)%s%s", rank,
-             kind_name(entry->kind), dtype_name(entry->dtype), reduce, entry->bytes, root,
+    if (entry->kind != TUTTI_BARRIER)
+        snprintf(what, sizeof what, " (%s%s, %" PRIu64 " bytes%s)", dtype_name(entry->dtype), reduce,
+                 entry->bytes, root);
+    snprintf(text, room, "rank %d called %s%s%s%s", rank, kind_name(entry->kind), what,
              entry->where[0] ? " at " : "", entry->where);
 }
 

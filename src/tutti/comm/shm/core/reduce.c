@@ -103,7 +103,7 @@ ALWAYS_INLINE uint16_t half_of_float(float value) /* to nearest, ties to even */
 #undef TARGET
 #undef NAMED
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PLAIN_VECTORS) /* defined where compiling must be quick */
 #define HAS_F16C
 #define TARGET __attribute__((target("avx2,f16c")))
 #define NAMED(name) avx2_##name

@@ -89,7 +89,8 @@ void tutti_slot_begin(uint64_t *sequence);
 void tutti_slot_write(void *to, const void *from, uint64_t bytes); /* between begin and end */
 uint64_t tutti_slot_end(uint64_t *sequence);
 /* Copies a slot that its writer may begin to change at any time: 1 only if the whole copy is what
- * the slot held at sequence `expected`, else 0 and `to` is worthless. */
+ * the slot held at sequence `expected`, else 0 and `to` is worthless. `to` and `from` are aligned to
+ * 8 and padded to whole words. */
 int tutti_slot_copy(void *to, const void *from, uint64_t bytes, const uint64_t *sequence,
                     uint64_t expected);
 

@@ -24,17 +24,13 @@ uint64_t tutti_slot_end(uint64_t *sequence) {
 
 int tutti_slot_copy(void *to, const void *from, uint64_t bytes, const uint64_t *sequence,
                     uint64_t expected) {
-    const char *source = from;
-    uint64_t *target = to;
+    const uint64_t *source = from;
+    uint64_t *target = to; /* a slot itself, or any memory that is aligned and padded as one */
     if (__atomic_load_n(sequence, __ATOMIC_ACQUIRE) != expected)
         return 0;
-    /* The target is a slot itself, so it is stored by words, through a buffer that stays in L1. */
-    uint64_t buffer[512];
-    for (uint64_t done = 0; done < bytes; done += sizeof buffer) {
-        uint64_t piece = bytes - done < sizeof buffer ? bytes - done : sizeof buffer;
-        words_load(buffer, (const uint64_t *)(source + done), piece);
-        words_store(target + done / 8, buffer, piece);
-    }
+    for (uint64_t i = 0; i < words_of(bytes); ++i)
+        __atomic_store_n(target + i, __atomic_load_n(source + i, __ATOMIC_RELAXED),
+                         __ATOMIC_RELAXED);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return __atomic_load_n(sequence, __ATOMIC_RELAXED) == expected;
 }

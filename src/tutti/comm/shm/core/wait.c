@@ -34,7 +34,7 @@ patience patience_for(int ranks)
         cores = sysconf(_SC_NPROCESSORS_ONLN);
         atomic_store_explicit(&known, cores, memory_order_relaxed);
     }
-    return cores >= ranks ? (patience){2000, 200} : (patience){20, 1000};
+    return cores >= ranks ? (patience){200, 1000} : (patience){20, 1000};
 }
 
 static inline void relax_core(void)

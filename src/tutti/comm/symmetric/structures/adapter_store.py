@@ -1,9 +1,7 @@
 """AdapterStore: small sets of weights in slots on every rank, switched by turning an epoch."""
 
-import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -15,24 +13,12 @@ from tutti.comm.symmetric.structures.adapter_directory import (
     Listing,
     checked_name,
 )
+from tutti.comm.symmetric.structures.adapter_slots import AdapterSlots, Slot
 from tutti.comm.symmetric.structures.adapter_template import AdapterTemplate
 from tutti.comm.symmetric.structures.structure import Structure
 from tutti.world.errors import UsageError
 
 _ATTEMPTS = 100  # to copy a slot that changes under the copier
-
-
-@dataclass(eq=False)
-class _Slot:
-    """One of this rank's own slots. Only this process writes them; peers copy from them."""
-
-    number: int
-    name: str = ""
-    version: int = 0  # 0: nothing in it
-    home: bool = False  # put here, not fetched: never evicted
-    filling: bool = False
-    pins: int = 0
-    used: int = 0
 
 
 class Adapter(Mapping[str, torch.Tensor]):
@@ -43,12 +29,12 @@ class Adapter(Mapping[str, torch.Tensor]):
     """
 
     def __init__(
-        self, store: "AdapterStore", slot: _Slot, epoch: int, tensors: dict[str, torch.Tensor]
+        self, slots: AdapterSlots, slot: Slot, epoch: int, tensors: dict[str, torch.Tensor]
     ) -> None:
         self.name = slot.name
         self.version = slot.version
         self.epoch = epoch
-        self._store = store
+        self._slots = slots
         self._slot = slot
         self._tensors = tensors
 
@@ -62,7 +48,7 @@ class Adapter(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     def __enter__(self) -> "Adapter":
-        self._store._pin(self._slot, self)
+        self._slots.pin(self._slot, self.name, self.version)
         return self
 
     def __exit__(
@@ -71,7 +57,7 @@ class Adapter(Mapping[str, torch.Tensor]):
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        self._store._unpin(self._slot)
+        self._slots.unpin(self._slot)
 
 
 class AdapterStore(Structure):
@@ -110,28 +96,33 @@ class AdapterStore(Structure):
         records = self._host_zeros(AdapterDirectory.bytes(slots))
         self._directory = AdapterDirectory(records, heap.rank, heap.size, slots)
         self._stream = None if heap.device.type == "cpu" else _stream(heap.device)
-        self._slots = [_Slot(number) for number in range(slots)]
+        self._slots = AdapterSlots(self._directory, slots)
         self._views = [self.template.views(self._bytes_of(heap.rank, n)) for n in range(slots)]
-        self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tutti-adapters")
         self._current: Adapter | None = None
-        self._previous: Adapter | None = None
-        self._followed = self._clock = self._epoch = 0
-        self._counts = dict.fromkeys(("puts", "fetched", "resident", "evicted", "late", "again"), 0)
+        self._followed = self._epoch = 0
+        self._counts = dict.fromkeys(("puts", "fetched", "resident", "late", "again"), 0)
         heap.barrier()
 
     # ---- Filling ----
 
     def put(self, name: str, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Store an adapter in a slot of this rank; returns its version. Others may fetch it."""
+        """Store an adapter in a slot of this rank; returns its version. Others may fetch it.
+
+        One rank at a time puts a name: of two that do so at once either may stay.
+        """
         self._check_open()
         self.template.check(checked_name(name), tensors)
-        with self._lock:
+        with self._slots.lock:
             before = self._directory.newest(name)
-            slot = self._begun_slot(name)
-            for key, view in self._views[slot.number].items():
-                self._write(view, tensors[key])
-            self._finish(slot, name, before.version + 1 if before else 1, home=True)
+            slot = self._slots.begin(name)
+            try:
+                for key, view in self._views[slot.number].items():
+                    self._write(view, tensors[key])
+            except BaseException:
+                self._slots.clear(slot)
+                raise
+            self._slots.finish(slot, name, before.version + 1 if before else 1, home=True)
             self._counts["puts"] += 1
             return slot.version
 
@@ -146,13 +137,13 @@ class AdapterStore(Structure):
     def remove(self, name: str) -> None:
         """Empty the slot that holds an adapter on this rank."""
         self._check_open()
-        with self._lock:
-            slot = self._resident(name)
+        with self._slots.lock:
+            slot = self._slots.find(name)
             if slot is None:
                 raise LookupError(f"adapter {name!r} is not on rank {self.rank}")
-            if self._in_use(slot):
+            if self._slots.in_use(slot):
                 raise UsageError(f"adapter {name!r} is in use: activate another one first")
-            self._clear(slot)
+            self._slots.clear(slot)
 
     # ---- Switching ----
 
@@ -171,7 +162,7 @@ class AdapterStore(Structure):
             self._directory.declare_dead,
             *(None, f"activation of {name!r} everywhere"),
         )
-        with self._lock:
+        with self._slots.lock:
             self._followed = max(self._followed, number)
             return self._flip(name)
 
@@ -198,12 +189,12 @@ class AdapterStore(Structure):
 
     def resident(self) -> list[str]:
         """The adapters in this rank's slots, least recently used first."""
-        with self._lock:
-            return [s.name for s in sorted(self._slots, key=lambda s: s.used) if s.version]
+        return self._slots.names()
 
     def stats(self) -> dict[str, int]:
         """What this rank has done; `late` activations had to wait for a copy."""
-        return self._counts | {"epoch": self._epoch, "slots": self.slots}
+        more = {"evicted": self._slots.evicted, "epoch": self._epoch, "slots": self.slots}
+        return self._counts | more
 
     def _end(self) -> None:
         if not self.closed:
@@ -214,19 +205,20 @@ class AdapterStore(Structure):
     # ---- Epochs ----
 
     def _have(self, name: str) -> None:
-        if self._resident(name) is None:
+        if self._slots.find(name) is None:
             self._counts["late"] += 1
             self.prefetch(name).result()
 
     def _flip(self, name: str) -> int:
-        with self._lock:
-            slot = self._resident(name)
+        with self._slots.lock:
+            slot = self._slots.find(name)
             if slot is None:
                 raise LookupError(f"adapter {name!r} was evicted from rank {self.rank} meanwhile")
             self._epoch += 1
-            slot.used = self._tick()
-            self._previous = self._current
-            self._current = Adapter(self, slot, self._epoch, self._views[slot.number])
+            self._slots.touch(slot)
+            others = [each for each in self._slots.active if each is not slot]
+            self._slots.active = (slot, *others[:1])
+            self._current = Adapter(self._slots, slot, self._epoch, self._views[slot.number])
             return self._epoch
 
     def _follow(self) -> None:
@@ -239,101 +231,40 @@ class AdapterStore(Structure):
 
         number = self._served(look, self._directory.declare_dead, None, "the announced adapter")
         self._have(name)
-        with self._lock:
+        with self._slots.lock:
             if number > self._followed:
                 self._followed = number
                 self._flip(name)
-
-    # ---- This rank's slots ----
-
-    def _resident(self, name: str) -> _Slot | None:
-        with self._lock:
-            found = [slot for slot in self._slots if slot.version and slot.name == name]
-            return max(found, key=lambda slot: slot.version, default=None)
-
-    def _in_use(self, slot: _Slot) -> bool:
-        held = [each._slot for each in (self._current, self._previous) if each is not None]
-        return slot.filling or slot.pins > 0 or slot in held
-
-    def _begun_slot(self, wanted: str) -> _Slot:
-        """An empty slot, or the least recently used one that nobody needs, ready to be written."""
-        loose = [
-            slot
-            for slot in self._slots
-            if not self._in_use(slot) and (not slot.home or slot.name == wanted)
-        ]
-        if not loose:
-            homes = sum(slot.home for slot in self._slots)
-            raise UsageError(
-                f"no slot for adapter {wanted!r} on rank {self.rank}: of {self.slots} slots "
-                f"{homes} hold adapters that were put here, the others are in use: use more slots, "
-                "or remove() adapters"
-            )
-        # First an empty one, then an older version of the same adapter, then the oldest.
-        slot = min(loose, key=lambda s: (s.version > 0, s.name != wanted, s.used))
-        self._counts["evicted"] += slot.version > 0 and slot.name != wanted
-        slot.filling, slot.version = True, 0
-        self._directory.begin(slot.number)
-        return slot
-
-    def _finish(self, slot: _Slot, name: str, version: int, home: bool) -> None:
-        self._directory.end(slot.number, name, version)
-        slot.name, slot.version, slot.home = name, version, home
-        slot.used, slot.filling = self._tick(), False
-        for old in self._slots:  # who still reads an older version keeps it until he is done
-            if old is not slot and old.version and old.name == name:
-                old.home = False
-                if not self._in_use(old):
-                    self._clear(old)
-
-    def _clear(self, slot: _Slot) -> None:
-        self._directory.begin(slot.number)
-        self._directory.end(slot.number, "", 0)
-        slot.name, slot.version, slot.home, slot.filling = "", 0, False, False
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
-
-    def _pin(self, slot: _Slot, adapter: Adapter) -> None:
-        with self._lock:
-            if (slot.name, slot.version) != (adapter.name, adapter.version):
-                raise UsageError(f"adapter {adapter.name!r} has left its slot: call active() again")
-            slot.pins += 1
-
-    def _unpin(self, slot: _Slot) -> None:
-        with self._lock:
-            slot.pins -= 1
 
     # ---- Copies; in the background thread ----
 
     def _fetch(self, name: str) -> int:
         for _ in range(_ATTEMPTS):
             source = self._directory.newest(name)
-            with self._lock:
-                have = self._resident(name)
+            with self._slots.lock:
+                have = self._slots.find(name)
                 if have is not None and (source is None or have.version >= source.version):
-                    have.used = self._tick()
+                    self._slots.touch(have)
                     self._counts["resident"] += 1
                     return have.version
                 if source is None:
                     raise LookupError(f"no rank has adapter {name!r}: put it on one first")
-                slot = self._begun_slot(name)
+                slot = self._slots.begin(name)
             copied = False
             try:
                 copied = self._copied(source, slot)
             finally:
-                with self._lock:
+                with self._slots.lock:
                     if copied:
-                        self._finish(slot, name, source.version, home=False)
+                        self._slots.finish(slot, name, source.version, home=False)
                     else:
-                        self._clear(slot)
+                        self._slots.clear(slot)
                     self._counts["fetched" if copied else "again"] += 1
             if copied:
                 return source.version
         raise UsageError(f"adapter {name!r} changed {_ATTEMPTS} times while it was being copied")
 
-    def _copied(self, source: Listing, slot: _Slot) -> bool:
+    def _copied(self, source: Listing, slot: Slot) -> bool:
         """Copy a peer's slot into one of ours; whether it stayed the same meanwhile."""
         target, origin = self._bytes_of(self.rank, slot.number), self._bytes_of(*source[:2])
         if self._stream is None:

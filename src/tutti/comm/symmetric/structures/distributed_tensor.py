@@ -4,7 +4,7 @@ import torch
 
 from tutti.comm.symmetric.heap import Heap
 from tutti.comm.symmetric.structures import native
-from tutti.comm.symmetric.structures.rows import Placement, Rows
+from tutti.comm.symmetric.structures.rows import Placement, Rows, plain_indices
 from tutti.comm.symmetric.structures.structure import Structure
 from tutti.world.errors import UsageError
 
@@ -86,7 +86,7 @@ class DistributedTensor(Structure):
             self._gather_on_device(indices, out)
             return out
         target = out if out.is_contiguous() else torch.empty_like(out).contiguous()
-        where = _plain_indices(indices)
+        where = plain_indices(indices)
         bad = self._core.tutti_rows_gather(self._native, where.data_ptr(), count, target.data_ptr())
         self._check_indices(where, bad)
         if target is not out:
@@ -102,7 +102,7 @@ class DistributedTensor(Structure):
             for rank, here, there in self._by_owner(indices):
                 self._table.peer(rank)[there] = values.reshape(-1, self.columns)[here]
             return
-        where, source = _plain_indices(indices), values.contiguous()
+        where, source = plain_indices(indices), values.contiguous()
         bad = self._core.tutti_rows_scatter(
             self._native, where.data_ptr(), indices.numel(), source.data_ptr()
         )
@@ -123,7 +123,7 @@ class DistributedTensor(Structure):
         if code is None:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in native.ADDABLE)
             raise UsageError(f"scatter_add on {self.dtype}: it adds {names} atomically")
-        where, source = _plain_indices(indices), values.contiguous()
+        where, source = plain_indices(indices), values.contiguous()
         bad = self._core.tutti_rows_scatter_add(
             self._native, where.data_ptr(), indices.numel(), source.data_ptr(), code
         )
@@ -186,12 +186,6 @@ class DistributedTensor(Structure):
     def _check_indices(self, indices: torch.Tensor, bad: int) -> None:
         if bad >= 0:
             self.rows.check(int(indices.reshape(-1)[bad]))
-
-
-def _plain_indices(indices: torch.Tensor) -> torch.Tensor:
-    if indices.dtype is torch.int64 and indices.is_cpu and indices.is_contiguous():
-        return indices
-    return indices.to("cpu", torch.int64).contiguous()
 
 
 def _first_bad(indices: torch.Tensor, rows: int) -> int:

@@ -4,7 +4,7 @@ import torch
 
 from tutti.comm.symmetric.heap import Heap
 from tutti.comm.symmetric.structures import native
-from tutti.comm.symmetric.structures.rows import Placement, Rows
+from tutti.comm.symmetric.structures.rows import Placement, Rows, plain_indices
 from tutti.comm.symmetric.structures.structure import Structure
 from tutti.world.errors import UsageError
 
@@ -118,7 +118,7 @@ class ParameterCache(Structure):
         Each row is whole; rows are not of one moment. A row never published has version 0 and is 0.
         """
         self._check_open()
-        where = indices.to("cpu", torch.int64).contiguous()
+        where = plain_indices(indices)
         if out is None:
             out = torch.empty((*indices.shape, self.columns), dtype=self.dtype)
         else:

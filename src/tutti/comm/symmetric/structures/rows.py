@@ -53,3 +53,10 @@ class Rows:
     def check(self, index: int) -> None:
         if not 0 <= index < self.rows:
             raise IndexError(f"row {index}: the rows are 0 to {self.rows - 1}")
+
+
+def plain_indices(indices: torch.Tensor) -> torch.Tensor:
+    """The same indices as compiled code reads them."""
+    if indices.dtype is torch.int64 and indices.is_cpu and indices.is_contiguous():
+        return indices
+    return indices.to("cpu", torch.int64).contiguous()

@@ -1,0 +1,156 @@
+"""Ranks of the shm core as plain forked processes: without torch they start in milliseconds."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from tutti.comm.shm import native
+from tutti.comm.shm.native import core
+
+Parts = list[np.ndarray]
+
+
+class Group:
+    """A connected group of the core, with numpy arrays for parts."""
+
+    def __init__(self, handle: int, rank: int, size: int) -> None:
+        self.handle, self.rank, self.size = handle, rank, size
+
+    def operation(self, kind: int, ins: Parts, outs: Parts, **settings: Any) -> native.Operation:
+        made = native.operation(
+            kind,
+            ins=[(array.ctypes.data, array.nbytes) for array in ins],
+            outs=[(array.ctypes.data, array.nbytes) for array in outs],
+            **settings,
+        )
+        made.arrays = (ins, outs)  # they must live as long as the operation
+        return made
+
+    def run(
+        self, kind: int, ins: Parts = (), outs: Parts = (), timeout: float = 60, **settings: Any
+    ) -> None:
+        made = self.operation(kind, list(ins), list(outs), **settings)
+        native.raise_for(core().tutti_run(self.handle, ctypes.byref(made), timeout))
+
+    def submit(
+        self, kind: int, ins: Parts = (), outs: Parts = (), timeout: float = 60, **settings: Any
+    ) -> "Work":
+        made = self.operation(kind, list(ins), list(outs), **settings)
+        handle = core().tutti_submit(self.handle, ctypes.byref(made), timeout, None, None)
+        if not handle:
+            raise native.last_error()
+        return Work(handle, made)
+
+    def barrier(self) -> None:
+        self.run(native.BARRIER)
+
+    def abort(self) -> None:
+        core().tutti_group_abort(self.handle)
+
+    def close(self) -> None:
+        core().tutti_group_close(self.handle)
+
+
+class Work:
+    def __init__(self, handle: int, keeps: native.Operation) -> None:
+        self.handle, self.keeps = handle, keeps
+
+    def wait(self, timeout: float = -1) -> int:
+        """The source of a recv, when it is done."""
+        code = core().tutti_work_wait(self.handle, timeout)
+        if code < 0:
+            raise native.error_for(code)
+        source: int = core().tutti_work_source(self.handle)
+        core().tutti_work_free(self.handle)
+        return source
+
+
+def _be_rank(
+    rank: int,
+    size: int,
+    staging: int,
+    pipes: list[tuple[Connection, Connection]],
+    answer: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    try:
+        handle = core().tutti_group_create(b"default", rank, size, staging, 4711)
+        if not handle:
+            raise native.last_error()
+        card = (os.getpid(), core().tutti_group_fd(handle), core().tutti_group_bytes(handle))
+        for peer in range(size):
+            pipes[peer][1].send((rank, card))
+        for _ in range(size):
+            peer, (pid, fd, length) = pipes[rank][0].recv()
+            if peer != rank:
+                native.raise_for(core().tutti_group_connect(handle, peer, pid, fd, length))
+        group = Group(handle, rank, size)
+        try:
+            answer.send(("result", function(group, *arguments)))
+        finally:
+            group.close()
+    except Exception as error:
+        answer.send(("error", (type(error).__name__, str(error), traceback.format_exc())))
+
+
+def outcomes(
+    function: Callable[..., Any], size: int, *arguments: Any, staging: int = 0, timeout: float = 60
+) -> list[tuple[str, Any]]:
+    """Run `function(group, *arguments)` on every rank: ("result", …), ("error", (type, text, …)) or
+    ("died", exit code) of each."""
+    fork = multiprocessing.get_context("fork")
+    pipes = [fork.Pipe(duplex=False) for _ in range(size)]
+    answers = [fork.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        fork.Process(
+            target=_be_rank,
+            args=(rank, size, staging, pipes, answers[rank][1], function, arguments),
+        )
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    got: list[tuple[str, Any]] = []
+    for process, (reader, writer) in zip(processes, answers, strict=True):
+        writer.close()
+        try:
+            got.append(reader.recv() if reader.poll(timeout) else ("hangs", None))
+        except EOFError:
+            process.join(timeout)
+            got.append(("died", process.exitcode))
+    for process in processes:
+        process.join(5)
+        if process.is_alive():
+            os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+    for reader, writer in pipes:
+        reader.close()
+        writer.close()
+    for reader, _ in answers:
+        reader.close()
+    return got
+
+
+def results(function: Callable[..., Any], size: int, *arguments: Any, **settings: Any) -> list[Any]:
+    """What every rank returned; a failure of any fails the test."""
+    got = outcomes(function, size, *arguments, **settings)
+    for rank, (how, what) in enumerate(got):
+        assert how == "result", f"rank {rank} of {size}: {how}: {what[-1] if what else ''}"
+    return [what for _, what in got]
+
+
+def errors(function: Callable[..., Any], size: int, *arguments: Any) -> list[tuple[str, str]]:
+    """The exception's name and text on every rank that did not die, ("", "") where none was."""
+    return [
+        (what[0], what[1]) if how == "error" else ("", "")
+        for how, what in outcomes(function, size, *arguments)
+        if how != "died"
+    ]

@@ -1,0 +1,47 @@
+"""The core under ThreadSanitizer and AddressSanitizer: random operations, every result checked."""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+CORE = Path(__file__).parents[2] / "src" / "tutti" / "comm" / "shm" / "core"
+STRESS = Path(__file__).with_name("shm_core_stress.c")
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_given_random_operations_then_the_sanitizer_finds_nothing(
+    sanitizer: str, tmp_path: Path
+) -> None:
+    # Low thresholds: small tensors take the paths of large ones, so that all are met often.
+    options = ["-g", "-O1", "-std=gnu11", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    options += ["-DONE_SHOT_BYTES=1024", "-DSYMMETRIC_BYTES=64", "-DPLAIN_VECTORS", "-Wno-tsan"]
+    sources = [*sorted(CORE.glob("*.c")), STRESS]
+
+    def build(source: Path) -> str:
+        made = str(tmp_path / f"{source.stem}.o")
+        subprocess.run(["gcc", *options, f"-I{CORE}", "-c", source, "-o", made], check=True)
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        objects = list(compilers.map(build, sources))
+    program = tmp_path / "stress"
+    linked = subprocess.run(
+        ["gcc", f"-fsanitize={sanitizer}", *objects, "-o", program, "-pthread"],
+        capture_output=True,
+        text=True,
+    )
+    if "cannot find" in linked.stderr:
+        pytest.skip(f"gcc here has no runtime for {sanitizer}: {linked.stderr}")
+    assert linked.returncode == 0, linked.stderr
+    for ranks in (2, 3):
+        ran = subprocess.run(
+            [str(program), str(ranks), "3", str(ranks)], capture_output=True, text=True, timeout=120
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr[:20000]
+        assert "all right" in ran.stdout
