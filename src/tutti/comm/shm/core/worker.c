@@ -140,7 +140,8 @@ static int start_worker(tutti_group *g)
     int code = pthread_create(&g->worker, NULL, work_through, g);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (code)
-        return fail(TUTTI_SYSTEM, "cannot start a thread for group %s: %s", g->name, strerror(code));
+        return fail(TUTTI_SYSTEM, "cannot start a thread for group %s: %s", g->name,
+                    strerror(code));
     g->worker_started = true;
     return 0;
 }
