@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forked_ranks import forked
 from shm_cases import group_of, reduce_scatter_flat
-from shm_ranks import forked
 from tutti.comm.shm import set_where
 from worlds import in_world, run_command
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forked_ranks import forked
 from hosts import hosts_missing, two_hosts
 from shm_cases import FLOATS, INTS, OPS, Checks, valid
-from shm_ranks import forked
 from tutti.comm.shm.meeting import _hosts
 from tutti.comm.shm.registration import ShmOptions
 from tutti.world.errors import UsageError

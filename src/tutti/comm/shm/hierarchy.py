@@ -47,11 +47,10 @@ class HierarchicalGroup(PythonGroup):
         self,
         meeting: Meeting,
         local: Any,
-        store: dist.Store,
         name: str,
         timeout: timedelta,
     ) -> None:
-        size = len(meeting.names)
+        size, store = len(meeting.names), meeting.store
         super().__init__(store, meeting.rank, size, name, timeout)
         self._hosts, self._host = meeting.hosts, meeting.host
         self._neighbours = meeting.neighbours

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,8 @@ class Meeting:
     rank: int
     hosts: tuple[tuple[int, ...], ...]  # the ranks of each host, hosts by their lowest rank
     names: tuple[str, ...]  # the host name of each rank
-    group: int  # address of the core's group of this host's ranks
+    store: dist.Store  # for nothing but this group, even if another had the same name before
+    group: int = 0  # address of the core's group of this host's ranks
 
     @property
     def host(self) -> int:
@@ -81,7 +82,8 @@ def meet(
     """
     # A store may outlive a group and serve the next one of the same name.
     turn = (store.add("arrivals", 1) - 1) // size
-    table = _Table(dist.PrefixStore(f"{turn}/", store), rank, size, name, timeout_s)
+    store = dist.PrefixStore(f"{turn}/", store)
+    table = _Table(store, rank, size, name, timeout_s)
     token = secrets.randbits(8 * _TOKEN_BYTES - 1)
     with _probe(token) as fd:
         host = socket.gethostname()
@@ -91,9 +93,8 @@ def meet(
         sights = table.share("seen", seen)
     names = tuple(str(card["host"]) for card in cards)
     hosts = _hosts(sights, names)
-    meeting = Meeting(rank, hosts, names, 0)
-    group = _connect(meeting, cards, table, name, staging_bytes)
-    return Meeting(rank, hosts, names, group)
+    meeting = Meeting(rank, hosts, names, store)
+    return replace(meeting, group=_connect(meeting, cards, table, name, staging_bytes))
 
 
 def _hosts(sights: list[list[int]], names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

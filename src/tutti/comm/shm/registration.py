@@ -58,7 +58,7 @@ def available() -> tuple[bool, str]:
         return False, "shm needs /proc to open the memory of other ranks, it is not mounted"
     from tutti.comm.shm.compiled import compiled_front
 
-    return True, f"{compiled_front()[1]}, {core.tutti_vector_code().decode()} kernels"
+    return True, f"{core.tutti_vector_code().decode()} kernels, {compiled_front()[1]}"
 
 
 def native_group(group: "dist.ProcessGroup | None" = None) -> int | None:
@@ -138,12 +138,13 @@ def make(
         staging_bytes=options.staging_bytes,
         can_open=options.can_open or shares_memory,
     )
+    store = meeting.store
     if len(meeting.hosts) == 1:
         return _front(meeting.group, store, rank, size, timeout, name, ranks or [], options)
     own, count = meeting.neighbours.index(rank), len(meeting.neighbours)
     world = [ranks[each] for each in meeting.neighbours] if ranks else list(meeting.neighbours)
     local = _front(meeting.group, store, own, count, timeout, name, world, options)
-    whole = HierarchicalGroup(meeting, local, store, name, timeout)
+    whole = HierarchicalGroup(meeting, local, name, timeout)
     module = None if options.front == "plain" else compiled_front()[0]
     return whole if module is None else module.PythonBackend(whole, rank, size)
 

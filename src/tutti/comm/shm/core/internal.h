@@ -48,6 +48,12 @@ void ring_bell(_Atomic uint32_t *bell);
 /* ---- copies (copy.c) ---- */
 void copy_bytes(void *to, const void *from, uint64_t bytes);
 void stream_bytes(void *to, const void *from, uint64_t bytes); /* past the caches */
+typedef struct {
+    uint32_t count;
+    bool dear; /* taking lines back from another core */
+} crossing;
+/* Copies bytes that another core will read next, in whichever way is cheaper here. */
+void hand_over(crossing *, void *to, const void *from, uint64_t bytes);
 
 /* ---- reductions (reduce.c) ---- */
 size_t dtype_bytes(uint32_t dtype);
@@ -152,6 +158,7 @@ struct tutti_group {
     uint64_t running_sequence, running_deadline, running_begun;
     double running_timeout;
     uint64_t table_bytes; /* at the start of each slot */
+    crossing crossing;
     const void **sources; /* of size, scratch for reductions */
 
     mail *mail;
