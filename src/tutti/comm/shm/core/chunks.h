@@ -56,9 +56,9 @@ static inline void stage_lanes(tutti_group *g, const tutti_operation *op, uint64
     uint64_t share = lane_bytes(g);
     for (int rank = 0; rank < g->size; rank++)
         if (rank != g->rank)
-            copy(bytes_of(g, g->rank, round) + lane(g->rank, rank) * share,
-                 (const unsigned char *)op->in[rank] + i * share,
-                 chunk_bytes(op->in_bytes[rank], i, share));
+            hand_over(&g->crossing, bytes_of(g, g->rank, round) + lane(g->rank, rank) * share,
+                      (const unsigned char *)op->in[rank] + i * share,
+                      chunk_bytes(op->in_bytes[rank], i, share));
 }
 
 /* ---- reducing.c ---- */

@@ -35,7 +35,8 @@ static int broadcast(tutti_group *g, const tutti_operation *op)
         uint64_t here = chunk_bytes(bytes, i, chunk);
         TRY(enter_round(g, round));
         if (root)
-            copy(bytes_of(g, g->rank, round), (const unsigned char *)op->in[0] + i * chunk, here);
+            hand_over(&g->crossing, bytes_of(g, g->rank, round),
+                      (const unsigned char *)op->in[0] + i * chunk, here);
         post_round(g, round);
         if (!root) {
             int code = await_rank(g, op->root, round);
@@ -56,7 +57,7 @@ static int all_gather(tutti_group *g, const tutti_operation *op)
     for (uint64_t i = 0, round = g->round + 1; i < rounds; i++, round++) {
         TRY(enter_round(g, round));
         uint64_t mine = chunk_bytes(op->in_bytes[0], i, chunk);
-        copy(bytes_of(g, g->rank, round), in + i * chunk, mine);
+        hand_over(&g->crossing, bytes_of(g, g->rank, round), in + i * chunk, mine);
         post_round(g, round);
         copy((unsigned char *)op->out[g->rank] + i * chunk, in + i * chunk, mine);
         for (int step = 1; step < g->size; step++) { /* not all from the same rank at once */
@@ -84,8 +85,9 @@ static int gather(tutti_group *g, const tutti_operation *op)
             table_of(g, g->rank, round)[1] = op->in_bytes[0];
         }
         if (!root)
-            copy(bytes_of(g, g->rank, round), (const unsigned char *)op->in[0] + i * chunk,
-                 chunk_bytes(op->in_bytes[0], i, chunk));
+            hand_over(&g->crossing, bytes_of(g, g->rank, round),
+                      (const unsigned char *)op->in[0] + i * chunk,
+                      chunk_bytes(op->in_bytes[0], i, chunk));
         post_round(g, round);
         if (!root && i == 0) {
             TRY(await_rank(g, op->root, round));

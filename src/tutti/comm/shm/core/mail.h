@@ -35,6 +35,7 @@ struct mail {
     bool started, closing;
     pthread_t courier;
     uint64_t messages;
+    crossing crossing;
 };
 
 /* All with the lock. Operations that are over are appended to a list, whose callbacks the caller

@@ -78,9 +78,8 @@ static bool push(tutti_group *g, int to, list *over)
         length = length < room ? length : room;
         length = length < straight ? length : straight;
         length = length < PIECE ? length : PIECE;
-        if (length)
-            memcpy(ring + head % g->ring_bytes,
-                   (const unsigned char *)work->operation.in[0] + work->moved, length);
+        hand_over(&g->mail->crossing, ring + head % g->ring_bytes,
+                  (const unsigned char *)work->operation.in[0] + work->moved, length);
         work->moved += length;
         head += (length + GRAIN - 1) / GRAIN * GRAIN;
         atomic_store_explicit(head_at, head, memory_order_release);
@@ -186,7 +185,7 @@ static bool pull(tutti_group *g, int source, list *over)
         unsigned char *to = arrival->receiver ? arrival->receiver->operation.out[0]
                                               : arrival->aside->content;
         if (length)
-            memcpy(to + arrival->moved, ring + tail % g->ring_bytes, length);
+            copy_bytes(to + arrival->moved, ring + tail % g->ring_bytes, length);
         arrival->moved += length;
         if (arrival->aside)
             arrival->aside->moved = arrival->moved;

@@ -6,23 +6,23 @@
 #include "internal.h"
 
 #include <inttypes.h>
-#include <string.h>
 
 static _Atomic uint64_t *word(const uint64_t *address)
 {
     return (_Atomic uint64_t *)(uintptr_t)address;
 }
 
+static _Thread_local crossing puts;
+
 TUTTI_API void tutti_put(void *to, const void *from, uint64_t bytes)
 {
-    memcpy(to, from, bytes);
+    hand_over(&puts, to, from, bytes);
 }
 
 TUTTI_API void tutti_put_signal(void *to, const void *from, uint64_t bytes, uint64_t *signal,
                                 uint64_t value, int add)
 {
-    if (bytes)
-        memcpy(to, from, bytes);
+    hand_over(&puts, to, from, bytes);
     if (add)
         atomic_fetch_add_explicit(word(signal), value, memory_order_acq_rel);
     else

@@ -15,7 +15,7 @@ static int one_shot(tutti_group *g, const void *in, void *out, uint64_t bytes)
     const tutti_operation *op = g->running;
     uint64_t round = g->round + 1;
     TRY(enter_round(g, round));
-    copy(bytes_of(g, g->rank, round), in, bytes);
+    hand_over(&g->crossing, bytes_of(g, g->rank, round), in, bytes);
     post_round(g, round);
     TRY(await_all(g, round));
     for (int rank = 0; rank < g->size; rank++)
@@ -35,7 +35,7 @@ static void reduce_twice(tutti_group *g, unsigned char *out, unsigned char *also
         uint64_t tile = least(bytes - at, TILE);
         reduce_parts(out + at, g->sources, (uint32_t)g->size, tile / dtype_bytes(op->dtype),
                      op->dtype, op->reduce);
-        copy_bytes(also + at, out + at, tile);
+        hand_over(&g->crossing, also + at, out + at, tile);
         for (int rank = 0; rank < g->size; rank++)
             g->sources[rank] = (const unsigned char *)g->sources[rank] + tile;
     }
@@ -72,8 +72,8 @@ static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out,
             TRY(enter_round(g, round));
         for (uint64_t p = 0; p < n; p++)
             if (p != me)
-                copy(bytes_of(g, g->rank, round) + p * piece, in + c * chunk + p * piece,
-                     chunk_bytes(here, p, piece));
+                hand_over(&g->crossing, bytes_of(g, g->rank, round) + p * piece,
+                          in + c * chunk + p * piece, chunk_bytes(here, p, piece));
         post_round(g, round);
     }
     uint64_t last = first + chunks;
@@ -101,7 +101,7 @@ int reduce(tutti_group *g, const tutti_operation *op)
         uint64_t here = chunk_bytes(bytes, i, chunk);
         TRY(enter_round(g, round));
         if (g->rank != op->root)
-            copy(bytes_of(g, g->rank, round), in + i * chunk, here);
+            hand_over(&g->crossing, bytes_of(g, g->rank, round), in + i * chunk, here);
         post_round(g, round);
         if (g->rank == op->root) {
             TRY(await_all(g, round));

@@ -108,7 +108,8 @@ int direct_all_reduce(tutti_group *g, const tutti_operation *op)
         reduce_parts(out, g->sources, (uint32_t)n, tile / dtype_bytes(op->dtype), op->dtype,
                      op->reduce);
         for (uint64_t p = 0; p < n; p++) {
-            copy((void *)(uintptr_t)g->sources[p], out, tile);
+            if (g->sources[p] != out)
+                hand_over(&g->crossing, (void *)(uintptr_t)g->sources[p], out, tile);
             g->sources[p] = (const unsigned char *)g->sources[p] + tile;
         }
     }

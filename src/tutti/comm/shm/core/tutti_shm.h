@@ -113,7 +113,8 @@ int tutti_group_remove_block(tutti_group *, uint64_t id);
 /* Runs now in the calling thread when nothing is queued, else in turn. Blocks. */
 int tutti_run(tutti_group *, const tutti_operation *, double timeout_s);
 
-/* Queues for the group's worker thread. `done`, if not NULL, is called once from that thread. */
+/* Queues for a worker thread of the group. `done`, if not NULL, is called once, from the thread that
+ * ran the operation; it may call back into this library and wait for other operations. */
 typedef struct tutti_work tutti_work;
 typedef void (*tutti_done)(void *argument, int code, const char *text);
 tutti_work *tutti_submit(tutti_group *, const tutti_operation *, double timeout_s, tutti_done done,
