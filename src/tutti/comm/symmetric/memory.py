@@ -78,7 +78,7 @@ class Memory(Protocol):
         """`out` is `local` itself, another tensor of the heap (at `out_offset`), or any tensor."""
 
     def sum_in_place(self, local: torch.Tensor) -> Callable[[], object] | None:
-        """The usual all_reduce of one tensor with everything decided beforehand, if there is one."""
+        """The usual all_reduce of a tensor with everything decided beforehand, if there is one."""
 
     def all_reduce_staged(
         self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
