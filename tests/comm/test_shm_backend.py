@@ -102,6 +102,12 @@ def _coalesced(checks: Checks) -> None:
         for root in range(size):
             dist.broadcast(parts[root % 2], checks.ranks[root], group=group, async_op=True)
     works.wait()
+    lists = [[torch.empty(4), torch.empty(9)] for _ in range(size)]
+    mine = [values(checks.rank, count, torch.float32) for count in (4, 9)]
+    group.allgather_coalesced(lists, mine).wait()
+    for rank, (four, nine) in enumerate(lists):
+        checks.same(four, values(rank, 4, torch.float32), "coalesced lists", rank)
+        checks.same(nine, values(rank, 9, torch.float32), "coalesced lists", rank)
     mixed = [torch.ones(3), torch.ones(2, dtype=torch.int64)]
     opts = dist.AllreduceCoalescedOptions()
     group.allreduce_coalesced(mixed, opts).wait()

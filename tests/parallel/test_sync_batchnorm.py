@@ -168,6 +168,7 @@ class _Custom(nn.BatchNorm1d):
 
 def _answer_all(world: tutti.World) -> dict[str, Any]:
     answers = {"norms": _compare_all(world), "training": _train(world)}
+    answers["device"] = world.device.type
     # On CUDA, torch's own module takes any number of values.
     return answers if world.device.type == "cuda" else answers | {"refusals": _refuse(world)}
 
@@ -182,7 +183,9 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 def test_a_joint_norm_equals_a_plain_one_over_all_samples(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for dtype, errors in rank["norms"].items():
-            wrong = {name: e for name, e in errors.items() if not e < TOLERANCES[dtype]}
+            # On CUDA the norm is torch's own, which rounds what lies between to bfloat16 once more.
+            once_more = 2 if rank["device"] == "cuda" and dtype == "bfloat16" else 1
+            wrong = {n: e for n, e in errors.items() if not e < once_more * TOLERANCES[dtype]}
             assert not wrong, dtype
 
 

@@ -43,7 +43,7 @@ def _parameter_cache(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
     cache = stack.enter_context(ParameterCache(heap, _ROWS, _COLUMNS, placement="cyclic"))
     for index in cache.local_indices.tolist():
         cache.publish(index, _row(index))
-    heap.barrier()
+    _meet(heap)
     lookup = Probe("parameter cache lookup", _COLUMNS * 4)
     many = Probe("parameter cache lookup of 64 rows", 64 * _COLUMNS * 4)
     publish = Probe("parameter cache publish", _COLUMNS * 4)
@@ -68,7 +68,7 @@ def _hash_map(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
     if heap.rank == 0:
         for number, key in enumerate(keys):
             table.put(key, torch.full((16,), float(number)))
-    heap.barrier()
+    _meet(heap)
     get, put = Probe("hash map get", 64), Probe("hash map put", 64)
     if heap.rank == 0:
         there = [(float(n), key) for n, key in enumerate(keys) if table.owner(key) == 1]
@@ -123,7 +123,7 @@ def _adapter_store(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
         for value, name in enumerate(("first", "second"), start=1):
             shapes = _ADAPTER.items()
             store.put(name, {k: torch.full(s, float(value), device=heap.device) for k, s in shapes})
-    heap.barrier()
+    _meet(heap)
     switch = Probe("adapter switch, prefetched", size)
     fetch = Probe("adapter prefetch", size)
     if heap.rank == 0:
@@ -151,7 +151,7 @@ def _adapter_store(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
     if heap.rank == 1:
         shapes = _ADAPTER.items()
         store.put("third", {k: torch.full(s, 3.0, device=heap.device) for k, s in shapes})
-    heap.barrier()
+    _meet(heap)
     if heap.rank == 0:
         store.prefetch("third").result()
         fetch.call = fetch_again
@@ -163,7 +163,7 @@ def _distributed_tensor(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
     table = stack.enter_context(DistributedTensor(heap, (_ROWS, _COLUMNS), placement="cyclic"))
     rows = torch.stack([_row(int(index)) for index in table.local_indices])
     table.local.copy_(rows)
-    heap.barrier()
+    _meet(heap)
     gather = Probe("distributed tensor gather of 64 rows", 64 * _COLUMNS * 4)
     add = Probe("distributed tensor scatter_add of 64 rows", 64 * _COLUMNS * 4)
     if heap.rank == 0:
@@ -213,3 +213,9 @@ def _take_turns(cache: PooledCache, probe: Probe, tier: str, heap: Heap) -> None
 def _row(index: int) -> Tensor:
     """A row that says which one it is."""
     return torch.full((_COLUMNS,), float(index))
+
+
+def _meet(heap: Heap) -> None:
+    """All ranks are here, and not only their streams: names are looked up on the host."""
+    heap.barrier()
+    heap.quiet()

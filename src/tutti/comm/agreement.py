@@ -8,10 +8,12 @@ training.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from tutti.comm import place, shm
 from tutti.comm.errors import CollectiveTimeout
 from tutti.comm.lateness import absence_of
 from tutti.world.errors import RanksDiffer
@@ -28,10 +30,18 @@ def debug(on: bool = True, *, timeout: float = 60.0) -> None:
     """Compare every collective between ranks before it is sent, from now on; on every rank.
 
     A difference raises RanksDiffer; a rank that does not come within `timeout` seconds raises
-    CollectiveTimeout, which says where it is. Sends and receives are not compared.
+    CollectiveTimeout, which says where it is. Sends and receives are not compared. What torch
+    itself calls on the shm backend (DDP, say) is always compared there; in debug mode the error
+    names source lines as well.
     """
     global enabled, _timeout
     enabled, _timeout = on, timeout
+    if shm.available()[0]:
+        shm.set_where(_place_of_call if on else None)
+
+
+def _place_of_call() -> str:
+    return place.describe(sys._getframe(1))
 
 
 def check(operations: Sequence["Operation"]) -> None:

@@ -29,7 +29,8 @@ _NEWS_SECONDS = 2.0
 # What torch's backends say when the other side of a connection has gone.
 _LOST_PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|pair closure|remote process"
-    r"|communicator was aborted|recvvalue failed|failed to recv|connection was likely closed",
+    r"|communicator was aborted|recvvalue failed|failed to recv|connection was likely closed"
+    r"|closed the group|of group .* has died",
     re.IGNORECASE,
 )
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]

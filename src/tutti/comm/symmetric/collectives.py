@@ -26,6 +26,9 @@ def all_reduce(
     read, a symmetric tensor of the same heap. Call it on all ranks; one collective of a heap at a
     time. On CUDA it is enqueued on the current stream.
     """
+    if out is None and t.sum_in_place and op == "sum" and algorithm in ("auto", "two_shot"):
+        t.sum_in_place()
+        return t.local
     if algorithm not in _ALGORITHMS:
         raise UsageError(f"algorithm={algorithm!r}: {did_you_mean(algorithm, _ALGORITHMS)}")
     target, offset = t.local, None

@@ -16,7 +16,7 @@ still to send, use the sending kernels once before, or set CUDA_MODULE_LOADING=E
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -242,9 +242,10 @@ class CudaMemory:
         torch.cuda.synchronize(self.device)
         return self._words.in_step
 
-    def check(self) -> None:
-        """Raise what a wait on the GPU could not."""
-        self._words.check()
+    @property
+    def check(self) -> Callable[[], None]:
+        """Raises what a wait on the GPU could not."""
+        return self._words.check
 
     # ---- Collectives ----
 
@@ -260,6 +261,9 @@ class CudaMemory:
     ) -> None:
         self.check()
         self._collectives.all_reduce(local, offset, op, algorithm, out, out_offset, timeout)
+
+    def sum_in_place(self, local: torch.Tensor) -> Callable[[], object] | None:
+        return self._collectives.sum_in_place(local)
 
     def all_reduce_staged(
         self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float

@@ -6,6 +6,7 @@ barriers: right everywhere, with a few launches more.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,11 +51,6 @@ class CudaCollectives:
         timeout: float,
     ) -> None:
         in_place = out is local
-        if in_place and algorithm in ("auto", "two_shot") and self._torch_can(local, op):
-            # The way of small gradients, where microseconds of Python count.
-            self.calls += 1
-            self._torch_two_shot(local, "sum", self._memory.group_name)
-            return
         check_reduction(local.dtype, op)
         shared = in_place or out_offset is not None
         if algorithm == "auto":
@@ -81,6 +77,20 @@ class CudaCollectives:
             self._two_shot(out, place, op, timeout)
         else:
             self._ring(out, place, op, timeout)
+
+    def sum_in_place(self, local: torch.Tensor) -> Callable[[], object] | None:
+        """Torch's kernel for this tensor with nothing left to decide: small gradients are many."""
+        if not self._torch_can(local, "sum"):
+            return None
+        kernel = partial(self._torch_two_shot, local, "sum", self._memory.group_name)
+        check = self._memory.check
+
+        def run() -> None:
+            check()
+            self.calls += 1
+            kernel()
+
+        return run
 
     def _one_shot(
         self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float

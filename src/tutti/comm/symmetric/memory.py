@@ -1,5 +1,6 @@
 """Memory: what a heap asks of the backend that holds its bytes."""
 
+from collections.abc import Callable
 from typing import Literal, NoReturn, Protocol
 
 import torch
@@ -75,6 +76,9 @@ class Memory(Protocol):
         timeout: float,
     ) -> None:
         """`out` is `local` itself, another tensor of the heap (at `out_offset`), or any tensor."""
+
+    def sum_in_place(self, local: torch.Tensor) -> Callable[[], object] | None:
+        """The usual all_reduce of a tensor with everything decided beforehand, if there is one."""
 
     def all_reduce_staged(
         self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float

@@ -35,6 +35,7 @@ class SymmetricTensor:
         self._slots = heap.signals
         self._views: list[torch.Tensor | None] = [None] * heap.size
         self.local = self.peer(heap.rank)
+        self.sum_in_place = memory.sum_in_place(self.local)
 
     def peer(self, rank: int) -> torch.Tensor:
         """A rank's tensor as a view, without a copy. Valid until the tensor is freed."""
@@ -125,6 +126,7 @@ class SymmetricTensor:
     def end(self, reason: str) -> None:
         """Refuse every use from now on; the heap has taken the memory back."""
         self.memory = cast(Memory, Gone(reason))
+        self.sum_in_place = None
         self._views = [None] * self._ranks
 
     def _no_rank(self, rank: int) -> NoReturn:

@@ -102,6 +102,11 @@ void hand_over(crossing *crossing, void *to, const void *from, uint64_t bytes)
             copy_bytes(to, from, bytes);
         return;
     }
+    uintptr_t start = (uintptr_t)to, source = (uintptr_t)from;
+    if (start < source + bytes && source < start + bytes) { /* a sample would destroy the source */
+        memmove(to, from, bytes);
+        return;
+    }
     if (crossing->count++ % HANDED_PER_SAMPLE == 0)
         crossing->dear = lines_are_dear(to, from);
     if (crossing->dear)

@@ -130,7 +130,7 @@ TUTTI_API tutti_group *tutti_group_create(const char *name, int rank, int size,
     g->slot_stride = l.slot_stride;
     g->table_bytes = l.table_bytes;
     g->ring_bytes = l.ring_bytes;
-    g->patience = patience_for(size);
+    g->patience = g->patience_now = patience_for(size);
     g->fork_generation = atomic_load(&fork_generation);
     tutti_segment *segment = tutti_segment_create(g->name, l.bytes);
     if (!segment)

@@ -12,6 +12,7 @@
 
 #define TUTTI_API __attribute__((visibility("default")))
 #define LINE 64
+#define MOST_WORKERS 16
 #define SLOTS 4 /* staging slots; no rank is ever more than this many rounds ahead of another */
 
 /* ---- errors (segment.c): the text of the calling thread's last failure ---- */
@@ -34,9 +35,16 @@ typedef struct {
     uint64_t sleep_ns, life_checked_ns;
 } pause_state;
 patience patience_for(int ranks);
+/* Workers share their core with those who compute: they hand it over almost at once. */
+patience patience_of_worker(void);
 /* Passes some time; true when the dearer conditions (deadline, death, abort) need a look. */
 bool pause_once(pause_state *);
+/* The same without ever sleeping: false when patience is at its end. */
+bool pause_awake(pause_state *, bool *should_look);
 bool life_check_is_due(pause_state *, uint64_t now);
+/* Sleeps until *bell is no longer `heard`, or for a while; many may sleep and ring_bell wakes all. */
+void sleep_on_bell(_Atomic uint32_t *bell, uint32_t heard);
+void ring_bell(_Atomic uint32_t *bell);
 
 /* ---- copies (copy.c) ---- */
 void copy_bytes(void *to, const void *from, uint64_t bytes);
@@ -64,8 +72,10 @@ typedef struct {
     _Atomic uint64_t print[SLOTS];              /* all operations so far, as one number, by round */
     _Alignas(LINE) _Atomic uint64_t place[SLOTS][2]; /* block id and offset of symmetric memory */
     _Alignas(2 * LINE) _Atomic uint64_t consumed; /* the last round whose peers' bytes were read */
-    _Alignas(2 * LINE) _Atomic uint32_t state;    /* RUNNING, LEFT, BROKEN */
-    _Atomic int32_t code;                         /* why, when BROKEN */
+    _Alignas(2 * LINE) _Atomic uint32_t sleepers; /* peers that sleep until this rank rings */
+    _Atomic uint32_t bell;
+    _Alignas(2 * LINE) _Atomic uint32_t state; /* RUNNING, LEFT, BROKEN */
+    _Atomic int32_t code;                      /* why, when BROKEN */
     _Atomic uint64_t reason[TUTTI_REASON_WORDS];
 } control;
 
@@ -119,7 +129,7 @@ struct tutti_group {
     int rank, size;
     uint64_t token, slot_bytes, slot_stride, ring_bytes;
     unsigned fork_generation;
-    patience patience;
+    patience patience, patience_now; /* of callers; of whoever runs the collective */
     peer *peers; /* of size, this rank's own included */
     int connected;
     pthread_mutex_t blocks_lock;
@@ -136,9 +146,10 @@ struct tutti_group {
     /* Whoever runs a collective (the caller, a waiter, the worker) holds the turn. */
     pthread_mutex_t lock;
     pthread_cond_t work_queued, turn_over;
-    bool turn_taken, closing, worker_started;
+    bool turn_taken, closing;
     int inside; /* threads that a close must wait for */
-    pthread_t worker;
+    pthread_t workers[MOST_WORKERS];
+    int started, ready; /* workers; those of them that are not inside a callback */
     tutti_work *queue_head, *queue_tail;
     uint64_t collectives; /* numbered as called */
 

@@ -64,11 +64,26 @@ static int in_words(tutti_group *g, int code)
                 kind_name(g->running->kind), g->running_sequence, g->rank);
 }
 
+/* Or for a while: whoever calls looks again. */
+static void sleep_until(tutti_group *g, int rank, uint64_t round, enum wanted wanted)
+{
+    control *theirs = g->peers[rank].control;
+    const _Atomic uint64_t *mark = wanted == POSTED ? &theirs->posted : &theirs->consumed;
+    uint32_t heard = atomic_load_explicit(&theirs->bell, memory_order_acquire);
+    atomic_fetch_add_explicit(&theirs->sleepers, 1, memory_order_seq_cst);
+    if (atomic_load_explicit(mark, memory_order_seq_cst) < round)
+        sleep_on_bell(&theirs->bell, heard);
+    atomic_fetch_sub_explicit(&theirs->sleepers, 1, memory_order_relaxed);
+}
+
 static int wait_for(tutti_group *g, int rank, uint64_t round, enum wanted wanted, bool all)
 {
-    pause_state pause = {.limit = g->patience};
+    pause_state pause = {.limit = g->patience_now};
     while (reached(g, rank, wanted) < round) {
-        if (!pause_once(&pause))
+        bool should_look;
+        if (!pause_awake(&pause, &should_look))
+            sleep_until(g, rank, round, wanted);
+        else if (!should_look)
             continue;
         uint64_t now = now_ns();
         bool due = life_check_is_due(&pause, now);

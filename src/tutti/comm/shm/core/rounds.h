@@ -18,7 +18,13 @@
  * consumed >= j - 1, because every rank consumes j - 1 before it posts j, so in operations where
  * all wait for all the line of `consumed` is never read. The same bound of SLOTS rounds keeps
  * `print` and `place`, which are kept by round, from being overwritten before they are read.
- * Only release and acquire are used, so the argument holds for ARM64 as for x86-64. */
+ * This needs release and acquire only, so it holds for ARM64 as for x86-64.
+ *
+ * Why no sleeper sleeps through: it counts itself in `sleepers` and then looks at `posted` once
+ * more; the owner publishes `posted` and then looks at `sleepers`. All four are sequentially
+ * consistent, so one of the two sees the other: either the sleeper need not sleep, or the owner
+ * rings, and a bell that rang after the sleeper had heard it last keeps the kernel from letting it
+ * sleep. */
 #ifndef TUTTI_ROUNDS_H
 #define TUTTI_ROUNDS_H
 
@@ -34,16 +40,25 @@ int await_all(tutti_group *, uint64_t round);
 /* Waits until all have consumed a round: nobody will read what it offered. */
 int await_consumed(tutti_group *, uint64_t round);
 
+static inline void wake_sleepers(control *own)
+{
+    if (atomic_load_explicit(&own->sleepers, memory_order_seq_cst))
+        ring_bell(&own->bell);
+}
+
 static inline void post_round(tutti_group *g, uint64_t round)
 {
     control *own = g->peers[g->rank].control;
     atomic_store_explicit(&own->print[round % SLOTS], g->print, memory_order_relaxed);
-    atomic_store_explicit(&own->posted, round, memory_order_release);
+    atomic_store_explicit(&own->posted, round, memory_order_seq_cst);
+    wake_sleepers(own);
 }
 
 static inline void consume_round(tutti_group *g, uint64_t round)
 {
-    atomic_store_explicit(&g->peers[g->rank].control->consumed, round, memory_order_release);
+    control *own = g->peers[g->rank].control;
+    atomic_store_explicit(&own->consumed, round, memory_order_seq_cst);
+    wake_sleepers(own);
     g->round = round;
 }
 

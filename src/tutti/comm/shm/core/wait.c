@@ -1,13 +1,18 @@
 /* Waiting: spin, then yield, then sleep. */
+#define _GNU_SOURCE /* syscall */
 #include "internal.h"
 
+#include <limits.h>
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #define FIRST_SLEEP_NS 20000
 #define LONGEST_SLEEP_NS 1000000
 #define LIFE_CHECK_NS 20000000
+#define LONGEST_WAIT_NS 20000000 /* a rank that dies does not ring */
 #define YIELDS_PER_CHECK 32
 
 uint64_t now_ns(void)
@@ -37,6 +42,11 @@ patience patience_for(int ranks)
     return cores >= ranks ? (patience){200, 1000} : (patience){20, 1000};
 }
 
+patience patience_of_worker(void)
+{
+    return (patience){200, 0};
+}
+
 static inline void relax_core(void)
 {
 #if defined(__x86_64__)
@@ -46,24 +56,44 @@ static inline void relax_core(void)
 #endif
 }
 
+bool pause_awake(pause_state *pause, bool *should_look)
+{
+    uint32_t turn = pause->turns;
+    *should_look = false;
+    if (turn < pause->limit.spins)
+        relax_core();
+    else if (turn < pause->limit.spins + pause->limit.yields) {
+        sched_yield();
+        *should_look = turn % YIELDS_PER_CHECK == 0;
+    } else
+        return false;
+    pause->turns++;
+    return true;
+}
+
 bool pause_once(pause_state *pause)
 {
-    uint32_t turn = pause->turns++;
-    if (turn < pause->limit.spins) {
-        relax_core();
-        return false;
-    }
-    if (turn < pause->limit.spins + pause->limit.yields) {
-        sched_yield();
-        return turn % YIELDS_PER_CHECK == 0;
-    }
-    pause->turns = turn; /* stays asleep, and never wraps */
+    bool should_look;
+    if (pause_awake(pause, &should_look))
+        return should_look;
     pause->sleep_ns = pause->sleep_ns ? pause->sleep_ns + pause->sleep_ns / 4 : FIRST_SLEEP_NS;
     if (pause->sleep_ns > LONGEST_SLEEP_NS)
         pause->sleep_ns = LONGEST_SLEEP_NS;
     struct timespec time = {0, (long)pause->sleep_ns};
     nanosleep(&time, NULL);
     return true;
+}
+
+void sleep_on_bell(_Atomic uint32_t *bell, uint32_t heard)
+{
+    struct timespec time = {0, LONGEST_WAIT_NS};
+    syscall(SYS_futex, bell, FUTEX_WAIT, heard, &time, NULL, 0);
+}
+
+void ring_bell(_Atomic uint32_t *bell)
+{
+    atomic_fetch_add_explicit(bell, 1, memory_order_relaxed);
+    syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
 bool life_check_is_due(pause_state *pause, uint64_t now)

@@ -2,8 +2,11 @@
  *
  * Collectives run one at a time, in the order in which they were called; whoever runs one holds the
  * group's turn. A caller that finds no queue runs its own at once. Submitted ones wait in the queue
- * for the worker thread; a thread that waits for one of them runs the queue itself if nobody else
- * does, which saves the hand-over to another thread. */
+ * for a worker thread; a thread that waits for one of them runs the queue itself if nobody else
+ * does, which saves the hand-over to another thread.
+ *
+ * A callback may wait for a later operation (torch's communication hooks do). So there is a worker
+ * more whenever all are inside callbacks and the queue is not empty. */
 #include "internal.h"
 
 #include <signal.h>
@@ -91,8 +94,10 @@ void work_finish(tutti_work *work, int code, const char *text)
     atomic_store_explicit(&work->is_done, 1, memory_order_release);
 }
 
+static int start_worker(tutti_group *);
+
 /* Called with the lock and without the turn; runs the head of the queue. */
-static void run_head(tutti_group *g)
+static void run_head(tutti_group *g, bool is_worker)
 {
     tutti_work *work = g->queue_head;
     g->queue_head = work->next;
@@ -102,17 +107,23 @@ static void run_head(tutti_group *g)
     pthread_mutex_unlock(&g->lock);
     int code = group_usable(g);
     if (code == 0) {
+        g->patience_now = is_worker ? patience_of_worker() : g->patience;
         ledger_mark(g, work->entry, TUTTI_RUNNING);
         code = run_collective(g, &work->operation, work->sequence, work->entry, work->timeout,
                               deadline_after(work->timeout));
     } else
         ledger_mark(g, work->entry, TUTTI_FAILED);
+    const char *text = code < 0 ? tutti_error() : "";
     pthread_mutex_lock(&g->lock);
     give_turn(g);
+    g->ready -= is_worker;
+    if (g->ready == 0 && g->queue_head && is_worker)
+        start_worker(g);
     pthread_mutex_unlock(&g->lock);
-    work_finish(work, code, tutti_error());
+    work_finish(work, code, text);
     work_release(work);
     pthread_mutex_lock(&g->lock);
+    g->ready += is_worker;
     pthread_cond_broadcast(&g->turn_over);
 }
 
@@ -122,7 +133,7 @@ static void *work_through(void *argument)
     pthread_mutex_lock(&g->lock);
     for (;;) {
         if (g->queue_head && !g->turn_taken)
-            run_head(g);
+            run_head(g, true);
         else if (g->closing && !g->queue_head)
             break;
         else
@@ -134,15 +145,18 @@ static void *work_through(void *argument)
 
 static int start_worker(tutti_group *g)
 {
+    if (g->started == MOST_WORKERS)
+        return 0; /* so deep do no callbacks wait for each other */
     sigset_t all, before;
     sigfillset(&all); /* signals are for the threads of the host language */
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int code = pthread_create(&g->worker, NULL, work_through, g);
+    int code = pthread_create(&g->workers[g->started], NULL, work_through, g);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (code)
         return fail(TUTTI_SYSTEM, "cannot start a thread for group %s: %s", g->name,
                     strerror(code));
-    g->worker_started = true;
+    g->started++;
+    g->ready++;
     return 0;
 }
 
@@ -164,7 +178,7 @@ static int wait_in_turn(tutti_group *g, tutti_work *work, uint64_t deadline)
     begin_inside(g);
     while (!atomic_load_explicit(&work->is_done, memory_order_acquire)) {
         if (g->queue_head && !g->turn_taken) {
-            run_head(g);
+            run_head(g, false);
             continue;
         }
         if (deadline == FOREVER) {
@@ -203,6 +217,7 @@ TUTTI_API int tutti_run(tutti_group *g, const tutti_operation *op, double timeou
         take_turn(g);
         pthread_mutex_unlock(&g->lock);
         uint64_t entry = ledger_open(g, op, sequence, TUTTI_RUNNING);
+        g->patience_now = g->patience;
         code = run_collective(g, op, sequence, entry, timeout_s, deadline_after(timeout_s));
         pthread_mutex_lock(&g->lock);
         give_turn(g);
@@ -234,7 +249,7 @@ TUTTI_API tutti_work *tutti_submit(tutti_group *g, const tutti_operation *op, do
         return work;
     }
     pthread_mutex_lock(&g->lock);
-    if (!g->worker_started && start_worker(g) < 0) {
+    if (g->ready == 0 && start_worker(g) < 0) {
         pthread_mutex_unlock(&g->lock);
         free(work);
         return NULL;
@@ -288,13 +303,13 @@ void stop_worker(tutti_group *g)
     pthread_mutex_lock(&g->lock);
     g->closing = true;
     pthread_cond_broadcast(&g->work_queued);
-    while (g->turn_taken || g->inside || (g->queue_head && !g->worker_started)) {
+    while (g->turn_taken || g->inside || (g->queue_head && !g->ready)) {
         if (g->queue_head && !g->turn_taken)
-            run_head(g); /* the group is broken by now, so it fails at once */
+            run_head(g, false); /* the group is broken by now, so it fails at once */
         else
             pthread_cond_wait(&g->turn_over, &g->lock);
     }
     pthread_mutex_unlock(&g->lock);
-    if (g->worker_started)
-        pthread_join(g->worker, NULL);
+    for (int i = 0; i < g->started; i++)
+        pthread_join(g->workers[i], NULL);
 }

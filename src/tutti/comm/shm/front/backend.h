@@ -161,7 +161,7 @@ class ShmBackend : public c10d::Backend {
 
     WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                 const c10d::AllgatherOptions& opts) override {
-        // One list per input here, unlike torch's documentation, as gloo has it.
+        // outputs[rank][i] is that rank's inputs[i], as gloo has it.
         return each(inputs.size(), opts.asyncOp, [&](size_t i) {
             TensorLists list(1);
             for (auto& outputs_of_rank : outputs) list[0].push_back(outputs_of_rank.at(i));
