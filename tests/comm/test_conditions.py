@@ -58,6 +58,7 @@ def _chains(world: World) -> str:
     expected = ValueError if rank == 0 else comm.CollectiveError
     with pytest.raises(expected):
         comm.gather_compute_scatter(mine, lambda everything: everything[:1].expand(size + 1, 3, 2))
+
     # In the other chain every rank computes; one that fails is named to the others.
     def broken_on_1(everything: torch.Tensor) -> torch.Tensor:
         return broken(everything) if rank == 1 else everything[rank]

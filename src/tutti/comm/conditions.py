@@ -109,7 +109,7 @@ def gather_compute_reduce(
     members = members_of(group)
     refuse_block("gather_compute_reduce")
     everything = all_gather(tensor.unsqueeze(0), group=group)
-    share, problem = None, None
+    share, problem = everything, None
     try:
         share = compute(everything).detach().clone()  # it may be a view of what was gathered
     except Exception as error:  # the others must learn of it, whatever it is
