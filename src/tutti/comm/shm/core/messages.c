@@ -128,8 +128,8 @@ static bool open_arrival(tutti_group *g, int source, const heading *heading)
         if (!aside) {
             char text[200];
             snprintf(text, sizeof text,
-                     "no memory for %" PRIu64 " bytes from rank %d that nobody receives yet (tag %" PRIu32
-                     ")",
+                     "no memory for %" PRIu64 " bytes from rank %d (tag %" PRIu32
+                     ") that nobody receives yet",
                      heading->bytes, source, heading->tag);
             break_group(g, TUTTI_NO_MEMORY, text);
             return false;
