@@ -311,6 +311,7 @@ TUTTI_API void tutti_group_close(tutti_group *g)
     pthread_mutex_destroy(&g->broken_lock);
     pthread_mutex_destroy(&g->blocks_lock);
     free(g->broken_text);
+    free(g->workers);
     free(g->sources);
     free(g->peers);
     free(g);
