@@ -73,6 +73,8 @@ typedef struct {
     _Alignas(2 * LINE) _Atomic uint64_t consumed; /* the last round whose peers' bytes were read */
     _Alignas(2 * LINE) _Atomic uint32_t sleepers; /* peers that sleep until this rank rings */
     _Atomic uint32_t bell;
+    _Alignas(2 * LINE) _Atomic uint32_t mail_sleepers; /* threads of this rank; others ring */
+    _Atomic uint32_t mail_bell;
     _Alignas(2 * LINE) _Atomic uint32_t state; /* RUNNING, LEFT, BROKEN */
     _Atomic int32_t code;                      /* why, when BROKEN */
     _Atomic uint64_t reason[TUTTI_REASON_WORDS];

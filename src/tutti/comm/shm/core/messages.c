@@ -88,6 +88,8 @@ static bool push(tutti_group *g, int to, list *over)
             conclude(g->mail, over, work, 0);
         }
     }
+    if (head != begun)
+        ring_for_mail(g->peers[to].control);
     return head != begun;
 }
 
@@ -197,6 +199,8 @@ static bool pull(tutti_group *g, int source, list *over)
             arrival->active = false;
         }
     }
+    if (tail != begun)
+        ring_for_mail(g->peers[source].control);
     return tail != begun;
 }
 
