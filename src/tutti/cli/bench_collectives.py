@@ -79,7 +79,8 @@ class Collectives:
     csv: Path | None = None
     """Write the rows to this file as CSV, too."""
     save_paths: bool = False
-    """Keep what was fastest at which size: tutti.comm chooses by it on this machine."""
+    """Keep what was fastest at which size on this machine: tutti.comm chooses by it where a group
+    has several paths (all_reduce on CUDA), and comm.explain tells it everywhere."""
     start_timeout: float | None = None
     """Seconds for all ranks to arrive (default 300)."""
 
