@@ -74,6 +74,28 @@ def test_a_backend_that_is_not_here_is_an_unmet_need() -> None:
     assert done.returncode == 2 and "nccl: NCCL moves CUDA tensors only" in done.stderr
 
 
+@pytest.mark.parametrize("kind", ["collectives", "symmetric"])
+def test_a_reader_that_leaves_early_costs_no_results(kind: str, tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--sizes", "4,1K", "--budget", "0.01"]
+    process = subprocess.Popen(
+        [*TUTTI, "bench", kind, *flags, "--json", str(tmp_path / "b.json")],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith("# rank 0")
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 0 and err == "", err
+    process.stderr.close()
+    content = json.loads((tmp_path / "b.json").read_text())
+    assert content["complete"] and content["rows"]
+
+
 def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     sizes = ["--sizes", "4:64M:x2", "--backends", "gloo", "--json", tmp_path / "b.json"]
     command = [str(word) for word in [*BENCH, *sizes]]

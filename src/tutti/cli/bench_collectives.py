@@ -12,6 +12,7 @@ import tyro
 
 from tutti.bench.formulas import OPERATIONS, Operation
 from tutti.bench.sizes import parse_sizes
+from tutti.bench.table import Table, print_line, usable_width
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.hardware.gpus import visible_gpu_count
@@ -94,7 +95,6 @@ def main(arguments: list[str]) -> int:
     ranks = _ranks(options)
     if "mpi" in backends:
         from tutti.bench.mpi import mpirun_command, run_job
-        from tutti.bench.table import usable_width
 
         LocalWorld(command, ranks, options.device).check()
         return run_job(mpirun_command(ranks, command), usable_width(sys.stdout))
@@ -115,7 +115,6 @@ def _measure(
     from tutti.bench.control import Control
     from tutti.bench.pinning import pin
     from tutti.bench.sweep import Sweep
-    from tutti.bench.table import Table
     from tutti.world.exchange import gather_json
     from tutti.world.start import init
 
@@ -232,15 +231,14 @@ def _print_head(
     for row in rows:
         bound = "pinned to CPU" if options.pin else "on CPU"
         where = f"{row['host']}, {row['device']}, {bound} {row['cpus']}, {row['threads']} threads"
-        print(f"# rank {row['rank']}: {where}")
+        print_line(f"# rank {row['rank']}: {where}")
     if world.sharing_note:
-        print(f"# note: {world.sharing_note}")
+        print_line(f"# note: {world.sharing_note}")
     for contender in found:
         if contender.about:
-            print(f"# {contender.name}: {contender.about}")
+            print_line(f"# {contender.name}: {contender.about}")
     for each in missing:
-        print(f"# {each['backend']} is left out: {each['reason']}")
-    sys.stdout.flush()
+        print_line(f"# {each['backend']} is left out: {each['reason']}")
 
 
 def _conclude(
@@ -249,7 +247,7 @@ def _conclude(
     for each in sweep.skipped:
         if "op" in each:
             what = f"{each['backend']} {each['op']} ({each['placement']} of place)"
-            print(f"# {what.replace('in of', 'in')} is left out: {each['reason']}")
+            print_line(f"# {what.replace('in of', 'in')} is left out: {each['reason']}")
     results: dict[str, Any] = {
         "rows": sweep.rows,
         "backends": sweep.about,
@@ -267,11 +265,11 @@ def _conclude(
         from tutti.comm import paths
 
         table = path_table(sweep.rows, world.device.type, world.size, options.dtype)
-        print(f"# paths are kept in {paths.save(table)}")
+        print_line(f"# paths are kept in {paths.save(table)}")
     wrong = sum(row["wrong"] for row in sweep.rows)
-    print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    print_line(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     if sweep.stopped:
-        print(f"# stopped: {len(sweep.rows)} rows were measured")
+        print_line(f"# stopped: {len(sweep.rows)} rows were measured")
         return _INTERRUPTED
     return 1 if wrong else 0
 
