@@ -72,7 +72,8 @@ class Table:
         return usable_width(self._stream) < full
 
     def _print_head(self, row: Row) -> None:
-        self._print(f"# {row['op']}, {row['ranks']} ranks, {row['dtype']}, redop {row['redop']}")
+        ranks = f"{row['ranks']} rank{'s' * (row['ranks'] != 1)}"
+        self._print(f"# {row['op']}, {ranks}, {row['dtype']}, redop {row['redop']}")
         if self._narrow:
             self._print(f"# {'size':>6} {'backend':<12} {'time':>9} {'busbw':>7} {'ratio':>7}")
             self._print(f"# {'(B)':>6} {'':<12} {'(us)':>9} {'(GB/s)':>7}")

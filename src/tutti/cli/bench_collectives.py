@@ -188,14 +188,16 @@ def _check(options: Collectives) -> tuple[list[Operation], list[int], list[str]]
     backends = [] if options.backends is None else options.backends.split(",")
     for name in backends:
         if name not in BACKENDS:
-            raise UsageError(f"--backends: no backend {name!r}: {did_you_mean(name, BACKENDS)}")
+            raise UsageError(f"--backends: no backend {name!r}: there are {', '.join(BACKENDS)}")
+        if backends.count(name) > 1:
+            raise UsageError(f"--backends {options.backends}: name {name} once")
     if options.iterations != "auto" and not (
         options.iterations.isdecimal() and int(options.iterations) > 0
     ):
         raise UsageError(f"--iterations {options.iterations}: auto, or a number of calls above 0")
     if options.warmup < 0:
         raise UsageError(f"--warmup {options.warmup}: use 0 or more")
-    checked_seconds("--budget", options.budget)
+    checked_seconds("--budget", options.budget, example=0.5)
     check_writable("--json", options.json)
     check_writable("--csv", options.csv)
     return [OPERATIONS[name] for name in names], parse_sizes(options.sizes), backends
@@ -230,7 +232,8 @@ def _print_head(
 ) -> None:
     for row in rows:
         bound = "pinned to CPU" if options.pin else "on CPU"
-        where = f"{row['host']}, {row['device']}, {bound} {row['cpus']}, {row['threads']} threads"
+        threads = f"{row['threads']} thread{'s' * (row['threads'] != 1)}"
+        where = f"{row['host']}, {row['device']}, {bound} {row['cpus']}, {threads}"
         print_line(f"# rank {row['rank']}: {where}")
     if world.sharing_note:
         print_line(f"# note: {world.sharing_note}")

@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Symmetric, "tutti bench symmetric", arguments)
     sizes = parse_sizes(options.sizes)
-    checked_seconds("--budget", options.budget)
+    checked_seconds("--budget", options.budget, example=0.2)
     check_writable("--json", options.json)
     if identify(os.environ).launcher == "python":
         if options.ranks < 2:
