@@ -47,6 +47,7 @@ setup(
             depends=sorted(str(header) for header in core.glob("*.h")),
             extra_compile_args=[
                 "-O3",
+                "-g0",
                 "-std=gnu11",
                 "-fvisibility=hidden",
                 "-ffp-contract=off",  # one rounding per operation: the same bits on every machine

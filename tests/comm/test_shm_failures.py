@@ -163,6 +163,7 @@ def test_given_a_peer_killed_amid_a_collective_then_nobody_hangs(kind: int) -> N
 
 
 def die_amid_messages(g: Group, dies: int) -> None:
+    g.barrier()
     big = np.zeros(4_000_000, np.float32)
     if g.rank == dies:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -196,6 +197,7 @@ def test_given_a_message_of_another_size_then_both_sizes_are_named() -> None:
 
 
 def wait_for_message(g: Group) -> None:
+    g.barrier()
     if g.rank == 1:
         g.run(native.RECV, [], [np.zeros(4)], peer=-1, tag=3, timeout=0.2)
     else:
@@ -214,6 +216,7 @@ def test_given_no_message_when_time_is_up_then_the_recv_says_so() -> None:
 
 
 def leave_early(g: Group) -> None:
+    g.barrier()
     x = np.full(10_000, 5.0, np.float32)
     if g.rank == 0:
         g.run(native.BROADCAST, [x], [], root=0)
@@ -239,9 +242,6 @@ def abort_in_flight(g: Group) -> list[str]:
     x = np.zeros(100)
     works = [g.submit(native.ALL_REDUCE, [x], [x], dtype=native.F64) for _ in range(3)]
     works.append(g.submit(native.RECV, [], [x], peer=1 - g.rank, tag=4))
-    if g.rank == 1:
-        time.sleep(0.3)
-        return []
     threading.Timer(0.1, g.abort).start()
     names = []
     for work in works:
@@ -255,6 +255,7 @@ def abort_in_flight(g: Group) -> list[str]:
 
 def test_given_an_abort_then_what_runs_and_what_is_queued_fails() -> None:
     def with_one_absent(g: Group) -> list[str]:
+        g.barrier()
         if g.rank == 1:
             time.sleep(0.3)
             return []

@@ -20,6 +20,14 @@ static inline uint64_t rounds_for(uint64_t bytes, uint64_t chunk)
     return bytes <= chunk ? 1 : (bytes + chunk - 1) / chunk;
 }
 
+/* Chunks for bytes that flow one way: several, so that both sides copy at the same time, but not
+ * more than there are slots if that can be, so that the giver need not wait. */
+static inline uint64_t flow_chunk(const tutti_group *g, uint64_t bytes)
+{
+    uint64_t least_chunk = 64 * 1024, chunk = (bytes / SLOTS + LINE - 1) / LINE * LINE;
+    return least(chunk < least_chunk ? least_chunk : chunk, g->slot_bytes);
+}
+
 /* Of a part cut into chunks: the bytes of chunk i. */
 static inline uint64_t chunk_bytes(uint64_t part, uint64_t i, uint64_t chunk)
 {
@@ -51,7 +59,8 @@ static inline uint64_t largest(const uint64_t *bytes, uint32_t n)
 }
 
 /* Stages what each of the others gets of chunk i. */
-static inline void stage_lanes(tutti_group *g, const tutti_operation *op, uint64_t i, uint64_t round)
+static inline void stage_lanes(tutti_group *g, const tutti_operation *op, uint64_t i,
+                               uint64_t round)
 {
     uint64_t share = lane_bytes(g);
     for (int rank = 0; rank < g->size; rank++)

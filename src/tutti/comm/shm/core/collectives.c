@@ -28,7 +28,7 @@ static int broadcast(tutti_group *g, const tutti_operation *op)
 {
     bool root = g->rank == op->root;
     uint64_t bytes = root ? op->in_bytes[0] : op->out_bytes[0];
-    uint64_t chunk = g->slot_bytes, rounds = rounds_for(bytes, chunk);
+    uint64_t chunk = flow_chunk(g, bytes), rounds = rounds_for(bytes, chunk);
     if (root && (g->print & SYMMETRIC))
         return direct_broadcast_root(g);
     for (uint64_t i = 0, round = g->round + 1; i < rounds; i++, round++) {
@@ -52,7 +52,8 @@ static int broadcast(tutti_group *g, const tutti_operation *op)
 
 static int all_gather(tutti_group *g, const tutti_operation *op)
 {
-    uint64_t chunk = g->slot_bytes, rounds = rounds_for(largest(op->out_bytes, op->out_parts), chunk);
+    uint64_t chunk = g->slot_bytes;
+    uint64_t rounds = rounds_for(largest(op->out_bytes, op->out_parts), chunk);
     const unsigned char *in = op->in[0];
     for (uint64_t i = 0, round = g->round + 1; i < rounds; i++, round++) {
         TRY(enter_round(g, round));

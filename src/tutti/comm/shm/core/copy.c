@@ -17,9 +17,8 @@
 
 #define PLAIN_BYTES 256
 #define STEP 256 /* bytes per turn of the loops */
-#define HANDED_PLAINLY 2048
+#define SAMPLED 2048 /* bytes; less than that is never worth the question */
 #define HANDED_PER_SAMPLE 32
-#define SAMPLE_LINES 32
 #define DEAR_NS_PER_LINE 8
 
 #if defined(__x86_64__)
@@ -84,19 +83,21 @@ void stream_bytes(void *to, const void *from, uint64_t bytes)
 }
 #endif
 
-/* How long it takes to own some lines of a slot again; they are overwritten afterwards. */
-static bool lines_are_dear(unsigned char *to)
+/* How long it takes to own some lines again. The source is read before, so that only the writing
+ * counts, and the right bytes are written, so that a reader who looks meanwhile sees no others. */
+static bool lines_are_dear(unsigned char *to, const unsigned char *from)
 {
+    for (int i = 0; i < SAMPLED; i += LINE)
+        (void)*(const volatile unsigned char *)(from + i);
     uint64_t begun = now_ns();
-    for (int i = 0; i < SAMPLE_LINES; i++)
-        *(volatile uint64_t *)(to + i * LINE) = begun;
+    copy_bytes(to, from, SAMPLED);
     atomic_thread_fence(memory_order_seq_cst); /* waits for the stores */
-    return now_ns() - begun > SAMPLE_LINES * DEAR_NS_PER_LINE;
+    return now_ns() - begun > SAMPLED / LINE * DEAR_NS_PER_LINE;
 }
 
 void hand_over(crossing *crossing, void *to, const void *from, uint64_t bytes)
 {
-    if (bytes < HANDED_PLAINLY) {
+    if (bytes < SAMPLED) {
         if (bytes)
             copy_bytes(to, from, bytes);
         return;
@@ -107,7 +108,7 @@ void hand_over(crossing *crossing, void *to, const void *from, uint64_t bytes)
         return;
     }
     if (crossing->count++ % HANDED_PER_SAMPLE == 0)
-        crossing->dear = lines_are_dear((unsigned char *)to + (-(uintptr_t)to & 7));
+        crossing->dear = lines_are_dear(to, from);
     if (crossing->dear)
         stream_bytes(to, from, bytes);
     else

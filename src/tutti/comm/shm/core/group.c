@@ -22,6 +22,7 @@ static void after_fork_in_child(void)
 {
     atomic_fetch_add(&fork_generation, 1); /* its threads and its place in the group are not ours */
     pthread_mutex_init(&groups_lock, NULL);
+    forget_segment_lock();
 }
 
 static void watch_forks(void)
@@ -182,12 +183,12 @@ TUTTI_API int tutti_group_connect(tutti_group *g, int rank, int64_t pid, int fd,
     layout l = lay_out(g->size, g->slot_bytes * SLOTS);
     if (bytes != l.bytes)
         return fail(TUTTI_BAD_ARGUMENT,
-                    "rank %d of group %s has a segment of %" PRIu64 " bytes and rank %d one of %" PRIu64
-                    ": every rank needs the same staging_bytes",
+                    "rank %d of group %s has a segment of %" PRIu64 " bytes and rank %d one of "
+                    "%" PRIu64 ": every rank needs the same staging_bytes",
                     rank, g->name, bytes, g->rank, l.bytes);
     tutti_segment *segment = tutti_segment_open(pid, fd, bytes);
     if (!segment)
-        return TUTTI_SYSTEM;
+        return tutti_error_code();
     const tutti_header *header = tutti_segment_base(segment);
     if (memcmp(header->magic, "TUTTISHM", 8) || header->abi != TUTTI_ABI ||
         header->token != g->token || header->rank != rank || header->size != g->size) {

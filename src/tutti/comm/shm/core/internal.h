@@ -18,6 +18,7 @@
 /* ---- errors (segment.c): the text of the calling thread's last failure ---- */
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 int fail_errno(const char *what);
+void forget_segment_lock(void); /* in a forked child: who held it is not there */
 
 /* ---- time and waiting (wait.c) ---- */
 #define FOREVER UINT64_MAX
@@ -36,7 +37,7 @@ typedef struct {
 patience patience_for(int ranks);
 /* Workers share their core with those who compute: they hand it over almost at once. */
 patience patience_of_worker(void);
-/* Passes some time; true when the dearer conditions (deadline, death, abort) should be looked at. */
+/* Passes some time; true when the dearer conditions (deadline, death, abort) need a look. */
 bool pause_once(pause_state *);
 /* The same without ever sleeping: false when patience is at its end. */
 bool pause_awake(pause_state *, bool *should_look);
@@ -70,11 +71,13 @@ typedef struct {
     _Alignas(2 * LINE) _Atomic uint64_t posted; /* the last round whose bytes are staged */
     _Atomic uint64_t print[SLOTS];              /* all operations so far, as one number, by round */
     _Alignas(LINE) _Atomic uint64_t place[SLOTS][2]; /* block id and offset of symmetric memory */
-    _Alignas(2 * LINE) _Atomic uint64_t consumed;    /* the last round whose peers' bytes were read */
-    _Alignas(2 * LINE) _Atomic uint32_t sleepers;    /* peers that sleep until this rank rings */
+    _Alignas(2 * LINE) _Atomic uint64_t consumed; /* the last round whose peers' bytes were read */
+    _Alignas(2 * LINE) _Atomic uint32_t sleepers; /* peers that sleep until this rank rings */
     _Atomic uint32_t bell;
-    _Alignas(2 * LINE) _Atomic uint32_t state;       /* RUNNING, LEFT, BROKEN */
-    _Atomic int32_t code;                            /* why, when BROKEN */
+    _Alignas(2 * LINE) _Atomic uint32_t mail_sleepers; /* threads of this rank; others ring */
+    _Atomic uint32_t mail_bell;
+    _Alignas(2 * LINE) _Atomic uint32_t state; /* RUNNING, LEFT, BROKEN */
+    _Atomic int32_t code;                      /* why, when BROKEN */
     _Atomic uint64_t reason[TUTTI_REASON_WORDS];
 } control;
 

@@ -177,8 +177,8 @@ static void describe_call(int rank, const line *entry, char *text, size_t room)
         entry->kind == TUTTI_REDUCE_SCATTER)
         snprintf(reduce, sizeof reduce, ", %s", reduce_name(entry->reduce));
     if (entry->kind != TUTTI_BARRIER)
-        snprintf(what, sizeof what, " (%s%s, %" PRIu64 " bytes%s)", dtype_name(entry->dtype), reduce,
-                 entry->bytes, root);
+        snprintf(what, sizeof what, " (%s%s, %" PRIu64 " bytes%s)", dtype_name(entry->dtype),
+                 reduce, entry->bytes, root);
     snprintf(text, room, "rank %d called %s%s%s%s", rank, kind_name(entry->kind), what,
              entry->where[0] ? " at " : "", entry->where);
 }

@@ -36,7 +36,7 @@ typedef struct {
 enum tutti_state { TUTTI_QUEUED, TUTTI_RUNNING, TUTTI_DONE, TUTTI_FAILED };
 
 typedef struct {
-    _Atomic uint64_t id;       /* 0: from 1, entry (id - 1) % entries; 0 while it is being written */
+    _Atomic uint64_t id;       /* 0: from 1, at (id - 1) % entries; 0 while it is being written */
     _Atomic uint64_t sequence; /* 8: the n-th collective of the group, or message of this rank */
     _Atomic uint32_t kind, dtype, reduce; /* 16, 20, 24: as in tutti_shm.h */
     _Atomic int32_t root;      /* 28: or the peer of a message */

@@ -19,6 +19,8 @@ static void finish_all(tutti_group *g, list over)
         work_finish(work, work->code, work->code < 0 ? g->broken_text : "");
         work_release(work);
     }
+    if (over.first)
+        ring_for_mail(g->peers[g->rank].control);
 }
 
 static int message_trouble(tutti_group *g, tutti_work *work, int rank, uint64_t now, bool due)
@@ -71,41 +73,67 @@ static void look_for_trouble(tutti_group *g, pause_state *pause, list *over)
         mail_fail(g, code, over);
 }
 
-/* One step of whoever waits: moves what can be moved, or passes some time. */
-static void pump(tutti_group *g, pause_state *pause)
+static bool move_some(tutti_group *g)
 {
     list over = {NULL, NULL};
-    bool moved = false;
-    if (pthread_mutex_trylock(&g->mail->lock) == 0) {
-        moved = mail_progress(g, &over);
-        pthread_mutex_unlock(&g->mail->lock);
-        finish_all(g, over);
+    if (pthread_mutex_trylock(&g->mail->lock))
+        return false; /* another thread is at it */
+    bool moved = mail_progress(g, &over);
+    pthread_mutex_unlock(&g->mail->lock);
+    finish_all(g, over);
+    return moved;
+}
+
+/* Until a message moves or another thread of this rank ends one; or for a while. */
+static bool sleep_for_mail(tutti_group *g, const tutti_work *work)
+{
+    control *own = g->peers[g->rank].control;
+    uint32_t heard = atomic_load_explicit(&own->mail_bell, memory_order_acquire);
+    atomic_fetch_add_explicit(&own->mail_sleepers, 1, memory_order_seq_cst);
+    atomic_thread_fence(memory_order_seq_cst);
+    bool moved = move_some(g);
+    if (!moved && !(work && tutti_work_is_done(work)))
+        sleep_on_bell(&own->mail_bell, heard);
+    atomic_fetch_sub_explicit(&own->mail_sleepers, 1, memory_order_relaxed);
+    return moved;
+}
+
+/* One step of whoever waits for `work`, or of the courier: moves what can be moved, or passes some
+ * time. */
+static void pump(tutti_group *g, const tutti_work *work, pause_state *pause)
+{
+    bool should_look = false, moved = move_some(g);
+    if (!moved && !pause_awake(pause, &should_look)) {
+        moved = sleep_for_mail(g, work);
+        should_look = true;
     }
-    if (moved)
-        *pause = (pause_state){.limit = g->patience};
-    else if (pause_once(pause)) {
-        over = (list){NULL, NULL};
-        pthread_mutex_lock(&g->mail->lock);
-        look_for_trouble(g, pause, &over);
-        pthread_mutex_unlock(&g->mail->lock);
-        finish_all(g, over);
+    if (moved) {
+        pause->turns = 0;
+        return;
     }
+    if (!should_look)
+        return;
+    list over = {NULL, NULL};
+    pthread_mutex_lock(&g->mail->lock);
+    look_for_trouble(g, pause, &over);
+    pthread_mutex_unlock(&g->mail->lock);
+    finish_all(g, over);
 }
 
 static void *carry(void *argument)
 {
     tutti_group *g = argument;
     mail *m = g->mail;
-    pause_state pause = {.limit = g->patience};
+    pause_state pause = {.limit = patience_of_worker()};
     pthread_mutex_lock(&m->lock);
     while (!m->closing) {
         if (!m->pending || m->pumps) {
             pthread_cond_wait(&m->changed, &m->lock);
-            pause = (pause_state){.limit = g->patience};
+            pause.turns = 0;
             continue;
         }
         pthread_mutex_unlock(&m->lock);
-        pump(g, &pause);
+        pump(g, NULL, &pause);
         pthread_mutex_lock(&m->lock);
     }
     pthread_mutex_unlock(&m->lock);
@@ -188,7 +216,7 @@ static int pump_until(tutti_group *g, tutti_work *work, uint64_t deadline)
 {
     pause_state pause = {.limit = g->patience};
     while (!tutti_work_is_done(work)) {
-        pump(g, &pause);
+        pump(g, work, &pause);
         if (deadline != FOREVER && now_ns() >= deadline && !tutti_work_is_done(work))
             return fail(TUTTI_TIMEOUT, "%s %" PRIu64 " of group %s is not done yet",
                         kind_name(work->operation.kind), work->sequence, g->name);
@@ -242,6 +270,7 @@ void mail_close(tutti_group *g)
     pthread_mutex_lock(&m->lock);
     m->closing = true;
     pthread_cond_broadcast(&m->changed);
+    ring_for_mail(g->peers[g->rank].control);
     while (m->pumps)
         pthread_cond_wait(&m->changed, &m->lock);
     pthread_mutex_unlock(&m->lock);

@@ -38,6 +38,16 @@ struct mail {
     crossing crossing;
 };
 
+/* After messages have moved: wakes the rank at the other end, or this rank's other threads. The
+ * fence is between the mark just stored and the look at the sleepers; a sleeper counts itself, has a
+ * fence, too, and looks at the marks once more. So one of the two sees the other. */
+static inline void ring_for_mail(control *sleeper)
+{
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&sleeper->mail_sleepers, memory_order_relaxed))
+        ring_bell(&sleeper->mail_bell);
+}
+
 /* All with the lock. Operations that are over are appended to a list, whose callbacks the caller
  * runs without the lock. */
 void mail_send(tutti_group *, tutti_work *, list *over);

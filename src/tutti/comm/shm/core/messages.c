@@ -88,6 +88,8 @@ static bool push(tutti_group *g, int to, list *over)
             conclude(g->mail, over, work, 0);
         }
     }
+    if (head != begun)
+        ring_for_mail(g->peers[to].control);
     return head != begun;
 }
 
@@ -128,8 +130,8 @@ static bool open_arrival(tutti_group *g, int source, const heading *heading)
         if (!aside) {
             char text[200];
             snprintf(text, sizeof text,
-                     "no memory for %" PRIu64 " bytes from rank %d that nobody receives yet (tag %" PRIu32
-                     ")",
+                     "no memory for %" PRIu64 " bytes from rank %d (tag %" PRIu32
+                     ") that nobody receives yet",
                      heading->bytes, source, heading->tag);
             break_group(g, TUTTI_NO_MEMORY, text);
             return false;
@@ -197,6 +199,8 @@ static bool pull(tutti_group *g, int source, list *over)
             arrival->active = false;
         }
     }
+    if (tail != begun)
+        ring_for_mail(g->peers[source].control);
     return tail != begun;
 }
 

@@ -56,13 +56,14 @@ int check_operation(const tutti_group *g, const tutti_operation *operation)
     if (operation->dtype > TUTTI_BYTES)
         return fail(TUTTI_BAD_ARGUMENT, "%s: dtype %" PRIu32 " is unknown", name, operation->dtype);
     if (has_root(operation->kind) && (operation->root < 0 || operation->root >= g->size))
-        return fail(TUTTI_BAD_ARGUMENT, "%s: root %" PRId32 " is not a rank of group %s of %d", name,
-                    operation->root, g->name, g->size);
+        return fail(TUTTI_BAD_ARGUMENT, "%s: root %" PRId32 " is not a rank of group %s of %d",
+                    name, operation->root, g->name, g->size);
     if (operation->kind >= TUTTI_SEND) {
         int lowest = operation->kind == TUTTI_RECV ? -1 : 0;
         if (operation->peer < lowest || operation->peer >= g->size || operation->peer == g->rank)
-            return fail(TUTTI_BAD_ARGUMENT, "%s: peer %" PRId32 " is not another rank of group %s of %d",
-                        name, operation->peer, g->name, g->size);
+            return fail(TUTTI_BAD_ARGUMENT,
+                        "%s: peer %" PRId32 " is not another rank of group %s of %d", name,
+                        operation->peer, g->name, g->size);
     }
     shape expected = parts_of(g, operation);
     if (operation->in_parts != expected.in || operation->out_parts != expected.out)

@@ -21,8 +21,8 @@ typedef void (*reduction)(void *, const void *const *, uint32_t, uint64_t);
 
 #define ADD(a, b) ((a) + (b))
 #define MULTIPLY(a, b) ((a) * (b))
-#define FLOAT_MIN(a, b) (((a) < (b)) | ((a) != (a)) ? (a) : (b))
-#define FLOAT_MAX(a, b) (((a) > (b)) | ((a) != (a)) ? (a) : (b))
+#define FLOAT_MIN(a, b) ((((a) < (b)) | ((a) != (a))) ? (a) : (b))
+#define FLOAT_MAX(a, b) ((((a) > (b)) | ((a) != (a))) ? (a) : (b))
 #define INTEGER_MIN(a, b) ((a) < (b) ? (a) : (b))
 #define INTEGER_MAX(a, b) ((a) > (b) ? (a) : (b))
 #define BIT_AND(a, b) ((a) & (b))
@@ -179,7 +179,8 @@ const char *dtype_name(uint32_t dtype)
 
 const char *reduce_name(uint32_t reduce)
 {
-    static const char *const names[] = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor"};
+    static const char *const names[] = {"sum", "avg",  "product", "min",
+                                        "max", "band", "bor",     "bxor"};
     return reduce <= TUTTI_BXOR ? names[reduce] : "unknown reduction";
 }
 

@@ -5,7 +5,7 @@
 #include "chunks.h"
 
 #ifndef ONE_SHOT_BYTES
-#define ONE_SHOT_BYTES (64 * 1024)
+#define ONE_SHOT_BYTES (128 * 1024) /* read from peers; above, a second round costs less */
 #endif
 #define TILE (16 * 1024) /* what is reduced, then copied from the L1 cache */
 
@@ -88,14 +88,16 @@ static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out,
 
 int all_reduce(tutti_group *g, const tutti_operation *op)
 {
-    if (op->in_bytes[0] <= least(ONE_SHOT_BYTES, g->slot_bytes))
+    uint64_t one_shot_bytes = least(ONE_SHOT_BYTES / (uint64_t)(g->size - 1), g->slot_bytes);
+    if (op->in_bytes[0] <= one_shot_bytes)
         return one_shot(g, op->in[0], op->out[0], op->in_bytes[0]);
     return two_shot(g, op->in[0], op->out[0], op->in_bytes[0]);
 }
 
 int reduce(tutti_group *g, const tutti_operation *op)
 {
-    uint64_t bytes = op->in_bytes[0], chunk = g->slot_bytes, rounds = rounds_for(bytes, chunk);
+    uint64_t bytes = op->in_bytes[0], chunk = flow_chunk(g, bytes);
+    uint64_t rounds = rounds_for(bytes, chunk);
     const unsigned char *in = op->in[0];
     for (uint64_t i = 0, round = g->round + 1; i < rounds; i++, round++) {
         uint64_t here = chunk_bytes(bytes, i, chunk);

@@ -71,6 +71,11 @@ struct tutti_segment {
 static pthread_mutex_t created_lock = PTHREAD_MUTEX_INITIALIZER;
 static tutti_segment *created;
 
+void forget_segment_lock(void)
+{
+    pthread_mutex_init(&created_lock, NULL);
+}
+
 static struct flock owner_lock(void)
 {
     return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};

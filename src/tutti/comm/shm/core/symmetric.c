@@ -9,7 +9,7 @@
 #include <inttypes.h>
 
 #ifndef SYMMETRIC_BYTES
-#define SYMMETRIC_BYTES (16 * 1024) /* below, staging costs less than waiting twice */
+#define SYMMETRIC_BYTES (4 * 1024) /* below, staging costs less than waiting twice */
 #endif
 #define TILE (16 * 1024) /* what is reduced, then handed on from the L1 cache */
 

@@ -19,7 +19,7 @@
 
 enum {
     TUTTI_OK = 0,
-    TUTTI_TIMEOUT = -1,      /* the text names the ranks that have not arrived, and where they are */
+    TUTTI_TIMEOUT = -1,      /* the text names the ranks that have not arrived and where they are */
     TUTTI_PEER_DIED = -2,    /* the text names the rank */
     TUTTI_PEER_LEFT = -3,    /* a peer closed the group while this rank waits for it */
     TUTTI_MISMATCH = -4,     /* ranks called different operations, sizes, dtypes or roots */
@@ -61,8 +61,8 @@ enum tutti_kind {
  *   send             1 part, `peer`, `tag`       none
  *   recv             none                        1 part, `peer` (-1: any), `tag`
  *
- * all_gather, reduce_scatter, gather and scatter allow parts of different sizes per rank, as long as
- * every rank states the same sizes. */
+ * all_gather, reduce_scatter, gather and scatter allow parts of different sizes per rank, as long
+ * as every rank states the same sizes. */
 typedef struct {
     uint32_t kind, dtype, reduce;
     int32_t root;                 /* rank in the group, or -1 */
@@ -80,7 +80,7 @@ typedef struct {
 const char *tutti_error(void);
 int tutti_error_code(void); /* the code of the calling thread's last failure */
 int tutti_abi(void);
-const char *tutti_vector_code(void); /* "avx512", "avx2", "sse2", "neon": what reductions use here */
+const char *tutti_vector_code(void); /* "avx512", "avx2", "sse2", "neon", "plain" */
 
 /* ---- Segments: memory of one process that others map. ---- */
 typedef struct tutti_segment tutti_segment;
@@ -93,7 +93,7 @@ int tutti_segment_owner_lives(const tutti_segment *); /* 1 yes, 0 the creating p
 void tutti_segment_close(tutti_segment *);
 
 /* ---- Groups. Every rank creates its own, tells peers (pid, fd, bytes, token) by a store, opens
- * each peer's. `token` is any number that all ranks of the group know and no other group has. ---- */
+ * each peer's. `token`: any number that all ranks of the group know and no other group has. ---- */
 typedef struct tutti_group tutti_group;
 tutti_group *tutti_group_create(const char *name, int rank, int size, uint64_t staging_bytes,
                                 uint64_t token);
@@ -104,16 +104,20 @@ void tutti_group_abort(tutti_group *); /* fails what runs and what is queued wit
 void tutti_group_close(tutti_group *); /* aborts, joins the worker threads, frees */
 
 /* Tensors at the same place of a symmetric block on every rank are reduced and gathered without
- * staging. `id` is the same on all ranks; bases[rank] is where this process sees each rank's block. */
+ * staging. `id` is the same on all ranks; bases[rank] is where this process sees a rank's block. */
 int tutti_group_add_block(tutti_group *, uint64_t id, void *const *bases, uint64_t bytes);
 int tutti_group_remove_block(tutti_group *, uint64_t id);
 
 /* ---- Operations. ---- */
-/* Runs now in the calling thread when nothing is queued, else in turn. Blocks. */
+/* Runs now in the calling thread when nothing is queued, else in turn. Blocks. A timeout that is
+ * not positive means none. After a timeout, a mismatch or a death the group is broken: every later
+ * operation fails at once, with the first reason. */
 int tutti_run(tutti_group *, const tutti_operation *, double timeout_s);
 
-/* Queues for a worker thread of the group. `done`, if not NULL, is called once, from the thread that
- * ran the operation; it may call back into this library and wait for other operations. */
+/* Queues for a worker thread of the group. `done`, if not NULL, is called once when the operation is
+ * over, before tutti_work_wait() returns, by whichever thread ran it (a worker, or one that waits)
+ * and with no lock held. It may call back into this library and wait for other operations; it must
+ * not wait for its own, nor close the group. */
 typedef struct tutti_work tutti_work;
 typedef void (*tutti_done)(void *argument, int code, const char *text);
 tutti_work *tutti_submit(tutti_group *, const tutti_operation *, double timeout_s, tutti_done done,

@@ -153,7 +153,8 @@ static int start_worker(tutti_group *g)
     int code = pthread_create(&g->workers[g->started], NULL, work_through, g);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (code)
-        return fail(TUTTI_SYSTEM, "cannot start a thread for group %s: %s", g->name, strerror(code));
+        return fail(TUTTI_SYSTEM, "cannot start a thread for group %s: %s", g->name,
+                    strerror(code));
     g->started++;
     g->ready++;
     return 0;
