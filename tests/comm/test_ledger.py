@@ -51,7 +51,7 @@ def test_a_reader_sees_the_last_256_operations_with_their_places_and_states() ->
     assert {record.state for record in done} == {"done"}
     assert all(record.ended is not None for record in done)
     assert (failed.operation, failed.state) == ("recv", "failed")
-    assert waiting is account.current and waiting.is_open and waiting.ended is None
+    assert waiting is account.current and waiting.state == "waiting" and waiting.ended is None
     assert str(waiting) == "all_reduce 400 of group mesh_dp (int8, 64 bytes)"
     line = _begin.__code__.co_firstlineno + 1
     assert waiting.where == f"{place.shown_path(__file__)}:{line} in _begin"

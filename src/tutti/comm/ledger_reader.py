@@ -35,11 +35,6 @@ class Record:
     where: str
     written_by: str = "tutti.comm"
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it has begun and not ended."""
-        return self.state in ("begun", "waiting", "queued", "running")
-
     def __str__(self) -> str:
         size = f"{self.dtype}, {self.bytes} bytes" if self.dtype else f"{self.bytes} bytes"
         return f"{self.operation} {self.sequence} of group {self.group} ({size})"

@@ -186,5 +186,4 @@ def _front(
         raise UsageError(f"front='compiled': {reason}")
     if module is None or options.front == "plain":
         return PlainGroup(group, store, rank, size, name, timeout)
-    module.set_maker(make)
     return module.ShmBackend(group, rank, size, timeout, name, ranks)
