@@ -98,11 +98,17 @@ def test_a_process_without_a_ledger_has_no_account() -> None:
 def _late(world: World) -> str:
     group = dist.new_group(timeout=timedelta(seconds=2), group_desc="late", backend="gloo")
     comm.all_reduce(torch.ones(2), group=group)
+    told = _wait_for_the_late(world, group)
+    dist.barrier()  # on shm: nobody ends while others still wait
+    return told
+
+
+def _wait_for_the_late(world: World, group: dist.ProcessGroup) -> str:
     if world.rank == 2:
         _dawdle()
         return "late"
     if world.rank == 3:
-        with contextlib.suppress(comm.CollectiveTimeout):
+        with contextlib.suppress(comm.CollectiveError):
             comm.broadcast(torch.ones(1), group=group)
         return "wrong"
     try:
@@ -112,6 +118,8 @@ def _late(world: World) -> str:
         with pytest.raises(comm.CollectiveTimeout):  # the same again
             handle.wait()
         return str(error)
+    except comm.CollectiveError:
+        return "lost"  # gloo of a rank whose time was up first closes its connections
     return "in time"
 
 
@@ -122,8 +130,10 @@ def _dawdle() -> None:
 def test_a_timeout_names_who_is_late_at_which_operation_and_where() -> None:
     here = place.shown_path(__file__)
     texts = in_world(_late, 4)
-    assert texts[2:] == ["late", "wrong"]
+    assert texts[2:] == ["late", "wrong"] and texts[:2] != ["lost", "lost"]
     for rank, text in enumerate(texts[:2]):
+        if text == "lost":
+            continue
         expected = f"all_reduce 2 of group late (mean, float32, 1024 bytes) at {here}:"
         assert text.startswith(expected), text
         assert f"s on rank {rank}: rank 2 has not arrived (pid " in text, text
