@@ -6,6 +6,7 @@ it, started with the first CUDA tensor.
 """
 
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -75,9 +76,9 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         self._coalesced: list[Work] | None = None
         self._cuda: Any = None
 
+    @abstractmethod  # checked by the type checker alone: torch's class has a metaclass of its own
     def begin(self, call: Call) -> Work:
         """Run or queue one operation."""
-        raise NotImplementedError
 
     def seconds(self, call: Call) -> float:
         """The timeout of a call: its own, else the group's."""

@@ -1,5 +1,6 @@
 """MemoryTier: one level of a pooled cache, some bytes of memory that hold values under keys."""
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ class Held:
     pins: int = 0
 
 
-class MemoryTier:
+class MemoryTier(ABC):
     """Values in the order of their last use. It stores where there is room, and evicts nothing."""
 
     def __init__(self, name: str) -> None:
@@ -43,9 +44,9 @@ class MemoryTier:
         """Forget a value and free its place."""
         self._give(self.values.pop(key))
 
+    @abstractmethod
     def could_store(self, data: torch.Tensor) -> bool:
         """Whether data would fit if all values that are not pinned were gone."""
-        raise NotImplementedError
 
     def oldest(self) -> Hashable:
         """The least recently used value that is not pinned."""
@@ -59,11 +60,13 @@ class MemoryTier:
     def _pinned(self) -> list[Held]:
         return [held for held in self.values.values() if held.pins]
 
+    @abstractmethod
     def _take(self, data: torch.Tensor) -> Held | None:
-        raise NotImplementedError
+        """A free place for data, or None."""
 
+    @abstractmethod
     def _give(self, held: Held) -> None:
-        raise NotImplementedError
+        """Free a place."""
 
 
 class AreaTier(MemoryTier):

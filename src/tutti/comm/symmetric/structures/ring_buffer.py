@@ -261,14 +261,29 @@ class RingBuffer(Structure):
         super()._end()
 
 
-class _Reservation:
-    """The producer's hold on the next free slot."""
+class _Hold:
+    """A slot in somebody's hands, who hands it over at the end unless there was an error."""
 
     __slots__ = ("_ring", "timeout")
 
     def __init__(self, ring: RingBuffer) -> None:
         self._ring = ring
         self.timeout: float | None = None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._ring._hand_over()
+
+
+class _Reservation(_Hold):
+    """The producer's hold on the next free slot."""
+
+    __slots__ = ()
 
     def __enter__(self) -> torch.Tensor:
         ring = self._ring
@@ -276,36 +291,14 @@ class _Reservation:
             ring._wait_for_room(self.timeout)
         return ring._views[ring._done % ring.slots]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self._ring._hand_over()
 
-
-class _Next:
+class _Next(_Hold):
     """The consumer's hold on the oldest filled slot."""
 
-    __slots__ = ("_ring", "timeout")
-
-    def __init__(self, ring: RingBuffer) -> None:
-        self._ring = ring
-        self.timeout: float | None = None
+    __slots__ = ()
 
     def __enter__(self) -> torch.Tensor:
         ring = self._ring
         if ring._done >= ring._take_limit:
             ring._wait_for_item(self.timeout)
         return ring._views[ring._done % ring.slots]
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self._ring._hand_over()
