@@ -13,6 +13,7 @@ from tutti.comm import ledger
 from tutti.comm.members import Members, members_of
 from tutti.comm.paths import OPS, Choice, Table, choose, load, parse
 from tutti.comm.shm.registration import hosts
+from tutti.comm.symmetric.staged import STAGED_BYTES
 from tutti.comm.torch_calls import issue
 from tutti.world.errors import UsageError, did_you_mean
 
@@ -21,9 +22,8 @@ if TYPE_CHECKING:
 
 Carrier = Callable[["Operation", bool], Any]
 
-# What torch's one-shot kernels reduce, and how large the staging buffer is.
+# What torch's one-shot kernels reduce.
 _ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
-_STAGED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def available_paths(members: Members, device: str) -> tuple[str, ...]:
 def carrier(operation: "Operation") -> Carrier:
     """What sends an operation on a GPU: torch, or symmetric memory where that is faster."""
     members = operation.members
-    if operation.kind != "all_reduce" or operation.bytes > _STAGED_BYTES:
+    if operation.kind != "all_reduce" or operation.bytes > STAGED_BYTES:
         return issue
     if operation.reduction != "sum" or operation.dtype not in _ONE_SHOT_DTYPES:
         return issue
