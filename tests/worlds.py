@@ -1,5 +1,6 @@
 """Starts real processes as ranks for a test, with a timeout, and shows all output on failure."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,19 @@ def in_world(
         if done.returncode != 0:
             raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
+
+
+@contextlib.contextmanager
+def default_group(backend: str) -> Iterator[None]:
+    """On every rank: until the end, the default group is one of this backend."""
+    import torch.distributed as dist
+
+    given = dist.group.WORLD
+    dist.group.WORLD = dist.new_group(backend=backend, group_desc="default_pg")
+    try:
+        yield
+    finally:
+        dist.group.WORLD = given
 
 
 def _be_a_rank(source: str, name: str, arguments: str, folder: str) -> None:

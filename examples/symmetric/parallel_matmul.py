@@ -30,7 +30,9 @@ def seconds_of(work: object) -> float:
 
 with tutti.init() as world, symmetric.Heap(bytes=16 << 20) as heap:
     if HIDDEN % world.size:
-        raise SystemExit(f"{HIDDEN} hidden columns do not divide by {world.size} ranks")
+        raise tutti.UsageError(
+            f"{HIDDEN} hidden columns do not divide by {world.size} ranks: start 2, 3 or 4"
+        )
     torch.manual_seed(0)  # all ranks know everything, to check; each uses its part
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
     a = torch.randn(WIDTH, HIDDEN, dtype=torch.float64) / WIDTH**0.5

@@ -63,7 +63,7 @@ def serve() -> int:
 
 with tutti.init() as world, symmetric.Heap(bytes=4 << 20) as heap:
     if world.size < 2:
-        raise SystemExit("a server and a worker: start at least 2 ranks")
+        raise tutti.UsageError("a server and a worker: start at least 2 ranks")
     workers = range(1, world.size)
     with (
         DistributedTensor(heap, (ROWS, WIDTH), placement="cyclic") as table,

@@ -23,10 +23,11 @@ SHORT = ["--budget", "0.01", "--backends", "gloo"]
         ([], "what should be measured? tutti bench collectives"),
         (["colectives"], "no kind 'colectives': did you mean collectives?"),
         (["collectives", "--ops", "al_reduce"], "'al_reduce': did you mean all_reduce?"),
-        (["collectives", "--backends", "goo"], "no backend 'goo': did you mean gloo?"),
+        (["collectives", "--backends", "goo"], "no backend 'goo': there are gloo, shm, "),
+        (["collectives", "--backends", "gloo,gloo"], "--backends gloo,gloo: name gloo once"),
         (["collectives", "--sizes", "4:1K:x1"], "--sizes 4:1K:x1: with the step x1"),
         (["collectives", "--iterations", "few"], "--iterations few: auto, or a number"),
-        (["collectives", "--budget", "0"], "--budget 0.0: give seconds above 0"),
+        (["collectives", "--budget", "0"], "--budget 0.0: give seconds above 0, such as 0.5"),
         (["collectives", "--ranks", "0"], "--ranks 0: a world has at least one rank"),
         (["collectives", "--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
         (["collectives", "--csv", "/"], "--csv /: it is a directory"),
@@ -72,6 +73,28 @@ def test_a_narrow_terminal_gets_short_lines(tmp_path: Path) -> None:
 def test_a_backend_that_is_not_here_is_an_unmet_need() -> None:
     done = run_command([*BENCH, "--backends", "nccl", "--sizes", "4"])
     assert done.returncode == 2 and "nccl: NCCL moves CUDA tensors only" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["collectives", "symmetric"])
+def test_a_reader_that_leaves_early_costs_no_results(kind: str, tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--sizes", "4,1K", "--budget", "0.01"]
+    process = subprocess.Popen(
+        [*TUTTI, "bench", kind, *flags, "--json", str(tmp_path / "b.json")],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith("# rank 0")
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 0 and err == "", err
+    process.stderr.close()
+    content = json.loads((tmp_path / "b.json").read_text())
+    assert content["complete"] and content["rows"]
 
 
 def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:

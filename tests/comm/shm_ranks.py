@@ -88,10 +88,20 @@ def _be_rank(
         card = (os.getpid(), core().tutti_group_fd(handle), core().tutti_group_bytes(handle))
         for peer in range(size):
             pipes[peer][1].send((rank, card))
-        for _ in range(size):
-            peer, (pid, fd, length) = pipes[rank][0].recv()
+        cards, connected = 0, 0
+        while cards < size:
+            peer, said = pipes[rank][0].recv()
+            if said == "connected":  # it was faster than another's card
+                connected += 1
+                continue
+            cards += 1
+            pid, fd, length = said
             if peer != rank:
                 native.raise_for(core().tutti_group_connect(handle, peer, pid, fd, length))
+        for peer in range(size):  # nobody goes on, and perhaps leaves, before all are connected
+            pipes[peer][1].send((rank, "connected"))
+        for _ in range(size - connected):
+            pipes[rank][0].recv()
         group = Group(handle, rank, size)
         try:
             answer.send(("result", function(group, *arguments)))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tutti import comm
 from tutti.world.errors import UsageError
 from tutti.world.world import World
-from worlds import in_world
+from worlds import default_group, in_world
 
 _FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 _INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -256,13 +256,15 @@ def _mistakes(world: World) -> None:
 
 def _everything(world: World) -> str:
     warnings.simplefilter("error", FutureWarning)  # no name that torch deprecates
-    _every_reduction(world)
-    _every_move(world)
-    _uneven(world)
-    _with_gaps(world)
-    _messages(world)
-    _subgroups(world) if world.size > 1 else None
-    _handles(world)
+    for backend in ("shm", "gloo"):
+        with default_group(backend):
+            _every_reduction(world)
+            _every_move(world)
+            _uneven(world)
+            _with_gaps(world)
+            _messages(world)
+            _subgroups(world) if world.size > 1 else None
+            _handles(world)
     _mistakes(world)
     return "right"
 

@@ -1,5 +1,6 @@
 """Given ranks that differ in a condition, when they decide together, then all go the same way."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from tutti import comm
 from tutti.world.errors import UsageError
 from tutti.world.world import World
-from worlds import in_world
+from worlds import default_group, in_world
 
 
 def _conditions(world: World) -> str:
@@ -57,6 +58,15 @@ def _chains(world: World) -> str:
     expected = ValueError if rank == 0 else comm.CollectiveError
     with pytest.raises(expected):
         comm.gather_compute_scatter(mine, lambda everything: everything[:1].expand(size + 1, 3, 2))
+
+    # In the other chain every rank computes; one that fails is named to the others.
+    def broken_on_1(everything: torch.Tensor) -> torch.Tensor:
+        return broken(everything) if rank == 1 else everything[rank]
+
+    with pytest.raises(KeyError if rank == 1 else comm.CollectiveError) as caught:
+        comm.gather_compute_reduce(mine, broken_on_1)
+    assert rank == 1 or "compute failed on rank 1 of group default" in str(caught.value)
+    assert comm.all_reduce(torch.tensor([1])).item() == size  # and nothing is left under way
     return "right"
 
 
@@ -80,11 +90,15 @@ def _pipelined(world: World) -> list[str]:
 
 
 def _all(world: World) -> list[Any]:
-    return [_conditions(world), _chains(world), _pipelined(world)]
+    told = []
+    for backend in ("shm", "gloo"):
+        with default_group(backend):
+            told.append([_conditions(world), _chains(world), _pipelined(world)])
+    return told
 
 
 def test_conditions_chains_and_sequences() -> None:
-    for agreed, right, events in in_world(_all, 3):
+    for agreed, right, events in itertools.chain.from_iterable(in_world(_all, 3)):
         assert (agreed, right) == ("agreed", "right")
         assert events == [
             *("begin 0", "begin 1", "compute 0", "begin 2", "compute 1", "compute 2"),

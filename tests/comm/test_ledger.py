@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def test_a_reader_sees_the_last_256_operations_with_their_places_and_states() ->
     assert {record.state for record in done} == {"done"}
     assert all(record.ended is not None for record in done)
     assert (failed.operation, failed.state) == ("recv", "failed")
-    assert waiting is account.current and waiting.is_open and waiting.ended is None
+    assert waiting is account.current and waiting.state == "waiting" and waiting.ended is None
     assert str(waiting) == "all_reduce 400 of group mesh_dp (int8, 64 bytes)"
     line = _begin.__code__.co_firstlineno + 1
     assert waiting.where == f"{place.shown_path(__file__)}:{line} in _begin"
@@ -96,7 +96,7 @@ def test_a_process_without_a_ledger_has_no_account() -> None:
 
 
 def _late(world: World) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=2), group_desc="late")
+    group = dist.new_group(timeout=timedelta(seconds=2), group_desc="late", backend="gloo")
     comm.all_reduce(torch.ones(2), group=group)
     if world.rank == 2:
         _dawdle()
@@ -131,6 +131,32 @@ def test_a_timeout_names_who_is_late_at_which_operation_and_where() -> None:
         # The broadcast may be over for rank 3 when the others look; it is wrong all the same.
         assert "rank 3 called broadcast 2 of group late (float32, 4 bytes) at " in text, text
         assert f"rank {1 - rank} has arrived" in text, text
+
+
+def _late_on_shm(world: World) -> list[str]:
+    told = []
+    third: list[Callable[[dist.ProcessGroup], Any]]
+    third = [lambda group: comm.broadcast(torch.ones(1), group=group), lambda group: _dawdle()]
+    for call in third:
+        group = dist.new_group(timeout=timedelta(seconds=2), group_desc="late", backend="shm")
+        comm.all_reduce(torch.ones(2), group=group)
+        try:
+            comm.all_reduce(torch.ones(256), group=group) if world.rank < 2 else call(group)
+            told.append("in time")
+        except comm.CollectiveError as error:
+            told.append(str(error))
+        dist.barrier()
+    return told
+
+
+def test_on_shm_a_wrong_call_is_told_at_once_and_a_late_rank_at_the_timeout() -> None:
+    *others, (wrong, _) = in_world(_late_on_shm, 3)
+    assert wrong.startswith("broadcast 2 of group late (float32, 4 bytes) at "), wrong
+    for rank, (differs, late) in enumerate(others):
+        begin = "all_reduce 2 of group late (sum, float32, 1024 bytes) at "
+        assert differs.startswith(begin) and late.startswith(begin), (differs, late)
+        assert f"rank {rank} called all_reduce (float32, sum, 1024 bytes), rank 2 " in differs
+        assert "waiting for rank 2 (pid " in late and " in _dawdle, seen " in late, late
 
 
 def test_what_is_said_of_ranks_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

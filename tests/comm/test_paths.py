@@ -1,5 +1,6 @@
 """Given a table of measured paths, when an operation has a choice, then the table decides."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -7,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti import comm
+from tutti.bench.path_table import path_table
 from tutti.comm import paths
 from tutti.comm.paths import Choice, Measured, Row, Table, choose
+from tutti.comm.shm import ShmOptions
+from tutti.comm.shm.compiled import compiled_front
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 from worlds import in_world
@@ -30,9 +35,14 @@ def _table(*rows: Row) -> Table:
 
 
 def test_with_one_path_there_is_no_choice() -> None:
+    assert choose("all_reduce", 8, "cpu", ("gloo",), None) == Choice(
+        "gloo", "the only one there is"
+    )
     table = _table(Row("all_reduce", "cpu", "shm", 0, None))
     assert choose("all_reduce", 8, "cpu", ("gloo",), table) == Choice(
-        "gloo", "the only one there is"
+        "gloo",
+        "the only one there is; shm is the fastest from 0 bytes when measured with 2 ranks on "
+        "2026-01-02",
     )
 
 
@@ -67,7 +77,7 @@ def test_what_was_measured_comes_before_the_defaults() -> None:
 
 
 def test_a_measured_path_that_is_not_there_is_passed_over() -> None:
-    table = _table(Row("all_reduce", "cuda", "symmetric two-shot", 0, None))
+    table = _table(Row("all_reduce", "cuda", "gloo", 0, None))
     assert choose("all_reduce", 8, "cuda", _GPU, table).path == "symmetric one-shot"
 
 
@@ -108,6 +118,37 @@ def test_a_table_is_kept_for_each_machine_and_number_of_ranks(tmp_path: Path) ->
     assert list(file.parent.iterdir()) == [file]
 
 
+def test_what_is_measured_later_replaces_the_same_operation_on_the_same_device_only() -> None:
+    def measured(op: str, device: str, path: str, date: str) -> Table:
+        table = paths.fastest([Measured(op, device, path, 1024, 2.5)], ranks=4)
+        return dataclasses.replace(table, measured=date)
+
+    paths.file_for(4).parent.mkdir(parents=True)
+    paths.file_for(4).write_text("damaged")
+    paths.save(measured("all_reduce", "cuda", "nccl", "2026-01-01"))
+    paths.save(measured("all_reduce", "cpu", "gloo", "2026-01-02"))
+    paths.save(measured("all_gather", "cpu", "shm", "2026-01-03"))
+    paths.save(measured("all_reduce", "cpu", "shm", "2026-01-04"))
+    table = paths.load(4)
+    assert table is not None and table.measured == "2026-01-04"
+    assert [(row.op, row.device, row.path, row.measured) for row in table.rows] == [
+        ("all_reduce", "cuda", "nccl", "2026-01-01"),
+        ("all_gather", "cpu", "shm", "2026-01-03"),
+        ("all_reduce", "cpu", "shm", None),
+    ]
+    assert "on 2026-01-01" in choose("all_reduce", 8, "cuda", _GPU, table).reason
+
+
+def test_only_the_form_that_torch_has_counts_in_a_sweep() -> None:
+    def row(backend: str, placement: str, time: float) -> dict[str, Any]:
+        about = {"op": "all_reduce", "bytes": 64, "timing": "back-to-back", "wrong": 0}
+        return {**about, "backend": backend, "placement": placement, "time_us": {"p50": time}}
+
+    rows = [row("gloo", "out", 1.0), row("gloo", "in", 9.0), row("shm", "in", 5.0)]
+    (found,) = path_table(rows, "cpu", 2, "float32").rows
+    assert (found.path, found.time_us) == ("shm", 5.0)
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -141,15 +182,32 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
         paths.save(_table())
 
 
-def _explained(world: World) -> list[Any]:
-    told = comm.explain("all_reduce", 4096)
+def _explained(world: World) -> dict[str, str]:
     assert os.environ.get("XDG_CACHE_HOME")
-    return [told.path, str(told)]
+    groups: dict[str, dist.ProcessGroup | None] = {"default": None}
+    groups["gloo"] = dist.new_group(backend="gloo", group_desc="gloo")
+    for front in ("plain", "compiled") if compiled_front()[0] else ("plain",):
+        apart = ShmOptions(front=front, can_open=lambda card: False)  # type: ignore[arg-type]
+        groups[front] = dist.new_group(backend="shm", pg_options=apart, group_desc=front)
+    for words, arguments in {
+        "op='allreduce' is no operation: did you mean all_reduce": ("allreduce", 8),
+        "bytes=-1: give 0 or more": ("all_reduce", -1),
+        "device='cuda': group default serves cpu only": ("all_reduce", 8, "cuda"),
+    }.items():
+        with pytest.raises(UsageError, match=words):
+            comm.explain(*arguments[:2], device=arguments[2] if arguments[2:] else None)
+    return {name: str(comm.explain("all_reduce", 64, group=each)) for name, each in groups.items()}
 
 
 def test_explain_says_which_path_and_why() -> None:
-    text = "all_reduce of 4096 bytes on cpu in group default goes by gloo: the only one there is"
-    assert in_world(_explained, 2) == [["gloo", text]] * 2
+    expected = {"default": "shm", "gloo": "gloo", "plain": "hierarchical"}
+    expected["compiled"] = "hierarchical"  # over two hosts, as the others' memory is out of reach
+    for told in in_world(_explained, 2):
+        for group, text in told.items():
+            assert text == (
+                f"all_reduce of 64 bytes on cpu in group {group} goes by {expected[group]}: the "
+                "only one there is"
+            )
 
 
 def _by_size(world: World) -> list[str]:

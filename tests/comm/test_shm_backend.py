@@ -9,7 +9,18 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from shm_cases import SIZES, Checks, all_gather_flat, group_of, reduced, values
+from shm_cases import (
+    FLOATS,
+    INTS,
+    OPS,
+    SIZES,
+    Checks,
+    all_gather_flat,
+    group_of,
+    reduced,
+    valid,
+    values,
+)
 from worlds import in_world
 
 FRONTS = ("compiled", "plain")
@@ -209,99 +220,130 @@ def test_asynchrony_coalescing_views_tags_and_futures() -> None:
 
 # ---- Random sequences of operations on random subgroups ----
 
-STEP = st.fixed_dictionaries(
-    {
-        "group": st.integers(0, 5),
-        "what": st.sampled_from(
-            (
-                *("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather"),
-                *("scatter", "all_to_all", "all_to_all_uneven", "ring", "barrier", "in flight"),
-            )
-        ),
-        "count": st.sampled_from([0, 1, 3, 5, 63, 65, 1000, 4097, 40001]),
-        "dtype": st.sampled_from(["float32", "bfloat16", "int64", "int8", "bool"]),
-        "op": st.sampled_from(["SUM", "MIN", "MAX", "PRODUCT"]),
-        "root": st.integers(0, 3),
-    }
+REDUCTIONS = [
+    (str(dtype).removeprefix("torch."), op)
+    for dtype in (*FLOATS, *INTS, torch.bool, torch.complex64)
+    for op in OPS
+    if valid(dtype, op)
+]
+WHAT = (
+    *("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter"),
+    *("all_to_all", "all_to_all_uneven", "ring", "barrier", "in flight"),
+)
+STEP = st.tuples(
+    st.integers(0, 5),  # which subgroup
+    st.sampled_from(WHAT),
+    st.sampled_from([0, 1, 3, 5, 63, 65, 1000, 4097, 40001]),
+    st.sampled_from(REDUCTIONS),
+    st.integers(0, 3),  # the root
 )
 SUBGROUP = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
+PLAN = st.tuples(
+    st.lists(SUBGROUP, min_size=2, max_size=4), st.lists(STEP, min_size=20, max_size=60)
+)
+
+Step = tuple[int, str, int, tuple[str, str], int]
+Late = list[tuple[Any, Any, Any, Checks]]
 
 
-def run_plan(world: Any, subgroups: list[list[int]], steps: list[dict[str, Any]]) -> list[str]:
+def generated_plans(count: int) -> list[Any]:
+    """Plans are collected first and run in one world: to start a world takes seconds."""
+    plans: list[Any] = []
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
+    @given(PLAN)
+    def collect(plan: Any) -> None:
+        plans.append(plan)
+
+    collect()
+    return plans
+
+
+def run_plans(world: Any, front: str, plans: list[Any]) -> list[str]:
     wrong: list[str] = []
-    for front in FRONTS:
-        made = [group_of(front, ranks) for ranks in subgroups]
-        checks = [
-            Checks(group) if world.rank in ranks else None
-            for group, ranks in zip(made, subgroups, strict=True)
-        ]
-        late: list[tuple[Any, Any, Any, Checks]] = []
-        for step in steps:
-            check = checks[step["group"] % len(checks)]
-            if check is not None:
-                _take(step, check, late)
-        for work, tensor, expected, check in late:
-            work.wait()
-            check.same(tensor, expected, "in flight")
-        wrong += [text for check in checks if check for text in check.wrong]
-    return wrong
+    for subgroups, steps in plans:
+        found = run_plan(world, front, subgroups, steps)
+        if found:
+            wrong.append(f"{found[:3]} in {subgroups} {steps}")
+    return wrong[:3]
 
 
-def _take(step: dict[str, Any], check: Checks, late: list[tuple[Any, Any, Any, Checks]]) -> None:
-    what, count, dtype = step["what"], step["count"], getattr(torch, step["dtype"])
-    root = step["root"] % check.size
+def run_plan(world: Any, front: str, subgroups: list[list[int]], steps: list[Step]) -> list[str]:
+    made = [group_of(front, ranks) for ranks in subgroups]
+    checks = [
+        Checks(group) if world.rank in ranks else None
+        for group, ranks in zip(made, subgroups, strict=True)
+    ]
+    late: Late = []
+    for which, *step in steps:
+        check = checks[which % len(checks)]
+        if check is not None:
+            _take(check, late, *step)
+    for work, tensor, expected, check in late:
+        work.wait()
+        check.same(tensor, expected, "in flight")
+    mine = [check for check in checks if check is not None]
+    for check in mine:
+        dist.barrier(check.group)
+        dist.destroy_process_group(check.group)
+    return [text for check in mine for text in check.wrong]
+
+
+def _take(
+    check: Checks, late: Late, what: str, count: int, reduction: tuple[str, str], root: int
+) -> None:
+    dtype, op = getattr(torch, reduction[0]), reduction[1]
+    root %= check.size
     if what == "barrier":
         dist.barrier(check.group)
     elif what == "in flight":
         parts = check.inputs(count, dtype)
         tensor = parts[check.rank].clone()
-        op = getattr(dist.ReduceOp, step["op"])
-        work = dist.all_reduce(tensor, op, group=check.group, async_op=True)
-        late.append((work, tensor, reduced(parts, step["op"]), check))
+        reduce_op = getattr(dist.ReduceOp, op)
+        work = dist.all_reduce(tensor, reduce_op, group=check.group, async_op=True)
+        late.append((work, tensor, reduced(parts, op), check))
     elif what in ("all_reduce", "reduce_scatter"):
-        getattr(check, what)(count, dtype, step["op"])
+        getattr(check, what)(count, dtype, op)
     elif what == "reduce":
-        check.reduce(count, dtype, step["op"], root)
+        check.reduce(count, dtype, op, root)
     elif what in ("broadcast", "gather", "scatter"):
         getattr(check, what)(count, dtype, root)
     else:
         getattr(check, what)(count, dtype)
 
 
-@settings(
-    max_examples=2,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-    derandomize=False,
-)
-@given(
-    subgroups=st.lists(SUBGROUP, min_size=3, max_size=6),
-    steps=st.lists(STEP, min_size=100, max_size=200),
-)
-def test_random_sequences_on_random_subgroups_are_exact(
-    subgroups: list[list[int]], steps: list[dict[str, Any]]
-) -> None:
-    assert in_world(run_plan, 4, subgroups, steps, timeout=100) == [[]] * 4
+@pytest.mark.parametrize("front", FRONTS)
+def test_random_sequences_on_random_subgroups_are_exact(front: str) -> None:
+    plans = generated_plans(25)
+    assert len(plans) > 10
+    assert in_world(run_plans, 4, front, plans, timeout=100) == [[]] * 4
 
 
 # ---- Long and crowded ----
 
+SOAK = {"compiled": 100_000, "plain": 20_000}
 
-def soak(world: Any, operations: int) -> float:
-    total = 0.0
-    for front in FRONTS:
+
+def soak(world: Any) -> dict[str, int]:
+    exact = dict.fromkeys(SOAK, 0)
+    for front, operations in SOAK.items():
         group = group_of(front)
         tensor = torch.zeros(16)
-        for _ in range(operations // 2):
+        for _ in range(operations):
             tensor.fill_(1.0)
             dist.all_reduce(tensor, group=group)
-            total += 1.0 if tensor[7] == world.size else 0.0
-    return total
+            exact[front] += bool(tensor[7] == world.size)
+    return exact
 
 
 def test_a_hundred_thousand_small_operations() -> None:
-    assert in_world(soak, 2, 100_000, timeout=110) == [100_000.0] * 2
+    assert in_world(soak, 2, timeout=110) == [SOAK] * 2
 
 
 def crowded(world: Any) -> list[str]:

@@ -26,3 +26,9 @@ def test_an_example_shows_what_it_says(name: str) -> None:
     done = run_command([*TUTTI, "run", "-n", ranks, "--device", "cpu", EXAMPLES / f"{name}.py"])
     assert done.returncode == 0, done.stderr
     assert SHOWN[name] in done.stdout
+
+
+def test_a_number_of_ranks_that_does_not_divide_is_one_line() -> None:
+    done = run_command([*TUTTI, "run", "-n", 7, "--device", "cpu", EXAMPLES / "parallel_matmul.py"])
+    assert done.returncode == 2, done.stderr
+    assert "960 hidden columns do not divide by 7 ranks: start 2, 3 or 4" in done.stderr

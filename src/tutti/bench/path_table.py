@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from tutti.bench.formulas import OPERATIONS
 from tutti.comm.paths import Measured, Table, fastest
 
 # What is measured on symmetric tensors says nothing about ordinary ones, which the table is for.
@@ -18,5 +19,6 @@ def path_table(rows: Iterable[dict[str, Any]], device: str, ranks: int, dtype: s
         and row["timing"] == "back-to-back"
         and row["wrong"] == 0
         and row["op"] != "send_recv"
+        and row["placement"] == OPERATIONS[row["op"]].native
     ]
     return fastest(measured, ranks, dtype)

@@ -20,6 +20,17 @@ def usable_width(stream: TextIO) -> int:
     return 1000
 
 
+def print_line(line: str, stream: TextIO | None = None) -> None:
+    """Print at once; where the reader has gone (`| head`), measuring goes on without one."""
+    stream = stream or sys.stdout
+    try:
+        print(line, file=stream, flush=True)
+    except BrokenPipeError:
+        # Nothing that is printed from here on, nor what is still buffered, may fail again.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+
+
 class Table:
     """Prints rows as they come. `placements` are those that each operation is measured in."""
 
@@ -61,7 +72,8 @@ class Table:
         return usable_width(self._stream) < full
 
     def _print_head(self, row: Row) -> None:
-        self._print(f"# {row['op']}, {row['ranks']} ranks, {row['dtype']}, redop {row['redop']}")
+        ranks = f"{row['ranks']} rank{'s' * (row['ranks'] != 1)}"
+        self._print(f"# {row['op']}, {ranks}, {row['dtype']}, redop {row['redop']}")
         if self._narrow:
             self._print(f"# {'size':>6} {'backend':<12} {'time':>9} {'busbw':>7} {'ratio':>7}")
             self._print(f"# {'(B)':>6} {'':<12} {'(us)':>9} {'(GB/s)':>7}")
@@ -96,7 +108,7 @@ class Table:
         return cells
 
     def _print(self, line: str) -> None:
-        print(line.rstrip(), file=self._stream, flush=True)
+        print_line(line.rstrip(), self._stream)
 
 
 _PLACES = {"in": "in-place", "out": "out-of-place"}

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TIMINGS = ("back-to-back", "isolated")
 # To record an event costs the host as much as a short collective: on GPUs a sample is the mean of
 # the calls between two events (nccl-tests takes the mean of all).
 _CALLS_PER_EVENT = 10

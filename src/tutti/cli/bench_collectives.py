@@ -12,6 +12,7 @@ import tyro
 
 from tutti.bench.formulas import OPERATIONS, Operation
 from tutti.bench.sizes import parse_sizes
+from tutti.bench.table import Table, print_line, usable_width
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.hardware.gpus import visible_gpu_count
@@ -79,7 +80,8 @@ class Collectives:
     csv: Path | None = None
     """Write the rows to this file as CSV, too."""
     save_paths: bool = False
-    """Keep what was fastest at which size: tutti.comm chooses by it on this machine."""
+    """Keep what was fastest at which size on this machine: tutti.comm chooses by it where a group
+    has several paths (all_reduce on CUDA), and comm.explain tells it everywhere."""
     start_timeout: float | None = None
     """Seconds for all ranks to arrive (default 300)."""
 
@@ -94,7 +96,6 @@ def main(arguments: list[str]) -> int:
     ranks = _ranks(options)
     if "mpi" in backends:
         from tutti.bench.mpi import mpirun_command, run_job
-        from tutti.bench.table import usable_width
 
         LocalWorld(command, ranks, options.device).check()
         return run_job(mpirun_command(ranks, command), usable_width(sys.stdout))
@@ -115,7 +116,6 @@ def _measure(
     from tutti.bench.control import Control
     from tutti.bench.pinning import pin
     from tutti.bench.sweep import Sweep
-    from tutti.bench.table import Table
     from tutti.world.exchange import gather_json
     from tutti.world.start import init
 
@@ -189,14 +189,16 @@ def _check(options: Collectives) -> tuple[list[Operation], list[int], list[str]]
     backends = [] if options.backends is None else options.backends.split(",")
     for name in backends:
         if name not in BACKENDS:
-            raise UsageError(f"--backends: no backend {name!r}: {did_you_mean(name, BACKENDS)}")
+            raise UsageError(f"--backends: no backend {name!r}: there are {', '.join(BACKENDS)}")
+        if backends.count(name) > 1:
+            raise UsageError(f"--backends {options.backends}: name {name} once")
     if options.iterations != "auto" and not (
         options.iterations.isdecimal() and int(options.iterations) > 0
     ):
         raise UsageError(f"--iterations {options.iterations}: auto, or a number of calls above 0")
     if options.warmup < 0:
         raise UsageError(f"--warmup {options.warmup}: use 0 or more")
-    checked_seconds("--budget", options.budget)
+    checked_seconds("--budget", options.budget, example=0.5)
     check_writable("--json", options.json)
     check_writable("--csv", options.csv)
     return [OPERATIONS[name] for name in names], parse_sizes(options.sizes), backends
@@ -231,16 +233,16 @@ def _print_head(
 ) -> None:
     for row in rows:
         bound = "pinned to CPU" if options.pin else "on CPU"
-        where = f"{row['host']}, {row['device']}, {bound} {row['cpus']}, {row['threads']} threads"
-        print(f"# rank {row['rank']}: {where}")
+        threads = f"{row['threads']} thread{'s' * (row['threads'] != 1)}"
+        where = f"{row['host']}, {row['device']}, {bound} {row['cpus']}, {threads}"
+        print_line(f"# rank {row['rank']}: {where}")
     if world.sharing_note:
-        print(f"# note: {world.sharing_note}")
+        print_line(f"# note: {world.sharing_note}")
     for contender in found:
         if contender.about:
-            print(f"# {contender.name}: {contender.about}")
+            print_line(f"# {contender.name}: {contender.about}")
     for each in missing:
-        print(f"# {each['backend']} is left out: {each['reason']}")
-    sys.stdout.flush()
+        print_line(f"# {each['backend']} is left out: {each['reason']}")
 
 
 def _conclude(
@@ -249,7 +251,7 @@ def _conclude(
     for each in sweep.skipped:
         if "op" in each:
             what = f"{each['backend']} {each['op']} ({each['placement']} of place)"
-            print(f"# {what.replace('in of', 'in')} is left out: {each['reason']}")
+            print_line(f"# {what.replace('in of', 'in')} is left out: {each['reason']}")
     results: dict[str, Any] = {
         "rows": sweep.rows,
         "backends": sweep.about,
@@ -267,11 +269,11 @@ def _conclude(
         from tutti.comm import paths
 
         table = path_table(sweep.rows, world.device.type, world.size, options.dtype)
-        print(f"# paths are kept in {paths.save(table)}")
+        print_line(f"# paths are kept in {paths.save(table)}")
     wrong = sum(row["wrong"] for row in sweep.rows)
-    print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    print_line(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     if sweep.stopped:
-        print(f"# stopped: {len(sweep.rows)} rows were measured")
+        print_line(f"# stopped: {len(sweep.rows)} rows were measured")
         return _INTERRUPTED
     return 1 if wrong else 0
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.bench.sizes import format_size, parse_sizes
-from tutti.bench.table import usable_width
+from tutti.bench.table import print_line, usable_width
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.world.errors import UsageError
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Symmetric, "tutti bench symmetric", arguments)
     sizes = parse_sizes(options.sizes)
-    checked_seconds("--budget", options.budget)
+    checked_seconds("--budget", options.budget, example=0.2)
     check_writable("--json", options.json)
     if identify(os.environ).launcher == "python":
         if options.ranks < 2:
@@ -102,14 +102,16 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
 def _print_head(world: "World", ranks: list[dict[str, Any]]) -> None:
     for each in ranks:
         pinned = "pinned to CPU" if each["pinned"] else "on CPU"
-        print(f"# rank {each['rank']}: {each['host']}, {each['device']}, {pinned} {each['cpus']}")
+        print_line(
+            f"# rank {each['rank']}: {each['host']}, {each['device']}, {pinned} {each['cpus']}"
+        )
     if world.sharing_note:
-        print(f"# note: {world.sharing_note}")
+        print_line(f"# note: {world.sharing_note}")
     if _narrow():
-        print(f"# {'':<32} {'size':>5} {'p50 (us)':>9} {'p99':>9}", flush=True)
+        print_line(f"# {'':<32} {'size':>5} {'p50 (us)':>9} {'p99':>9}")
         return
-    print(f"# {'':<40} {'backend':<10} {'size':>6} {'p50':>9} {'p99':>9} #wrong")
-    print(f"# {'':<40} {'':<10} {'(B)':>6} {'(us)':>9} {'(us)':>9}", flush=True)
+    print_line(f"# {'':<40} {'backend':<10} {'size':>6} {'p50':>9} {'p99':>9} #wrong")
+    print_line(f"# {'':<40} {'':<10} {'(B)':>6} {'(us)':>9} {'(us)':>9}")
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
@@ -119,10 +121,9 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
         if _narrow():
             name = row["name"] if row["name"] != "all_reduce" else f"all_reduce, {row['backend']}"
             wrong = f" {row['wrong']} WRONG" if row["wrong"] else ""
-            print(f"{name:<34.34} {size:>5} {times}{wrong}")
+            print_line(f"{name:<34.34} {size:>5} {times}{wrong}")
             continue
-        print(f"{row['name']:<42} {row['backend']:<10} {size:>6} {times} {row['wrong']:>6}")
-    sys.stdout.flush()
+        print_line(f"{row['name']:<42} {row['backend']:<10} {size:>6} {times} {row['wrong']:>6}")
 
 
 def _narrow() -> bool:
@@ -131,7 +132,7 @@ def _narrow() -> bool:
 
 def _conclude(measured: "Measured", options: Symmetric, ranks: list[dict[str, Any]]) -> None:
     for each in measured.skipped:
-        print(f"# {each['name']} is left out: {each['reason']}")
+        print_line(f"# {each['name']} is left out: {each['reason']}")
     if options.json is not None:
         world = measured.world
         results = {
@@ -142,6 +143,6 @@ def _conclude(measured: "Measured", options: Symmetric, ranks: list[dict[str, An
         }
         write_json(options.json, "tutti.bench.symmetric/1", results)
     wrong = sum(row["wrong"] for row in measured.rows)
-    print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    print_line(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     if measured.stopped:
-        print(f"# stopped: {len(measured.rows)} rows were measured")
+        print_line(f"# stopped: {len(measured.rows)} rows were measured")

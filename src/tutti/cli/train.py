@@ -166,7 +166,8 @@ def _describe_world(world: "World") -> str:
     device, backend = world.reasons["device"], world.reasons["backend"]
     return (
         f"{world.size} rank{'s' * (world.size != 1)} on {world.device.type} ({device}), backend "
-        f"{world.backend} ({backend}), {world.threads} threads each ({world.reasons['threads']})"
+        f"{world.backend} ({backend}), {world.threads} thread{'s' * (world.threads != 1)} each "
+        f"({world.reasons['threads']})"
     )
 
 

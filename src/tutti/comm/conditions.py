@@ -103,10 +103,27 @@ def gather_compute_reduce(
 
     `compute` gets the tensors of all ranks along a new dim 0 and returns a tensor of the same
     shape on every rank; its own row is the rank in the group. For losses and statistics over pairs
-    of samples that live on different ranks (contrastive losses, distances to all others).
+    of samples that live on different ranks (contrastive losses, distances to all others). If
+    `compute` raises on any rank, every rank raises.
     """
+    members = members_of(group)
+    refuse_block("gather_compute_reduce")
     everything = all_gather(tensor.unsqueeze(0), group=group)
-    share = compute(everything).detach().clone()  # it may be a view of what was gathered
+    share, problem = everything, None
+    try:
+        share = compute(everything).detach().clone()  # it may be a view of what was gathered
+    except Exception as error:  # the others must learn of it, whatever it is
+        problem = error
+    failed = torch.zeros(members.size, dtype=torch.uint8, device=members.small_device)
+    failed[members.rank] = problem is not None
+    all_reduce(failed, "max", group=group)
+    if problem is not None:
+        raise problem
+    if failed.any():
+        raise CollectiveError(
+            f"gather_compute_reduce: compute failed on rank {int(failed.argmax())} of group "
+            f"{members.label}: see its output"
+        )
     result: torch.Tensor = all_reduce(share, op, group=group)
     return result
 

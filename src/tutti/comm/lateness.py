@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +97,7 @@ def _account(members: "Members", rank: int) -> Account | str:
         return f"is on host {address['host']}: `tutti world --ledger` there shows where"
     if not Path(f"/proc/{address['pid']}").exists():
         return f"has ended (pid {address['pid']} on {socket.gethostname()})"
-    account = read_ledger(address["pid"], address["fd"])
+    account = read_ledger(address["pid"], address["fd"], time.monotonic_ns())
     return account or f"(pid {address['pid']}) keeps its ledger from us: is it another user's?"
 
 

@@ -35,11 +35,6 @@ class Record:
     where: str
     written_by: str = "tutti.comm"
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it has begun and not ended."""
-        return self.state in ("begun", "waiting", "queued", "running")
-
     def __str__(self) -> str:
         size = f"{self.dtype}, {self.bytes} bytes" if self.dtype else f"{self.bytes} bytes"
         return f"{self.operation} {self.sequence} of group {self.group} ({size})"
@@ -90,28 +85,37 @@ def processes() -> list[int]:
 def read_process(pid: int) -> Account | None:
     """What the ledgers of a process say; None if it has none, has gone or may not be read."""
     found = []
+    now = time.monotonic_ns()  # one for all: ages are compared
     for fd, label in _ledgers(pid):
         read = read_ledger if label == ledger.LABEL else _read_segment
-        found.append(read(pid, fd))
+        found.append(read(pid, fd, now))
     accounts = [account for account in found if account is not None]
     if not accounts:
         return None
     # Who the process is: its own word first, else its place in the largest group it is in.
     accounts.sort(key=lambda account: (account.host == "", -account.size))
     records = [record for account in accounts for record in account.records]
+    ours = [record for record in records if record.written_by == "tutti.comm"]
+    told = [each for each in records if not any(_is_within(each, call) for call in ours)]
     return replace(
         accounts[0],
         circles=tuple(circle for account in accounts for circle in account.circles),
-        records=tuple(sorted(records, key=lambda record: -record.age)),
+        records=tuple(sorted(told, key=lambda record: -record.age)),
     )
 
 
-def read_ledger(pid: int, fd: int) -> Account | None:
+def _is_within(record: Record, call: Record) -> bool:
+    """Whether shm wrote this record for that call of tutti.comm, which says more."""
+    alike = (record.operation, record.group_name) == (call.operation, call.group_name)
+    began, ended = record.age <= call.age, call.ended is None or record.age >= call.ended
+    return record.written_by != call.written_by and alike and began and ended
+
+
+def read_ledger(pid: int, fd: int, now: int) -> Account | None:
     """What tutti.comm of that process has written into its file `fd`."""
     raw = _stable_read(pid, fd)
     if raw is None or len(raw) < ledger.BYTES:
         return None
-    now = time.monotonic_ns()
     magic, version, owner, rank, size, _, host = ledger.HEADER.unpack_from(raw)
     # A fork without our leave (vfork, a debugger's) may hold its parent's file.
     if magic != ledger.MAGIC or version != ledger.VERSION or owner != pid:
@@ -140,7 +144,7 @@ _SEGMENT_DTYPES = (
 _SEGMENT_STATES = ("queued", "running", "done", "failed")
 
 
-def _read_segment(pid: int, fd: int) -> Account | None:
+def _read_segment(pid: int, fd: int, now: int) -> Account | None:
     """What the shm backend of that process has written into the segment of one group."""
     path = f"/proc/{pid}/fd/{fd}"
     if _is_own(path):
@@ -160,7 +164,6 @@ def _read_segment(pid: int, fd: int) -> Account | None:
             place_raw = os.pread(file.fileno(), _SEGMENT_PLACE.size, place_at)
     except OSError:
         return None
-    now = time.monotonic_ns()
     group = _text(name)
     _, seen, place = _SEGMENT_PLACE.unpack(place_raw)
     starts = range(0, len(raw), entry_bytes)

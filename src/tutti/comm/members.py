@@ -60,6 +60,11 @@ class Members:
             self._backends[device_type] = name = name.lower()
         return name
 
+    @property
+    def device_types(self) -> set[str]:
+        """Where tensors may be that the group serves: cpu, cuda."""
+        return {device.type for device in getattr(self.group, "_device_types", [])}
+
     def addresses(self) -> list[str]:
         """Where each rank's ledger is, as JSON; waits for ranks that have not said so yet."""
         keys = [f"tutti/ledger/{rank}" for rank in self.ranks]
@@ -70,8 +75,7 @@ class Members:
     @property
     def small_device(self) -> torch.device:
         """Where a few bytes travel best in this group: on the CPU if it has a CPU backend."""
-        group = self.group
-        types = {device.type for device in getattr(group, "_device_types", [])}
+        types = self.device_types
         if not types or "cpu" in types:
             return torch.device("cpu")
         return torch.device(types.pop(), torch.accelerator.current_device_index())

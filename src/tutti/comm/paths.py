@@ -6,10 +6,11 @@
 
 and every group that has a choice reads it, once; rank 0's table counts for all, so that all ranks
 take the same path. Without a table, the defaults below are used. A table that cannot be read is an
-error where it is asked for (`load`, `save`), and a warning and the defaults in a running job: a
+error where it is asked for (`load`), and a warning and the defaults in a running job: a
 damaged cache must not end one.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ import platform
 import re
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from tutti.hardware.environment import describe_environment
 from tutti.world.errors import UsageError
 
 SCHEMA = "tutti.comm.paths/1"
-PATHS = ("gloo", "shm", "hierarchical", "nccl", "symmetric one-shot", "symmetric two-shot")
-_OPS = (
+PATHS = ("gloo", "shm", "hierarchical", "nccl", "symmetric one-shot")
+OPS = (
     *("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter"),
-    *("all_to_all", "send", "barrier"),
+    *("all_to_all", "send", "recv", "barrier"),
 )
 
 
@@ -43,6 +44,7 @@ class Row:
     to_bytes: int | None  # the first size beyond; None: without end
     time_us: float | None = None  # at the smallest size measured in the range
     dtype: str | None = None
+    measured: str | None = None  # the date, if it is not the table's
 
     def covers(self, op: str, device: str, size: int) -> bool:
         """Whether it speaks about this operation at this size."""
@@ -56,7 +58,7 @@ class Table:
 
     machine: str
     ranks: int
-    measured: str  # the date
+    measured: str  # the date of the last measurement
     rows: tuple[Row, ...]
 
     def row(self, op: str, device: str, size: int, among: Collection[str]) -> Row | None:
@@ -81,12 +83,11 @@ class Measured:
 
 
 # What is known without measuring. On 4 to 8 GPUs of one host one-shot kernels on symmetric memory
-# win up to 512 KB; beyond that, for tensors that must first be copied there, NCCL does. Between
-# ranks of one host shared memory always beats sockets.
+# win up to 512 KB; beyond that, for tensors that must first be copied there, NCCL does. On the CPU
+# a group has one path.
 DEFAULTS = (
     Row("all_reduce", "cuda", "symmetric one-shot", 0, 512 << 10),
-    *(Row(op, "cuda", "nccl", 0, None) for op in _OPS),
-    *(Row(op, "cpu", path, 0, None) for path in ("shm", "hierarchical", "gloo") for op in _OPS),
+    *(Row(op, "cuda", "nccl", 0, None) for op in OPS),
 )
 
 
@@ -103,21 +104,25 @@ def choose(
 ) -> Choice:
     """The path for an operation of `size` bytes, of those that there are."""
     if len(available) == 1:
-        return Choice(next(iter(available)), "the only one there is")
+        only = next(iter(available))
+        row = table.row(op, device, size, PATHS) if table is not None else None
+        known = "" if row is None or table is None else f"; {row.path} is {_figures(row, table)}"
+        return Choice(only, f"the only one there is{known}")
     row = table.row(op, device, size, available) if table is not None else None
     if row is not None and table is not None:
-        figure = "" if row.time_us is None else f", {row.time_us:.1f} µs at the low end"
-        return Choice(
-            row.path,
-            f"the fastest from {row.from_bytes} bytes"
-            + ("" if row.to_bytes is None else f" to {row.to_bytes}")
-            + f" when measured with {table.ranks} ranks on {table.measured}{figure}",
-        )
+        return Choice(row.path, _figures(row, table))
     defaults = (row for row in DEFAULTS if row.covers(op, device, size) and row.path in available)
     row = next(defaults, None)
     if row is None:
         return Choice(next(iter(available)), "the first one there is: nothing is known of others")
     return Choice(row.path, "the default: measure with `tutti bench collectives --save-paths`")
+
+
+def _figures(row: Row, table: Table) -> str:
+    end = "" if row.to_bytes is None else f" to {row.to_bytes}"
+    figure = "" if row.time_us is None else f", {row.time_us:.1f} µs at the low end"
+    when = f"with {table.ranks} ranks on {row.measured or table.measured}"
+    return f"the fastest from {row.from_bytes} bytes{end} when measured {when}{figure}"
 
 
 def fastest(measurements: Iterable[Measured], ranks: int, dtype: str | None = None) -> Table:
@@ -156,8 +161,13 @@ def file_for(ranks: int) -> Path:
 
 
 def save(table: Table) -> Path:
-    """Keep a table for later runs; returns the file. A reader sees the old one or the new one."""
+    """Keep a table for later runs; returns the file. A reader sees the old one or the new one.
+
+    What is stored about other operations and devices stays; a damaged file is replaced.
+    """
     path = file_for(table.ranks)
+    with contextlib.suppress(UsageError):
+        table = _merged(load(table.ranks), table)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,6 +179,16 @@ def save(table: Table) -> Path:
             "XDG_CACHE_HOME to a directory that can be"
         ) from None
     return path
+
+
+def _merged(stored: Table | None, table: Table) -> Table:
+    """The table, and what is stored about operations and devices of which it says nothing."""
+    if stored is None:
+        return table
+    renewed = {(row.op, row.device) for row in table.rows}
+    kept = (row for row in stored.rows if (row.op, row.device) not in renewed)
+    dated = tuple(replace(row, measured=row.measured or stored.measured) for row in kept)
+    return replace(table, rows=dated + table.rows)
 
 
 def load(ranks: int) -> Table | None:
@@ -199,7 +219,7 @@ def parse(text: str) -> Table:
 
 def _checked(row: Row) -> Row:
     numbers: list[Any] = [row.from_bytes, 0 if row.to_bytes is None else row.to_bytes]
-    if row.path not in PATHS or row.op not in _OPS or row.device not in ("cpu", "cuda"):
+    if row.path not in PATHS or row.op not in OPS or row.device not in ("cpu", "cuda"):
         raise ValueError(f"it has a row for {row.op} on {row.device} by {row.path}")
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise ValueError(f"it has sizes {row.from_bytes} to {row.to_bytes}")

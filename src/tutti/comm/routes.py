@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from tutti.comm import ledger
 from tutti.comm.members import Members, members_of
-from tutti.comm.paths import Choice, Table, choose, load, parse
+from tutti.comm.paths import OPS, Choice, Table, choose, load, parse
+from tutti.comm.shm.registration import hosts
 from tutti.comm.torch_calls import issue
-from tutti.world.errors import UsageError
+from tutti.world.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from tutti.comm.operation import Operation
@@ -53,13 +54,21 @@ def explain(
     device is cpu or cuda; unless given, cuda where the group serves it. Not a collective.
     """
     members = members_of(group)
+    if op not in OPS:
+        raise UsageError(f"op={op!r} is no operation: {did_you_mean(op, OPS)}")
+    if bytes < 0:
+        raise UsageError(f"bytes={bytes}: give 0 or more")
+    served = members.device_types
     if device is None:
-        types = {each.type for each in getattr(members.group, "_device_types", [])}
-        device = "cuda" if "cuda" in types and torch.cuda.is_available() else "cpu"
+        device = "cuda" if "cuda" in served and torch.cuda.is_available() else "cpu"
+    if device not in served:
+        raise UsageError(
+            f"device={device!r}: group {members.label} serves {' and '.join(sorted(served))} only"
+        )
     paths = available_paths(members, device)
     note = ""
     try:
-        table = members.tables.get(device) or (load(members.size) if len(paths) > 1 else None)
+        table = members.tables.get(device) or load(members.size)
     except UsageError as error:
         table, note = None, f"; {error}"
     choice = choose(op, bytes, device, paths, table)
@@ -71,7 +80,7 @@ def explain(
 def available_paths(members: Members, device: str) -> tuple[str, ...]:
     """The paths of a group for tensors on such a device, its own backend's first."""
     own = members.backend(device)
-    if own == "shm" and getattr(members.group, "hosts", 1) > 1:
+    if own == "shm" and hosts(members.group) > 1:
         return ("hierarchical",)
     if device == "cuda" and own == "nccl" and _has_symmetric_memory(members):
         return own, "symmetric one-shot"

@@ -8,12 +8,15 @@ START_TIMEOUT = 300.0
 TIMEOUT = 600.0
 
 
-def checked_seconds(name: str, value: float | str) -> float:
-    """The value as seconds above 0; `name` is the flag, argument or variable it came from."""
+def checked_seconds(name: str, value: float | str, example: float = 600) -> float:
+    """The value as seconds above 0; `name` is the flag, argument or variable it came from.
+
+    `example` is what an error suggests.
+    """
     try:
         seconds = float(value)
     except ValueError:
-        raise UsageError(f"{name} {value}: give seconds, such as 600") from None
+        raise UsageError(f"{name} {value}: give seconds, such as {example:g}") from None
     if not 0 < seconds < 1e7:  # also refuses NaN
-        raise UsageError(f"{name} {value}: give seconds above 0, such as 600")
+        raise UsageError(f"{name} {value}: give seconds above 0, such as {example:g}")
     return seconds

@@ -103,6 +103,8 @@ class Call:
             if number > 1:
                 raise ValueError(f"shm {self.name}: complex numbers can be summed or averaged only")
             self.dtype = _REAL[dtype]
+        if number == native.AVG and native.BF16 < self.dtype < native.BYTES:
+            raise ValueError(f"shm {self.name}: AVG of {dtype} would cut fractions off: use SUM")
         if self.dtype == native.BYTES:
             known = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
             raise TypeError(

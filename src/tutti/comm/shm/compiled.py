@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 from tutti.comm.shm import native
+from tutti.comm.shm.registration import make
 
 _BUILD = "pip install --no-build-isolation -e ."
 _MARK = b"tutti-front-built-for-torch:"
@@ -36,6 +37,7 @@ def compiled_front() -> tuple[ModuleType | None, str]:
     except (ImportError, RuntimeError) as error:
         return None, f"plain front: the compiled one does not load ({error}): {_BUILD}"
     module.set_exceptions(native.error_for)
+    module.set_maker(make)
     return module, f"compiled front for torch {ours}"
 
 

@@ -8,6 +8,7 @@ gather, scatter and all_to_all move each byte to one rank only: they go over glo
 uneven all-to-all. A message goes through shared memory where both ranks are on one host.
 """
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future as Job
 from concurrent.futures import ThreadPoolExecutor
@@ -303,8 +304,12 @@ class TurnWork(Work):
         if self._future is None:
             future: Future[Any] = Future()
             self._future = future
-            self._job.add_done_callback(lambda job: self._complete(future, job))
+            self._job.add_done_callback(lambda job: self._complete_elsewhere(future, job))
         return self._future
+
+    def _complete_elsewhere(self, future: Future[Any], job: Job[None]) -> None:
+        # What hangs on the future may wait for a later operation: not on the thread that runs them.
+        threading.Thread(target=self._complete, args=(future, job), daemon=True).start()
 
     def _complete(self, future: Future[Any], job: Job[None]) -> None:
         error = job.exception()

@@ -137,18 +137,22 @@ def _connect(
                     f"rank {rank} on {meeting.names[rank]} could not make group {name}: "
                     f"{place['error']}"
                 )
+        failure = None
         for peer, rank in enumerate(ranks):
             if rank == meeting.rank:
                 continue
             at = places[rank]
             code = core.tutti_group_connect(group, peer, at["pid"], at["fd"], at["bytes"])
             if code != 0:
-                raise UsageError(
+                failure = (
                     f"rank {meeting.rank} could not connect to rank {rank} on "
                     f"{meeting.names[rank]}: {core.tutti_error().decode()}"
                 )
+                break
         # Nobody goes on, and perhaps ends, before all have opened its memory.
-        table.share("connected", True)
+        for text in table.share("connected", failure):
+            if text is not None:
+                raise UsageError(text)
     except BaseException:
         if group:
             core.tutti_group_close(group)

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from tutti.world.errors import RanksDiffer, UsageError
 
-ABI = 1
-MAX_RANKS = 256
+ABI = 2
 
 TIMEOUT, PEER_DIED, PEER_LEFT, MISMATCH, NO_MEMORY, SYSTEM, BAD_ARGUMENT, CLOSED = range(-1, -9, -1)
 
@@ -117,7 +116,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tutti_group_fd": (c_int, (_P,)),
     "tutti_group_bytes": (c_uint64, (_P,)),
     "tutti_group_connect": (c_int, (_P, c_int, c_int64, c_int, c_uint64)),
-    "tutti_group_set_spin": (None, (_P, c_uint32, c_uint32)),
     "tutti_group_abort": (None, (_P,)),
     "tutti_group_close": (None, (_P,)),
     "tutti_group_add_block": (c_int, (_P, c_uint64, POINTER(c_void_p), c_uint64)),

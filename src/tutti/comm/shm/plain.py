@@ -53,7 +53,8 @@ class PlainGroup(PythonGroup):
     def shutdown(self) -> None:
         """Close once all that is under way has ended, as gloo does."""
         for work in list(self._under_way):
-            work.over.wait()
+            if work.kind != native.RECV:  # which may never come
+                work.over.wait()
         group, self.native_group = self.native_group, 0
         if group:
             self._core.tutti_group_close(group)
@@ -67,6 +68,7 @@ class PlainWork(Work):
     def __init__(self, group: PlainGroup, call: Call) -> None:
         super().__init__()
         self._group, self._call = group, call
+        self.kind = call.kind
         self._handle: int | None = None
         self._error: BaseException | None = None
         self._future: Future[Any] | None = None

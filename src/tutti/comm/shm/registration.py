@@ -66,6 +66,21 @@ def native_group(group: "dist.ProcessGroup | None" = None) -> int | None:
 
     A group over several hosts has one per host, whose ranks are not the group's: also None.
     """
+    backend = _cpu_backend(group)
+    return None if _hosts(backend) > 1 else getattr(backend, "native_group", None) or None
+
+
+def hosts(group: "dist.ProcessGroup | None" = None) -> int:
+    """Over how many hosts shm serves a group; 1 where something else serves it."""
+    return _hosts(_cpu_backend(group))
+
+
+def _hosts(backend: Any) -> int:
+    return int(getattr(backend, "hosts", 1))  # only what joins several hosts counts them
+
+
+def _cpu_backend(group: "dist.ProcessGroup | None") -> Any:
+    """What serves a group on the CPU: a compiled backend, a group written in Python, or None."""
     import torch
     import torch.distributed as dist
 
@@ -75,10 +90,7 @@ def native_group(group: "dist.ProcessGroup | None" = None) -> int | None:
             given = given._get_backend(torch.device("cpu"))
         except RuntimeError:
             return None
-    given = getattr(given, "wrapped_pg", given)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends
-    if getattr(given, "hosts", 1) > 1:
-        return None
-    return getattr(given, "native_group", None) or None
+    return getattr(given, "wrapped_pg", given)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends
 
 
 def set_where(where: Callable[[], str] | None) -> None:
@@ -174,5 +186,4 @@ def _front(
         raise UsageError(f"front='compiled': {reason}")
     if module is None or options.front == "plain":
         return PlainGroup(group, store, rank, size, name, timeout)
-    module.set_maker(make)
     return module.ShmBackend(group, rank, size, timeout, name, ranks)

@@ -26,6 +26,10 @@ _PAGE = 4096
 _SMALL = 32 << 10
 
 
+# Memory that was not closed stays: peers and the backend's collectives may still use it.
+_open: set["ShmMemory"] = set()
+
+
 class ShmMemory:
     """See Memory. Made on all ranks of a group together; all of them must be on one host."""
 
@@ -73,6 +77,7 @@ class ShmMemory:
         self._add_to_backend()
         self.agree("Heap", timeout)
         meeting.end()
+        _open.add(self)
 
     def _add_to_backend(self) -> None:
         """Let torch.distributed's own collectives on the heap's tensors do without copies."""
@@ -210,6 +215,7 @@ class ShmMemory:
         }
 
     def close(self) -> None:
+        _open.discard(self)
         self.control.leave()
         self._collectives.close()
         if self._backend is not None and self._backend == native_group(self._group):

@@ -175,11 +175,6 @@ TUTTI_API uint64_t tutti_group_bytes(const tutti_group *g)
     return tutti_segment_bytes(g->peers[g->rank].segment);
 }
 
-TUTTI_API void tutti_group_set_spin(tutti_group *g, uint32_t spins, uint32_t yields)
-{
-    g->patience = (patience){spins, yields};
-}
-
 TUTTI_API int tutti_group_connect(tutti_group *g, int rank, int64_t pid, int fd, uint64_t bytes)
 {
     if (rank < 0 || rank >= g->size || rank == g->rank || g->peers[rank].segment)
@@ -220,7 +215,8 @@ int group_usable(tutti_group *g)
     int code = atomic_load_explicit(&g->broken, memory_order_acquire);
     if (code) {
         pthread_mutex_lock(&g->broken_lock);
-        fail(code, "%s", g->broken_text ? g->broken_text : "");
+        fail(code, "%s%s", g->broken_text ? g->broken_text : "",
+             code == TUTTI_CLOSED ? "" : ": the group cannot be used any more");
         pthread_mutex_unlock(&g->broken_lock);
         return code;
     }
@@ -311,6 +307,7 @@ TUTTI_API void tutti_group_close(tutti_group *g)
     pthread_mutex_destroy(&g->broken_lock);
     pthread_mutex_destroy(&g->blocks_lock);
     free(g->broken_text);
+    free(g->workers);
     free(g->sources);
     free(g->peers);
     free(g);

@@ -12,7 +12,6 @@
 
 #define TUTTI_API __attribute__((visibility("default")))
 #define LINE 64
-#define MOST_WORKERS 16
 #define SLOTS 4 /* staging slots; no rank is ever more than this many rounds ahead of another */
 
 /* ---- errors (segment.c): the text of the calling thread's last failure ---- */
@@ -150,7 +149,7 @@ struct tutti_group {
     pthread_cond_t work_queued, turn_over;
     bool turn_taken, closing;
     int inside; /* threads that a close must wait for */
-    pthread_t workers[MOST_WORKERS];
+    pthread_t *workers;
     int started, ready; /* workers; those of them that are not inside a callback */
     tutti_work *queue_head, *queue_tail;
     uint64_t collectives; /* numbered as called */

@@ -1,7 +1,8 @@
 /* Who moves messages, and when they are given up.
  *
- * A thread that waits for a message moves all of them meanwhile; the group's courier thread does so
- * when nobody waits. */
+ * A thread that waits for a message moves all of them meanwhile; a courier thread of the group does
+ * so when nobody waits. A callback may wait for another message, so a courier that is about to call
+ * back leaves the moving to another one. */
 #include "mail.h"
 
 #include <inttypes.h>
@@ -42,9 +43,12 @@ static int message_trouble(tutti_group *g, tutti_work *work, int rank, uint64_t 
     for (int other = 0; other < g->size && !code; other++) {
         if (other == g->rank || (rank >= 0 && other != rank))
             continue;
-        bool more = !sends && atomic_load(&g->peers[other].sent[g->rank].at) !=
-                                  atomic_load(&g->peers[g->rank].received[other].at);
-        code = more ? 0 : peer_trouble(g, other, due);
+        code = peer_trouble(g, other, due);
+        /* In this order: what it sent before it left, or died, still arrives. */
+        if (code && !sends && !atomic_load(&g->broken) &&
+            atomic_load(&g->peers[other].sent[g->rank].at) !=
+                atomic_load(&g->peers[g->rank].received[other].at))
+            code = 0;
         if (code == TUTTI_PEER_LEFT && rank < 0 && ++left < g->size - 1)
             code = 0;
     }
@@ -73,38 +77,66 @@ static void look_for_trouble(tutti_group *g, pause_state *pause, list *over)
         mail_fail(g, code, over);
 }
 
-static bool move_some(tutti_group *g)
+static int start_courier(tutti_group *);
+
+static void finish_as_courier(tutti_group *g, list over, bool *carrying)
+{
+    mail *m = g->mail;
+    if (!over.first)
+        return;
+    pthread_mutex_lock(&m->lock);
+    if (*carrying)
+        m->carrying = *carrying = false;
+    if (--m->ready == 0 && m->pending && !m->closing)
+        start_courier(g);
+    pthread_cond_broadcast(&m->changed);
+    pthread_mutex_unlock(&m->lock);
+    finish_all(g, over);
+    pthread_mutex_lock(&m->lock);
+    m->ready++;
+    pthread_mutex_unlock(&m->lock);
+}
+
+static void finish(tutti_group *g, list over, bool *carrying)
+{
+    if (carrying)
+        finish_as_courier(g, over, carrying);
+    else
+        finish_all(g, over);
+}
+
+static bool move_some(tutti_group *g, bool *carrying)
 {
     list over = {NULL, NULL};
     if (pthread_mutex_trylock(&g->mail->lock))
         return false; /* another thread is at it */
     bool moved = mail_progress(g, &over);
     pthread_mutex_unlock(&g->mail->lock);
-    finish_all(g, over);
+    finish(g, over, carrying);
     return moved;
 }
 
 /* Until a message moves or another thread of this rank ends one; or for a while. */
-static bool sleep_for_mail(tutti_group *g, const tutti_work *work)
+static bool sleep_for_mail(tutti_group *g, const tutti_work *work, bool *carrying)
 {
     control *own = g->peers[g->rank].control;
     uint32_t heard = atomic_load_explicit(&own->mail_bell, memory_order_acquire);
     atomic_fetch_add_explicit(&own->mail_sleepers, 1, memory_order_seq_cst);
     atomic_thread_fence(memory_order_seq_cst);
-    bool moved = move_some(g);
+    bool moved = move_some(g, carrying);
     if (!moved && !(work && tutti_work_is_done(work)))
         sleep_on_bell(&own->mail_bell, heard);
     atomic_fetch_sub_explicit(&own->mail_sleepers, 1, memory_order_relaxed);
     return moved;
 }
 
-/* One step of whoever waits for `work`, or of the courier: moves what can be moved, or passes some
- * time. */
-static void pump(tutti_group *g, const tutti_work *work, pause_state *pause)
+/* One step of whoever waits for `work`, or of a courier: moves what can be moved, or passes some
+ * time. A courier says whether it is the one that carries, and is told whether it still is. */
+static void pump(tutti_group *g, const tutti_work *work, pause_state *pause, bool *carrying)
 {
-    bool should_look = false, moved = move_some(g);
+    bool should_look = false, moved = move_some(g, carrying);
     if (!moved && !pause_awake(pause, &should_look)) {
-        moved = sleep_for_mail(g, work);
+        moved = sleep_for_mail(g, work, carrying);
         should_look = true;
     }
     if (moved) {
@@ -117,7 +149,7 @@ static void pump(tutti_group *g, const tutti_work *work, pause_state *pause)
     pthread_mutex_lock(&g->mail->lock);
     look_for_trouble(g, pause, &over);
     pthread_mutex_unlock(&g->mail->lock);
-    finish_all(g, over);
+    finish(g, over, carrying);
 }
 
 static void *carry(void *argument)
@@ -127,14 +159,17 @@ static void *carry(void *argument)
     pause_state pause = {.limit = patience_of_worker()};
     pthread_mutex_lock(&m->lock);
     while (!m->closing) {
-        if (!m->pending || m->pumps) {
+        if (!m->pending || m->pumps || m->carrying) {
             pthread_cond_wait(&m->changed, &m->lock);
             pause.turns = 0;
             continue;
         }
+        bool carrying = m->carrying = true;
         pthread_mutex_unlock(&m->lock);
-        pump(g, NULL, &pause);
+        pump(g, NULL, &pause, &carrying);
         pthread_mutex_lock(&m->lock);
+        if (carrying)
+            m->carrying = false;
     }
     pthread_mutex_unlock(&m->lock);
     return NULL;
@@ -142,15 +177,21 @@ static void *carry(void *argument)
 
 static int start_courier(tutti_group *g)
 {
+    mail *m = g->mail;
+    pthread_t *couriers = realloc(m->couriers, (size_t)(m->started + 1) * sizeof *couriers);
+    if (!couriers)
+        return fail(TUTTI_NO_MEMORY, "no memory for a thread of group %s", g->name);
+    m->couriers = couriers;
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int code = pthread_create(&g->mail->courier, NULL, carry, g);
+    int code = pthread_create(&m->couriers[m->started], NULL, carry, g);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (code)
         return fail(TUTTI_SYSTEM, "cannot start a thread for messages of group %s: %s", g->name,
                     strerror(code));
-    g->mail->started = true;
+    m->started++;
+    m->ready++;
     return 0;
 }
 
@@ -192,7 +233,7 @@ static void post(tutti_group *g, tutti_work *work, const char *where, bool will_
         mail_receive(g, work, &over);
     if (will_wait)
         m->pumps++;
-    else if (m->pending && !m->started && start_courier(g) < 0) {
+    else if (m->pending && m->ready == 0 && start_courier(g) < 0) {
         char text[400];
         snprintf(text, sizeof text, "%s", tutti_error());
         mail_fail(g, break_group(g, TUTTI_SYSTEM, text), &over);
@@ -216,7 +257,7 @@ static int pump_until(tutti_group *g, tutti_work *work, uint64_t deadline)
 {
     pause_state pause = {.limit = g->patience};
     while (!tutti_work_is_done(work)) {
-        pump(g, work, &pause);
+        pump(g, work, &pause, NULL);
         if (deadline != FOREVER && now_ns() >= deadline && !tutti_work_is_done(work))
             return fail(TUTTI_TIMEOUT, "%s %" PRIu64 " of group %s is not done yet",
                         kind_name(work->operation.kind), work->sequence, g->name);
@@ -274,8 +315,9 @@ void mail_close(tutti_group *g)
     while (m->pumps)
         pthread_cond_wait(&m->changed, &m->lock);
     pthread_mutex_unlock(&m->lock);
-    if (m->started)
-        pthread_join(m->courier, NULL);
+    for (int i = 0; i < m->started; i++)
+        pthread_join(m->couriers[i], NULL);
+    free(m->couriers);
     while (m->aside) {
         parcel *next = m->aside->next;
         free(m->aside);

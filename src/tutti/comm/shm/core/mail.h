@@ -32,8 +32,9 @@ struct mail {
     arrival *arrivals;
     parcel *aside;
     int pending, pumps; /* operations; threads that move them while they wait */
-    bool started, closing;
-    pthread_t courier;
+    bool closing, carrying; /* carrying: a courier moves them now */
+    pthread_t *couriers;
+    int started, ready; /* couriers; those of them that are not inside a callback */
     uint64_t messages;
     crossing crossing;
 };

@@ -4,6 +4,7 @@
  * sees the bytes that were put before it. Read-modify-write operations are sequentially
  * consistent, as people expect of atomics. */
 #include "internal.h"
+#include "structures.h"
 
 #include <inttypes.h>
 
@@ -53,6 +54,13 @@ TUTTI_API int tutti_wait_signal(const uint64_t *signal, uint64_t value, double t
                         value, seen, timeout_s);
     }
     return 0;
+}
+
+/* Waiting and looking in one call from an interpreter. */
+TUTTI_API uint64_t tutti_await_word(const uint64_t *address, uint64_t at_least, double timeout_s)
+{
+    tutti_wait_signal(address, at_least, timeout_s, NULL);
+    return tutti_load(address);
 }
 
 TUTTI_API uint64_t tutti_load(const uint64_t *address)

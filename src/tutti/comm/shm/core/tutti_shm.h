@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define TUTTI_ABI 1 /* raised whenever a struct or a signature here changes */
+#define TUTTI_ABI 2 /* raised whenever a struct or a signature here changes */
 #define TUTTI_MAX_RANKS 256
 
 enum {
@@ -100,7 +100,6 @@ tutti_group *tutti_group_create(const char *name, int rank, int size, uint64_t s
 int tutti_group_fd(const tutti_group *);
 uint64_t tutti_group_bytes(const tutti_group *);
 int tutti_group_connect(tutti_group *, int peer, int64_t pid, int fd, uint64_t bytes);
-void tutti_group_set_spin(tutti_group *, uint32_t spins, uint32_t yields); /* before sleeping */
 void tutti_group_abort(tutti_group *); /* fails what runs and what is queued with TUTTI_CLOSED */
 void tutti_group_close(tutti_group *); /* aborts, joins the worker threads, frees */
 

@@ -35,7 +35,9 @@ static void give_turn(tutti_group *g)
     g->turn_taken = false;
     if (g->queue_head || g->inside > 1 || g->closing) {
         pthread_cond_broadcast(&g->turn_over);
-        if (g->queue_head)
+        if (g->closing) /* all workers must see it */
+            pthread_cond_broadcast(&g->work_queued);
+        else if (g->queue_head)
             pthread_cond_signal(&g->work_queued);
     }
 }
@@ -145,8 +147,10 @@ static void *work_through(void *argument)
 
 static int start_worker(tutti_group *g)
 {
-    if (g->started == MOST_WORKERS)
-        return 0; /* so deep do no callbacks wait for each other */
+    pthread_t *workers = realloc(g->workers, (size_t)(g->started + 1) * sizeof *workers);
+    if (!workers)
+        return fail(TUTTI_NO_MEMORY, "no memory for a thread of group %s", g->name);
+    g->workers = workers;
     sigset_t all, before;
     sigfillset(&all); /* signals are for the threads of the host language */
     pthread_sigmask(SIG_SETMASK, &all, &before);

@@ -126,6 +126,8 @@ struct Call {
                         ": complex numbers can be summed or averaged only");
             dtype = scalar == at::kComplexFloat ? TUTTI_F32 : TUTTI_F64;
         }
+        TORCH_CHECK_VALUE(reduce != TUTTI_AVG || dtype <= TUTTI_BF16 || dtype == TUTTI_BYTES, "shm ", kind->name, ": AVG of ",
+                    c10::toString(scalar), " would cut fractions off: use SUM");
         TORCH_CHECK_TYPE(dtype != TUTTI_BYTES, "shm ", kind->name, " cannot reduce ",
                          c10::toString(scalar), ": reduce it as float32 or another of float64, "
                          "float16, bfloat16, int64, int32, int16, int8, uint8, bool");
@@ -221,7 +223,10 @@ struct Call {
         TORCH_CHECK_VALUE(static_cast<int>(rows.size()) == size, "shm ", kind->name, ": ", rows.size(), " ",
                     which, " split sizes for ", size, " ranks");
         int64_t all = 0;
-        for (int64_t count : rows) all += count;
+        for (int64_t count : rows) {
+            TORCH_CHECK_VALUE(count >= 0, "shm ", kind->name, ": ", which, " split size ", count);
+            all += count;
+        }
         int64_t height = whole.dim() ? whole.size(0) : 1;
         TORCH_CHECK_VALUE(all == height, "shm ", kind->name, ": ", which, " split sizes sum to ", all,
                     ", the tensor has ", height, " rows");

@@ -9,7 +9,7 @@ extern "C" __attribute__((used)) const char tutti_front_built_for[] =
 
 namespace tutti {
 
-// Failures become the exceptions that the plain front raises (native.exception_for(code, text)).
+// Failures become the exceptions that the plain front raises (native.error_for(code, text)).
 static PyObject* exception_for = nullptr;
 
 static void translate(std::exception_ptr pointer) {

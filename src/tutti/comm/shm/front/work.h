@@ -7,6 +7,8 @@
 #include <memory>
 #include <mutex>
 
+#include <unistd.h>
+
 #include <ATen/core/ivalue.h>
 
 #include "call.h"
@@ -24,12 +26,14 @@ class Pending {
     void add() {
         std::lock_guard<std::mutex> hold(mutex_);
         ++count_;
+        process_ = getpid();
     }
     void remove() {
         std::lock_guard<std::mutex> hold(mutex_);
         if (--count_ == 0) none_.notify_all();
     }
     void wait_for_none() {
+        if (process_ != getpid()) return;  // a fork has no thread that would end them
         std::unique_lock<std::mutex> hold(mutex_);
         none_.wait(hold, [&] { return count_ == 0; });
     }
@@ -38,6 +42,7 @@ class Pending {
     std::mutex mutex_;
     std::condition_variable none_;
     int64_t count_ = 0;
+    pid_t process_ = 0;
     std::atomic<int> first_failure_{TUTTI_OK};
 };
 
@@ -107,14 +112,15 @@ class ShmWork : public FutureWork {
 
     void begin(tutti_group* group, double timeout_s) {
         tutti_operation operation = call_.operation();
-        pending_->add();
+        counts_ = operation.kind != TUTTI_RECV;  // closing does not wait for what may never come
+        if (counts_) pending_->add();
         // The core's side of the operation owns one reference, given back in `done`.
         auto self = c10::intrusive_ptr<ShmWork>::unsafe_reclaim_from_nonowning(this);
         ShmWork* argument = self.release();
         handle_ = core.submit(group, &operation, timeout_s, &ShmWork::done, argument);
         if (!handle_) {
             Failure failure(core.error_code(), core.error());
-            pending_->remove();
+            if (counts_) pending_->remove();
             c10::intrusive_ptr<ShmWork>::reclaim(argument);
             throw failure;
         }
@@ -140,6 +146,7 @@ class ShmWork : public FutureWork {
     Call call_;
     std::shared_ptr<Pending> pending_;
     tutti_work* handle_ = nullptr;
+    bool counts_ = true;
 
     static std::optional<std::vector<at::Tensor>> call_inputs(const Call& call, const char* title) {
         if (!title) return std::nullopt;
@@ -159,10 +166,10 @@ class ShmWork : public FutureWork {
                 error = std::current_exception();
             }
         }
-        std::shared_ptr<Pending> pending = self->pending_;
+        std::shared_ptr<Pending> pending = self->counts_ ? self->pending_ : nullptr;
         self->settle(error);
         self.reset();
-        pending->remove();
+        if (pending) pending->remove();
     }
 };
 
