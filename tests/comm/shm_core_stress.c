@@ -71,54 +71,52 @@ typedef struct { /* one operation of one rank, with its memory */
 /* How many of `count` elements belong to a part; uneven, and 0 for some. */
 static uint64_t share(uint64_t count, int part)
 {
-    return count * (uint64_t)(part + 1) / (uint64_t)ranks - count * (uint64_t)part / (uint64_t)ranks;
+    uint64_t n = (uint64_t)ranks, p = (uint64_t)part;
+    return count * (p + 1) / n - count * p / n;
+}
+
+static void set_sizes(task *t, int rank)
+{
+    tutti_operation *call = &t->call;
+    uint64_t whole = t->count * 4, own = share(t->count, rank) * 4;
+    uint32_t n = (uint32_t)ranks, is_root = rank == t->root;
+    for (int p = 0; p < ranks; p++) {
+        uint64_t part = share(t->count, p) * 4;
+        t->in_bytes[p] = t->out_bytes[p] = part;
+        if (t->kind == TUTTI_ALL_TO_ALL) {
+            t->in_bytes[p] = part * (uint64_t)(rank + 1) / n / 4 * 4;
+            t->out_bytes[p] = own * (uint64_t)(p + 1) / n / 4 * 4;
+        }
+    }
+    static const struct {
+        int rooted, in, out, root_in, root_out; /* parts; -1: one for each rank */
+    } shapes[] = {
+        [TUTTI_ALL_REDUCE] = {0, 1, 1, 1, 1},      [TUTTI_REDUCE] = {1, 1, 0, 1, 1},
+        [TUTTI_BROADCAST] = {1, 0, 1, 1, 0},       [TUTTI_ALL_GATHER] = {0, 1, -1, 1, -1},
+        [TUTTI_REDUCE_SCATTER] = {0, -1, 1, -1, 1}, [TUTTI_GATHER] = {1, 1, 0, 1, -1},
+        [TUTTI_SCATTER] = {1, 0, 1, -1, 1},        [TUTTI_ALL_TO_ALL] = {0, -1, -1, -1, -1},
+        [TUTTI_SEND] = {0, 1, 0, 1, 0},
+    };
+    int in = is_root ? shapes[t->kind].root_in : shapes[t->kind].in;
+    int out = is_root ? shapes[t->kind].root_out : shapes[t->kind].out;
+    call->root = shapes[t->kind].rooted ? t->root : -1;
+    call->in_parts = in < 0 ? n : (uint32_t)in;
+    call->out_parts = out < 0 ? n : (uint32_t)out;
+    if (in == 1)
+        t->in_bytes[0] = t->kind == TUTTI_ALL_GATHER || t->kind == TUTTI_GATHER ? own : whole;
+    if (out == 1)
+        t->out_bytes[0] =
+            t->kind == TUTTI_REDUCE_SCATTER || t->kind == TUTTI_SCATTER ? own : whole;
 }
 
 static void prepare(task *t, int rank)
 {
     tutti_operation *call = &t->call;
     uint64_t whole = t->count * 4, at_in = 0, at_out = 0;
-    memset(call, 0, sizeof *call);
     *call = (tutti_operation){.kind = t->kind, .dtype = TUTTI_I32, .reduce = TUTTI_SUM, .root = -1,
                               .peer = -1, .in = t->ins, .in_bytes = t->in_bytes, .out = t->outs,
                               .out_bytes = t->out_bytes, .where = "stress.c:1 in prepare"};
-    {
-        int is_root = rank == t->root;
-        uint64_t own = share(t->count, rank) * 4;
-        for (int p = 0; p < ranks; p++) {
-            uint64_t part = share(t->count, p) * 4;
-            switch (t->kind) {
-            case TUTTI_REDUCE_SCATTER:
-            case TUTTI_SCATTER: t->in_bytes[p] = part; break;
-            case TUTTI_ALL_TO_ALL:
-                t->in_bytes[p] = part * (uint64_t)(rank + 1) / (uint64_t)ranks / 4 * 4;
-                t->out_bytes[p] = own * (uint64_t)(p + 1) / (uint64_t)ranks / 4 * 4;
-                break;
-            default: t->out_bytes[p] = part; break;
-            }
-        }
-        switch (t->kind) {
-        case TUTTI_ALL_REDUCE: call->in_parts = call->out_parts = 1; break;
-        case TUTTI_REDUCE: call->root = t->root; call->in_parts = 1; call->out_parts = is_root; break;
-        case TUTTI_BROADCAST:
-            call->root = t->root; call->in_parts = is_root; call->out_parts = !is_root; break;
-        case TUTTI_ALL_GATHER: call->in_parts = 1; call->out_parts = (uint32_t)ranks; break;
-        case TUTTI_REDUCE_SCATTER: call->in_parts = (uint32_t)ranks; call->out_parts = 1; break;
-        case TUTTI_GATHER:
-            call->root = t->root; call->in_parts = 1; call->out_parts = is_root ? (uint32_t)ranks : 0;
-            break;
-        case TUTTI_SCATTER:
-            call->root = t->root; call->in_parts = is_root ? (uint32_t)ranks : 0; call->out_parts = 1;
-            break;
-        case TUTTI_ALL_TO_ALL: call->in_parts = call->out_parts = (uint32_t)ranks; break;
-        case TUTTI_SEND: call->in_parts = 1; break;
-        default: break;
-        }
-        if (call->in_parts == 1)
-            t->in_bytes[0] = t->kind == TUTTI_ALL_GATHER || t->kind == TUTTI_GATHER ? own : whole;
-        if (call->out_parts == 1)
-            t->out_bytes[0] = t->kind == TUTTI_REDUCE_SCATTER || t->kind == TUTTI_SCATTER ? own : whole;
-    }
+    set_sizes(t, rank);
     for (uint32_t p = 0; p < call->in_parts; p++) {
         t->ins[p] = (char *)t->in + at_in;
         for (uint64_t i = 0; i < t->in_bytes[p] / 4; i++)
@@ -244,7 +242,8 @@ static void *be_rank(void *argument)
                 uint64_t size = draw(&common) % 8, mixed = draw(&common) % 4;
                 t->kind = (uint32_t)(draw(&common) % (TUTTI_SEND + 1));
                 t->number = ++number;
-                t->count = draw(&common) % (size == 0 ? MOST : size < 3 ? 5000 : size < 7 ? 200 : 1);
+                uint64_t most = size == 0 ? MOST : size < 3 ? 5000 : size < 7 ? 200 : 1;
+                t->count = draw(&common) % most;
                 t->root = (int)(draw(&common) % (uint64_t)ranks);
                 t->shift = ranks > 1 ? 1 + (int)(draw(&common) % (uint64_t)(ranks - 1)) : 0;
                 if (ranks == 1 && t->kind == TUTTI_SEND)

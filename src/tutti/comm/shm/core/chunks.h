@@ -15,6 +15,15 @@ static inline void copy(void *to, const void *from, uint64_t bytes)
         copy_bytes(to, from, bytes);
 }
 
+/* Copies bytes to where the caller wants them. */
+static inline void take(const tutti_group *g, void *to, const void *from, uint64_t bytes)
+{
+    if (g->past_caches && bytes && to != from)
+        stream_bytes(to, from, bytes);
+    else
+        copy(to, from, bytes);
+}
+
 static inline uint64_t rounds_for(uint64_t bytes, uint64_t chunk)
 {
     return bytes <= chunk ? 1 : (bytes + chunk - 1) / chunk;

@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#define UNCACHED_BYTES (8 * 1024 * 1024)
+
 static int size_mismatch(const tutti_group *g, int giver, uint64_t given, int taker, uint64_t taken)
 {
     return fail(TUTTI_MISMATCH,
@@ -43,7 +45,7 @@ static int broadcast(tutti_group *g, const tutti_operation *op)
             if (code == OTHERWISE)
                 return direct_broadcast_rest(g, op);
             TRY(code);
-            copy((unsigned char *)op->out[0] + i * chunk, bytes_of(g, op->root, round), here);
+            take(g, (unsigned char *)op->out[0] + i * chunk, bytes_of(g, op->root, round), here);
         }
         consume_round(g, round);
     }
@@ -60,11 +62,11 @@ static int all_gather(tutti_group *g, const tutti_operation *op)
         uint64_t mine = chunk_bytes(op->in_bytes[0], i, chunk);
         hand_over(&g->crossing, bytes_of(g, g->rank, round), in + i * chunk, mine);
         post_round(g, round);
-        copy((unsigned char *)op->out[g->rank] + i * chunk, in + i * chunk, mine);
+        take(g, (unsigned char *)op->out[g->rank] + i * chunk, in + i * chunk, mine);
         for (int step = 1; step < g->size; step++) { /* not all from the same rank at once */
             int rank = (g->rank + step) % g->size;
             TRY(await_rank(g, rank, round));
-            copy((unsigned char *)op->out[rank] + i * chunk, bytes_of(g, rank, round),
+            take(g, (unsigned char *)op->out[rank] + i * chunk, bytes_of(g, rank, round),
                  chunk_bytes(op->out_bytes[rank], i, chunk));
         }
         consume_round(g, round);
@@ -97,7 +99,7 @@ static int gather(tutti_group *g, const tutti_operation *op)
         for (int rank = 0; root && rank < g->size; rank++) {
             uint64_t here = chunk_bytes(op->out_bytes[rank], i, chunk);
             if (rank == g->rank) {
-                copy((unsigned char *)op->out[rank] + i * chunk,
+                take(g, (unsigned char *)op->out[rank] + i * chunk,
                      (const unsigned char *)op->in[0] + i * chunk, here);
                 continue;
             }
@@ -105,7 +107,7 @@ static int gather(tutti_group *g, const tutti_operation *op)
             if (i == 0 && table_of(g, rank, round)[1] != op->out_bytes[rank])
                 return size_mismatch(g, rank, table_of(g, rank, round)[1], g->rank,
                                      op->out_bytes[rank]);
-            copy((unsigned char *)op->out[rank] + i * chunk, bytes_of(g, rank, round), here);
+            take(g, (unsigned char *)op->out[rank] + i * chunk, bytes_of(g, rank, round), here);
         }
         consume_round(g, round);
     }
@@ -131,7 +133,7 @@ static int scatter(tutti_group *g, const tutti_operation *op)
         uint64_t here = chunk_bytes(op->out_bytes[0], i, share);
         unsigned char *out = (unsigned char *)op->out[0] + i * share;
         if (root)
-            copy(out, (const unsigned char *)op->in[g->rank] + i * share, here);
+            take(g, out, (const unsigned char *)op->in[g->rank] + i * share, here);
         else {
             TRY(await_rank(g, op->root, round));
             const uint64_t *table = table_of(g, op->root, round);
@@ -141,7 +143,7 @@ static int scatter(tutti_group *g, const tutti_operation *op)
                     return size_mismatch(g, op->root, table[1 + g->rank], g->rank,
                                          op->out_bytes[0]);
             }
-            copy(out, bytes_of(g, op->root, round) + lane(op->root, g->rank) * share, here);
+            take(g, out, bytes_of(g, op->root, round) + lane(op->root, g->rank) * share, here);
         }
         consume_round(g, round);
     }
@@ -159,7 +161,7 @@ static int all_to_all(tutti_group *g, const tutti_operation *op)
         }
         stage_lanes(g, op, i, round);
         post_round(g, round);
-        copy((unsigned char *)op->out[g->rank] + i * share,
+        take(g, (unsigned char *)op->out[g->rank] + i * share,
              (const unsigned char *)op->in[g->rank] + i * share,
              chunk_bytes(op->in_bytes[g->rank], i, share));
         for (int step = 1; step < g->size; step++) {
@@ -172,7 +174,7 @@ static int all_to_all(tutti_group *g, const tutti_operation *op)
                 if (table[0] > rounds)
                     rounds = table[0];
             }
-            copy((unsigned char *)op->out[rank] + i * share,
+            take(g, (unsigned char *)op->out[rank] + i * share,
                  bytes_of(g, rank, round) + lane(rank, g->rank) * share,
                  chunk_bytes(op->out_bytes[rank], i, share));
         }
@@ -229,6 +231,15 @@ static int dispatch(tutti_group *g, const tutti_operation *op)
     return staged(g, op);
 }
 
+/* An ordinary store to a line that is in no cache reads it first; for results that no cache will
+ * hold, stores past the caches save that. Not for results that replace what was just read, nor
+ * between hardware threads of one core, where they were measured as twice slower. */
+static bool results_pass_caches(const tutti_group *g, const tutti_operation *op)
+{
+    bool in_place = op->in_parts == 1 && op->out_parts == 1 && op->in[0] == op->out[0];
+    return g->crossing.dear && !in_place && operation_bytes(op) >= UNCACHED_BYTES;
+}
+
 int run_collective(tutti_group *g, const tutti_operation *op, uint64_t sequence, uint64_t entry,
                    double timeout, uint64_t deadline)
 {
@@ -237,6 +248,7 @@ int run_collective(tutti_group *g, const tutti_operation *op, uint64_t sequence,
     g->running_timeout = timeout;
     g->running_deadline = deadline;
     g->print = mix(g->print & ~SYMMETRIC, operation_print(op)) & ~SYMMETRIC;
+    g->past_caches = results_pass_caches(g, op);
     int code = dispatch(g, op);
     if (code < 0) {
         char text[8192];

@@ -41,7 +41,7 @@ bool pause_once(pause_state *);
 /* The same without ever sleeping: false when patience is at its end. */
 bool pause_awake(pause_state *, bool *should_look);
 bool life_check_is_due(pause_state *, uint64_t now);
-/* Sleeps until *bell is no longer `heard`, or for a while; many may sleep and ring_bell wakes all. */
+/* Sleeps until *bell is no longer `heard`, or for a while; ring_bell wakes all who sleep. */
 void sleep_on_bell(_Atomic uint32_t *bell, uint32_t heard);
 void ring_bell(_Atomic uint32_t *bell);
 
@@ -161,6 +161,7 @@ struct tutti_group {
     double running_timeout;
     uint64_t table_bytes; /* at the start of each slot */
     crossing crossing;
+    bool past_caches; /* whether results go straight to memory */
     const void **sources; /* of size, scratch for reductions */
 
     mail *mail;

@@ -40,8 +40,8 @@ struct mail {
 };
 
 /* After messages have moved: wakes the rank at the other end, or this rank's other threads. The
- * fence is between the mark just stored and the look at the sleepers; a sleeper counts itself, has a
- * fence, too, and looks at the marks once more. So one of the two sees the other. */
+ * fence is between the mark just stored and the look at the sleepers; a sleeper counts itself, has
+ * a fence, too, and looks at the marks once more. So one of the two sees the other. */
 static inline void ring_for_mail(control *sleeper)
 {
     atomic_thread_fence(memory_order_seq_cst);

@@ -58,7 +58,7 @@ static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out,
             TRY(await_all(g, round - 1));
             for (uint64_t p = 0; p < n && c > 1; p++)
                 if (p != me)
-                    copy(out + (c - 2) * chunk + p * piece,
+                    take(g, out + (c - 2) * chunk + p * piece,
                          bytes_of(g, (int)p, round - 1) + p * piece, piece);
             TRY(enter_round(g, round));
             for (uint64_t p = 0; p < n; p++)
@@ -80,7 +80,7 @@ static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out,
     TRY(await_all(g, last));
     for (uint64_t p = 0; p < n; p++)
         if (p != me)
-            copy(out + (chunks - 1) * chunk + p * piece, bytes_of(g, (int)p, last) + p * piece,
+            take(g, out + (chunks - 1) * chunk + p * piece, bytes_of(g, (int)p, last) + p * piece,
                  chunk_bytes(chunk_bytes(bytes, chunks - 1, chunk), p, piece));
     consume_round(g, last);
     return 0;

@@ -126,7 +126,7 @@ int direct_all_gather(tutti_group *g, const tutti_operation *op)
     TRY(find_all(g, round));
     for (int step = 0; step < g->size; step++) {
         int rank = (g->rank + step) % g->size;
-        copy(op->out[rank], g->sources[rank], op->out_bytes[rank]);
+        take(g, op->out[rank], g->sources[rank], op->out_bytes[rank]);
     }
     return part(g, round);
 }
@@ -159,7 +159,7 @@ int direct_broadcast_rest(tutti_group *g, const tutti_operation *op)
     uint64_t round = g->round + 1;
     unsigned char *memory = NULL;
     TRY(find_memory(g, op->root, round, &memory));
-    copy(op->out[0], memory, op->out_bytes[0]);
+    take(g, op->out[0], memory, op->out_bytes[0]);
     consume_round(g, round);
     return 0;
 }

@@ -114,10 +114,10 @@ int tutti_group_remove_block(tutti_group *, uint64_t id);
  * operation fails at once, with the first reason. */
 int tutti_run(tutti_group *, const tutti_operation *, double timeout_s);
 
-/* Queues for a worker thread of the group. `done`, if not NULL, is called once when the operation is
- * over, before tutti_work_wait() returns, by whichever thread ran it (a worker, or one that waits)
- * and with no lock held. It may call back into this library and wait for other operations; it must
- * not wait for its own, nor close the group. */
+/* Queues for a worker thread of the group. `done`, if not NULL, is called once when the operation
+ * is over, before tutti_work_wait() returns, by whichever thread ran it (a worker, or one that
+ * waits) and with no lock held. It may call back into this library and wait for other operations;
+ * it must not wait for its own, nor close the group. */
 typedef struct tutti_work tutti_work;
 typedef void (*tutti_done)(void *argument, int code, const char *text);
 tutti_work *tutti_submit(tutti_group *, const tutti_operation *, double timeout_s, tutti_done done,
