@@ -1,4 +1,4 @@
-"""What a data-parallel engine is, and the contract that makes all of them agree.
+"""What an engine is, and the contract that makes all of them agree.
 
 The caller divides the loss of every microbatch by the number of samples (or tokens) of the whole
 step: all microbatches of all ranks. A rank's gradient is then its share of the gradient of the
@@ -9,22 +9,14 @@ mean, and what is left to do is to add:
 After the last microbatch and `reduce()`, every rank holds this g in `.grad`, whatever the engine
 and however unevenly the samples are split. A mean over ranks would be right for equal shares only.
 
-A step:
-
-    for number, (inputs, targets) in enumerate(microbatches):
-        last = number == len(microbatches) - 1
-        if len(inputs) == 0:  # others still have samples, and wait for this rank
-            engine.idle_microbatch(some_inputs, last=last)
-            continue
-        with engine.microbatch(last):
-            engine.backward(summed_loss(engine(inputs), targets) / samples_of_the_step)
-    engine.reduce()
-    optimizer.step()
+A step is `engine.run(microbatches, objective)` and `optimizer.step()`. Ranks that differ only in
+tp or pp work on the same samples: one of them `speaks`, and only its loss and outputs count.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,17 +25,38 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from tutti.parallel.flat import copy_from_first
+from tutti.parallel.grid import Grid
+from tutti.parallel.layout import Layout
 from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.world.world import World
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a step is to make small: a microbatch's part of it, divided by the step's samples."""
+
+    of_inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(inputs, targets) → the part, through the engine's own forward."""
+    of_outputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(the model's outputs, targets) → the part; a pipeline has outputs on one rank only."""
+    scale: Callable[[torch.Tensor], torch.Tensor] = lambda part: part
+    """What backward starts from: the part, or a multiple of it that float16 can hold."""
+    example: torch.Tensor | None = None
+    """One real input, for microbatches in which this rank has none; needed for these only."""
 
 
 class Engine(ABC):
     """Runs a model on this rank's part of the batch, and adds up gradients over all ranks."""
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, grid: Grid | None = None) -> None:
         self.model = model
         """The plain module: its parameters are what the optimizer updates and checkpoints hold."""
         self.world = world
+        self.grid = grid if grid is not None else Layout(dp=world.size).grid(world)
+        """Where this rank stands in the layout."""
 
     @property
     @abstractmethod
@@ -54,6 +67,42 @@ class Engine(ABC):
     def replicas(self) -> str:
         """How many there are, in words."""
         return f"{self.world.size} replica{'s' * (self.world.size > 1)}"
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's losses and outputs count, among those with the same samples."""
+        return self.grid.rank("tp") == 0
+
+    def run(self, microbatches: Sequence[Pair], objective: Objective) -> torch.Tensor:
+        """Forward and backward of a step's microbatches: every `.grad` is then the contract's g.
+
+        Returns this rank's part of the step's loss, on the device; 0 on a rank that does not
+        speak, so that the sum over all ranks is the loss. All ranks give the same number of
+        microbatches, and one that is empty only where it is not on another rank.
+        """
+        loss = torch.zeros((), device=self.world.device)
+        for number, (inputs, targets) in enumerate(microbatches, start=1):
+            last = number == len(microbatches)
+            if len(inputs) == 0:  # others still have samples, and wait for this rank
+                assert objective.example is not None
+                self.idle_microbatch(objective.example, last=last)
+                continue
+            with self.microbatch(last):
+                part = objective.of_inputs(inputs, targets)
+                self.backward(objective.scale(part))
+            loss = loss + part.detach()
+        self.reduce()
+        return loss if self.speaks else torch.zeros_like(loss)
+
+    @torch.no_grad()
+    def infer(self, inputs: torch.Tensor, example: torch.Tensor | None = None) -> Any:
+        """The model's outputs for this rank's inputs; None where it has none of its own.
+
+        That is a rank without inputs, which may have to help others all the same (and then needs
+        an `example`), and a rank that does not hold the model's end. Call it equally often on all
+        ranks, with the model in evaluation mode.
+        """
+        return self.model(inputs) if len(inputs) else None
 
     def __call__(self, *inputs: Any) -> Any:
         """The model's outputs for this rank's inputs."""

@@ -1,4 +1,4 @@
-"""What a data-parallel engine can be told. No torch in this file: command lines are made of it."""
+"""What engines and layouts can be told. No torch in this file: command lines are made of it."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -7,6 +7,8 @@ from tutti.world.errors import UsageError
 
 EngineName = Literal["single", "dataparallel", "scratch", "ddp"]
 Compression = Literal["none", "bf16", "fp16", "powersgd"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,59 @@ class EngineOptions:
                 f"--powersgd-rank {self.powersgd_rank} does nothing with --compress "
                 f"{self.compress}: leave it out or use --compress powersgd"
             )
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How a model is spread over ranks."""
+
+    layout: str | None = None
+    """Axes and their ranks, such as dp2.shard2.tp2.pp2: replicas, sharded parameters, split layers,
+    pipeline stages. Unset: a replica on each rank."""
+    reshard: bool = True
+    """shard: free gathered parameters after forward, and gather them again for backward; without,
+    they stay until backward is through with them."""
+    prefetch: int = 1
+    """shard: how many blocks ahead parameters are gathered; 0: only when they are needed."""
+    gather_dtype: Literal["float32", "bf16"] | None = None
+    """shard: the type that parameters are gathered and computed in; unset: as they are."""
+    reduce_dtype: Literal["float32", "bf16"] | None = None
+    """shard: the type that gradients are summed in; unset: that of --gather-dtype."""
+    sequence_parallel: bool = True
+    """tp: between the split layers, each rank holds a part of the sequence, not all of it."""
+    loss_parallel: bool = True
+    """tp: compute the loss on logits that stay split by vocabulary."""
+    async_tp: bool = False
+    """tp: overlap matrix products with their communication (CUDA, with --compile)."""
+    schedule: ScheduleName = "1f1b"
+    """pp: the order of forward and backward: gpipe, 1f1b, interleaved (1f1b with several stages on
+    each rank), zero-bubble (interleaved, weights' gradients fill the gaps), zbv (in a V)."""
+    stages_per_rank: int | None = None
+    """pp: stages on each rank: 1 for gpipe and 1f1b, 2 for the others unless set."""
+    balance: Literal["counted", "measured", "even"] = "counted"
+    """pp: cut the layers into stages of equal FLOPs, of equal measured time, or of equal number."""
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise UsageError(f"--prefetch is {self.prefetch}: it must be 0 or more")
+        single = self.schedule in ("gpipe", "1f1b")
+        stages = self.stages_per_rank
+        if stages is not None and (stages < 1 or single != (stages == 1)):
+            right = "1 stage" if single else "2 stages or more"
+            raise UsageError(
+                f"--stages-per-rank {stages}: schedule {self.schedule} has {right} on each rank"
+            )
+        if self.schedule == "zbv" and stages not in (None, 2):
+            raise UsageError(
+                f"--stages-per-rank {stages}: schedule zbv has 2, the arms of its V: leave it out"
+            )
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages on each rank of the pipeline."""
+        if self.stages_per_rank is not None:
+            return self.stages_per_rank
+        return 1 if self.schedule in ("gpipe", "1f1b") else 2
 
 
 # Which engines read a field; fields that are not here concern all of them.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tutti.data.batch import Batch
 from tutti.data.split import microbatches
-from tutti.parallel.engine import Engine
+from tutti.parallel.engine import Engine, Objective
 from tutti.train.models import repeated_blocks
 from tutti.train.recipe import Compute
 from tutti.train.task import Task
@@ -40,7 +40,7 @@ class Step:
         self.task = task
         self.accumulation = accumulation
         # One real sample, for the microbatches in which this rank has none.
-        self.example = example
+        self.example = as_computed(example, engine.model)
         self.clip = clip
         self.device = next(engine.model.parameters()).device
         self.autocast = _AUTOCAST.get(compute.precision)
@@ -63,28 +63,24 @@ class Step:
         count = self.task.step_count(batch.targets, batch.global_count)
         # At the ragged end of an epoch there may be fewer samples than microbatches: one that is
         # empty on every rank is left out. Some rank has at least the mean.
-        most = -(-batch.global_count // self.engine.world.size)
+        most = -(-batch.global_count // self.engine.grid.layout.data_ranks)
         runs = min(self.accumulation, most)
         sizes = microbatches(batch.count, runs)
-        inputs, targets = torch.split(batch.inputs, sizes), torch.split(batch.targets, sizes)
-        loss = torch.zeros((), device=self.device)
-        for number, (x, y) in enumerate(zip(inputs, targets, strict=True), start=1):
-            last = number == runs
-            if len(x) == 0:  # others still have samples, and wait for this rank
-                self._idle(last)
-                continue
-            with self.engine.microbatch(last):
-                with self._forward_clock():
-                    part = self.loss_sum(x, y) / count
-                self.engine.backward(self.scaler.scale(part))
-            loss = loss + part.detach()
-        self.engine.reduce()
+        inputs = torch.split(as_computed(batch.inputs, self.engine.model), sizes)
+        parts = list(zip(inputs, torch.split(batch.targets, sizes), strict=True))
+
+        def of_inputs(x: Tensor, y: Tensor) -> Tensor:
+            with self._forward_clock():
+                return self.loss_sum(x, y) / count
+
+        def of_outputs(outputs: Tensor, y: Tensor) -> Tensor:
+            return self.task.loss_sum(outputs, y) / count
+
+        objective = Objective(of_inputs, of_outputs, self.scaler.scale, self.example)
+        with self._precision():
+            loss = self.engine.run(parts, objective)
         self._update()
         return loss
-
-    def _idle(self, last: bool) -> None:
-        with self._precision():
-            self.engine.idle_microbatch(as_computed(self.example, self.engine.model), last=last)
 
     def take_forward_seconds(self) -> float:
         """Seconds of forward passes since the last call: a rank's own pace, with no waiting.
@@ -114,14 +110,14 @@ class Step:
             self._forward_seconds += time.perf_counter() - began
 
     def _loss_sum(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self._precision():
-            outputs = self.engine(as_computed(inputs, self.engine.model))
-            return self.task.loss_sum(outputs, targets)
+        return self.task.loss_sum(self.engine(inputs), targets)
 
     def _precision(self) -> AbstractContextManager[None]:
         if self.autocast is None:
             return nullcontext()
-        return torch.autocast(self.device.type, self.autocast)
+        # No cache: it would keep casts of the weights, with their history, from one microbatch to the
+        # next. Backward runs in here too; it computes in the types that forward chose.
+        return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
     def _update(self) -> None:
         if self.clip is not None:

@@ -221,7 +221,7 @@ class Trainer:
     def _evaluate(self, progress: ProgressReport) -> None:
         self.engine.share_buffers()
         self.score = evaluate(
-            self.model, self.test_loader, self.task, self.world.device, self.stepper.autocast
+            self.engine, self.test_loader, self.task, self.stepper.example, self.stepper.autocast
         )
         score = self.score
         self.metrics.write(self.step - 1, test_loss=score.loss, test_accuracy=score.accuracy)
