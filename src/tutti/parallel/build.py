@@ -58,7 +58,9 @@ def build_engine(
         return Hybrid(model, grid)
     from tutti.parallel.pipeline.build import build_pipeline
 
-    return build_pipeline(model, grid, parallel, example, microbatches, microbatch_size, techniques.apply)
+    return build_pipeline(
+        model, grid, parallel, example, microbatches, microbatch_size, techniques.apply
+    )
 
 
 def prepare(
@@ -99,8 +101,8 @@ def place(model: nn.Module, grid: Grid, *, sync_batchnorm: bool) -> nn.Module:
 
 
 def _replicas(model: nn.Module, world: World, options: EngineOptions) -> Engine:
-    if options.engine == "single" or (world.size == 1 and options.engine == "ddp"):
-        return Single(model, world)  # alone, DDP would only copy
+    if options.engine == "single":
+        return Single(model, world)
     if options.engine == "dataparallel":
         return DataParallel(model, world)
     if options.engine == "scratch":
