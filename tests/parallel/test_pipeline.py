@@ -119,7 +119,7 @@ def _all_schedules(world: tutti.World, kind: str) -> dict[str, Any]:
         engine = build_pipeline(
             copy.deepcopy(whole),
             grid,
-            ParallelOptions(schedule=schedule),  # type: ignore[arg-type]
+            ParallelOptions(pipeline_schedule=schedule),  # type: ignore[arg-type]
             _batch(kind, 2)[0],
             microbatches=4,
             microbatch_size=3,

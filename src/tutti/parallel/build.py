@@ -10,6 +10,7 @@ from tutti.parallel.grid import Grid
 from tutti.parallel.hybrid import Hybrid
 from tutti.parallel.layout import layout_of
 from tutti.parallel.options import EngineOptions, ParallelOptions, Recompute
+from tutti.parallel.pipeline.build import build_pipeline
 from tutti.parallel.plans import Plan, default_plan, resolve
 from tutti.parallel.scratch import Scratch
 from tutti.parallel.single import Single
@@ -56,8 +57,8 @@ def build_engine(
     if grid.layout.pp == 1:
         techniques.apply(model)
         return Hybrid(model, grid)
-    from tutti.parallel.pipeline.build import build_pipeline
-
+    if example is None:
+        raise UsageError(f"layout {grid.layout}: a pipeline needs an example, one real input")
     return build_pipeline(
         model, grid, parallel, example, microbatches, microbatch_size, techniques.apply
     )

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from tutti.parallel.engine import Engine, Objective, Pair, _unnoticed
 from tutti.parallel.grid import Grid
+from tutti.parallel.hybrid import whole
 from tutti.parallel.options import ParallelOptions
 from tutti.parallel.pipeline.chain import Chain
 from tutti.parallel.pipeline.schedule import (
@@ -24,6 +25,7 @@ from tutti.parallel.pipeline.schedule import (
     rank_of,
 )
 from tutti.parallel.pipeline.tied import Tie, Ties
+from tutti.parallel.tensor import place_gradients
 from tutti.world.errors import UsageError
 
 _IGNORED = -100  # the target that no loss is due for; cross_entropy's own default
@@ -51,8 +53,8 @@ class Pipeline(Engine):
         self.microbatches = microbatches
         self.microbatch_size = microbatch_size
         pp = grid.layout.pp
-        check_microbatches(options.schedule, pp, microbatches)
-        self.holders = [rank_of(options.schedule, stage, pp) for stage in range(len(plan))]
+        check_microbatches(options.pipeline_schedule, pp, microbatches)
+        self.holders = [rank_of(options.pipeline_schedule, stage, pp) for stage in range(len(plan))]
         self.chain = Chain(self.stages, self.holders, grid.group("pp"), self.world.device)
         self.ties = Ties(list(ties), self.holders, self.stages, grid)
         self.ties.share_values(model)
@@ -67,7 +69,7 @@ class Pipeline(Engine):
     def description(self) -> str:
         names = [each[0] if len(each) == 1 else f"{each[0]}–{each[-1]}" for each in self.plan]
         return (
-            f"pipeline: {self.grid.layout}, schedule {self.options.schedule}, "
+            f"pipeline: {self.grid.layout}, schedule {self.options.pipeline_schedule}, "
             f"{self.microbatches} microbatches of {self.microbatch_size}, "
             f"{len(names)} stages: {' | '.join(names)}"
         )
@@ -109,13 +111,14 @@ class Pipeline(Engine):
         self._follow_mode()
         outputs = self.chain(given)
         self._reshard()
-        return outputs if len(inputs) else None
+        return whole(outputs) if len(inputs) else None
 
     def __call__(self, *inputs: Any) -> Any:
         raise UsageError("a pipeline has no forward of its own on a rank: use run() or infer()")
 
     def reduce(self) -> None:
         """FSDP has summed over the data ranks; what is left are the copies of tied parameters."""
+        place_gradients(self.model)
         self.ties.sum_gradients(self.model)
 
     def idle_microbatch(self, *inputs: Any, last: bool) -> None:
@@ -142,7 +145,7 @@ class Pipeline(Engine):
             )
             for stage, module in self.stages.items()
         ]
-        return build_schedule(self.options.schedule, stages, self.microbatches, self._loss)
+        return build_schedule(self.options.pipeline_schedule, stages, self.microbatches, self._loss)
 
     def _loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # The schedule is built once, the objective is new in every step.
