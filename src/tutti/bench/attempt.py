@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+from tutti.bench.unsupported import Unsupported
 from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
 
 Result = TypeVar("Result")
 
-
-class Unsupported(Exception):
-    """This cannot be measured here; the message says why."""
+__all__ = ["Unsupported", "try_on_all"]
 
 
 def try_on_all(action: Callable[[], Result]) -> tuple[Result | None, str]:

@@ -1,4 +1,4 @@
-"""tutti bench collectives|symmetric: measure what this machine does, and check what it did."""
+"""tutti bench KIND: measure what this machine does, and check what it did."""
 
 from importlib import import_module
 
@@ -6,6 +6,7 @@ from tutti.world.errors import UsageError, did_you_mean
 
 _KINDS = {
     "collectives": ("tutti.cli.bench_collectives", "every backend side by side, as nccl-tests"),
+    "pairs": ("tutti.cli.bench_pairs", "a baseline and its optimized form, results compared"),
     "symmetric": ("tutti.cli.bench_symmetric", "one-sided memory, and the structures on it"),
 }
 

@@ -1,0 +1,41 @@
+"""How far two results are apart: tensors, or lists, tuples and dicts of tensors and numbers."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+
+def snapshot(result: Any) -> Any:
+    """A copy on the CPU: the next call may write into the same tensors."""
+    leaves, shape = tree_flatten(result)
+    kept = [leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [kept, str(shape)]
+
+
+def difference(baseline: Any, optimized: Any) -> float:
+    """The largest |a − b| / max |a| over all tensors of two snapshots; inf where forms differ.
+
+    A tensor is measured by its own largest value, so that a small one is not lost beside a large
+    one. NaN is like nothing, not even NaN: a result that holds one proves nothing.
+    """
+    (ours, our_shape), (theirs, their_shape) = baseline, optimized
+    if our_shape != their_shape:
+        return math.inf
+    return max(map(_apart, ours, theirs), default=0.0)
+
+
+def _apart(one: Any, other: Any) -> float:
+    one, other = torch.as_tensor(one), torch.as_tensor(other)
+    if one.shape != other.shape:
+        return math.inf
+    if not one.numel():
+        return 0.0
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    apart = float((one.to(wide) - other.to(wide)).abs().max())
+    if apart == 0:
+        return 0.0
+    scale = float(one.to(wide).abs().max())
+    return apart / scale if scale > 0 and not math.isnan(apart) else math.inf

@@ -1,0 +1,184 @@
+"""tutti bench pairs: a baseline and its optimized form, in turns in one run, results compared."""
+
+import os
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from tutti.bench.pairs.catalogue import SHIPPED, Listed, choose
+from tutti.bench.table import print_line, usable_width
+from tutti.cli.flags import parse
+from tutti.cli.results import check_writable, write_json
+from tutti.hardware.gpus import visible_gpu_count
+from tutti.world.errors import UsageError
+from tutti.world.identity import identify
+from tutti.world.launch import LocalWorld
+from tutti.world.timeouts import checked_seconds
+
+if TYPE_CHECKING:
+    from tutti.bench.pairs.duel import Duels
+    from tutti.world.world import World
+
+# Between Ctrl-C and SIGKILL a round is finished and the file is written.
+_GRACE_SECONDS = 30.0
+_INTERRUPTED = 130
+_NAME_WIDTH = max(map(len, SHIPPED))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Measure techniques against their baselines: tutti bench pairs --ranks 2
+
+    Both sides of a pair do the same work in turns in one process group, and their results are
+    compared. Speed-up is the median of the rounds' ratios, its spread their quartiles. A pair that
+    needs what is not here is skipped and says why. Exit code 1: results differ. Ctrl-C leaves what
+    was measured.
+    """
+
+    list: bool = False
+    """Show the pairs that there are, and end."""
+    only: str | None = None
+    """Names of pairs with commas between them (default: all, or all of --file)."""
+    file: Path | None = None
+    """A Python file with pairs of your own: PAIRS = [function, …], see docs/pairs.md."""
+    ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
+    """How many local ranks to start, unless a launcher already did (default: one per GPU, or 2)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors are."""
+    ranks_per_gpu: int = 1
+    """How many ranks may share one GPU."""
+    rounds: int = 20
+    """How often both sides have their turn; fewer (at least 6) where --budget is short."""
+    budget: float = 4.0
+    """Seconds for each pair, about."""
+    quick: bool = False
+    """Small workloads and a tenth of the budget: to see that pairs work, not what they gain."""
+    pin: bool = True
+    """Pin every rank to CPUs of its own."""
+    json: Path | None = None
+    """Write rows, environment and command to this file, too."""
+    start_timeout: float | None = None
+    """Seconds for all ranks to arrive (default 300)."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = parse(Pairs, "tutti bench pairs", arguments)
+    chosen = choose([] if options.only is None else options.only.split(","), options.file)
+    if options.list:
+        for listed in chosen:
+            print_line(f"{listed.name:<{_NAME_WIDTH}}  {listed.about}")
+        return 0
+    if options.rounds < 1:
+        raise UsageError(f"--rounds {options.rounds}: use 1 or more, such as 20")
+    checked_seconds("--budget", options.budget, example=4)
+    check_writable("--json", options.json)
+    if identify(os.environ).launcher != "python":
+        return _measure(options, chosen)
+    gpus = 0 if options.device == "cpu" else visible_gpu_count()
+    return LocalWorld(
+        command=[sys.executable, "-m", "tutti", "bench", "pairs", *arguments],
+        ranks=max(2, gpus * options.ranks_per_gpu) if options.ranks is None else options.ranks,
+        device=options.device,
+        ranks_per_gpu=options.ranks_per_gpu,
+        show="first",
+        grace=_GRACE_SECONDS,
+    ).run()
+
+
+def _measure(options: Pairs, chosen: "list[Listed]") -> int:
+    from tutti.bench.control import Control
+    from tutti.bench.pairs.duel import Duels
+    from tutti.bench.pairs.pair import Setting
+    from tutti.bench.pinning import pin
+    from tutti.world.exchange import gather_json
+    from tutti.world.start import init
+
+    with init(
+        device=options.device,
+        ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
+        start_timeout=options.start_timeout,
+    ) as world:
+        cpus = pin(world) if options.pin else world.cpus
+        ranks = gather_json({**world.row(), "cpus": cpus, "pinned": options.pin})
+        control = Control()
+        budget = options.budget / 10 if options.quick else options.budget
+        duels = Duels(Setting(world, options.quick), control, budget, options.rounds)
+        with control.stop_on_signals():
+            if world.is_first:
+                _print_head(world, ranks, options)
+            for listed in chosen:
+                row = duels.run(listed)
+                if row is None:
+                    break
+                if world.is_first:
+                    _print_row(row)
+        if world.is_first:
+            _conclude(duels, options, world, ranks)
+    if duels.stopped:
+        return _INTERRUPTED
+    return int(any(_is_wrong(row) for row in duels.rows))
+
+
+def _is_wrong(row: dict[str, Any]) -> bool:
+    return str(row["check"]).startswith(("different", "failed"))
+
+
+def _print_head(world: "World", ranks: list[dict[str, Any]], options: Pairs) -> None:
+    for each in ranks:
+        pinned = "pinned to CPU" if each["pinned"] else "on CPU"
+        where = f"{each['host']}, {each['device']}, {each['backend']}, {pinned} {each['cpus']}"
+        print_line(f"# rank {each['rank']}: {where}")
+    if world.sharing_note:
+        print_line(f"# note: {world.sharing_note}")
+    if options.quick:
+        print_line("# note: --quick: the workloads are too small for their figures to be quoted")
+    print_line(
+        f"# {'pair':<{_NAME_WIDTH - 2}} {'baseline':>9} {'optimized':>9} {'speed-up':>8} "
+        f"{'(spread)':^13}  check"
+    )
+    print_line(f"# {'':<{_NAME_WIDTH - 2}} {'(ms)':>9} {'(ms)':>9}")
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    name = f"{row['name']:<{_NAME_WIDTH}}"
+    if row["speedup"] is None:
+        print_line(f"{name} {row['check']}")
+        return
+    spread = f"({row['spread']['p25']:.2f}–{row['spread']['p75']:.2f})"
+    times = f"{_ms(row['baseline_ms']):>9} {_ms(row['optimized_ms']):>9}"
+    print_line(f"{name} {times} {row['speedup']:>8.2f} {spread:^13}  {row['check']}")
+    said = f"{row['about']}. {row['note']}." if row["note"] else f"{row['about']}."
+    width = min(100, usable_width(sys.stdout))
+    for line in textwrap.wrap(said, width, initial_indent="#   ", subsequent_indent="#   "):
+        print_line(line)
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.4f}" if milliseconds < 1 else f"{milliseconds:.2f}"
+
+
+def _conclude(
+    duels: "Duels", options: Pairs, world: "World", ranks: list[dict[str, Any]]
+) -> None:
+    if options.json is not None:
+        results = {
+            "rows": duels.rows,
+            "speedup": "median over rounds of baseline / optimized, spread: their quartiles",
+            "quick": options.quick,
+            "complete": not duels.stopped,
+            "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
+        }
+        write_json(options.json, "tutti.bench.pairs/1", results)
+    measured = [row for row in duels.rows if row["speedup"] is not None]
+    faster = sum(row["verdict"] == "faster" for row in measured)
+    print_line(f"# {faster} of {len(measured)} are faster beyond their spread")
+    wrong = sum(map(_is_wrong, duels.rows))
+    if wrong:
+        print_line(f"# {wrong} did not give the same results: FAILED")
+    if duels.stopped:
+        print_line(f"# stopped: {len(duels.rows)} pairs were measured")
