@@ -49,6 +49,9 @@ class Pairs:
     """How many local ranks to start, unless a launcher already did (default: one per GPU, or 2)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors are."""
+    backend: Literal["auto", "gloo", "shm", "nccl"] = "auto"
+    """What pairs communicate by, unless that is what they compare (auto: nccl on CUDA, and gloo on
+    the CPU: its messages cost what those of a network do)."""
     ranks_per_gpu: int = 1
     """How many ranks may share one GPU."""
     rounds: int = 20
@@ -98,8 +101,11 @@ def _measure(options: Pairs, chosen: "list[Listed]") -> int:
     from tutti.world.exchange import gather_json
     from tutti.world.start import init
 
+    on_cpu = options.device == "cpu" or visible_gpu_count() == 0
+    chosen_backend = "gloo" if on_cpu else None
     with init(
         device=options.device,
+        backend=chosen_backend if options.backend == "auto" else options.backend,
         ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
         start_timeout=options.start_timeout,
     ) as world:
@@ -162,9 +168,7 @@ def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.4f}" if milliseconds < 1 else f"{milliseconds:.2f}"
 
 
-def _conclude(
-    duels: "Duels", options: Pairs, world: "World", ranks: list[dict[str, Any]]
-) -> None:
+def _conclude(duels: "Duels", options: Pairs, world: "World", ranks: list[dict[str, Any]]) -> None:
     if options.json is not None:
         results = {
             "rows": duels.rows,

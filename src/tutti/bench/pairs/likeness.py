@@ -7,22 +7,27 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+Snapshot = tuple[list[Any], str]
 
-def snapshot(result: Any) -> Any:
+
+def snapshot(result: Any) -> Snapshot:
     """A copy on the CPU: the next call may write into the same tensors."""
-    leaves, shape = tree_flatten(result)
-    kept = [leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return [kept, str(shape)]
+    leaves, form = tree_flatten(result)
+    return [_kept(leaf) for leaf in leaves], str(form)
 
 
-def difference(baseline: Any, optimized: Any) -> float:
+def _kept(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
+
+def difference(baseline: Snapshot, optimized: Snapshot) -> float:
     """The largest |a − b| / max |a| over all tensors of two snapshots; inf where forms differ.
 
     A tensor is measured by its own largest value, so that a small one is not lost beside a large
     one. NaN is like nothing, not even NaN: a result that holds one proves nothing.
     """
-    (ours, our_shape), (theirs, their_shape) = baseline, optimized
-    if our_shape != their_shape:
+    (ours, our_form), (theirs, their_form) = baseline, optimized
+    if our_form != their_form:
         return math.inf
     return max(map(_apart, ours, theirs), default=0.0)
 

@@ -70,7 +70,7 @@ def placement(setting: Setting) -> Pair:
     return Pair(
         baseline=partial(read, near),
         optimized=partial(read, far),
-        reason=f"{_about(target)} from NUMA node {near}, then {far}; below 1 is what distance costs",
+        reason=f"{_about(target)} from NUMA node {near}, then {far}; below 1 is what it costs",
     )
 
 

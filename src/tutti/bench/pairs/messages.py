@@ -1,20 +1,19 @@
 """Pairs of messages: what many small ones cost, and what one costs by another road."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tutti import comm
+from tutti.bench.contenders import process_group
 from tutti.bench.pairs.pair import Pair, Setting
 from tutti.comm.symmetric import Heap, all_reduce
 from tutti.models import WideResNet, WideResNetConfig
 from tutti.parallel.flat import sum_over_ranks
 from tutti.parallel.scratch import sum_one_by_one
-
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def grouped(setting: Setting) -> Pair:
@@ -39,27 +38,31 @@ def grouped(setting: Setting) -> Pair:
 
 
 def from_scratch(setting: Setting) -> Pair:
-    """The lesson of parallel/scratch.py: gradient by gradient, or all end to end."""
+    """The lesson of parallel/scratch.py: gradient by gradient, or all laid end to end."""
     depth = setting.pick(28, 10)
     with torch.device("meta"):
         model = WideResNet(WideResNetConfig(depth=depth, width=1))
-    shapes = [each.shape for each in model.parameters()]
     generator = torch.Generator().manual_seed(setting.world.rank)
-    made = [torch.randn(shape, generator=generator).to(setting.device) for shape in shapes]
-    work = [[torch.empty_like(each) for each in made] for _ in range(2)]
+    gradients = [
+        torch.randn(each.shape, generator=generator).to(setting.device)
+        for each in model.parameters()
+    ]
+    sums = [[torch.empty_like(each) for each in gradients] for _ in range(2)]
 
-    def side(number: int, reduce: Any) -> list[Tensor]:
-        for target, source in zip(work[number], made, strict=True):
-            target.copy_(source)
-        reduce(work[number])
-        return work[number]
+    def side(number: int, reduce: Callable[[list[Tensor]], None]) -> list[Tensor]:
+        for result, gradient in zip(sums[number], gradients, strict=True):
+            result.copy_(gradient)
+        reduce(sums[number])
+        return sums[number]
 
-    megabytes = sum(each.nbytes for each in made) / 1e6
+    megabytes = sum(each.nbytes for each in gradients) / 1e6
+    exact = setting.world.size <= 2
     return Pair(
         baseline=partial(side, 0, sum_one_by_one),
         optimized=partial(side, 1, sum_over_ranks),
-        tolerance=0.0 if setting.world.size <= 2 else 1e-5,
-        reason=f"the {len(shapes)} gradients of a WideResNet-{depth}-1, {megabytes:.2g} MB",
+        tolerance=0.0 if exact else 1e-5,
+        reason=f"the {len(gradients)} gradients of a WideResNet-{depth}-1, {megabytes:.2g} MB"
+        + ("" if exact else "; ranks are added up in another order"),
     )
 
 
@@ -70,21 +73,32 @@ def symmetric(setting: Setting) -> Pair:
     setting.need(world.nodes == 1, "symmetric memory is that of one host")
     if setting.on_gpu:
         return _one_shot(setting)
-    elements = 64
-    mine = torch.arange(elements, dtype=torch.float32) + 1000 * world.rank
-    gathered = torch.empty(world.size * elements)
-    letters = Letters(elements, setting)
+    elements, rank = 64, world.rank
+    following, previous = (rank + 1) % world.size, (rank - 1) % world.size
+    mine = torch.arange(elements, dtype=torch.float32) + 1000 * rank
+    received = torch.empty_like(mine)
+    # The best that a collective can do within a host.
+    group, _ = process_group("shm")
+    letters = Letters(elements, following, previous)
+
+    def by_collective() -> Tensor:
+        sending = dist.isend(mine, following, group=group)
+        dist.recv(received, previous, group=group)
+        assert sending is not None
+        sending.wait()
+        return received
+
+    def close() -> None:
+        letters.close()
+        dist.destroy_process_group(group)
+
     return Pair(
-        baseline=lambda: _gathered(gathered, mine),
+        baseline=by_collective,
         optimized=lambda: letters.exchange(mine),
-        reason=f"every rank gives all others {mine.nbytes} bytes: all_gather, or put and signal",
-        close=letters.close,
+        reason=f"every rank hands {mine.nbytes} bytes to the next: send and recv over shm, or put "
+        "and signal",
+        close=close,
     )
-
-
-def _gathered(into: Tensor, mine: Tensor) -> Tensor:
-    _all_gather(into, mine)
-    return into
 
 
 def _one_shot(setting: Setting) -> Pair:
@@ -113,34 +127,30 @@ def _one_shot(setting: Setting) -> Pair:
 
 
 class Letters:
-    """Every rank puts its part into everybody's memory, and signals that it is there.
+    """Every rank puts a letter into the memory of the next, and signals that it is there.
 
-    Two sets of boxes serve in turn. A rank writes into the same set again only after everybody's
-    next letter, which is sent when the one before has been read: nothing is overwritten unread.
+    Two boxes serve in turn. Before a rank writes into a box again it waits until the letter in it
+    has been read, which its reader signals when it asks for the next.
     """
 
-    def __init__(self, elements: int, setting: Setting) -> None:
-        self._heap = Heap(bytes=1 << 20, device=setting.device)
-        self._elements = elements
-        size = setting.world.size
-        self._boxes = [self._heap.zeros(size * elements) for _ in range(2)]
-        self._peers = [rank for rank in range(size) if rank != setting.world.rank]
-        self._own = slice(setting.world.rank * elements, (setting.world.rank + 1) * elements)
-        self._round = 0
+    _ARRIVED, _READ = 0, 1  # signals: how many letters have come, and how many of mine were read
+
+    def __init__(self, elements: int, following: int, previous: int) -> None:
+        self._heap = Heap(bytes=1 << 16, device="cpu")
+        self._boxes = [self._heap.zeros(elements) for _ in range(2)]
+        self._following, self._previous = following, previous
+        self._sent = 0
 
     def exchange(self, mine: Tensor) -> Tensor:
-        """All parts, one after the other; valid until the next but one."""
-        self._round += 1
-        boxes = self._boxes[self._round % 2]
-        boxes.local[self._own] = mine
-        for peer in self._peers:
-            # A slot for each sender, so that each one's count is its own.
-            boxes.put_signal(
-                mine, to=peer, at=self._own.start, slot=self._heap.rank, value=self._round
-            )
-        for peer in self._peers:
-            self._heap.wait(slot=peer, at_least=self._round, source=peer)
-        return boxes.local
+        """Send a letter and return the one that came; valid until the next exchange."""
+        heap, before = self._heap, self._sent
+        self._sent = number = before + 1
+        box = self._boxes[number % 2]
+        heap.signal(self._previous, self._READ, before)
+        heap.wait(self._READ, before - 1, self._following)
+        box.put_signal(mine, self._following, self._ARRIVED, number)
+        heap.wait(self._ARRIVED, number, self._previous)
+        return box.local
 
     def close(self) -> None:
         """Collective."""

@@ -1,6 +1,5 @@
 """DataParallel against DDP: one Python process for all GPUs, or one for each."""
 
-
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ def data_parallel(setting: Setting) -> Pair:
         "DataParallel splits a batch over the GPUs of one process: it needs as many GPUs as ranks, "
         f"on one host, and at least two; here are {gpus} for {world.size} ranks",
     )
-    size = size_for(setting, batch=32)
+    size = size_for(setting)
     own = replica(size, setting, bucket_mb=25)
     everything = [torch.cat([inputs_of(size, setting, rank) for rank in range(world.size)])]
     mine = [inputs_of(size, setting)]

@@ -1,7 +1,7 @@
-"""Pairs of training steps: the same gradients, sent at another time, in other pieces, another way."""
+"""Pairs of training steps: the same gradients, sent at another time or in another form."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,36 +24,40 @@ from tutti.bench.pairs.workload import (
 from tutti.parallel.ddp import narrow_hook
 from tutti.world.exchange import gather_json
 
-_BUCKETS_MB = (1.0, 4.0, 8.0, 16.0)
-_ONE_BUCKET_MB = 1 << 20
+# What is tried, in MiB: on the CPU the model's gradients are 10 MiB, on a GPU 192.
+_CPU_BUCKETS, _GPU_BUCKETS = (0.5, 1.0, 2.0, 4.0), (6.0, 12.0, 25.0, 50.0)
+_ONE_BUCKET = 1 << 20
 _MICROBATCHES = 4
 
 
 def overlap(setting: Setting) -> Pair:
     """Only the time at which buckets are sent differs: same buckets, same messages, same sums."""
-    size, ranks = size_for(setting, batch=64), setting.world.size
-    late, soon = (replica(size, setting, bucket_mb=4) for _ in range(2))
+    size, ranks = size_for(setting), setting.world.size
+    bucket_mb = 12.0 if setting.on_gpu else 1.0
+    late, soon = (replica(size, setting, bucket_mb=bucket_mb) for _ in range(2))
     late.register_comm_hook(SendAfterBackward(ranks), hook)
     soon.register_comm_hook(SendAtOnce(ranks), hook)
     batch = [inputs_of(size, setting)]
     return Pair(
         baseline=partial(gradients_of, late, batch),
         optimized=partial(gradients_of, soon, batch),
-        reason=f"{size.about}, buckets of 4 MiB",
+        reason=f"{size.about}, buckets of {bucket_mb:g} MiB",
     )
 
 
 def buckets(setting: Setting) -> Pair:
     """One bucket leaves when backward has ended; smaller ones leave earlier, and each costs."""
-    size = size_for(setting, batch=32)
+    size = size_for(setting)
     batch = [inputs_of(size, setting)]
-    one = replica(size, setting, bucket_mb=_ONE_BUCKET_MB)
-    tried = {megabytes: replica(size, setting, bucket_mb=megabytes) for megabytes in _BUCKETS_MB}
-    best = _fastest(setting, {key: partial(gradients_of, each, batch) for key, each in tried.items()})
-    others = ", ".join(f"{each:g}" for each in _BUCKETS_MB)
+    one = replica(size, setting, bucket_mb=_ONE_BUCKET)
+    candidates = _GPU_BUCKETS if setting.on_gpu else _CPU_BUCKETS
+    tried = {each: replica(size, setting, bucket_mb=each) for each in candidates}
+    steps = {each: partial(gradients_of, model, batch) for each, model in tried.items()}
+    best = _fastest(setting, steps)
+    others = ", ".join(f"{each:g}" for each in candidates)
     return Pair(
         baseline=partial(gradients_of, one, batch),
-        optimized=partial(gradients_of, tried[best], batch),
+        optimized=steps[best],
         reason=f"{size.about}; {best:g} MiB was the fastest of {others}",
     )
 
@@ -63,7 +67,7 @@ def shm(setting: Setting) -> Pair:
     from tutti.bench.contenders import process_group
 
     setting.need(not setting.on_gpu, "gloo and shm are compared on CPU tensors: use --device cpu")
-    size = size_for(setting, batch=32)
+    size = size_for(setting, batch=32, width=256)  # small, as one develops with on a CPU
     batch = [inputs_of(size, setting)]
     groups = [process_group(name)[0] for name in ("gloo", "shm")]
     over_gloo, over_shm = (replica(size, setting, bucket_mb=25, group=each) for each in groups)
@@ -98,7 +102,7 @@ def accumulation(setting: Setting) -> Pair:
 
 def bf16_gradients(setting: Setting) -> Pair:
     """Half the bytes, and a rounding to eight bits of each gradient."""
-    size = size_for(setting, batch=32)
+    size = size_for(setting)
     batch = [inputs_of(size, setting)]
     wide, narrow = (replica(size, setting, bucket_mb=25) for _ in range(2))
     narrow.register_comm_hook(setting.world.size, narrow_hook(torch.bfloat16))
@@ -116,7 +120,7 @@ def _microbatches(size: Size, setting: Setting) -> Sequence[Tensor]:
     return inputs_of(whole, setting).chunk(_MICROBATCHES)
 
 
-def _fastest(setting: Setting, calls: dict[float, Callable[[], Any]]) -> float:
+def _fastest(setting: Setting, calls: Mapping[float, Callable[[], Any]]) -> float:
     """Which of several calls takes least, tried in turns; the slowest rank counts. Collective."""
     times: dict[float, list[float]] = {key: [] for key in calls}
     for _ in range(setting.pick(5, 1) + 2):
