@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.bench.pairs.pair import Pair, Setting
-from tutti.bench.pairs.workload import gradients_of, inputs_of, model_of, replica, size_for
+from tutti.bench.pairs.workload import gradients_of, inputs_of, large, model_of, replica
 
 
 def data_parallel(setting: Setting) -> Pair:
@@ -17,7 +17,7 @@ def data_parallel(setting: Setting) -> Pair:
         "DataParallel splits a batch over the GPUs of one process: it needs as many GPUs as ranks, "
         f"on one host, and at least two; here are {gpus} for {world.size} ranks",
     )
-    size = size_for(setting)
+    size = large(setting)
     own = replica(size, setting, bucket_mb=25)
     everything = [torch.cat([inputs_of(size, setting, rank) for rank in range(world.size)])]
     mine = [inputs_of(size, setting)]

@@ -18,22 +18,23 @@ from tutti.bench.pairs.workload import (
     gradients_sent_once,
     hook,
     inputs_of,
+    large,
     replica,
-    size_for,
+    small,
 )
 from tutti.parallel.ddp import narrow_hook
 from tutti.world.exchange import gather_json
 
-# What is tried, in MiB: on the CPU the model's gradients are 10 MiB, on a GPU 192.
-_CPU_BUCKETS, _GPU_BUCKETS = (0.5, 1.0, 2.0, 4.0), (6.0, 12.0, 25.0, 50.0)
+# What is tried, in MiB: the model's gradients are 64 MiB on the CPU, and 192 on a GPU.
+_CPU_BUCKETS, _GPU_BUCKETS = (4.0, 8.0, 16.0), (12.0, 25.0, 50.0)
 _ONE_BUCKET = 1 << 20
 _MICROBATCHES = 4
 
 
 def overlap(setting: Setting) -> Pair:
     """Only the time at which buckets are sent differs: same buckets, same messages, same sums."""
-    size, ranks = size_for(setting), setting.world.size
-    bucket_mb = 12.0 if setting.on_gpu else 1.0
+    size, ranks = large(setting), setting.world.size
+    bucket_mb = 25.0 if setting.on_gpu else 8.0
     late, soon = (replica(size, setting, bucket_mb=bucket_mb) for _ in range(2))
     late.register_comm_hook(SendAfterBackward(ranks), hook)
     soon.register_comm_hook(SendAtOnce(ranks), hook)
@@ -47,7 +48,7 @@ def overlap(setting: Setting) -> Pair:
 
 def buckets(setting: Setting) -> Pair:
     """One bucket leaves when backward has ended; smaller ones leave earlier, and each costs."""
-    size = size_for(setting)
+    size = large(setting)
     batch = [inputs_of(size, setting)]
     one = replica(size, setting, bucket_mb=_ONE_BUCKET)
     candidates = _GPU_BUCKETS if setting.on_gpu else _CPU_BUCKETS
@@ -67,7 +68,7 @@ def shm(setting: Setting) -> Pair:
     from tutti.bench.contenders import process_group
 
     setting.need(not setting.on_gpu, "gloo and shm are compared on CPU tensors: use --device cpu")
-    size = size_for(setting, batch=32, width=256)  # small, as one develops with on a CPU
+    size = small(setting)
     batch = [inputs_of(size, setting)]
     groups = [process_group(name)[0] for name in ("gloo", "shm")]
     over_gloo, over_shm = (replica(size, setting, bucket_mb=25, group=each) for each in groups)
@@ -89,7 +90,7 @@ def shm(setting: Setting) -> Pair:
 
 def accumulation(setting: Setting) -> Pair:
     """The same samples; gradients cross the wire after each small batch, or once for all."""
-    size = size_for(setting, batch=8)
+    size = small(setting)
     batches = [part.clone() for part in _microbatches(size, setting)]
     each, once = (replica(size, setting, bucket_mb=25) for _ in range(2))
     return Pair(
@@ -102,7 +103,7 @@ def accumulation(setting: Setting) -> Pair:
 
 def bf16_gradients(setting: Setting) -> Pair:
     """Half the bytes, and a rounding to eight bits of each gradient."""
-    size = size_for(setting)
+    size = large(setting)
     batch = [inputs_of(size, setting)]
     wide, narrow = (replica(size, setting, bucket_mb=25) for _ in range(2))
     narrow.register_comm_hook(setting.world.size, narrow_hook(torch.bfloat16))

@@ -32,13 +32,21 @@ class Size:
         )
 
 
-def size_for(setting: Setting, batch: int = 64, width: int = 512) -> Size:
-    """A model for this device: backward takes several times as long as a message."""
+def large(setting: Setting) -> Size:
+    """Gradients that no cache of a CPU core holds, and a backward to hide messages behind."""
     if setting.quick:
-        return Size(layers=3, width=64, batch=min(batch, 4))
-    if setting.on_gpu:
-        return Size(layers=12, width=2048, batch=16 * batch)
-    return Size(layers=10, width=width, batch=batch)
+        return _QUICK
+    return Size(12, 2048, batch=1024) if setting.on_gpu else Size(16, 1024, batch=32)
+
+
+def small(setting: Setting) -> Size:
+    """What one develops with: a message weighs as much as the computing."""
+    if setting.quick:
+        return _QUICK
+    return Size(12, 1024, batch=64) if setting.on_gpu else Size(10, 512, batch=8)
+
+
+_QUICK = Size(layers=3, width=64, batch=4)
 
 
 def model_of(size: Size, setting: Setting) -> nn.Module:
