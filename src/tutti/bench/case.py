@@ -45,6 +45,7 @@ class Prepared:
     received: Tensor
     call: Callable[[], Any]
     close: Callable[[], None] = lambda: None
+    operations: int = 1  # how many a call makes; times are those of one
 
 
 class Contender(Protocol):

@@ -7,11 +7,12 @@ speed of that link whatever the number of ranks. GB/s are 1e9 bytes per second.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
 class Operation:
-    """How one collective counts. `shares`: S is the sum over ranks of equal shares."""
+    """How one collective counts. `shares`: S is the sum of all ranks' shares, `count` their mean."""
 
     name: str
     shares: bool
@@ -19,6 +20,7 @@ class Operation:
     # The form that torch.distributed has: in place, or from one tensor into another.
     native: str
     placements: tuple[str, ...] = ("out", "in")
+    rooted: bool = False  # rank 0 is the root then
 
     def count(self, size: int, element_bytes: int, ranks: int) -> int:
         """The count nearest below `size` bytes; at least one element, unless nothing is sent."""
@@ -46,14 +48,27 @@ OPERATIONS = {
         Operation("all_gather", shares=True, reduces=False, native="out"),
         Operation("reduce_scatter", shares=True, reduces=True, native="out"),
         Operation("all_to_all", shares=True, reduces=False, native="out", placements=("out",)),
-        Operation("broadcast", shares=False, reduces=False, native="in"),
-        Operation("reduce", shares=False, reduces=True, native="in"),
-        Operation("gather", shares=True, reduces=False, native="out"),
-        Operation("scatter", shares=True, reduces=False, native="out"),
+        Operation("broadcast", shares=False, reduces=False, native="in", rooted=True),
+        Operation("reduce", shares=False, reduces=True, native="in", rooted=True),
+        Operation("gather", shares=True, reduces=False, native="out", rooted=True),
+        Operation("scatter", shares=True, reduces=False, native="out", rooted=True),
         Operation("send_recv", shares=False, reduces=False, native="out", placements=("out",)),
+        Operation("all_gather_uneven", True, False, native="out", placements=("out",)),
+        Operation("all_to_all_uneven", True, False, native="out", placements=("out",)),
         Operation("barrier", shares=False, reduces=False, native="out", placements=("out",)),
     )
 }
+
+
+def uneven_parts(count: int, ranks: int) -> list[int]:
+    """`ranks` shares of unlike sizes, `count` elements on average: they grow as 1, 2, 3, …
+
+    In all_gather_uneven rank r has share r. In all_to_all_uneven rank i sends share (i + j) mod n
+    to rank j: every rank sends and receives n × count elements, and S is that of all_to_all.
+    """
+    total, steps = count * ranks, ranks * (ranks + 1)
+    ends = [total * rank * (rank + 1) // steps for rank in range(ranks + 1)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def bandwidth(operation: Operation, size: int, ranks: int, seconds: float) -> tuple[float, float]:

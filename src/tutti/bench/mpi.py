@@ -18,6 +18,7 @@ import torch
 
 from tutti.bench.attempt import Unsupported
 from tutti.bench.case import Buffers, Case, Prepared
+from tutti.bench.formulas import uneven_parts
 from tutti.world.errors import UsageError
 
 _TYPES = {
@@ -162,6 +163,16 @@ class OpenMpi:
                     recvbuf=of(received),
                     source=previous,
                 )
+            case "all_gather_uneven":
+                shares = uneven_parts(count, case.ranks)
+                sent, received = take("sent", shares[case.rank]), take("received", every)
+                call = partial(world.Allgatherv, of(sent), [received.numpy(), shares, datatype])
+            case "all_to_all_uneven":
+                shares = uneven_parts(count, case.ranks)
+                splits = [shares[(case.rank + each) % case.ranks] for each in range(case.ranks)]
+                sent, received = take("sent", every), take("received", every)
+                given = ([each.numpy(), splits, datatype] for each in (sent, received))
+                call = partial(world.Alltoallv, *given)
             case _:
                 sent, received, call = nothing, nothing, world.Barrier
         return Prepared(sent, received, call)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tutti.bench.formulas import Operation
+from tutti.bench.formulas import Operation, uneven_parts
 
 _PERIOD = 8191
 _LARGEST_EXACT = {
@@ -67,9 +67,22 @@ def payload(operation: Operation, count: int, dtype: torch.dtype, rank: int, ran
             return Payload(_stretch(tiles[rank], 0, all_mine), torch.cat(parts))
         case "send_recv":
             return Payload(mine, _stretch(tiles[rank - 1], 0, count))
+        case "all_gather_uneven":
+            shares = uneven_parts(count, ranks)
+            parts = [_stretch(tile, 0, share) for tile, share in zip(tiles, shares, strict=True)]
+            return Payload(parts[rank], torch.cat(parts))
+        case "all_to_all_uneven":
+            parts = [_sent_to(rank, each, count, ranks, tile) for each, tile in enumerate(tiles)]
+            return Payload(_stretch(tiles[rank], 0, all_mine), torch.cat(parts))
         case "barrier":
             return Payload(nothing, nothing)
     raise AssertionError(f"no payload for {operation.name}")
+
+
+def _sent_to(receiver: int, sender: int, count: int, ranks: int, tile: Tensor) -> Tensor:
+    shares = uneven_parts(count, ranks)
+    lengths = [shares[(sender + each) % ranks] for each in range(ranks)]
+    return _stretch(tile, sum(lengths[:receiver]), lengths[receiver])
 
 
 def _tiles(dtype: torch.dtype, ranks: int) -> list[Tensor]:

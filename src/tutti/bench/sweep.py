@@ -151,7 +151,10 @@ class Sweep:
                 kept[entry.contender.name].append(self._round(entry, timing))
                 if last_round:
                     entry.wrong += self._check_after(case, entry, exchanged)
-        return {name: torch.cat(parts) for name, parts in kept.items()}
+        return {
+            entry.contender.name: torch.cat(kept[entry.contender.name]) / entry.prepared.operations
+            for entry in entries
+        }
 
     def _round(self, entry: _Entry, timing: str) -> Tensor:
         """Seconds of each call of one round, those of the slowest rank."""
@@ -200,8 +203,10 @@ def _row(case: Case, entry: _Entry, timing: str, seconds: Tensor) -> Row:
         "count": case.count,
         "dtype": _name(case.dtype),
         "redop": "sum" if case.operation.reduces else "none",
+        "root": 0 if case.operation.rooted else -1,
         "placement": case.placement,
         "timing": timing,
+        "group": entry.prepared.operations,
         "calls": len(seconds),
         "time_us": spread,
         "algbw_gbs": round(algorithm, 4),

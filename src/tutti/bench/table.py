@@ -9,8 +9,9 @@ from typing import Any, TextIO
 from tutti.bench.sizes import format_size
 
 Row = dict[str, Any]
-_LEFT_WIDTH = 54
+_LEFT_WIDTH = 60
 _PLACEMENT_WIDTH = 41
+_SPREAD_WIDTH = 27
 
 
 def usable_width(stream: TextIO) -> int:
@@ -39,8 +40,10 @@ class Table:
         placements: Mapping[str, Sequence[str]],
         timings: int,
         stream: TextIO = sys.stdout,
+        spread: bool = False,
     ) -> None:
         self._placements_of = placements
+        self._with_spread = spread
         self._with_timing = timings > 1
         self._stream = stream
         self._operation = ""
@@ -68,8 +71,12 @@ class Table:
 
     @property
     def _narrow(self) -> bool:
-        full = _LEFT_WIDTH + 13 * self._with_timing + _PLACEMENT_WIDTH * len(self._placements)
-        return usable_width(self._stream) < full
+        left = _LEFT_WIDTH + 13 * self._with_timing
+        return usable_width(self._stream) < left + self._placement_width * len(self._placements)
+
+    @property
+    def _placement_width(self) -> int:
+        return _PLACEMENT_WIDTH + _SPREAD_WIDTH * self._with_spread
 
     def _print_head(self, row: Row) -> None:
         ranks = f"{row['ranks']} rank{'s' * (row['ranks'] != 1)}"
@@ -79,15 +86,15 @@ class Table:
             self._print(f"# {'(B)':>6} {'':<12} {'(us)':>9} {'(GB/s)':>7}")
             return
         timing = f" {'timing':<12}" if self._with_timing else ""
-        names = "".join(
-            f" {'time':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>6} {'ratio':>7}"
-            for _ in self._placements
-        )
-        units = "".join(
-            f" {'(us)':>9} {'(GB/s)':>7} {'(GB/s)':>7}{'':15}" for _ in self._placements
-        )
-        where = "".join(f" {_PLACES[each]:^40}" for each in self._placements)
-        left = f"{'size':>10} {'count':>10} {'type':>8} {'redop':>6} {'backend':<12}{timing}"
+        count, spread, blank = len(self._placements), "", ""
+        if self._with_spread:
+            spread, blank = f" {'min':>9} {'p99':>9} {'cv%':>6}", f" {'(us)':>9} {'(us)':>9}{'':7}"
+        names = f" {'time':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>6} {'ratio':>7}{spread}" * count
+        units = f" {'(us)':>9} {'(GB/s)':>7} {'(GB/s)':>7}{'':15}{blank}" * count
+        width = self._placement_width - 1
+        where = "".join(f" {_PLACES[each]:^{width}}" for each in self._placements)
+        left = f"{'size':>10} {'count':>10} {'type':>8} {'redop':>6} {'root':>5} "
+        left += f"{'backend':<12}{timing}"
         self._print(f"#{' ' * (len(left) - 1)}{where}".rstrip())
         self._print(f"#{left[1:]}{names}")
         self._print(f"#{'(B)':>9} {'(elements)':>10}{' ' * (len(left) - 21)}{units}".rstrip())
@@ -96,15 +103,18 @@ class Table:
         row = next(iter(by_placement.values()))
         timing = f" {row['timing']:<12}" if self._with_timing else ""
         cells = f"{row['bytes']:>10} {row['count']:>10} {row['dtype']:>8} {row['redop']:>6} "
-        cells += f"{row['backend']:<12}{timing}"
+        cells += f"{row['root']:>5} {row['backend']:<12}{timing}"
         for placement in self._placements:
             each = by_placement.get(placement)
             if each is None:
                 cells += f" {'N/A':>9} {'':>7} {'':>7} {'N/A':>6} {'':>7}"
+                cells += " " * _SPREAD_WIDTH * self._with_spread
                 continue
-            time = each["time_us"]["p50"]
-            cells += f" {_time(time):>9} {each['algbw_gbs']:>7.2f} {each['busbw_gbs']:>7.2f}"
+            time = each["time_us"]
+            cells += f" {_time(time['p50']):>9} {each['algbw_gbs']:>7.2f} {each['busbw_gbs']:>7.2f}"
             cells += f" {each['wrong']:>6} {_ratio(each, _baseline(each, rows)):>7}"
+            if self._with_spread:
+                cells += f" {_time(time['min']):>9} {_time(time['p99']):>9} {time['cv']:>6.1%}"
         return cells
 
     def _print(self, line: str) -> None:
@@ -127,9 +137,13 @@ def _narrow_line(row: Row, first: Row) -> str:
 
 
 def _baseline(row: Row, rows: list[Row]) -> Row:
-    """The row of the first backend that did the same: what ratios are against."""
+    """What ratios are against: the first backend's row, and for a group the same one's alone."""
     same = ("placement", "timing")
-    return next(each for each in rows if all(each[key] == row[key] for key in same))
+    alike = [each for each in rows if all(each[key] == row[key] for key in same)]
+    alone = row["backend"].removesuffix(f" x{row['group']}")
+    if alone != row["backend"]:
+        return next((each for each in alike if each["backend"] == alone), row)
+    return alike[0]
 
 
 def _ratio(row: Row, first: Row) -> str:

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tutti import comm
 from tutti.bench.case import Buffers, Case, Prepared
+from tutti.bench.formulas import uneven_parts
 
 # torch 2.13 renamed these two; the old names warn there.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,12 +27,12 @@ class TorchBackend:
     def __init__(self, name: str, group: dist.ProcessGroup, about: str, buffers: Buffers) -> None:
         self.name = name
         self.about = about
-        self._group = group
+        self.group = group
         self._buffers = buffers
 
     def prepare(self, case: Case) -> Prepared:
         """The case on ordinary tensors."""
-        return prepare(case, self._group, self._buffers)
+        return prepare(case, self.group, self._buffers)
 
 
 def prepare(case: Case, group: dist.ProcessGroup, buffers: _Allocates) -> Prepared:
@@ -83,6 +85,18 @@ def prepare(case: Case, group: dist.ProcessGroup, buffers: _Allocates) -> Prepar
             exchange = _exchange_at_once if sent.is_cuda else _exchange
             call = partial(exchange, sent, received, following, previous, group)
             return Prepared(sent, received, call)
+        case "all_gather_uneven":
+            shares = uneven_parts(count, case.ranks)
+            sent = new("sent", max(shares))[: shares[case.rank]]
+            received = new("received", case.all_shares)
+            return Prepared(sent, received, partial(_gather_uneven, received, sent, group))
+        case "all_to_all_uneven":
+            shares = uneven_parts(count, case.ranks)
+            # What rank i sends to j is what j sends to i: one list serves both ways.
+            splits = [shares[(case.rank + each) % case.ranks] for each in range(case.ranks)]
+            sent, received = new("sent", case.all_shares), new("received", case.all_shares)
+            call = partial(dist.all_to_all_single, received, sent, splits, splits, group=group)
+            return Prepared(sent, received, call)
         case "barrier":
             return Prepared(nothing, nothing, partial(dist.barrier, group=group))
     raise AssertionError(f"no call for {case.operation.name}")
@@ -99,6 +113,11 @@ def _in_place_call(name: str, work: Tensor, group: dist.ProcessGroup) -> Callabl
 def _copy_first(work: Tensor, sent: Tensor, call: Callable[[], Any]) -> None:
     work.copy_(sent)
     call()
+
+
+def _gather_uneven(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    # torch has no such call that every backend knows: tutti.comm's pads, and returns a list.
+    torch.cat(comm.all_gather_uneven(sent, group=group), out=received)
 
 
 def _share(whole: Tensor, case: Case) -> Tensor:

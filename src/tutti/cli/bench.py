@@ -7,6 +7,7 @@ from tutti.world.errors import UsageError, did_you_mean
 _KINDS = {
     "collectives": ("tutti.cli.bench_collectives", "every backend side by side, as nccl-tests"),
     "pairs": ("tutti.cli.bench_pairs", "a baseline and its optimized form, results compared"),
+    "tune": ("tutti.cli.bench_tune", "where one path overtakes another: tutti.comm's size table"),
     "symmetric": ("tutti.cli.bench_symmetric", "one-sided memory, and the structures on it"),
 }
 

@@ -67,6 +67,11 @@ class Collectives:
     """In place or from one tensor into another; native is what torch.distributed has."""
     timing: Literal["back-to-back", "isolated", "both"] = "back-to-back"
     """Calls one after the other as nccl-tests does, or ranks meet before each."""
+    group: int = 1
+    """Beside each backend of torch's, this many calls in one comm.group(): what grouping saves.
+    The time is that of one call, and ratio is against the same backend's single calls."""
+    spread: bool = False
+    """Show min, p99 and cv in the table, too, as nccl-tests -I does; files always have them."""
     iterations: str = "auto"
     """Timed calls of each backend and size; auto is what --budget allows."""
     warmup: int = 20
@@ -114,6 +119,7 @@ def _measure(
 ) -> int:
     from tutti.bench.contenders import contenders
     from tutti.bench.control import Control
+    from tutti.bench.grouped_calls import with_groups
     from tutti.bench.pinning import pin
     from tutti.bench.sweep import Sweep
     from tutti.world.exchange import gather_json
@@ -132,12 +138,14 @@ def _measure(
         with control.stop_on_signals(), contenders(names, world, largest) as (found, missing):
             if not found:
                 _refuse(world, missing)
+            if options.group > 1:
+                found = with_groups(found, options.group, world.device)
             if world.is_first:
                 _print_head(world, rows, options, found, missing)
             sweep = Sweep(found, _plan(options), control, world.device, world.nodes == 1)
             sweep.skipped += missing
             placements = {each[0].operation.name: [c.placement for c in each] for each in lines}
-            table = Table(placements, len(_timings(options)))
+            table = Table(placements, len(_timings(options)), spread=options.spread)
             sweep.run(lines, table.add if world.is_first else lambda rows: None)
         if world.is_first:
             return _conclude(sweep, options, world, rows)
@@ -198,6 +206,8 @@ def _check(options: Collectives) -> tuple[list[Operation], list[int], list[str]]
         raise UsageError(f"--iterations {options.iterations}: auto, or a number of calls above 0")
     if options.warmup < 0:
         raise UsageError(f"--warmup {options.warmup}: use 0 or more")
+    if options.group < 1:
+        raise UsageError(f"--group {options.group}: use 1 (no groups) or more calls, such as 16")
     checked_seconds("--budget", options.budget, example=0.5)
     check_writable("--json", options.json)
     check_writable("--csv", options.csv)
