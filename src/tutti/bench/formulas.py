@@ -12,7 +12,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Operation:
-    """How one collective counts. `shares`: S is the sum of all ranks' shares, `count` their mean."""
+    """How a collective counts. `shares`: S is the sum of all ranks' shares, `count` their mean."""
 
     name: str
     shares: bool
