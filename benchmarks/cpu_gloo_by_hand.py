@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_gloo_by_hand.py --json benchmarks/cpu_gloo_by_hand_MACHINE_DATE.json
 
-The loop by hand is plain torch.distributed in processes of its own: warm up, then one reading of the
+The loop by hand is plain torch.distributed in processes of its own: warm up, then one look at the
 clock after each call; a call takes as long as on its slowest rank. It knows nothing of tutti. Both
-are started in turns, each `--rounds` times. They agree on a size where tutti's p50s overlap with the
+are started in turns, each `--rounds` times. They agree on a size where tutti's p50s overlap the
 spread of the loop: from the lowest lower quartile of its calls to the highest upper one. Exit code
 1: they do not.
 """

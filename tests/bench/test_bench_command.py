@@ -27,6 +27,7 @@ SHORT = ["--budget", "0.01", "--backends", "gloo"]
         (["collectives", "--backends", "gloo,gloo"], "--backends gloo,gloo: name gloo once"),
         (["collectives", "--sizes", "4:1K:x1"], "--sizes 4:1K:x1: with the step x1"),
         (["collectives", "--iterations", "few"], "--iterations few: auto, or a number"),
+        (["collectives", "--group", "0"], "--group 0: use 1 (no groups) or more calls"),
         (["collectives", "--budget", "0"], "--budget 0.0: give seconds above 0, such as 0.5"),
         (["collectives", "--ranks", "0"], "--ranks 0: a world has at least one rank"),
         (["collectives", "--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
@@ -43,10 +44,12 @@ def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], mess
 def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
     files = ["--json", tmp_path / "new" / "b.json", "--csv", tmp_path / "b.csv"]
     kinds = ["--ops", "all_reduce,all_to_all", "--sizes", "4,1K", "--placement", "both"]
-    done = run_command([*BENCH, *SHORT, *kinds, *files])
+    done = run_command([*BENCH, *SHORT, *kinds, "--spread", *files])
     assert done.returncode == 0, done.stderr
     assert "# rank 1: " in done.stdout and "pinned to CPU" in done.stdout
-    assert "out-of-place" in done.stdout and "busbw" in done.stdout
+    assert "out-of-place" in done.stdout and "cv%" in done.stdout
+    head = next(line for line in done.stdout.splitlines() if "busbw" in line)
+    assert head.split()[1:6] == ["size", "count", "type", "redop", "root"]  # as nccl-tests has them
     assert "# Out of bounds values : 0 OK" in done.stdout
     content = json.loads((tmp_path / "new" / "b.json").read_text())
     assert content["schema"] == "tutti.bench.collectives/1" and content["complete"]
@@ -65,9 +68,11 @@ def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
 
 
 def test_a_narrow_terminal_gets_short_lines(tmp_path: Path) -> None:
-    done = run_command([*BENCH, *SHORT, "--sizes", "1K"], env={"COLUMNS": "60"})
-    rows = [line for line in done.stdout.splitlines() if not line.startswith("# rank")]
+    flags = ["--sizes", "1K", "--group", "2"]
+    done = run_command([*BENCH, *SHORT, *flags], env={"COLUMNS": "60"})
+    rows = [line for line in done.stdout.splitlines() if not line.startswith(("# rank", "# gloo"))]
     assert done.returncode == 0 and max(map(len, rows)) <= 60, done.stdout
+    assert sum(" gloo x2 " in line for line in rows) == 1
 
 
 def test_a_backend_that_is_not_here_is_an_unmet_need() -> None:
@@ -134,7 +139,7 @@ def test_open_mpi_takes_part_in_every_operation(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     measured = [sum(row["backend"] == name for row in rows) for name in ("gloo", "mpi")]
-    assert measured == [33, 33] and all(row["wrong"] == 0 for row in rows)
+    assert measured == [37, 37] and all(row["wrong"] == 0 for row in rows)
 
 
 @pytest.mark.skipif(

@@ -16,6 +16,7 @@ def _measure(world: Any, names: list[str]) -> Any:
     from tutti.bench.contenders import contenders
     from tutti.bench.control import Control
     from tutti.bench.formulas import OPERATIONS
+    from tutti.bench.grouped_calls import with_groups
     from tutti.bench.sweep import Plan, Sweep
 
     lines = [
@@ -29,6 +30,7 @@ def _measure(world: Any, names: list[str]) -> Any:
     ]
     largest = max(case.bytes for line in lines for case in line)
     with contenders(names, world, largest) as (found, missing):
+        found = with_groups(found, 3, world.device)
         sweep = Sweep(found, Plan(budget=0.001, warmup=1, rounds=2), Control(), world.device)
         sweep.run(lines, lambda rows: None)
     return {
@@ -37,6 +39,7 @@ def _measure(world: Any, names: list[str]) -> Any:
             for row in sweep.rows
         ],
         "wrong": [row for row in sweep.rows if row["wrong"]],
+        "groups": {row["backend"]: row["group"] for row in sweep.rows},
         "skipped": sweep.skipped,
         "missing": missing,
     }
@@ -48,11 +51,17 @@ def test_all_contenders_are_right(ranks: int) -> None:
     assert first["missing"] == [] and first["wrong"] == []
     measured = {(backend, op) for backend, op, *_ in first["measured"]}
     every = {op for backend, op in measured if backend == "gloo"}
-    assert len(every) == 10
+    assert len(every) == 12
     for name in ("shm", "shm-plain", "symmetric"):
         assert {op for backend, op in measured if backend == name} == every, name
     for name in ("one-shot", "two-shot", "ring"):
         assert {op for backend, op in measured if backend == name} == {"all_reduce"}
+    # Groups take what comm.group() collects, and only torch's backends are grouped.
+    grouped = {"gloo x3", "shm x3", "shm-plain x3"}
+    assert {name for name, times in first["groups"].items() if times == 3} == grouped
+    alone = {"all_gather_uneven", "all_to_all_uneven", "barrier"}
+    for name in grouped:
+        assert {op for backend, op in measured if backend == name} == every - alone
     # What is left out says why, and only what has no such form is left out.
     left_out = {(each["backend"], each["op"]) for each in first["skipped"]}
-    assert {name for name, _ in left_out} <= {"one-shot", "two-shot", "ring"}, first["skipped"]
+    assert {name for name, _ in left_out} <= grouped | {"one-shot", "two-shot", "ring"}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.bench.formulas import OPERATIONS, bandwidth
+from tutti.bench.formulas import OPERATIONS, bandwidth, uneven_parts
 from tutti.bench.payload import DTYPES, payload
 from tutti.bench.pinning import share_of
 from tutti.bench.sizes import format_size, parse_size, parse_sizes
@@ -22,6 +22,8 @@ from tutti.world.errors import UsageError
         ("all_gather", 32768, 7 / 8),
         ("reduce_scatter", 32768, 7 / 8),
         ("all_to_all", 32768, 7 / 8),
+        ("all_to_all_uneven", 32768, 7 / 8),
+        ("all_gather_uneven", 32768, 7 / 8),
         ("gather", 32768, 7 / 8),
         ("scatter", 32768, 7 / 8),
         ("broadcast", 262144, 1.0),
@@ -146,6 +148,23 @@ def test_shares_fit_together(count: int) -> None:
     turned = [payload(OPERATIONS["all_to_all"], count, kind, rank, ranks) for rank in range(3)]
     for receiver in range(ranks):
         pieces = [turned[sender].sent.chunk(ranks)[receiver] for sender in range(ranks)]
+        assert torch.equal(turned[receiver].expected, torch.cat(pieces))
+
+
+@pytest.mark.parametrize("count", [1, 3, 8191])
+def test_uneven_shares_fit_together_and_differ(count: int) -> None:
+    ranks, kind = 3, torch.float32
+    shares = uneven_parts(count, ranks)
+    assert sum(shares) == count * ranks and (len(set(shares)) == ranks or count == 1)
+    gathered = [payload(OPERATIONS["all_gather_uneven"], count, kind, r, ranks) for r in range(3)]
+    assert [len(part.sent) for part in gathered] == shares
+    assert torch.equal(gathered[1].expected, torch.cat([part.sent for part in gathered]))
+    turned = [payload(OPERATIONS["all_to_all_uneven"], count, kind, r, ranks) for r in range(3)]
+    for receiver in range(ranks):
+        pieces = []
+        for sender, part in enumerate(turned):
+            splits = [shares[(sender + each) % ranks] for each in range(ranks)]
+            pieces.append(part.sent.split(splits)[receiver])
         assert torch.equal(turned[receiver].expected, torch.cat(pieces))
 
 

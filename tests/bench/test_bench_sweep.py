@@ -95,8 +95,8 @@ def test_every_operation_is_measured_and_right_and_a_lie_is_counted() -> None:
     first, second = in_world(_measure, 2)
     rows = first["rows"]
     assert [row["wrong"] for row in rows] == [0] * len(rows)
-    # ten operations, most of them in both placements and at two counts, each timed in two ways
-    assert len(rows) == 2 * (2 * 7 * 2 + 2 * 2 + 1) and not first["skipped"]
+    # twelve operations, most of them in both placements and at two counts, each timed in two ways
+    assert len(rows) == 2 * (2 * 7 * 2 + 4 * 2 + 1) and not first["skipped"]
     for row in rows:
         assert row.keys() >= _KEYS
         assert row["time_us"].keys() >= {"p50", "p95", "min", "mean", "cv"}

@@ -158,7 +158,7 @@ def _print_row(row: dict[str, Any]) -> None:
     spread = f"({row['spread']['p25']:.2f}–{row['spread']['p75']:.2f})"
     times = f"{_ms(row['baseline_ms']):>9} {_ms(row['optimized_ms']):>9}"
     print_line(f"{name} {times} {row['speedup']:>8.2f} {spread:^13}  {row['check']}")
-    said = f"{row['about']}. {row['note']}." if row["note"] else f"{row['about']}."
+    said = ". ".join(each for each in (row["about"], row["note"]) if each)
     width = min(100, usable_width(sys.stdout))
     for line in textwrap.wrap(said, width, initial_indent="#   ", subsequent_indent="#   "):
         print_line(line)

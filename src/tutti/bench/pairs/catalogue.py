@@ -6,6 +6,7 @@ No torch in this file: the command line looks names up before it starts anything
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def choose(only: Sequence[str], file: Path | None) -> list[Listed]:
 
     With a file and no names these are the file's, with neither all that come with tutti.
     """
-    own = {} if file is None else {name_of(make): _listed(make, file) for make in _made_in(file)}
+    own = {} if file is None else {each.name: each for each in _listed(file)}
     known = SHIPPED | own
     for name in only:
         if name not in known:
@@ -72,16 +73,22 @@ def name_of(make: Make) -> str:
     return str(getattr(make, "__name__", "")).replace("_", "-")
 
 
-def _listed(make: Make, file: Path) -> Listed:
-    about = (make.__doc__ or "").strip().partition("\n")[0]
-    return Listed(name_of(make), about, str(file.absolute()), "")
-
-
-def _made_in(file: Path) -> list[Make]:
-    """The functions that a file of one's own lists."""
-    spec = importlib.util.spec_from_file_location(f"tutti_pairs_{file.stem}", file)
-    if not file.is_file() or spec is None or spec.loader is None:
+def _listed(file: Path) -> list[Listed]:
+    if not file.is_file():
         raise UsageError(f"--file {file}: there is no such Python file")
+    home = file.absolute()
+    return [
+        Listed(name_of(make), (make.__doc__ or "").strip().partition("\n")[0], str(home), "")
+        for make in _made_in(home)
+    ]
+
+
+@cache
+def _made_in(file: Path) -> list[Make]:
+    """The functions that a file of one's own lists; the file runs once."""
+    spec = importlib.util.spec_from_file_location(f"tutti_pairs_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"--file {file}: its name must end in .py")
     module: Any = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -89,8 +89,8 @@ class Duels:
         if apart == 0:
             return "equal"
         if apart <= pair.tolerance:
-            return f"within {pair.tolerance:g}: {apart:.1g}"
-        return f"different: {apart:.1g}, allowed is {pair.tolerance:g}"
+            return f"within {pair.tolerance:g}: {apart:.2g}"
+        return f"different: {apart:.2g}, allowed is {pair.tolerance:g}"
 
     def _take_turns(self, baseline: _Side, optimized: _Side) -> bool:
         """All rounds; False when somebody asked to stop."""

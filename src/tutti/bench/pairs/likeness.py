@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from tutti.world.errors import UsageError
+
 Snapshot = tuple[list[Any], str]
 
 
@@ -17,7 +19,14 @@ def snapshot(result: Any) -> Snapshot:
 
 
 def _kept(leaf: Any) -> Any:
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return leaf.detach().to("cpu", copy=True)
+    if not isinstance(leaf, bool | int | float | complex):
+        raise UsageError(
+            f"a side returned {type(leaf).__name__}, which cannot be compared: return tensors or "
+            "numbers, or lists, tuples and dicts of them"
+        )
+    return leaf
 
 
 def difference(baseline: Snapshot, optimized: Snapshot) -> float:

@@ -147,7 +147,8 @@ class Letters:
         self._sent = number = before + 1
         box = self._boxes[number % 2]
         heap.signal(self._previous, self._READ, before)
-        heap.wait(self._READ, before - 1, self._following)
+        if before > 1:
+            heap.wait(self._READ, before - 1, self._following)
         box.put_signal(mine, self._following, self._ARRIVED, number)
         heap.wait(self._ARRIVED, number, self._previous)
         return box.local

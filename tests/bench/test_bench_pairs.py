@@ -1,0 +1,221 @@
+"""tutti bench pairs: both sides in turns, results compared; what is not here is said to be so."""
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tutti.bench.pairs.catalogue import SHIPPED
+from tutti.bench.pairs.likeness import difference, snapshot
+from worlds import TUTTI, clean_environment, run_command
+
+PAIRS = [*TUTTI, "bench", "pairs"]
+KEYS = {"name", "baseline_ms", "optimized_ms", "speedup", "spread", "check"}
+ON_CPU = {
+    *("overlap", "grouped", "buckets", "from-scratch", "shm", "symmetric", "accumulation"),
+    "bf16-gradients",
+}
+
+OWN = '''
+"""Pairs that show what the harness sees."""
+import torch
+import torch.distributed as dist
+from tutti.bench.pairs import Pair, Setting, Unsupported
+
+turns = []
+
+def takes_turns(setting: Setting) -> Pair:
+    """in turns → in turns
+
+    And more that nobody needs in a list.
+    """
+    def side(name):
+        turns.append(name)
+        return torch.ones(3)
+    return Pair(lambda: side("b"), lambda: side("o"), reason="counted")
+
+def shows_turns(setting):
+    """what the last pair did → the same"""
+    return Pair(lambda: 0, lambda: 0, reason="".join(turns))
+
+def differs(setting):
+    # Only on one rank: all must know.
+    wrong = torch.ones(4)
+    wrong[2] += 0.25 * (setting.world.rank == 1)
+    return Pair(lambda: {"a": torch.ones(4)}, lambda: {"a": wrong}, tolerance=0.1)
+
+def near_enough(setting):
+    return Pair(lambda: torch.ones(4), lambda: torch.ones(4) * 1.05, tolerance=0.1)
+
+def wrong_later(setting):
+    calls = []
+    def lazy():
+        calls.append(1)
+        return torch.tensor(1.0 if len(calls) < 5 else 2.0)
+    return Pair(lambda: torch.tensor(1.0), lazy)
+
+def fails(setting):
+    def fail():
+        raise RuntimeError("it broke\\nhere")
+    return Pair(fail, fail)
+
+def returns_nothing(setting):
+    return Pair(lambda: None, lambda: None)
+
+def needs_more(setting):
+    setting.need(setting.world.rank == 0, "only rank 0 has it")
+    raise AssertionError("not reached")
+
+PAIRS = [takes_turns, shows_turns, differs, near_enough, wrong_later]
+PAIRS += [fails, returns_nothing, needs_more]
+'''
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """All pairs that come with tutti and those above, in one world."""
+    folder = tmp_path_factory.mktemp("pairs")
+    (folder / "own.py").write_text(OWN)
+    own = "takes-turns,shows-turns,differs,near-enough,wrong-later,fails,returns-nothing,needs-more"
+    flags = ["--quick", "--budget", "0.2", "--rounds", "6", "--json", folder / "p.json"]
+    names = ["--only", ",".join([*SHIPPED, own]), "--file", folder / "own.py"]
+    done = run_command([*PAIRS, "--ranks", "2", "--device", "cpu", *flags, *names], timeout=110)
+    content = json.loads((folder / "p.json").read_text()) if done.returncode == 1 else {}
+    rows = {row["name"]: row for row in content.get("rows", [])}
+    yield {"done": done, "content": content, "rows": rows}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "overlapp"], "--only: no pair 'overlapp': did you mean overlap?"),
+        (["--only", "shm,shm"], "--only shm,shm: name shm once"),
+        (["--file", "nowhere.py"], "--file nowhere.py: there is no such Python file"),
+        (["--rounds", "0"], "--rounds 0: use 1 or more"),
+        (["--budget", "-1"], "--budget -1.0: give seconds above 0"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], message: str) -> None:
+    done = run_command([*PAIRS, *arguments])
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_list_names_what_comes_with_tutti_or_what_is_in_a_file(tmp_path: Path) -> None:
+    done = run_command([*PAIRS, "--list"])
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(SHIPPED)
+    assert len(SHIPPED) == 12 and done.stdout.count("→") == 12
+    (tmp_path / "own.py").write_text(OWN)
+    done = run_command([*PAIRS, "--list", "--file", tmp_path / "own.py"])
+    assert done.stdout.splitlines()[0].split(maxsplit=1) == ["takes-turns", "in turns → in turns"]
+    (tmp_path / "none.py").write_text("PAIRS = 1")
+    done = run_command([*PAIRS, "--file", tmp_path / "none.py"])
+    assert done.returncode == 2 and "it must say PAIRS = [function, …]" in done.stderr
+
+
+def test_every_shipped_pair_gives_equal_results_or_says_what_it_lacks(measured: Any) -> None:
+    content, rows = measured["content"], measured["rows"]
+    assert content, measured["done"].stdout + measured["done"].stderr
+    assert content["schema"] == "tutti.bench.pairs/1" and content["complete"]
+    assert content["environment"]["versions"]["torch"] and "--quick" in content["command"]
+    assert [name for name in rows if name in SHIPPED] == list(SHIPPED)
+    for name in SHIPPED:
+        row = rows[name]
+        assert row.keys() >= KEYS
+        if name not in ON_CPU and name != "placement":
+            assert row["check"].startswith("skipped: ") and "GPU" in row["check"], row
+        if name in ON_CPU:
+            assert row["check"] == "equal" or row["check"].startswith("within"), row
+            assert row["baseline_ms"] > 0 and row["optimized_ms"] > 0
+            assert row["spread"]["p25"] <= row["speedup"] <= row["spread"]["p75"]
+    for name in ("overlap", "grouped", "buckets", "from-scratch", "shm", "symmetric"):
+        assert rows[name]["check"] == "equal"  # to the bit, with two ranks
+
+
+def test_sides_take_turns_and_who_begins_changes(measured: Any) -> None:
+    order = measured["rows"]["shows-turns"]["note"]
+    # One call each for the check, one to know how long it takes; then six rounds, and the check.
+    assert order.startswith("bobo") and order.endswith("bo")
+    turns = [side for side, before in zip(order, " " + order, strict=False) if side != before]
+    # b o | o b | b o … : where a round ends and the next begins, the same side goes on. So it does
+    # from the last round, which ends with b, to the check.
+    assert len(turns) == 4 + 7 + 1 and measured["rows"]["takes-turns"]["rounds"] == 6
+
+
+def test_what_differs_on_any_rank_is_named_and_fails_the_run(measured: Any) -> None:
+    done, rows = measured["done"], measured["rows"]
+    assert done.returncode == 1
+    assert rows["differs"]["check"] == "different: 0.25, allowed is 0.1"
+    assert rows["differs"]["speedup"] is None  # what computes something else is not compared
+    assert rows["near-enough"]["check"] == "within 0.1: 0.05"
+    assert rows["wrong-later"]["check"] == "different: 1, allowed is 0"  # seen after the timing
+    assert rows["fails"]["check"] == "failed: RuntimeError: it broke"
+    assert "return tensors or numbers" in rows["returns-nothing"]["check"]
+    assert rows["needs-more"]["check"] == "skipped: only rank 0 has it"
+    assert "# 4 did not give the same results: FAILED" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        (torch.ones(3), torch.ones(3), 0.0),
+        ([torch.tensor([4.0, 1.0]), 2], [torch.tensor([4.0, 2.0]), 2], 0.25),
+        (torch.ones(3), torch.ones(4), float("inf")),
+        (torch.ones(2), [torch.ones(2)], float("inf")),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), float("inf")),
+        (torch.zeros(2), torch.tensor([0.0, 1e-9]), float("inf")),
+        (torch.empty(0), torch.empty(0), 0.0),
+    ],
+)
+def test_how_far_results_are_apart(one: Any, other: Any, apart: float) -> None:
+    assert difference(snapshot(one), snapshot(other)) == apart
+
+
+def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from tutti.bench.pairs import Pair\n"
+        "import time\n"
+        "def short(setting): return Pair(lambda: 1, lambda: 1)\n"
+        "def long(setting): return Pair(lambda: time.sleep(0.05) or 1, lambda: 1)\n"
+        "PAIRS = [short, long]\n"
+    )
+    flags = ["--device", "cpu", "--file", "own.py", "--rounds", "1000", "--json", "p.json"]
+    process = subprocess.Popen(
+        [*PAIRS, *flags, "--budget", "60"],
+        env=clean_environment(),
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    lines = []
+    while not lines or lines[-1].startswith("#"):
+        lines.append(process.stdout.readline())
+        assert lines[-1], "it ended before it was interrupted"
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, out
+    content = json.loads((tmp_path / "p.json").read_text())
+    assert not content["complete"] and [row["name"] for row in content["rows"]] == ["short"]
+    assert "# stopped: 1 pairs were measured" in out
+
+
+@pytest.mark.gpu
+def test_pairs_of_a_gpu_give_equal_results(tmp_path: Path) -> None:
+    flags = ["--device", "cuda", "--ranks", "2", "--ranks-per-gpu", "2", "--quick"]
+    done = run_command(
+        [*PAIRS, *flags, "--budget", "1", "--json", tmp_path / "p.json"],
+        timeout=110,
+        env={"CUDA_VISIBLE_DEVICES": "0"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["name"]: row for row in json.loads((tmp_path / "p.json").read_text())["rows"]}
+    for name in ("overlap", "grouped", "buckets", "from-scratch", "pinned", "symmetric", "unified"):
+        assert rows[name]["check"] == "equal", rows[name]
