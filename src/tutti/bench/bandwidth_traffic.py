@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,10 @@ from torch import Tensor
 from tutti.bench.control import Control
 from tutti.bench.timing import no_garbage_collection
 
-PASSES = 4
-_MOST_MESSAGES = 1000
+PASSES = 5
+# Messages under way at once: what a link carries is asked for, not how soon a rank wakes up.
+WINDOW = 4
+_MOST_WINDOWS = 1000
 _PERIOD = 8191  # a prime: no chunk that a backend cuts is a multiple of it
 # Nothing is said for this long, and then where the measuring is.
 _SILENCE_SECONDS = 2.0
@@ -34,7 +37,7 @@ class Traffic:
     kind: str  # one way, both ways, one to all
     flows: tuple[Flow, ...]
     bytes: int  # of each message
-    messages: int = 0  # timed ones in a pass
+    windows: int = 0  # of messages, that are timed in a pass
     # For each flow: seconds for one message in each pass, and bytes that were not what was sent.
     seconds: dict[Flow, list[float]] = field(default_factory=dict)
     wrong: dict[Flow, int] = field(default_factory=dict)
@@ -100,14 +103,14 @@ class Meter:
         if source is not None:
             self._received.zero_()  # nothing is right by chance
         self._control.meet()
-        if not traffic.messages:
+        if not traffic.windows:
             seconds = self._agree(traffic, self._time(1, to, source))
             slowest = max(float(seconds.max()), 1e-9)
-            wanted = self._budget / PASSES / slowest
-            # Slow links take part with a message for each pass: all must not wait for them.
-            traffic.messages = min(_MOST_MESSAGES, max(1, math.ceil(wanted)))
+            wanted = self._budget / PASSES / slowest / WINDOW
+            # A slow link takes part with a window for each pass: all must not wait for it.
+            traffic.windows = min(_MOST_WINDOWS, max(1, math.ceil(wanted)))
             self._control.meet()
-        seconds = self._agree(traffic, self._time(traffic.messages, to, source))
+        seconds = self._agree(traffic, self._time(traffic.windows, to, source))
         wrong = 0
         if source is not None:
             expected = pattern(source, traffic.bytes, self._device)
@@ -129,46 +132,46 @@ class Meter:
         mine = [value if b == self._rank else 0.0 for _, b in traffic.flows]
         return self._control.largest_of(torch.tensor(mine, dtype=torch.float64))
 
-    def _time(self, messages: int, to: Sequence[int], source: int | None) -> float:
-        """Seconds for one of `messages` messages that follow a first one."""
+    def _time(self, windows: int, to: Sequence[int], source: int | None) -> float:
+        """Seconds for one message, of as many windows after a first one."""
         if not to and source is None:
             return 0.0
         if self._device.type == "cuda":
-            return self._time_on_stream(messages, to, source)
+            return self._time_on_stream(windows, to, source)
         with no_garbage_collection():
             self._exchange(to, source)
             began = time.perf_counter()
-            for _ in range(messages):
+            for _ in range(windows):
                 self._exchange(to, source)
-            return (time.perf_counter() - began) / messages
+            return (time.perf_counter() - began) / windows / WINDOW
 
-    def _time_on_stream(self, messages: int, to: Sequence[int], source: int | None) -> float:
+    def _time_on_stream(self, windows: int, to: Sequence[int], source: int | None) -> float:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with no_garbage_collection():
-            self._exchange_on_stream(to, source)
+            self._exchange(to, source)
             before.record()
-            for _ in range(messages):
-                self._exchange_on_stream(to, source)
+            for _ in range(windows):
+                self._exchange(to, source)
             after.record()
             after.synchronize()
-        return float(before.elapsed_time(after)) / 1e3 / messages
+        return float(before.elapsed_time(after)) / 1e3 / windows / WINDOW
 
     def _exchange(self, to: Sequence[int], source: int | None) -> None:
-        sending = [dist.isend(self._sent, peer, group=self._group) for peer in to]
+        """A window of messages to each peer, and from the source."""
+        messages: list[tuple[Any, Tensor, int]] = [(dist.isend, self._sent, peer) for peer in to]
         if source is not None:
-            dist.recv(self._received, source, group=self._group)
-        for work in sending:
+            messages.append((dist.irecv, self._received, source))
+        messages *= WINDOW  # all with the same content: they may arrive into the same memory
+        group = self._group
+        if self._device.type == "cuda":
+            # NCCL would deadlock on sends that wait for their receives: all go as one.
+            as_one = [dist.P2POp(how, tensor, peer, group=group) for how, tensor, peer in messages]
+            works: list[dist.Work | None] = [*dist.batch_isend_irecv(as_one)]
+        else:
+            works = [how(tensor, peer, group=group) for how, tensor, peer in messages]
+        for work in works:
             if work is not None:
                 work.wait()
-
-    def _exchange_on_stream(self, to: Sequence[int], source: int | None) -> None:
-        # NCCL would deadlock on sends that wait for their receives: all go as one.
-        group = self._group
-        messages = [dist.P2POp(dist.isend, self._sent, peer, group=group) for peer in to]
-        if source is not None:
-            messages.append(dist.P2POp(dist.irecv, self._received, source, group=group))
-        for work in dist.batch_isend_irecv(messages):
-            work.wait()
 
 
 def pattern(rank: int, size: int, device: torch.device) -> Tensor:

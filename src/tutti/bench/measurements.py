@@ -118,9 +118,8 @@ def spread_of(row: Row, metric: str) -> float:
     if metric == "time_us.p50":
         times = row["time_us"]
         # cv grows with a single late call; the way from the least to p95 does not.
-        return min(
-            float(times["cv"]), (times["p95"] - times["min"]) / times["p50"] / _SIGMAS_TO_P95
-        )
+        to_p95 = (times["p95"] - times["min"]) / times["p50"] / _SIGMAS_TO_P95
+        return float(min(times["cv"], to_p95))
     if metric == "p50_us":
         return float((row["p99_us"] - row["min_us"]) / row["p50_us"] / _SIGMAS_TO_P99)
     spread, value = row.get("spread", 0.0), row[metric]

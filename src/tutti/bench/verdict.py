@@ -7,6 +7,7 @@ what else ran on the machine is no fault of it. Where all pairs of an end are sl
 named, not its pairs.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, median_high, median_low
@@ -22,8 +23,9 @@ Flow = tuple[int, int]
 VERDICTS = ("unknown", "good", "degraded", "bad")  # in rising order of alarm
 # Below these parts of what it is held against, a figure is degraded or bad.
 DEGRADED, BAD = 0.8, 0.5
-# So many times the scatter within the class (1.4826 × MAD is σ) is no difference yet.
-_SIGMAS = 3 * 1.4826
+_SLOW = ("degraded", "bad")
+# So many σ (1.4826 × MAD) of the scatter between ends and between passes are no difference yet.
+_SIGMAS = 3
 
 
 @dataclass(frozen=True)
@@ -74,26 +76,19 @@ def _judge_class(
     name = rows[0]["class"]
     by_host = name == "other host"
     unit: Callable[[int], Any] = (lambda rank: places[rank]["machine"]) if by_host else _itself
-    usual = {metric: _usual(rows, metric, unit) for metric in ("gbs_uni", "gbs_bi")}
-    alone = len({frozenset((row["src"], row["dst"])) for row in rows}) < 2
+    reference, least = _usual(rows, "gbs_uni_best", unit)
     below_catalogue = []
     for row in rows:
-        verdicts, row["causes"] = [], []
-        for metric, (reference, margin) in usual.items():
-            best = row[f"{metric}_best"]
-            if best is None or reference is None:
-                continue
-            if best < reference - margin:
-                verdicts.append(part_verdict(best, reference))
-            else:
-                verdicts.append("unknown" if alone else "good")
+        row["verdict"], row["causes"] = _against(row["gbs_uni_best"], reference, least), []
         if (figure := published(row)) is not None and row["gbs_uni_best"] is not None:
-            verdicts.append(part_verdict(row["gbs_uni_best"], figure.gbs))
-            if verdicts[-1] != "good":
+            row["verdict"] = worst([row["verdict"], part_verdict(row["gbs_uni_best"], figure.gbs)])
+            if row["gbs_uni_best"] < DEGRADED * figure.gbs:
                 below_catalogue.append(row)
-        row["verdict"] = worst(verdicts)
-    slow = [row for row in rows if row["verdict"] in ("degraded", "bad")]
-    reference = usual["gbs_uni"][0] or 0.0
+    _judge_both_ways(rows, *_usual(rows, "gbs_bi_best", unit))
+    slow = [row for row in rows if row["verdict"] in _SLOW]
+    if not slow and len({frozenset((row["src"], row["dst"])) for row in rows}) < 2:
+        for row in rows:  # alone in its class, a pair is as fast as itself: that says nothing
+            row["verdict"] = "unknown" if published(row) is None else row["verdict"]
     if slow and len(below_catalogue) == len(rows) and (figure := published(rows[0])) is not None:
         what = f"all pairs of the class {name}"
         against = f"the catalogue: {figure.source}"
@@ -108,20 +103,38 @@ def _judge_class(
     return findings
 
 
-def _usual(
-    rows: list[Row], metric: str, unit: Callable[[int], Hashable]
-) -> tuple[float | None, float]:
-    """What the ends of this class reach, and how far below it is no difference."""
+def _against(best: float | None, reference: float, least: float) -> str:
+    if best is None:
+        return "unknown"
+    return "good" if best >= least else part_verdict(best, reference)
+
+
+def _judge_both_ways(rows: list[Row], reference: float, least: float) -> None:
+    """Of pairs that are well one way and the other, those that are slow both ways at once."""
+    well = {(row["src"], row["dst"]) for row in rows if row["verdict"] not in _SLOW}
+    for row in rows:
+        if {(row["src"], row["dst"]), (row["dst"], row["src"])} <= well:
+            row["verdict"] = worst([row["verdict"], _against(row["gbs_bi_best"], reference, least)])
+
+
+def _usual(rows: list[Row], metric: str, unit: Callable[[int], Hashable]) -> tuple[float, float]:
+    """What the ends of this class reach, and the least that is no difference from it.
+
+    In logarithms, since what disturbs a machine makes a link half as fast, not 1 GB/s slower.
+    """
     best: dict[Hashable, float] = {}
     for row in rows:
         if row[metric] is not None:
             for end in (("out", unit(row["src"])), ("in", unit(row["dst"]))):
                 best[end] = max(best.get(end, 0.0), row[metric])
     if not best:
-        return None, 0.0
+        return 0.0, 0.0
     reference = median_high(best.values())
-    scatter = median_low(abs(each - reference) for each in best.values())
-    return reference, max((1 - DEGRADED) * reference, _SIGMAS * scatter)
+    among_ends = 1.4826 * median_low(abs(math.log(each / reference)) for each in best.values())
+    healthy = [row["spread"] for row in rows if (row[metric] or 0.0) >= DEGRADED * reference]
+    # The best of five passes scatters about half as much as a pass.
+    sigma = max(among_ends, math.log1p(median(healthy)) / 2)
+    return reference, reference * min(DEGRADED, math.exp(-_SIGMAS * sigma))
 
 
 def _suspects(
