@@ -28,7 +28,7 @@ from tutti.world.world import World
 
 Row = dict[str, Any]
 _SMALLEST_ALL_REDUCE = 1 << 10
-_SECOND_LOOKS = 2
+_SECOND_LOOKS, _PASSES_OF_A_LOOK = 2, 2
 _DTYPE = torch.float32
 
 
@@ -129,7 +129,7 @@ class Bandwidth:
             if self.stopped or not again:
                 return
             tell(f"another look at {len(slow)} of {len(self.pairs)} pairs, which were slow")
-            self.stopped = not meter.run(again, tell)
+            self.stopped = not meter.run(again, tell, passes=_PASSES_OF_A_LOOK)
             self._take(traffic)
 
     def _pair_traffic(self, size: int) -> Iterator[Traffic]:

@@ -21,7 +21,7 @@ from tutti.bench.timing import no_garbage_collection
 
 PASSES = 5
 # Messages under way at once: what a link carries is asked for, not how soon a rank wakes up.
-WINDOW = 4
+_WINDOW = 4
 _MOST_WINDOWS = 1000
 _PERIOD = 8191  # a prime: no chunk that a backend cuts is a multiple of it
 # Nothing is said for this long, and then where the measuring is.
@@ -37,7 +37,8 @@ class Traffic:
     kind: str  # one way, both ways, one to all
     flows: tuple[Flow, ...]
     bytes: int  # of each message
-    windows: int = 0  # of messages, that are timed in a pass
+    window: int = 1  # messages under way at once
+    windows: int = 0  # that are timed in a pass
     # For each flow: seconds for one message in each pass, and bytes that were not what was sent.
     seconds: dict[Flow, list[float]] = field(default_factory=dict)
     wrong: dict[Flow, int] = field(default_factory=dict)
@@ -81,16 +82,18 @@ class Meter:
         # NCCL wants every rank to have used the group before some of them exchange messages.
         dist.barrier(group)
 
-    def run(self, all_traffic: Sequence[Traffic], tell: Callable[[str], None]) -> bool:
+    def run(
+        self, all_traffic: Sequence[Traffic], tell: Callable[[str], None], passes: int = PASSES
+    ) -> bool:
         """Measure all, pass by pass; False when somebody asked to stop: less was measured then."""
         said = time.monotonic()
-        for number in range(PASSES):
+        for number in range(passes):
             for position, traffic in enumerate(all_traffic):
                 if self._control.meet():
                     return False
                 if time.monotonic() - said > _SILENCE_SECONDS:
                     where = f"{traffic.kind}, {position + 1} of {len(all_traffic)}"
-                    tell(f"pass {number + 1} of {PASSES}: {where}")
+                    tell(f"pass {number + 1} of {passes}: {where}")
                     said = time.monotonic()
                 self._measure(traffic)
         return True
@@ -104,13 +107,14 @@ class Meter:
             self._received.zero_()  # nothing is right by chance
         self._control.meet()
         if not traffic.windows:
-            seconds = self._agree(traffic, self._time(1, to, source))
+            seconds = self._agree(traffic, self._time(1, 1, to, source))
             slowest = max(float(seconds.max()), 1e-9)
-            wanted = self._budget / PASSES / slowest / WINDOW
-            # A slow link takes part with a window for each pass: all must not wait for it.
-            traffic.windows = min(_MOST_WINDOWS, max(1, math.ceil(wanted)))
+            wanted = self._budget / PASSES / slowest
+            # A slow link takes part with a message for each pass: all must not wait for it.
+            traffic.window = min(_WINDOW, max(1, int(wanted)))
+            traffic.windows = min(_MOST_WINDOWS, max(1, math.ceil(wanted / traffic.window)))
             self._control.meet()
-        seconds = self._agree(traffic, self._time(traffic.windows, to, source))
+        seconds = self._agree(traffic, self._time(traffic.windows, traffic.window, to, source))
         wrong = 0
         if source is not None:
             expected = pattern(source, traffic.bytes, self._device)
@@ -132,36 +136,38 @@ class Meter:
         mine = [value if b == self._rank else 0.0 for _, b in traffic.flows]
         return self._control.largest_of(torch.tensor(mine, dtype=torch.float64))
 
-    def _time(self, windows: int, to: Sequence[int], source: int | None) -> float:
+    def _time(self, windows: int, window: int, to: Sequence[int], source: int | None) -> float:
         """Seconds for one message, of as many windows after a first one."""
         if not to and source is None:
             return 0.0
         if self._device.type == "cuda":
-            return self._time_on_stream(windows, to, source)
+            return self._time_on_stream(windows, window, to, source)
         with no_garbage_collection():
-            self._exchange(to, source)
+            self._exchange(window, to, source)
             began = time.perf_counter()
             for _ in range(windows):
-                self._exchange(to, source)
-            return (time.perf_counter() - began) / windows / WINDOW
+                self._exchange(window, to, source)
+            return (time.perf_counter() - began) / windows / window
 
-    def _time_on_stream(self, windows: int, to: Sequence[int], source: int | None) -> float:
+    def _time_on_stream(
+        self, windows: int, window: int, to: Sequence[int], source: int | None
+    ) -> float:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with no_garbage_collection():
-            self._exchange(to, source)
+            self._exchange(window, to, source)
             before.record()
             for _ in range(windows):
-                self._exchange(to, source)
+                self._exchange(window, to, source)
             after.record()
             after.synchronize()
-        return float(before.elapsed_time(after)) / 1e3 / windows / WINDOW
+        return float(before.elapsed_time(after)) / 1e3 / windows / window
 
-    def _exchange(self, to: Sequence[int], source: int | None) -> None:
+    def _exchange(self, window: int, to: Sequence[int], source: int | None) -> None:
         """A window of messages to each peer, and from the source."""
         messages: list[tuple[Any, Tensor, int]] = [(dist.isend, self._sent, peer) for peer in to]
         if source is not None:
             messages.append((dist.irecv, self._received, source))
-        messages *= WINDOW  # all with the same content: they may arrive into the same memory
+        messages *= window  # all with the same content: they may arrive into the same memory
         group = self._group
         if self._device.type == "cuda":
             # NCCL would deadlock on sends that wait for their receives: all go as one.
