@@ -86,5 +86,7 @@ def test_one_direction_of_a_link_is_told_from_the_other(
         code, content, said = measured(three_hosts, tmp_path / "b.json")
     finally:
         free(three_hosts, 2, ["n3"])
-    assert [each["what"] for each in content["findings"]] == ["the link of host n3, receiving"], said
+    assert [each["what"] for each in content["findings"]] == ["the link of host n3, receiving"], (
+        said
+    )
     assert code == 0, "without --expect a slow link is reported, not failed"
