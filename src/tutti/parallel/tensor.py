@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -62,8 +61,10 @@ def tensor_parallel(
         for name, role in plan.items()
     }
     mesh = grid.mesh["tp"]
+    ties = shared_parameters(model)
     for name in _present(model, plan):
         parallelize_module(model.get_submodule(name), mesh, styles[name])
+    _tie_again(model, ties)
 
 
 def can_split_sequence(plan: Mapping[str, Role]) -> bool:
@@ -120,15 +121,16 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
 
 
 class Whole(ParallelStyle):
-    """A layer that every tp rank computes alike, on the whole stream: its weight is a DTensor too."""
+    """A layer that every tp rank computes alike, on the whole stream, with a weight that is a
+    DTensor like all others."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(
             module,
             device_mesh,
             _replicate,
-            partial(_as_dtensor, Replicate()),  # type: ignore[arg-type]
-            lambda module, outputs, mesh: outputs.to_local(),  # type: ignore[arg-type,return-value]
+            partial(_as_dtensor, Replicate()),
+            lambda module, outputs, mesh: outputs.to_local(),
         )
 
 
@@ -146,7 +148,9 @@ class Gather(ParallelStyle):
         module.register_forward_pre_hook(partial(self._gather, device_mesh))
         return module
 
-    def _gather(self, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _gather(
+        self, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         first, *others = args
         part = DTensor.from_local(first, mesh, [self.stream], run_check=False)
         return (part.redistribute(placements=[Replicate()]), *others)
@@ -158,7 +162,9 @@ def _replicate(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
 
 
-def _as_dtensor(placement: Any, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+def _as_dtensor(
+    placement: Any, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
+) -> Any:
     first, *others = inputs
     return (DTensor.from_local(first, mesh, [placement], run_check=False), *others)
 
@@ -171,9 +177,37 @@ def place_gradients(model: nn.Module) -> None:
     """
     for parameter in model.parameters():
         gradient, value = parameter.grad, parameter.data
-        if isinstance(gradient, DTensor) and isinstance(value, DTensor):
-            if gradient.placements != value.placements:
-                parameter.grad = gradient.redistribute(placements=value.placements)
+        if not (isinstance(gradient, DTensor) and isinstance(value, DTensor)):
+            continue
+        if gradient.placements != value.placements:
+            parameter.grad = gradient.redistribute(placements=value.placements)
+
+
+def shared_parameters(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same, such as a tied embedding and head."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
+    """Splitting made a new parameter for each name; a shared one must stay one."""
+    for first, *others in ties:
+        kept = model.get_parameter(first)
+        for name in others:
+            split = model.get_parameter(name)
+            if _placements(split) != _placements(kept):
+                raise UsageError(
+                    f"plan: {first} and {name} are one parameter, but are split differently: give "
+                    'them roles that agree, as "vocabulary" and "head" do'
+                )
+            path, _, key = name.rpartition(".")
+            setattr(model.get_submodule(path), key, kept)
+
+
+def _placements(parameter: nn.Parameter) -> tuple[Any, ...]:
+    return parameter.placements if isinstance(parameter, DTensor) else ()
 
 
 def _present(model: nn.Module, plan: Mapping[str, Role]) -> list[str]:
