@@ -50,6 +50,6 @@ def place_gpt(
     model = GPT(config).to(world.device, run.dtype)
     tokens = torch.zeros(1, config.max_seq_len, dtype=torch.int64, device=world.device)
     engine = place(model, world, layout, tokens, batch=1)
-    loaded = run.load(engine.model)
+    loaded = run.load(engine)
     engine.model.eval()
     return Decoder(engine, config.dim, run.dtype), loaded

@@ -51,7 +51,7 @@ class Predictor:
         batch = subject.batch or run.recipe.batching.batch
         example = dataset.train.batch([0])[0].to(world.device)
         self.engine: Engine = place(model, world, layout, example, batch)
-        self.loaded: Loaded = run.load(self.engine.model)
+        self.loaded: Loaded = run.load(self.engine)
         self.engine.model.eval()
         self.example = as_computed(example, self.engine.model)
         self.deal = Deal(self.count, batch, layout.data_ranks)

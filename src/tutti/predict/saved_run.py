@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
 
 from tutti.models.config import GPTConfig
+from tutti.parallel.engine import Engine
 from tutti.train.checkpoint import Checkpoints
 from tutti.train.checkpoint_directory import saved_steps, step_name
 from tutti.train.checkpoint_index import read_index
@@ -78,9 +78,10 @@ class SavedRun:
             max_seq_len=max(architecture.max_seq_len, self.recipe.data.seq_len),
         )
 
-    def load(self, model: nn.Module) -> Loaded:
+    def load(self, engine: Engine) -> Loaded:
         """Fill the model, or this rank's part of it, from the checkpoint. All ranks call it."""
-        return Checkpoints(self.path / "checkpoints").load(model, step=self.step, rng=False)
+        checkpoints = Checkpoints(self.path / "checkpoints")
+        return checkpoints.load(engine.model, step=self.step, rng=False, aliases=engine.aliases)
 
     def _saved_vocabulary(self) -> int:
         directory = self.path / "checkpoints"
