@@ -107,8 +107,6 @@ def _check(options: Predict) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name} {value}: use 1 or more")
-    check_writable("--out", options.out)
-    check_writable("--json", options.json)
 
 
 def _predict(options: Predict) -> int:
@@ -126,6 +124,7 @@ def _predict(options: Predict) -> int:
         try:
             layout = layout_of(options.layout, world.size)
             run = together(lambda: SavedRun.open(options.run, options.step, options.precision))
+            together(lambda: _check_files(options) if world.is_first else None)
             prepare = _texts if options.prompt or options.prompts is not None else _data_set
             work = prepare(options, world, run, layout)
         except UsageError:
@@ -150,7 +149,8 @@ def _data_set(
     )
     predictor = Predictor(world, run, layout, subject)
     _describe(world, predictor.loaded, predictor.engine.description)
-    out = options.out or options.run / f"predictions-{options.split}.jsonl"
+    out = _out(options)
+    assert out is not None
 
     def work() -> dict[str, Any]:
         score = predictor.run(out)
@@ -211,6 +211,18 @@ def _texts(
         return {"step": loaded.step, "prompts": len(prompts), "tokens": options.tokens}
 
     return work
+
+
+def _out(options: Predict) -> Path | None:
+    """The file of results: texts have one only if it is asked for."""
+    if options.out is not None or options.prompt or options.prompts is not None:
+        return options.out
+    return options.run / f"predictions-{options.split}.jsonl"
+
+
+def _check_files(options: Predict) -> None:
+    check_writable("--out", _out(options))
+    check_writable("--json", options.json)
 
 
 def _prompts(options: Predict) -> list[str]:
