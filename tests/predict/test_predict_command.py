@@ -180,7 +180,7 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--run run --prompt a --temperature -1", "--temperature -1: use 0 (greedy) or more"),
         ("--run run --prompt a --tokens 0", "--tokens 0: use 1 or more"),
         ("--run tokens --prompt a", "was trained on tokens"),
-        ("--run run --promt a", "no flag --promt: did you mean --prompt?"),
+        ("--run run --prompt a --precision bf16", "--precision bf16: texts are made in float32"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two(

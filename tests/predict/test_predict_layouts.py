@@ -91,9 +91,28 @@ def test_one_rank_predicts_every_sample_once_and_goes_on_with_every_prompt(
 def test_every_layout_says_what_one_rank_says(
     runs: dict[str, str], alone: dict[str, list[Any]], ranks: int, layouts: list[str]
 ) -> None:
+    _compare(runs, alone, ranks, layouts)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_layouts_on_a_gpu_say_what_one_rank_says_on_the_cpu(
+    runs: dict[str, str], alone: dict[str, list[Any]]
+) -> None:
+    _compare(runs, alone, 2, ["dp2", "shard2", "tp2", "pp2"], gpu=True)
+
+
+def _compare(
+    runs: dict[str, str],
+    alone: dict[str, list[Any]],
+    ranks: int,
+    layouts: list[str],
+    gpu: bool = False,
+) -> None:
     cases = [("plain", layout) for layout in layouts]
     cases += [("tied", layout) for layout in layouts if layout in ("pp2", "tp2.pp2")]
-    first, *others = in_world(_predict_all, ranks, [[runs[run], layout] for run, layout in cases])
+    asked = [[runs[run], layout] for run, layout in cases]
+    first, *others = in_world(_predict_all, ranks, asked, timeout=150, gpu=gpu)
     for number, (run, layout) in enumerate(cases):
         lines, score, texts = alone[run]
         assert first[number][0] == lines, (run, layout)

@@ -103,6 +103,11 @@ def _check(options: Predict) -> None:
         if getattr(options, name) != getattr(Predict, name):
             other = "with --prompt" if texts else "without --prompt"
             raise UsageError(f"--{name.replace('_', '-')} does nothing {other}: leave it out")
+    if texts and options.precision in ("bf16", "fp16"):
+        raise UsageError(
+            f"--precision {options.precision}: texts are made in float32 or float64, or rounding "
+            "would change them from layout to layout: use one of these"
+        )
     for name in ("limit", "batch", "tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
