@@ -18,6 +18,7 @@ from tutti.parallel.grid import Grid
 from tutti.parallel.options import ParallelOptions
 from tutti.parallel.pipeline.chain import Chain
 from tutti.parallel.pipeline.schedule import (
+    SPLIT_BACKWARD,
     Schedule,
     build_schedule,
     check_microbatches,
@@ -59,6 +60,8 @@ class Pipeline(Engine):
         for stage, module in self.stages.items():
             if not self._is_last(stage):
                 module.register_forward_hook(_contiguous)
+            if options.schedule in SPLIT_BACKWARD:
+                _prepare_split_backward(module, options.schedule)
         self.schedule: Schedule | None = None
         self._objective: Objective | None = None
         self._parts: list[torch.Tensor] = []
@@ -200,6 +203,21 @@ class Pipeline(Engine):
         """Losses are computed in float32 or better; all ranks must give the same type."""
         wide = next(self.model.parameters()).dtype == torch.float64
         return torch.float64 if wide else torch.float32
+
+
+def _prepare_split_backward(module: nn.Module, schedule: str) -> None:
+    """torch looks for the weights' gradients in the graph that forward has left behind.
+
+    It would not find the weights there if FSDP had put its shards in their place meanwhile.
+    """
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.set_reshard_after_forward(False, recurse=False)
+        if each._compiled_call_impl is not None:  # set by Module.compile()
+            raise UsageError(
+                f"--compile contradicts --schedule {schedule}: a compiled backward cannot be split "
+                "into the inputs' and the weights' gradients: use --schedule 1f1b or interleaved"
+            )
 
 
 def _ghost(tensor: torch.Tensor) -> torch.Tensor:

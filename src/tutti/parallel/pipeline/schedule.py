@@ -33,6 +33,9 @@ MULTI: dict[ScheduleName, type[PipelineScheduleMulti]] = {
     "zbv": ScheduleZBVZeroBubble,
 }
 
+SPLIT_BACKWARD = ("zero-bubble", "zbv")
+"""Backward in two parts: the inputs' gradients, which others wait for, and the weights' later."""
+
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
