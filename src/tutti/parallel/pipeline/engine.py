@@ -63,6 +63,8 @@ class Pipeline(Engine):
             if options.schedule in SPLIT_BACKWARD:
                 _prepare_split_backward(module, options.schedule)
         self.schedule: Schedule | None = None
+        self.pieces: list[PipelineStage] = []
+        """This rank's stages as torch has them, once the first step has built them."""
         self._objective: Objective | None = None
         self._parts: list[torch.Tensor] = []
 
@@ -139,13 +141,13 @@ class Pipeline(Engine):
             self.chain(inputs, see)
         self._reshard()
         group = self.grid.group("pp")
-        stages = [
+        self.pieces = [
             PipelineStage(
                 module, stage, len(self.plan), self.world.device, *shapes[stage], group=group
             )
             for stage, module in self.stages.items()
         ]
-        return build_schedule(self.options.schedule, stages, self.microbatches, self._loss)
+        return build_schedule(self.options.schedule, self.pieces, self.microbatches, self._loss)
 
     def _loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # The schedule is built once, the objective is new in every step.
