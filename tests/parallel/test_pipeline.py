@@ -123,7 +123,7 @@ def _build(
     return build_pipeline(
         copy.deepcopy(whole),
         grid,
-        ParallelOptions(schedule=schedule, balance="even"),  # type: ignore[arg-type]
+        ParallelOptions(pipeline_schedule=schedule, balance="even"),  # type: ignore[arg-type]
         _batch(kind, 2)[0],
         microbatches=4,
         microbatch_size=size,
@@ -317,4 +317,4 @@ def test_a_pipeline_refuses_what_does_not_fit_it(told: dict[str, list[Any]]) -> 
         assert "a microbatch of 4 samples does not fit a pipeline that was built for 3" in said[0]
         assert "5 microbatches does not fit a pipeline that was built for 4" in said[1]
         assert "use run() or infer()" in said[2]
-        assert said[3].startswith("--compile contradicts --schedule zbv")
+        assert said[3].startswith("--compile contradicts --pipeline-schedule zbv")

@@ -150,7 +150,7 @@ def test_more_stages_than_layers_are_refused_with_the_equation_and_a_cure() -> N
         check_stages(6, 8, 2)
     assert str(error.value) == (
         "layout pp8 with 2 stages per rank needs 8 × 2 = 16 layers, the model has 6: "
-        "use pp3 or pp6 with --schedule 1f1b or a model with more layers"
+        "use pp3 or pp6 with --pipeline-schedule 1f1b or a model with more layers"
     )
     with pytest.raises(UsageError, match="layout pp8 needs 8 layers, the model has 6: use pp6"):
         check_stages(6, 8, 1)
@@ -158,7 +158,7 @@ def test_more_stages_than_layers_are_refused_with_the_equation_and_a_cure() -> N
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"])
 def test_every_stage_is_on_one_rank(name: ScheduleName) -> None:
-    per_rank = ParallelOptions(schedule=name).virtual_stages
+    per_rank = ParallelOptions(pipeline_schedule=name).virtual_stages
     held = [stages_of(name, rank, 4, per_rank) for rank in range(4)]
     assert sorted(stage for stages in held for stage in stages) == list(range(4 * per_rank))
     for rank, stages in enumerate(held):

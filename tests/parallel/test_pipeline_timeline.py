@@ -25,14 +25,14 @@ RANKS, MICROBATCHES = 3, 6
 
 
 def _per_rank(name: ScheduleName) -> int:
-    return ParallelOptions(schedule=name).virtual_stages
+    return ParallelOptions(pipeline_schedule=name).virtual_stages
 
 
 def _ran(world: tutti.World) -> dict[str, Any]:
     torch.set_num_threads(1)
     ran = {}
     for name in SCHEDULES:
-        timeline = measure(world, ParallelOptions(schedule=name), MICROBATCHES)
+        timeline = measure(world, ParallelOptions(pipeline_schedule=name), MICROBATCHES)
         ran[name] = [
             [[span.action.kind, span.action.stage, span.action.microbatch] for span in spans]
             for spans in timeline

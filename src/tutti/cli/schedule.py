@@ -4,7 +4,9 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
 
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
@@ -31,7 +33,7 @@ class ShowSchedule:
     counted, then measured: the schedule runs on local ranks, with a small model of equal stages.
     """
 
-    schedule: ScheduleName = "1f1b"
+    pipeline_schedule: Annotated[ScheduleName, tyro.conf.arg(aliases=["--schedule"])] = "1f1b"
     """gpipe, 1f1b, interleaved, zero-bubble or zbv."""
     pp: int = 4
     """Ranks of the pipeline."""
@@ -51,7 +53,9 @@ class ShowSchedule:
     @property
     def options(self) -> ParallelOptions:
         """What the engine is told."""
-        return ParallelOptions(schedule=self.schedule, stages_per_rank=self.stages_per_rank)
+        return ParallelOptions(
+            pipeline_schedule=self.pipeline_schedule, stages_per_rank=self.stages_per_rank
+        )
 
 
 def main(arguments: list[str]) -> int:
@@ -80,7 +84,7 @@ def counted(flags: ShowSchedule) -> "Timeline":
     from tutti.parallel.pipeline.timeline import simulate
 
     per_rank = flags.options.virtual_stages
-    return simulate(orders(flags.schedule, flags.pp, flags.accumulation, per_rank))
+    return simulate(orders(flags.pipeline_schedule, flags.pp, flags.accumulation, per_rank))
 
 
 def show(flags: ShowSchedule, measured: "Timeline | None" = None, note: str | None = None) -> int:
@@ -89,9 +93,9 @@ def show(flags: ShowSchedule, measured: "Timeline | None" = None, note: str | No
 
     timeline = counted(flags)
     per_rank = flags.options.virtual_stages
-    closed = formula(flags.schedule, flags.pp, flags.accumulation, per_rank)
+    closed = formula(flags.pipeline_schedule, flags.pp, flags.accumulation, per_rank)
     print(
-        f"schedule {flags.schedule}: {flags.pp} ranks × {per_rank} "
+        f"schedule {flags.pipeline_schedule}: {flags.pp} ranks × {per_rank} "
         f"stage{'s' * (per_rank > 1)}, {flags.accumulation} microbatches"
     )
     print(_LEGEND)
@@ -112,7 +116,7 @@ def show(flags: ShowSchedule, measured: "Timeline | None" = None, note: str | No
         print(f"note: {note}")
     if flags.json is not None:
         results: dict[str, Any] = {
-            "schedule": flags.schedule,
+            "schedule": flags.pipeline_schedule,
             "pp": flags.pp,
             "accumulation": flags.accumulation,
             "stages_per_rank": per_rank,

@@ -30,7 +30,6 @@ from tutti.parallel.layout import Layout
 from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.world.world import World
 
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -57,6 +56,11 @@ class Engine(ABC):
         self.world = world
         self.grid = grid if grid is not None else Layout(dp=world.size).grid(world)
         """Where this rank stands in the layout."""
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Parameters of this rank that are copies of others', by the name of the original."""
+        return {}
 
     @property
     @abstractmethod
@@ -137,8 +141,8 @@ class Engine(ABC):
         Plain batch norms see a different part of the batch on each rank. In training mode they
         never read their running statistics, so that sharing them at each step would be a waste.
         """
-        if self.world.size > 1:
-            copy_from_first(list(self.model.buffers()))
+        if self.grid.layout.data_ranks > 1:
+            copy_from_first(list(self.model.buffers()), self.grid.data_group)
 
 
 def _zero(outputs: Any) -> torch.Tensor:

@@ -49,7 +49,7 @@ def check_stages(layers: int, ranks: int, stages_per_rank: int) -> None:
     fitting = layers // stages_per_rank
     cures = [f"pp{fitting}"] if fitting > 1 else []
     if stages_per_rank > 1 and layers >= 2:
-        cures.append(f"pp{min(ranks, layers)} with --schedule 1f1b")
+        cures.append(f"pp{min(ranks, layers)} with --pipeline-schedule 1f1b")
     cures.append("a model with more layers")
     raise UsageError(f"layout {needs}, the model has {layers}: use {' or '.join(cures)}")
 

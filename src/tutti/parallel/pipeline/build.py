@@ -32,9 +32,11 @@ def build_pipeline(
     with this rank's layers, and each stage by its index: the model itself where there is one stage,
     else views that share the layers. Call this on every rank, with the same weights.
     """
-    check_microbatches(options.schedule, grid.layout.pp, microbatches)
+    check_microbatches(options.pipeline_schedule, grid.layout.pp, microbatches)
     plan = plan_stages(model, grid.layout.pp, options, example)
-    held = stages_of(options.schedule, grid.rank("pp"), grid.layout.pp, options.virtual_stages)
+    held = stages_of(
+        options.pipeline_schedule, grid.rank("pp"), grid.layout.pp, options.virtual_stages
+    )
     ties = find_ties(model, plan)
     untie(model, ties, held)
     keep(model, [name for stage in held for name in plan[stage]])

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from tutti.parallel.engine import Engine, Objective, Pair, _unnoticed
 from tutti.parallel.grid import Grid
+from tutti.parallel.hybrid import whole
 from tutti.parallel.options import ParallelOptions
 from tutti.parallel.pipeline.chain import Chain
 from tutti.parallel.pipeline.schedule import (
@@ -25,6 +26,7 @@ from tutti.parallel.pipeline.schedule import (
     rank_of,
 )
 from tutti.parallel.pipeline.tied import Tie, Ties
+from tutti.parallel.tensor import place_gradients
 from tutti.world.errors import UsageError
 
 _IGNORED = -100  # the target that no loss is due for; cross_entropy's own default
@@ -52,16 +54,16 @@ class Pipeline(Engine):
         self.microbatches = microbatches
         self.microbatch_size = microbatch_size
         pp = grid.layout.pp
-        check_microbatches(options.schedule, pp, microbatches)
-        self.holders = [rank_of(options.schedule, stage, pp) for stage in range(len(plan))]
+        check_microbatches(options.pipeline_schedule, pp, microbatches)
+        self.holders = [rank_of(options.pipeline_schedule, stage, pp) for stage in range(len(plan))]
         self.chain = Chain(self.stages, self.holders, grid.group("pp"), self.world.device)
         self.ties = Ties(list(ties), self.holders, self.stages, grid)
         self.ties.share_values(model)
         for stage, module in self.stages.items():
             if not self._is_last(stage):
                 module.register_forward_hook(_contiguous)
-            if options.schedule in SPLIT_BACKWARD:
-                _prepare_split_backward(module, options.schedule)
+            if options.pipeline_schedule in SPLIT_BACKWARD:
+                _prepare_split_backward(module, options.pipeline_schedule)
         self.schedule: Schedule | None = None
         self.pieces: list[PipelineStage] = []
         """This rank's stages as torch has them, once the first step has built them."""
@@ -72,7 +74,7 @@ class Pipeline(Engine):
     def description(self) -> str:
         names = [each[0] if len(each) == 1 else f"{each[0]}–{each[-1]}" for each in self.plan]
         return (
-            f"pipeline: {self.grid.layout}, schedule {self.options.schedule}, "
+            f"pipeline: {self.grid.layout}, schedule {self.options.pipeline_schedule}, "
             f"{self.microbatches} microbatches of {self.microbatch_size}, "
             f"{len(names)} stages: {' | '.join(names)}"
         )
@@ -114,13 +116,14 @@ class Pipeline(Engine):
         self._follow_mode()
         outputs = self.chain(given)
         self._reshard()
-        return outputs if len(inputs) else None
+        return whole(outputs) if len(inputs) else None
 
     def __call__(self, *inputs: Any) -> Any:
         raise UsageError("a pipeline has no forward of its own on a rank: use run() or infer()")
 
     def reduce(self) -> None:
         """FSDP has summed over the data ranks; what is left are the copies of tied parameters."""
+        place_gradients(self.model)
         self.ties.sum_gradients(self.model)
 
     def idle_microbatch(self, *inputs: Any, last: bool) -> None:
@@ -147,7 +150,9 @@ class Pipeline(Engine):
             )
             for stage, module in self.stages.items()
         ]
-        return build_schedule(self.options.schedule, self.pieces, self.microbatches, self._loss)
+        return build_schedule(
+            self.options.pipeline_schedule, self.pieces, self.microbatches, self._loss
+        )
 
     def _loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # The schedule is built once, the objective is new in every step.
@@ -217,8 +222,9 @@ def _prepare_split_backward(module: nn.Module, schedule: str) -> None:
             each.set_reshard_after_forward(False, recurse=False)
         if each._compiled_call_impl is not None:  # set by Module.compile()
             raise UsageError(
-                f"--compile contradicts --schedule {schedule}: a compiled backward cannot be split "
-                "into the inputs' and the weights' gradients: use --schedule 1f1b or interleaved"
+                f"--compile contradicts --pipeline-schedule {schedule}: a compiled backward cannot "
+                "be split into the inputs' and the weights' gradients: use --pipeline-schedule "
+                "1f1b or interleaved"
             )
 
 
