@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
 from tutti.parallel.engine import Engine, Objective, Pair, _unnoticed
 from tutti.parallel.grid import Grid
@@ -21,6 +21,7 @@ from tutti.parallel.pipeline.chain import Chain
 from tutti.parallel.pipeline.schedule import (
     SPLIT_BACKWARD,
     Schedule,
+    Stage,
     build_schedule,
     check_microbatches,
     rank_of,
@@ -65,7 +66,7 @@ class Pipeline(Engine):
             if options.pipeline_schedule in SPLIT_BACKWARD:
                 _prepare_split_backward(module, options.pipeline_schedule)
         self.schedule: Schedule | None = None
-        self.pieces: list[PipelineStage] = []
+        self.pieces: list[Stage] = []
         """This rank's stages as torch has them, once the first step has built them."""
         self._objective: Objective | None = None
         self._parts: list[torch.Tensor] = []
@@ -144,10 +145,11 @@ class Pipeline(Engine):
             self.chain(inputs, see)
         self._reshard()
         group = self.grid.group("pp")
+        # NCCL sets a group up at its first call, which all its ranks must make; a schedule's first
+        # call may be between two of them, while the others wait for its result.
+        dist.all_reduce(torch.zeros(1, device=self.world.device), group=group)
         self.pieces = [
-            PipelineStage(
-                module, stage, len(self.plan), self.world.device, *shapes[stage], group=group
-            )
+            Stage(module, stage, len(self.plan), self.world.device, *shapes[stage], group=group)
             for stage, module in self.stages.items()
         ]
         return build_schedule(
