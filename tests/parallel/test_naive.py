@@ -4,6 +4,8 @@ Tolerance: the same sums in another order, in float64; 1e-12 relative leaves roo
 """
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 
 import tutti
 from tutti.parallel.naive import ColumnLinear, LayersOnRanks, RowLinear, own_part
-from worlds import in_world
+from worlds import TUTTI, in_world, run_command
 
 TOLERANCE = 1e-12
 
@@ -114,3 +116,17 @@ def test_channels_that_cannot_be_split_evenly_are_refused(three: list[Any]) -> N
             "10 channels cannot be split evenly over 3 ranks: use a number that 3 divides, such "
             "as 12"
         )
+
+
+def test_the_example_shows_both_against_one_device() -> None:
+    example = Path(__file__).parents[2] / "examples" / "naive_model_parallel.py"
+    done = run_command([*TUTTI, "run", "-n", "2", "--device", "cpu", example])
+    assert done.returncode == 0, done.stderr
+    errors = re.findall(
+        r"(layers on ranks|channels split): rank 0 holds (\d+) of 16640 parameters, largest "
+        r"error (\S+)",
+        done.stdout,
+    )
+    assert [how for how, _, _ in errors] == ["layers on ranks", "channels split"]
+    assert [int(held) for _, held, _ in errors] == [8320, 8384]  # row splits have whole biases
+    assert all(float(error) < TOLERANCE for _, _, error in errors)
