@@ -58,6 +58,9 @@ class Pipeline(Engine):
         check_microbatches(options.pipeline_schedule, pp, microbatches)
         self.holders = [rank_of(options.pipeline_schedule, stage, pp) for stage in range(len(plan))]
         self.chain = Chain(self.stages, self.holders, grid.group("pp"), self.world.device)
+        # NCCL sets a group up at its first call, which all its ranks must make; later calls are
+        # between two of them, while others may be waiting for what comes of it.
+        dist.all_reduce(torch.zeros(1, device=self.world.device), group=grid.group("pp"))
         self.ties = Ties(list(ties), self.holders, self.stages, grid)
         self.ties.share_values(model)
         for stage, module in self.stages.items():
@@ -143,9 +146,6 @@ class Pipeline(Engine):
             self.chain(inputs, see)
         self._reshard()
         group = self.grid.group("pp")
-        # NCCL sets a group up at its first call, which all its ranks must make; a schedule's first
-        # call may be between two of them, while the others wait for its result.
-        dist.all_reduce(torch.zeros(1, device=self.world.device), group=group)
         self.pieces = [
             Stage(module, stage, len(self.plan), self.world.device, *shapes[stage], group=group)
             for stage, module in self.stages.items()
