@@ -3,9 +3,24 @@
 import math
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 _NODES = Path("/sys/devices/system/node")
+
+
+@dataclass(frozen=True)
+class Cpus:
+    """The processors of the machine, and which of them this process may use."""
+
+    model: str | None
+    packages: int | None
+    cores: int | None
+    threads: int | None
+    allowed: str
+    isolated: str | None
+    governors: tuple[str, ...] | None
+    """The distinct frequency governors; () where the machine has none to choose."""
 
 
 def allowed_cpus() -> tuple[int, ...]:
