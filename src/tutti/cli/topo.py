@@ -113,8 +113,9 @@ def _show(machines: "Sequence[Machine]", options: Topo) -> int:
 
         _write("--svg", options.svg, draw(topologies))
     if options.record is not None:
+        note = "observed by tutti" if options.from_ is None else f"copied from {options.from_}"
         try:
-            write_machines(options.record, machines, ["tutti", *sys.argv[1:]])
+            write_machines(options.record, machines, ["tutti", *sys.argv[1:]], note)
         except OSError as error:
             raise UsageError(f"--record {options.record}: {error.strerror}") from None
     return 0

@@ -100,6 +100,7 @@ def _gpu_lines(topology: Topology, gpu: Accelerator, unknown: str | None) -> Ite
         yield f"      NVLink unknown: {unknown}"
     elif gpu.nvlinks:
         yield f"      {_nvlinks(gpu)}"
+        in_use = any(link.active for link in gpu.nvlinks)
         for link in gpu.nvlinks:
             counts = {
                 "replay": link.replay_errors,
@@ -107,7 +108,8 @@ def _gpu_lines(topology: Topology, gpu: Accelerator, unknown: str | None) -> Ite
                 "CRC": link.crc_errors,
             }
             errors = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-            if not link.active or errors:
+            # Where all are down, none is wanted: a single GPU in a virtual machine, say.
+            if (not link.active and in_use) or errors:
                 state = "active" if link.active else "INACTIVE"
                 yield f"      link {link.index}: {state}{', errors: ' * bool(errors)}{errors}"
 
