@@ -12,6 +12,7 @@ COMMANDS = {
     "run": ("tutti.cli.run", "start any script as a world of local ranks"),
     "world": ("tutti.cli.world", "show the world as every rank sees it, with reasons"),
     "bench": ("tutti.cli.bench", "measure collectives and symmetric memory, results checked"),
+    "topo": ("tutti.cli.topo", "show devices, links, NUMA nodes and NICs, as a matrix or picture"),
     "submit": ("tutti.cli.submit", "write a Slurm or MPI job for a cluster, and submit it"),
 }
 
