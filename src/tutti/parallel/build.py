@@ -1,40 +1,94 @@
-"""From a plain model to an engine: what is done to the model, and in which order."""
+"""From a plain model to an engine: which one, and what is done to the model on the way."""
 
+import torch
 from torch import nn
 
 from tutti.parallel.dataparallel import DataParallel
 from tutti.parallel.ddp import Ddp
 from tutti.parallel.engine import Engine
-from tutti.parallel.options import EngineOptions
+from tutti.parallel.grid import Grid
+from tutti.parallel.hybrid import Hybrid
+from tutti.parallel.layout import layout_of
+from tutti.parallel.options import EngineOptions, ParallelOptions, Recompute
+from tutti.parallel.plans import Plan, default_plan, resolve
 from tutti.parallel.scratch import Scratch
 from tutti.parallel.single import Single
 from tutti.parallel.sync_batchnorm import convert
+from tutti.parallel.techniques import Techniques
+from tutti.parallel.tensor import can_split_sequence, check_sequence
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 
-def build_engine(model: nn.Module, world: World, options: EngineOptions) -> Engine:
-    """Place the model on this rank's device and put the chosen engine around it.
+def build_engine(
+    model: nn.Module,
+    world: World,
+    options: EngineOptions | None = None,
+    parallel: ParallelOptions | None = None,
+    *,
+    plan: Plan | None = None,
+    example: torch.Tensor | None = None,
+    microbatches: int = 1,
+    microbatch_size: int = 1,
+    recompute: Recompute = "none",
+    compile: bool = False,
+) -> Engine:
+    """Place the model on this rank's device, spread it as the layout says, and run it.
 
-    Call it on every rank. Make the optimizer afterwards, from `engine.model.parameters()`.
+    Call it on every rank, with the same whole model and weights. Make the optimizer afterwards,
+    from `engine.model.parameters()`. `plan` says how tp splits layers (default: by their usual
+    names). A pipeline needs an `example`, one real input with its batch dim, and how many
+    microbatches of which size a step has.
     """
-    model = place(model, world, sync_batchnorm=options.sync_batchnorm)
-    if options.engine == "single":
-        return Single(model, world)
-    if options.engine == "dataparallel":
-        return DataParallel(model, world)
-    if options.engine == "scratch":
-        return Scratch(model, world, options.scratch_reduce, options.find_unused)
-    return Ddp(model, world, options)
+    options = options or EngineOptions()
+    parallel = parallel or ParallelOptions()
+    grid = layout_of(parallel.layout, world.size).grid(world)
+    model = place(model, grid, sync_batchnorm=options.sync_batchnorm)
+    techniques = prepare(model, grid, parallel, plan, example, recompute, compile)
+    if grid.layout.only_replicas:
+        techniques.apply(model)
+        return _replicas(model, world, options)
+    if options != EngineOptions(sync_batchnorm=options.sync_batchnorm):
+        raise UsageError(
+            f"layout {grid.layout} runs on FSDP2 and DTensor: --engine and the flags of ddp are "
+            f"for replicas only: leave them out or use --layout dp{world.size}"
+        )
+    if grid.layout.pp == 1:
+        techniques.apply(model)
+        return Hybrid(model, grid)
+    from tutti.parallel.pipeline.build import build_pipeline
+
+    return build_pipeline(model, grid, parallel, example, microbatches, microbatch_size, techniques.apply)
 
 
-def place(model: nn.Module, world: World, *, sync_batchnorm: bool) -> nn.Module:
+def prepare(
+    model: nn.Module,
+    grid: Grid,
+    parallel: ParallelOptions,
+    plan: Plan | None,
+    example: torch.Tensor | None,
+    recompute: Recompute = "none",
+    compile: bool = False,
+) -> Techniques:
+    """What will be done to the model: everything that can be refused is refused here."""
+    resolved = {}
+    if grid.layout.tp > 1:
+        resolved = resolve(default_plan(model) if plan is None else plan, model)
+        if parallel.sequence_parallel and example is not None and can_split_sequence(resolved):
+            check_sequence(example, grid.layout.tp)
+    elif plan is not None:
+        resolve(plan, model)  # a name that does not exist is a mistake in any layout
+    return Techniques(grid, parallel, resolved, recompute, compile)
+
+
+def place(model: nn.Module, grid: Grid, *, sync_batchnorm: bool) -> nn.Module:
     """The model on this rank's device, with its batch norms synchronised if asked for."""
+    world = grid.world
     model = model.to(world.device)
-    if world.size == 1:
+    if grid.layout.data_ranks == 1:
         return model  # a plain batch norm sees the whole batch
     if sync_batchnorm:
-        return convert(model, world)
+        return convert(model, grid)
     for name, layer in model.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             raise UsageError(
@@ -42,3 +96,13 @@ def place(model: nn.Module, world: World, *, sync_batchnorm: bool) -> nn.Module:
                 "join: use --sync-batchnorm, which replaces it"
             )
     return model
+
+
+def _replicas(model: nn.Module, world: World, options: EngineOptions) -> Engine:
+    if options.engine == "single" or (world.size == 1 and options.engine == "ddp"):
+        return Single(model, world)  # alone, DDP would only copy
+    if options.engine == "dataparallel":
+        return DataParallel(model, world)
+    if options.engine == "scratch":
+        return Scratch(model, world, options.scratch_reduce, options.find_unused)
+    return Ddp(model, world, options)

@@ -59,6 +59,11 @@ class Engine(ABC):
         """Where this rank stands in the layout."""
 
     @property
+    def aliases(self) -> dict[str, str]:
+        """Parameters of this rank that are copies of others', by the name of the original."""
+        return {}
+
+    @property
     @abstractmethod
     def description(self) -> str:
         """One line for the start of a run: what this engine does here."""
@@ -137,8 +142,8 @@ class Engine(ABC):
         Plain batch norms see a different part of the batch on each rank. In training mode they
         never read their running statistics, so that sharing them at each step would be a waste.
         """
-        if self.world.size > 1:
-            copy_from_first(list(self.model.buffers()))
+        if self.grid.layout.data_ranks > 1:
+            copy_from_first(list(self.model.buffers()), self.grid.data_group)
 
 
 def _zero(outputs: Any) -> torch.Tensor:

@@ -36,11 +36,13 @@ def sum_over_ranks(tensors: Sequence[torch.Tensor], bucket_bytes: float = float(
 
 
 @torch.no_grad()
-def copy_from_first(tensors: Sequence[torch.Tensor]) -> None:
-    """Replace every tensor by rank 0's."""
+def copy_from_first(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Replace every tensor by that of the group's first rank."""
     for bucket in buckets(tensors, float("inf")):
         flat = _pack(bucket)
-        dist.broadcast(flat, src=0)
+        dist.broadcast(flat, group=group, group_src=0)
         _unpack(flat, bucket)
 
 

@@ -60,13 +60,3 @@ class Grid:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         return self.mesh["dp", "shard"]._flatten("data").get_group()
-
-    def close(self) -> None:
-        """Give the groups up, when many layouts take turns in one world."""
-        made = [self.group(axis) for axis in AXES] if "mesh" in self.__dict__ else []
-        made += [self.data_group] if "data_group" in self.__dict__ else []
-        for group in {id(group): group for group in made}.values():
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
-        self.__dict__.pop("mesh", None)
-        self.__dict__.pop("data_group", None)

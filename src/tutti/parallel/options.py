@@ -90,9 +90,9 @@ class ParallelOptions:
     layout: str | None = None
     """Axes and their ranks, such as dp2.shard2.tp2.pp2: replicas, sharded parameters, split layers,
     pipeline stages. Unset: a replica on each rank."""
-    reshard: bool = True
-    """shard: free gathered parameters after forward, and gather them again for backward; without,
-    they stay until backward is through with them."""
+    reshard: bool | None = None
+    """shard: free gathered parameters after forward, and gather them again for backward, or keep
+    them until backward is through. Unset: free them, but not in a pipeline, which comes back."""
     prefetch: int = 1
     """shard: how many blocks ahead parameters are gathered; 0: only when they are needed."""
     gather_dtype: Literal["float32", "bf16"] | None = None

@@ -22,18 +22,20 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tutti.parallel.grid import Grid
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 
-def convert(model: nn.Module, world: World) -> nn.Module:
+def convert(model: nn.Module, grid: Grid) -> nn.Module:
     """Replace every batch norm by a synchronised one with the same parameters and buffers.
 
     Call it on every rank. Returns the model, or its replacement if it is a batch norm itself.
     """
-    # A group of its own: its exchanges may not be mistaken for those of gradients, which come in
-    # another order on a rank that left parameters unused.
-    return _convert(model, world, dist.new_group())
+    # With replicas a group of its own: its exchanges may not be mistaken for those of gradients,
+    # which come in another order on a rank that left parameters unused.
+    group = dist.new_group() if grid.layout.only_replicas else grid.data_group
+    return _convert(model, grid.world, group)
 
 
 def _convert(module: nn.Module, world: World, group: Any) -> nn.Module:

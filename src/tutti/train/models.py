@@ -5,11 +5,9 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tutti.data.dataset import Dataset
 from tutti.models import (
@@ -100,27 +98,3 @@ def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], 
     if not callable(found):
         raise UsageError(f"{flag} {path} is no function")
     return found  # type: ignore[no-any-return]
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks a model is stacked from: classes of its own in a list, dict or sequence."""
-    blocks = []
-    for container in model.modules():
-        if isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            children = list(container.children())
-            own = [child for child in children if not type(child).__module__.startswith("torch.")]
-            blocks += [child for child in own if next(child.parameters(), None) is not None]
-    nested = {part for block in blocks for part in block.modules() if part is not block}
-    return [block for block in blocks if block not in nested]
-
-
-def checkpoint_activations(model: nn.Module) -> None:
-    """Recompute each block's activations in the backward pass instead of keeping them."""
-    blocks = repeated_blocks(model)
-    if not blocks:
-        raise UsageError(
-            f"--checkpoint-activations: {type(model).__name__} has no repeated blocks in a "
-            "ModuleList, ModuleDict or Sequential: leave the flag out"
-        )
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)

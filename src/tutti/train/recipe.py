@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, WideResNetConfig
-from tutti.parallel.options import EngineOptions
+from tutti.parallel.options import EngineOptions, ParallelOptions, Recompute
 
 Architecture = LeNetConfig | WideResNetConfig | EfficientNetConfig | GPTConfig
 
@@ -39,12 +39,13 @@ class Data:
 
 @dataclass(frozen=True)
 class Batching:
-    """How many samples make a step. Global batch = batch × ranks × accumulation."""
+    """How many samples make a step. Global batch = batch × data ranks (dp × shard) × accumulation."""
 
     batch: int = 32
     """Samples per rank and microbatch."""
-    accumulation: int = 1
-    """Microbatches per step; gradients are synchronised once per step."""
+    accumulation: int | None = None
+    """Microbatches per step; gradients are synchronised once per step. A pipeline overlaps them.
+    Unset: 1, and twice the number of stages in a pipeline."""
     global_batch: int | None = None
     """Samples per step over all ranks; gives the batch per rank instead of --batch."""
     split: str = "even"
@@ -87,8 +88,9 @@ class Compute:
 
     precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
     """bf16 and fp16: autocast over float32 parameters (fp16 with a loss scaler)."""
-    checkpoint_activations: bool = False
-    """Recompute the activations of each block in the backward pass instead of keeping them."""
+    checkpoint_activations: Recompute = "none"
+    """Recompute in the backward pass instead of keeping: nothing, what is cheap to make
+    (selective), or all activations of each block (full)."""
     compile: bool = False
     """torch.compile."""
     cuda_graph: bool = False
@@ -126,6 +128,7 @@ class Recipe:
     data: Data = Data()
     batching: Batching = Batching()
     optimization: Optimization = Optimization()
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     compute: Compute = Compute()
     length: Length = Length()

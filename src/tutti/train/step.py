@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from tutti.data.batch import Batch
 from tutti.data.split import microbatches
+from tutti.parallel.clipping import clip_by_global_norm
 from tutti.parallel.engine import Engine, Objective
-from tutti.train.models import repeated_blocks
+from tutti.parallel.tensor import loss_context
 from tutti.train.recipe import Compute
 from tutti.train.task import Task
 
@@ -49,18 +50,15 @@ class Step:
         self._measure = measure
         self._forward_seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._split_logits = engine.grid.layout.tp > 1
         self.loss_sum: Callable[[Tensor, Tensor], Tensor] = self._loss_sum
         if compute.compile and engine.world.size == 1:
-            self.loss_sum = torch.compile(self._loss_sum)
-        elif compute.compile:
-            # Block by block: one graph of all would give DDP its gradients all at once, at the
-            # end, and nothing would be left to overlap.
-            for block in repeated_blocks(engine.model) or [engine.model]:
-                block.compile()
+            self.loss_sum = torch.compile(self._loss_sum)  # else block by block: see Techniques
 
     def __call__(self, batch: Batch) -> Tensor:
         """Update the parameters; returns this rank's part of the mean loss, on the device."""
-        count = self.task.step_count(batch.targets, batch.global_count)
+        group = self.engine.grid.data_group if self.task.padded else None
+        count = self.task.step_count(batch.targets, batch.global_count, group)
         # At the ragged end of an epoch there may be fewer samples than microbatches: one that is
         # empty on every rank is left out. Some rank has at least the mean.
         most = -(-batch.global_count // self.engine.grid.layout.data_ranks)
@@ -77,7 +75,7 @@ class Step:
             return self.task.loss_sum(outputs, y) / count
 
         objective = Objective(of_inputs, of_outputs, self.scaler.scale, self.example)
-        with self._precision():
+        with self._precision(), loss_context(self._split_logits):
             loss = self.engine.run(parts, objective)
         self._update()
         return loss
@@ -122,7 +120,7 @@ class Step:
     def _update(self) -> None:
         if self.clip is not None:
             self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.engine.model.parameters(), self.clip)
+            clip_by_global_norm(self.engine, self.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 IGNORED = -100  # the target of a token that no loss is due for; cross_entropy's own default
 
@@ -25,7 +26,9 @@ class Task:
         logits = outputs.flatten(0, -2)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        # Of logits that are split by words, every tp rank gets the same sum.
+        return loss.to_local() if isinstance(loss, DTensor) else loss
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """How many predictions are right, as a tensor on the device."""
@@ -35,13 +38,15 @@ class Task:
         """How many targets count, as a tensor on the device."""
         return (targets != IGNORED).sum()
 
-    def step_count(self, targets: Tensor, global_samples: int) -> Tensor | int:
-        """How many targets count in a whole step, over all ranks.
+    def step_count(
+        self, targets: Tensor, global_samples: int, group: dist.ProcessGroup | None = None
+    ) -> Tensor | int:
+        """How many targets count in a whole step, over all ranks of the group, which share it.
 
         Without padding this follows from the number of samples; with it, ranks must ask each other.
         """
         if not self.padded:
             return global_samples * targets[0].numel() if len(targets) else global_samples
         count = self.count(targets)
-        dist.all_reduce(count)
+        dist.all_reduce(count, group=group)
         return count

@@ -1,0 +1,25 @@
+"""The blocks that a model is stacked from: the units that are recomputed, compiled and sharded."""
+
+from torch import nn
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks a model is stacked from: classes of its own in a list, dict or sequence."""
+    blocks = []
+    for container in model.modules():
+        if isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            children = list(container.children())
+            own = [child for child in children if not type(child).__module__.startswith("torch.")]
+            blocks += [child for child in own if next(child.parameters(), None) is not None]
+    nested = {part for block in blocks for part in block.modules() if part is not block}
+    return [block for block in blocks if block not in nested]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile block by block, in place: all blocks are alike, so one graph serves them all.
+
+    One graph of the whole would also give DDP its gradients all at once, at the end, and nothing
+    would be left to overlap.
+    """
+    for block in repeated_blocks(model) or [model]:
+        block.compile()

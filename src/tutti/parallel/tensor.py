@@ -1,0 +1,187 @@
+"""Tensor parallelism: the matrices of a layer lie on several ranks, which work on the same samples.
+
+With `sequence_parallel` the stream between the split layers is itself split, along the sequence:
+
+    embed ─ ▌norm▐ ─ gather ─ wq wk wv │ attention │ wo ─ scatter ─ ▌norm▐ ─ gather ─ …  ─ head
+            part of the                 some of the              part of the
+             sequence                      heads                  sequence
+
+An all-reduce (every rank gets the whole sum) becomes a reduce-scatter and an all-gather, which
+move the same bytes, and norms and residuals take a tp-th of the memory and time. Without it, every
+rank holds the whole stream, and computes the norms twice over.
+
+All of it is DTensor's doing: a layer's weight knows how it is split, and the matrix product of
+split tensors gives one that is split or waits to be summed. Between the layers named in the plan,
+tensors are plain ones, this rank's part.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from tutti.parallel.grid import Grid
+from tutti.parallel.options import ParallelOptions
+from tutti.parallel.plans import Role, check_divides
+from tutti.world.errors import UsageError
+
+SEQUENCE = 1  # the dim of activations (batch, sequence, width) that is split
+
+
+def tensor_parallel(
+    model: nn.Module,
+    grid: Grid,
+    plan: Mapping[str, Role],
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> None:
+    """Split the layers that the plan names over tp, in place; layers of other stages are skipped.
+
+    With `loss_parallel` the head's outputs stay split by words, and the loss must be computed
+    inside `loss_context`.
+    """
+    check_divides({name: plan[name] for name in _present(model, plan)}, model, grid.layout.tp)
+    stream = Shard(SEQUENCE) if sequence_parallel and can_split_sequence(plan) else Replicate()
+    styles = {
+        name: _style(role, stream, _has_input_above(name, plan), loss_parallel)
+        for name, role in plan.items()
+    }
+    mesh = grid.mesh["tp"]
+    for name in _present(model, plan):
+        parallelize_module(model.get_submodule(name), mesh, styles[name])
+
+
+def can_split_sequence(plan: Mapping[str, Role]) -> bool:
+    """Whether the plan says where the split stream begins, what works on it, and where it ends."""
+    return {"vocabulary", "norm", "head"} <= set(plan.values())
+
+
+def check_sequence(example: torch.Tensor, tp: int) -> None:
+    """Raise UsageError unless the sequence of an input (batch, sequence) divides by tp."""
+    length = example.shape[SEQUENCE] if example.dim() > SEQUENCE else 0
+    if length % tp:
+        raise UsageError(
+            f"layout tp{tp} does not divide sequences of {length} tokens: {length} / {tp} = "
+            f"{length / tp:.4g}: use --seq-len {-(-length // tp) * tp} or --no-sequence-parallel"
+        )
+
+
+def loss_context(split_logits: bool) -> AbstractContextManager[None]:
+    """Around a step whose logits may be split by words: forward and backward of the loss."""
+    return loss_parallel() if split_logits else nullcontext()
+
+
+def overlap_matrix_products(grid: Grid, options: ParallelOptions, compiled: bool) -> None:
+    """Let the compiler split matrix products so that their parts travel while others are made."""
+    if grid.world.device.type != "cuda" or not compiled or not options.sequence_parallel:
+        raise UsageError(
+            "--async-tp needs CUDA, --compile and --sequence-parallel: add them or leave it out"
+        )
+    from torch._inductor import config  # no public name for it in torch 2.11 to 2.13
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(grid.group("tp").group_name)
+
+
+def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> ParallelStyle:
+    if role == "vocabulary":
+        return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+    if role == "norm":
+        if stream == Replicate():
+            return Whole()
+        return SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True)
+    if role == "input":
+        return Gather(stream)
+    if role == "column":
+        return ColwiseParallel(input_layouts=Replicate() if gathered else stream)
+    if role == "row":
+        return RowwiseParallel(output_layouts=stream)
+    return ColwiseParallel(
+        input_layouts=stream,
+        output_layouts=Shard(-1) if split_logits else Replicate(),
+        use_local_output=not split_logits,
+    )
+
+
+class Whole(ParallelStyle):
+    """A layer that every tp rank computes alike, on the whole stream: its weight is a DTensor too."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module,
+            device_mesh,
+            _replicate,
+            partial(_as_dtensor, Replicate()),  # type: ignore[arg-type]
+            lambda module, outputs, mesh: outputs.to_local(),  # type: ignore[arg-type,return-value]
+        )
+
+
+class Gather(ParallelStyle):
+    """The first argument of a module becomes whole, once for all columns inside of it.
+
+    In backward each column has a part of its gradient; they are added up over the columns here,
+    over the ranks once.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(partial(self._gather, device_mesh))
+        return module
+
+    def _gather(self, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        first, *others = args
+        part = DTensor.from_local(first, mesh, [self.stream], run_check=False)
+        return (part.redistribute(placements=[Replicate()]), *others)
+
+
+def _replicate(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for key, parameter in module.named_parameters(recurse=False):
+        whole = distribute_tensor(parameter, mesh, [Replicate()])
+        module.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
+
+
+def _as_dtensor(placement: Any, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+    first, *others = inputs
+    return (DTensor.from_local(first, mesh, [placement], run_check=False), *others)
+
+
+def place_gradients(model: nn.Module) -> None:
+    """Let every gradient lie as its parameter does.
+
+    Backward leaves it as the last operation made it: a norm's, from a part of the sequence, is
+    still to be summed over tp. FSDP does this itself for the parameters it holds.
+    """
+    for parameter in model.parameters():
+        gradient, value = parameter.grad, parameter.data
+        if isinstance(gradient, DTensor) and isinstance(value, DTensor):
+            if gradient.placements != value.placements:
+                parameter.grad = gradient.redistribute(placements=value.placements)
+
+
+def _present(model: nn.Module, plan: Mapping[str, Role]) -> list[str]:
+    there = dict(model.named_modules())
+    return [name for name in plan if name in there]
+
+
+def _has_input_above(name: str, plan: Mapping[str, Role]) -> bool:
+    parts = name.split(".")
+    above = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return any(plan.get(parent) == "input" for parent in above)
