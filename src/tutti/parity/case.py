@@ -8,7 +8,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from tutti.data import TensorSamples
+from tutti.data import Dataset, TensorSamples
+from tutti.parallel.blocks import repeated_blocks
+from tutti.parallel.options import Recompute
+from tutti.parity.noise import fitting_noise, with_padding
 from tutti.parity.options import ParityOptions, recipe_of
 from tutti.parity.roles import aliases_of, roles_of
 from tutti.train.datasets import load_dataset
@@ -32,6 +35,7 @@ class Case:
     batch_norms: bool
     """Whether a microbatch's samples see each other: then who is with whom matters."""
     padded: bool
+    recompute: Recompute
     roles: dict[str, str]
     aliases: dict[str, str]
 
@@ -57,24 +61,20 @@ def make_case(recipe: str, options: ParityOptions, ranks: int, microbatches: int
     options.check()
     settings = recipe_of(recipe, options)
     batch = options.microbatch * ranks * microbatches
-    uneven = max(1, 2 * ranks - 1)
-    if options.model is not None and options.dataset is None:
-        torch.manual_seed(options.seed)
-        samples = fitting_noise(build_model_of_ones_own(settings.model), batch + uneven, options)
-        dataset = None
-    else:
-        dataset = load_dataset(settings)
-        samples = _first(dataset.train, batch + uneven, dataset.name)
-    if options.padded:
-        samples = _padded(samples)
+    count = batch + max(1, 2 * ranks - 1)
+    dataset = load_dataset(settings)
 
     def make_model() -> nn.Module:
         torch.manual_seed(options.seed)
-        if dataset is None:
-            return _without_dropout(build_model_of_ones_own(settings.model))
-        return _without_dropout(build_model(settings, dataset))
+        return _without_chance(build_model(settings, dataset))
 
     model = make_model()
+    if options.model is not None and options.dataset is None:
+        samples = fitting_noise(model, count, options)
+    else:
+        samples = _first(dataset, count)
+    if options.padded:
+        samples = with_padding(samples)
     return Case(
         options=options,
         make_model=make_model,
@@ -83,6 +83,24 @@ def make_case(recipe: str, options: ParityOptions, ranks: int, microbatches: int
         microbatches=microbatches,
         batch_norms=any(isinstance(layer, _BatchNorm) for layer in model.modules()),
         padded=bool((samples.targets == IGNORED).any()),
+        recompute=options.checkpoint_activations if repeated_blocks(model) else "none",
         roles=roles_of(model),
         aliases=aliases_of(model),
     )
+
+
+def _first(dataset: Dataset, count: int) -> TensorSamples:
+    if len(dataset.train) < count:
+        raise UsageError(
+            f"--dataset {dataset.name} has {len(dataset.train)} samples, this needs {count}: use "
+            "fewer --ranks, a smaller --microbatch or another data set"
+        )
+    return TensorSamples(*dataset.train.batch(range(count)))
+
+
+def _without_chance(model: nn.Module) -> nn.Module:
+    """No dropout: one device and many draw different numbers, and both are right."""
+    for layer in model.modules():
+        if isinstance(layer, _DropoutNd):
+            layer.p = 0.0
+    return model

@@ -47,11 +47,12 @@ def _when(number: int, setting: Setting) -> str:
     """Nothing for the first step; for a later one, what is new about it."""
     if number == 0:
         return ""
-    count = setting.samples[number]
-    pieces = setting.layout.data_ranks * setting.microbatches
-    ragged = f", whose {count} samples do not divide by {setting.layout.data_ranks} data ranks × "
-    ragged += f"{setting.microbatches} microbatches" if count % pieces else ""
-    return f"only from step {number + 1} on{ragged if count % pieces else ''}: "
+    count, ranks = setting.samples[number], setting.layout.data_ranks
+    new = ""
+    if count % (ranks * setting.microbatches):
+        new = f", whose {count} samples do not divide by {ranks} data ranks × "
+        new += f"{setting.microbatches} microbatches"
+    return f"only from step {number + 1} on{new}: "
 
 
 def _gradients(

@@ -38,8 +38,9 @@ class ParityOptions:
     """Samples in a microbatch where every rank has its own: a step has this × ranks × microbatches."""
     precision: Precision = "float64"
     """What the layouts compute in; one device always computes in float64."""
-    recompute: Recompute = "full"
-    """Activation checkpointing under the layouts; one device never does it."""
+    checkpoint_activations: Recompute = "full"
+    """What the layouts recompute in backward, if the model has blocks; one device recomputes
+    nothing."""
     seed: int = 0
     """Seed of weights and noise."""
     engine: EngineOptions = field(default_factory=EngineOptions)

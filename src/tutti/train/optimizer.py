@@ -28,10 +28,11 @@ def build_optimizer(
     if capturable:
         rate = torch.tensor(lr, device=parameters[0].device)
     if options.optimizer == "sgd":
-        # torch has no rule for the fused kernel over parameters that are spread over ranks.
+        # For parameters that are spread over ranks torch has no rule for the fused kernel, and
+        # takes tens of seconds to find one for a list of them over a mesh of three axes.
         spread = any(isinstance(p, DTensor) for p in parameters)
         return torch.optim.SGD(
-            groups, lr=rate, momentum=options.momentum, fused=not spread, foreach=spread
+            groups, lr=rate, momentum=options.momentum, fused=not spread, foreach=False
         )
     return torch.optim.AdamW(
         groups, lr=rate, betas=options.betas, fused=True, capturable=capturable
