@@ -105,7 +105,7 @@ class ParallelOptions:
     """tp: compute the loss on logits that stay split by vocabulary."""
     async_tp: bool = False
     """tp: overlap matrix products with their communication (CUDA, with --compile)."""
-    schedule: ScheduleName = "1f1b"
+    pipeline_schedule: ScheduleName = "1f1b"
     """pp: the order of forward and backward: gpipe, 1f1b, interleaved (1f1b with several stages on
     each rank), zero-bubble (interleaved, weights' gradients fill the gaps), zbv (in a V)."""
     stages_per_rank: int | None = None
@@ -116,14 +116,14 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         if self.prefetch < 0:
             raise UsageError(f"--prefetch is {self.prefetch}: it must be 0 or more")
-        single = self.schedule in ("gpipe", "1f1b")
+        single = self.pipeline_schedule in ("gpipe", "1f1b")
         stages = self.stages_per_rank
         if stages is not None and (stages < 1 or single != (stages == 1)):
             right = "1 stage" if single else "2 stages or more"
             raise UsageError(
-                f"--stages-per-rank {stages}: schedule {self.schedule} has {right} on each rank"
+                f"--stages-per-rank {stages}: schedule {self.pipeline_schedule} has {right} on each rank"
             )
-        if self.schedule == "zbv" and stages not in (None, 2):
+        if self.pipeline_schedule == "zbv" and stages not in (None, 2):
             raise UsageError(
                 f"--stages-per-rank {stages}: schedule zbv has 2, the arms of its V: leave it out"
             )
@@ -133,7 +133,7 @@ class ParallelOptions:
         """Stages on each rank of the pipeline."""
         if self.stages_per_rank is not None:
             return self.stages_per_rank
-        return 1 if self.schedule in ("gpipe", "1f1b") else 2
+        return 1 if self.pipeline_schedule in ("gpipe", "1f1b") else 2
 
 
 # Which engines read a field; fields that are not here concern all of them.

@@ -41,8 +41,10 @@ def shard(model: nn.Module, grid: Grid, options: ParallelOptions, *, mean: bool 
         fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not mean:
-        for module in sharded:
+    for module in sharded:
+        # Other ways to divide are known to NCCL only.
+        module.set_force_sum_reduction_for_comms(True)
+        if not mean:
             module.set_gradient_divide_factor(1.0)
     _prefetch([block for block in sharded if block is not model], options.prefetch)
 

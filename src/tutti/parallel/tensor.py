@@ -62,8 +62,10 @@ def tensor_parallel(
         for name, role in plan.items()
     }
     mesh = grid.mesh["tp"]
+    ties = shared_parameters(model)
     for name in _present(model, plan):
         parallelize_module(model.get_submodule(name), mesh, styles[name])
+    _tie_again(model, ties)
 
 
 def can_split_sequence(plan: Mapping[str, Role]) -> bool:
@@ -174,6 +176,33 @@ def place_gradients(model: nn.Module) -> None:
         if isinstance(gradient, DTensor) and isinstance(value, DTensor):
             if gradient.placements != value.placements:
                 parameter.grad = gradient.redistribute(placements=value.placements)
+
+
+def shared_parameters(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same, such as a tied embedding and head."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
+    """Splitting made a new parameter for each name; a shared one must stay one."""
+    for first, *others in ties:
+        kept = model.get_parameter(first)
+        for name in others:
+            split = model.get_parameter(name)
+            if _placements(split) != _placements(kept):
+                raise UsageError(
+                    f"plan: {first} and {name} are one parameter, but are split differently: give "
+                    'them roles that agree, as "vocabulary" and "head" do'
+                )
+            path, _, key = name.rpartition(".")
+            setattr(model.get_submodule(path), key, kept)
+
+
+def _placements(parameter: nn.Parameter) -> tuple[Any, ...]:
+    return parameter.placements if isinstance(parameter, DTensor) else ()
 
 
 def _present(model: nn.Module, plan: Mapping[str, Role]) -> list[str]:

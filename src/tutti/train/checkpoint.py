@@ -84,17 +84,21 @@ class Checkpoints:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         state: Mapping[str, Any] | None = None,
+        *,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         """Save the training as it is now; returns once a snapshot is taken.
 
         state: whatever JSON can hold and the training wants back (samples seen, position in the
         data, scaler, …); rank 0's is kept. The random generators of every rank are saved, too.
+        aliases: parameters of this rank that are copies of others', by the name of the original
+        (a tied embedding at both ends of a pipeline): saved under that name, once.
         """
         kept_state = json.loads(json.dumps(dict(state or {})))
-        tensors = model_tensors(model)
+        tensors = model_tensors(model, aliases)
         options = None
         if optimizer is not None:
-            slots, options = optimizer_state(model, optimizer)
+            slots, options = optimizer_state(model, optimizer, aliases)
             tensors |= slots
         tensors |= {f"rng.{rank()}.{name}": value for name, value in rng_state().items()}
         mine = holding(tensors, buffers(model))
@@ -154,6 +158,7 @@ class Checkpoints:
         *,
         step: int | None = None,
         rng: bool = True,
+        aliases: Mapping[str, str] | None = None,
     ) -> Loaded:
         """Load the newest checkpoint that is whole, or that of `step`, in place.
 
@@ -161,7 +166,7 @@ class Checkpoints:
         another model or optimizer is a UsageError, and nothing has been touched then. rng: put
         the random generators back as well; ranks that had none get a fresh seed, and a note.
         """
-        return load(self.directory, model, optimizer, step=step, rng=rng)
+        return load(self.directory, model, optimizer, step=step, rng=rng, aliases=aliases)
 
     def __enter__(self) -> "Checkpoints":
         return self

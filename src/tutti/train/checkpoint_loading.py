@@ -1,5 +1,6 @@
 """Loading a checkpoint on all ranks: the newest that is whole, into the model that it is of."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,11 @@ def load(
     *,
     step: int | None = None,
     rng: bool = True,
+    aliases: Mapping[str, str] | None = None,
 ) -> Loaded:
     """What `Checkpoints.load` does; it needs no more than the directory."""
     path, index = _newest_whole(directory, step)
-    wanted = model_tensors(model)
+    wanted = model_tensors(model, aliases)
     problems = mismatch(index.tensors, wanted)
     options = None
     if optimizer is not None:
@@ -71,13 +73,14 @@ def load(
     notes = conversions(index.tensors, wanted)
     if optimizer is not None:
         saved = {n: t for n, t in index.tensors.items() if n.startswith("optimizer.")}
-        slots = optimizer_slots(model, optimizer, {n: (t.dtype, t.shape) for n, t in saved.items()})
+        kinds = {n: (t.dtype, t.shape) for n, t in saved.items()}
+        slots = optimizer_slots(model, optimizer, kinds, aliases)
         wanted |= slots
     reader = Reader(path, index)
     for name, tensor in wanted.items():
         reader.read_into(name, tensor)
     if optimizer is not None and options is not None:
-        restore_optimizer(model, optimizer, options, slots)
+        restore_optimizer(model, optimizer, options, slots, aliases)
     if rng:
         notes += restore_rng(reader, index, rank())
     return Loaded(index.step, path, index.ranks, index.state, tuple(notes))

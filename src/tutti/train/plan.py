@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+from tutti.parallel.layout import Layout, layout_of
 from tutti.train.recipe import Recipe
 from tutti.world.errors import UsageError
 
@@ -11,7 +12,7 @@ from tutti.world.errors import UsageError
 class Plan:
     """What follows from a recipe, a number of ranks and a number of samples."""
 
-    ranks: int
+    layout: Layout
     rank_batch: int
     accumulation: int
     global_batch: int
@@ -39,6 +40,7 @@ class Plan:
     def describe(self) -> list[str]:
         """The run's arithmetic, a line each with its reason."""
         return [
+            f"layout {self.layout}: {self.reasons['layout']}",
             f"global batch {self.global_batch}: {self.reasons['global_batch']}",
             f"steps {self.steps}: {self.reasons['steps']}",
             f"steps per epoch {self.steps_per_epoch}: {self.reasons['steps_per_epoch']}",
@@ -51,23 +53,27 @@ def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
     """Derive everything that depends on the number of ranks and the size of the data set."""
     batching, length = recipe.batching, recipe.length
     _check_numbers(recipe)
-    reasons: dict[str, str] = {}
-    accumulation = _at_least_one("accumulation", batching.accumulation)
+    layout = layout_of(recipe.parallel.layout, ranks)
+    _check_layout(recipe, layout)
+    asked = recipe.parallel.layout is not None
+    reasons = {"layout": "asked for" if asked else f"a replica on each of {ranks} ranks"}
+    accumulation, why = _accumulation(recipe, layout)
+    parts = layout.data_ranks
     if batching.global_batch is None:
         rank_batch = _at_least_one("batch", batching.batch)
-        global_batch = rank_batch * ranks * accumulation
+        global_batch = rank_batch * parts * accumulation
         reasons["global_batch"] = (
-            f"batch {rank_batch} × {ranks} ranks × accumulation {accumulation}"
+            f"batch {rank_batch} × {parts} data ranks × accumulation {accumulation}{why}"
         )
     else:
         global_batch = _at_least_one("global-batch", batching.global_batch)
-        pieces = ranks * accumulation
+        pieces = parts * accumulation
         if global_batch % pieces:
             lower, upper = global_batch // pieces * pieces, -(-global_batch // pieces) * pieces
             better = f"{lower} or {upper}" if lower else str(upper)
             raise UsageError(
-                f"--global-batch {global_batch} does not divide by {ranks} ranks × accumulation "
-                f"{accumulation} = {pieces}: use {better}"
+                f"--global-batch {global_batch} does not divide by {parts} data ranks × "
+                f"accumulation {accumulation} = {pieces}: use {better}"
             )
         rank_batch = global_batch // pieces
         reasons["global_batch"] = "asked for"
@@ -92,11 +98,11 @@ def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
     if not 0 <= recipe.optimization.warmup < 1:
         raise UsageError(f"--warmup {recipe.optimization.warmup}: a part of the run, 0 to 1")
     return Plan(
-        ranks=ranks,
+        layout=layout,
         rank_batch=rank_batch,
         accumulation=accumulation,
         global_batch=global_batch,
-        shares=_shares(batching.split, ranks),
+        shares=_shares(batching.split, parts),
         steps_per_epoch=steps_per_epoch,
         steps=steps,
         samples=total,
@@ -104,6 +110,31 @@ def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
         warmup_samples=int(recipe.optimization.warmup * total),
         reasons=reasons,
     )
+
+
+def _accumulation(recipe: Recipe, layout: Layout) -> tuple[int, str]:
+    """Microbatches per step, and why: a pipeline with few of them mostly waits."""
+    if recipe.batching.accumulation is not None:
+        return _at_least_one("accumulation", recipe.batching.accumulation), ""
+    if layout.pp == 1:
+        return 1, ""
+    stages = layout.pp * recipe.parallel.virtual_stages
+    return max(2 * layout.pp, stages), f" (twice pp{layout.pp}, at least its {stages} stages)"
+
+
+def _check_layout(recipe: Recipe, layout: Layout) -> None:
+    """Refuse what only replicas can do."""
+    if layout.only_replicas:
+        return
+    if recipe.compute.precision == "fp16":
+        raise UsageError(
+            f"--precision fp16 scales the loss, which layout {layout} does not: use bf16"
+        )
+    if recipe.batching.split != "even":
+        raise UsageError(
+            f"--split {recipe.batching.split} is for replicas, layout {layout} cuts batches "
+            "evenly: leave it out"
+        )
 
 
 def _samples_in(
@@ -165,7 +196,7 @@ def _check_numbers(recipe: Recipe) -> None:
     for mistake, is_right in right.items():
         if not is_right:
             raise UsageError(mistake)
-    if recipe.engine.static_graph and recipe.batching.accumulation > 1:
+    if recipe.engine.static_graph and (recipe.batching.accumulation or 1) > 1:
         raise UsageError("--static-graph contradicts --accumulation above 1: leave one out")
 
 

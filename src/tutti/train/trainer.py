@@ -13,13 +13,12 @@ from tutti.data.split import measured_shares
 from tutti.hardware.environment import describe_environment
 from tutti.models.config import GPTConfig
 from tutti.parallel.build import build_engine
-from tutti.parallel.options import EngineOptions
 from tutti.train.checkpoint import Checkpoints
 from tutti.train.datasets import load_dataset
 from tutti.train.evaluate import Score, evaluate
 from tutti.train.graph import GraphRunner, check_graph
 from tutti.train.metrics import Metrics
-from tutti.train.models import build_model, checkpoint_activations, fit
+from tutti.train.models import build_model, fit
 from tutti.train.optimizer import build_optimizer
 from tutti.train.plan import Plan, make_plan
 from tutti.train.progress import ProgressReport
@@ -28,7 +27,7 @@ from tutti.train.recipe import Recipe
 from tutti.train.run_directory import RunDirectory
 from tutti.train.runner import EagerRunner
 from tutti.train.speed import Speed
-from tutti.train.step import Step
+from tutti.train.step import Step, as_computed
 from tutti.train.task import Task
 from tutti.train.together import together
 from tutti.world.consistency import check_same
@@ -69,15 +68,26 @@ class Trainer:
         if world.device.type == "cuda":
             torch.backends.cudnn.benchmark = True  # shapes repeat: let it choose by measurement
 
-        # The weights are the same on every rank; from here on every rank has its own noise.
-        torch.manual_seed(recipe.length.seed * 1_000_003 + 1 + world.rank)
         dtype = torch.float64 if recipe.compute.precision == "float64" else torch.float32
         self.model: nn.Module = model.to(world.device, dtype)
         check_same(world, recipe=_for_check(recipe), model=self.model)
-        if recipe.compute.checkpoint_activations:
-            checkpoint_activations(self.model)
-        self.engine = build_engine(self.model, world, _engine_options(recipe, world))
-        self.model = self.engine.model  # --sync-batchnorm replaces the model's batch norms
+        example = dataset.train.batch([0])[0].to(world.device)
+        self.engine = build_engine(
+            self.model,
+            world,
+            recipe.engine,
+            recipe.parallel,
+            example=as_computed(example, self.model),
+            microbatches=self.plan.accumulation,
+            microbatch_size=self.plan.rank_batch,
+            recompute=recipe.compute.checkpoint_activations,
+            compile=recipe.compute.compile and world.size > 1,
+        )
+        self.model = self.engine.model  # this rank's part; --sync-batchnorm replaces layers
+        grid = self.engine.grid
+        # Weights are the same on every rank. From here on every part of a batch has its own noise,
+        # and ranks that work on the same part have the same.
+        torch.manual_seed(recipe.length.seed * 1_000_003 + 1 + grid.data_rank)
         self.optimizer = build_optimizer(
             self.model, recipe.optimization, self.plan.peak_lr, recipe.compute.cuda_graph
         )
@@ -87,7 +97,7 @@ class Trainer:
             self.optimizer,
             self.task,
             recipe.compute,
-            dataset.train.batch([0])[0].to(world.device),
+            example,
             self.plan.accumulation,
             recipe.optimization.clip,
             measure=recipe.batching.split == "measured",
@@ -95,8 +105,8 @@ class Trainer:
         self.loader = Loader(
             dataset.train,
             self.plan.global_batch,
-            rank=world.rank,
-            ranks=world.size,
+            rank=grid.data_rank,
+            ranks=grid.layout.data_ranks,
             seed=recipe.length.seed,
             drop_last=recipe.batching.drop_last,
             shares=self.plan.shares,
@@ -107,8 +117,8 @@ class Trainer:
         self.test_loader = evaluation_loader(
             dataset.test,
             self.plan.rank_batch,
-            rank=world.rank,
-            ranks=world.size,
+            rank=grid.data_rank,
+            ranks=grid.layout.data_ranks,
             device=world.device,
             data_on_device=recipe.data.data_on_device,
         )
@@ -246,8 +256,9 @@ class Trainer:
                 "global_batch": self.plan.global_batch,
                 "total_samples": self.plan.samples,
                 "warmup_samples": self.plan.warmup_samples,
-                "layout": f"dp{self.world.size}",
+                "layout": str(self.plan.layout),
             },
+            aliases=self.engine.aliases,
         )
 
     def _resume(self) -> None:
@@ -258,7 +269,7 @@ class Trainer:
         options = [
             {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
         ]
-        loaded = self.checkpoints.load(self.model, self.optimizer)
+        loaded = self.checkpoints.load(self.model, self.optimizer, aliases=self.engine.aliases)
         for group, asked in zip(self.optimizer.param_groups, options, strict=True):
             group.update(asked)
         state, self.step = loaded.state, loaded.step
@@ -295,19 +306,13 @@ class Trainer:
             "final_loss": loss,
             "test_loss": None if score is None else score.loss,
             "test_accuracy": None if score is None else score.accuracy,
-            "layout": f"dp{self.world.size}",
+            "layout": str(self.plan.layout),
             "world": {"size": self.world.size, **self.world.row()},
             "environment": describe_environment(),
-            "plan": asdict(self.plan),
+            "plan": {**asdict(self.plan), "layout": str(self.plan.layout)},
             **self.speed.summary(),
             "sharing_note": self.world.sharing_note,
         }
-
-
-def _engine_options(recipe: Recipe, world: World) -> EngineOptions:
-    """In a world of one nobody is to be synchronised with, and DDP would only copy."""
-    alone = world.size == 1 and recipe.engine.engine == "ddp"
-    return EngineOptions(engine="single") if alone else recipe.engine
 
 
 def _is_gpt(recipe: Recipe) -> bool:

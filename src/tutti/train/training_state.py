@@ -46,8 +46,13 @@ def bare_name(model: nn.Module, name: str) -> str:
     return ".".join([*kept, last])
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers themselves, no copies; one that is shared comes once."""
+def model_tensors(
+    model: nn.Module, aliases: Mapping[str, str] | None = None
+) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers themselves, no copies; one that is shared comes once.
+
+    aliases: names of parameters whose original has another name, on another rank.
+    """
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -55,7 +60,8 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             raise UsageError(f"checkpoints hold tensors: {name} is {type(value).__name__}")
         if id(value) not in seen:
             seen.add(id(value))
-            tensors[f"model.{bare_name(model, name)}"] = value.detach()
+            bare = bare_name(model, name)
+            tensors[f"model.{(aliases or {}).get(bare, bare)}"] = value.detach()
     return tensors
 
 
@@ -65,12 +71,14 @@ def buffers(model: nn.Module) -> frozenset[str]:
 
 
 def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    aliases: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, torch.Tensor], OptimizerOptions]:
     """The optimizer's tensors by name, and what it has beside them."""
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
-    for name, parameter in _parameters(model, optimizer).items():
+    for name, parameter in _parameters(model, optimizer, aliases).items():
         for slot, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 tensors[f"optimizer.{name}.{slot}"] = value.detach()
@@ -88,12 +96,13 @@ def optimizer_slots(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     saved: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    aliases: Mapping[str, str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Memory to load the saved `optimizer.…` tensors into, placed as the parameters are.
 
     Parameters that live on other ranks (of a pipeline) have no slots here.
     """
-    parameters = _parameters(model, optimizer)
+    parameters = _parameters(model, optimizer, aliases)
     slots = {}
     for full_name, (dtype, shape) in saved.items():
         name = full_name.removeprefix("optimizer.").rpartition(".")[0]
@@ -113,9 +122,11 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     options: OptimizerOptions,
     slots: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str] | None = None,
 ) -> None:
     """Give the optimizer its saved state, through its own `load_state_dict`."""
-    names = {id(parameter): name for name, parameter in _parameters(model, optimizer).items()}
+    parameters = _parameters(model, optimizer, aliases)
+    names = {id(parameter): name for name, parameter in parameters.items()}
     state: dict[str, dict[str, Any]] = {}
     for full_name, tensor in slots.items():
         name, _, slot = full_name.removeprefix("optimizer.").rpartition(".")
@@ -130,8 +141,8 @@ def restore_optimizer(
             for key, value in saved.items()
             if key in group and key not in _IMPLEMENTATION
         }
-        parameters = [names[id(parameter)] for parameter in group["params"]]
-        groups.append({**group, **changed, "params": parameters})
+        members = [names[id(parameter)] for parameter in group["params"]]
+        groups.append({**group, **changed, "params": members})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -148,9 +159,10 @@ def optimizer_problem(optimizer: torch.optim.Optimizer, saved: OptimizerOptions)
 
 
 def _parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer
+    model: nn.Module, optimizer: torch.optim.Optimizer, aliases: Mapping[str, str] | None
 ) -> dict[str, torch.nn.Parameter]:
-    names = {id(value): bare_name(model, name) for name, value in model.named_parameters()}
+    bare = {id(value): bare_name(model, name) for name, value in model.named_parameters()}
+    names = {key: (aliases or {}).get(name, name) for key, name in bare.items()}
     parameters = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
