@@ -27,10 +27,10 @@ def print_rows(rows: Sequence[dict[str, Any]], title: str) -> None:
     for row in rows:
         if row["ok"] is False:
             line = f"{row['layout']} FAILED: {row['diagnosis']} (worst: {row['worst_parameter']})"
-            console.print(Text(line, style="red"))
+            console.print(Text(line, style="red"), soft_wrap=True)
     for reason in dict.fromkeys(row["not_applicable"] for row in rows if row["not_applicable"]):
         which = [row["layout"] for row in rows if row["not_applicable"] == reason]
-        console.print(Text(f"not applicable, {', '.join(which)}: {reason}"))
+        console.print(Text(f"not applicable, {', '.join(which)}: {reason}"), soft_wrap=True)
 
 
 def progress_line(row: dict[str, Any]) -> str:
