@@ -119,6 +119,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens in, logits out; a pipeline stage takes and gives hidden states where it is cut."""
 
+    cuttable = True  # forward skips the parts that are missing
+
     embed: nn.Embedding | None
     norm: nn.RMSNorm | None
     head: nn.Linear | None

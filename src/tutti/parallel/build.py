@@ -10,6 +10,7 @@ from tutti.parallel.grid import Grid
 from tutti.parallel.hybrid import Hybrid
 from tutti.parallel.layout import layout_of
 from tutti.parallel.options import EngineOptions, ParallelOptions, Recompute
+from tutti.parallel.pipeline.build import build_pipeline
 from tutti.parallel.plans import Plan, default_plan, resolve
 from tutti.parallel.scratch import Scratch
 from tutti.parallel.single import Single
@@ -56,9 +57,11 @@ def build_engine(
     if grid.layout.pp == 1:
         techniques.apply(model)
         return Hybrid(model, grid)
-    from tutti.parallel.pipeline.build import build_pipeline
-
-    return build_pipeline(model, grid, parallel, example, microbatches, microbatch_size, techniques.apply)
+    if example is None:
+        raise UsageError(f"layout {grid.layout}: a pipeline needs an example, one real input")
+    return build_pipeline(
+        model, grid, parallel, example, microbatches, microbatch_size, techniques.apply
+    )
 
 
 def prepare(
@@ -99,8 +102,8 @@ def place(model: nn.Module, grid: Grid, *, sync_batchnorm: bool) -> nn.Module:
 
 
 def _replicas(model: nn.Module, world: World, options: EngineOptions) -> Engine:
-    if options.engine == "single" or (world.size == 1 and options.engine == "ddp"):
-        return Single(model, world)  # alone, DDP would only copy
+    if options.engine == "single":
+        return Single(model, world)
     if options.engine == "dataparallel":
         return DataParallel(model, world)
     if options.engine == "scratch":

@@ -30,7 +30,6 @@ from tutti.parallel.layout import Layout
 from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.world.world import World
 
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 

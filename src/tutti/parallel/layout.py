@@ -21,7 +21,7 @@ class Layout:
     """How many ranks each axis has. Written `dp2.shard2.tp2.pp2`; an axis of 1 is left out."""
 
     dp: int = 1
-    """Replicas: each holds the whole model, in its own part of the world, and a part of the batch."""
+    """Replicas: each has a copy of the whole model, and a part of the batch."""
     shard: int = 1
     """Ranks that share the parameters of a replica; each still takes a part of the batch."""
     tp: int = 1

@@ -121,7 +121,8 @@ class ParallelOptions:
         if stages is not None and (stages < 1 or single != (stages == 1)):
             right = "1 stage" if single else "2 stages or more"
             raise UsageError(
-                f"--stages-per-rank {stages}: schedule {self.pipeline_schedule} has {right} on each rank"
+                f"--stages-per-rank {stages}: --pipeline-schedule {self.pipeline_schedule} has "
+                f"{right} on each rank"
             )
         if self.pipeline_schedule == "zbv" and stages not in (None, 2):
             raise UsageError(

@@ -30,9 +30,13 @@ Plan = Mapping[str, Role]
 
 # How common transformers name their layers; the last part of a name decides.
 _USUAL: dict[str, Role] = {
-    **dict.fromkeys(("wq", "wk", "wv", "q_proj", "k_proj", "v_proj", "query", "key", "value"), "column"),
+    **dict.fromkeys(
+        ("wq", "wk", "wv", "q_proj", "k_proj", "v_proj", "query", "key", "value"), "column"
+    ),
     **dict.fromkeys(("gate", "up", "gate_proj", "up_proj", "w1", "w3", "fc1", "linear1"), "column"),
-    **dict.fromkeys(("wo", "o_proj", "out_proj", "down", "down_proj", "w2", "fc2", "linear2"), "row"),
+    **dict.fromkeys(
+        ("wo", "o_proj", "out_proj", "down", "down_proj", "w2", "fc2", "linear2"), "row"
+    ),
     **dict.fromkeys(("embed", "embed_tokens", "tok_embeddings", "wte"), "vocabulary"),
     **dict.fromkeys(("head", "lm_head", "output"), "head"),
 }
@@ -78,7 +82,9 @@ def resolve(plan: Plan, model: nn.Module) -> dict[str, Role]:
     resolved: dict[str, Role] = {}
     for pattern, role in plan.items():
         if role not in get_args(Role):
-            raise UsageError(f"plan: {pattern!r} has role {role!r}: {did_you_mean(role, get_args(Role))}")
+            raise UsageError(
+                f"plan: {pattern!r} has role {role!r}: {did_you_mean(role, get_args(Role))}"
+            )
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         found = [name for name in names if expression.fullmatch(name)]
         if not found:

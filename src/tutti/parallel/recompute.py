@@ -1,9 +1,9 @@
 """Activation checkpointing: what forward computed is forgotten, and computed again for backward.
 
-    none        every activation of every layer is kept
-    selective   kept: results of matrix products and of attention, which cost most to make;
-                computed again: norms, activations, residuals, which take most of the memory
-    full        kept: the input of each block; the whole block runs twice, a third more work
+none        every activation of every layer is kept
+selective   kept: results of matrix products and of attention, which cost most to make;
+            computed again: norms, activations, residuals, which take most of the memory
+full        kept: the input of each block; the whole block runs twice, a third more work
 """
 
 from functools import partial
@@ -41,8 +41,8 @@ def recompute_activations(model: nn.Module, what: Recompute) -> None:
     blocks = repeated_blocks(model)
     if not blocks:
         raise UsageError(
-            f"--checkpoint-activations {what}: {type(model).__name__} has no repeated blocks in a ModuleList, "
-            "ModuleDict or Sequential: leave the flag out"
+            f"--checkpoint-activations {what}: {type(model).__name__} has no repeated blocks in a "
+            "ModuleList, ModuleDict or Sequential: leave the flag out"
         )
     again: partial[Any] = partial(checkpoint, use_reentrant=False)
     if what == "selective":

@@ -1,6 +1,6 @@
 """What is done to a model, and in which order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -27,8 +27,8 @@ class Techniques:
     mean: bool = False
     """Average gradients over the data ranks, as torch does, instead of summing them."""
 
-    def apply(self, model: nn.Module, stages: Sequence[nn.Module] | None = None) -> None:
-        """Change the model in place; `stages` are the parts of it that run on their own.
+    def apply(self, model: nn.Module, stages: Mapping[int, nn.Module] | None = None) -> None:
+        """Change the model in place; `stages` are parts of it that run on their own, by index.
 
         The order matters. Matrices are split first, so that everything after sees a rank's own
         layers. Recomputing wraps what the layers do, the compiler sees both in one graph. Sharding
@@ -50,6 +50,6 @@ class Techniques:
         if self.compile:
             compile_blocks(model)
         if layout.data_ranks > 1 and not layout.only_replicas:
-            for stage in stages or [model]:
+            for stage in stages.values() if stages else [model]:
                 shard(stage, self.grid, self.options, mean=self.mean)
         # With replicas only, DDP comes around the whole of it: see ddp.py.

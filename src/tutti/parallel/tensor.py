@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -122,15 +121,16 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
 
 
 class Whole(ParallelStyle):
-    """A layer that every tp rank computes alike, on the whole stream: its weight is a DTensor too."""
+    """A layer that every tp rank computes alike, on the whole stream, with a weight that is a
+    DTensor like all others."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(
             module,
             device_mesh,
             _replicate,
-            partial(_as_dtensor, Replicate()),  # type: ignore[arg-type]
-            lambda module, outputs, mesh: outputs.to_local(),  # type: ignore[arg-type,return-value]
+            partial(_as_dtensor, Replicate()),
+            lambda module, outputs, mesh: outputs.to_local(),
         )
 
 
@@ -148,7 +148,9 @@ class Gather(ParallelStyle):
         module.register_forward_pre_hook(partial(self._gather, device_mesh))
         return module
 
-    def _gather(self, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _gather(
+        self, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         first, *others = args
         part = DTensor.from_local(first, mesh, [self.stream], run_check=False)
         return (part.redistribute(placements=[Replicate()]), *others)
@@ -160,7 +162,9 @@ def _replicate(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
 
 
-def _as_dtensor(placement: Any, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+def _as_dtensor(
+    placement: Any, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
+) -> Any:
     first, *others = inputs
     return (DTensor.from_local(first, mesh, [placement], run_check=False), *others)
 
@@ -173,9 +177,10 @@ def place_gradients(model: nn.Module) -> None:
     """
     for parameter in model.parameters():
         gradient, value = parameter.grad, parameter.data
-        if isinstance(gradient, DTensor) and isinstance(value, DTensor):
-            if gradient.placements != value.placements:
-                parameter.grad = gradient.redistribute(placements=value.placements)
+        if not (isinstance(gradient, DTensor) and isinstance(value, DTensor)):
+            continue
+        if gradient.placements != value.placements:
+            parameter.grad = gradient.redistribute(placements=value.placements)
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:

@@ -59,11 +59,12 @@ def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
     reasons = {"layout": "asked for" if asked else f"a replica on each of {ranks} ranks"}
     accumulation, why = _accumulation(recipe, layout)
     parts = layout.data_ranks
+    who = f"{parts} ranks" if layout.only_replicas else f"{parts} data ranks of {layout}"
     if batching.global_batch is None:
         rank_batch = _at_least_one("batch", batching.batch)
         global_batch = rank_batch * parts * accumulation
         reasons["global_batch"] = (
-            f"batch {rank_batch} × {parts} data ranks × accumulation {accumulation}{why}"
+            f"batch {rank_batch} × {who} × accumulation {accumulation}{why}"
         )
     else:
         global_batch = _at_least_one("global-batch", batching.global_batch)
@@ -72,8 +73,8 @@ def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
             lower, upper = global_batch // pieces * pieces, -(-global_batch // pieces) * pieces
             better = f"{lower} or {upper}" if lower else str(upper)
             raise UsageError(
-                f"--global-batch {global_batch} does not divide by {parts} data ranks × "
-                f"accumulation {accumulation} = {pieces}: use {better}"
+                f"--global-batch {global_batch} does not divide by {who} × accumulation "
+                f"{accumulation} = {pieces}: use {better}"
             )
         rank_batch = global_batch // pieces
         reasons["global_batch"] = "asked for"

@@ -39,7 +39,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Batching:
-    """How many samples make a step. Global batch = batch × data ranks (dp × shard) × accumulation."""
+    """How many samples make a step: batch × accumulation × ranks that get different samples."""
 
     batch: int = 32
     """Samples per rank and microbatch."""

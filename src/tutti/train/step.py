@@ -113,8 +113,8 @@ class Step:
     def _precision(self) -> AbstractContextManager[None]:
         if self.autocast is None:
             return nullcontext()
-        # No cache: it would keep casts of the weights, with their history, from one microbatch to the
-        # next. Backward runs in here too; it computes in the types that forward chose.
+        # No cache: it would keep casts of the weights, with their history, from one microbatch to
+        # the next. Backward runs in here too; it computes in the types that forward chose.
         return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
     def _update(self) -> None:

@@ -13,6 +13,7 @@ from tutti.data.split import measured_shares
 from tutti.hardware.environment import describe_environment
 from tutti.models.config import GPTConfig
 from tutti.parallel.build import build_engine
+from tutti.parallel.options import EngineOptions
 from tutti.train.checkpoint import Checkpoints
 from tutti.train.datasets import load_dataset
 from tutti.train.evaluate import Score, evaluate
@@ -75,7 +76,7 @@ class Trainer:
         self.engine = build_engine(
             self.model,
             world,
-            recipe.engine,
+            _engine_options(recipe, world),
             recipe.parallel,
             example=as_computed(example, self.model),
             microbatches=self.plan.accumulation,
@@ -313,6 +314,12 @@ class Trainer:
             **self.speed.summary(),
             "sharing_note": self.world.sharing_note,
         }
+
+
+def _engine_options(recipe: Recipe, world: World) -> EngineOptions:
+    """In a world of one nobody is to be synchronised with, and DDP would only copy."""
+    alone = world.size == 1 and recipe.engine.engine == "ddp"
+    return EngineOptions(engine="single") if alone else recipe.engine
 
 
 def _is_gpt(recipe: Recipe) -> bool:

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the layers of a model, one after the other, on different ranks."""

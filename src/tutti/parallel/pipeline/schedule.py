@@ -1,0 +1,87 @@
+"""The schedules by name: which stages a rank holds, and torch's class that runs them.
+
+gpipe        all forwards, then all backwards: every activation is kept until then
+1f1b         backward as soon as it can be: stage s keeps at most S - s microbatches
+interleaved  1f1b with several stages on each rank: the bubble is divided by their number
+zero-bubble  interleaved; the weights' gradients are computed late, where a rank would wait
+zbv          zero-bubble with two stages on each rank, folded into a V
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from tutti.parallel.options import ScheduleName
+from tutti.world.errors import UsageError
+
+SINGLE: dict[ScheduleName, type[PipelineScheduleSingle]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+}
+MULTI: dict[ScheduleName, type[PipelineScheduleMulti]] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+
+def stages_of(name: ScheduleName, rank: int, ranks: int, per_rank: int) -> list[int]:
+    """The stages that a rank of the pipeline holds, in their order."""
+    if name == "zbv":
+        return [rank, 2 * ranks - 1 - rank]  # down the V, and up again
+    return [rank + loop * ranks for loop in range(per_rank)]
+
+
+def rank_of(name: ScheduleName, stage: int, ranks: int) -> int:
+    """The rank of the pipeline that holds a stage."""
+    if name == "zbv" and stage >= ranks:
+        return 2 * ranks - 1 - stage
+    return stage % ranks
+
+
+def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> None:
+    """Raise UsageError, with the equation and the nearest choice, if the schedule cannot run."""
+    if microbatches < ranks:
+        raise UsageError(
+            f"--accumulation {microbatches} gives pp{ranks} {microbatches} "
+            f"microbatch{'es' * (microbatches != 1)}, fewer than its {ranks} ranks, of which some "
+            f"would always wait: use --accumulation {_valid(name, ranks, ranks)}"
+        )
+    if not _divides(name, ranks, microbatches):
+        rounds = microbatches // ranks
+        raise UsageError(
+            f"--pipeline-schedule {name} runs {microbatches} // {ranks} = {rounds} rounds of equally many "
+            f"microbatches, and --accumulation {microbatches} is not divisible by {rounds}: use "
+            f"--accumulation {_valid(name, ranks, microbatches)}"
+        )
+
+
+def build_schedule(
+    name: ScheduleName, stages: Sequence[PipelineStage], microbatches: int, loss: Loss
+) -> Schedule:
+    """torch's schedule over this rank's stages. Losses are sums, so gradients are not scaled."""
+    if name in SINGLE:
+        return SINGLE[name](stages[0], microbatches, loss, scale_grads=False)
+    return MULTI[name](list(stages), microbatches, loss, scale_grads=False)
+
+
+def _divides(name: ScheduleName, ranks: int, microbatches: int) -> bool:
+    if name not in ("interleaved", "zero-bubble"):
+        return True
+    return microbatches % max(1, microbatches // ranks) == 0
+
+
+def _valid(name: ScheduleName, ranks: int, lowest: int) -> int:
+    return next(m for m in range(lowest, lowest + ranks + 1) if _divides(name, ranks, m))

@@ -1,0 +1,128 @@
+"""One parameter that two stages use, such as an embedding that is also the head.
+
+    stage 0   embed.weight ──┐
+                             ├──  the same values, each with its stage's part of the gradient
+    stage 3   head.weight  ──┘
+
+Each stage has a copy of its own. After backward the parts of the gradient are added up, so that
+every copy has the whole of it and the optimizer makes the same update to all. Also where both
+stages are on one rank (a V) there are copies: each stage may be sharded by itself.
+
+The first name is the parameter's, the others are aliases: a checkpoint holds the first only, and a
+norm over all gradients counts it once.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tutti.parallel.grid import Grid
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several stages use."""
+
+    names: dict[int, list[str]]
+    """What each of them calls it, in the order of the stages."""
+
+    @property
+    def name(self) -> str:
+        """The name that counts, the first stage's."""
+        return next(iter(self.names.values()))[0]
+
+
+def find_ties(model: nn.Module, stages: list[list[str]]) -> list[Tie]:
+    """The parameters that stages share; sharing within a stage needs no help."""
+    found: dict[int, dict[int, list[str]]] = {}
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    for stage, layers in enumerate(stages):
+        for name, parameter in parameters:
+            if any(name.startswith(f"{layer}.") for layer in layers):
+                found.setdefault(id(parameter), {}).setdefault(stage, []).append(name)
+    return [Tie(names) for names in found.values() if len(names) > 1]
+
+
+def untie(model: nn.Module, ties: list[Tie], held: Collection[int]) -> None:
+    """Where this rank holds several stages of a tie, give each a parameter of its own."""
+    for tie in ties:
+        mine = [names for stage, names in tie.names.items() if stage in held]
+        for names in mine[1:]:
+            original = model.get_parameter(names[0])
+            twin = nn.Parameter(original.detach().clone(), original.requires_grad)
+            for name in names:
+                owner, _, key = name.rpartition(".")
+                setattr(model.get_submodule(owner), key, twin)
+
+
+class Ties:
+    """The ties of a pipeline, and the groups of the ranks that hold their copies."""
+
+    def __init__(
+        self, ties: list[Tie], holders: list[int], held: Collection[int], grid: Grid
+    ) -> None:
+        self.aliases: dict[str, str] = {}
+        """This rank's copies: a parameter's name here → the name of the one that counts."""
+        self._copies: list[tuple[list[str], _Line | None]] = []
+        for tie in ties:
+            for stage, names in tie.names.items():
+                if stage in held:
+                    self.aliases |= {name: tie.name for name in names if name != tie.name}
+            mine = [names[0] for stage, names in tie.names.items() if stage in held]
+            line = _line([holders[stage] for stage in tie.names], grid)
+            if mine:
+                self._copies.append((mine, line))
+
+    @torch.no_grad()
+    def share_values(self, model: nn.Module) -> None:
+        """Make all copies equal to the first stage's."""
+        for names, line in self._copies:
+            first, *others = [_local(model.get_parameter(name)) for name in names]
+            if line is not None:
+                dist.broadcast(first, src=line.first, group=line.group)
+            for other in others:
+                other.copy_(first)
+
+    @torch.no_grad()
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Give every copy the sum of all copies' gradients."""
+        for names, line in self._copies:
+            gradients = [model.get_parameter(name).grad for name in names]
+            locals_ = [_local(gradient) for gradient in gradients if gradient is not None]
+            if not locals_:
+                continue  # frozen
+            total = torch.stack(locals_).sum(0) if len(locals_) > 1 else locals_[0].contiguous()
+            if line is not None:
+                dist.all_reduce(total, group=line.group)
+            for local in locals_:
+                local.copy_(total)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The ranks with copies, in this rank's line of the pipeline."""
+
+    first: int
+    """The rank of the first stage's copy, in the world."""
+    group: dist.ProcessGroup
+
+
+def _line(holders: list[int], grid: Grid) -> _Line | None:
+    """None where one rank has all copies. All ranks make all groups, in the same order."""
+    if len(set(holders)) == 1:
+        return None
+    mine = None
+    for line in grid.ranks.flatten(1).T.tolist():
+        group = dist.new_group(sorted({line[holder] for holder in holders}))
+        if grid.world.rank in line:
+            mine = _Line(line[holders[0]], group)
+    return mine
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part. Copies are split alike, for they have the same shape."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
