@@ -148,7 +148,8 @@ def _plant_all(world: tutti.World) -> dict[str, dict[str, Any]]:
             vocab_size=16, max_seq_len=8, layers=2, dim=16, heads=2, mlp_dim=32, tied=tied
         )
         options = ParityOptions(architecture=shape, seq_len=8, steps=2)
-        case = make_case("gpt", options, world.size, microbatches=4)
+        layouts = [Layout.parse(layout) for layout, _, _ in FAULTS.values()]
+        case = make_case("gpt", options, layouts)
         alone = Alone(case, world)
         for name, (layout, of_tied, fault) in FAULTS.items():
             if of_tied == tied:
@@ -173,11 +174,11 @@ def test_without_a_fault_nothing_is_seen(seen: dict[str, dict[str, Any]]) -> Non
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("division", "gradients are 4.000 × too large: not divided by the microbatches = 4"),
+        ("division", "gradients are 3.000 × too large: not divided by the microbatches = 3"),
         ("all-reduce", "gradients are 2.000 × too large: not divided by dp = 2, or added up once"),
         ("norms", "only norm parameters are wrong, 5 of 5"),
         ("norms", "not reduced over tp"),
-        ("sample", "1 of the step's 8 samples is missing"),
+        ("sample", "1 of the step's 6 samples is missing"),
         ("tied", "only embed.weight, the tied embedding, is wrong (a half of its gradient"),
         ("clipping", "the norm they were clipped by is 1.414 × too small, the root of shard = 2"),
         ("loss", "the loss is 2.000 × too large, while all gradients agree: as large as tp = 2"),

@@ -12,12 +12,7 @@ import tyro
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.parallel.layout import Layout
-from tutti.parity.options import (
-    ParityOptions,
-    microbatches_for,
-    options_of,
-    small_options_of,
-)
+from tutti.parity.options import ParityOptions, options_of, small_options_of
 from tutti.parity.tolerance import TOLERANCES
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
@@ -133,11 +128,8 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
         timeout=options.timeout,
     ) as world:
         settings = options.settings
-        microbatches = microbatches_for(layouts, settings.parallel)
         try:
-            case = together(
-                lambda: make_case(options.recipe, settings, world.size, microbatches)
-            )
+            case = together(lambda: make_case(options.recipe, settings, layouts))
         except UsageError:
             # The same on every rank: all leave in good order, and rank 0 speaks for them.
             world.close()
@@ -167,12 +159,13 @@ def _title(options: Parity, case: "Case", world: "World") -> str:
     settings = options.settings
     tolerance = TOLERANCES[settings.precision]
     what = settings.model or options.recipe
-    note = f"\n{world.sharing_note}" if world.sharing_note else ""
+    note = f" Note: {world.sharing_note}." if world.sharing_note else ""
+    whole, uneven = case.counts[:2]
     return (
         f"{what} in {settings.precision} on {world.device.type} against one device in float64: "
-        f"relative errors, {settings.steps} steps\nof {case.counts[0]} and {case.counts[1]} samples "
-        f"in {case.microbatches} microbatches; allowed: loss and norm {tolerance.loss:g},\n"
-        f"gradient {tolerance.gradient:g}, update (sgd, adamw) {tolerance.update:g}{note}"
+        f"{settings.steps} steps of {whole} and {uneven} samples. Relative errors; allowed are "
+        f"{tolerance.loss:g} (loss, norm), {tolerance.gradient:g} (gradient) and "
+        f"{tolerance.update:g} (updates by SGD and AdamW).{note}"
     )
 
 
@@ -188,7 +181,6 @@ def _write(
         "precision": settings.precision,
         "tolerance": asdict(TOLERANCES[settings.precision]),
         "samples": case.counts,
-        "microbatches": case.microbatches,
         "recompute": case.recompute,
         "rows": rows,
         "complete": complete,

@@ -52,8 +52,8 @@ def make_engine(case: Case, layout: Layout, world: World) -> Engine:
         replace(options.engine, sync_batchnorm=case.batch_norms),
         replace(options.parallel, layout=str(layout)),
         example=example.to(dtype) if example.is_floating_point() else example,
-        microbatches=case.microbatches,
-        microbatch_size=case.batch // layout.data_ranks // case.microbatches,
+        microbatches=case.microbatches(layout),
+        microbatch_size=case.batch // layout.data_ranks // case.microbatches(layout),
         recompute=case.recompute,
     )
 
@@ -84,7 +84,7 @@ def train_under(
         Task(padded=case.padded),
         Compute(precision=options.precision),
         case.samples.inputs[:1].to(device),
-        case.microbatches,
+        case.microbatches(grid.layout),
         scales.clip,
     )
     loader = Loader(

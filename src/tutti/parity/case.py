@@ -1,6 +1,6 @@
 """Case: the weights, the samples and the steps that one device and every layout are given alike."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from tutti.data import Dataset, TensorSamples
 from tutti.parallel.blocks import repeated_blocks
+from tutti.parallel.layout import Layout
 from tutti.parallel.options import Recompute
 from tutti.parity.noise import fitting_noise, with_padding
-from tutti.parity.options import ParityOptions, recipe_of
+from tutti.parity.options import ParityOptions, microbatches_of, recipe_of, samples_for
 from tutti.parity.roles import aliases_of, roles_of
 from tutti.train.datasets import load_dataset
 from tutti.train.models import build_model
@@ -31,13 +32,16 @@ class Case:
     """Those of a whole step, then those of an uneven one."""
     batch: int
     """Samples of a whole step, over all ranks."""
-    microbatches: int
     batch_norms: bool
     """Whether a microbatch's samples see each other: then who is with whom matters."""
     padded: bool
     recompute: Recompute
     roles: dict[str, str]
     aliases: dict[str, str]
+
+    def microbatches(self, layout: Layout) -> int:
+        """Of each step, under this layout."""
+        return microbatches_of(layout, self.options.parallel)
 
     @property
     def counts(self) -> list[int]:
@@ -51,17 +55,17 @@ class Case:
         return self.samples.inputs[part], self.samples.targets[part]
 
 
-def make_case(recipe: str, options: ParityOptions, ranks: int, microbatches: int) -> Case:
-    """The case of these options for layouts of so many ranks.
+def make_case(recipe: str, options: ParityOptions, layouts: Sequence[Layout]) -> Case:
+    """The case of these options, the same for all of the layouts.
 
-    An even step divides by ranks × microbatches, whatever the layout. The uneven one has one
+    A whole step divides by data ranks × microbatches under every layout. The uneven one has one
     sample less than two for every rank: with a rank for each part of the batch, the last has
     nothing to do in its last microbatch.
     """
     options.check()
     settings = recipe_of(recipe, options)
-    batch = options.microbatch * ranks * microbatches
-    count = batch + max(1, 2 * ranks - 1)
+    batch = samples_for(layouts, options)
+    count = batch + max(1, 2 * layouts[0].size - 1)
     dataset = load_dataset(settings)
 
     def make_model() -> nn.Module:
@@ -80,7 +84,6 @@ def make_case(recipe: str, options: ParityOptions, ranks: int, microbatches: int
         make_model=make_model,
         samples=samples,
         batch=batch,
-        microbatches=microbatches,
         batch_norms=any(isinstance(layer, _BatchNorm) for layer in model.modules()),
         padded=bool((samples.targets == IGNORED).any()),
         recompute=options.checkpoint_activations if repeated_blocks(model) else "none",

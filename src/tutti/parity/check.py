@@ -48,18 +48,19 @@ class Alone:
         self.scales = Scales(**gather_json(mine)[0])
         self._known: dict[tuple[OptimizerName, int], list[StepRecord]] = {}
 
-    def records(self, name: OptimizerName, data_ranks: int) -> list[StepRecord]:
+    def records(self, name: OptimizerName, layout: Layout) -> list[StepRecord]:
         """The steps with an optimizer. Call it on every rank."""
-        key = name, data_ranks if self.case.batch_norms else 1
+        # Who shares a microbatch with whom matters to batch norms alone.
+        key = name, layout.data_ranks if self.case.batch_norms else 1
         if key not in self._known:
-            self._known[key] = self._train(*key)
+            self._known[key] = self._train(name, layout)
         return self._known[key]
 
-    def _train(self, name: OptimizerName, data_ranks: int) -> list[StepRecord]:
+    def _train(self, name: OptimizerName, layout: Layout) -> list[StepRecord]:
         case, device = self.case, self.world.device
         records: list[StepRecord] = []
         if self.world.is_first:
-            records = list(train_alone(case, name, self.scales, data_ranks, device))
+            records = list(train_alone(case, name, self.scales, layout, device))
         scalars = gather_json([(each.loss, each.norm) for each in records])[0]
         if not self.world.is_first:
             model = case.make_model().to(device, torch.float64)
@@ -80,7 +81,11 @@ class Alone:
 
 def check_layout(case: Case, layout: Layout, world: World, alone: Alone) -> Row:
     """One layout against one device, with both optimizers."""
-    row: Row = {"layout": str(layout), "ranks": layout.size}
+    row: Row = {
+        "layout": str(layout),
+        "ranks": layout.size,
+        "microbatches": case.microbatches(layout),
+    }
     reason = _not_applicable(case, layout)
     seen: dict[OptimizerName, list[StepDifference]] = {}
     if reason is None:
@@ -90,7 +95,7 @@ def check_layout(case: Case, layout: Layout, world: World, alone: Alone) -> Row:
             except UsageError as error:
                 reason = str(error)
                 break
-            records = alone.records(name, layout.data_ranks)
+            records = alone.records(name, layout)
             seen[name] = list(train_under(engine, case, name, alone.scales, records))
             row["engine"] = engine.description
     if reason is not None:
@@ -104,7 +109,7 @@ def check_layout(case: Case, layout: Layout, world: World, alone: Alone) -> Row:
 
 def _verdict(case: Case, layout: Layout, seen: dict[OptimizerName, list[StepDifference]]) -> Row:
     tolerance = TOLERANCES[case.options.precision]
-    setting = Setting(layout, case.microbatches, case.counts, case.roles)
+    setting = Setting(layout, case.microbatches(layout), case.counts, case.roles)
     steps = [step for each in seen.values() for step in each]
     gradients = worst([each for step in steps for each in step.gradients])
     diagnosis = None

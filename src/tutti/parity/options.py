@@ -35,7 +35,7 @@ class ParityOptions:
     steps: int = 3
     """Optimizer steps with each of SGD and AdamW; the second has fewer samples than the others."""
     microbatch: int = 1
-    """Samples in a microbatch where every rank has its own: a step has this × ranks × microbatches."""
+    """Samples in the smallest microbatch of any layout; all layouts take the same steps."""
     precision: Precision = "float64"
     """What the layouts compute in; one device always computes in float64."""
     checkpoint_activations: Recompute = "full"
@@ -59,13 +59,18 @@ class ParityOptions:
             )
 
 
-def microbatches_for(layouts: Sequence[Layout], parallel: ParallelOptions) -> int:
-    """One number of microbatches that fits all layouts, so that all are held to the same step.
+def microbatches_of(layout: Layout, parallel: ParallelOptions) -> int:
+    """Microbatches of a step: as many as a pipeline has stages, so that it fills; else 3.
 
-    Every pipeline must be filled: as many as it has stages, and a multiple of its ranks.
+    3 is the size of few axes: gradients that are 3 × too large are not blamed on dp2.
     """
-    ranks = math.lcm(*(layout.pp for layout in layouts))
-    return max(2, ranks * (parallel.virtual_stages if ranks > 1 else 1))
+    return 3 if layout.pp == 1 else max(2, layout.pp * parallel.virtual_stages)
+
+
+def samples_for(layouts: Sequence[Layout], options: ParityOptions) -> int:
+    """Samples of an even step: the fewest that every layout can cut evenly."""
+    pieces = [layout.data_ranks * microbatches_of(layout, options.parallel) for layout in layouts]
+    return options.microbatch * math.lcm(*pieces)
 
 
 def options_of(name: str) -> ParityOptions:

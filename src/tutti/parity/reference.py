@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tutti.parallel.layout import Layout
 from tutti.parity.case import Case
 
 OptimizerName = Literal["sgd", "adamw"]
@@ -73,17 +74,19 @@ def scales_of(case: Case, device: torch.device) -> Scales:
 
 
 def train_alone(
-    case: Case, name: OptimizerName, scales: Scales, data_ranks: int, device: torch.device
+    case: Case, name: OptimizerName, scales: Scales, layout: Layout, device: torch.device
 ) -> Iterator[StepRecord]:
-    """Train on one device; gives each step's record. `data_ranks` matter to batch norms only."""
+    """Train on one device; gives each step's record. The layout matters to batch norms only."""
     model = case.make_model().to(device, torch.float64).train()
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     start = {n: p.detach().clone() for n, p in parameters.items()}
     optimizer = _optimizer(list(parameters.values()), name, scales)
     for number, samples in enumerate(case.counts):
-        parts = global_microbatches(samples, data_ranks, case.microbatches)
+        parts = None
+        if case.batch_norms:
+            parts = global_microbatches(samples, layout.data_ranks, case.microbatches(layout))
         optimizer.zero_grad()
-        loss = _backward(model, *_step(case, number, device), parts if case.batch_norms else None)
+        loss = _backward(model, *_step(case, number, device), parts)
         gradients = {
             n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for n, p in parameters.items()

@@ -15,7 +15,8 @@ def print_rows(rows: Sequence[dict[str, Any]], title: str) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH, no_color=True)
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1))
+    console.print(Text(title))
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
     table.add_column("layout", no_wrap=True)
     for name in ("loss", "grad", "norm", "sgd", "adamw"):
         table.add_column(name, justify="right", no_wrap=True, min_width=5)
