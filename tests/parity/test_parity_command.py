@@ -69,7 +69,7 @@ def test_ones_own_model_under_the_layouts_that_it_allows(tmp_path: Path) -> None
     for layout in ("tp2", "pp2"):
         assert rows[layout]["ok"] is None
         assert "batch norms are for dp and shard" in rows[layout]["not_applicable"]
-    assert "not applicable, tp2: batch norms" in done.stdout
+    assert "tp2    not applicable: batch norms are for dp and shard, not for tp" in done.stdout
 
 
 def test_a_model_that_rolls_dice_fails_with_exit_code_one(tmp_path: Path) -> None:

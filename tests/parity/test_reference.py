@@ -11,7 +11,13 @@ from tutti.parallel.options import ParallelOptions
 from tutti.parity.candidate import difference
 from tutti.parity.case import Case, make_case
 from tutti.parity.noise import fitting_noise
-from tutti.parity.options import ParityOptions, samples_for, options_of, small_options_of
+from tutti.parity.options import (
+    ParityOptions,
+    microbatches_of,
+    options_of,
+    samples_for,
+    small_options_of,
+)
 from tutti.parity.reference import Scales, global_microbatches, scales_of, train_alone
 from tutti.parity.roles import aliases_of, roles_of
 
@@ -120,6 +126,12 @@ def test_a_tied_parameter_has_one_name_and_says_so() -> None:
     assert aliases_of(Tied())["head.weight"] == "embed.weight"
 
 
+@pytest.mark.parametrize("layout", ["dp1", "tp4", "shard2.tp2", "pp2", "dp2.pp4"])
+def test_one_layout_alone_has_an_uneven_step_too(layout: str) -> None:
+    batch, uneven = samples_for([Layout.parse(layout)], ParityOptions())
+    assert 0 < uneven < batch
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12])
 def test_small_sizes_divide_by_every_layout_of_the_ranks(ranks: int) -> None:
     layouts = Layout.every(ranks)
@@ -131,7 +143,9 @@ def test_small_sizes_divide_by_every_layout_of_the_ranks(ranks: int) -> None:
         assert not shape.heads % layout.tp and not shape.max_seq_len % layout.tp
         assert not shape.vocab_size % layout.tp and not shape.hidden % layout.tp
         assert not shape.layers % (layout.pp * 2)
-        assert not samples_for(layouts, options) % (layout.data_ranks * 3)
+        batch, uneven = samples_for(layouts, options)
+        assert not batch % (layout.data_ranks * microbatches_of(layout, options.parallel))
+        assert 0 < uneven < batch
 
 
 def test_a_recipe_at_its_own_size() -> None:

@@ -116,7 +116,7 @@ def _layouts(text: str, ranks: int | None) -> list[Layout]:
 def _check(options: Parity, layouts: list[Layout]) -> int:
     from tutti.parity.case import make_case
     from tutti.parity.check import check_layouts
-    from tutti.parity.table import print_rows, progress_line
+    from tutti.parity.table import Table
     from tutti.train.together import together
     from tutti.world.start import init
 
@@ -136,17 +136,15 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
             if world.is_first:
                 raise
             raise SystemExit(2) from None
+        table = Table(layouts)
+        if world.is_first:
+            table.begin(_title(options, case, world))
         rows: list[dict[str, Any]] = []
-        try:
-            for row in check_layouts(case, layouts, world):
-                rows.append(row)
-                if world.is_first:
-                    done = f"{len(rows)}/{len(layouts)}"
-                    print(f"{done} {progress_line(row)}", file=sys.stderr, flush=True)
-        finally:  # also what was seen before a failure, or before Ctrl-C
-            if world.is_first and rows:
-                print_rows(rows, _title(options, case, world))
-                if options.json is not None:
+        for row in check_layouts(case, layouts, world):
+            rows.append(row)
+            if world.is_first:
+                table.add(row)
+                if options.json is not None:  # each time: it may be stopped, or fail in the next
                     _write(options, case, world, rows, complete=len(rows) == len(layouts))
     if all(row["ok"] is None for row in rows):
         if world.is_first:

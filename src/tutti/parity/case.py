@@ -58,14 +58,12 @@ class Case:
 def make_case(recipe: str, options: ParityOptions, layouts: Sequence[Layout]) -> Case:
     """The case of these options, the same for all of the layouts.
 
-    A whole step divides by data ranks × microbatches under every layout. The uneven one has one
-    sample less than two for every rank: with a rank for each part of the batch, the last has
-    nothing to do in its last microbatch.
+    A whole step divides by data ranks × microbatches under every layout, the uneven one does not.
     """
     options.check()
     settings = recipe_of(recipe, options)
-    batch = samples_for(layouts, options)
-    count = batch + max(1, 2 * layouts[0].size - 1)
+    batch, uneven = samples_for(layouts, options)
+    count = batch + uneven
     dataset = load_dataset(settings)
 
     def make_model() -> nn.Module:

@@ -60,17 +60,25 @@ class ParityOptions:
 
 
 def microbatches_of(layout: Layout, parallel: ParallelOptions) -> int:
-    """Microbatches of a step: as many as a pipeline has stages, so that it fills; else 3.
+    """Microbatches of a step: as many as a pipeline has stages, so that it fills; else 2 or 3.
 
-    3 is the size of few axes: gradients that are 3 × too large are not blamed on dp2.
+    3 is the size of few axes: gradients that are 3 × too large are not blamed on dp2. Under tp,
+    where each costs DTensor a second on the CPU, 2 must do.
     """
-    return 3 if layout.pp == 1 else max(2, layout.pp * parallel.virtual_stages)
+    if layout.pp > 1:
+        return layout.pp * parallel.virtual_stages
+    return 2 if layout.tp > 1 else 3
 
 
-def samples_for(layouts: Sequence[Layout], options: ParityOptions) -> int:
-    """Samples of an even step: the fewest that every layout can cut evenly."""
+def samples_for(layouts: Sequence[Layout], options: ParityOptions) -> tuple[int, int]:
+    """Samples of a whole step, the fewest that every layout can cut evenly; and of an uneven one.
+
+    The uneven one has one sample less than two for every rank: with a rank for each part of the
+    batch, the last has nothing to do in its last microbatch.
+    """
     pieces = [layout.data_ranks * microbatches_of(layout, options.parallel) for layout in layouts]
-    return options.microbatch * math.lcm(*pieces)
+    ranks = layouts[0].size
+    return options.microbatch * _up(2 * ranks, math.lcm(*pieces)), max(1, 2 * ranks - 1)
 
 
 def options_of(name: str) -> ParityOptions:
