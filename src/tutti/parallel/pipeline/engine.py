@@ -100,9 +100,7 @@ class Pipeline(Engine):
         )
         self._objective = None
         self.reduce()
-        if self.speaks:
-            return torch.stack(self._parts).sum()
-        return torch.zeros((), dtype=self._loss_dtype(), device=self.world.device)
+        return torch.stack(self._parts).sum() if self.speaks else self.no_loss()
 
     @torch.no_grad()
     def infer(self, inputs: torch.Tensor, example: torch.Tensor | None = None) -> Any:
@@ -198,11 +196,6 @@ class Pipeline(Engine):
 
     def _is_last(self, stage: int) -> bool:
         return stage == len(self.plan) - 1
-
-    def _loss_dtype(self) -> torch.dtype:
-        """Losses are computed in float32 or better; all ranks must give the same type."""
-        wide = next(self.model.parameters()).dtype == torch.float64
-        return torch.float64 if wide else torch.float32
 
 
 def _ghost(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,8 +62,9 @@ def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> Non
     if not _divides(name, ranks, microbatches):
         rounds = microbatches // ranks
         raise UsageError(
-            f"--pipeline-schedule {name} runs {microbatches} // {ranks} = {rounds} rounds of equally many "
-            f"microbatches, and --accumulation {microbatches} is not divisible by {rounds}: use "
+            f"--pipeline-schedule {name} runs {microbatches} // {ranks} = {rounds} rounds of "
+            f"equally many microbatches, and --accumulation {microbatches} is not divisible by "
+            f"{rounds}: use "
             f"--accumulation {_valid(name, ranks, microbatches)}"
         )
 
