@@ -120,7 +120,9 @@ def _keywords(planted: Any, make: Any) -> Any:
 def _norm_of_one_part() -> AbstractContextManager[None]:
     """Clipping that knows half of the squares."""
     return _instead(
-        train_step, "clip_by_global_norm", lambda clip: lambda engine, most: clip(engine, most * 2**0.5)
+        train_step,
+        "clip_by_global_norm",
+        lambda clip: lambda engine, most: clip(engine, most * 2**0.5),
     )
 
 

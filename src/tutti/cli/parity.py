@@ -40,7 +40,7 @@ class Parity:
     layouts: str = "all"
     """Which to check: dp2.tp2,shard4; all: every layout of this number of ranks."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Start this many local ranks, unless a launcher already did; unset: as many as --layouts needs."""
+    """Start this many local ranks, unless a launcher already did; unset: what --layouts needs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute."""
     ranks_per_gpu: int = 1
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _options(arguments: list[str], launched: int | None) -> tuple[Parity, list[Layout]]:
-    """The flags, over defaults that fit the recipe and the layouts that the flags themselves name."""
+    """The flags, over defaults that fit the recipe and the layouts, which flags name, too."""
     name = _recipe_named_in(arguments)
     full = Parity(settings=options_of(name), recipe=name)
     asked = parse(Parity, "tutti parity", arguments, default=full)

@@ -97,6 +97,8 @@ def train_under(
         device=device,
     )
     floor = TOLERANCES[options.precision].floor
+    # AdamW moves every parameter about equally far: one that moves less has hardly a gradient.
+    update_floor = floor if name == "sgd" else 1.0
     for record, batch in zip(reference, loader.stream(), strict=False):
         loss = step(batch).detach().double()
         dist.all_reduce(loss)
@@ -104,7 +106,7 @@ def train_under(
         factor = min(1.0, scales.clip / (record.norm + 1e-6))  # as torch defines it
         mine = {
             "gradients": _compared(watch.gradients, record.gradients, floor),
-            "updates": _compared(updates, record.updates, floor),
+            "updates": _compared(updates, record.updates, update_floor),
             "clipped": watch.clipped,
         }
         ranks = gather_json(mine)
@@ -134,7 +136,7 @@ class _Watch:
         """By which factor this rank's part was clipped; None where it holds nothing but zeros."""
         self._before: dict[str, Tensor] = {}
         self._run = engine.run
-        engine.run = self._watched  # type: ignore[method-assign]
+        engine.run = self._watched  # type: ignore[method-assign,assignment]
         optimizer.register_step_pre_hook(self._applied)
 
     def _watched(self, *arguments: Any) -> Tensor:
@@ -167,12 +169,14 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _full(tensor: Tensor) -> Tensor:
     """The whole tensor, on every rank that holds a part of it. All of these must ask."""
-    whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = tensor.detach()
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.double().clone()
 
 

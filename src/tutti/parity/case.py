@@ -62,8 +62,6 @@ def make_case(recipe: str, options: ParityOptions, layouts: Sequence[Layout]) ->
     """
     options.check()
     settings = recipe_of(recipe, options)
-    batch, uneven = samples_for(layouts, options)
-    count = batch + uneven
     dataset = load_dataset(settings)
 
     def make_model() -> nn.Module:
@@ -71,10 +69,12 @@ def make_case(recipe: str, options: ParityOptions, layouts: Sequence[Layout]) ->
         return _without_chance(build_model(settings, dataset))
 
     model = make_model()
+    batch_norms = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    batch, uneven = samples_for(layouts, options, batch_norms=batch_norms)
     if options.model is not None and options.dataset is None:
-        samples = fitting_noise(model, count, options)
+        samples = fitting_noise(model, batch + uneven, options)
     else:
-        samples = _first(dataset, count)
+        samples = _first(dataset, batch + uneven)
     if options.padded:
         samples = with_padding(samples)
     return Case(
@@ -82,7 +82,7 @@ def make_case(recipe: str, options: ParityOptions, layouts: Sequence[Layout]) ->
         make_model=make_model,
         samples=samples,
         batch=batch,
-        batch_norms=any(isinstance(layer, _BatchNorm) for layer in model.modules()),
+        batch_norms=batch_norms,
         padded=bool((samples.targets == IGNORED).any()),
         recompute=options.checkpoint_activations if repeated_blocks(model) else "none",
         roles=roles_of(model),

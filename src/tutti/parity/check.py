@@ -1,7 +1,7 @@
 """The check itself: one reference, then every layout in turn, in one world."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 

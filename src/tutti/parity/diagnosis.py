@@ -72,7 +72,9 @@ def _gradients(
         roles = {setting.roles.get(each.name, "unknown") for each in bad}
         if len(roles) == 1:
             return _one_role(bad, roles.pop(), factor, setting, tolerance)
-    which = f"{len(bad)} of {total} gradients differ" if total > len(bad) else "all gradients differ"
+    which = (
+        f"{len(bad)} of {total} gradients differ" if total > len(bad) else "all gradients differ"
+    )
     if _torn(bad, tolerance):
         return (
             f"{which}, and ranks disagree, most in {_named(bad, setting)}: not summed over "
@@ -105,8 +107,8 @@ def _one_role(
     if role == "tied embedding":
         half = "a half of its gradient is missing" if factor is None else _size(factor)
         return (
-            f"only {bad[0].name}, the tied embedding, is wrong ({half}): its gradient is the sum of "
-            "what embedding and head give it"
+            f"only {bad[0].name}, the tied embedding, is wrong ({half}): its gradient is the sum "
+            "of what embedding and head give it"
         )
     if len(bad) == 1:
         who = f"only {bad[0].name} ({role}) is wrong{size}"

@@ -70,15 +70,19 @@ def microbatches_of(layout: Layout, parallel: ParallelOptions) -> int:
     return 2 if layout.tp > 1 else 3
 
 
-def samples_for(layouts: Sequence[Layout], options: ParityOptions) -> tuple[int, int]:
+def samples_for(
+    layouts: Sequence[Layout], options: ParityOptions, *, batch_norms: bool
+) -> tuple[int, int]:
     """Samples of a whole step, the fewest that every layout can cut evenly; and of an uneven one.
 
     The uneven one has one sample less than two for every rank: with a rank for each part of the
-    batch, the last has nothing to do in its last microbatch.
+    batch, the last has nothing to do in its last microbatch. A batch norm needs two samples in
+    every microbatch, so one or two ranks take more.
     """
-    pieces = [layout.data_ranks * microbatches_of(layout, options.parallel) for layout in layouts]
     ranks = layouts[0].size
-    return options.microbatch * _up(2 * ranks, math.lcm(*pieces)), max(1, 2 * ranks - 1)
+    uneven = 7 if batch_norms and ranks < 3 else max(1, 2 * ranks - 1)
+    pieces = [layout.data_ranks * microbatches_of(layout, options.parallel) for layout in layouts]
+    return options.microbatch * _up(uneven + 1, math.lcm(*pieces)), uneven
 
 
 def options_of(name: str) -> ParityOptions:

@@ -35,9 +35,9 @@ class Scales:
     adamw_lr: float
     eps: float
     """AdamW divides by √v + eps. At the usual 1e-8, an element whose gradient is rounding error
-    would still move by a whole learning rate, in whatever direction the error has. A thousandth
-    of the root mean square of all gradients leaves such an element where it is, and all others
-    their division by √v."""
+    would still move by a whole learning rate, in whatever direction the error has. A hundredth
+    of the root mean square of all gradients leaves such an element where it is, and nearly all
+    others their division by √v."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def scales_of(case: Case, device: torch.device) -> Scales:
         clip=clip,
         sgd_lr=0.01 * weights / clip,
         adamw_lr=1e-3,
-        eps=1e-3 * clip / math.sqrt(count),
+        eps=1e-2 * clip / math.sqrt(count),
     )
 
 
@@ -117,7 +117,7 @@ def _backward(
     for part in parts or [torch.arange(len(inputs))]:
         outputs = model(inputs[part])
         loss = F.cross_entropy(outputs.flatten(0, -2), targets[part].flatten(), reduction="sum")
-        (loss / count).backward()
+        (loss / count).backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach() / count)
     return total
 
@@ -136,6 +136,4 @@ def _optimizer(
     ]
     if name == "sgd":
         return torch.optim.SGD(groups, lr=scales.sgd_lr, momentum=MOMENTUM, foreach=False)
-    return torch.optim.AdamW(
-        groups, lr=scales.adamw_lr, betas=BETAS, eps=scales.eps, foreach=False
-    )
+    return torch.optim.AdamW(groups, lr=scales.adamw_lr, betas=BETAS, eps=scales.eps, foreach=False)

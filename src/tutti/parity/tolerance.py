@@ -18,7 +18,8 @@ class Tolerance:
     """Of every parameter's change since the start, after every step."""
     floor: float
     """A parameter's max |b| counts as at least this part of the largest of any parameter: a bias in
-    front of a batch norm has a gradient of zero, and what is computed for it is rounding alone."""
+    front of a batch norm has a gradient of zero, and what is computed for it is rounding alone.
+    For AdamW's updates this is 1: it moves all parameters about equally far."""
 
 
 # The reference is always float64. A sum of n terms in another order differs by about √n units of
