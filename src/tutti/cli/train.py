@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.cli.flags import parse
+from tutti.parallel.layout import layout_of
 from tutti.train.recipe import RECIPES, Recipe
 from tutti.train.recipe_file import read_recipe, write_recipe
 from tutti.world.errors import UsageError
@@ -73,6 +74,7 @@ def main(arguments: list[str]) -> int:
         raise UsageError("--resume: say which run with --out DIR")
     ranks = _whole_number(options.ranks)
     if ranks is not None and identify(os.environ).launcher == "python":
+        layout_of(options.settings.parallel.layout, ranks)  # refused before anything starts
         out = options.out or _default_out(options.recipe)
         return LocalWorld(
             command=[sys.executable, "-m", "tutti", "train", *arguments, "--out", str(out)],
