@@ -118,6 +118,7 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
     from tutti.parity.check import check_layouts
     from tutti.parity.table import Table
     from tutti.train.together import together
+    from tutti.world.exchange import gather_json
     from tutti.world.start import init
 
     with init(
@@ -146,6 +147,7 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
                 table.add(row)
                 if options.json is not None:  # each time: it may be stopped, or fail in the next
                     _write(options, case, world, rows, complete=len(rows) == len(layouts))
+        gather_json(None)  # no rank leaves, with an exit code, before rank 0 has written all
     if all(row["ok"] is None for row in rows):
         if world.is_first:
             print("tutti parity: no layout could be compared: see the reasons", file=sys.stderr)

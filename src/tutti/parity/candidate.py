@@ -6,6 +6,7 @@ should agree and do not are seen, and no stage of a pipeline has to be sent anyw
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -110,12 +111,13 @@ def train_under(
             "clipped": watch.clipped,
         }
         ranks = gather_json(mine)
-        # A factor of clip / norm that is x times too small means a norm that is x times too large.
-        norms = [Scalar.between(factor / each, 1.0) for r in ranks if (each := r["clipped"])]
+        # Gradients that were made x times too small were divided by a norm x times too large.
+        clipped = [each for rank in ranks if (each := rank["clipped"]) is not None]
+        norms = [Scalar.between(factor / each if each else math.inf, 1.0) for each in clipped]
         yield StepDifference(
             loss=Scalar.between(float(loss), record.loss),
             gradients=_all(ranks, "gradients", record.gradients),
-            norm=max(norms, key=lambda norm: norm.error),
+            norm=max(norms, key=lambda norm: norm.error, default=Scalar(0.0, 1.0)),
             updates=_all(ranks, "updates", record.updates),
         )
     loader.close()
