@@ -8,6 +8,7 @@ from tutti.world.errors import RanksDiffer, UsageError, did_you_mean
 # Each command's module has `main(arguments) -> exit code`.
 COMMANDS = {
     "train": ("tutti.cli.train", "train a recipe on one rank or many"),
+    "parity": ("tutti.cli.parity", "compare every layout with one device, step by step"),
     "predict": ("tutti.cli.predict", "predict a data set, or text after a prompt"),
     "run": ("tutti.cli.run", "start any script as a world of local ranks"),
     "world": ("tutti.cli.world", "show the world as every rank sees it, with reasons"),
