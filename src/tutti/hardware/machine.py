@@ -46,8 +46,8 @@ class Machine:
     kernel_modules: tuple[str, ...] | None
     """Those that move data between GPUs and NICs, such as nvidia_peermem."""
     sysctls: dict[str, str]
-    nccl_conf: dict[str, str]
-    """NCCL_* from /etc/nccl.conf and ~/.nccl.conf, which apply without a word."""
+    nccl_conf: dict[str, dict[str, str]]
+    """By file: what /etc/nccl.conf and ~/.nccl.conf set, which applies without a word."""
     variables: dict[str, str]
     """Environment variables by an allow-list, never all."""
     versions: dict[str, str]

@@ -17,21 +17,41 @@ _MISSING = "not in the recorded file"
 Kind = TypeVar("Kind")
 
 
-def write_machines(path: Path, machines: Sequence["Machine"], command: Sequence[str]) -> None:
+def write_machines(
+    path: Path,
+    machines: Sequence["Machine"],
+    command: Sequence[str],
+    note: str = "observed by tutti",
+) -> None:
     """Record machines, one per host; a reader sees the old file or the whole new one."""
     content = {
         "schema": SCHEMA,
-        "note": "observed by tutti",
+        "note": note,
         "command": list(command),
         "machines": [each.to_json() for each in machines],
     }
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.write_text(_lay_out(content) + "\n")
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _lay_out(value: Any, depth: int = 0) -> str:
+    """JSON for people: what fits a line is on one line."""
+    text = json.dumps(value)
+    if len(text) + depth <= 200 or not isinstance(value, dict | list):
+        return text
+    if isinstance(value, dict):
+        begin, end = "{}"
+        items = [f"{json.dumps(key)}: {_lay_out(each, depth + 1)}" for key, each in value.items()]
+    else:
+        begin, end = "[]"
+        items = [_lay_out(each, depth + 1) for each in value]
+    lines = f",\n{' ' * (depth + 1)}".join(items)
+    return f"{begin}\n{' ' * (depth + 1)}{lines}\n{' ' * depth}{end}"
 
 
 def read_machines(path: Path) -> list["Machine"]:
