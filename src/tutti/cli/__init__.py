@@ -11,6 +11,7 @@ COMMANDS = {
     "run": ("tutti.cli.run", "start any script as a world of local ranks"),
     "world": ("tutti.cli.world", "show the world as every rank sees it, with reasons"),
     "bench": ("tutti.cli.bench", "measure collectives and symmetric memory, results checked"),
+    "doctor": ("tutti.cli.doctor", "check health and configuration, and name the cures"),
     "submit": ("tutti.cli.submit", "write a Slurm or MPI job for a cluster, and submit it"),
 }
 

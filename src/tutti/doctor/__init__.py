@@ -1,1 +1,1 @@
-"""Is this machine healthy and well configured? Checks with what was seen, expected, and the cure."""
+"""Is this machine healthy and well configured? Every check names its cure."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from tutti.doctor.check import Check, on_world
-from tutti.doctor.environment import shares_gpus
+from tutti.doctor.environment import settings, shares_gpus
 from tutti.doctor.finding import Skip, Verdict, fail, fine, warn
 from tutti.doctor.known import gibibytes
 from tutti.doctor.patient import Patient
@@ -25,7 +25,6 @@ def _differences(
     patient: Patient,
     facts: Callable[[Machine], Mapping[str, str]],
     say: Callable[[str], Callable[..., Verdict]],
-    cure: str = "",
 ) -> Iterator[Verdict]:
     """For each fact, who has another value than most. A fact that all lack is none."""
     if len(patient.seats) < 2 and len(patient.machines) < 2:
@@ -46,9 +45,16 @@ def _differences(
             if value == usual:
                 continue
             odd = [i for i, each in enumerate(values) if each == value]
-            scope = told[odd[0]][0] if patient.seats and len(odd) == 1 else "world"
+            hosts = list(dict.fromkeys(told[i][1].host for i in odd))
+            if patient.seats and len(odd) == 1:
+                scope = told[odd[0]][0]
+            else:
+                scope = "machine" if len(hosts) == 1 else "world"
             yield say(key)(
-                scope, f"{_names(odd, told)}: {key} {value}", f"{usual} as {most} others", cure
+                scope,
+                f"{_names(odd, told)}: {key} {value}",
+                f"{usual} as {most} other{'s' * (most > 1)}",
+                host=hosts[0] if len(hosts) == 1 else "",
             )
 
 
@@ -72,7 +78,7 @@ def _versions(patient: Patient) -> Iterator[Verdict]:
 
 def _variables(patient: Patient) -> Iterator[Verdict]:
     def facts(machine: Machine) -> Mapping[str, str]:
-        all_of_them = machine.nccl_conf | machine.variables
+        all_of_them = settings(machine)
         return {
             key: value
             for key, value in all_of_them.items()

@@ -46,7 +46,7 @@ class Check:
         told = verdict.status in ("warn", "fail")
         return Finding(
             self.id,
-            host,
+            verdict.host or host,
             verdict.scope,
             verdict.status,
             verdict.observed,

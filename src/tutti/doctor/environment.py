@@ -14,7 +14,8 @@ Variables = Mapping[str, str]
 
 def settings(machine: Machine) -> dict[str, str]:
     """Variables as NCCL sees them: its files first, the environment over them."""
-    return {**machine.nccl_conf, **machine.variables}
+    from_files = {k: v for each in machine.nccl_conf.values() for k, v in each.items()}
+    return {**from_files, **machine.variables}
 
 
 def shares_gpus(variables: Variables) -> bool:
@@ -126,7 +127,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "NCCL_LAUNCH_MODE": ("PARALLEL", "GROUP"),
     "GLOO_DEVICE_TRANSPORT": ("TCP", "TCP_TLS", "UV", "IBVERBS"),
 }
-_NUMBERS = ("_DISABLE", "_ENABLE", "_TIMEOUT", "_RETRY_CNT", "_GID_INDEX", "_NCHANNELS", "_NTHREADS")
+_NUMBERS = (
+    "_DISABLE",
+    "_ENABLE",
+    "_TIMEOUT",
+    "_RETRY_CNT",
+    "_GID_INDEX",
+    "_NCHANNELS",
+    "_NTHREADS",
+)
 
 
 def _odd_values(machine: Machine) -> Iterator[Verdict]:
@@ -213,18 +222,13 @@ def _devices(machine: Machine) -> Iterator[Verdict]:
 
 
 def _files(machine: Machine) -> Iterator[Verdict]:
-    if not machine.nccl_conf:
-        return
-    hidden = {k: v for k, v in machine.nccl_conf.items() if k not in machine.variables}
-    overruled = [
-        k for k, v in machine.nccl_conf.items() if machine.variables.get(k, v) != v
-    ]
-    if overruled:
-        observed = f"{', '.join(sorted(overruled))}: nccl.conf says one thing, the environment another"
-        yield warn("machine", observed, "one place for each setting (the environment wins)", "")
-    elif hidden:
-        told = ", ".join(f"{k}={v}" for k, v in sorted(hidden.items()))
-        yield fine(f"nccl.conf sets {told}")
+    for path, said in sorted(machine.nccl_conf.items()):
+        overruled = [name for name in said if machine.variables.get(name, said[name]) != said[name]]
+        for name in sorted(overruled):
+            observed = f"{path} says {name}={said[name]}, the environment {machine.variables[name]}"
+            yield warn("machine", observed, "one place for each setting (the environment wins)")
+        if not overruled:
+            yield fine(f"{path} sets {', '.join(f'{k}={v}' for k, v in sorted(said.items()))}")
 
 
 CHECKS = (

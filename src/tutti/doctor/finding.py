@@ -25,6 +25,8 @@ class Verdict:
     """Empty: the cure of the check."""
     commands: tuple[str, ...] = ()
     """What `--fix` prints. Never run by us."""
+    host: str = ""
+    """Set by checks of a whole world, where one host is at fault."""
 
 
 def fine(observed: str, scope: str = "machine") -> Verdict:
@@ -32,14 +34,18 @@ def fine(observed: str, scope: str = "machine") -> Verdict:
     return Verdict("pass", scope, observed)
 
 
-def warn(scope: str, observed: str, expected: str, cure: str = "", *commands: str) -> Verdict:
+def warn(
+    scope: str, observed: str, expected: str, cure: str = "", *commands: str, host: str = ""
+) -> Verdict:
     """It works, but slower or more fragile than it should."""
-    return Verdict("warn", scope, observed, expected, cure, commands)
+    return Verdict("warn", scope, observed, expected, cure, commands, host)
 
 
-def fail(scope: str, observed: str, expected: str, cure: str = "", *commands: str) -> Verdict:
+def fail(
+    scope: str, observed: str, expected: str, cure: str = "", *commands: str, host: str = ""
+) -> Verdict:
     """It will not work, or much slower than the hardware can."""
-    return Verdict("fail", scope, observed, expected, cure, commands)
+    return Verdict("fail", scope, observed, expected, cure, commands, host)
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,8 @@ def _alike(patient: Patient) -> Iterator[Verdict]:
         for machine in patient.machines:
             for gpu in machine.accelerators:
                 if gpu.name != usual:
-                    observed = f"{machine.host}: {gpu.name}"
-                    yield warn(f"gpu:{gpu.index}", observed, f"{usual}, as most are", "")
+                    expected = f"{usual}, as most are"
+                    yield warn(f"gpu:{gpu.index}", gpu.name, expected, host=machine.host)
     else:
         name, count = kinds.most_common(1)[0]
         yield fine(f"{count} × {name}", "world")
@@ -109,8 +109,11 @@ def _remap(machine: Machine) -> Iterator[Verdict]:
     for gpu, ecc in of_gpus(
         machine,
         "ecc.remap_pending",
-        lambda gpu: gpu.ecc if (gpu.ecc.remap_pending, gpu.ecc.retired_pages_pending) != (None,) * 2
-        else None,
+        lambda gpu: (
+            gpu.ecc
+            if (gpu.ecc.remap_pending, gpu.ecc.retired_pages_pending) != (None,) * 2
+            else None
+        ),
     ):
         scope, reset = f"gpu:{gpu.index}", f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
         if ecc.remap_failed:
@@ -207,7 +210,7 @@ def _xids(machine: Machine) -> Iterator[Verdict]:
             for x in machine.xids
             if (x.pci_address, x.code) == (address, code)
         ]
-        if code not in _XIDS and not 144 <= code <= 150 or not any(recent):
+        if (code not in _XIDS and not 144 <= code <= 150) or not any(recent):
             continue
         what = _XIDS.get(code, "an NVLink error")
         scope = f"gpu:{index[address]}" if address in index else "machine"

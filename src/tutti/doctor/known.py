@@ -22,7 +22,8 @@ def known(machine: Machine, path: str, value: Value | None) -> Value:
 def gpus(machine: Machine) -> "tuple[Accelerator, ...]":
     """The accelerators, or a skip."""
     if not machine.accelerators:
-        raise Skip(machine.why("accelerators") or "no GPU")
+        why = machine.why("accelerators")
+        raise Skip(f"no GPU ({why})" if why else "no GPU")
     return machine.accelerators
 
 

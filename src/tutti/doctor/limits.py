@@ -21,7 +21,7 @@ def has_rdma(machine: Machine) -> bool:
 def _memlock(machine: Machine) -> Iterator[Verdict]:
     limit = known(machine, "limits.memlock_bytes", machine.limits.memlock_bytes)
     if limit == "unlimited" or machine.limits.ipc_lock or not has_rdma(machine):
-        words = limit if isinstance(limit, str) else gibibytes(limit)
+        words = gibibytes(limit) if isinstance(limit, int) else limit
         yield fine(f"memlock {words}{'' if has_rdma(machine) else ', and no RDMA needs it'}")
         return
     assert isinstance(limit, int)
@@ -148,7 +148,7 @@ CHECKS = (
     Check(
         "limits.memory",
         "the container's memory limit",
-        "pinned buffers, loaders and checkpoints need host memory; beyond the limit ranks are killed",
+        "buffers, loaders and checkpoints need host memory; beyond the limit ranks are killed",
         "raise the limit",
         on_machine(_memory),
     ),

@@ -15,6 +15,7 @@ _MIB, _GIB = 1 << 20, 1 << 30
 def _shm(machine: Machine) -> Iterator[Verdict]:
     size = known(machine, "limits.shm_bytes", machine.limits.shm_bytes)
     free = known(machine, "limits.shm_free_bytes", machine.limits.shm_free_bytes)
+    commands: tuple[str, ...]
     if machine.container in (None, "none"):
         commands = ("sudo mount -o remount,size=8G /dev/shm",)
     else:
@@ -45,7 +46,7 @@ def _pressure(machine: Machine) -> Iterator[Verdict]:
 
 
 def _affinity(patient: Patient, host: int) -> Iterator[Verdict]:
-    """Ranks of a world by the GPU each would use; else whether some GPU's CPUs are all forbidden."""
+    """Ranks of a world by the GPU each would use; else GPUs none of whose CPUs may be used."""
     machine = patient.machines[host]
     near = {
         gpu.uuid or str(gpu.index): (gpu.index, set(parse_cpu_list(gpu.cpus)))

@@ -129,16 +129,15 @@ def _mtu(patient: Patient) -> Iterator[Verdict]:
         inside = {nic.name: nic.mtu for nic in outer(machine) if nic.name in roce and nic.mtu}
         compared |= len(inside) > 1
         for name, mtu, usual in _odd(inside):
-            observed = f"{machine.host}: MTU {mtu}"
             command = f"sudo ip link set {name} mtu {usual}"
             expected = f"{usual} as its RoCE neighbours"
-            yield warn(f"nic:{name}", observed, expected, "", command)
+            yield warn(f"nic:{name}", f"MTU {mtu}", expected, "", command, host=machine.host)
     for name, by_host in by_name.items():
         compared |= len(by_host) > 1
         for host, mtu, usual in _odd(by_host):
-            command = f"sudo ip link set {name} mtu {usual}  # on {host}"
+            command = f"sudo ip link set {name} mtu {usual}"
             expected = f"{usual} as on the other hosts"
-            yield warn(f"nic:{name}", f"{host}: MTU {mtu}", expected, "", command)
+            yield warn(f"nic:{name}", f"MTU {mtu}", expected, "", command, host=host)
     if not compared:
         raise Skip("one host: nothing to compare")
 

@@ -111,7 +111,7 @@ def _peers(machine: Machine) -> Iterator[Verdict]:
     }
     by_index = {gpu.index: gpu for gpu in machine.accelerators}
     for pair in machine.peers:
-        if pair.src > pair.dst or pair.read in (None, "OK") and pair.write in (None, "OK"):
+        if pair.src > pair.dst or {pair.read, pair.write} <= {None, "OK"}:
             continue
         links = [by_index[i].nvlinks or () for i in (pair.src, pair.dst) if i in by_index]
         linked = all(any(link.active for link in each) for each in links)

@@ -47,6 +47,8 @@ class Rate:
     kind: str
     """Only rates of one kind are compared."""
     value: float
+    ok: bool = True
+    """Whether the work gave the same result every time."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ class Probes:
     """Bytes per second, one way."""
     copies: tuple[tuple[Copy, ...] | None, ...] | None = None
     """For each host; None for a host without two GPUs."""
-    wrong: tuple[int, ...] | None = None
-    """For each rank, how many elements of a collective's result were wrong."""
+    results: tuple[str, ...] | None = None
+    """For each rank, what was wrong with a collective's result; "" for nothing."""
     reasons: dict[str, str] = field(default_factory=dict)
 
 

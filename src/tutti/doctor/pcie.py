@@ -93,7 +93,7 @@ def _scope(machine: Machine, address: str) -> str:
 def _peers_use_pcie(machine: Machine) -> bool:
     """Whether data goes from device to device over PCIe: GPUs without NVLink, or NICs with RDMA."""
     linked = all(any(link.active for link in gpu.nvlinks or ()) for gpu in machine.accelerators)
-    return len(machine.accelerators) > 1 and not linked or has_rdma(machine)
+    return (len(machine.accelerators) > 1 and not linked) or has_rdma(machine)
 
 
 def _acs(machine: Machine) -> Iterator[Verdict]:
@@ -154,7 +154,10 @@ def _hidden(machine: Machine) -> Iterator[Verdict]:
     blind = []
     for gpu in machine.accelerators:
         device = machine.pci_device(gpu.pci_address)
-        speeds = [gpu.pcie and gpu.pcie.max_generation, device and device.link and device.link.width]
+        speeds = [
+            gpu.pcie and gpu.pcie.max_generation,
+            device and device.link and device.link.width,
+        ]
         flat = device is None or len(device.path) <= 2
         if flat and (gpu.numa_node is None or not any(speeds)):
             blind.append(str(gpu.index))
@@ -194,7 +197,7 @@ CHECKS = (
     Check(
         "pcie.acs",
         "access control on the bridges above GPUs (bare metal)",
-        "it sends traffic between neighbours through the CPU: slow, and wrong or stuck on some boards",
+        "it sends neighbours' traffic through the CPU: slow, and wrong or stuck on some boards",
         "switch ACS off in the BIOS, or on each bridge after every boot",
         on_machine(_acs),
     ),

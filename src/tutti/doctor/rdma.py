@@ -29,21 +29,23 @@ def _scope(port: "RdmaPort") -> str:
 
 
 def _state(patient: Patient) -> Iterator[Verdict]:
-    """A port that is down on one host and up on the others, or down among neighbours that are up."""
+    """Down on one host and up on the others, or down among neighbours that are up."""
     ports = _all_ports(patient)
     active = Counter((port.device, port.port) for _, port in ports if port.state == "ACTIVE")
     for machine, port in ports:
         if port.state in (None, "ACTIVE"):
             continue
-        observed = f"{machine.host}: port {port.port} is {port.state} ({port.physical_state})"
+        observed = f"port {port.port} is {port.state} ({port.physical_state})"
         command = f"ibstat {port.device}; ibdev2netdev"
         cure = "look at cable, transceiver and switch port; ip link set … up; a subnet manager"
         if active[port.device, port.port]:
-            yield fail(_scope(port), observed, "ACTIVE, as on the other hosts", cure, command)
+            expected = "ACTIVE, as on the other hosts"
+            yield fail(_scope(port), observed, expected, cure, command, host=machine.host)
         elif port.physical_state != "Disabled" and any(
             near.state == "ACTIVE" and near.device != port.device for near in machine.rdma
         ):
-            yield warn(_scope(port), observed, "ACTIVE, as its neighbours", cure, command)
+            expected = "ACTIVE, as its neighbours"
+            yield warn(_scope(port), observed, expected, cure, command, host=machine.host)
 
 
 def _rate(patient: Patient) -> Iterator[Verdict]:
@@ -60,9 +62,15 @@ def _rate(patient: Patient) -> Iterator[Verdict]:
         ]
         expected = max(median(neighbours), max(elsewhere))
         if (port.rate_gbps or 0) < expected:
-            observed = f"{machine.host}: {port.rate_gbps:g} Gbit/s"
-            command = f"ibstat {port.device}"
-            yield fail(_scope(port), observed, f"{expected:g} Gbit/s as its peers", "", command)
+            observed = f"{port.rate_gbps:g} Gbit/s"
+            yield fail(
+                _scope(port),
+                observed,
+                f"{expected:g} Gbit/s as its peers",
+                "",
+                f"ibstat {port.device}",
+                host=machine.host,
+            )
 
 
 def _slot(machine: Machine, port: "RdmaPort") -> tuple[object, ...]:
@@ -102,9 +110,10 @@ def _errors(patient: Patient) -> Iterator[Verdict]:
             if count > max(tolerated, 10 * usual):
                 high.append(f"{name} {count}")
         if high:
-            observed = f"{machine.host}: {', '.join(high)} since boot"
+            observed = f"{', '.join(high)} since boot"
             command = f"grep . /sys/class/infiniband/{port.device}/ports/{port.port}/*counters/*"
-            yield warn(_scope(port), observed, "near 0, as its peers", "", command)
+            expected = "near 0, as its peers"
+            yield warn(_scope(port), observed, expected, "", command, host=machine.host)
 
 
 def _gid(machine: Machine) -> Iterator[Verdict]:
@@ -132,7 +141,10 @@ def _hca(machine: Machine) -> Iterator[Verdict]:
         if not any(name == device if exact else name.startswith(device) for name in names):
             expected = f"of {', '.join(sorted(names)) or 'no RDMA device at all'}"
             yield fail(
-                "machine", f"NCCL_IB_HCA={value}: there is no {device}", expected, "",
+                "machine",
+                f"NCCL_IB_HCA={value}: there is no {device}",
+                expected,
+                "",
                 "unset NCCL_IB_HCA",
             )
 
@@ -145,14 +157,16 @@ def _gpu_direct(machine: Machine) -> Iterator[Verdict]:
         raise Skip(machine.why("kernel_modules") or "kernel modules are not told")
     loaded = {"nvidia_peermem", "nv_peer_mem"} & set(machine.kernel_modules)
     kernel = parse_version(machine.kernel or "")
-    driver = parse_version(machine.versions.get("driver", ""))
+    module = machine.versions.get("kernel_module", "unknown")
     if loaded:
         yield fine(f"{loaded.pop()} is loaded")
-    elif kernel[:2] >= (5, 12) and driver[:1] >= (515,):
-        yield fine("no nvidia_peermem; kernel and driver can do it by DMA-BUF (open modules)")
+    elif kernel[:2] >= (5, 12) and module == "open":
+        yield fine("by DMA-BUF: open kernel modules, and a kernel that has it")
+    elif module == "unknown":
+        raise Skip("nvidia_peermem is not loaded; whether DMA-BUF serves is not told")
     else:
         command = "sudo modprobe nvidia_peermem"
-        observed = "nvidia_peermem is not loaded, and the kernel or driver is too old for DMA-BUF"
+        observed = f"nvidia_peermem is not loaded, and {module} modules do without DMA-BUF"
         yield warn("machine", observed, "NICs reach GPU memory directly", "", command)
 
 
