@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 Status = Literal["pass", "warn", "fail", "skip"]
 # Findings first: what hurts most on top.
-ORDER: tuple[Status, ...] = ("fail", "warn", "skip", "pass")
+ORDER: tuple[Status, ...] = ("fail", "warn", "pass", "skip")
 
 
 class Skip(Exception):

@@ -16,7 +16,7 @@ def _count(machine: Machine) -> Iterator[Verdict]:
     on_bus = [each for each in machine.pci if each.kind == "gpu" and each.vendor == _NVIDIA]
     driven = {each.pci_address for each in machine.accelerators}
     if not on_bus:
-        raise Skip(machine.why("pci") or "no GPU on the PCI bus")
+        raise Skip(machine.why("pci") or "no GPU")
     for device in on_bus:
         if device.address in driven or not machine.accelerators:
             continue

@@ -39,7 +39,7 @@ def _open_files(patient: Patient, host: int) -> Iterator[Verdict]:
     machine = patient.machines[host]
     limit = known(machine, "limits.open_files", machine.limits.open_files)
     # Every rank holds a connection to every other one, and loaders hold files.
-    large = has_rdma(machine) or len(patient.machines) > 1
+    large = has_rdma(machine) or len(patient.seats) > 64
     needed = _MANY_FILES if large else _FEW_FILES
     if isinstance(limit, int) and limit < needed:
         command = f"ulimit -n {needed}"

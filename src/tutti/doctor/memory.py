@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tutti.doctor.check import Check, on_machine
 from tutti.doctor.finding import Skip, Verdict, fail, fine, warn
-from tutti.doctor.known import gibibytes, known
+from tutti.doctor.known import gibibytes, gpus, known
 from tutti.doctor.patient import Patient
 from tutti.hardware.cpus import format_cpu_list, parse_cpu_list
 from tutti.hardware.machine import Machine
@@ -50,11 +50,11 @@ def _affinity(patient: Patient, host: int) -> Iterator[Verdict]:
     machine = patient.machines[host]
     near = {
         gpu.uuid or str(gpu.index): (gpu.index, set(parse_cpu_list(gpu.cpus)))
-        for gpu in machine.accelerators
+        for gpu in gpus(machine)
         if gpu.cpus
     }
     if not near:
-        raise Skip(machine.why("accelerators[0].cpus") or "no GPU")
+        raise Skip(machine.why("accelerators[0].cpus") or "no GPU tells its CPUs")
     if len(machine.numa) < 2:
         raise Skip("one NUMA node: every CPU is near")
     seats = [seat for seat in patient.seats if seat.host == host and seat.gpu in near]

@@ -26,7 +26,8 @@ def _links(machine: Machine) -> "list[tuple[str, str, PcieLink]]":
         if device is not None and device.link is not None:
             links.append((f"nic:{port.device}", device.address, device.link))
     if not links:
-        raise Skip(machine.why("accelerators[0].pcie") or "no GPU or RDMA NIC with a PCIe link")
+        gpus(machine)
+        raise Skip(machine.why("accelerators[0].pcie") or "no GPU tells its PCIe link")
     return links
 
 

@@ -9,7 +9,7 @@ from tutti.doctor.company import Company
 from tutti.doctor.mesh import Caller, Place, Service
 from tutti.doctor.patient import Call, Offset, Rate
 
-# Above this many ranks only one of each host takes part: pairs grow with the square.
+# Above this many ranks one of each host speaks for it: pairs grow with the square.
 _ALL_PAIRS = 8
 _ROUNDS = 3
 _CONFIRMATIONS = 3
@@ -65,13 +65,20 @@ def compare_clocks(company: Company, places: Sequence[Place]) -> tuple[Offset, .
     return tuple(Offset(**each) for offsets in gathered for each in offsets)
 
 
-def measure_links(company: Company, places: Sequence[Place]) -> tuple[Rate, ...]:
+def measure_links(
+    company: Company, places: Sequence[Place], calls: Sequence[Call] = ()
+) -> tuple[Rate, ...]:
     """Both ways between every two ranks, the best of several rounds.
 
     Whoever looks slow is measured again: noise hits somebody else next time, a bad link stays bad.
+    Hosts that could not call each other have been named for that, and are left out.
     """
-    ranks = range(company.size) if company.size <= _ALL_PAIRS else company.leaders
-    pairs = [(low, high) for low in ranks for high in ranks if low < high]
+    cut = {frozenset((call.src, call.dst)) for call in calls if call.error is not None}
+    pairs = [
+        (low, high)
+        for low, high in link_pairs(company.hosts)
+        if frozenset((company.hosts[low], company.hosts[high])) not in cut
+    ]
     hosts = {str(rank): host for rank, host in enumerate(company.hosts)}
     best: dict[str, float] = {}
     for _ in range(_ROUNDS):
@@ -88,6 +95,18 @@ def measure_links(company: Company, places: Sequence[Place]) -> tuple[Rate, ...]
             break
         _measure(company, places, again, best)
     return _rates(best, company)
+
+
+def link_pairs(hosts: Sequence[int]) -> list[tuple[int, int]]:
+    """Every two ranks; in a large world every two hosts, and neighbours on each."""
+    ranks = range(len(hosts))
+    everybody = [(low, high) for low in ranks for high in ranks if low < high]
+    if len(hosts) <= _ALL_PAIRS:
+        return everybody
+    leaders = {hosts.index(host) for host in hosts}
+    members = {host: [r for r in ranks if hosts[r] == host] for host in hosts}
+    near = {pair for each in members.values() for pair in zip(each, each[1:], strict=False)}
+    return [pair for pair in everybody if set(pair) <= leaders or pair in near]
 
 
 def _measure(

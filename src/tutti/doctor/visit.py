@@ -106,7 +106,7 @@ def _probe_world(
         _note(company.rank, "an all_reduce over all ranks")
         results = all_reduce_exactly(company)
     _note(company.rank, "data between every two ranks")
-    links = measure_links(company, places)
+    links = measure_links(company, places, probes.calls or ())
     _note(company.rank, f"compute and memory of every rank ({where})")
     compute = measure(company, "compute", where)
     bandwidth = measure(company, "bandwidth", where)
