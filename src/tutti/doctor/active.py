@@ -13,6 +13,8 @@ from tutti.doctor.patient import Patient, Rate
 _NOT_ASKED = "not asked for: --active"
 # Below half of the usual speed something is broken; above it, it may be only disturbed.
 _BROKEN = 0.5
+# One TCP stream depends on the CPU at either end: a fifth less is not yet the link's.
+_LINK_FLOOR = 0.2
 
 
 def _rates(patient: Patient, rates: tuple[Rate, ...] | None, name: str) -> tuple[Rate, ...]:
@@ -79,7 +81,7 @@ def slow_links(rates: Sequence[Rate], hosts: dict[str, int]) -> tuple[list[int],
             for value, pair in between:
                 name = str(pair[end])
                 best[name] = max(best.get(name, 0.0), value)
-            bad |= {int(name) for name in slow_ones(best)}
+            bad |= {int(name) for name in slow_ones(best, _LINK_FLOOR)}
     left = [
         rate
         for rate in rates
@@ -88,7 +90,7 @@ def slow_links(rates: Sequence[Rate], hosts: dict[str, int]) -> tuple[list[int],
     slow = [
         name
         for same in _kinds(left).values()
-        for name in slow_ones({rate.name: rate.value for rate in same})
+        for name in slow_ones({rate.name: rate.value for rate in same}, _LINK_FLOOR)
     ]
     return sorted(bad), slow
 

@@ -40,7 +40,8 @@ def _differences(
         counts = Counter(values)
         if len(counts) == 1:
             continue
-        usual, most = max(counts.items(), key=lambda item: (item[1], item[0] != "not set", item[0]))
+        # Of two that differ neither is usual: the first rank's word counts.
+        usual, most = max(counts.items(), key=lambda item: (item[1], item[0] == values[0]))
         for value in sorted(counts, key=lambda value: counts[value]):
             if value == usual:
                 continue

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import pairwise
 
 from tutti.doctor.active import slow_links
 from tutti.doctor.company import Company
@@ -105,7 +106,7 @@ def link_pairs(hosts: Sequence[int]) -> list[tuple[int, int]]:
         return everybody
     leaders = {hosts.index(host) for host in hosts}
     members = {host: [r for r in ranks if hosts[r] == host] for host in hosts}
-    near = {pair for each in members.values() for pair in zip(each, each[1:], strict=False)}
+    near = {pair for each in members.values() for pair in pairwise(each)}
     return [pair for pair in everybody if set(pair) <= leaders or pair in near]
 
 
