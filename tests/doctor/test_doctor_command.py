@@ -66,7 +66,6 @@ def test_json_has_every_check_with_its_keys(tmp_path: Path) -> None:
         (["--from", "{good}", "--active"], "--active"),
         (["--from", "{good}", "--record", "x.json"], "--record"),
         (["--json", "/proc/nowhere/x.json"], "--json"),
-        (["--actve"], "did you mean --active"),
     ],
 )
 def test_wrong_usage_is_one_line_and_two(

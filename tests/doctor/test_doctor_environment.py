@@ -32,9 +32,8 @@ def test_a_slip_of_the_finger_is_told_from_another_name(name: str, meant: str | 
     assert nearest(name) == meant
 
 
-@pytest.mark.parametrize("name", sorted(KNOWN | set(RENAMED)))
-def test_no_known_name_is_taken_for_a_slip(name: str) -> None:
-    assert nearest(name) is None
+def test_no_known_name_is_taken_for_a_slip() -> None:
+    assert [name for name in sorted(KNOWN | set(RENAMED)) if nearest(name)] == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from cases import change, found, healthy, names, of_gpu, plain, recorded, with_v
 from tutti.doctor.check import Check, on_machine
 from tutti.doctor.checklist import CHECKS, examine
 from tutti.doctor.finding import Finding, Verdict
-from tutti.doctor.patient import Patient, Seat
+from tutti.doctor.patient import Patient, Probes, Rate, Seat
 from tutti.hardware.machine import Machine
 
 
@@ -161,6 +161,32 @@ def test_the_host_that_lost_a_gpu_is_named() -> None:
     assert ("fail", "gpus.count", "machine") in said
     (odd,) = [each for each in found(*hosts) if each.id == "agreement.hardware"]
     assert odd.host == "n0"
+
+
+def test_a_rank_on_cpus_far_from_its_gpu_is_named() -> None:
+    machine = healthy()
+    near, far = (change(machine, cpus__allowed=cpus) for cpus in ("0-55", "56-111"))
+    gpu = str(machine.accelerators[0].uuid).removeprefix("GPU-")  # as torch writes it
+    seats = (Seat(0, 0, near, gpu), Seat(1, 0, far, gpu))
+    said = [each for each in found(machine, seats=seats) if each.id == "memory.affinity"]
+    assert [each.scope for each in said] == ["rank:1"]
+
+
+def test_a_gpu_that_cannot_be_measured_is_told_and_the_others_are_compared() -> None:
+    rates = [Rate(f"rank:{rank}", 0, "bf16", 7e14) for rank in range(4)]
+    rates[1] = Rate("rank:1", 0, "cuda:1", 0.0, error="CUDA out of memory")
+    rates[3] = Rate("rank:3", 0, "bf16", 3e14)
+    said = found(plain(), probes=Probes(compute=tuple(rates)))
+    assert names(said) == {
+        ("fail", "active.compute", "rank:1"),
+        ("fail", "active.compute", "rank:3"),
+    }
+
+
+def test_a_product_that_changes_from_run_to_run_is_told() -> None:
+    rates = (Rate("gpu:0", 0, "bf16", 7e14), Rate("gpu:1", 0, "bf16", 7e14, ok=False))
+    (said,) = found(plain(), probes=Probes(compute=rates))
+    assert (said.status, said.scope) == ("fail", "gpu:1") and "different" in said.observed
 
 
 def test_limits_of_a_daemon_that_differ_are_named() -> None:

@@ -32,7 +32,11 @@ def _kinds(rates: Sequence[Rate]) -> dict[str, list[Rate]]:
 
 
 def _slow(patient: Patient, rates: tuple[Rate, ...], unit: str, scale: float) -> Iterator[Verdict]:
-    for kind, same in _kinds(rates).items():
+    for rate in rates:
+        if rate.error:
+            host = patient.machines[rate.host].host
+            yield fail(rate.name, f"it could not be measured: {rate.error}", "a rate", host=host)
+    for kind, same in _kinds([rate for rate in rates if not rate.error]).items():
         values = {rate.name: rate.value for rate in same}
         usual = median(values.values())
         slow = slow_ones(values)

@@ -49,7 +49,7 @@ def _affinity(patient: Patient, host: int) -> Iterator[Verdict]:
     """Ranks of a world by the GPU each would use; else GPUs none of whose CPUs may be used."""
     machine = patient.machines[host]
     near = {
-        gpu.uuid or str(gpu.index): (gpu.index, set(parse_cpu_list(gpu.cpus)))
+        _bare(gpu.uuid): (gpu.index, set(parse_cpu_list(gpu.cpus)))
         for gpu in gpus(machine)
         if gpu.cpus
     }
@@ -57,9 +57,9 @@ def _affinity(patient: Patient, host: int) -> Iterator[Verdict]:
         raise Skip(machine.why("accelerators[0].cpus") or "no GPU tells its CPUs")
     if len(machine.numa) < 2:
         raise Skip("one NUMA node: every CPU is near")
-    seats = [seat for seat in patient.seats if seat.host == host and seat.gpu in near]
+    seats = [seat for seat in patient.seats if seat.host == host and _bare(seat.gpu) in near]
     for seat in seats:
-        index, cpus = near[seat.gpu or ""]
+        index, cpus = near[_bare(seat.gpu)]
         if not cpus & set(parse_cpu_list(seat.machine.cpus.allowed)):
             observed = f"CPUs {seat.machine.cpus.allowed}, none of them near GPU {index}"
             yield warn(f"rank:{seat.rank}", observed, f"CPUs {format_cpu_list(cpus)}", "")
@@ -69,6 +69,11 @@ def _affinity(patient: Patient, host: int) -> Iterator[Verdict]:
             if not cpus & allowed:
                 observed = f"this process may use CPUs {machine.cpus.allowed} only"
                 yield warn(f"gpu:{index}", observed, f"CPUs {format_cpu_list(cpus)} near it", "")
+
+
+def _bare(uuid: str | None) -> str:
+    """NVML writes GPU-… where torch writes the rest alone."""
+    return (uuid or "").removeprefix("GPU-")
 
 
 def _balancing(machine: Machine) -> Iterator[Verdict]:

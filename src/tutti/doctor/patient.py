@@ -49,6 +49,8 @@ class Rate:
     value: float
     ok: bool = True
     """Whether the work gave the same result every time."""
+    error: str = ""
+    """Why it could not be measured."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -28,7 +28,7 @@ def measure(company: Company, kind: str, device: str) -> tuple[Rate, ...]:
     suspects: set[str] | None = None
     for _ in range(1 + _CONFIRMATIONS):
         mine = [
-            asdict(_rate(name, company, where, probe))
+            asdict(_try(name, company, where, probe))
             for name, where in devices.items()
             if suspects is None or name in suspects
         ]
@@ -36,13 +36,14 @@ def measure(company: Company, kind: str, device: str) -> tuple[Rate, ...]:
             for rate in (Rate(**each) for each in rates):
                 before = best.get(rate.name)
                 if before is None or rate.value > before.value:
-                    ok = rate.ok and (before is None or before.ok)
-                    best[rate.name] = Rate(rate.name, rate.host, rate.kind, rate.value, ok)
+                    best[rate.name] = replace(rate, ok=rate.ok and (before is None or before.ok))
         kinds = {rate.kind for rate in best.values()}
         suspects = {
             name
             for each in kinds
-            for name in slow_ones({n: r.value for n, r in best.items() if r.kind == each})
+            for name in slow_ones(
+                {n: r.value for n, r in best.items() if r.kind == each and not r.error}
+            )
         }
         if not suspects:
             break
@@ -62,6 +63,15 @@ def _devices(company: Company, device: str) -> dict[str, torch.device]:
 
 
 Probe = Callable[[torch.device], tuple[Callable[[], torch.Tensor], float, str]]
+
+
+def _try(name: str, company: Company, device: torch.device, probe: Probe) -> Rate:
+    """Out of memory, a driver that fails: all that is for the report, and no reason to end."""
+    try:
+        return _rate(name, company, device, probe)
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        return Rate(name, company.hosts[company.rank], str(device), 0.0, error=said)
 
 
 def _rate(name: str, company: Company, device: torch.device, probe: Probe) -> Rate:

@@ -83,8 +83,8 @@ def read_memory(files: Files) -> Memory:
         "hugepage_bytes": "Hugepagesize",
     }
     for field, name in names.items():
-        if name not in memory:
-            files.unknown.setdefault(f"memory.{field}", f"/proc/meminfo has no {name}")
+        if memory and name not in memory:
+            files.unknown[f"memory.{field}"] = f"/proc/meminfo has no {name}"
     values = {field: memory.get(name) for field, name in names.items()}
     return Memory(**values, transparent_hugepages=chosen[1] if chosen else None)
 

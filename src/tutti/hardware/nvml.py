@@ -1,14 +1,15 @@
-"""Reading accelerators: from NVML, or from torch where it sees a GPU and NVML does not."""
+"""Reading accelerators from NVML, NVIDIA's management library."""
 
+import contextlib
 import ctypes
-import sys
 from typing import Any
 
 from tutti.hardware.accelerator import Accelerator, Clocks, Ecc, NvLink, PeerAccess
 from tutti.hardware.cpus import format_cpu_list
 from tutti.hardware.files import Files
-from tutti.hardware.gpus import nvml, why_no_nvml
+from tutti.hardware.gpus import nvml
 from tutti.hardware.pci import PciDevice, PcieLink
+from tutti.hardware.without_nvml import accelerators_without_nvml
 
 # NVML's numbers. They are part of its interface; the bindings lack names for some of them.
 _SM, _MEMORY = 1, 2
@@ -48,8 +49,9 @@ class _Ask:
             return getattr(self.library, f"nvmlDeviceGet{function}")(*arguments)
         except AttributeError:
             self.unknown[field] = f"this nvidia-ml-py has no nvmlDeviceGet{function}"
-        except self.library.NVMLError as error:
-            self.unknown[field] = f"NVML {function}: {error}"
+        except Exception as error:  # besides NVMLError the bindings have others, of no common base
+            said = str(error).partition("\n")[0].partition(". ")[0]
+            self.unknown[field] = f"NVML {function}: {said}"
         return None
 
     def word(self, field: str, words: dict[int, str], function: str, *arguments: Any) -> str | None:
@@ -77,13 +79,14 @@ def read_accelerators(
     """Every GPU of this host, whatever CUDA_VISIBLE_DEVICES hides; adds the driver's versions."""
     with nvml() as library:
         if library is None:
-            return _without_nvml(files), ()
+            return accelerators_without_nvml(files), ()
         ask = _Ask(library, files.unknown)
-        versions["driver"] = library.nvmlSystemGetDriverVersion()
-        cuda = library.nvmlSystemGetCudaDriverVersion()
-        versions["cuda_driver"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
+        with contextlib.suppress(library.NVMLError):
+            versions["driver"] = library.nvmlSystemGetDriverVersion()
+            cuda = library.nvmlSystemGetCudaDriverVersion()
+            versions["cuda_driver"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
         handles = {}
-        for index in range(library.nvmlDeviceGetCount()):
+        for index in range(ask("accelerators", "Count") or 0):
             handle = ask(f"accelerators[{index}]", "HandleByIndex", index)
             if handle is not None:  # a GPU that is lost has no handle
                 handles[index] = handle
@@ -291,42 +294,3 @@ def _read_peer(ask: _Ask, handles: dict[int, Any], src: int, dst: int, field: st
         atomics=ask.word(f"{field}.atomics", _P2P, "P2PStatus", *two, _ATOMICS),
         driver_class=ask.word(f"{field}.driver_class", _ANCESTORS, "TopologyCommonAncestor", *two),
     )
-
-
-def _without_nvml(files: Files) -> tuple[Accelerator, ...]:
-    reason = why_no_nvml() or "NVML came and went"
-    files.unknown["accelerators"] = reason
-    # torch takes seconds to import: only where something suggests that it would see a GPU.
-    signs = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-    if not any(map(files.exists, signs)) and "torch" not in sys.modules:
-        return ()
-    try:
-        import torch
-
-        count = torch.cuda.device_count()
-        found = [torch.cuda.get_device_properties(index) for index in range(count)]
-    except (ImportError, RuntimeError, AssertionError) as error:
-        files.unknown["accelerators"] = f"{reason}; torch: {error}"
-        return ()
-    if found:
-        files.unknown["accelerators"] = f"{reason}; seen by torch only"
-    return tuple(_from_torch(index, properties) for index, properties in enumerate(found))
-
-
-def _from_torch(index: int, properties: Any) -> Accelerator:
-    """A GPU of which torch knows little; the rest is unknown."""
-    values: dict[str, Any] = dict.fromkeys(Accelerator.__dataclass_fields__)
-    if hasattr(properties, "pci_bus_id"):
-        domain, bus = properties.pci_domain_id, properties.pci_bus_id
-        values["pci_address"] = f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
-    uuid = getattr(properties, "uuid", None)
-    values |= {
-        "index": index,
-        "name": properties.name,
-        "uuid": None if uuid is None else f"GPU-{uuid}",
-        "memory_bytes": properties.total_memory,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "clocks": Clocks(**dict.fromkeys(Clocks.__dataclass_fields__)),
-        "ecc": Ecc(**dict.fromkeys(Ecc.__dataclass_fields__)),
-    }
-    return Accelerator(**values)

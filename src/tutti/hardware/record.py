@@ -21,9 +21,12 @@ def write_machines(
     path: Path,
     machines: Sequence["Machine"],
     command: Sequence[str],
-    note: str = "observed by tutti",
+    note: str,
 ) -> None:
-    """Record machines, one per host; a reader sees the old file or the whole new one."""
+    """Record machines, one per host; a reader sees the old file or the whole new one.
+
+    `note` says how they came to be known.
+    """
     content = {
         "schema": SCHEMA,
         "note": note,
