@@ -193,7 +193,7 @@ def test_a_machine_can_be_recorded_by_hand_and_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "machine.json"
-    write_machines(file, [with_variables(plain(), NCCL_IB_DISABLE="yes")], [])
+    write_machines(file, [with_variables(plain(), NCCL_IB_DISABLE="yes")], [], "by hand")
     assert run(["doctor", "--from", str(file), "--fix"]) == 1
     out = capsys.readouterr().out
     assert "NCCL_IB_DISABLE=yes is read as 0" in out

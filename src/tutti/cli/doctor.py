@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,18 +67,45 @@ def main(arguments: list[str]) -> int:
         return _conclude(_recorded(options), options)
     identity = identify(os.environ)
     if options.ranks is not None and identity.size == 1 and identity.launcher == "python":
-        return LocalWorld(
-            command=[sys.executable, "-m", "tutti", "doctor", *arguments],
+        return _start_ranks(options, arguments)
+    return _visit(options, arguments, identity.size)
+
+
+def _start_ranks(options: Doctor, arguments: Sequence[str]) -> int:
+    """A rank that ends with 1 has failed, as its launcher sees it; a check that failed is no such
+    thing. So ranks of our own end with 0, and the first leaves the verdict in a file."""
+    assert options.ranks is not None
+    with tempfile.TemporaryDirectory(prefix="tutti-doctor-") as folder:
+        verdict = Path(folder, "verdict")
+        code = LocalWorld(
+            command=[sys.executable, "-m", __name__, str(verdict), *arguments],
             ranks=options.ranks,
             device=options.device,
             ranks_per_gpu=options.ranks_per_gpu,
             show="first",
             start_timeout=options.start_timeout,
         ).run()
+        return code or int(verdict.read_text())
 
+
+def _be_a_rank(verdict: str, *arguments: str) -> int:
+    sys.argv = ["tutti", "doctor", *arguments]
+    options = parse(Doctor, "tutti doctor", arguments)
+    identity = identify(os.environ)
+    try:
+        code = _visit(options, arguments, identity.size)
+    except UsageError as error:
+        print(f"tutti doctor: {error}", file=sys.stderr)
+        return 2
+    if identity.rank == 0:
+        Path(verdict).write_text(str(code))
+    return 0
+
+
+def _visit(options: Doctor, arguments: Sequence[str], size: int) -> int:
     from tutti.doctor.visit import visit_machine, visit_world
 
-    if identity.size == 1:
+    if size == 1:
         return _conclude(visit_machine(options.device, options.active), options)
     active = options.active or not _names(arguments, "active")
     patient, is_first = visit_world(options.device, active, options.start_timeout)
@@ -115,7 +143,11 @@ def _conclude(patient: Patient, options: Doctor) -> int:
         lines = list(fixes(findings))
         print("\n".join(["", *(lines or ["# nothing to cure"])]))
     if options.record is not None:
-        write_machines(options.record, patient.machines, ["tutti", *sys.argv[1:]])
+        note = "observed by tutti doctor, one machine per host"
+        try:
+            write_machines(options.record, patient.machines, ["tutti", *sys.argv[1:]], note)
+        except OSError as error:
+            raise UsageError(f"--record {options.record}: {error.strerror}") from None
     if options.json is not None:
         results = {
             "checks": [finding.to_json() for finding in findings],
@@ -129,3 +161,7 @@ def _conclude(patient: Patient, options: Doctor) -> int:
 
 def _code(findings: "Sequence[Finding]") -> int:
     return int(any(finding.status == "fail" for finding in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(_be_a_rank(*sys.argv[1:]))

@@ -18,7 +18,8 @@ def _active(machine: Machine) -> Iterator[Verdict]:
     board = ""
     for gpu, _ in told:
         for name, count in _LINKS:
-            if name in gpu.name and count > expected:
+            # One GPU of such a board, passed through to a virtual machine, may have none.
+            if name in gpu.name and count > expected and len(told) > 1:
                 expected, board = count, f", as a {gpu.name} has"
     if expected == 0:
         raise Skip("no NVLink, or no bridge on it")
