@@ -72,12 +72,21 @@ def test_ratios_are_of_speeds_whatever_the_unit() -> None:
     assert (change.ratio, change.verdict) == (2.0, "faster")
 
 
-@pytest.mark.parametrize("spread", [0.05, [1.9, 2.1], {"low": 1.9, "high": 2.1}])
-def test_pairs_of_baseline_and_optimized_are_compared_by_their_speed_up(spread: Any) -> None:
-    row = {"name": "overlap", "baseline_ms": 2, "optimized_ms": 1, "speedup": 2.0, "spread": spread}
+def test_pairs_of_baseline_and_optimized_are_compared_by_their_speed_up() -> None:
+    quartiles = {"p25": 1.95, "p75": 2.05}
+    row = {"name": "overlap", "speedup": 2.0, "spread": quartiles, "check": "equal"}
+    other = {"name": "pinned", "speedup": None, "spread": None, "check": "skipped: no GPU"}
     slower = row | {"speedup": 1.2}
-    old, new = result("pairs", rows=[row, row]), result("pairs", rows=[row, slower])
+    old, new = result("pairs", rows=[row, row, other]), result("pairs", rows=[row, slower, other])
     assert verdicts(old, new) == ["same", "slower"], "rows that nothing tells apart go by order"
+    new["rows"] = [row | {"check": "different: 3 elements"}]
+    assert verdicts(old, new) == ["wrong", "gone"]
+
+
+def test_results_without_groups_are_those_of_one_operation_at_a_time() -> None:
+    old = result("collectives", rows=[operation(8, 1.0)])
+    new = result("collectives", rows=[operation(8, 1.0, group=1), operation(8, 1.0, group=4)])
+    assert verdicts(old, new) == ["same", "new"]
 
 
 def test_another_machine_is_told() -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from tutti.hardware.cpus import numa_nodes, parse_cpu_list
-from tutti.hardware.gpus import numa_node_of_gpu, nvml
+from tutti.hardware.gpus import numa_node_of_gpu
+from tutti.hardware.observe import observe
 from tutti.world.world import World
 
 Place = dict[str, Any]
 _CPUS = Path("/sys/devices/system/cpu")
 _NETWORK = Path("/sys/class/net")
-_NVLINK_SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
 
 
 def place_of(world: World, cpus: str) -> Place:
@@ -74,45 +74,20 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the PCI fields
     pci = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
     pci += f"{properties.pci_device_id:02x}.0"
-    uuid = str(properties.uuid)
-    found: dict[str, Any] = {
+    # What the driver says of it; where it is not asked (no NVML), all of that is unknown.
+    known = next((each for each in observe().accelerators if each.pci_address == pci), None)
+    links = [link for link in (known and known.nvlinks) or () if link.active]
+    pcie = known.pcie if known is not None else None
+    return {
         "name": torch.cuda.get_device_name(device),
-        "uuid": uuid,
+        "uuid": str(properties.uuid),
         "pci": pci,
-        "numa": numa_node_of_gpu(pci),
-        "pcie_width": None,
-        "pcie_width_most": None,
-        "nvlinks_to": [],
-        "nvlinks_to_switch": 0,
+        "numa": known.numa_node if known is not None else numa_node_of_gpu(pci),
+        "pcie_width": pcie.width if pcie is not None else None,
+        "pcie_width_most": pcie.max_width if pcie is not None else None,
+        "nvlinks_to": [link.peer_pci for link in links if link.peer_kind == "gpu"],
+        "nvlinks_to_switch": sum(link.peer_kind == "switch" for link in links),
     }
-    with nvml() as library:
-        if library is not None:
-            with contextlib.suppress(library.NVMLError):
-                handle = library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
-                found["nvlinks_to"], found["nvlinks_to_switch"] = _nvlinks(library, handle)
-                found["pcie_width"] = library.nvmlDeviceGetCurrPcieLinkWidth(handle)
-                found["pcie_width_most"] = library.nvmlDeviceGetMaxPcieLinkWidth(handle)
-    return found
-
-
-def _nvlinks(library: Any, handle: Any) -> tuple[list[str], int]:
-    """PCI addresses at the other end of active links, one for each link; and those to a switch."""
-    peers, switches = [], 0
-    for link in range(library.NVML_NVLINK_MAX_LINKS):
-        try:
-            if not library.nvmlDeviceGetNvLinkState(handle, link):
-                continue
-            kind = library.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
-            address = library.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId
-        except library.NVMLError:  # this GPU has fewer links, or none
-            continue
-        if kind == _NVLINK_SWITCH:
-            switches += 1
-        else:
-            address = address.decode() if isinstance(address, bytes) else address
-            # NVML writes the domain with eight digits, the kernel with four.
-            peers.append(address.lower()[-12:])
-    return peers, switches
 
 
 def _interface() -> dict[str, Any] | None:

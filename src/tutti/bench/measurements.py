@@ -16,15 +16,14 @@ Content = dict[str, Any]
 Row = dict[str, Any]
 Key = tuple[tuple[str, Any], ...]
 
-_OPERATION = ("op", "backend", "ranks", "bytes", "dtype", "redop", "placement", "timing")
+_OPERATION = (
+    *("op", "backend", "ranks", "bytes", "dtype", "redop", "placement", "timing", "group"),
+)
 # What identifies a row, where it has it; the figures; and whether more of a figure is better.
 _PARTS: dict[str, tuple[tuple[str, ...], dict[str, bool]]] = {
     "collectives rows": (_OPERATION, {"time_us.p50": False}),
     "symmetric rows": (("name", "backend", "bytes"), {"p50_us": False}),
-    "pairs rows": (
-        ("name", "backend", "backends", "device", "ranks", "bytes", "dtype"),
-        {"speedup": True},
-    ),
+    "pairs rows": (("name",), {"speedup": True}),
     "bandwidth pairs": (
         ("src", "dst", "class", "backend", "bytes"),
         {"gbs_uni": True, "gbs_bi": True},
@@ -36,6 +35,7 @@ _PARTS: dict[str, tuple[tuple[str, ...], dict[str, bool]]] = {
 }
 # For a normal distribution: so many σ lie between the least of many samples and p95 or p99.
 _SIGMAS_TO_P95, _SIGMAS_TO_P99 = 4.0, 5.0
+_SIGMAS_BETWEEN_QUARTILES = 1.349
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ def measurements(content: Content) -> dict[tuple[Key, str], Measurement]:
     for part, row in rows_of(content):
         names, metrics = _PARTS[f"{kind_of(content)} {part}"]
         parts = () if part == "rows" else (("part", part),)
-        identity: Key = (*parts, *((name, _hashable(row[name])) for name in names if name in row))
+        # One operation at a time goes without saying: older results do not say it.
+        told = (name for name in names if name in row and (name, row[name]) != ("group", 1))
+        identity: Key = (*parts, *((name, row[name]) for name in told))
         if "ranks" not in row and "world" in content:
             identity += (("ranks", content["world"]["size"]),)
         for metric, more_is_better in metrics.items():
@@ -98,9 +100,9 @@ def measurements(content: Content) -> dict[tuple[Key, str], Measurement]:
             key, again = identity, 2
             while (key, metric) in found:  # rows that nothing tells apart: by their order
                 key, again = (*identity, ("again", again)), again + 1
-            wrong = row.get("wrong", 0)
+            wrong = row.get("wrong", str(row.get("check", "")).startswith("different"))
             found[key, metric] = Measurement(
-                key, metric, float(value), spread_of(row, metric), more_is_better, wrong
+                key, metric, float(value), spread_of(row, metric), more_is_better, int(wrong)
             )
     return found
 
@@ -122,14 +124,7 @@ def spread_of(row: Row, metric: str) -> float:
         return float(min(times["cv"], to_p95))
     if metric == "p50_us":
         return float((row["p99_us"] - row["min_us"]) / row["p50_us"] / _SIGMAS_TO_P99)
-    spread, value = row.get("spread", 0.0), row[metric]
+    spread = row["spread"]
     if isinstance(spread, dict):
-        spread = list(spread.values())
-    if isinstance(spread, list):  # from here to there: about ±2 σ
-        ends = [each for each in spread if isinstance(each, int | float)]
-        return (max(ends) - min(ends)) / 4 / value if ends else 0.0
+        return float((spread["p75"] - spread["p25"]) / row[metric] / _SIGMAS_BETWEEN_QUARTILES)
     return float(spread)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
