@@ -14,6 +14,7 @@ COMMANDS = {
     "world": ("tutti.cli.world", "show the world as every rank sees it, with reasons"),
     "bench": ("tutti.cli.bench", "measure collectives and symmetric memory, results checked"),
     "topo": ("tutti.cli.topo", "show devices, links, NUMA nodes and NICs, as a matrix or picture"),
+    "doctor": ("tutti.cli.doctor", "check health and configuration, and name the cures"),
     "submit": ("tutti.cli.submit", "write a Slurm or MPI job for a cluster, and submit it"),
 }
 
