@@ -32,6 +32,7 @@ Row = dict[str, Any]
 
 def check_layouts(case: Case, layouts: Sequence[Layout], world: World) -> Iterator[Row]:
     """A row for each layout, the same on every rank. Call it on every rank."""
+    torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in convolutions, too
     alone = Alone(case, world)
     for layout in layouts:
         yield check_layout(case, layout, world, alone)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tutti.parallel.layout import Layout
 from tutti.parity.case import Case
+from tutti.parity.tolerance import TOLERANCES
 
 OptimizerName = Literal["sgd", "adamw"]
 OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "adamw")
@@ -35,9 +36,9 @@ class Scales:
     adamw_lr: float
     eps: float
     """AdamW divides by √v + eps. At the usual 1e-8, an element whose gradient is rounding error
-    would still move by a whole learning rate, in whatever direction the error has. A hundredth
-    of the root mean square of all gradients leaves such an element where it is, and nearly all
-    others their division by √v."""
+    would still move by a whole learning rate, in whatever direction the error has. A part of the
+    root mean square of all gradients (float64: a hundredth) leaves such an element where it is,
+    and nearly all others their division by √v."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def scales_of(case: Case, device: torch.device) -> Scales:
         clip=clip,
         sgd_lr=0.01 * weights / clip,
         adamw_lr=1e-3,
-        eps=1e-2 * clip / math.sqrt(count),
+        eps=TOLERANCES[case.options.precision].eps * clip / math.sqrt(count),
     )
 
 

@@ -16,6 +16,8 @@ class Tolerance:
     """Of every parameter's gradient in every step: max |a − b| / max |b|."""
     update: float
     """Of every parameter's change since the start, after every step."""
+    eps: float
+    """AdamW's eps, as a part of the root mean square of all gradients: above their rounding."""
     floor: float
     """A parameter's max |b| counts as at least this part of the largest of any parameter: a bias in
     front of a batch norm has a gradient of zero, and what is computed for it is rounding alone.
@@ -26,12 +28,12 @@ class Tolerance:
 # the type's rounding u; layers and steps multiply that by some tens. The mistakes to be found are
 # whole factors, or one sample of a step: above 1e-2 with the default sizes.
 TOLERANCES: dict[Precision, Tolerance] = {
-    # u = 1.1e-16: rounding gives 1e-15 to 1e-13.
-    "float64": Tolerance(loss=1e-10, gradient=1e-10, update=1e-10, floor=1e-3),
-    # u = 6e-8: rounding gives 1e-7 to 1e-5; AdamW divides by √v, where small gradients weigh as
-    # much as large ones, with their larger relative errors.
-    "float32": Tolerance(loss=1e-5, gradient=1e-3, update=1e-2, floor=1e-2),
-    # u = 4e-3 (8 bits of mantissa): every activation is off by that much, and AdamW turns a small
-    # gradient with the wrong sign into a whole step. This finds factors, not single samples.
-    "bf16": Tolerance(loss=1e-2, gradient=1e-1, update=5e-1, floor=1e-1),
+    # u = 1.1e-16: rounding gives 1e-15 to 1e-12.
+    "float64": Tolerance(loss=1e-10, gradient=1e-10, update=1e-10, eps=1e-2, floor=1e-3),
+    # u = 6e-8: rounding gives 1e-8 (loss), 1e-6 (gradients), 1e-4 (updates: a parameter of 1 that
+    # has moved by 1e-3 knows that distance to 6e-5).
+    "float32": Tolerance(loss=1e-5, gradient=1e-4, update=1e-3, eps=1e-2, floor=1e-2),
+    # u = 4e-3 (8 bits of mantissa) in every activation: a small gradient may have the wrong sign,
+    # so eps is as large as they are. This finds wrong factors, not a lost sample.
+    "bf16": Tolerance(loss=1e-2, gradient=1e-1, update=2e-1, eps=1.0, floor=1e-1),
 }
