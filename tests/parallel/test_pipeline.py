@@ -11,15 +11,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import tutti
 from tutti.models.config import GPTConfig
 from tutti.models.gpt import GPT
 from tutti.parallel.engine import Objective, Pair
+from tutti.parallel.grid import Grid
 from tutti.parallel.layout import Layout
 from tutti.parallel.options import ParallelOptions
 from tutti.parallel.pipeline.build import build_pipeline
+from tutti.parallel.pipeline.cost import measured
 from tutti.parallel.pipeline.engine import Pipeline
+from tutti.parallel.pipeline.layers import layers
 from worlds import in_world
 
 TOLERANCE = 1e-10
@@ -86,7 +91,8 @@ def _compare(
     seen: dict[str, Any] = {"loss": [], "worst": 0.0, "names": []}
     size, most = engine.microbatch_size, engine.microbatches
     # Full, a few samples short, so few that microbatches are missing, and full again.
-    for samples in (size * most * data_ranks, size * most * data_ranks - 3, data_ranks, 12):
+    full = size * most * data_ranks
+    for samples in (full, full - 3, data_ranks, full):
         batch = _batch(kind, samples)
         loss, gradients = _plain(whole, batch)
         share = samples // data_ranks + (data_rank < samples % data_ranks)
@@ -111,41 +117,204 @@ def _compare(
     return seen
 
 
-def _all_schedules(world: tutti.World, kind: str) -> dict[str, Any]:
-    grid = Layout(pp=world.size).grid(world)
+def _build(
+    kind: str, schedule: str, grid: Grid, whole: nn.Module, size: int = 3, apply: Any = None
+) -> Pipeline:
+    return build_pipeline(
+        copy.deepcopy(whole),
+        grid,
+        ParallelOptions(pipeline_schedule=schedule, balance="even"),  # type: ignore[arg-type]
+        _batch(kind, 2)[0],
+        microbatches=4,
+        microbatch_size=size,
+        apply=apply or (lambda model, stages: None),
+    )
+
+
+def _all_schedules(world: tutti.World, kind: str, grid: Grid) -> dict[str, Any]:
     results = {}
     for schedule in SCHEDULES:
         whole = _sequential() if kind == "sequential" else _gpt(kind == "tied")
-        engine = build_pipeline(
-            copy.deepcopy(whole),
-            grid,
-            ParallelOptions(pipeline_schedule=schedule),  # type: ignore[arg-type]
-            _batch(kind, 2)[0],
-            microbatches=4,
-            microbatch_size=3,
-        )
+        engine = _build(kind, schedule, grid, whole)
         results[schedule] = _compare(engine, whole, kind, 0, 1)
     return results
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "sequential"), (2, "tied"), (4, "untied")])
-def test_a_pipeline_computes_what_one_device_does(ranks: int, kind: str) -> None:
-    told = in_world(_all_schedules, ranks, kind)
-    whole = _sequential() if kind == "sequential" else _gpt(kind == "tied")
+def _shard(mesh: Any, stages: dict[int, nn.Module]) -> None:
+    for stage in stages.values():
+        for block in stage.blocks.values():  # type: ignore[operator, union-attr]
+            fully_shard(block, mesh=mesh)
+        fully_shard(stage, mesh=mesh)
+        for each in stage.modules():
+            if isinstance(each, FSDPModule):
+                each.set_gradient_divide_factor(1.0)
+
+
+def _sharded(world: tutti.World) -> dict[str, Any]:
+    grid = Layout(shard=2, pp=2).grid(world)
+    mesh = grid.mesh["dp", "shard"]
+    results = {}
     for schedule in SCHEDULES:
-        of = [rank[schedule] for rank in told]
-        for step in range(4):
-            losses = [rank["loss"][step] for rank in of]
-            assert sum(part for part, _ in losses) == pytest.approx(losses[0][1], rel=TOLERANCE)
-            assert sum(part != 0 for part, _ in losses) == 1, schedule  # one rank speaks
-        for rank in of:
-            assert rank["worst"] < TOLERANCE, schedule
-            assert rank["described"] == of[0]["described"]
-            assert rank["nothing"]
-        assert sum(rank["outputs"] is not None for rank in of) == 1
-        assert all((rank["outputs"] or 0) < TOLERANCE for rank in of)
-        # Every parameter is on one rank, under its name in the whole model; a tied one on two.
-        names = [name for rank in of for name in rank["names"] if name not in rank["aliases"]]
-        assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
-        aliases = [rank["aliases"] for rank in of if rank["aliases"]]
-        assert aliases == ([{"head.weight": "embed.weight"}] if kind == "tied" else [])
+        whole = _gpt(tied=True)
+        engine = _build(
+            "tied", schedule, grid, whole, 2, lambda model, stages: _shard(mesh, stages)
+        )
+        results[schedule] = _compare(engine, whole, "tied", grid.data_rank, 2)
+    return results
+
+
+def _recomputed(world: tutti.World, grid: Grid) -> float:
+    """Zero-bubble goes through the graph twice; with activation checkpointing it must, too."""
+    whole = _gpt(tied=False)
+
+    def recompute(model: nn.Module, stages: dict[int, nn.Module]) -> None:
+        for stage in stages.values():
+            for name, block in list(stage.blocks.items()):  # type: ignore[operator, union-attr]
+                stage.blocks[name] = checkpoint_wrapper(block)  # type: ignore[index, operator]
+                model.blocks[name] = stage.blocks[name]  # type: ignore[index, operator]
+
+    engine = _build("untied", "zero-bubble", grid, copy.deepcopy(whole), apply=recompute)
+    batch = _batch("untied", 12)
+    _, gradients = _plain(whole, batch)
+    pairs = list(zip(*[each.split(3) for each in batch], strict=True))
+    engine.run(pairs, _objective(batch[1].numel(), batch[0][:1]))
+    worst = 0.0
+    for name, parameter in engine.model.named_parameters():
+        assert parameter.grad is not None
+        expected = gradients[name.replace("_checkpoint_wrapped_module.", "")]
+        worst = max(worst, _error(parameter.grad, expected))
+    return worst
+
+
+def _batch_norms(world: tutti.World, grid: Grid) -> list[Any]:
+    """Statistics after one step of full microbatches: those of a plain loop over them."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(
+        nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 12), nn.BatchNorm1d(12)
+    ).double()
+    engine = _build("sequential", "1f1b", grid, whole)
+    batch = _batch("sequential", 12)
+    pairs = list(zip(*[each.split(3) for each in batch], strict=True))
+    engine.run(pairs, _objective(12, batch[0][:1]))
+    for inputs, _ in pairs:
+        whole(inputs)
+    expected = whole.state_dict()
+    return [
+        [name, bool(torch.allclose(buffer, expected[name], rtol=1e-12))]
+        for name, buffer in engine.model.named_buffers()
+    ]
+
+
+def _refusals(world: tutti.World, grid: Grid) -> list[str]:
+    whole = _sequential()
+    engine = _build("sequential", "1f1b", grid, whole)
+    inputs, targets = _batch("sequential", 4)
+    objective = _objective(4, inputs[:1])
+
+    def compiled(model: nn.Module, stages: dict[int, nn.Module]) -> None:
+        for each in model.children():
+            each.compile()
+
+    said = []
+    for attempt in (
+        lambda: engine.run([(inputs, targets)], objective),
+        lambda: engine.run([(inputs[:1], targets[:1])] * 5, objective),
+        lambda: engine(inputs),
+        lambda: _build("sequential", "zbv", grid, whole, apply=compiled),
+    ):
+        try:
+            attempt()
+        except tutti.UsageError as error:
+            said.append(str(error))
+    return said
+
+
+def _two_ranks(world: tutti.World) -> dict[str, Any]:
+    grid = Layout(pp=2).grid(world)
+    model = _gpt(tied=False)
+    units = [[name] for name in layers(model)]
+    return {
+        "sequential": _all_schedules(world, "sequential", grid),
+        "tied": _all_schedules(world, "tied", grid),
+        "recomputed": _recomputed(world, grid),
+        "batch norms": _batch_norms(world, grid),
+        "refusals": _refusals(world, grid),
+        "measured": measured(model, units, _batch("untied", 2)[0]),
+        "clean": all(each.grad is None for each in model.parameters()),
+    }
+
+
+def _four_ranks(world: tutti.World) -> dict[str, Any]:
+    grid = Layout(pp=4).grid(world)
+    return {"untied": _all_schedules(world, "untied", grid), "sharded": _sharded(world)}
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, list[Any]]:
+    """What ranks answer to the questions below, in two worlds: each start costs seconds."""
+    worlds = [in_world(_two_ranks, 2), in_world(_four_ranks, 4)]
+    return {
+        question: [rank[question] for rank in ranks] for ranks in worlds for question in ranks[0]
+    }
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", ["sequential", "tied", "untied", "sharded"])
+def test_a_pipeline_computes_what_one_device_does(
+    told: dict[str, list[Any]], kind: str, schedule: str
+) -> None:
+    of = [rank[schedule] for rank in told[kind]]
+    speakers = 2 if kind == "sharded" else 1  # one for each part of the batch
+    for step in range(4):
+        losses = [rank["loss"][step] for rank in of]
+        assert sum(part for part, _ in losses) == pytest.approx(losses[0][1], rel=TOLERANCE)
+        assert sum(part != 0 for part, _ in losses) == speakers
+    for rank in of:
+        assert rank["worst"] < TOLERANCE
+        assert rank["nothing"]
+        assert rank["described"] == of[0]["described"]
+    outputs = [rank["outputs"] for rank in of if rank["outputs"] is not None]
+    assert len(outputs) == speakers and max(outputs) < TOLERANCE
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", ["sequential", "tied", "untied"])
+def test_every_parameter_is_on_one_rank_under_its_name_in_the_whole_model(
+    told: dict[str, list[Any]], kind: str, schedule: str
+) -> None:
+    whole = _sequential() if kind == "sequential" else _gpt(kind == "tied")
+    of = [rank[schedule] for rank in told[kind]]
+    names = [name for rank in of for name in rank["names"] if name not in rank["aliases"]]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    # A copy of a tied parameter says whose copy it is.
+    aliases = [rank["aliases"] for rank in of if rank["aliases"]]
+    assert aliases == ([{"head.weight": "embed.weight"}] if kind == "tied" else [])
+
+
+def test_zero_bubble_computes_the_same_with_recomputed_activations(
+    told: dict[str, list[Any]],
+) -> None:
+    assert all(worst < TOLERANCE for worst in told["recomputed"])
+
+
+def test_batch_norms_see_the_microbatches_and_nothing_else(told: dict[str, list[Any]]) -> None:
+    seen = [name for rank in told["batch norms"] for name, _ in rank]
+    assert seen[:3] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert len(seen) == 6
+    assert all(same for rank in told["batch norms"] for _, same in rank)
+
+
+def test_ranks_cut_by_the_same_measured_costs_and_measuring_leaves_no_gradients(
+    told: dict[str, list[Any]],
+) -> None:
+    first, second = told["measured"]
+    assert first == second and len(first) == 9 and all(cost > 0 for cost in first)
+    assert told["clean"] == [True, True]
+
+
+def test_a_pipeline_refuses_what_does_not_fit_it(told: dict[str, list[Any]]) -> None:
+    for said in told["refusals"]:
+        assert "a microbatch of 4 samples does not fit a pipeline that was built for 3" in said[0]
+        assert "5 microbatches does not fit a pipeline that was built for 4" in said[1]
+        assert "use run() or infer()" in said[2]
+        assert said[3].startswith("--compile contradicts --pipeline-schedule zbv")

@@ -16,7 +16,7 @@ from torch import nn
 
 import tutti
 from splits import ENGINES, Batch, batches, cut, plain_training, sgd, shares, step, worst_error
-from tutti.parallel import EngineOptions, build_engine
+from tutti.parallel import EngineOptions, Layout, build_engine
 from tutti.parallel.sync_batchnorm import convert
 from worlds import in_world
 
@@ -43,7 +43,7 @@ def _compare(
     for number, parameter in enumerate(norm.parameters()):
         parameter.data = torch.linspace(0.5, 1.5 + number, len(parameter)).to(parameter)
     held_in = torch.promote_types(dtype, torch.float32)
-    joint = convert(copy.deepcopy(norm).to(held_in), world)
+    joint = convert(copy.deepcopy(norm).to(held_in), Layout(dp=world.size).grid(world))
     assert joint is not norm and joint.state_dict().keys() == norm.state_dict().keys()
     errors = []
 
@@ -147,15 +147,16 @@ def _train(world: tutti.World) -> dict[str, float]:
 
 def _refuse(world: tutti.World) -> list[str]:
     said = []
+    grid = Layout(dp=world.size).grid(world)
     for try_it in (
-        lambda: convert(nn.Sequential(_Custom(3)), world),
-        lambda: convert(nn.BatchNorm1d(3), world)(torch.randn(int(world.is_first), 3)),
+        lambda: convert(nn.Sequential(_Custom(3)), grid),
+        lambda: convert(nn.BatchNorm1d(3), grid)(torch.randn(int(world.is_first), 3)),
     ):
         try:
             try_it()
         except (tutti.UsageError, ValueError) as error:
             said.append(str(error))
-    nothing: Any = convert(nn.BatchNorm1d(3), world)
+    nothing: Any = convert(nn.BatchNorm1d(3), grid)
     nothing(torch.randn(0, 3)).sum().backward()  # empty on every rank: harmless
     said.append(f"{nothing.running_mean.tolist()} {int(nothing.num_batches_tracked)}")
     return said

@@ -6,9 +6,11 @@ from tutti.world.errors import UsageError, did_you_mean
 
 _KINDS = {
     "collectives": ("tutti.cli.bench_collectives", "every backend side by side, as nccl-tests"),
+    "bandwidth": ("tutti.cli.bench_bandwidth", "every pair of ranks; slow links are named"),
     "pairs": ("tutti.cli.bench_pairs", "a baseline and its optimized form, results compared"),
     "tune": ("tutti.cli.bench_tune", "where one path overtakes another: tutti.comm's size table"),
     "symmetric": ("tutti.cli.bench_symmetric", "one-sided memory, and the structures on it"),
+    "compare": ("tutti.cli.bench_compare", "what changed between two results, beyond the spread"),
 }
 
 _USAGE = """usage: tutti bench KIND [flags]

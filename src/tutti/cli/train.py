@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.cli.flags import parse
+from tutti.parallel.layout import layout_of
 from tutti.train.recipe import RECIPES, Recipe
 from tutti.train.recipe_file import read_recipe, write_recipe
 from tutti.world.errors import UsageError
@@ -49,6 +50,8 @@ class Train:
     """Go on with the run in --out, from its last good checkpoint."""
     tensorboard: bool = False
     """Write TensorBoard files into the run directory, too."""
+    benchmark: bool = False
+    """Measure throughput: synthetic data, no evaluation, no checkpoint, 50 steps unless --steps."""
     lr_sweep: str | None = None
     """Learning rates to compare, as 0.05,0.1,0.2: one run for each, and for each of --ranks."""
     start_timeout: float | None = None
@@ -61,6 +64,8 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     base, name = _recipe_named_in(arguments)
     options = parse(Train, "tutti train", arguments, default=Train(settings=base, recipe=name))
+    if options.benchmark:
+        options = _as_benchmark(options, arguments)
     if options.lr_sweep is not None:
         from tutti.cli.lr_sweep import sweep
 
@@ -69,6 +74,7 @@ def main(arguments: list[str]) -> int:
         raise UsageError("--resume: say which run with --out DIR")
     ranks = _whole_number(options.ranks)
     if ranks is not None and identify(os.environ).launcher == "python":
+        layout_of(options.settings.parallel.layout, ranks)  # refused before anything starts
         out = options.out or _default_out(options.recipe)
         return LocalWorld(
             command=[sys.executable, "-m", "tutti", "train", *arguments, "--out", str(out)],
@@ -105,6 +111,7 @@ def _train(options: Train, base: Recipe) -> int:
                 directory,
                 resume=options.resume,
                 tensorboard=options.tensorboard,
+                save=not options.benchmark,
             )
             together(lambda: _open(directory, options, world) if world.is_first else None)
         except UsageError:
@@ -131,6 +138,21 @@ def _train(options: Train, base: Recipe) -> int:
         if world.is_first:
             _conclude(directory, outcome.summary, outcome.stopped)
         return STOPPED if outcome.stopped else 0
+
+
+def _as_benchmark(options: Train, arguments: list[str]) -> Train:
+    """The same job on data that costs nothing, with nothing but steps in it."""
+    if options.resume:
+        raise UsageError("--benchmark writes no checkpoint to go on from: leave --resume out")
+    recipe = options.settings
+    data = dataclasses.replace(recipe.data, dataset="synthetic")
+    if recipe.data.dataset == "cifar100":
+        data = dataclasses.replace(data, pixels=32)
+    length = dataclasses.replace(recipe.length, evaluate=False)
+    if _value_of("--steps", arguments) is None:
+        length = dataclasses.replace(length, steps=50)
+    settings = dataclasses.replace(recipe, data=data, length=length)
+    return dataclasses.replace(options, settings=settings)
 
 
 def _open(directory: "RunDirectory", options: Train, world: "World") -> None:

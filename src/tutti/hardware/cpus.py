@@ -3,9 +3,26 @@
 import math
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+from tutti.hardware.files import Files
+
 _NODES = Path("/sys/devices/system/node")
+
+
+@dataclass(frozen=True)
+class Cpus:
+    """The processors of the machine, and which of them this process may use."""
+
+    model: str | None
+    packages: int | None
+    cores: int | None
+    threads: int | None
+    allowed: str
+    isolated: str | None
+    governors: tuple[str, ...] | None
+    """The distinct frequency governors; () where the machine has none to choose."""
 
 
 def allowed_cpus() -> tuple[int, ...]:
@@ -51,3 +68,39 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
         else:
             runs.append([cpu])
     return ",".join("-".join(str(end) for end in run) for run in runs)
+
+
+def read_cpus(files: Files) -> Cpus:
+    """The processors as /proc and /sys count them."""
+    where = "/sys/devices/system/cpu"
+    online = files.text(f"{where}/online", "cpus.threads")
+    numbers = parse_cpu_list(online or "")
+    topology = [
+        (
+            files.number(f"{where}/cpu{cpu}/topology/physical_package_id"),
+            files.number(f"{where}/cpu{cpu}/topology/core_id"),
+        )
+        for cpu in numbers
+    ]
+    told = bool(topology) and all(None not in each for each in topology)
+    if not told:
+        for field in ("packages", "cores"):
+            files.unknown[f"cpus.{field}"] = f"{where}/cpu*/topology is hidden"
+    governors = {files.text(f"{where}/cpu{cpu}/cpufreq/scaling_governor") for cpu in numbers}
+    return Cpus(
+        model=_model(files),
+        packages=len({package for package, _ in topology}) if told else None,
+        cores=len(set(topology)) if told else None,
+        threads=len(numbers) if online is not None else None,
+        allowed=format_cpu_list(allowed_cpus()),
+        isolated=files.text(f"{where}/isolated", "cpus.isolated"),
+        governors=tuple(sorted(each for each in governors if each)),
+    )
+
+
+def _model(files: Files) -> str | None:
+    for line in (files.text("/proc/cpuinfo", "cpus.model") or "").splitlines():
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
+    files.unknown.setdefault("cpus.model", "/proc/cpuinfo names no model")
+    return None

@@ -42,6 +42,20 @@ def _installed_gpus() -> int:
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
+def why_no_nvml() -> str | None:
+    """Why `nvml()` gives None here; None where it does not."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except ImportError:
+        return "the package nvidia-ml-py is not installed"
+    except pynvml.NVMLError as error:
+        return f"NVML: {error}"
+    pynvml.nvmlShutdown()
+    return None
+
+
 @contextmanager
 def nvml() -> Iterator[Any]:
     """NVIDIA's management library, started; None where the package or the driver is missing."""

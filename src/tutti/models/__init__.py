@@ -15,6 +15,7 @@ from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, Wide
 if TYPE_CHECKING:
     from tutti.models.efficientnet import EfficientNet
     from tutti.models.gpt import GPT
+    from tutti.models.kv_cache import KVCache
     from tutti.models.lenet import LeNet
     from tutti.models.wideresnet import WideResNet
 
@@ -23,6 +24,7 @@ __all__ = [
     "EfficientNet",
     "EfficientNetConfig",
     "GPTConfig",
+    "KVCache",
     "LeNet",
     "LeNetConfig",
     "WideResNet",
@@ -32,6 +34,7 @@ __all__ = [
 _MODULES = {
     "EfficientNet": "tutti.models.efficientnet",
     "GPT": "tutti.models.gpt",
+    "KVCache": "tutti.models.kv_cache",
     "LeNet": "tutti.models.lenet",
     "WideResNet": "tutti.models.wideresnet",
 }

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tutti.models.config import GPTConfig
+from tutti.models.kv_cache import KVCache, LayerCache, causal_mask
 
 
 class Rotary(nn.Module):
@@ -48,15 +49,18 @@ class Rotary(nn.Module):
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, heads, head_dim) → the same, rotated; computed in the tables' type."""
-        length = x.size(1)
-        if length > self.cos.size(0):
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """(batch, seq, heads, head_dim) → the same, rotated; computed in the tables' type.
+
+        start: the position of the first token, where a cache holds those before it.
+        """
+        end = start + x.size(1)
+        if end > self.cos.size(0):
             raise ValueError(
-                f"gpt: a sequence of {length} tokens is longer than max_seq_len "
-                f"{self.cos.size(0)}: use shorter sequences or max_seq_len {length}"
+                f"gpt: a sequence of {end} tokens is longer than max_seq_len "
+                f"{self.cos.size(0)}: use shorter sequences or max_seq_len {end}"
             )
-        cos, sin = self.cos[:length, None], self.sin[:length, None]  # broadcast over heads
+        cos, sin = self.cos[start:end, None], self.sin[start:end, None]  # broadcast over heads
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
@@ -74,14 +78,23 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, cache: LayerCache | None = None) -> Tensor:
         # The number of heads is inferred: under tensor parallelism a rank holds some of them.
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        q, k = rotary(q), rotary(k)
+        start = 0 if cache is None else cache.length
+        q, k = rotary(q, start), rotary(k, start)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        mask = None
+        if cache is not None and start:  # new tokens see the old ones: no longer a square
+            k, v = cache.extend(k, v)
+            mask = causal_mask(q.size(2), k.size(2), q.device)
+        elif cache is not None:
+            cache.extend(k, v)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=start == 0, enable_gqa=self.grouped
+        )
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
 
@@ -110,8 +123,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary)
+    def forward(self, x: Tensor, rotary: Rotary, cache: LayerCache | None = None) -> Tensor:
+        # By keyword: plans for tensor parallelism say how each positional argument is split.
+        x = x + self.attention(self.attention_norm(x), rotary, cache=cache)
         x = x + self.mlp(self.mlp_norm(x))
         return x
 
@@ -164,12 +178,15 @@ class GPT(nn.Module):
             else:
                 nn.init.normal_(self.head.weight, std=std)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens (batch, seq), or hidden states (batch, seq, dim) → logits or hidden states."""
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Tokens (batch, seq), or hidden states (batch, seq, dim) → logits or hidden states.
+
+        With a cache these are the tokens that come after those it has seen, and it sees them.
+        """
         if self.embed is not None:
             x = self.embed(x)
-        for block in self.blocks.values():
-            x = block(x, self.rotary)
+        for name, block in self.blocks.items():
+            x = block(x, self.rotary, cache=None if cache is None else cache.layer(name))
         if self.norm is not None:
             x = self.norm(x)
         if self.head is not None:

@@ -37,9 +37,9 @@ def build_engine(
     """Place the model on this rank's device, spread it as the layout says, and run it.
 
     Call it on every rank, with the same whole model and weights. Make the optimizer afterwards,
-    from `engine.model.parameters()`. `plan` says how tp splits layers (default: by their usual
-    names). A pipeline needs an `example`, one real input with its batch dim, and how many
-    microbatches of which size a step has.
+    from `engine.model.parameters()`. `plan` says how tp splits layers; unset, the model's attribute
+    `parallel_plan`, or else the usual names of layers. A pipeline needs an `example`, one real
+    input with its batch dim, and how many microbatches of which size a step has.
     """
     options = options or EngineOptions()
     parallel = parallel or ParallelOptions()
@@ -75,6 +75,8 @@ def prepare(
 ) -> Techniques:
     """What will be done to the model: everything that can be refused is refused here."""
     resolved = {}
+    if plan is None:
+        plan = getattr(model, "parallel_plan", None)
     if grid.layout.tp > 1:
         resolved = resolve(default_plan(model) if plan is None else plan, model)
         if parallel.sequence_parallel and example is not None and can_split_sequence(resolved):

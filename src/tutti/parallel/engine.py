@@ -84,7 +84,7 @@ class Engine(ABC):
         speak, so that the sum over all ranks is the loss. All ranks give the same number of
         microbatches, and one that is empty only where it is not on another rank.
         """
-        loss = torch.zeros((), device=self.world.device)
+        loss = self.no_loss()
         for number, (inputs, targets) in enumerate(microbatches, start=1):
             last = number == len(microbatches)
             if len(inputs) == 0:  # others still have samples, and wait for this rank
@@ -97,6 +97,12 @@ class Engine(ABC):
             loss = loss + part.detach()
         self.reduce()
         return loss if self.speaks else torch.zeros_like(loss)
+
+    def no_loss(self) -> torch.Tensor:
+        """Zero, in the type that losses have on every rank: float32 or better."""
+        wide = next(self.model.parameters()).dtype == torch.float64
+        dtype = torch.float64 if wide else torch.float32
+        return torch.zeros((), dtype=dtype, device=self.world.device)
 
     @torch.no_grad()
     def infer(self, inputs: torch.Tensor, example: torch.Tensor | None = None) -> Any:

@@ -63,9 +63,7 @@ def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
     if batching.global_batch is None:
         rank_batch = _at_least_one("batch", batching.batch)
         global_batch = rank_batch * parts * accumulation
-        reasons["global_batch"] = (
-            f"batch {rank_batch} × {who} × accumulation {accumulation}{why}"
-        )
+        reasons["global_batch"] = f"batch {rank_batch} × {who} × accumulation {accumulation}{why}"
     else:
         global_batch = _at_least_one("global-batch", batching.global_batch)
         pieces = parts * accumulation

@@ -58,10 +58,12 @@ class Trainer:
         *,
         resume: bool = False,
         tensorboard: bool = False,
+        save: bool = True,
     ) -> None:
         self.world = world
         self.recipe = recipe
         self.directory = directory
+        self._saves = save
 
         # What may go wrong on one rank only (data that one host lacks) is agreed on before the
         # first collective that the others would wait in.
@@ -167,7 +169,7 @@ class Trainer:
                 self._report(beat, progress)
                 if evaluating and not stopped:
                     self._evaluate(progress)
-                if saving or stopped:
+                if saving or (stopped and self._saves):
                     self._save()
                 self.pulse.resume()
             self.checkpoints.wait()
@@ -179,7 +181,8 @@ class Trainer:
             progress.close()
             self.metrics.close()
             self.checkpoints.close()
-        return Outcome(self._summary(loss), stopped)
+        # Without checkpoints there is nothing to go on from: the measurement ends here.
+        return Outcome(self._summary(loss), stopped and self._saves)
 
     def _steps_to_next_event(self) -> int:
         """How many steps may run before anything else is to be done: the same on every rank."""
@@ -202,7 +205,7 @@ class Trainer:
         saving = epoch_ended
         if length.checkpoint_every:
             saving = self.step % length.checkpoint_every == 0
-        return length.evaluate and (evaluating or last), saving or last
+        return length.evaluate and (evaluating or last), self._saves and (saving or last)
 
     def _report(self, beat: Beat, progress: ProgressReport) -> None:
         if beat.broken is not None:

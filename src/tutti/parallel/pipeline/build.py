@@ -34,7 +34,9 @@ def build_pipeline(
     """
     check_microbatches(options.pipeline_schedule, grid.layout.pp, microbatches)
     plan = plan_stages(model, grid.layout.pp, options, example)
-    held = stages_of(options.pipeline_schedule, grid.rank("pp"), grid.layout.pp, options.virtual_stages)
+    held = stages_of(
+        options.pipeline_schedule, grid.rank("pp"), grid.layout.pp, options.virtual_stages
+    )
     ties = find_ties(model, plan)
     untie(model, ties, held)
     keep(model, [name for stage in held for name in plan[stage]])

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
 from tutti.parallel.engine import Engine, Objective, Pair, _unnoticed
 from tutti.parallel.grid import Grid
@@ -19,7 +19,9 @@ from tutti.parallel.hybrid import whole
 from tutti.parallel.options import ParallelOptions
 from tutti.parallel.pipeline.chain import Chain
 from tutti.parallel.pipeline.schedule import (
+    SPLIT_BACKWARD,
     Schedule,
+    Stage,
     build_schedule,
     check_microbatches,
     rank_of,
@@ -56,12 +58,19 @@ class Pipeline(Engine):
         check_microbatches(options.pipeline_schedule, pp, microbatches)
         self.holders = [rank_of(options.pipeline_schedule, stage, pp) for stage in range(len(plan))]
         self.chain = Chain(self.stages, self.holders, grid.group("pp"), self.world.device)
+        # NCCL sets a group up at its first call, which all its ranks must make; later calls are
+        # between two of them, while others may be waiting for what comes of it.
+        dist.all_reduce(torch.zeros(1, device=self.world.device), group=grid.group("pp"))
         self.ties = Ties(list(ties), self.holders, self.stages, grid)
         self.ties.share_values(model)
         for stage, module in self.stages.items():
             if not self._is_last(stage):
                 module.register_forward_hook(_contiguous)
+            if options.pipeline_schedule in SPLIT_BACKWARD:
+                _prepare_split_backward(module, options.pipeline_schedule)
         self.schedule: Schedule | None = None
+        self.pieces: list[Stage] = []
+        """This rank's stages as torch has them, once the first step has built them."""
         self._objective: Objective | None = None
         self._parts: list[torch.Tensor] = []
 
@@ -100,9 +109,7 @@ class Pipeline(Engine):
         )
         self._objective = None
         self.reduce()
-        if self.speaks:
-            return torch.stack(self._parts).sum()
-        return torch.zeros((), dtype=self._loss_dtype(), device=self.world.device)
+        return torch.stack(self._parts).sum() if self.speaks else self.no_loss()
 
     @torch.no_grad()
     def infer(self, inputs: torch.Tensor, example: torch.Tensor | None = None) -> Any:
@@ -139,13 +146,13 @@ class Pipeline(Engine):
             self.chain(inputs, see)
         self._reshard()
         group = self.grid.group("pp")
-        stages = [
-            PipelineStage(
-                module, stage, len(self.plan), self.world.device, *shapes[stage], group=group
-            )
+        self.pieces = [
+            Stage(module, stage, len(self.plan), self.world.device, *shapes[stage], group=group)
             for stage, module in self.stages.items()
         ]
-        return build_schedule(self.options.pipeline_schedule, stages, self.microbatches, self._loss)
+        return build_schedule(
+            self.options.pipeline_schedule, self.pieces, self.microbatches, self._loss
+        )
 
     def _loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # The schedule is built once, the objective is new in every step.
@@ -199,10 +206,21 @@ class Pipeline(Engine):
     def _is_last(self, stage: int) -> bool:
         return stage == len(self.plan) - 1
 
-    def _loss_dtype(self) -> torch.dtype:
-        """Losses are computed in float32 or better; all ranks must give the same type."""
-        wide = next(self.model.parameters()).dtype == torch.float64
-        return torch.float64 if wide else torch.float32
+
+def _prepare_split_backward(module: nn.Module, schedule: str) -> None:
+    """torch looks for the weights' gradients in the graph that forward has left behind.
+
+    It would not find the weights there if FSDP had put its shards in their place meanwhile.
+    """
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.set_reshard_after_forward(False, recurse=False)
+        if each._compiled_call_impl is not None:  # set by Module.compile()
+            raise UsageError(
+                f"--compile contradicts --pipeline-schedule {schedule}: a compiled backward cannot "
+                "be split into the inputs' and the weights' gradients: use --pipeline-schedule "
+                "1f1b or interleaved"
+            )
 
 
 def _ghost(tensor: torch.Tensor) -> torch.Tensor:

@@ -60,67 +60,57 @@ def untie(model: nn.Module, ties: list[Tie], held: Collection[int]) -> None:
 
 
 class Ties:
-    """The ties of a pipeline, and the groups of the ranks that hold their copies."""
+    """The ties of a pipeline: which copies this rank has, and which ranks have the others."""
 
     def __init__(
         self, ties: list[Tie], holders: list[int], held: Collection[int], grid: Grid
     ) -> None:
         self.aliases: dict[str, str] = {}
         """This rank's copies: a parameter's name here → the name of the one that counts."""
-        self._copies: list[tuple[list[str], _Line | None]] = []
+        self._copies: list[tuple[list[str], list[int]]] = []
+        self._grid = grid
         for tie in ties:
-            for stage, names in tie.names.items():
-                if stage in held:
-                    self.aliases |= {name: tie.name for name in names if name != tie.name}
-            mine = [names[0] for stage, names in tie.names.items() if stage in held]
-            line = _line([holders[stage] for stage in tie.names], grid)
+            mine = [names for stage, names in tie.names.items() if stage in held]
+            self.aliases |= {name: tie.name for names in mine for name in names if name != tie.name}
+            ranks = list(dict.fromkeys(holders[stage] for stage in tie.names))
             if mine:
-                self._copies.append((mine, line))
+                self._copies.append(([names[0] for names in mine], ranks))
 
     @torch.no_grad()
     def share_values(self, model: nn.Module) -> None:
         """Make all copies equal to the first stage's."""
-        for names, line in self._copies:
-            first, *others = [_local(model.get_parameter(name)) for name in names]
-            if line is not None:
-                dist.broadcast(first, src=line.first, group=line.group)
-            for other in others:
-                other.copy_(first)
+        for names, ranks in self._copies:
+            copies = [_local(model.get_parameter(name)) for name in names]
+            first = self._exchange(copies[0], ranks)[0]
+            for each in copies:
+                each.copy_(first)
 
     @torch.no_grad()
     def sum_gradients(self, model: nn.Module) -> None:
         """Give every copy the sum of all copies' gradients."""
-        for names, line in self._copies:
+        for names, ranks in self._copies:
             gradients = [model.get_parameter(name).grad for name in names]
-            locals_ = [_local(gradient) for gradient in gradients if gradient is not None]
-            if not locals_:
+            parts = [_local(gradient) for gradient in gradients if gradient is not None]
+            if not parts:
                 continue  # frozen
-            total = torch.stack(locals_).sum(0) if len(locals_) > 1 else locals_[0].contiguous()
-            if line is not None:
-                dist.all_reduce(total, group=line.group)
-            for local in locals_:
-                local.copy_(total)
+            # In the order of the stages on all ranks: the copies must not drift apart by a bit.
+            total = torch.stack(self._exchange(torch.stack(parts).sum(0), ranks)).sum(0)
+            for part in parts:
+                part.copy_(total)
 
-
-@dataclass(frozen=True)
-class _Line:
-    """The ranks with copies, in this rank's line of the pipeline."""
-
-    first: int
-    """The rank of the first stage's copy, in the world."""
-    group: dist.ProcessGroup
-
-
-def _line(holders: list[int], grid: Grid) -> _Line | None:
-    """None where one rank has all copies. All ranks make all groups, in the same order."""
-    if len(set(holders)) == 1:
-        return None
-    mine = None
-    for line in grid.ranks.flatten(1).T.tolist():
-        group = dist.new_group(sorted({line[holder] for holder in holders}))
-        if grid.world.rank in line:
-            mine = _Line(line[holders[0]], group)
-    return mine
+    def _exchange(self, mine: torch.Tensor, ranks: list[int]) -> list[torch.Tensor]:
+        """What each of these ranks of the pipeline has, in their order."""
+        group, here = self._grid.group("pp"), self._grid.rank("pp")
+        mine = mine.contiguous()
+        all_of_them = [mine if rank == here else torch.empty_like(mine) for rank in ranks]
+        messages = []
+        for rank, tensor in zip(ranks, all_of_them, strict=True):
+            if rank != here:
+                messages.append(dist.P2POp(dist.isend, mine, group=group, group_peer=rank))
+                messages.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank))
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+        return all_of_them
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

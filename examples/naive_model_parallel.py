@@ -1,0 +1,57 @@
+"""A model split over ranks in two naive ways: tutti run -n 2 examples/naive_model_parallel.py
+
+By layers, one rank computing while the others wait; and by the channels of each layer. Both give
+the gradients of one device, and each rank holds a part of the parameters.
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tutti
+from tutti.parallel.naive import ColumnLinear, LayersOnRanks, RowLinear, own_part
+
+
+def main() -> None:
+    with tutti.init() as world:
+        torch.manual_seed(0)  # the same model and batch on every rank
+        layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())]
+        whole = nn.Sequential(*layers).double().to(world.device)
+        x = torch.randn(16, 64, dtype=torch.float64, device=world.device)
+        whole(x).square().sum().backward()
+        gradients = {name: each.grad for name, each in whole.named_parameters()}
+        held = sum(each.numel() for each in whole.parameters())
+
+        placed = LayersOnRanks(copy.deepcopy(whole))
+        placed.model.zero_grad()
+        outputs = placed.forward(x, shape=(16, 64))
+        placed.backward(outputs.square().sum() if placed.is_last else None)
+        pairs = [(each.grad, gradients[name]) for name, each in placed.model.named_parameters()]
+        tell(world, "layers on ranks", placed.model, pairs, held)
+
+        # Split by columns, then by rows, and so on.
+        split = copy.deepcopy(whole)
+        kinds = {"0": ColumnLinear, "2": RowLinear, "4": ColumnLinear, "6": RowLinear}
+        for name, kind in kinds.items():
+            split.set_submodule(name, kind(whole.get_submodule(name)))
+        split(x).square().sum().backward()
+        pairs = [
+            (split.get_submodule(name).weight.grad, own_part(gradients[f"{name}.weight"], dim))
+            for name, dim in {"0": 0, "2": 1, "4": 0, "6": 1}.items()
+        ]
+        tell(world, "channels split", split, pairs, held)
+
+
+def tell(world: tutti.World, how: str, model: nn.Module, pairs: list, whole: int) -> None:
+    """What this rank holds, and how far all ranks' gradients are from those of one device."""
+    worst = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    if world.is_first:
+        held = sum(each.numel() for each in model.parameters())
+        print(f"{how}: rank 0 holds {held} of {whole} parameters, largest error {worst:.1e}")
+
+
+if __name__ == "__main__":
+    main()

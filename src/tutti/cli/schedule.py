@@ -1,0 +1,172 @@
+"""The timeline of a pipeline schedule, counted and measured: `tutti parity --show-schedule`."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from tutti.cli.flags import parse
+from tutti.cli.results import check_writable, write_json
+from tutti.parallel.options import ParallelOptions, ScheduleName
+from tutti.world.errors import UsageError
+from tutti.world.identity import identify
+from tutti.world.launch import LocalWorld
+
+if TYPE_CHECKING:
+    from tutti.parallel.pipeline.timeline import Timeline
+
+_LEGEND = """\
+# F3: forward of microbatch 3 (5F3: on stage 5); B: backward; I, W: its halves,
+# the gradients of inputs and of weights; dots: waiting.
+# Counted: F, I and W take 1, B takes 2, messages take nothing. Measured: what
+# is too short for its label shows the start of it."""
+
+
+@dataclass(frozen=True)
+class ShowSchedule:
+    """Show a pipeline schedule: tutti parity --show-schedule --schedule 1f1b --pp 4
+
+    Prints who computes what and when, and the bubble: the share of time in which ranks wait. First
+    counted, then measured: the schedule runs on local ranks, with a small model of equal stages.
+    """
+
+    pipeline_schedule: Annotated[ScheduleName, tyro.conf.arg(aliases=["--schedule"])] = "1f1b"
+    """gpipe, 1f1b, interleaved, zero-bubble or zbv."""
+    pp: int = 4
+    """Ranks of the pipeline."""
+    accumulation: int = 8
+    """Microbatches of a step."""
+    stages_per_rank: int | None = None
+    """Stages on each rank: 1 for gpipe and 1f1b, 2 for the others unless set."""
+    measure: bool = True
+    """Run it on local ranks, too."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to measure."""
+    ranks_per_gpu: int = 1
+    """How many ranks may share one GPU."""
+    json: Path | None = None
+    """Write timelines, bubbles, environment and command to this file, too."""
+
+    @property
+    def options(self) -> ParallelOptions:
+        """What the engine is told."""
+        return ParallelOptions(
+            pipeline_schedule=self.pipeline_schedule, stages_per_rank=self.stages_per_rank
+        )
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    flags = parse(ShowSchedule, "tutti parity --show-schedule", arguments)
+    if flags.pp < 2:
+        raise UsageError(f"--pp {flags.pp}: a pipeline has 2 ranks or more")
+    check_writable("--json", flags.json)
+    if not flags.measure:
+        return show(flags)
+    if identify(os.environ).launcher != "python":
+        return _measure(flags)
+    counted(flags)  # refuses what cannot run, before ranks are started
+    return LocalWorld(
+        command=[sys.executable, "-m", "tutti.cli.schedule", *arguments],
+        ranks=flags.pp,
+        device=flags.device,
+        ranks_per_gpu=flags.ranks_per_gpu,
+        show="first",
+    ).run()
+
+
+def counted(flags: ShowSchedule) -> "Timeline":
+    """The timeline in units of a forward, as it follows from the order of actions."""
+    from tutti.parallel.pipeline.order import orders
+    from tutti.parallel.pipeline.timeline import simulate
+
+    per_rank = flags.options.virtual_stages
+    return simulate(orders(flags.pipeline_schedule, flags.pp, flags.accumulation, per_rank))
+
+
+def show(flags: ShowSchedule, measured: "Timeline | None" = None, note: str | None = None) -> int:
+    """Print the counted timeline, and the measured one beneath it; write the JSON."""
+    from tutti.parallel.pipeline.timeline import bubble, draw, formula, length
+
+    timeline = counted(flags)
+    per_rank = flags.options.virtual_stages
+    closed = formula(flags.pipeline_schedule, flags.pp, flags.accumulation, per_rank)
+    print(
+        f"schedule {flags.pipeline_schedule}: {flags.pp} ranks × {per_rank} "
+        f"stage{'s' * (per_rank > 1)}, {flags.accumulation} microbatches"
+    )
+    print(_LEGEND)
+    print("\ncounted")
+    print("\n".join(draw(timeline)))
+    if measured is not None:
+        # As long on paper as the counted one: what differs is who waits for how long.
+        unit = length(measured) / length(timeline)
+        print(f"\nmeasured, {length(measured) * 1e3:.1f} ms, the fastest of several steps")
+        print("\n".join(draw(measured, unit)))
+    said = f"\nbubble: counted {bubble(timeline):.1%}"
+    if closed is not None:
+        said += f", by the formula {closed:.1%}"
+    if measured is not None:
+        said += f", measured {bubble(measured):.1%}"
+    print(said)
+    if note:
+        print(f"note: {note}")
+    if flags.json is not None:
+        results: dict[str, Any] = {
+            "schedule": flags.pipeline_schedule,
+            "pp": flags.pp,
+            "accumulation": flags.accumulation,
+            "stages_per_rank": per_rank,
+            "bubble": {"counted": bubble(timeline), "formula": closed}
+            | ({"measured": bubble(measured)} if measured else {}),
+            "counted": _rows(timeline),
+            "measured": _rows(measured) if measured else None,
+            "note": note,
+        }
+        write_json(flags.json, "tutti.schedule/1", results)
+    return 0
+
+
+def _measure(flags: ShowSchedule) -> int:
+    from tutti.hardware.cpus import allowed_cpus
+    from tutti.parallel.pipeline.record import measure
+    from tutti.world.exchange import gather_json
+    from tutti.world.start import init
+
+    shared = flags.ranks_per_gpu if flags.ranks_per_gpu > 1 else None
+    with init(device=flags.device, ranks_per_gpu=shared) as world:
+        measured = measure(world, flags.options, flags.accumulation)
+        note = world.sharing_note
+        # Each rank may be bound to some of them.
+        cpus = len({cpu for rank in gather_json(allowed_cpus()) for cpu in rank})
+        if note is None and world.device.type == "cpu" and cpus < world.size:
+            note = f"{world.size} ranks take turns on {cpus} CPU{'s' * (cpus > 1)}: they wait for "
+            note += f"{'those' if cpus > 1 else 'it'}, too"
+        return show(flags, measured, note) if world.is_first else 0
+
+
+def _rows(timeline: "Timeline") -> list[dict[str, Any]]:
+    return [
+        {
+            "rank": rank,
+            "kind": span.action.kind,
+            "stage": span.action.stage,
+            "microbatch": span.action.microbatch,
+            "start": span.start,
+            "end": span.end,
+        }
+        for rank, spans in enumerate(timeline)
+        for span in spans
+    ]
+
+
+if __name__ == "__main__":
+    # The ranks that main() starts.
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UsageError as error:
+        print(f"tutti parity: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,118 @@
+"""A plan says what each layer becomes under tp; what cannot be is refused before it begins."""
+
+import re
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from tutti import UsageError
+from tutti.models import GPT, GPTConfig, LeNet, LeNetConfig
+from tutti.parallel.plans import check_divides, default_plan, resolve
+from tutti.parallel.tensor import can_split_sequence
+
+
+def _gpt(**changes: int) -> GPT:
+    values = {"vocab_size": 32, "max_seq_len": 16, "layers": 2, "dim": 32, "heads": 4, **changes}
+    return GPT(GPTConfig(**values))
+
+
+class _Usual(nn.Module):
+    """Blocks with the names that many published models have, and no embedding of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        for layer in self.layers:
+            layer.self_attn = nn.Module()
+            layer.self_attn.q_proj = nn.Linear(8, 8)
+            layer.self_attn.o_proj = nn.Linear(8, 8)
+            layer.input_layernorm = nn.LayerNorm(8)
+
+
+def test_the_gpt_is_split_from_its_embedding_to_its_head() -> None:
+    plan = default_plan(_gpt())
+    assert {name: role for name, role in plan.items() if not name.startswith("blocks.1")} == {
+        "embed": "vocabulary",
+        "blocks.0.attention_norm": "norm",
+        "blocks.0.attention": "input",
+        **{f"blocks.0.attention.w{each}": "column" for each in "qkv"},
+        "blocks.0.attention.wo": "row",
+        "blocks.0.mlp_norm": "norm",
+        "blocks.0.mlp": "input",
+        "blocks.0.mlp.gate": "column",
+        "blocks.0.mlp.up": "column",
+        "blocks.0.mlp.down": "row",
+        "norm": "norm",
+        "head": "head",
+    }
+    assert can_split_sequence(plan)
+
+
+def test_usual_names_are_known_and_a_stream_without_ends_stays_whole() -> None:
+    plan = default_plan(_Usual())
+    assert plan == {
+        **{f"layers.{n}.self_attn.q_proj": "column" for n in range(2)},
+        **{f"layers.{n}.self_attn.o_proj": "row" for n in range(2)},
+    }
+    assert not can_split_sequence(plan)
+
+
+def test_a_star_stands_for_one_part_of_a_name() -> None:
+    resolved = resolve({"blocks.*.mlp.up": "column", "head": "head"}, _gpt())
+    assert resolved == {
+        "blocks.0.mlp.up": "column",
+        "blocks.1.mlp.up": "column",
+        "head": "head",
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"blocks.*.mlp.upp": "column"}, r"no module 'blocks.\*.mlp.upp': did you mean"),
+        ({"embed": "vocabulry"}, r"role 'vocabulry': did you mean vocabulary\?"),
+        ({"embed": "column"}, r"embed is a Embedding, role 'column' is for Linear"),
+        ({"norm": "row"}, r"norm is a RMSNorm, role 'row' is for Linear"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_model_is_refused(plan: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolve(plan, _gpt())  # type: ignore[arg-type]
+
+
+def test_a_model_without_known_names_needs_a_plan() -> None:
+    with pytest.raises(UsageError, match=r"no layer of LeNet .* give a plan, such as"):
+        default_plan(LeNet(LeNetConfig()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({}, 3, r"tp3 does not divide the 32 words of embed: 32 / 3 = 10.67: use tp2 or tp4"),
+        ({}, 8, r"tp8 does not divide the 4 heads of blocks.0.attention.wq: .*: use tp2 or tp4"),
+        ({"kv_heads": 2}, 4, r"tp4 does not divide the 2 heads of blocks.0.attention.wk"),
+        ({"mlp_dim": 10}, 4, r"tp4 does not divide the 10 outputs of blocks.0.mlp.gate"),
+    ],
+)
+def test_a_split_through_a_head_or_a_word_is_refused(
+    changes: dict[str, int], tp: int, message: str
+) -> None:
+    model = _gpt(**changes)
+    with pytest.raises(UsageError, match=message):
+        check_divides(default_plan(model), model, tp)
+
+
+def test_the_page_on_layouts_points_to_code_that_exists() -> None:
+    page = Path(__file__).parents[2] / "docs" / "layouts.md"
+    text = page.read_text()
+    links = re.findall(r"\]\((\.\./src/[^)]+|[a-z]+\.md)\)", text)
+    assert len(links) > 10
+    missing = [link for link in links if not (page.parent / link).is_file()]
+    assert not missing
+    named = re.findall(r"`([A-Za-z_.]+)` (?:in|of)\s+\[\w+\.py\]\(([^)]+)\)", text)
+    assert len(named) > 6
+    for name, link in named:
+        source = (page.parent / link).read_text()
+        for part in name.split("."):
+            assert re.search(rf"(def|class) {part}\b", source), f"{name} is not in {link}"

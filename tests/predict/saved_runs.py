@@ -1,0 +1,38 @@
+"""Run directories for tests: a recipe and a checkpoint, as `tutti train` leaves them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tutti.models import GPT, GPTConfig
+from tutti.train.checkpoint import Checkpoints
+from tutti.train.recipe import RECIPES, Compute, Data
+from tutti.train.recipe_file import write_recipe
+
+# Small, and with everything that layouts cut: four heads, two of keys and values, three blocks.
+CONFIG = GPTConfig(max_seq_len=12, layers=3, dim=32, heads=4, kv_heads=2)
+
+
+def gpt_run(folder: Path, config: GPTConfig = CONFIG, precision: str = "float64") -> Path:
+    """A GPT over the bytes of a text, its weights drawn wide enough to have opinions."""
+    run = folder / "run"
+    run.mkdir()
+    text = folder / "text"
+    text.write_bytes(bytes(range(256)) * 3 + b"the end of the text")
+    recipe = replace(
+        RECIPES["gpt"],
+        architecture=config,
+        data=Data(dataset="text", data_dir=text, seq_len=9),
+        compute=Compute(precision=precision),  # type: ignore[arg-type]
+    )
+    (run / "recipe.toml").write_text(write_recipe(recipe, "gpt"))
+    torch.manual_seed(0)
+    model = GPT(config).to(torch.float64 if precision == "float64" else torch.float32)
+    for parameter in model.parameters():
+        parameter.data.mul_(4 if parameter.dim() > 1 else 1)
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        checkpoints.save(5, model)
+        model.blocks["0"].mlp.up.weight.data.mul_(1.1)
+        checkpoints.save(6, model)
+    return run

@@ -1,0 +1,208 @@
+"""tutti predict as a person uses it: after tutti train, with mistakes, with a rank that dies."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import psutil
+import pytest
+from saved_runs import gpt_run
+
+from tutti.cli import run as tutti_command
+from worlds import TUTTI, clean_environment, run_command
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def predict(*flags: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """The command; on one rank in this process, which saves a start."""
+    words = ["predict", "--device", "cpu", *map(str, flags)]
+    if "--ranks" in words:
+        done = run_command([*TUTTI, *words])
+    else:
+        with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+            done = subprocess.CompletedProcess(words, tutti_command(words))
+        done.stdout, done.stderr = out.getvalue(), err.getvalue()
+    assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short training, on two ranks."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    flags = ["--recipe", "lenet", "--pixels", "8", "--epochs", "2", "--checkpoint-every", "30"]
+    done = run_command([*TUTTI, "train", *flags, "--ranks", "2", "--out", out])
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_the_score_is_the_one_of_the_training_s_summary(trained: Path) -> None:
+    done = predict("--run", trained, "--json", trained / "score.json")
+    summary = json.loads((trained / "summary.json").read_text())
+    score = json.loads((trained / "score.json").read_text())
+    assert score["schema"] == "tutti.predict/1" and score["layout"] == "dp1"
+    assert score["accuracy"] == summary["test_accuracy"] and score["step"] == summary["steps"]
+    # Other batches, and so other roundings of float32: 1e-6 relative.
+    assert score["loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
+    line = f"test accuracy {100 * score['accuracy']:.2f} %, test loss {score['loss']:.4f}\n"
+    assert done.stdout.startswith(line)
+    rows = [json.loads(each) for each in (trained / "predictions-test.jsonl").open()]
+    assert [row["index"] for row in rows] == list(range(len(rows))) and len(rows) == 360
+    assert sum(row["right"] for row in rows) / len(rows) == score["accuracy"]
+
+
+def test_two_ranks_write_the_bytes_that_one_writes_also_of_an_earlier_step(
+    trained: Path, tmp_path: Path
+) -> None:
+    common = [
+        "--run",
+        trained,
+        "--step",
+        "30",
+        "--split",
+        "train",
+        "--limit",
+        "101",
+        "--batch",
+        "7",
+    ]
+    one = predict(*common, "--out", tmp_path / "one.jsonl")
+    two = predict(*common, "--out", tmp_path / "two.jsonl", "--ranks", "2")
+    assert "step-00000030" in one.stderr
+    assert one.stdout.splitlines()[0] == two.stdout.splitlines()[0]
+    text = (tmp_path / "one.jsonl").read_bytes()
+    assert text.count(b"\n") == 101 and text == (tmp_path / "two.jsonl").read_bytes()
+
+
+def test_texts_are_printed_in_the_order_of_the_prompts_and_written_if_asked(tmp_path: Path) -> None:
+    run, lines, out = gpt_run(tmp_path), tmp_path / "prompts", tmp_path / "texts.jsonl"
+    lines.write_text("second\nthird\n")
+    flags = ["--run", run, "--prompt", "first", "--prompts", lines, "--tokens", "5"]
+    one = predict(*flags, "--out", out)
+    two = predict(*flags, "--ranks", "2")
+    assert one.stdout == two.stdout
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["first", "second", "third"]
+    said = "".join(f"--- prompt {r['index']}\n{r['prompt']}{r['text']}\n" for r in rows)
+    assert one.stdout == said
+    other = predict(*flags, "--seed", "1")
+    assert other.stdout != one.stdout
+
+
+SLOW = """
+import time
+import torch
+
+class Slow:
+    def __len__(self):
+        return 4000
+    def __getitem__(self, index):
+        if not 0 <= index < 4000:
+            raise IndexError
+        time.sleep(0.005)
+        return torch.zeros(1, 8, 8), index % 10
+
+def data():
+    return Slow(), Slow()
+"""
+
+
+def test_a_rank_that_is_killed_leaves_the_old_file_and_no_half_of_a_new_one(
+    trained: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    out = tmp_path / "results" / "rows.jsonl"
+    out.parent.mkdir()
+    out.write_text("the old one\n")
+    flags = ["--run", str(trained), "--dataset", "slow:data", "--ranks", "2", "--out", str(out)]
+    with subprocess.Popen(
+        [*TUTTI, "predict", *flags, "--batch", "4"],
+        env=clean_environment(),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not any(each.stat().st_size for each in out.parent.glob(".rows.jsonl.*.partial")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "nothing was ever written"
+            time.sleep(0.01)
+        ranks = psutil.Process(process.pid).children()
+        (second,) = [rank for rank in ranks if rank.environ().get("RANK") == "1"]
+        os.kill(second.pid, signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode not in (0, 2) and "rank 1" in said and "SIGKILL" in said
+    assert out.read_text() == "the old one\n"
+    assert [each.name for each in out.parent.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of a gpt, one without a checkpoint, and something else."""
+    folder = tmp_path_factory.mktemp("mistaken")
+    run = gpt_run(folder)
+    (folder / "young").mkdir()
+    (folder / "young" / "recipe.toml").write_text((run / "recipe.toml").read_text())
+    (folder / "other").mkdir()
+    (folder / "empty").write_text("")
+    (folder / "gap").write_text("one\n\nthree\n")
+    (folder / "tokens").mkdir()
+    recipe = (run / "recipe.toml").read_text().replace('"text"', '"tokens"')
+    (folder / "tokens" / "recipe.toml").write_text(recipe)
+    (folder / "tokens" / "checkpoints").symlink_to(run / "checkpoints")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--run nowhere", "--run nowhere does not exist: give the --out of a tutti train"),
+        ("--run other", "--run other has no recipe.toml"),
+        ("--run young", "--run young has no checkpoint yet"),
+        ("--run run --step 7", "--step 7: run has no such checkpoint: use 5, 6"),
+        ("--run run --layout tp2", "layout tp2 needs 2 ranks, this world has 1"),
+        ("--run run --tokens 3", "--tokens does nothing without --prompt"),
+        ("--run run --limit 0", "--limit 0: use 1 or more"),
+        ("--run run --dataset digits", "model gpt needs text"),
+        ("--run run --data-dir missing", "text missing does not exist"),
+        ("--run run --out /proc/no/x", "--out /proc/no/x: No such file"),
+        ("--run run --prompt=", "prompt 0 is empty"),
+        ("--run run --prompts empty", "--prompts empty is empty"),
+        ("--run run --prompts gap", "prompt 1 is empty"),
+        ("--run run --prompts missing", "--prompts missing: No such file"),
+        ("--run run --prompt a --limit 3", "--limit does nothing with --prompt"),
+        ("--run run --prompt a --temperature -1", "--temperature -1: use 0 (greedy) or more"),
+        ("--run run --prompt a --tokens 0", "--tokens 0: use 1 or more"),
+        ("--run tokens --prompt a", "was trained on tokens"),
+        ("--run run --prompt a --precision bf16", "--precision bf16: texts are made in float32"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_two(
+    mistaken: Path, flags: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(mistaken)
+    said = predict(*flags.split(), code=2).stderr
+    assert message in said and said.count("\n") == 1, said
+
+
+def test_a_mistake_that_all_ranks_see_is_told_once(trained: Path) -> None:
+    done = predict("--run", trained, "--prompt", "a", "--ranks", "2", code=2)
+    assert f"tutti predict: --prompt needs a gpt, {trained} is a lenet" in done.stderr
+    assert done.stderr.count("--prompt needs a gpt") == 1
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_note(tmp_path: Path) -> None:
+    run = gpt_run(tmp_path)
+    older = predict("--run", run, "--step", "5").stdout.splitlines()[0]
+    file = run / "checkpoints" / "step-00000006" / "rank0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    done = predict("--run", run)
+    assert "step-00000006 is damaged" in done.stderr
+    assert done.stdout.splitlines()[0] == older
+    assert predict("--run", run, "--prompt", "a", "--tokens", "3").stdout

@@ -1,0 +1,122 @@
+"""The same predictions and the same texts, whatever the ranks and the layout.
+
+In float64, where rounding (1e-15 relative) changes neither a digit that is printed nor a token
+that is drawn, unless a number falls onto an edge by less than that.
+"""
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved_runs import CONFIG, gpt_run
+
+import tutti
+from tutti.predict.generator import Generator
+from tutti.predict.placing import place_gpt
+from tutti.predict.predictor import Predictor, Subject
+from tutti.predict.sampling import Sampling
+from tutti.predict.saved_run import SavedRun
+from worlds import in_world
+
+pytestmark = pytest.mark.timeout(180)
+
+# Of several lengths; one is longer than the window of 12, and all of them slide.
+PROMPTS = ["a", "def f(x):", "0123456789abc", "é\x00", "zz"]
+TOKENS = 12
+WINDOWS = 28  # of 9 bytes in the whole text: batches of 4 do not divide among 2 or 4 ranks
+
+
+def _predict_all(world: tutti.World, cases: list[list[str]]) -> list[Any]:
+    return [_predict(world, Path(run), tutti.Layout.parse(layout)) for run, layout in cases]
+
+
+def _predict(world: tutti.World, run: Path, layout: tutti.Layout) -> list[Any]:
+    """The lines of the file, the score, and the texts."""
+    saved = SavedRun.open(run, None, None)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.jsonl"
+        subject = Subject(split="train", limit=WINDOWS - 1, batch=4)
+        score = Predictor(world, saved, layout, subject).run(out)
+        assert [each.name for each in Path(folder).iterdir()] == ["rows.jsonl"] * world.is_first
+        lines = out.read_text() if world.is_first else ""
+    decoder, _ = place_gpt(world, saved, layout, saved.gpt_config())
+    texts = []
+    for sampling, batch in ((Sampling(1.0, 40, seed=1), 1), (Sampling(0), 3)):
+        generator = Generator(decoder, saved.gpt_config(), sampling)
+        done = [each for some in generator.run(PROMPTS, TOKENS, batch) for each in some]
+        texts.append([[each.index, each.prompt, each.text] for each in done])
+    return [lines, [score.loss, score.accuracy, score.count], texts]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A GPT, and one whose head is its embedding: on two stages, both must get it."""
+    tied = replace(CONFIG, tied=True)
+    return {
+        "plain": str(gpt_run(tmp_path_factory.mktemp("plain"))),
+        "tied": str(gpt_run(tmp_path_factory.mktemp("tied"), tied)),
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(runs: dict[str, str]) -> dict[str, list[Any]]:
+    """What one rank says."""
+    (said,) = in_world(_predict_all, 1, [[run, "dp1"] for run in runs.values()])
+    return dict(zip(runs, said, strict=True))
+
+
+def test_one_rank_predicts_every_sample_once_and_goes_on_with_every_prompt(
+    alone: dict[str, list[Any]],
+) -> None:
+    for lines, (loss, accuracy, count), texts in alone.values():
+        rows = [json.loads(line) for line in lines.splitlines()]
+        assert [row["index"] for row in rows] == list(range(WINDOWS - 1))
+        assert count == 9 * len(rows) and accuracy == sum(row["right"] for row in rows) / count
+        assert loss == pytest.approx(sum(row["loss"] for row in rows) / len(rows), abs=1e-5)
+        for told in texts:
+            assert [each[:2] for each in told] == [[i, prompt] for i, prompt in enumerate(PROMPTS)]
+        assert len({text for told in texts for _, _, text in told}) == len(texts) * len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [
+        (2, ["dp2", "shard2", "tp2", "pp2"]),
+        (4, ["dp4", "dp2.tp2", "tp2.pp2", "shard2.tp2", "shard2.pp2"]),
+    ],
+)
+def test_every_layout_says_what_one_rank_says(
+    runs: dict[str, str], alone: dict[str, list[Any]], ranks: int, layouts: list[str]
+) -> None:
+    _compare(runs, alone, ranks, layouts)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_layouts_on_a_gpu_say_what_one_rank_says_on_the_cpu(
+    runs: dict[str, str], alone: dict[str, list[Any]]
+) -> None:
+    _compare(runs, alone, 2, ["dp2", "shard2", "tp2", "pp2"], gpu=True)
+
+
+def _compare(
+    runs: dict[str, str],
+    alone: dict[str, list[Any]],
+    ranks: int,
+    layouts: list[str],
+    gpu: bool = False,
+) -> None:
+    cases = [("plain", layout) for layout in layouts]
+    cases += [("tied", layout) for layout in layouts if layout in ("pp2", "tp2.pp2")]
+    asked = [[runs[run], layout] for run, layout in cases]
+    first, *others = in_world(_predict_all, ranks, asked, timeout=150, gpu=gpu)
+    for number, (run, layout) in enumerate(cases):
+        lines, score, texts = alone[run]
+        assert first[number][0] == lines, (run, layout)
+        assert first[number][1] == pytest.approx(score, rel=1e-12), (run, layout)
+        assert first[number][2] == texts, (run, layout)
+        for other in others:  # all ranks know the score, one has the texts
+            assert other[number][1:] == [first[number][1], [[], []]]

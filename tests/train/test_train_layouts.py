@@ -1,0 +1,86 @@
+"""tutti train with layouts: the same losses as one rank, saved under one, resumed under others.
+
+Tolerance: float64, five steps of AdamW with clipping; sums in another order move a loss by about
+1e-15 relative, and AdamW divides small gradients by their own size: 1e-10 leaves room for that, and
+a wrong factor, norm, sample or optimizer state moves the loss by more than 1e-6.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worlds import TUTTI, run_command
+
+pytestmark = pytest.mark.timeout(300)
+
+TOLERANCE = 1e-10
+SMALL = ["--recipe", "gpt", "--dataset", "synthetic", "--precision", "float64", "--seq-len", "16"]
+SMALL += ["--layers", "2", "--dim", "32", "--heads", "4", "--vocab-size", "64", "--tied"]
+SMALL += ["--clip", "0.5", "--schedule", "constant", "--warmup", "0", "--global-batch", "16"]
+SMALL += ["--device", "cpu", "--no-evaluate"]
+
+
+def train(*flags: str | Path, code: int = 0, timeout: float = 150) -> Any:
+    done = run_command([*TUTTI, "train", *flags], timeout=timeout)
+    assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def losses(run: Path, rank: int = 0) -> list[float]:
+    lines = (run / "metrics" / f"rank{rank}.jsonl").read_text().splitlines()
+    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+
+
+def test_eight_ranks_train_and_other_layouts_go_on_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
+    alone, eight = tmp_path / "alone", tmp_path / "eight"
+    train(*SMALL, "--steps", "5", "--out", alone)
+    right = losses(alone)
+
+    train(*SMALL, "--steps", "3", "--ranks", "8", "--layout", "dp2.tp2.pp2", "--out", eight)
+    summary = json.loads((eight / "summary.json").read_text())
+    assert summary["layout"] == "dp2.tp2.pp2"
+    assert summary["plan"]["global_batch"] == 16
+    for rank in range(8):  # whatever the stage, every rank knows the loss
+        assert losses(eight, rank) == pytest.approx(right[:3], rel=TOLERANCE)
+
+    for layout in ("shard4", "tp2.pp2"):
+        run = tmp_path / layout
+        shutil.copytree(eight, run)
+        flags = ["--resume", "--out", run, "--ranks", "4", "--layout", layout, "--steps", "5"]
+        done = train(*flags)
+        assert "resumed at step 3" in done.stderr
+        assert losses(run) == pytest.approx(right, rel=TOLERANCE)
+
+
+def test_a_benchmark_measures_and_leaves_no_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--ranks", "2", "--layout", "shard2", "--steps", "3", "--out", run]
+    train(*SMALL[:2], *SMALL[4:], *flags, "--benchmark", "--precision", "float32")
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["samples_per_s"] > 0
+    assert summary["steps"] == 3
+    assert not (run / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layout", "dp3"], "layout dp3 needs 3 ranks, this world has 2: use --ranks 3 or dp2"),
+        (["--layout", "pp2", "--accumulation", "1"], "use --accumulation 2"),
+        (["--layout", "tp2", "--seq-len", "15"], "15 / 2 = 7.5: use --seq-len 16"),
+        (["--layout", "shard2", "--bucket-mb", "3"], "for replicas only"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_one_line_with_the_cure(
+    flags: list[str], message: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    done = train(*SMALL, *flags, "--steps", "1", "--ranks", "2", "--out", out, code=2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not out.exists()
