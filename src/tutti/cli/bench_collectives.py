@@ -1,6 +1,5 @@
 """tutti bench collectives: nccl-tests' columns and formulas, every backend side by side."""
 
-import csv
 import os
 import sys
 from collections.abc import Sequence
@@ -10,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from tutti.bench.csv_rows import write_csv
+from tutti.bench.expect import Source, read_source
 from tutti.bench.formulas import OPERATIONS, Operation
 from tutti.bench.sizes import parse_sizes
 from tutti.bench.table import Table, print_line, usable_width
+from tutti.cli.expectations import missed
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.hardware.gpus import visible_gpu_count
@@ -33,6 +35,7 @@ BACKENDS = (
 # Between Ctrl-C and SIGKILL a round is finished and the files are written.
 _GRACE_SECONDS = 30.0
 _INTERRUPTED = 130
+_SCHEMA = "tutti.bench.collectives/1"
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,9 @@ class Collectives:
     """Seconds for each backend and size."""
     pin: bool = True
     """Pin every rank to CPUs of its own."""
+    expect: str | None = None
+    """Check, and exit with 1 where something is missed: catalogue, an earlier JSON of this bench,
+    or a TOML file of thresholds."""
     json: Path | None = None
     """Write rows, environment and command to this file, too."""
     csv: Path | None = None
@@ -95,8 +101,9 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Collectives, "tutti bench collectives", arguments)
     operations, sizes, backends = _check(options)
+    source = None if options.expect is None else read_source("--expect", options.expect)
     if identify(os.environ).launcher != "python":
-        return _measure(options, operations, sizes, backends)
+        return _measure(options, operations, sizes, backends, source)
     command = [sys.executable, "-m", "tutti", "bench", "collectives", *arguments]
     ranks = _ranks(options)
     if "mpi" in backends:
@@ -115,7 +122,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _measure(
-    options: Collectives, operations: list[Operation], sizes: list[int], backends: list[str]
+    options: Collectives,
+    operations: list[Operation],
+    sizes: list[int],
+    backends: list[str],
+    source: Source | None,
 ) -> int:
     from tutti.bench.contenders import contenders
     from tutti.bench.control import Control
@@ -147,9 +158,13 @@ def _measure(
             placements = {each[0].operation.name: [c.placement for c in each] for each in lines}
             table = Table(placements, len(_timings(options)), spread=options.spread)
             sweep.run(lines, table.add if world.is_first else lambda rows: None)
+        results = _results(sweep, world, rows)
         if world.is_first:
-            return _conclude(sweep, options, world, rows)
-    return _INTERRUPTED if sweep.stopped else int(any(row["wrong"] for row in sweep.rows))
+            _conclude(sweep, options, world, results)
+    if sweep.stopped:
+        return _INTERRUPTED
+    wrong = any(row["wrong"] for row in sweep.rows)
+    return int((world.is_first and missed(_SCHEMA, results, source)) or wrong)
 
 
 def _plan(options: Collectives) -> "Plan":
@@ -255,14 +270,8 @@ def _print_head(
         print_line(f"# {each['backend']} is left out: {each['reason']}")
 
 
-def _conclude(
-    sweep: "Sweep", options: Collectives, world: "World", rows: list[dict[str, Any]]
-) -> int:
-    for each in sweep.skipped:
-        if "op" in each:
-            what = f"{each['backend']} {each['op']} ({each['placement']} of place)"
-            print_line(f"# {what.replace('in of', 'in')} is left out: {each['reason']}")
-    results: dict[str, Any] = {
+def _results(sweep: "Sweep", world: "World", rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
         "rows": sweep.rows,
         "backends": sweep.about,
         "skipped": sweep.skipped,
@@ -270,10 +279,19 @@ def _conclude(
         "timing": "p50 over calls, each as slow as its slowest rank",
         "world": {"size": world.size, "ranks": rows, "sharing_note": world.sharing_note},
     }
+
+
+def _conclude(
+    sweep: "Sweep", options: Collectives, world: "World", results: dict[str, Any]
+) -> None:
+    for each in sweep.skipped:
+        if "op" in each:
+            what = f"{each['backend']} {each['op']} ({each['placement']} of place)"
+            print_line(f"# {what.replace('in of', 'in')} is left out: {each['reason']}")
     if options.json is not None:
-        write_json(options.json, "tutti.bench.collectives/1", results)
+        write_json(options.json, _SCHEMA, results)
     if options.csv is not None:
-        _write_csv(options.csv, sweep.rows)
+        write_csv(options.csv, sweep.rows)
     if options.save_paths:
         from tutti.bench.path_table import path_table
         from tutti.comm import paths
@@ -284,21 +302,3 @@ def _conclude(
     print_line(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     if sweep.stopped:
         print_line(f"# stopped: {len(sweep.rows)} rows were measured")
-        return _INTERRUPTED
-    return 1 if wrong else 0
-
-
-def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    flat = [
-        {**{key: value for key, value in row.items() if key != "time_us"}}
-        | {f"time_us_{name}": value for name, value in row["time_us"].items()}
-        for row in rows
-    ]
-    try:
-        with path.open("w", newline="") as file:
-            if flat:
-                writer = csv.DictWriter(file, list(flat[0]))
-                writer.writeheader()
-                writer.writerows(flat)
-    except OSError as error:
-        raise UsageError(f"--csv {path}: {error.strerror}: choose another file") from None

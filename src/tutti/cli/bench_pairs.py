@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from tutti.bench.expect import Source, read_source
 from tutti.bench.pairs.catalogue import SHIPPED, Listed, choose
 from tutti.bench.table import print_line, usable_width
+from tutti.cli.expectations import missed
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.hardware.gpus import visible_gpu_count
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 # Between Ctrl-C and SIGKILL a round is finished and the file is written.
 _GRACE_SECONDS = 30.0
 _INTERRUPTED = 130
+_SCHEMA = "tutti.bench.pairs/1"
 _NAME_WIDTH = max(map(len, SHIPPED))
 
 
@@ -62,6 +65,9 @@ class Pairs:
     """Small workloads and a tenth of the budget: to see that pairs work, not what they gain."""
     pin: bool = True
     """Pin every rank to CPUs of its own."""
+    expect: str | None = None
+    """Check, and exit with 1 where something is missed: an earlier JSON of this bench, or a TOML
+    file of thresholds."""
     json: Path | None = None
     """Write rows, environment and command to this file, too."""
     start_timeout: float | None = None
@@ -80,8 +86,9 @@ def main(arguments: list[str]) -> int:
         raise UsageError(f"--rounds {options.rounds}: use 1 or more, such as 20")
     checked_seconds("--budget", options.budget, example=4)
     check_writable("--json", options.json)
+    source = None if options.expect is None else read_source("--expect", options.expect)
     if identify(os.environ).launcher != "python":
-        return _measure(options, chosen)
+        return _measure(options, chosen, source)
     gpus = 0 if options.device == "cpu" else visible_gpu_count()
     return LocalWorld(
         command=[sys.executable, "-m", "tutti", "bench", "pairs", *arguments],
@@ -93,7 +100,7 @@ def main(arguments: list[str]) -> int:
     ).run()
 
 
-def _measure(options: Pairs, chosen: "list[Listed]") -> int:
+def _measure(options: Pairs, chosen: "list[Listed]", source: Source | None) -> int:
     from tutti.bench.control import Control
     from tutti.bench.pairs.duel import Duels
     from tutti.bench.pairs.pair import Setting
@@ -123,11 +130,19 @@ def _measure(options: Pairs, chosen: "list[Listed]") -> int:
                     break
                 if world.is_first:
                     _print_row(row)
+        results = {
+            "rows": duels.rows,
+            "speedup": "median over rounds of baseline / optimized, spread: their quartiles",
+            "quick": options.quick,
+            "complete": not duels.stopped,
+            "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
+        }
         if world.is_first:
-            _conclude(duels, options, world, ranks)
+            _conclude(duels, options, results)
     if duels.stopped:
         return _INTERRUPTED
-    return int(any(_is_wrong(row) for row in duels.rows))
+    wrong = any(_is_wrong(row) for row in duels.rows)
+    return int((world.is_first and missed(_SCHEMA, results, source)) or wrong)
 
 
 def _is_wrong(row: dict[str, Any]) -> bool:
@@ -168,16 +183,9 @@ def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.4f}" if milliseconds < 1 else f"{milliseconds:.2f}"
 
 
-def _conclude(duels: "Duels", options: Pairs, world: "World", ranks: list[dict[str, Any]]) -> None:
+def _conclude(duels: "Duels", options: Pairs, results: dict[str, Any]) -> None:
     if options.json is not None:
-        results = {
-            "rows": duels.rows,
-            "speedup": "median over rounds of baseline / optimized, spread: their quartiles",
-            "quick": options.quick,
-            "complete": not duels.stopped,
-            "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
-        }
-        write_json(options.json, "tutti.bench.pairs/1", results)
+        write_json(options.json, _SCHEMA, results)
     measured = [row for row in duels.rows if row["speedup"] is not None]
     faster = sum(row["verdict"] == "faster" for row in measured)
     print_line(f"# {faster} of {len(measured)} are faster beyond their spread")
