@@ -47,21 +47,24 @@ def split_step(trace: RankTrace, step: Step) -> StepParts:
     idle = whole - compute
     waits: dict[int, list[tuple[float, float]]] = {}
     bubbles: list[tuple[float, float]] = []
+    moving: list[tuple[float, float]] = []
     for each in _within(trace.collectives, step):
+        moving.append((_moving_from(each), each.end))
         if each.is_point_to_point:
-            bubbles.append((each.start, _bubble_end(each)))
+            bubbles.append((each.arrival, _moving_from(each)))
         elif each.last_rank is not None and each.last_rank != trace.rank:
-            waits.setdefault(each.last_rank, []).append((each.start, each.waited_until))
+            waits.setdefault(each.last_rank, []).append((each.arrival, _moving_from(each)))
+    # Of several communications one may move data while another waits: then data moves.
+    stalled = idle - Times.of(moving)
     waited_for: dict[int, float] = {}
-    left = idle & talking
-    waiting = 0.0
     for late, pairs in sorted(waits.items()):
-        stretch = left & Times.of(pairs)
+        stretch = stalled & Times.of(pairs)
         waited_for[late] = stretch.seconds
-        waiting += stretch.seconds
-        left -= stretch
-    bubble = left & Times.of(bubbles)
-    exposed = left - bubble
+        stalled -= stretch
+        talking |= stretch
+    waiting = sum(waited_for.values())
+    bubble = stalled & talking & Times.of(bubbles)
+    exposed = (idle & talking).seconds - waiting - bubble.seconds
     quiet = idle - talking
     loading = quiet & trace.input.between(step.start, step.end)
     quiet -= loading
@@ -70,7 +73,7 @@ def split_step(trace: RankTrace, step: Step) -> StepParts:
     parts = {
         "compute": compute.seconds - hidden,
         "hidden": hidden,
-        "exposed": exposed.seconds,
+        "exposed": exposed,
         "wait": waiting,
         "bubble": bubble.seconds,
         "input": loading.seconds,
@@ -83,11 +86,11 @@ def split_step(trace: RankTrace, step: Step) -> StepParts:
 
 
 def _within(collectives: list[Collective], step: Step) -> list[Collective]:
-    return [each for each in collectives if each.start < step.end and each.end > step.start]
+    return [each for each in collectives if each.arrival < step.end and each.end > step.start]
 
 
-def _bubble_end(each: Collective) -> float:
-    """A receive whose sender is unknown is taken for waiting: of the two it is mostly that."""
+def _moving_from(each: Collective) -> float:
+    """When data began to move: all had arrived, and it was its turn."""
     if each.last_arrival is None and each.operation == "recv":
-        return each.end
+        return each.end  # a receive whose sender is unknown: of the two it is mostly waiting
     return each.waited_until

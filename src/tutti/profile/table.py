@@ -50,10 +50,10 @@ def _communication(rows: dict[str, Any]) -> Iterator[str]:
     ratio = sum(each["comm_ratio"] for each in ranks) / len(ranks)
     overlaps = [each["overlap"] for each in ranks if each["overlap"] is not None]
     verdict = "within" if ratio <= RATIO_LIMIT else "above"
-    hidden = f"; {100 * sum(overlaps) / len(overlaps):.0f} % of it hidden" if overlaps else ""
+    overlap = f"; overlap {100 * sum(overlaps) / len(overlaps):.0f} %" if overlaps else ""
     yield (
-        f"communication is {100 * ratio:.0f} % of the step, {verdict} the "
-        f"{100 * RATIO_LIMIT:.0f} % rule{hidden}"
+        f"communication without waiting: {100 * ratio:.0f} % of the step, {verdict} the "
+        f"{100 * RATIO_LIMIT:.0f} % rule{overlap}"
     )
     yield ""
     yield "operation       ranks     size  count    p50 ms  total ms   waits ms  busbw GB/s"
