@@ -38,7 +38,7 @@ def _all_reduce(start: float, end: float, sequence: int) -> dict[str, Any]:
         "Group size": 2,
         "Process Group Ranks": "[0, 1]",
     }
-    return _x("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", start, end, **said)
+    return _x("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL()", start, end, **said)
 
 
 def _write(

@@ -36,9 +36,7 @@ def test_union_intersection_and_difference_are_those_of_sets(
 
 
 @given(pairs, st.integers(0, 30), st.integers(0, 20))
-def test_what_lies_between_two_moments(
-    one: list[tuple[int, int]], start: int, length: int
-) -> None:
+def test_what_lies_between_two_moments(one: list[tuple[int, int]], start: int, length: int) -> None:
     inside = Times.of(one).between(start, start + length)
 
     assert _cells(inside) == _grid(one) & set(range(start, start + length))

@@ -13,7 +13,10 @@ COMMANDS = {
     "world": ("tutti.cli.world", "show the world as every rank sees it, with reasons"),
     "bench": ("tutti.cli.bench", "measure collectives and symmetric memory, results checked"),
     "topo": ("tutti.cli.topo", "show devices, links, NUMA nodes and NICs, as a matrix or picture"),
-    "profile": ("tutti.cli.profile", "capture or read traces: where a step's time goes, who is late"),
+    "profile": (
+        "tutti.cli.profile",
+        "capture or read traces: where a step's time goes",
+    ),
     "submit": ("tutti.cli.submit", "write a Slurm or MPI job for a cluster, and submit it"),
 }
 

@@ -171,7 +171,7 @@ class Capture:
             "host_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "recorder": [],
         }
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_available():
             about["device_memory_bytes"] = torch.cuda.max_memory_allocated()
         if dist.is_available() and dist.is_initialized():
             about["backend"] = dist.get_backend()
@@ -188,9 +188,8 @@ def _identity() -> tuple[int, int]:
 
 def _recorded() -> list[dict[str, Any]]:
     """The collectives of gloo groups, as the flight recorder has them, in short."""
-    from torch._C._distributed_c10d import _dump_fr_trace_json
-
-    entries = json.loads(_dump_fr_trace_json()).get("entries", [])
+    dump: Any = torch._C._distributed_c10d
+    entries = json.loads(dump._dump_fr_trace_json()).get("entries", [])
     return [
         {
             "name": entry["profiling_name"],

@@ -66,7 +66,7 @@ class Collective:
 
 
 def operation_named(name: str) -> str | None:
-    """all_reduce for c10d::allreduce_, ncclDevKernel_AllReduce_Sum_f32_RING_LL, gloo:all_reduce …"""
+    """all_reduce for c10d::allreduce_, gloo:all_reduce, ncclDevKernel_AllReduce_Sum_f32_RING_LL"""
     letters = re.sub(r"[^a-z]", "", name.lower())
     found = next((each for each in _NAMES if each in letters), None)
     return None if found is None else _SPELLED.get(found, found)
@@ -80,13 +80,13 @@ def element_bytes(dtype: str) -> int:
     return _ELEMENT_BYTES.get(name, 0)
 
 
-def elements(dims: Any) -> int:
-    """How many elements a tensor of these dims has, or all tensors of a list together."""
-    if not isinstance(dims, list) or not dims:
+def elements(dims: Any, kind: str) -> int:
+    """How many elements an argument has: a tensor, or all tensors of a list together."""
+    if not isinstance(dims, list):
         return 0
-    if all(isinstance(dim, int) for dim in dims):
-        return math.prod(dims)
-    return sum(elements(each) for each in dims)
+    if kind == "TensorList":
+        return sum(math.prod(each) for each in dims)
+    return math.prod(dims) if element_bytes(kind) else 0
 
 
 def from_parameters(arguments: dict[str, Any], collective: Collective) -> None:

@@ -9,7 +9,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # gloo says all_reduce for what it builds out of all_reduce.
 _RUN_AS = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
+_OF_SHARES = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_AT_ONCE = 64  # calls of an operation that may be under way together
 _SLACK = 2e-6  # clocks of events and of the recorder are read at slightly different moments
 
 
@@ -49,6 +51,7 @@ def pair(
     parameters: list[Span],
     tags: list[Tagged],
     recorded: Sequence[tuple[float, str, int]],
+    ranks_of: Callable[[str], int],
 ) -> list[Collective]:
     """The communications of a rank without kernels. `recorded`: time, group, sequence."""
     for spans in (calls, runs, parameters):
@@ -72,60 +75,69 @@ def pair(
             process=shown.process,
             thread=shown.thread,
         )
-        _fill_size(collective, call, ran)
         while position < len(known) and known[position][0] < call.start - _SLACK:
             position += 1
         if position < len(known) and known[position][0] <= call.end + _SLACK:
             _, collective.group, collective.sequence = known[position]
             position += 1
+        _fill_size(collective, call, ran, ranks_of(collective.group))
         if (said := inner.first_in(call)) is not None:
-            operation = collective.operation
+            size = collective.bytes
             from_parameters(said.arguments, collective)
-            collective.operation = operation
+            collective.bytes = max(size, collective.bytes)
         if (tagged := outer.around(call)) is not None:
             used.add(id(tagged))
             _fill_from_tag(collective, tagged.tag)
         result.append(collective)
     matched = {id(run) for run in run_of.values()}
-    result += [_alone(run) for run in runs if id(run) not in matched]
+    result += [_alone(run, ranks_of("")) for run in runs if id(run) not in matched]
     result += _from_tags([tagged for tagged in tags if id(tagged) not in used])
     return result
 
 
 def _runs_of(calls: list[Span], runs: list[Span]) -> dict[int, Span]:
-    """Which run belongs to which call: calls of an operation run in their order."""
+    """Which run belongs to which call: the first of its operation, of those with its size."""
     waiting: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(calls):
         for name in _RUN_AS.get(call.operation, (call.operation,)):
             waiting[name].append(number)
     found: dict[int, Span] = {}
     for run in runs:
-        queue = waiting[run.operation]
-        size = elements(run.arguments.get("Input Dims"))
-        for number in queue[:64]:
-            call = calls[number]
-            if call.start > run.start + _SLACK:
-                break  # its call came before the trace began
-            asked = elements(call.arguments.get("Input Dims", [None])[0])
-            if number in found or (asked and size and asked != size and size * 64 < asked):
-                continue
-            found[number] = run
-            queue.remove(number)
-            break
+        queue, size = waiting[run.operation], max(_counts(run), default=0)
+        fitting: list[int] = []
+        while queue and queue[0] in found:
+            queue.pop(0)
+        for number in queue[:_AT_ONCE]:
+            if calls[number].start > run.start + _SLACK:
+                break
+            if number not in found:
+                fitting.append(number)
+        if not fitting:
+            continue  # it was called before the trace began
+        number = next((each for each in fitting if size in _counts(calls[each])), fitting[0])
+        found[number] = run
     return found
 
 
-def _fill_size(collective: Collective, call: Span, ran: Span | None) -> None:
-    dims = call.arguments.get("Input Dims") or []
-    count = max((elements(each) for each in dims[:2]), default=0)
+def _counts(span: Span) -> list[int]:
+    """Elements of each tensor, or list of tensors, that a call was given first."""
+    dims, kinds = span.arguments.get("Input Dims") or [], span.arguments.get("Input type") or []
+    counts = [elements(*each) for each in zip(dims[:2], kinds[:2], strict=False)]
+    return [count for count in counts if count]
+
+
+def _fill_size(collective: Collective, call: Span, ran: Span | None, ranks: int) -> None:
+    counts = _counts(call) or (_counts(ran) if ran else [])
     for span in (ran, call):
-        if span is None:
-            continue
-        count = count or elements(span.arguments.get("Input Dims"))
-        for name in span.arguments.get("Input type") or []:
+        for name in span.arguments.get("Input type") or [] if span else []:
             if not collective.dtype and element_bytes(str(name)):
                 collective.dtype = str(name)
-    collective.bytes = count * element_bytes(collective.dtype)
+    collective.bytes = max(counts, default=0) * element_bytes(collective.dtype)
+    if collective.operation == "barrier":
+        collective.bytes, collective.dtype = 0, ""
+    # Of lists of tensors only one rank's share is recorded.
+    if collective.operation in _OF_SHARES and len(counts) < 2:
+        collective.bytes *= ranks
     if collective.is_point_to_point:
         said = call.arguments.get("Concrete Inputs") or []
         if len(said) > 2 and str(said[2]).isdecimal():
@@ -138,9 +150,9 @@ def _fill_from_tag(collective: Collective, tag: "Tag") -> None:
     collective.group_size = tag.ranks
 
 
-def _alone(run: Span) -> Collective:
+def _alone(run: Span, ranks: int) -> Collective:
     collective = Collective(run.operation, run.start, run.start, run.end, run.thread, run.process)
-    _fill_size(collective, run, run)
+    _fill_size(collective, run, run, ranks)
     return collective
 
 

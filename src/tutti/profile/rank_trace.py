@@ -174,6 +174,8 @@ class _Reading:
         notes = []
         if file.cut_short:
             notes.append(f"{file.path.name} ends in the middle: what there is was read")
+        groups = {str(each["pg_name"]): each for each in world.get("pg_config") or []}
+        size = int(ours.get("world_size", world.get("world_size", 1)))
         talking = NEVER
         for gathering in self.talking.values():
             talking |= gathering.times()
@@ -195,7 +197,14 @@ class _Reading:
                 ((int(entry["created_ns"]) - base) / 1e9, str(entry["group"]), int(entry["seq"]))
                 for entry in ours.get("recorder") or []
             ]
-            self.collectives = pair(self.calls, self.ran, self.parameters, self.tags, recorded)
+            self.collectives = pair(
+                self.calls,
+                self.ran,
+                self.parameters,
+                self.tags,
+                recorded,
+                lambda group: int(groups.get(group, {}).get("pg_size", size)),
+            )
         self.collectives.sort(key=lambda each: each.start)
         self.steps.sort(key=lambda step: step.start)
         if not self.steps and self.last > self.first:
@@ -208,7 +217,7 @@ class _Reading:
         return RankTrace(
             path=file.path,
             rank=int(rank),
-            world_size=int(ours.get("world_size", world.get("world_size", 1))),
+            world_size=size,
             backend=str(world.get("backend", ours.get("backend", "unknown"))),
             host=str(about.get("host_name", "")),
             base_ns=base,
@@ -219,7 +228,7 @@ class _Reading:
             input=loading,
             other=other,
             collectives=self.collectives,
-            groups={str(each["pg_name"]): each for each in world.get("pg_config") or []},
+            groups=groups,
             memory_bytes=self.memory or ours.get("device_memory_bytes") or None,
             notes=notes,
         )

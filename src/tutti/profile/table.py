@@ -56,15 +56,15 @@ def _communication(rows: dict[str, Any]) -> Iterator[str]:
         f"{100 * RATIO_LIMIT:.0f} % rule{overlap}"
     )
     yield ""
-    yield "operation       ranks     size  count    p50 ms  total ms   waits ms  busbw GB/s"
+    yield "operation      ranks     size  count    p50 ms  total ms  waits ms  busbw GB/s"
     for each in rows["comm"][:_MOST_ROWS]:
         size = "?" if each["bytes"] is None else format_size(each["bytes"])
         bus = "" if each["busbw_gbs"] is None else f"{each['busbw_gbs']:.3f}"
         moved = each["transfer_s"]
         yield (
-            f"{each['op']:<15}{each['ranks']:>6}{size:>9}{each['count']:>7}"
+            f"{each['op']:<14}{each['ranks']:>6}{size:>9}{each['count']:>7}"
             f"{1e3 * moved['p50']:>10.3f}{1e3 * moved['total']:>10.2f}"
-            f"{1e3 * each['wait_s']['mean']:>11.3f}{bus:>12}"
+            f"{1e3 * each['wait_s']['mean']:>10.3f}{bus:>12}"
         )
     if len(rows["comm"]) > _MOST_ROWS:
         yield f"… {len(rows['comm']) - _MOST_ROWS} more rows: --json has them"

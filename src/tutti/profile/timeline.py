@@ -129,5 +129,5 @@ def _arrows(number: int, meeting: Meeting, places: dict[int, _Rank]) -> list[Eve
 def _open(path: Path) -> io.TextIOBase:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".gz":
-        return gzip.open(path, "wt", encoding="utf-8", compresslevel=3)  # type: ignore[return-value]
+        return gzip.open(path, "wt", encoding="utf-8", compresslevel=3)
     return open(path, "w", encoding="utf-8")

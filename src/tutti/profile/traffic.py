@@ -71,4 +71,3 @@ def _row(
         "algbw_gbs": algorithm,
         "busbw_gbs": bus,
     }
-
