@@ -84,8 +84,10 @@ class Capture:
         self._over = True
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            # stop() calls _write if steps were being recorded.
-            profiler.stop()
+            if self._steps >= self.wait + self.warmup:
+                # Before the end: what is added later does not reach the file.
+                profiler.add_metadata_json("tutti", json.dumps(self._about(), default=str))
+            profiler.stop()  # calls _write if steps were being recorded
 
     def follow_optimizers(self) -> "Capture":
         """Find the steps by torch's hook on all optimizers. Nothing is recorded before the first
@@ -155,7 +157,6 @@ class Capture:
         if self.path is not None:
             return
         path = self.directory / f"rank{self._rank}.json.gz"
-        profiler.add_metadata_json("tutti", json.dumps(self._about(), default=str))
         # Beside it first: a reader never sees half a trace.
         unfinished = self.directory / f".rank{self._rank}.{os.getpid()}.json.gz"
         profiler.export_chrome_trace(str(unfinished))

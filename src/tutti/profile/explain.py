@@ -66,6 +66,7 @@ class Explanation:
             "comm_ratio": ratio,
             "comm_ratio_ok": ratio <= RATIO_LIMIT,
             "memory_bytes": trace.memory_bytes,
+            "host_memory_bytes": trace.host_memory_bytes,
             "clock": asdict(clock),
             "trace": str(trace.path),
         }

@@ -54,7 +54,8 @@ class RankTrace:
     other: Times  # covered by something that is none of these
     collectives: list[Collective]
     groups: dict[str, dict[str, Any]]
-    memory_bytes: int | None
+    memory_bytes: int | None  # the most that was allocated on the device
+    host_memory_bytes: int | None  # the most that the process had
     notes: list[str] = field(default_factory=list)
 
     def shift(self, seconds: float) -> None:
@@ -156,7 +157,7 @@ class _Reading:
             if operation is not None:
                 self.ran.append(_span(operation, event, start, end))
                 self.runs.add(start, end)
-        elif name.startswith("enumerate(DataLoader)"):
+        elif name.startswith(("enumerate(DataLoader)", "tutti.input")):
             self.input.add(start, end)
         elif name.startswith("tutti::"):
             # Imports torch, so only for traces that have them.
@@ -230,6 +231,7 @@ class _Reading:
             collectives=self.collectives,
             groups=groups,
             memory_bytes=self.memory or ours.get("device_memory_bytes") or None,
+            host_memory_bytes=ours.get("host_memory_bytes"),
             notes=notes,
         )
 

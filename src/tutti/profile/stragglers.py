@@ -44,6 +44,7 @@ def stragglers(
             {
                 "rank": rank,
                 "straggler": share >= NOTABLE,
+                "steady": sum(cost > NOTABLE * length for cost in costs) > len(costs) / 2,
                 "cost_s": _spread(costs),
                 "cost_share": share,
                 "steps": sum(cost > NOTABLE * length for cost in costs),

@@ -52,7 +52,7 @@ def _communication(rows: dict[str, Any]) -> Iterator[str]:
     verdict = "within" if ratio <= RATIO_LIMIT else "above"
     overlap = f"; overlap {100 * sum(overlaps) / len(overlaps):.0f} %" if overlaps else ""
     yield (
-        f"communication without waiting: {100 * ratio:.0f} % of the step, {verdict} the "
+        f"communication, no waiting: {100 * ratio:.0f} % of the step, {verdict} the "
         f"{100 * RATIO_LIMIT:.0f} % rule{overlap}"
     )
     yield ""
@@ -79,8 +79,9 @@ def _late(rows: dict[str, Any]) -> Iterator[str]:
         yield "no rank makes the others wait"
     for each in named[:_MOST_ROWS]:
         cost = each["cost_s"]
+        often = "is late" if each["steady"] else "is late at times"
         yield (
-            f"rank {each['rank']} is late: others wait {1e3 * cost['mean']:.1f} ms of a step "
+            f"rank {each['rank']} {often}: others wait {1e3 * cost['mean']:.1f} ms of a step "
             f"({100 * each['cost_share']:.0f} %) for it,"
         )
         yield (
