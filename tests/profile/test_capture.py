@@ -178,6 +178,28 @@ def test_start_up_code_leaves_other_programs_alone(tmp_path: Path) -> None:
     assert "nothing was captured" in done.stderr
 
 
+OWN_PROFILER = """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch.profiler.profile() as mine:
+    for _ in range(9):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+assert any(event.name == "aten::linear" for event in mine.events())
+"""
+
+
+def test_a_program_with_a_profiler_of_its_own_keeps_it(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(OWN_PROFILER)
+
+    done = run_command([*TUTTI, "profile", "--", "program.py"], cwd=tmp_path)
+
+    assert done.returncode == 2, done.stderr
+    assert "a torch.profiler of its own" in done.stderr
+    assert "AssertionError" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -10,12 +10,13 @@ returns is a `Capture`.
 """
 
 import sys
+from os import PathLike
 from types import ModuleType
 from typing import Any
 
 
 class _Room(ModuleType):
-    def __call__(self, directory: str, **options: Any) -> Any:
+    def __call__(self, directory: str | PathLike[str], **options: Any) -> Any:
         """Capture traces into a directory: see `Capture` for the options."""
         from tutti.profile.capture import Capture
 

@@ -69,6 +69,10 @@ class Capture:
         if self._over or self._profiler is None:
             return
         self._steps += 1
+        if self._steps == self.wait:
+            self._give_way()
+        if self._over:
+            return
         if self._steps < self.wait + self.warmup + self.active:
             self._profiler.step()
         else:
@@ -127,7 +131,15 @@ class Capture:
             self._over, self._profiler = True, None
             print(f"tutti profile: nothing more is captured: {error}", file=sys.stderr)
 
+    def _give_way(self) -> None:
+        """torch has one profiler at a time: a program that uses it keeps it."""
+        if torch.autograd.profiler._is_profiler_enabled:
+            self._over, self._profiler = True, None
+            raise RuntimeError("the program runs a torch.profiler of its own: leave that out")
+
     def _start(self) -> None:
+        if self.wait == 0:
+            self._give_way()
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
