@@ -149,6 +149,20 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path: Path) -> None:
     assert any(note.startswith("rank0.json is left out") for note in explanation.notes)
 
 
+def test_on_a_device_a_step_is_when_the_device_works_on_it(tmp_path: Path) -> None:
+    """The host is 2 steps ahead; its second step ends before the device begins it."""
+    events = [_step(0) | {"dur": 50.0}, _step(1) | {"ts": 50.0, "dur": 50.0}]
+    for n, (start, end) in enumerate([(100, 700), (800, 1600)]):
+        events.append(_x("kernel", "gemm", start, end))
+        for stream in (7, 13):  # a range on each stream
+            events.append(_x("gpu_user_annotation", f"ProfilerStep#{n}", start + stream - 7, end))
+
+    explanation = explain([_write(tmp_path, 0, events)])
+
+    assert _parts(explanation, 0, 0) == {"compute": 600, "host_gap": 100}
+    assert _parts(explanation, 0, 1) == {"compute": 800}
+
+
 def _message(operation: str, peer: int, start: float, end: float) -> dict[str, Any]:
     key = "Dst Rank" if operation == "send" else "Src Rank"
     said = {

@@ -8,6 +8,7 @@ the rest. A gigabyte of events becomes intervals, steps and communications.
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def read_rank(path: Path) -> RankTrace:
 class _Reading:
     def __init__(self) -> None:
         self.steps: list[Step] = []
+        self.device_steps: dict[int, Step] = {}
         self.first, self.last = float("inf"), float("-inf")
         self.kernels, self.nccl, self.copies = Gathering(), Gathering(), Gathering()
         self.input = Gathering()
@@ -116,6 +118,8 @@ class _Reading:
             self._kernel(event, start, end)
         elif category in ("gpu_memcpy", "gpu_memset"):
             self.copies.add(start, end)
+        elif category == "gpu_user_annotation" and str(event["name"]).startswith("ProfilerStep#"):
+            self._device_step(Step(int(str(event["name"])[13:]), start, end))
         else:
             return
         self.first, self.last = min(self.first, start), max(self.last, end)
@@ -132,6 +136,11 @@ class _Reading:
         )
         from_parameters(event.get("args", {}), made)
         self.collectives.append(made)
+
+    def _device_step(self, step: Step) -> None:
+        """The same step on one more stream: from its first kernel to its last."""
+        seen = self.device_steps.setdefault(step.number, step)
+        seen.start, seen.end = min(seen.start, step.start), max(seen.end, step.end)
 
     def _operator(self, event: Event, start: float, end: float) -> None:
         name, thread = str(event["name"]), event.get("tid")
@@ -208,6 +217,8 @@ class _Reading:
             )
         self.collectives.sort(key=lambda each: each.start)
         self.steps.sort(key=lambda step: step.start)
+        if self.has_kernels and self.device_steps:
+            self.steps = _one_after_another(list(self.device_steps.values()))
         if not self.steps and self.last > self.first:
             self.steps = [Step(0, self.first, self.last)]
             notes.append(f"{file.path.name} has no steps: it is explained as one")
@@ -234,6 +245,14 @@ class _Reading:
             host_memory_bytes=ours.get("host_memory_bytes"),
             notes=notes,
         )
+
+
+def _one_after_another(steps: list[Step]) -> list[Step]:
+    """The device works on a step later than the host: a step lasts until the next one's begins."""
+    steps.sort(key=lambda step: step.start)
+    for step, following in pairwise(steps):
+        step.end = following.start
+    return steps
 
 
 def _span(operation: str, event: Event, start: float, end: float) -> Span:
