@@ -207,3 +207,58 @@ def test_one_timeline_has_all_ranks_aligned_and_an_arrow_from_the_late_one(tmp_p
         assert source["pid"] == processes["rank 1 n1"]
         assert ended[source["id"]]["pid"] == processes["rank 0 n0"]
         assert source["ts"] <= ended[source["id"]]["ts"]
+
+
+def _tag(operation: str, phase: str, sequence: int) -> str:
+    return (
+        f"tutti::{operation}|phase={phase}|group=dp|bytes=4096|dtype=float32|seq={sequence}|ranks=2"
+    )
+
+
+def test_a_call_of_tutti_comm_is_one_communication_whatever_it_leaves_in_the_trace(
+    tmp_path: Path,
+) -> None:
+    """A call that waits, with the events of the backend inside, and the two halves of another."""
+    events = [
+        _step(0),
+        _x("user_annotation", _tag("all_reduce", "run", 4), 100, 300),
+        _x("cpu_op", "c10d::allreduce_", 110, 290),
+        _x("user_annotation", "shm:all_reduce", 120, 280),
+        _x("user_annotation", _tag("all_gather", "issue", 5), 400, 410),
+        _x("cpu_op", "aten::mm", 410, 600),
+        _x("user_annotation", _tag("all_gather", "wait", 5), 600, 700),
+    ]
+
+    explanation = explain([_write(tmp_path, 0, events)])
+    first, second = explanation.traces[0].collectives
+
+    assert (first.operation, first.group, first.sequence) == ("all_reduce", "tutti dp", 4)
+    assert (first.bytes, first.group_size) == (4096, 2)
+    assert (second.operation, second.sequence) == ("all_gather", 5)
+    assert (second.end - second.start) * 1e6 == pytest.approx(300)
+    assert _parts(explanation, 0, 0)["exposed"] == 310  # 100 to 300, 400 to 410, 600 to 700
+    assert sum(_parts(explanation, 0, 0).values()) == pytest.approx(STEP)
+
+
+def test_waiting_on_a_cpu_is_counted_from_the_call_and_not_while_data_moves(tmp_path: Path) -> None:
+    """gloo's threads run what was called; two calls are under way, the first moves at 500."""
+    early = [
+        _step(0),
+        _x("cpu_op", "c10d::allreduce_", 100, 110),
+        _x("cpu_op", "c10d::allgather_", 120, 130),
+        _x("user_annotation", "gloo:all_reduce", 200, 600) | {"tid": 9},
+        _x("user_annotation", "gloo:all_gather", 210, 900) | {"tid": 10},
+    ]
+    late = [
+        _step(0),
+        _x("cpu_op", "c10d::allreduce_", 500, 510),
+        _x("cpu_op", "c10d::allgather_", 700, 710),
+        _x("user_annotation", "gloo:all_reduce", 500, 600) | {"tid": 9},
+        _x("user_annotation", "gloo:all_gather", 700, 900) | {"tid": 10},
+    ]
+
+    explanation = explain([_write(tmp_path, 0, early), _write(tmp_path, 1, late)])
+
+    # Waits 100 to 500 and 600 to 700; data moves 500 to 600 and 700 to 900.
+    assert _parts(explanation, 0, 0) == {"wait": 500, "exposed": 300, "host_gap": 200}
+    assert explanation.rows()["stragglers"][0]["rank"] == 1

@@ -34,8 +34,8 @@ class Profile:
     """Steps in which the profiler warms up."""
     active: int = 5
     """Steps to record."""
-    shapes: bool | None = None
-    """Record shapes (default: on CPUs, where sizes of messages are not known otherwise)."""
+    shapes: bool = False
+    """Record shapes on GPUs, too; on CPUs sizes of messages are not known otherwise."""
     memory: bool = False
     """Record memory."""
     stacks: bool = False
@@ -83,7 +83,7 @@ def _capture(options: Profile, words: list[str]) -> int:
         "wait": options.wait,
         "warmup": options.warmup,
         "active": options.active,
-        "shapes": options.shapes,
+        "shapes": options.shapes or None,
         "memory": options.memory,
         "stacks": options.stacks,
     }

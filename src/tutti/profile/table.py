@@ -98,10 +98,10 @@ def _matrix(rows: dict[str, Any]) -> Iterator[str]:
     ranks = [each["rank"] for each in rows["ranks"]]
     steps = {each["rank"]: each["steps"] for each in rows["ranks"]}
     caused = {each["rank"]: each["made_wait"] for each in rows["stragglers"]}
-    yield "ms of a step waited by …  for rank" + "".join(f"{rank:>5}" for rank in ranks)
+    yield "ms of a step waited …" + "".join(f"{f'for {rank}':>7}" for rank in ranks)
     for waiter in ranks:
         cells = ""
         for late in ranks:
             seconds = caused.get(late, {}).get(str(waiter), 0.0) / steps[waiter]
-            cells += f"{'·':>5}" if waiter == late else f"{1e3 * seconds:>5.1f}"
-        yield f"{'rank ' + str(waiter):>34}{cells}"
+            cells += f"{'·':>7}" if waiter == late else f"{1e3 * seconds:>7.1f}"
+        yield f"{f'by {waiter}':>21}{cells}"
