@@ -52,3 +52,71 @@ def test_in_a_world_of_one_it_is_the_model_itself() -> None:
         assert type(model[1]) is nn.BatchNorm1d
         with pytest.raises(tutti.UsageError, match="layout dp2 needs 2 ranks, this world has 1"):
             tutti.parallelize(model, "dp2", world=world)
+
+
+class _Feed(nn.Module):
+    """Two layers that a plan can name, and one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"grow": nn.Linear(6, 8), "shrink": nn.Linear(8, 6)}) for _ in range(2)
+        )
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer["shrink"](layer["grow"](x).tanh())
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+PLAN = {"layers.*.grow": "column", "layers.*.shrink": "row"}
+
+
+def _own_layouts(world: tutti.World) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    torch.manual_seed(1)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    for text in ("tp2", "shard2"):
+        losses: dict[str, list[float]] = {}
+        for kind in ("plain", text):
+            torch.manual_seed(0)
+            model: nn.Module = _Feed().double()
+            layout = tutti.Layout.parse(text)
+            data = x
+            if kind == text:
+                model = tutti.parallelize(model, layout, world=world, plan=PLAN)  # type: ignore[arg-type]
+                data = x.chunk(layout.data_ranks)[layout.grid(world).data_rank]
+            # One tensor at a time: tp leaves `last` whole, and torch does not mix the two kinds.
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+            losses[kind] = []
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = model(data).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses[kind].append(float(loss))
+        told[text] = losses
+    for name, plan, layout_text in (
+        ("name", {"layers.*.grwo": "column"}, "tp2"),
+        ("no plan", None, "tp2"),
+        ("pipeline", None, "pp2"),
+    ):
+        try:
+            tutti.parallelize(_Feed(), layout_text, world=world, plan=plan)  # type: ignore[arg-type]
+        except tutti.UsageError as error:
+            told[name] = str(error)
+    return told
+
+
+def test_ones_own_model_is_split_by_its_plan_and_sharded() -> None:
+    first, second = in_world(_own_layouts, 2)
+    assert first["tp2"]["tp2"] == pytest.approx(first["tp2"]["plain"], rel=1e-12)
+    # Each shard has the mean of its own half; together they have that of all.
+    halves = zip(first["shard2"]["shard2"], second["shard2"]["shard2"], strict=True)
+    means = [sum(pair) / 2 for pair in halves]
+    assert means == pytest.approx(first["shard2"]["plain"], rel=1e-12)
+    assert "no module 'layers.*.grwo': did you mean layers.*.grow?" in first["name"]
+    assert "no layer of _Feed has a name that says how to split it" in first["no plan"]
+    assert "a pipeline runs whole steps" in first["pipeline"]

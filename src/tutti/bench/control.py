@@ -20,6 +20,11 @@ class Control:
         self._group = dist.new_group(backend="gloo")
         self._asked_to_stop = False
 
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether this rank was; others may not know yet."""
+        return self._asked_to_stop
+
     def meet(self) -> bool:
         """Wait for all ranks; True once any of them was asked to stop: all know at once."""
         return self.largest([float(self._asked_to_stop)])[0] > 0

@@ -8,15 +8,14 @@ from tutti.world.errors import RanksDiffer, UsageError, did_you_mean
 # Each command's module has `main(arguments) -> exit code`.
 COMMANDS = {
     "train": ("tutti.cli.train", "train a recipe on one rank or many"),
+    "parity": ("tutti.cli.parity", "compare every layout with one device, step by step"),
     "predict": ("tutti.cli.predict", "predict a data set, or text after a prompt"),
     "run": ("tutti.cli.run", "start any script as a world of local ranks"),
     "world": ("tutti.cli.world", "show the world as every rank sees it, with reasons"),
     "bench": ("tutti.cli.bench", "measure collectives and symmetric memory, results checked"),
     "topo": ("tutti.cli.topo", "show devices, links, NUMA nodes and NICs, as a matrix or picture"),
-    "profile": (
-        "tutti.cli.profile",
-        "capture or read traces: where a step's time goes",
-    ),
+    "doctor": ("tutti.cli.doctor", "check health and configuration, and name the cures"),
+    "profile": ("tutti.cli.profile", "capture or read traces: where a step's time goes"),
     "submit": ("tutti.cli.submit", "write a Slurm or MPI job for a cluster, and submit it"),
 }
 

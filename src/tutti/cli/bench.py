@@ -1,4 +1,4 @@
-"""tutti bench collectives|symmetric: measure what this machine does, and check what it did."""
+"""tutti bench KIND: measure what this machine does, and check what it did."""
 
 from importlib import import_module
 
@@ -6,7 +6,9 @@ from tutti.world.errors import UsageError, did_you_mean
 
 _KINDS = {
     "collectives": ("tutti.cli.bench_collectives", "every backend side by side, as nccl-tests"),
+    "bandwidth": ("tutti.cli.bench_bandwidth", "every pair of ranks; slow links are named"),
     "symmetric": ("tutti.cli.bench_symmetric", "one-sided memory, and the structures on it"),
+    "compare": ("tutti.cli.bench_compare", "what changed between two results, beyond the spread"),
 }
 
 _USAGE = """usage: tutti bench KIND [flags]

@@ -72,7 +72,7 @@ def _names(flags: Any) -> list[str]:
         if dataclasses.is_dataclass(part):
             names += _names(part)
         else:
-            names.append(f"--{field.name.replace('_', '-')}")
+            names.append(f"--{field.name.rstrip('_').replace('_', '-')}")
     return names
 
 

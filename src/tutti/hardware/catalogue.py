@@ -1,35 +1,143 @@
-"""What accelerators can do by their data sheets: dense, without sparsity, in TFLOP/s."""
+"""What accelerators and links can do: catalogue.toml beside this file, each figure with its source.
 
-# Name as the driver gives it (a part of it), and TFLOP/s for bf16 or fp16, tf32 and fp32.
-# The first entry whose name is part of the device's counts: longer names come first.
-_PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
-    ("GB300", 2500, 1250, 80),
-    ("GB200", 2500, 1250, 80),
-    ("B300", 2250, 1125, 80),
-    ("B200", 2250, 1125, 80),
-    ("GH200", 989, 494.5, 67),
-    ("H200", 989, 494.5, 67),
-    ("H100 PCIe", 756, 378, 51),
-    ("H100", 989, 494.5, 67),
-    ("A100", 312, 156, 19.5),
-    ("V100", 125, None, 15.7),
-    ("MI355X", 2500, None, 157.3),
-    ("MI325X", 1307, 653.7, 163.4),
-    ("MI300X", 1307, 653.7, 163.4),
-)
+What the catalogue does not have is unknown, and None here: a guess would make every verdict and
+every figure derived from it wrong.
+"""
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_FILE = Path(__file__).with_name("catalogue.toml")
+_LARGE = "64M"  # where the source of a figure only says that messages were large
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One kind of device. Peaks are dense, in TFLOP/s; bandwidths are one way, in GB/s."""
+
+    name: str  # a part of the name that the driver gives
+    source: str
+    bf16: float  # also fp16
+    fp32: float
+    tf32: float | None = None
+    memory_tbs: float | None = None
+    scale_up: str | None = None  # what joins the devices of a node
+    scale_up_gbs: float | None = None
+    host_link: str | None = None
+    without: tuple[str, ...] = ()
+
+    def fits(self, device_name: str) -> bool:
+        """Whether a device of this name is of this kind."""
+        return self.name in device_name and not any(part in device_name for part in self.without)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of link, one way: what its specification allows, and what programs reached."""
+
+    name: str
+    gbs: float
+    source: str
+    achieved_gbs: float | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What somebody measured and published."""
+
+    devices: tuple[str, ...]  # names of accelerators
+    op: str
+    bytes: int
+    gbs: float
+    source: str
+    ranks: int | None = None
+    timing: str = "back-to-back"
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The whole file."""
+
+    accelerators: tuple[Accelerator, ...]
+    links: tuple[Link, ...]
+    figures: tuple[Figure, ...]
+
+
+@cache
+def catalogue() -> Catalogue:
+    """Read the file; a mistake in it is an error here, not a silent gap."""
+    content = tomllib.loads(_FILE.read_text())
+    return Catalogue(
+        accelerators=tuple(
+            Accelerator(**{**each, "without": tuple(each.get("without", ()))})
+            for each in content["accelerator"]
+        ),
+        links=tuple(Link(**each) for each in content["link"]),
+        figures=tuple(
+            Figure(
+                **{
+                    **each,
+                    "devices": tuple(each["devices"]),
+                    "bytes": _bytes(each.get("bytes", _LARGE)),
+                }
+            )
+            for each in content["figure"]
+        ),
+    )
+
+
+def accelerator(device_name: str) -> Accelerator | None:
+    """What is known of a device, by the name that the driver gives it."""
+    fitting = (each for each in catalogue().accelerators if each.fits(device_name))
+    return next(fitting, None)
+
+
+def link(name: str | None) -> Link | None:
+    """What is known of a link, such as `PCIe5 x16`."""
+    return next((each for each in catalogue().links if each.name == name), None)
+
+
+def figure(
+    device_name: str,
+    op: str,
+    size: int,
+    ranks: int | None = None,
+    timing: str = "back-to-back",
+) -> Figure | None:
+    """The published figure to hold a measured one against.
+
+    It is that of the same size, or of the next smaller one: larger messages are no slower.
+    """
+    known = accelerator(device_name)
+    fitting = [
+        each
+        for each in catalogue().figures
+        if known is not None
+        and known.name in each.devices
+        and (each.op, each.ranks, each.timing) == (op, ranks, timing)
+        and each.bytes <= size
+    ]
+    return max(fitting, key=lambda each: each.bytes, default=None)
 
 
 def peak_flops(device_name: str, precision: str, tf32: bool = False) -> tuple[float, str] | None:
-    """FLOP/s that a device can do at best, and where the figure is from; None if it is unknown.
+    """FLOP/s that a device can do at best, and where the figure is from; None if it is unknown."""
+    known = accelerator(device_name)
+    if known is None:
+        return None
+    if precision in ("bf16", "fp16"):
+        peak, what = known.bf16, f"{precision} dense"
+    elif precision == "float32" and tf32 and known.tf32 is not None:
+        peak, what = known.tf32, "tf32 dense"
+    elif precision == "float32":
+        peak, what = known.fp32, "fp32"
+    else:
+        return None
+    return peak * 1e12, f"{known.name} data sheet, {what}, {peak:g} TFLOP/s"
 
-    An unknown device has no peak: a guess would make every figure derived from it wrong.
-    """
-    for name, half, with_tf32, single in _PEAKS:
-        if name in device_name:
-            if precision in ("bf16", "fp16"):
-                return half * 1e12, f"{name} data sheet, {precision} dense, {half:g} TFLOP/s"
-            if precision == "float32" and tf32 and with_tf32 is not None:
-                return with_tf32 * 1e12, f"{name} data sheet, tf32 dense, {with_tf32:g} TFLOP/s"
-            if precision == "float32":
-                return single * 1e12, f"{name} data sheet, fp32, {single:g} TFLOP/s"
-    return None
+
+def _bytes(text: str) -> int:
+    return int(text[:-1]) * _UNITS[text[-1]]

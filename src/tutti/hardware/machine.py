@@ -23,6 +23,8 @@ class Machine:
     host: str
     observed_at: str | None
     """UTC, ISO 8601."""
+    name_resolution: str | None
+    """What the host's own name leads to on it: outside, loopback or nothing."""
     system: str | None
     kernel: str | None
     architecture: str | None

@@ -25,6 +25,7 @@ def observe(root: Path = Path("/")) -> Machine:
     return Machine(
         host=platform.node(),
         observed_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        name_resolution=system.read_name_resolution(),
         system=system.read_system(files),
         kernel=platform.release(),
         architecture=platform.machine(),

@@ -1,8 +1,11 @@
 """What a machine runs: its kernel, settings, versions and allow-listed variables."""
 
 import contextlib
+import ipaddress
 import os
+import platform
 import re
+import socket
 import sys
 from importlib import metadata
 from importlib.util import find_spec
@@ -21,6 +24,8 @@ _VARIABLES = (
     *("LOCAL_WORLD_SIZE", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID"),
     *("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_PER_TASK", "GOMP_CPU_AFFINITY"),
 )
+# Names that were meant to be one of those: whoever looks for mistakes must see them.
+_SLIPS = re.compile("(NC+L+|NCC|NNCCL|GLO+|OPM|TROCH|TOCH)_", re.IGNORECASE)
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNORECASE)
 
 _PARAMETERS = (
@@ -38,6 +43,17 @@ _SYSCTLS = (
     *("kernel.pid_max", "vm.max_map_count", "vm.overcommit_memory"),
 )
 _PACKAGES = ("tutti", "torch", "numpy", "nvidia-ml-py", "triton", "mpi4py")
+
+
+def read_name_resolution() -> str:
+    """Where the host's own name leads. The addresses themselves are nobody's business."""
+    try:
+        found = socket.getaddrinfo(platform.node(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return "nothing"
+    # What is tried first counts: it is what gloo takes, too.
+    first = str(found[0][4][0]).partition("%")[0]
+    return "loopback" if ipaddress.ip_address(first).is_loopback else "outside"
 
 
 def read_system(files: Files) -> str | None:
@@ -139,7 +155,8 @@ def read_variables() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if (name in _VARIABLES or name.startswith(_PREFIXES)) and not _SECRET.search(name)
+        if (name in _VARIABLES or name.startswith(_PREFIXES) or _SLIPS.match(name))
+        and not _SECRET.search(name)
     }
 
 

@@ -129,7 +129,7 @@ class GPTConfig:
     mlp_dim: int | None = None
     """Hidden width of the MLP; unset: 8/3 × dim, rounded up to a multiple of 64."""
     tied: bool = False
-    """The head uses the embedding's weights; then both must be in the same pipeline stage."""
+    """The head uses the embedding's weights."""
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths: they run from 2π to about 2π × rope_theta tokens."""
     norm_eps: float = 1e-5

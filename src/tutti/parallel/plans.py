@@ -88,9 +88,12 @@ def resolve(plan: Plan, model: nn.Module) -> dict[str, Role]:
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         found = [name for name in names if expression.fullmatch(name)]
         if not found:
+            known = dict.fromkeys(
+                re.sub(r"\b\d+\b", "*", n) if "*" in pattern else n for n in names
+            )
             raise UsageError(
                 f"plan: {type(model).__name__} has no module {pattern!r}: "
-                f"{did_you_mean(pattern, names)}"
+                f"{did_you_mean(pattern, known)}"
             )
         for name in found:
             kinds = _KINDS.get(role)

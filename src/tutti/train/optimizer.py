@@ -1,7 +1,8 @@
-"""The optimizer of a recipe: SGD or AdamW, fused, decaying matrices only."""
+"""The optimizer of a recipe: SGD or AdamW, fused where torch can, decaying matrices only."""
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tutti.train.recipe import Optimization
 
@@ -27,7 +28,12 @@ def build_optimizer(
     if capturable:
         rate = torch.tensor(lr, device=parameters[0].device)
     if options.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=options.momentum, fused=True)
+        # For parameters that are spread over ranks torch has no rule for the fused kernel, and
+        # takes tens of seconds to find one for a list of them over a mesh of three axes.
+        spread = any(isinstance(p, DTensor) for p in parameters)
+        return torch.optim.SGD(
+            groups, lr=rate, momentum=options.momentum, fused=not spread, foreach=False
+        )
     return torch.optim.AdamW(
         groups, lr=rate, betas=options.betas, fused=True, capturable=capturable
     )

@@ -309,6 +309,7 @@ def machine(
     return Machine(
         host=host,
         observed_at="2026-01-15T12:00:00+00:00",
+        name_resolution="outside",
         system="Ubuntu 24.04.3 LTS",
         kernel="6.8.0-87-generic",
         architecture="x86_64",

@@ -1,0 +1,240 @@
+"""tutti bench bandwidth: every pair one way and both ways, what all ranks do, slow links named."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from tutti.bench.bandwidth_parts import PARTS
+from tutti.bench.expect import Source, read_source
+from tutti.bench.sizes import parse_sizes
+from tutti.bench.table import print_line, usable_width
+from tutti.cli.expectations import missed
+from tutti.cli.flags import parse
+from tutti.cli.results import check_writable, write_json
+from tutti.hardware.cpus import parse_cpu_list
+from tutti.hardware.environment import describe_environment
+from tutti.hardware.gpus import visible_gpu_count
+from tutti.world.errors import UsageError, did_you_mean
+from tutti.world.identity import identify
+from tutti.world.launch import LocalWorld
+from tutti.world.timeouts import checked_seconds
+
+if TYPE_CHECKING:
+    from tutti.bench.bandwidth import Bandwidth as Measured
+    from tutti.world.world import World
+
+# Between Ctrl-C and SIGKILL a pass is finished and the file is written.
+_GRACE_SECONDS = 30.0
+_INTERRUPTED = 130
+_SCHEMA = "tutti.bench.bandwidth/1"
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Measure the links between ranks and mark slow ones: tutti bench bandwidth --ranks 4
+
+    Every pair of ranks one way and both ways, one pair at a time, from one to all, all to all,
+    all_reduce as a ring and as a tree, and on CUDA copies between host and device. Each pair is
+    held against the others of its class (same core, same or other NUMA node, NVLink, NVSwitch,
+    PCIe, other host) and against the catalogue; what slow pairs have in common is named. Data is
+    checked. Ctrl-C leaves what was measured.
+    """
+
+    ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
+    """How many local ranks to start, unless a launcher already did (default: one per GPU, or 2)."""
+    sizes: str | None = None
+    """Bytes of a message: 16M or 64K,16M or 64K:16M:x16 (default 16M, and on CUDA 256M)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors are."""
+    backend: Literal["shm", "gloo", "nccl"] | None = None
+    """What carries messages (default shm, which between hosts is gloo; on CUDA nccl)."""
+    ranks_per_gpu: int = 1
+    """How many ranks may share one GPU."""
+    only: str | None = None
+    """Parts to measure, with commas between them: pairs, one_to_all, all_to_all, ring_vs_tree,
+    copies (default: all that there can be)."""
+    together: bool = False
+    """Measure pairs of disjoint ranks at the same time: shorter, and shows what links share. A slow
+    link may then be blamed for another."""
+    pin: str = "own"
+    """CPUs of ranks: own (each its share), none, or CPU lists of the ranks of a host with slashes
+    between them: 0/1/32-35."""
+    budget: float = 0.2
+    """Seconds for each kind of traffic, operation and size."""
+    expect: str | None = None
+    """Check, and exit with 1 where something is missed: catalogue, an earlier JSON of this bench,
+    or a TOML file of thresholds."""
+    json: Path | None = None
+    """Write pairs, verdicts, environment and command to this file, too."""
+    start_timeout: float | None = None
+    """Seconds for all ranks to arrive (default 300)."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = parse(Bandwidth, "tutti bench bandwidth", arguments)
+    source = _check(options)
+    if identify(os.environ).launcher != "python":
+        return _measure(options, source)
+    gpus = 0 if options.device == "cpu" else visible_gpu_count()
+    usual = gpus * options.ranks_per_gpu if gpus else 2
+    return LocalWorld(
+        command=[sys.executable, "-m", "tutti", "bench", "bandwidth", *arguments],
+        ranks=usual if options.ranks is None else options.ranks,
+        device=options.device,
+        ranks_per_gpu=options.ranks_per_gpu,
+        show="first",
+        grace=_GRACE_SECONDS,
+    ).run()
+
+
+def _measure(options: Bandwidth, source: Source | None) -> int:
+    from tutti.bench.bandwidth import Bandwidth as Measured
+    from tutti.bench.bandwidth_places import place_of
+    from tutti.bench.control import Control
+    from tutti.world.exchange import gather_json
+    from tutti.world.start import init
+
+    with init(
+        device=options.device,
+        ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
+        start_timeout=options.start_timeout,
+    ) as world:
+        backend = _backend(options, world)
+        cpus = _pin(options.pin, world)
+        ranks = gather_json({**world.row(), "cpus": cpus, "pinned": options.pin != "none"})
+        places = gather_json(place_of(world, cpus))
+        control = Control()
+        sizes = parse_sizes(options.sizes or ("256M" if world.device.type == "cuda" else "16M"))
+        measured = Measured(
+            world, control, places, backend, sizes, options.budget, options.together
+        )
+        with control.stop_on_signals():
+            if world.is_first:
+                _print_head(world, ranks, backend)
+            measured.run(_parts(options, world), _tell if world.is_first else lambda line: None)
+        results = _results(measured, ranks)
+        if world.is_first:
+            _conclude(measured, options, results)
+    if measured.stopped:
+        return _INTERRUPTED
+    return int((world.is_first and missed(_SCHEMA, results, source)) or measured.wrong > 0)
+
+
+def _check(options: Bandwidth) -> Source | None:
+    """Refuse what cannot be measured, before anything is started."""
+    for part in (options.only or "pairs").split(","):
+        if part not in PARTS:
+            raise UsageError(f"--only: no part {part!r}: {did_you_mean(part, PARTS)}")
+    if options.sizes is not None:
+        parse_sizes(options.sizes)
+    if options.backend == "nccl" and options.device == "cpu":
+        raise UsageError(
+            "--backend nccl moves CUDA tensors only: use --device cuda, or shm or gloo"
+        )
+    if options.backend in ("shm", "gloo") and options.device == "cuda":
+        raise UsageError(
+            f"--backend {options.backend} moves CPU tensors only: use --device cpu, or nccl"
+        )
+    if options.ranks == 1 and options.device == "cpu":
+        raise UsageError("--ranks 1: one rank on a CPU has no link to measure, use 2 or more")
+    if options.pin not in ("own", "none"):
+        _cpu_lists(options.pin)
+    checked_seconds("--budget", options.budget, example=0.2)
+    check_writable("--json", options.json)
+    return None if options.expect is None else read_source("--expect", options.expect)
+
+
+def _parts(options: Bandwidth, world: "World") -> list[str]:
+    """What was asked for; else all that a world of this kind can measure."""
+    if options.only is not None:
+        return options.only.split(",")
+    having = {"copies": world.device.type == "cuda"}
+    return [part for part in PARTS if having.get(part, world.size > 1)]
+
+
+def _cpu_lists(text: str) -> list[tuple[int, ...]]:
+    try:
+        lists = [parse_cpu_list(part) for part in text.split("/")]
+    except ValueError:
+        lists = [()]
+    if not all(lists):
+        raise UsageError(f"--pin {text}: own, none, or a CPU list for each rank of a host: 0/1/2-3")
+    return lists
+
+
+def _backend(options: Bandwidth, world: "World") -> str:
+    """What carries messages; where it cannot, all ranks leave in good order."""
+    backend = options.backend or world.backend
+    if (backend == "nccl") == (world.device.type == "cuda"):
+        return backend
+    world.close()
+    if world.is_first:
+        moves = "CUDA" if backend == "nccl" else "CPU"
+        raise UsageError(
+            f"--backend {backend} moves {moves} tensors only, and ranks are on "
+            f"{world.device.type}: leave it out"
+        )
+    raise SystemExit(2)
+
+
+def _pin(how: str, world: "World") -> str:
+    from tutti.bench.pinning import pin, pin_to
+
+    if how == "none":
+        return world.cpus
+    if how == "own":
+        return pin(world)
+    lists = _cpu_lists(how)
+    return pin_to(lists[world.local_rank % len(lists)])
+
+
+def _tell(line: str) -> None:
+    print_line(f"tutti bench bandwidth: {line}", sys.stderr)
+
+
+def _print_head(world: "World", ranks: list[dict[str, Any]], backend: str) -> None:
+    for each in ranks:
+        bound = "pinned to CPU" if each["pinned"] else "on CPU"
+        where = f"{each['host']}, {each['device']}, {bound} {each['cpus']}"
+        print_line(f"# rank {each['rank']}: {where}")
+    if world.sharing_note:
+        print_line(f"# note: {world.sharing_note}")
+    print_line(f"# messages by {backend}; GB/s are 1e9 bytes per second")
+
+
+def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What goes into the JSON; the environment as it is while the world is open."""
+    world = measured.world
+    return {
+        "environment": describe_environment(),
+        "pairs": measured.pairs,
+        "classes": measured.classes,
+        "findings": [each.row() for each in measured.findings],
+        "one_to_all": measured.one_to_all,
+        "all_to_all": measured.all_to_all,
+        "ring_vs_tree": measured.ring_vs_tree,
+        "copies": measured.copies,
+        "skipped": measured.skipped,
+        "complete": not measured.stopped,
+        "together": measured.together,
+        "timing": "p50 over passes; the receiver's clock, after a first window of messages",
+        "places": measured.places,
+        "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
+    }
+
+
+def _conclude(measured: "Measured", options: Bandwidth, results: dict[str, Any]) -> None:
+    from tutti.bench.bandwidth_table import lines
+
+    for line in lines(measured, usable_width(sys.stdout)):
+        print_line(line)
+    if options.json is not None:
+        write_json(options.json, _SCHEMA, results)
+    print_line(f"# Out of bounds values : {measured.wrong} {'FAILED' if measured.wrong else 'OK'}")
+    if measured.stopped:
+        print_line(f"# stopped: {len(measured.pairs)} pairs were measured")

@@ -1,0 +1,1 @@
+"""Is this machine healthy and well configured? Every check names its cure."""

@@ -1,0 +1,90 @@
+"""What is seen of one parameter, one step, one run under a layout: errors, and factors.
+
+No torch in this file: a diagnosis is made of these numbers alone.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tutti.parity.tolerance import Tolerance
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A parameter's tensor a (a gradient, an update) against the reference's b."""
+
+    name: str
+    error: float
+    """max |a − b| / max |b|, the worst of all ranks that hold the parameter."""
+    factor: float = 1.0
+    """The f for which f·b is nearest to a."""
+    residual: float = 0.0
+    """max |a − f·b| / max |b|: what the factor does not explain."""
+    spread: float = 0.0
+    """By how much the factors of ranks differ that should hold the same values."""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number a, the loss or the norm, against the reference's b."""
+
+    error: float
+    factor: float
+
+    @classmethod
+    def between(cls, a: float, b: float) -> "Scalar":
+        """|a − b| / |b| and a / b; a number that is not finite is infinitely wrong."""
+        if not (math.isfinite(a) and math.isfinite(b)):
+            return cls(math.inf, math.nan)
+        if b == 0:
+            return cls(0.0, 1.0) if a == 0 else cls(math.inf, math.inf)
+        return cls(abs(a - b) / abs(b), a / b)
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """One step, in the order in which its values come about: each needs those before it."""
+
+    loss: Scalar
+    gradients: Sequence[Difference]
+    """Summed over ranks and gathered, before they are clipped."""
+    norm: Scalar
+    """The global norm by which they were clipped."""
+    updates: Sequence[Difference]
+    """Parameters after the step, less those at the start."""
+
+    def within(self, tolerance: Tolerance) -> bool:
+        """Whether nothing in this step is further off than rounding explains."""
+        return not (
+            self.loss.error > tolerance.loss
+            or self.norm.error > tolerance.loss
+            or wrong(self.gradients, tolerance.gradient)
+            or wrong(self.updates, tolerance.update)
+        )
+
+
+def wrong(differences: Iterable[Difference], tolerance: float) -> list[Difference]:
+    """Those above the tolerance; NaN is above any."""
+    return [each for each in differences if not each.error <= tolerance]
+
+
+def worst(differences: Iterable[Difference]) -> Difference:
+    """The one with the largest error."""
+    return max(differences, key=lambda each: each.error if each.error == each.error else math.inf)
+
+
+def merged(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
+    """One difference for each parameter: the worst of the ranks that hold it, and their spread."""
+    found: dict[str, list[Difference]] = {}
+    for differences in by_rank:
+        for each in differences:
+            found.setdefault(each.name, []).append(each)
+    together = []
+    for name, each_rank in found.items():
+        bad = worst(each_rank)
+        factors = [each.factor for each in each_rank]
+        residuals = [each.residual for each in each_rank]
+        spread = max(max(factors) - min(factors), max(residuals) - min(residuals))
+        together.append(Difference(name, bad.error, bad.factor, bad.residual, spread))
+    return together

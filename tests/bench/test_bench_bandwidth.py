@@ -1,0 +1,178 @@
+"""tutti bench bandwidth: rows of every part, data checked, Ctrl-C, flags; on a GPU, copies."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worlds import TUTTI, clean_environment, in_world, run_command
+
+BENCH = [*TUTTI, "bench", "bandwidth"]
+CPU = [*BENCH, "--device", "cpu"]
+PAIR_KEYS = {
+    *("src", "dst", "gbs_uni", "gbs_bi", "class", "verdict", "spread", "causes", "wrong", "bytes"),
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "pears"], "--only: no part 'pears': did you mean pairs?"),
+        (["--sizes", "12Q"], "'12Q' is no size"),
+        (["--backend", "nccl", "--device", "cpu"], "--backend nccl moves CUDA tensors only"),
+        (["--ranks", "1", "--device", "cpu"], "--ranks 1: one rank on a CPU has no link"),
+        (["--pin", "0/x"], "--pin 0/x: own, none, or a CPU list for each rank"),
+        (["--budget", "-1"], "--budget -1.0: give seconds above 0"),
+        (["--expect", "/nowhere.toml"], "--expect /nowhere.toml: No such file"),
+        (["--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], message: str) -> None:
+    done = run_command([*BENCH, *arguments])
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_every_part_is_measured_and_right(tmp_path: Path) -> None:
+    flags = ["--ranks", 3, "--sizes", "64K", "--budget", "0.01", "--pin", "0/1/0", "--together"]
+    # Of three ranks two are on one CPU here, where shm would wait by spinning.
+    done = run_command([*CPU, *flags, "--backend", "gloo", "--json", tmp_path / "b.json"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "b.json").read_text())
+    assert content["schema"] == "tutti.bench.bandwidth/1" and content["complete"]
+    pairs = {(row["src"], row["dst"]): row for row in content["pairs"]}
+    assert sorted(pairs) == [(a, b) for a in range(3) for b in range(3) if a != b]
+    for (src, dst), row in pairs.items():
+        assert row.keys() >= PAIR_KEYS and row["wrong"] == 0
+        assert 0 < row["gbs_uni"] <= row["gbs_uni_best"] and row["gbs_bi"] > 0
+        assert row["gbs_bi"] == pairs[dst, src]["gbs_bi"]
+    assert pairs[0, 2]["class"] == pairs[2, 0]["class"] == "same core"
+    assert pairs[0, 1]["class"] != "same core"
+    assert [row["root"] for row in content["one_to_all"]] == [0, 1, 2]
+    assert [row["op"] for row in content["all_to_all"]] == ["all_to_all"]
+    backends = {row["backend"] for row in content["ring_vs_tree"]}
+    assert {"gloo ring", "gloo tree", "gloo"} == backends
+    for part in ("one_to_all", "all_to_all", "ring_vs_tree"):
+        assert all(row["wrong"] == 0 for row in content[part])
+    assert "# Out of bounds values : 0 OK" in done.stdout
+    assert "both ways, the sum" in done.stdout
+
+
+def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
+    flags = ["--ranks", "2", "--sizes", "1M", "--budget", "60", "--json", str(tmp_path / "b.json")]
+    process = subprocess.Popen(
+        [*CPU, *flags],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    while "pass " not in (line := process.stderr.readline()):
+        assert line, "the bench ended before it was interrupted"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    content = json.loads((tmp_path / "b.json").read_text())
+    assert not content["complete"] and content["pairs"]
+    assert all(row["wrong"] == 0 for row in content["pairs"])
+    assert f"# stopped: {len(content['pairs'])} pairs were measured" in out
+
+
+# ---- What the parts are made of, in a real world ----
+
+
+def _written_and_lied(world: Any) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from tutti.bench.bandwidth_traffic import Meter, Traffic
+    from tutti.bench.control import Control
+    from tutti.bench.point_to_point import ring_all_reduce, tree_all_reduce
+
+    # Three ranks may be more than there are CPUs, and shm would wait by spinning.
+    group = dist.new_group(backend="gloo")
+    wrong = []
+    for count in (1, 2, 3, 1000):  # fewer elements than ranks, too
+        for algorithm in (ring_all_reduce, tree_all_reduce):
+            tensor = torch.arange(count, dtype=torch.float32) * (world.rank + 1)
+            expected = torch.arange(count, dtype=torch.float32) * sum(range(1, world.size + 1))
+            algorithm(tensor, torch.full_like(tensor, torch.nan), group)
+            if not torch.equal(tensor, expected):
+                wrong.append([algorithm.__name__, count])
+
+    class Liar(Meter):
+        """Rank 1 finds two bytes changed on the way."""
+
+        def _exchange(self, *arguments: Any) -> None:
+            super()._exchange(*arguments)
+            if world.rank == 1:
+                self._received[5:7] += 1
+
+    def fresh() -> list[Traffic]:
+        return [Traffic("one way", ((0, 1),), 4000), Traffic("both ways", ((0, 2), (2, 0)), 4000)]
+
+    honest, lies = fresh(), fresh()
+    control = Control()
+    Meter(group, control, world.device, 0.01).run(honest, lambda line: None)
+    Liar(group, control, world.device, 0.01).run(lies, lambda line: None)
+    return {
+        "wrong": wrong,
+        "honest": [list(each.wrong.values()) for each in honest],
+        "lies": [list(each.wrong.values()) for each in lies],
+        "samples": [len(each.seconds[each.flows[0]]) for each in honest],
+        "seconds": [list(each.seconds.values()) for each in honest],
+    }
+
+
+def test_ring_and_tree_are_right_and_damaged_messages_are_counted() -> None:
+    first, *others = in_world(_written_and_lied, 3)
+    assert first["wrong"] == [] and all(each["wrong"] == [] for each in others)
+    assert first["honest"] == [[0], [0, 0]] and first["samples"] == [5, 5]
+    # two bytes in each of five passes, on the flow to rank 1 alone
+    assert first["lies"] == [[10], [0, 0]]
+    # every rank has the figures of all flows
+    assert all(each["seconds"] == first["seconds"] for each in others)
+
+
+# ---- On a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_copies_between_host_and_device(tmp_path: Path) -> None:
+    flags = ["--device", "cuda", "--ranks", "1", "--sizes", "64M", "--json", tmp_path / "b.json"]
+    done = run_command([*BENCH, *flags], env={"CUDA_VISIBLE_DEVICES": "0"}, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    copies = json.loads((tmp_path / "b.json").read_text())["copies"]
+    kinds = [row["kind"] for row in copies]
+    assert kinds == [
+        "host to device, pinned",
+        "host to device, pageable",
+        "device to host, pinned",
+        "device to host, pageable",
+        "inside the device",
+    ]
+    assert all(row["wrong"] == 0 and row["gbs"] > 0 for row in copies)
+    assert all(row["verdict"] == "unknown" for row in copies if "pinned" not in row["kind"])
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_ranks_that_share_a_gpu_are_measured_and_said_to(tmp_path: Path) -> None:
+    flags = ["--device", "cuda", "--ranks", "2", "--ranks-per-gpu", "2", "--sizes", "1M"]
+    done = run_command(
+        [*BENCH, *flags, "--budget", "0.05", "--json", tmp_path / "b.json"],
+        env={"CUDA_VISIBLE_DEVICES": "0"},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "b.json").read_text())
+    assert {row["class"] for row in content["pairs"]} == {"same GPU"}
+    assert all(row["wrong"] == 0 for row in content["pairs"] + content["ring_vs_tree"])
+    assert "share one GPU" in done.stdout and content["world"]["sharing_note"]

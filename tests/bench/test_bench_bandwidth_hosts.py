@@ -1,0 +1,92 @@
+"""Given hosts of which one has a slow link, when all pairs are measured, then it is named alone."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hosts import Network, hosts_missing, network
+from worlds import clean_environment
+
+pytestmark = pytest.mark.skipif(hosts_missing() is not None, reason=str(hosts_missing()))
+
+SLOW = "tbf rate 200mbit burst 64kb latency 50ms"
+FLAGS = ["--sizes", "512K", "--budget", "0.1", "--only", "pairs", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def three_hosts() -> Iterator[Network]:
+    with network(3) as made:
+        yield made
+
+
+def limit(made: Network, host: int, interfaces: Sequence[str]) -> None:
+    """Slow down what the host's interface (eth0) or the other end of its cable (nN) sends."""
+    for interface in interfaces:
+        where = made.hosts[host] if interface == "eth0" else made.hub
+        done = where.run(["tc", "qdisc", "add", "dev", interface, "root", *SLOW.split()])
+        assert done.returncode == 0, done.stderr
+
+
+def free(made: Network, host: int, interfaces: Sequence[str]) -> None:
+    for interface in interfaces:
+        where = made.hosts[host] if interface == "eth0" else made.hub
+        where.run(["tc", "qdisc", "del", "dev", interface, "root"])
+
+
+def measured(made: Network, file: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, JSON and output of rank 0: a rank on each host, n1 first."""
+    command = [sys.executable, "-m", "tutti", "bench", "bandwidth", *FLAGS, *flags]
+    ranks = [
+        host.popen(
+            [*command, "--json", str(file)],
+            env=clean_environment()
+            | {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "29411"},
+        )
+        for rank, host in enumerate(made.hosts)
+    ]
+    said = [rank.communicate(timeout=90) for rank in ranks]
+    assert ranks[0].returncode in (0, 1), said
+    return ranks[0].returncode, json.loads(file.read_text()), said[0][0]
+
+
+def test_the_slow_link_is_named_and_no_other(three_hosts: Network, tmp_path: Path) -> None:
+    # Both directions of n2's cable: four of the six pairs are slow, so most of them.
+    limit(three_hosts, 1, ["eth0", "n2"])
+    try:
+        code, content, said = measured(three_hosts, tmp_path / "b.json", "--expect", "catalogue")
+    finally:
+        free(three_hosts, 1, ["eth0", "n2"])
+    (finding,) = content["findings"]
+    assert finding["what"] == "the link of host n2, sending and receiving", said
+    assert finding["verdict"] == "bad"
+    assert finding["causes"][0] == "seen: eth0 of n2 is limited by tc: tbf, 200 Mbit/s"
+    verdicts = {(row["src"], row["dst"]): row["verdict"] for row in content["pairs"]}
+    assert verdicts == {
+        (0, 1): "bad", (1, 0): "bad", (1, 2): "bad", (2, 1): "bad",
+        (0, 2): "good", (2, 0): "good",
+    }  # fmt: skip
+    assert {row["class"] for row in content["pairs"]} == {"other host"}
+    assert all(row["wrong"] == 0 for row in content["pairs"])
+    # 200 Mbit/s are 0.025 GB/s, less the headers of the packets
+    slow = [row["gbs_uni"] for row in content["pairs"] if row["verdict"] == "bad"]
+    assert max(slow) < 0.03
+    assert "# bad: the link of host n2, sending and receiving: 0.02" in said
+    assert code == 1 and "# missed: the link of host n2" in said
+
+
+def test_one_direction_of_a_link_is_told_from_the_other(
+    three_hosts: Network, tmp_path: Path
+) -> None:
+    limit(three_hosts, 2, ["n3"])  # what the switch sends to n3
+    try:
+        code, content, said = measured(three_hosts, tmp_path / "b.json")
+    finally:
+        free(three_hosts, 2, ["n3"])
+    assert [each["what"] for each in content["findings"]] == ["the link of host n3, receiving"], (
+        said
+    )
+    assert code == 0, "without --expect a slow link is reported, not failed"

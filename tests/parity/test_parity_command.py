@@ -1,0 +1,100 @@
+"""tutti parity as one uses it: exit codes, table, JSON, one's own model, wrong usage."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from worlds import TUTTI, run_command
+
+PARITY = [*TUTTI, "parity", "--device", "cpu"]
+TINY = ["--layers", "2", "--dim", "16", "--heads", "2", "--mlp-dim", "32", "--seq-len", "8"]
+TINY += ["--vocab-size", "16", "--steps", "2"]
+
+
+def test_layouts_of_the_gpt_pass_and_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "parity.json"
+    flags = ["--ranks", "2", "--layouts", "all", "--json", str(file), "--tied", "--padded", *TINY]
+    done = run_command([*PARITY, *flags], timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(file.read_text())
+    assert result["schema"] == "tutti.parity/1" and result["complete"]
+    assert result["command"][:2] == ["tutti", "parity"] and "versions" in result["environment"]
+    assert [row["layout"] for row in result["rows"]] == ["dp2", "shard2", "tp2", "pp2"]
+    for row in result["rows"]:
+        assert row["ok"] is True and row["ranks"] == 2 and row["worst_parameter"]
+        assert max(row["loss_rel_err"], row["grad_rel_err"], row["norm_rel_err"]) < 1e-10
+        assert max(row["update_rel_err"].values()) < 1e-10
+    lines = done.stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines), done.stdout
+    assert [line.split()[0] for line in lines[-4:]] == ["dp2", "shard2", "tp2", "pp2"]
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+    def forward(self, x):
+        return x + self.drop(torch.tanh(self.norm(self.fc(x))))
+
+def plain():
+    return nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 3))
+
+class Whimsical(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 3)
+    def forward(self, x):
+        return self.fc(x) + torch.randn(len(x), 1, dtype=x.dtype) * self.fc.bias
+
+def whimsical():
+    return Whimsical()
+"""
+
+
+def test_ones_own_model_under_the_layouts_that_it_allows(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    file = tmp_path / "parity.json"
+    flags = ["--model", "mine:plain", "--ranks", "2", "--json", str(file)]
+    done = run_command([*PARITY, *flags], timeout=110, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["layout"]: row for row in json.loads(file.read_text())["rows"]}
+    assert rows["dp2"]["ok"] and rows["shard2"]["ok"]
+    for layout in ("tp2", "pp2"):
+        assert rows[layout]["ok"] is None
+        assert "batch norms are for dp and shard" in rows[layout]["not_applicable"]
+    assert "tp2    not applicable: batch norms are for dp and shard, not for tp" in done.stdout
+
+
+def test_a_model_that_rolls_dice_fails_with_exit_code_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    flags = ["--model", "mine:whimsical", "--layouts", "dp2"]  # needs two ranks, and starts them
+    done = run_command([*PARITY, *flags], timeout=110, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "dp2 FAILED: " in done.stdout and "(worst: fc." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layouts", "all"], "--layouts all: of how many ranks? add --ranks 4"),
+        (["--layouts", "dp2.tp2", "--ranks", "2"], "layout dp2.tp2 needs 2 × 2 = 4 ranks"),
+        (["--layouts", "dp2,tp4"], "layout tp4 needs 4 ranks, this world has 2"),
+        (["--layouts", "zp2"], "there is no axis 'zp'"),
+        (["--recipe", "gtp", "--ranks", "2"], "--recipe gtp: did you mean gpt?"),
+        (["--steps", "1", "--ranks", "2"], "--steps 1: use 2 or more"),
+        (["--layout", "dp2", "--ranks", "2"], "use --layouts dp2"),
+        (["--model", "nowhere:f", "--layouts", "dp1"], "--model nowhere:f: No module named"),
+        (["--json", "/proc/nowhere/x", "--ranks", "2"], "--json /proc/nowhere/x"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_two(flags: list[str], message: str) -> None:
+    done = run_command([*PARITY, *flags])
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr, done.stderr
