@@ -179,6 +179,8 @@ def test_start_up_code_leaves_other_programs_alone(tmp_path: Path) -> None:
 
 
 OWN_PROFILER = """
+import importlib.util
+assert importlib.util.find_spec("torch")  # as libraries do before they import it
 import torch
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -38,30 +38,37 @@ def _begin(settings: dict[str, Any]) -> None:
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds torch as it would be found anyway, and has something to do once it is there."""
+    """Finds torch as it would be found anyway, and has something to do once it is there.
+
+    It stays until torch is really imported: libraries look whether torch exists before that.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
+        self._looking = False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != "torch":
+        if fullname != "torch" or self._looking:
             return None
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self._looking = False
         if spec is not None and spec.loader is not None:
-            _call_after(spec.loader, self.settings)
+            self._follow(spec.loader)
         return spec
 
+    def _follow(self, loader: Loader) -> None:
+        execute = loader.exec_module
 
-def _call_after(loader: Loader, settings: dict[str, Any]) -> None:
-    execute = loader.exec_module
+        def execute_and_begin(module: ModuleType) -> None:
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(self)
+            execute(module)
+            _begin(self.settings)
 
-    def execute_and_begin(module: ModuleType) -> None:
-        execute(module)
-        _begin(settings)
-
-    loader.exec_module = execute_and_begin  # type: ignore[method-assign]
+        loader.exec_module = execute_and_begin  # type: ignore[method-assign]
 
 
 def _run_the_one_we_hide() -> None:
