@@ -58,6 +58,7 @@ def test_the_rank_that_sleeps_is_the_one_others_wait_for(gloo: tuple[Path, dict[
     first, second = (each["parts_s"] for each in rows["ranks"])
     assert first["wait"] > second["wait"]
     assert second["host_gap"] > first["host_gap"]
+    assert rows["stragglers"][0]["instead"]["part"] == "host_gap"
     assert "rank 1 is late" in rows["printed"]
 
 

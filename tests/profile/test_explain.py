@@ -104,6 +104,8 @@ def test_the_late_rank_is_the_one_that_arrives_last_and_has_the_shorter_kernel(
     assert row["cost_s"]["mean"] == pytest.approx(200e-6)
     assert row["late_by_s"]["p50"] == pytest.approx(300e-6)
     assert row["made_wait"] == {"0": pytest.approx(400e-6)}
+    # 600 of compute alone where the other has 300: that is why it is late.
+    assert row["instead"] == {"part": "compute", "seconds": pytest.approx(300e-6)}
 
 
 def test_bandwidth_counts_moving_not_waiting(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def stragglers(
                 "last": last[rank],
                 "of_collectives": len(timed),
                 "late_by_s": _spread(lateness) if lateness else None,
+                "instead": _instead(rank, steps),
                 "made_wait": {
                     str(each): sum(s.waited_for.get(rank, 0.0) for s in steps if s.rank == each)
                     for each in ranks
@@ -60,6 +61,17 @@ def stragglers(
             }
         )
     return sorted(rows, key=lambda row: -row["cost_s"]["mean"])
+
+
+def _instead(rank: int, steps: Sequence[StepParts]) -> dict[str, Any]:
+    """What the late rank spends more time on than the others do: where to look for the cause."""
+    more = {
+        name: mean(each.parts[name] for each in steps if each.rank == rank)
+        - mean(each.parts[name] for each in steps if each.rank != rank)
+        for name in ("compute", "input", "host_gap", "rest")
+    }
+    part = max(more, key=lambda name: more[name])
+    return {"part": part, "seconds": more[part]}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

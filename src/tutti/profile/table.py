@@ -89,6 +89,10 @@ def _late(rows: dict[str, Any]) -> Iterator[str]:
             f"{each['of_steps']} steps; last at {each['last']} of {each['of_collectives']} "
             "collectives"
         )
+        instead = each["instead"]
+        if instead["seconds"] > 0:
+            part = _TITLES.get(instead["part"], instead["part"])
+            yield f"  it has {1e3 * instead['seconds']:.1f} ms more of {part} than they have"
     if named and len(rows["ranks"]) <= 8:
         yield ""
         yield from _matrix(rows)
