@@ -72,6 +72,7 @@ def main(arguments: list[str]) -> int:
             device=options.device,
             ranks_per_gpu=options.ranks_per_gpu,
             show="first",
+            answers=(1, 2),
         ).run()
     return _check(options, layouts)
 
