@@ -44,8 +44,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name == "comm":  # a room of its own: tutti.comm.all_reduce(…)
-        return import_module("tutti.comm")
+    if name in ("comm", "profile"):  # rooms: tutti.comm.all_reduce(…), tutti.profile(…)
+        return import_module(f"tutti.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tutti' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

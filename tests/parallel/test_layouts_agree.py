@@ -195,8 +195,35 @@ def _batch_norms(world: tutti.World) -> dict[str, Any]:
     return told
 
 
+def _recomputed_norms(world: tutti.World) -> dict[str, float]:
+    """A block that runs twice counts its batch once: running statistics do not depend on it."""
+    torch.manual_seed(0)
+    model = WideResNet(WideResNetConfig(depth=10, width=1, classes=4)).double()
+    inputs = torch.randn(4, 3, 8, 8, dtype=torch.float64)[world.rank :][:1]
+    seen: dict[str, dict[str, torch.Tensor]] = {}
+    for what in ("none", "selective", "full"):
+        for joint in (False, True):
+            engine = build_engine(
+                copy.deepcopy(model),
+                world,
+                EngineOptions(sync_batchnorm=joint),
+                recompute=what,  # type: ignore[arg-type]
+            )
+            engine(inputs).sum().backward()
+            seen[f"{what} {joint}"] = dict(engine.model.named_buffers())
+    return {
+        f"{what} {joint}": max(
+            float((value - seen[f"none {joint}"][name]).abs().max())
+            for name, value in seen[f"{what} {joint}"].items()
+        )
+        for what in ("selective", "full")
+        for joint in (False, True)
+    }
+
+
 def _answer(world: tutti.World) -> dict[str, Any]:
     return {
+        "recomputed norms": _recomputed_norms(world),
         "layouts": _all_layouts(world),
         "gradients": _gradients(world),
         "norms": _batch_norms(world),
@@ -237,6 +264,13 @@ def test_batch_norms_are_synchronised_over_shards_and_replicas(
     for rank in four:
         for layout, errors in rank["norms"].items():
             assert all(error < TOLERANCE for error in errors.values()), layout
+
+
+@pytest.mark.timeout(300)
+def test_recomputing_leaves_running_statistics_alone(four: list[dict[str, Any]]) -> None:
+    for rank in four:
+        assert len(rank["recomputed norms"]) == 4
+        assert max(rank["recomputed norms"].values()) == 0
 
 
 def _on_a_gpu(world: tutti.World) -> dict[str, float]:

@@ -8,8 +8,13 @@ from torch import nn
 
 from tutti import UsageError
 from tutti.models import GPT, GPTConfig, LeNet, LeNetConfig
-from tutti.parallel.plans import check_divides, default_plan, resolve
-from tutti.parallel.tensor import can_split_sequence
+from tutti.parallel.plans import (
+    check_between,
+    check_divides,
+    default_plan,
+    resolve,
+    splits_sequence,
+)
 
 
 def _gpt(**changes: int) -> GPT:
@@ -31,7 +36,8 @@ class _Usual(nn.Module):
 
 
 def test_the_gpt_is_split_from_its_embedding_to_its_head() -> None:
-    plan = default_plan(_gpt())
+    model = _gpt()
+    plan = default_plan(model)
     assert {name: role for name, role in plan.items() if not name.startswith("blocks.1")} == {
         "embed": "vocabulary",
         "blocks.0.attention_norm": "norm",
@@ -46,16 +52,38 @@ def test_the_gpt_is_split_from_its_embedding_to_its_head() -> None:
         "norm": "norm",
         "head": "head",
     }
-    assert can_split_sequence(plan)
+    assert splits_sequence(plan, model)
+    check_between(plan, model)
 
 
 def test_usual_names_are_known_and_a_stream_without_ends_stays_whole() -> None:
-    plan = default_plan(_Usual())
+    model = _Usual()
+    plan = default_plan(model)
     assert plan == {
         **{f"layers.{n}.self_attn.q_proj": "column" for n in range(2)},
         **{f"layers.{n}.self_attn.o_proj": "row" for n in range(2)},
     }
-    assert not can_split_sequence(plan)
+    assert not splits_sequence(plan, model)
+    check_between(plan, model)  # the norm is outside of the attention
+
+
+def test_a_layer_among_split_ones_needs_a_role() -> None:
+    model = _Usual()
+    model.layers[1].self_attn.q_norm = nn.RMSNorm(4)  # sees the heads of one rank only
+    with pytest.raises(UsageError, match=r"layers.1.self_attn.q_norm.weight lies among layers of"):
+        check_between(default_plan(model), model)
+
+
+def test_torchs_own_attention_stays_whole_its_feed_forward_is_split() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    assert default_plan(layer) == {"linear1": "column", "linear2": "row"}
+
+
+def test_a_stream_with_a_layer_that_nobody_names_stays_whole() -> None:
+    model = _gpt()
+    assert splits_sequence(default_plan(model), model)
+    model.scale = nn.Linear(32, 32)
+    assert not splits_sequence(default_plan(model), model)
 
 
 def test_a_star_stands_for_one_part_of_a_name() -> None:

@@ -18,6 +18,8 @@ from tutti.parallel import hybrid
 from tutti.parallel.ddp import Ddp
 from tutti.parallel.engine import Engine, Objective
 from tutti.parallel.layout import Layout
+from tutti.parallel.pipeline import engine as pipeline_engine
+from tutti.parallel.pipeline.tied import Ties
 from tutti.parity import candidate
 from tutti.parity.case import make_case
 from tutti.parity.check import Alone, check_layout
@@ -130,6 +132,25 @@ def _loss_counted_by_every_tp_rank() -> AbstractContextManager[None]:
     return _instead(Engine, "speaks", lambda speaks: property(lambda self: True))
 
 
+def _copies_that_keep_their_own_part() -> AbstractContextManager[None]:
+    """The two ends of a pipeline never add up the gradients of the weight they share."""
+    return _instead(Ties, "sum_gradients", lambda add: lambda self, model: None)
+
+
+def _gradients_divided_by_the_schedule() -> AbstractContextManager[None]:
+    """torch's default: a pipeline divides by its microbatches what was divided already."""
+
+    def planted(build: Any) -> Any:
+        def wrong(*arguments: Any) -> Any:
+            schedule = build(*arguments)
+            schedule.scale_grads = True
+            return schedule
+
+        return wrong
+
+    return _instead(pipeline_engine, "build_schedule", planted)
+
+
 FAULTS: dict[str, tuple[str, bool, Fault]] = {
     "none dp2": ("dp2", True, _nothing),
     "none tp2": ("tp2", False, _nothing),
@@ -140,6 +161,9 @@ FAULTS: dict[str, tuple[str, bool, Fault]] = {
     "tied": ("dp2", True, _half_of_a_tied_gradient),
     "clipping": ("shard2", False, _norm_of_one_part),
     "loss": ("tp2", False, _loss_counted_by_every_tp_rank),
+    "none pp2": ("pp2", True, _nothing),
+    "copies": ("pp2", True, _copies_that_keep_their_own_part),
+    "schedule": ("pp2", False, _gradients_divided_by_the_schedule),
 }
 
 
@@ -168,7 +192,7 @@ def seen() -> dict[str, dict[str, Any]]:
 
 
 def test_without_a_fault_nothing_is_seen(seen: dict[str, dict[str, Any]]) -> None:
-    for name in ("none dp2", "none tp2"):
+    for name in ("none dp2", "none tp2", "none pp2"):
         assert seen[name]["ok"] and seen[name]["diagnosis"] is None
         assert seen[name]["grad_rel_err"] < 1e-12
 
@@ -183,6 +207,8 @@ def test_without_a_fault_nothing_is_seen(seen: dict[str, dict[str, Any]]) -> Non
         ("sample", "1 of the step's 6 samples is missing"),
         ("tied", "only embed.weight, the tied embedding, is wrong (a half of its gradient"),
         ("clipping", "the norm they were clipped by is 1.414 × too small, the root of shard = 2"),
+        ("copies", "embed.weight"),
+        ("schedule", "too small"),
         ("loss", "the loss is 2.000 × too large, while all gradients agree: as large as tp = 2"),
     ],
 )

@@ -63,8 +63,28 @@ def test_a_benchmark_measures_and_leaves_no_checkpoint(tmp_path: Path) -> None:
     train(*SMALL[:2], *SMALL[4:], *flags, "--benchmark", "--precision", "float32")
     summary = json.loads((run / "summary.json").read_text())
     assert summary["samples_per_s"] > 0
-    assert summary["steps"] == 3
+    assert summary["steps"] == len(losses(run)) == 3
+    assert summary["final_loss"] == losses(run)[-1]
     assert not (run / "checkpoints").exists()
+
+
+def test_a_tied_pipeline_in_a_v_is_saved_and_resumed(tmp_path: Path) -> None:
+    """Both copies of the embedding are on rank 0: each must come back, with its state."""
+    flags = [
+        *SMALL,
+        "--ranks",
+        "2",
+        "--layout",
+        "pp2",
+        "--pipeline-schedule",
+        "zbv",
+        "--layers",
+        "4",
+    ]
+    train(*flags, "--steps", "4", "--out", tmp_path / "whole")
+    train(*flags, "--steps", "2", "--out", tmp_path / "half")
+    train("--resume", "--out", tmp_path / "half", "--ranks", "2", "--steps", "4")
+    assert losses(tmp_path / "half") == pytest.approx(losses(tmp_path / "whole"), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +94,7 @@ def test_a_benchmark_measures_and_leaves_no_checkpoint(tmp_path: Path) -> None:
         (["--layout", "pp2", "--accumulation", "1"], "use --accumulation 2"),
         (["--layout", "tp2", "--seq-len", "15"], "15 / 2 = 7.5: use --seq-len 16"),
         (["--layout", "shard2", "--bucket-mb", "3"], "for replicas only"),
+        (["--prefetch", "3"], "--prefetch 3 does nothing in layout dp2, which has no shard"),
     ],
 )
 def test_a_layout_that_cannot_be_is_one_line_with_the_cure(

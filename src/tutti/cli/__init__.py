@@ -15,6 +15,7 @@ COMMANDS = {
     "bench": ("tutti.cli.bench", "measure collectives and symmetric memory, results checked"),
     "topo": ("tutti.cli.topo", "show devices, links, NUMA nodes and NICs, as a matrix or picture"),
     "doctor": ("tutti.cli.doctor", "check health and configuration, and name the cures"),
+    "profile": ("tutti.cli.profile", "capture or read traces: where a step's time goes"),
     "submit": ("tutti.cli.submit", "write a Slurm or MPI job for a cluster, and submit it"),
 }
 

@@ -72,6 +72,7 @@ def main(arguments: list[str]) -> int:
             device=options.device,
             ranks_per_gpu=options.ranks_per_gpu,
             show="first",
+            answers=(1, 2),
         ).run()
     return _check(options, layouts)
 
@@ -152,7 +153,10 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
         if world.is_first:
             print("tutti parity: no layout could be compared: see the reasons", file=sys.stderr)
         return 2
-    return int(any(row["ok"] is False for row in rows))
+    if any(row["ok"] is False for row in rows):
+        return 1
+    # A layout that was asked for by name and not compared must not look like one that passed.
+    return 2 if options.layouts != "all" and any(row["ok"] is None for row in rows) else 0
 
 
 def _title(options: Parity, case: "Case", world: "World") -> str:

@@ -52,6 +52,8 @@ class Train:
     """Write TensorBoard files into the run directory, too."""
     benchmark: bool = False
     """Measure throughput: synthetic data, no evaluation, no checkpoint, 50 steps unless --steps."""
+    profile: bool = False
+    """Record a few steps on every rank, for `tutti profile --trace DIR`."""
     lr_sweep: str | None = None
     """Learning rates to compare, as 0.05,0.1,0.2: one run for each, and for each of --ranks."""
     start_timeout: float | None = None
@@ -128,6 +130,10 @@ def _train(options: Train, base: Recipe) -> int:
             if world.is_first:
                 print(f"nothing is left to do: {directory.path} is at step {trainer.step}")
             return 0
+        if options.profile:
+            from tutti.profile.capture import Capture
+
+            Capture(directory.path / "traces").follow_optimizers()
         try:
             outcome = trainer.run()
         except LossNotFinite as error:

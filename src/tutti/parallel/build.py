@@ -11,12 +11,21 @@ from tutti.parallel.hybrid import Hybrid
 from tutti.parallel.layout import layout_of
 from tutti.parallel.options import EngineOptions, ParallelOptions, Recompute
 from tutti.parallel.pipeline.build import build_pipeline
-from tutti.parallel.plans import Plan, default_plan, resolve
+from tutti.parallel.plans import (
+    Plan,
+    Role,
+    check_between,
+    check_divides,
+    default_plan,
+    resolve,
+    splits_sequence,
+)
+from tutti.parallel.recompute import check_blocks
 from tutti.parallel.scratch import Scratch
 from tutti.parallel.single import Single
 from tutti.parallel.sync_batchnorm import convert
 from tutti.parallel.techniques import Techniques
-from tutti.parallel.tensor import can_split_sequence, check_sequence
+from tutti.parallel.tensor import check_sequence
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
@@ -74,16 +83,21 @@ def prepare(
     compile: bool = False,
 ) -> Techniques:
     """What will be done to the model: everything that can be refused is refused here."""
-    resolved = {}
+    resolved: dict[str, Role] = {}
+    split_sequence = False
     if plan is None:
         plan = getattr(model, "parallel_plan", None)
     if grid.layout.tp > 1:
         resolved = resolve(default_plan(model) if plan is None else plan, model)
-        if parallel.sequence_parallel and example is not None and can_split_sequence(resolved):
+        check_between(resolved, model)
+        check_divides(resolved, model, grid.layout.tp)
+        split_sequence = parallel.sequence_parallel and splits_sequence(resolved, model)
+        if split_sequence and example is not None:
             check_sequence(example, grid.layout.tp)
     elif plan is not None:
         resolve(plan, model)  # a name that does not exist is a mistake in any layout
-    return Techniques(grid, parallel, resolved, recompute, compile)
+    check_blocks(model, recompute)
+    return Techniques(grid, parallel, resolved, recompute, compile, split_sequence)
 
 
 def place(model: nn.Module, grid: Grid, *, sync_batchnorm: bool) -> nn.Module:

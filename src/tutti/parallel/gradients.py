@@ -29,12 +29,12 @@ def gradients(parameters: Mapping[str, nn.Parameter], find_unused: bool) -> list
     return [each.grad for each in parameters.values() if each.grad is not None]
 
 
-def check_all_used(parameters: Mapping[str, nn.Parameter]) -> None:
+def check_all_used(parameters: Mapping[str, nn.Parameter], cure: str = "use --find-unused") -> None:
     """Raise UsageError if a parameter got no gradient: other ranks would wait for it, or not."""
     for name, parameter in parameters.items():
         if parameter.grad is None:
             raise UsageError(
-                f"parameter {name} got no gradient in this step: use --find-unused, or "
+                f"parameter {name} got no gradient in this step: {cure}, or "
                 "requires_grad_(False) if it is not meant to be trained"
             )
 

@@ -36,7 +36,8 @@ class Hybrid(Engine):
 
     def reduce(self) -> None:
         place_gradients(self.model)
-        check_all_used(self.trained)
+        replicas = f"use --layout dp{self.world.size} with --find-unused"
+        check_all_used(self.trained, cure=replicas)
 
     @torch.no_grad()
     def infer(self, inputs: torch.Tensor, example: torch.Tensor | None = None) -> Any:

@@ -90,6 +90,8 @@ class Layout:
         """Raise UsageError, with the equation and the cure, unless the world has this size."""
         if self.size == world_size:
             return
+        if world_size < 1:
+            raise UsageError(f"--ranks {world_size}: a world has at least one rank")
         factors = [str(ranks) for ranks in self.axes.values() if ranks > 1]
         equation = f"{' × '.join(factors)} = {self.size}" if len(factors) > 1 else f"{self.size}"
         nearest = " or ".join(str(layout) for layout in self.nearest(world_size))

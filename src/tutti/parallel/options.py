@@ -56,7 +56,7 @@ class EngineOptions:
             value = getattr(self, field.name)
             if users and self.engine not in users and value != field.default:
                 raise UsageError(
-                    f"{_flag(field.name, value)} does nothing with --engine {self.engine}: "
+                    f"{flag_of(field.name, value)} does nothing with --engine {self.engine}: "
                     f"leave it out or use --engine {' or '.join(users)}"
                 )
 
@@ -137,6 +137,13 @@ class ParallelOptions:
         return 1 if self.pipeline_schedule in ("gpipe", "1f1b") else 2
 
 
+# Which axis a field is about; parity, which tries many layouts, does not mind if there is none.
+AXIS_OF = {
+    **dict.fromkeys(("reshard", "prefetch", "gather_dtype", "reduce_dtype"), "shard"),
+    **dict.fromkeys(("sequence_parallel", "loss_parallel", "async_tp"), "tp"),
+    **dict.fromkeys(("pipeline_schedule", "stages_per_rank", "balance"), "pp"),
+}
+
 # Which engines read a field; fields that are not here concern all of them.
 _USERS: dict[str, tuple[EngineName, ...]] = {
     "bucket_mb": ("ddp",),
@@ -151,7 +158,8 @@ _USERS: dict[str, tuple[EngineName, ...]] = {
 }
 
 
-def _flag(name: str, value: object) -> str:
+def flag_of(name: str, value: object) -> str:
+    """How a value of an option is written on a command line."""
     words = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{words}" if value else f"--no-{words}"

@@ -11,7 +11,7 @@ columns, the second by its rows. Each rank then computes a part of the sum that 
     X · [A₁ A₂]  │    │ · [B₁; B₂]    rank 0: X A₁ … B₁          ├ + → result
                  └ A₂ ┘               rank 1: X A₂ … B₂          ┘
 
-What is not in the plan is computed by every tp rank alike.
+What is not in the plan is computed by every tp rank alike, on the whole stream.
 """
 
 import re
@@ -22,8 +22,9 @@ from torch import nn
 
 from tutti.world.errors import UsageError, did_you_mean
 
-Role = Literal["vocabulary", "norm", "input", "column", "row", "head"]
-"""vocabulary: an embedding, split by words. norm: works on a part of the sequence. input: a module
+Role = Literal["vocabulary", "norm", "whole", "input", "column", "row", "head"]
+"""vocabulary: an embedding, split by words. norm: works on a part of the sequence. whole: any
+other layer on the stream, computed by every rank. input: a module
 that needs the whole sequence, such as attention: gathered once for all its columns. column, row: a
 linear layer split by outputs or by inputs. head: split by outputs, which are words."""
 Plan = Mapping[str, Role]
@@ -53,10 +54,17 @@ def default_plan(model: nn.Module) -> dict[str, Role]:
     """A plan by the usual names of a transformer's layers; UsageError where none are found."""
     plan: dict[str, Role] = {}
     for name, module in model.named_modules():
-        role = _USUAL.get(name.rpartition(".")[2])
-        if role is not None and isinstance(module, _KINDS[role]):
+        parent, _, last = name.rpartition(".")
+        role = _USUAL.get(last)
+        if role is None or not isinstance(module, _KINDS[role]):
+            continue
+        if not isinstance(model.get_submodule(parent), nn.MultiheadAttention):  # it takes weights
             plan[name] = role
     columns = [name for name, role in plan.items() if role == "column"]
+    fed = {name.rpartition(".")[0] for name in columns}
+    alone = [n for n, role in plan.items() if role == "row" and n.rpartition(".")[0] not in fed]
+    for name in alone:  # its inputs would be whole
+        del plan[name]
     if not columns or "row" not in plan.values():
         raise UsageError(
             f"no layer of {type(model).__name__} has a name that says how to split it over tp: "
@@ -65,10 +73,12 @@ def default_plan(model: nn.Module) -> dict[str, Role]:
         )
     if {"vocabulary", "head"} <= set(plan.values()):
         # From the embedding to the head the stream can be split along the sequence.
-        parents = {name.rpartition(".")[0] for name in columns}
-        plan |= dict.fromkeys(parents - {""}, "input")
+        # A module of columns and rows alone gathers its input once for all of them; one that has
+        # norms of its own adds to the stream as well, and leaves gathering to each column.
+        inputs = {parent for parent in fed - {""} if not _uncovered(model, plan, parent)}
+        plan |= dict.fromkeys(inputs, "input")
         for name, module in model.named_modules():
-            if isinstance(module, _KINDS["norm"]) and not _inside(name, parents):
+            if isinstance(module, _KINDS["norm"]) and not _inside(name, inputs):
                 plan[name] = "norm"
     return plan
 
@@ -107,6 +117,30 @@ def resolve(plan: Plan, model: nn.Module) -> dict[str, Role]:
     return resolved
 
 
+def splits_sequence(plan: Mapping[str, Role], model: nn.Module) -> bool:
+    """Whether the stream can be split along the sequence: the plan says where it begins, where it
+    ends, and what every layer on the way does. Give it the whole model."""
+    return {"vocabulary", "norm", "head"} <= set(plan.values()) and not _uncovered(model, plan)
+
+
+def check_between(plan: Mapping[str, Role], model: nn.Module) -> None:
+    """Raise UsageError where a layer may lie between split ones.
+
+    There it would see some of the heads or channels only, and get a part of its gradient.
+    """
+    names = {"column": set[str](), "row": set[str]()}
+    for name, role in plan.items():
+        if role in names:
+            names[role].add(name.rpartition(".")[0])
+    for parent in sorted(names["column"] & names["row"]):
+        for name in _uncovered(model, plan, parent) if parent else []:
+            raise UsageError(
+                f"plan: {name} lies among layers of {parent} that are split over tp: give it the "
+                'role "norm" or "whole" if it works on the whole stream; if it works on a rank\'s '
+                "own heads, leave these layers out of the plan or use shard instead of tp"
+            )
+
+
 def check_divides(plan: Mapping[str, Role], model: nn.Module, tp: int) -> None:
     """Raise UsageError, with the equation and the nearest choice, where tp cuts through a unit."""
     for name, role in plan.items():
@@ -134,6 +168,13 @@ def _must_divide(tp: int, count: int, what: str, name: str) -> None:
             f"layout tp{tp} does not divide the {count} {what} of {name}: {count} / {tp} = "
             f"{count / tp:.4g}: use tp{' or tp'.join(right[-2:])}"
         )
+
+
+def _uncovered(model: nn.Module, plan: Mapping[str, Role], inside: str = "") -> list[str]:
+    """Parameters, of the whole model or inside of a module, whose layer the plan does not name."""
+    prefix = f"{inside}." if inside else ""
+    owners = [(n, n.rpartition(".")[0]) for n, _ in model.named_parameters(prefix="")]
+    return [name for name, owner in owners if name.startswith(prefix) and owner not in plan]
 
 
 def _inside(name: str, parents: set[str]) -> bool:

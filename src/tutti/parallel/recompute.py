@@ -6,11 +6,14 @@ selective   kept: results of matrix products and of attention, which cost most t
 full        kept: the input of each block; the whole block runs twice, a third more work
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -34,22 +37,54 @@ _DEAR = {
 }
 
 
-def recompute_activations(model: nn.Module, what: Recompute) -> None:
-    """Recompute the activations of each block in the backward pass, in place."""
-    if what == "none":
-        return
-    blocks = repeated_blocks(model)
-    if not blocks:
+def check_blocks(model: nn.Module, what: Recompute) -> None:
+    """Raise UsageError if the whole model has no block to recompute; a stage may have none."""
+    if what != "none" and not repeated_blocks(model):
         raise UsageError(
             f"--checkpoint-activations {what}: {type(model).__name__} has no repeated blocks in a "
             "ModuleList, ModuleDict or Sequential: leave the flag out"
         )
-    again: partial[Any] = partial(checkpoint, use_reentrant=False)
-    if what == "selective":
-        choose = partial(create_selective_checkpoint_contexts, _keep_what_is_dear)
-        again = partial(checkpoint, use_reentrant=False, context_fn=choose)
-    for block in blocks:
+
+
+def recompute_activations(model: nn.Module, what: Recompute) -> None:
+    """Recompute the activations of each block in the backward pass, in place."""
+    if what == "none":
+        return
+    for block in repeated_blocks(model):
+        contexts = partial(_contexts, block, what == "selective")
+        again = partial(checkpoint, use_reentrant=False, context_fn=contexts)
         block.forward = partial(again, block.forward)
+
+
+def _contexts(
+    block: nn.Module, selective: bool
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What is around a block's forward, and around it when it runs again."""
+    if not selective:
+        return nullcontext(), _second_run(block)
+    first, second = create_selective_checkpoint_contexts(_keep_what_is_dear)  # type: ignore[no-untyped-call]
+    return first, _nested(second, _second_run(block))
+
+
+@contextmanager
+def _second_run(block: nn.Module) -> Iterator[None]:
+    """Norms have counted this batch already: it must not go into their statistics twice."""
+    norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
+
+
+@contextmanager
+def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _keep_what_is_dear(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

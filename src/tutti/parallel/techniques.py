@@ -24,6 +24,8 @@ class Techniques:
     """Resolved: names of modules of the whole model. Only tp reads it."""
     recompute: Recompute = "none"
     compile: bool = False
+    split_sequence: bool = False
+    """tp: between the split layers, each rank holds a part of the sequence."""
     mean: bool = False
     """Average gradients over the data ranks, as torch does, instead of summing them."""
 
@@ -41,7 +43,7 @@ class Techniques:
                 model,
                 self.grid,
                 self.plan,
-                sequence_parallel=self.options.sequence_parallel,
+                sequence_parallel=self.split_sequence,
                 loss_parallel=self.options.loss_parallel,
             )
             if self.options.async_tp:

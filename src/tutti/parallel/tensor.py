@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 
 from tutti.parallel.grid import Grid
 from tutti.parallel.options import ParallelOptions
-from tutti.parallel.plans import Role, check_divides
+from tutti.parallel.plans import Role
 from tutti.world.errors import UsageError
 
 SEQUENCE = 1  # the dim of activations (batch, sequence, width) that is split
@@ -54,8 +54,7 @@ def tensor_parallel(
     With `loss_parallel` the head's outputs stay split by words, and the loss must be computed
     inside `loss_context`.
     """
-    check_divides({name: plan[name] for name in _present(model, plan)}, model, grid.layout.tp)
-    stream = Shard(SEQUENCE) if sequence_parallel and can_split_sequence(plan) else Replicate()
+    stream = Shard(SEQUENCE) if sequence_parallel else Replicate()
     styles = {
         name: _style(role, stream, _has_input_above(name, plan), loss_parallel)
         for name, role in plan.items()
@@ -65,11 +64,6 @@ def tensor_parallel(
     for name in _present(model, plan):
         parallelize_module(model.get_submodule(name), mesh, styles[name])
     _tie_again(model, ties)
-
-
-def can_split_sequence(plan: Mapping[str, Role]) -> bool:
-    """Whether the plan says where the split stream begins, what works on it, and where it ends."""
-    return {"vocabulary", "norm", "head"} <= set(plan.values())
 
 
 def check_sequence(example: torch.Tensor, tp: int) -> None:
@@ -105,8 +99,10 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
     if role == "norm":
         if stream == Replicate():
-            return Whole()
+            return Whole(stream)
         return SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True)
+    if role == "whole":
+        return Whole(stream)
     if role == "input":
         return Gather(stream)
     if role == "column":
@@ -121,15 +117,18 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
 
 
 class Whole(ParallelStyle):
-    """A layer that every tp rank computes alike, on the whole stream, with a weight that is a
-    DTensor like all others."""
+    """A layer that is not split, with a weight that is a DTensor like all others: it works on the
+    stream as it is, and gives back what is split as its input is."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(
             module,
             device_mesh,
             _replicate,
-            partial(_as_dtensor, Replicate()),
+            partial(_as_dtensor, self.stream),
             lambda module, outputs, mesh: outputs.to_local(),
         )
 

@@ -50,7 +50,7 @@ class Predictor:
         self.count = min(len(self.samples), subject.limit or len(self.samples))
         batch = subject.batch or run.recipe.batching.batch
         example = dataset.train.batch([0])[0].to(world.device)
-        self.engine: Engine = place(model, world, layout, example, batch)
+        self.engine: Engine = place(model, world, layout, as_computed(example, model), batch)
         self.loaded: Loaded = run.load(self.engine)
         self.engine.model.eval()
         self.example = as_computed(example, self.engine.model)

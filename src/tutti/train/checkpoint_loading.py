@@ -20,6 +20,7 @@ from tutti.train.checkpoint_reader import (
 )
 from tutti.train.company import gather, rank, ranks, say
 from tutti.train.training_state import (
+    fill_copies,
     model_tensors,
     optimizer_problem,
     optimizer_slots,
@@ -79,6 +80,7 @@ def load(
     reader = Reader(path, index)
     for name, tensor in wanted.items():
         reader.read_into(name, tensor)
+    fill_copies(model, aliases or {})
     if optimizer is not None and options is not None:
         restore_optimizer(model, optimizer, options, slots, aliases)
     if rng:

@@ -34,8 +34,16 @@ def build_optimizer(
         return torch.optim.SGD(
             groups, lr=rate, momentum=options.momentum, fused=not spread, foreach=False
         )
+    # A kernel over many parameters wants them all alike: plain ones beside split ones, which a plan
+    # may leave, are taken one at a time.
+    alike = len({(isinstance(p, DTensor), getattr(p, "device_mesh", None)) for p in parameters}) < 2
     return torch.optim.AdamW(
-        groups, lr=rate, betas=options.betas, fused=True, capturable=capturable
+        groups,
+        lr=rate,
+        betas=options.betas,
+        fused=alike,
+        foreach=None if alike else False,
+        capturable=capturable,
     )
 
 

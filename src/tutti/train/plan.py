@@ -1,9 +1,10 @@
 """The arithmetic of a run: batches, steps and learning rate, derived once, each with its reason."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from tutti.parallel.layout import Layout, layout_of
+from tutti.parallel.options import AXIS_OF, flag_of
 from tutti.train.recipe import Recipe
 from tutti.world.errors import UsageError
 
@@ -122,7 +123,17 @@ def _accumulation(recipe: Recipe, layout: Layout) -> tuple[int, str]:
 
 
 def _check_layout(recipe: Recipe, layout: Layout) -> None:
-    """Refuse what only replicas can do."""
+    """Refuse what the layout would silently ignore, and what only replicas can do."""
+    sharded = layout.data_ranks > 1 and not layout.only_replicas
+    there = {"shard": sharded, "tp": layout.tp > 1, "pp": layout.pp > 1}
+    for option in fields(recipe.parallel):
+        axis = AXIS_OF.get(option.name)
+        value = getattr(recipe.parallel, option.name)
+        if axis is not None and not there[axis] and value != option.default:
+            raise UsageError(
+                f"{flag_of(option.name, value)} does nothing in layout {layout}, which has no "
+                f"{axis}: leave it out"
+            )
     if layout.only_replicas:
         return
     if recipe.compute.precision == "fp16":

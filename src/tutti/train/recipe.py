@@ -45,7 +45,7 @@ class Batching:
     """Samples per rank and microbatch."""
     accumulation: int | None = None
     """Microbatches per step; gradients are synchronised once per step. A pipeline overlaps them.
-    Unset: 1, and twice the number of stages in a pipeline."""
+    Unset: 1; in a pipeline twice its ranks, and at least as many as it has stages."""
     global_batch: int | None = None
     """Samples per step over all ranks; gives the batch per rank instead of --batch."""
     split: str = "even"

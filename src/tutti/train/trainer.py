@@ -162,7 +162,8 @@ class Trainer:
                 self.pulse.add(self.runner.run(steps), self.stepper.take_forward_seconds())
                 self.step += steps
                 evaluating, saving = self._due()
-                if self.step < self.pulse.next_at and not (evaluating or saving):
+                last = self.step == self.plan.steps
+                if self.step < self.pulse.next_at and not (evaluating or saving or last):
                     continue
                 beat = self.pulse.beat(self.runner.take_rank_samples())
                 loss, stopped = beat.losses[-1], beat.stop and self.step < self.plan.steps
@@ -260,6 +261,7 @@ class Trainer:
                 "global_batch": self.plan.global_batch,
                 "total_samples": self.plan.samples,
                 "warmup_samples": self.plan.warmup_samples,
+                "steps": self.plan.steps,
                 "layout": str(self.plan.layout),
             },
             aliases=self.engine.aliases,
@@ -280,23 +282,35 @@ class Trainer:
         self.notes += [f"resumed at step {self.step}", *loaded.notes]
         if self.recipe.engine.compress == "powersgd":
             self.notes.append("PowerSGD's memory of past errors is not saved: it starts anew")
+        if state["layout"] != str(self.plan.layout):
+            # The saved noise is each rank's own; ranks that share samples must share it, too.
+            seed = self.recipe.length.seed * 1_000_003 + self.step * 7_919
+            torch.manual_seed(seed + 1 + self.engine.grid.data_rank)
+            self.notes.append(f"saved under {state['layout']}: random numbers start anew")
         self.runner.samples = int(state["samples"])
         self.loader.load_state_dict(state["data"])
         if state["global_batch"] != self.plan.global_batch:
             # Another number of ranks makes steps of another size: the length of the run and its
             # schedule stay what they were, in samples.
-            total = int(state["total_samples"])
-            left = math.ceil((total - self.runner.samples) / self.plan.global_batch)
+            total, batch = int(state["total_samples"]), self.plan.global_batch
+            steps = self.step + max(0, math.ceil((total - self.runner.samples) / batch))
+            why = f"what is left of {total:,} samples, in steps of {batch}"
+            wanted = self.recipe.length.steps
+            if wanted is not None and wanted != state.get("steps", wanted):
+                steps, why = wanted, "asked for"
+                total = self.runner.samples + max(0, wanted - self.step) * batch
             self.plan = replace(
                 self.plan,
                 samples=total,
                 warmup_samples=int(state["warmup_samples"]),
-                steps=self.step + max(0, left),
+                steps=steps,
+                reasons={**self.plan.reasons, "steps": why},
             )
             self.runner.plan = self.plan
         if state["scaler"] and self.stepper.scaler.is_enabled():
             self.stepper.scaler.load_state_dict(state["scaler"])
-        if state["shares"] is not None and state["ranks"] == self.world.size:
+        measured = self.recipe.batching.split == "measured" and state["shares"] is not None
+        if measured and len(state["shares"]) == self.loader.ranks:
             self.shares = [float(share) for share in state["shares"]]
             self.loader.set_shares(self.shares)
         self._samples_reported = self.runner.samples

@@ -61,8 +61,18 @@ def model_tensors(
         if id(value) not in seen:
             seen.add(id(value))
             bare = bare_name(model, name)
-            tensors[f"model.{(aliases or {}).get(bare, bare)}"] = value.detach()
+            # Where a rank has the original as well, it stands for its copy.
+            tensors.setdefault(f"model.{(aliases or {}).get(bare, bare)}", value.detach())
     return tensors
+
+
+@torch.no_grad()
+def fill_copies(model: nn.Module, aliases: Mapping[str, str]) -> None:
+    """Give copies whose original is on the same rank, and was loaded, the same values."""
+    parameters = {bare_name(model, name): each for name, each in model.named_parameters()}
+    for name, original in aliases.items():
+        if name in parameters and original in parameters:
+            parameters[name].copy_(parameters[original])
 
 
 def buffers(model: nn.Module) -> frozenset[str]:
@@ -125,8 +135,7 @@ def restore_optimizer(
     aliases: Mapping[str, str] | None = None,
 ) -> None:
     """Give the optimizer its saved state, through its own `load_state_dict`."""
-    parameters = _parameters(model, optimizer, aliases)
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    names = _names(model, aliases)
     state: dict[str, dict[str, Any]] = {}
     for full_name, tensor in slots.items():
         name, _, slot = full_name.removeprefix("optimizer.").rpartition(".")
@@ -141,9 +150,14 @@ def restore_optimizer(
             for key, value in saved.items()
             if key in group and key not in _IMPLEMENTATION
         }
-        members = [names[id(parameter)] for parameter in group["params"]]
-        groups.append({**group, **changed, "params": members})
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+        groups.append({**group, **changed, "params": [id(each) for each in group["params"]]})
+    # By parameter, not by name: a copy beside its original has the same state, in its own memory.
+    own = {
+        key: {slot: _own(value) for slot, value in state[name].items()}
+        for key, name in names.items()
+        if name in state
+    }
+    optimizer.load_state_dict({"state": own, "param_groups": groups})
 
 
 def optimizer_problem(optimizer: torch.optim.Optimizer, saved: OptimizerOptions) -> str | None:
@@ -161,9 +175,8 @@ def optimizer_problem(optimizer: torch.optim.Optimizer, saved: OptimizerOptions)
 def _parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, aliases: Mapping[str, str] | None
 ) -> dict[str, torch.nn.Parameter]:
-    bare = {id(value): bare_name(model, name) for name, value in model.named_parameters()}
-    names = {key: (aliases or {}).get(name, name) for key, name in bare.items()}
-    parameters = {}
+    names = _names(model, aliases)
+    parameters: dict[str, torch.nn.Parameter] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -171,8 +184,18 @@ def _parameters(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
                     "model does not have: make it from the model's own parameters"
                 )
-            parameters[names[id(parameter)]] = parameter
+            parameters.setdefault(names[id(parameter)], parameter)
     return parameters
+
+
+def _names(model: nn.Module, aliases: Mapping[str, str] | None) -> dict[int, str]:
+    """What each parameter is called in a checkpoint, by its id."""
+    bare = {id(value): bare_name(model, name) for name, value in model.named_parameters()}
+    return {key: (aliases or {}).get(name, name) for key, name in bare.items()}
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

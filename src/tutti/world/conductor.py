@@ -20,6 +20,8 @@ from tutti.world.output import RankOutput, Stream
 
 # How long the others may report their own end after the first failure, before they are stopped.
 _SETTLE_SECONDS = 0.5
+# And how long when one of them has ended with an answer: the others are about to as well.
+_ANSWER_SECONDS = 5.0
 _FAILED_GRACE_SECONDS = 5.0
 # How long the helpers of ranks that have ended may hold our pipes open.
 _DRAIN_SECONDS = 0.5
@@ -84,8 +86,11 @@ class Conductor:
         environments: Sequence[Mapping[str, str]],
         output: RankOutput,
         grace: float,
+        answers: Sequence[int] = (2,),
     ) -> None:
         self._command = command
+        # Exit codes that are no failure of a rank but what it has to say: rank 0 says it for all.
+        self._answers = answers
         # How long ranks may take to end after SIGTERM or Ctrl-C, before SIGKILL.
         self._grace = grace
         self._environments = environments
@@ -159,7 +164,8 @@ class Conductor:
         if rank.code != 0:
             self._first_to_fail = rank
             # They cannot go on without it: nothing is worth waiting for.
-            self._stop_all(signal.SIGTERM, after=_SETTLE_SECONDS, grace=_FAILED_GRACE_SECONDS)
+            settle = _ANSWER_SECONDS if rank.code in self._answers else _SETTLE_SECONDS
+            self._stop_all(signal.SIGTERM, after=settle, grace=_FAILED_GRACE_SECONDS)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number not in _ENDING:
@@ -190,8 +196,13 @@ class Conductor:
             return agreed if agreed is not None and agreed >= 0 else 128 + self._stopped_by
         if self._first_to_fail is None:
             return 0
-        if {rank.code for rank in self._ranks} == {2}:
-            return 2  # a mistake that all ranks found alike, and that rank 0 has told
+        answer = self._ranks[0].code
+        if (
+            answer is not None
+            and answer in self._answers
+            and {rank.code for rank in self._ranks} <= {0, answer}
+        ):
+            return answer  # a mistake that all ranks found alike, a check that failed: it is told
         guilty, summary, details = self._find_guilty(self._first_to_fail)
         were = "was" if count == 2 else "were"
         others = f"; the other {count - 1} {were} stopped because of it" if count > 1 else ""

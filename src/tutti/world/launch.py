@@ -36,6 +36,8 @@ class LocalWorld:
     start_timeout: float = START_TIMEOUT
     timeout: float = TIMEOUT
     grace: float = 5.0
+    answers: Sequence[int] = (2,)
+    """Exit codes with which ranks answer, in good order, after rank 0 has said why."""
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is started."""
@@ -64,7 +66,7 @@ class LocalWorld:
                 shared |= _start_mps(scratch, stack)
             output = stack.enter_context(RankOutput(self.ranks, self.show, self.log_dir))
             environments = self._environments(shared, scratch)
-            return Conductor(self.command, environments, output, self.grace).run()
+            return Conductor(self.command, environments, output, self.grace, self.answers).run()
 
     def _environments(self, shared: Mapping[str, str], scratch: Path) -> list[dict[str, str]]:
         """What each rank is told: the names torchrun uses, and ours (docs/world.md lists them)."""

@@ -55,8 +55,9 @@ def measured(model: nn.Module, units: list[list[str]], example: torch.Tensor) ->
             began = _now(x.device)
             output = stage(given)
             wanted = [each for each in (given, *stage.parameters()) if each.requires_grad]
-            # Not backward(): nothing may be left in .grad.
-            torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+            if wanted and output.requires_grad:  # not a frozen embedding
+                # Not backward(): nothing may be left in .grad.
+                torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
             seconds.append(_now(x.device) - began)
         costs.append(statistics.median(seconds[1:]))  # the first one warms up
         x = output

@@ -89,10 +89,13 @@ class Ties:
     def sum_gradients(self, model: nn.Module) -> None:
         """Give every copy the sum of all copies' gradients."""
         for names, ranks in self._copies:
-            gradients = [model.get_parameter(name).grad for name in names]
-            parts = [_local(gradient) for gradient in gradients if gradient is not None]
-            if not parts:
-                continue  # frozen
+            copies = [model.get_parameter(name) for name in names]
+            if not copies[0].requires_grad:
+                continue  # frozen, on all ranks
+            for copy in copies:
+                if copy.grad is None:  # unused here, but others wait
+                    copy.grad = torch.zeros_like(copy)
+            parts = [_local(copy.grad) for copy in copies if copy.grad is not None]
             # In the order of the stages on all ranks: the copies must not drift apart by a bit.
             total = torch.stack(self._exchange(torch.stack(parts).sum(0), ranks)).sum(0)
             for part in parts:

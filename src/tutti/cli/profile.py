@@ -1,0 +1,120 @@
+"""tutti profile: capture traces of a program, or read them, and explain the step."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from time import strftime
+
+from tutti.cli.flags import parse, split_at_command
+from tutti.cli.results import check_writable, write_json
+from tutti.world.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Explain where a step's time goes, on every rank, and who makes whom wait.
+
+    tutti profile -- torchrun --nproc-per-node 2 train.py
+
+    tutti profile -- train --recipe lenet --ranks 2
+
+    tutti profile --trace DIR
+
+    The first two capture: the program runs unchanged, steps are its optimizer's. The last reads
+    traces of torch.profiler from any program, one file for each rank.
+    """
+
+    trace: Path | None = None
+    """Read traces from this folder (or run directory); nothing is started."""
+    out: Path | None = None
+    """The folder to capture into, as OUT/traces/rankN.json.gz (default: runs/profile-DATE-TIME)."""
+    wait: int = 3
+    """Steps to leave alone first."""
+    warmup: int = 2
+    """Steps in which the profiler warms up."""
+    active: int = 5
+    """Steps to record."""
+    shapes: bool = False
+    """Record shapes on GPUs, too; on CPUs sizes of messages are not known otherwise."""
+    memory: bool = False
+    """Record memory."""
+    stacks: bool = False
+    """Record Python stacks: slow, and large."""
+    merge: Path | None = None
+    """Write all ranks into this one trace, aligned, with arrows; opens in ui.perfetto.dev."""
+    json: Path | None = None
+    """Write ranks, steps, communication and stragglers to this file, too."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns its exit code, or the program's if that failed."""
+    flags, words = split_at_command(Profile, arguments)
+    options = parse(Profile, "tutti profile", flags)
+    for flag in ("merge", "json"):
+        check_writable(f"--{flag}", getattr(options, flag))
+    if (options.trace is None) == (not words):
+        raise UsageError(
+            "capture or read? tutti profile -- COMMAND runs a program, "
+            "tutti profile --trace DIR reads traces"
+        )
+    if options.trace is not None:
+        if not options.trace.exists():
+            raise UsageError(f"--trace {options.trace}: there is no such folder")
+        return _explain(options, options.trace)
+    return _capture(options, words)
+
+
+def _capture(options: Profile, words: list[str]) -> int:
+    from tutti.cli import COMMANDS
+    from tutti.profile.launch import program, run_captured
+
+    if options.active < 1 or options.wait < 0 or options.warmup < 0:
+        raise UsageError(
+            f"--wait {options.wait} --warmup {options.warmup} --active {options.active}: "
+            "--active is at least 1, the others at least 0"
+        )
+    command = program(words, list(COMMANDS))
+    out = (options.out or Path("runs") / f"profile-{strftime('%Y%m%d-%H%M%S')}").absolute()
+    traces = out / "traces"
+    if traces.is_dir() and any(traces.iterdir()):
+        raise UsageError(f"--out {out}: it holds traces already: choose another folder")
+    settings = {
+        "directory": str(traces),
+        "wait": options.wait,
+        "warmup": options.warmup,
+        "active": options.active,
+        "shapes": options.shapes or None,
+        "memory": options.memory,
+        "stacks": options.stacks,
+    }
+    code = run_captured(command, settings)
+    if not traces.is_dir() or not any(traces.glob("rank*")):
+        steps = options.wait + options.warmup + 2
+        print(
+            f"tutti profile: nothing was captured: no process took {steps} steps of a torch "
+            "optimizer; see --wait and --warmup",
+            file=sys.stderr,
+        )
+        return code or 2
+    print(f"traces are in {traces}", file=sys.stderr)
+    if code:
+        print(f"tutti profile: the program ended with code {code}", file=sys.stderr)
+    _explain(options, out)
+    return code
+
+
+def _explain(options: Profile, directory: Path) -> int:
+    from tutti.profile.explain import explain, trace_files
+    from tutti.profile.table import lines
+
+    explanation = explain(trace_files(directory))
+    rows = explanation.rows()
+    print("\n".join(lines(rows)))
+    if options.merge is not None:
+        from tutti.profile.timeline import write_timeline
+
+        arrows = write_timeline(options.merge, explanation)
+        print(f"{options.merge}: {len(rows['ranks'])} ranks, {arrows} arrows", file=sys.stderr)
+    if options.json is not None:
+        write_json(options.json, "tutti.profile/1", rows)
+    return 0

@@ -1,0 +1,154 @@
+"""From a folder of traces to an explanation: read, align, match, split, count."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from tutti.profile.matching import Clock, Meeting, align, match
+from tutti.profile.parts import PARTS, StepParts, split_step
+from tutti.profile.rank_trace import RankTrace, read_rank
+from tutti.profile.stragglers import stragglers
+from tutti.profile.traffic import traffic
+from tutti.world.errors import UsageError
+
+# Above this share of the step, communication deserves attention before anything else.
+RATIO_LIMIT = 0.20
+
+
+@dataclass
+class Explanation:
+    """All that is known of the steps; `rows()` is its JSON."""
+
+    traces: list[RankTrace]
+    clocks: list[Clock]
+    meetings: list[Meeting]
+    steps: list[StepParts]
+    notes: list[str]
+
+    def rows(self) -> dict[str, Any]:
+        """ranks[], steps[], comm[], stragglers[], and what stands beside them."""
+        ranks = [trace.rank for trace in self.traces]
+        return {
+            "world_size": max(trace.world_size for trace in self.traces),
+            "ranks": [self._rank(*each) for each in zip(self.traces, self.clocks, strict=True)],
+            "steps": [_step_row(each) for each in self.steps],
+            "comm": traffic(self.traces, self.meetings),
+            "stragglers": stragglers(ranks, self.steps, self.meetings),
+            "notes": self.notes,
+        }
+
+    def _rank(self, trace: RankTrace, clock: Clock) -> dict[str, Any]:
+        mine = [each for each in self.steps if each.rank == trace.rank]
+        lengths = [each.seconds for each in mine]
+        parts = {name: mean(each.parts[name] for each in mine) for name in PARTS}
+        whole = mean(lengths)
+        talking = sum(parts[name] for name in ("hidden", "exposed", "wait", "bubble"))
+        ratio = (parts["hidden"] + parts["exposed"]) / whole
+        return {
+            "rank": trace.rank,
+            "host": trace.host,
+            "backend": trace.backend,
+            "clock_of": "device" if trace.on_device else "host",
+            "steps": len(mine),
+            "step_s": {
+                "mean": whole,
+                "p50": median(lengths),
+                "min": min(lengths),
+                "max": max(lengths),
+            },
+            "parts_s": parts,
+            "parts_share": {name: seconds / whole for name, seconds in parts.items()},
+            "busy": (parts["compute"] + parts["hidden"]) / whole,
+            "overlap": parts["hidden"] / talking if talking else None,
+            "comm_ratio": ratio,
+            "comm_ratio_ok": ratio <= RATIO_LIMIT,
+            "memory_bytes": trace.memory_bytes,
+            "host_memory_bytes": trace.host_memory_bytes,
+            "clock": asdict(clock),
+            "trace": str(trace.path),
+        }
+
+
+def trace_files(directory: Path) -> list[Path]:
+    """The traces in a folder, or in the folder `traces` of a run; or the one file named."""
+    if directory.is_file():
+        return [directory]
+    inner = directory / "traces"
+    folder = inner if inner.is_dir() else directory
+    files = [
+        path
+        for path in sorted(folder.glob("*"))
+        if re.search(r"\.json(\.gz)?$", path.name) and not path.name.startswith((".", "merged"))
+    ]
+    if not files:
+        raise UsageError(
+            f"--trace {directory}: no *.json or *.json.gz there: name the folder that holds one "
+            "trace for each rank"
+        )
+    return files
+
+
+def explain(files: Sequence[Path]) -> Explanation:
+    """Read traces, one for each rank, and explain their steps."""
+    traces: list[RankTrace] = []
+    notes: list[str] = []
+    for path in files:
+        try:
+            trace = read_rank(path)
+        except (ValueError, OSError) as error:
+            notes.append(f"{path.name} is left out: {error}")
+            continue
+        notes += trace.notes
+        if not trace.steps:
+            notes.append(f"{path.name} is left out: it has no events")
+        else:
+            traces.append(trace)
+    if not traces:
+        raise UsageError("no trace could be read: " + "; ".join(notes))
+    _number(traces, notes)
+    traces.sort(key=lambda trace: trace.rank)
+    size = max(trace.world_size for trace in traces)
+    there = {trace.rank for trace in traces}
+    missing = [rank for rank in range(size) if rank not in there]
+    if missing:
+        notes.append(
+            f"traces of {_ranks(missing)} are missing ({len(there)} of {size} are here): waiting "
+            "for those counts as moving data"
+        )
+    clocks = align(traces)
+    meetings = match(traces)
+    if len(traces) > 1 and not meetings:
+        notes.append("no collective could be matched between ranks: nobody is called late")
+    steps = [split_step(trace, step) for trace in traces for step in trace.steps]
+    return Explanation(traces, clocks, meetings, steps, notes)
+
+
+def _number(traces: list[RankTrace], notes: list[str]) -> None:
+    """Ranks that do not say who they are, or say the same, are numbered as the files are."""
+    ranks = [trace.rank for trace in traces]
+    if len(set(ranks)) == len(ranks) and min(ranks) >= 0:
+        return
+    notes.append("the traces do not say which rank is which: files are numbered in their order")
+    for number, trace in enumerate(traces):
+        trace.rank = number
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{' …' if len(ranks) > 8 else ''}"
+
+
+def _step_row(each: StepParts) -> dict[str, Any]:
+    return {
+        "rank": each.rank,
+        "step": each.step,
+        "seconds": each.seconds,
+        "parts_s": each.parts,
+        "overlap": each.overlap,
+        "waited_for_s": {str(rank): seconds for rank, seconds in each.waited_for.items()},
+    }

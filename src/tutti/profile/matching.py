@@ -1,0 +1,130 @@
+"""All ranks together: one clock, and each collective with its counterparts on other ranks."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from tutti.profile.collective import SYNCHRONISING, Collective
+from tutti.profile.rank_trace import RankTrace
+
+# Ranks of one host read one clock; what their collectives' ends differ by is noise, unless it is
+# more than this and more than three times its own spread.
+_NOISE_SECONDS = 1e-3
+
+
+@dataclass
+class Meeting:
+    """One collective on all ranks whose traces show it."""
+
+    members: dict[int, Collective]
+
+    @property
+    def any(self) -> Collective:
+        return next(iter(self.members.values()))
+
+    @property
+    def last_rank(self) -> int:
+        """Who arrived last: the rank that the others waited for."""
+        return max(self.members, key=lambda rank: self.members[rank].arrival)
+
+    @property
+    def lateness(self) -> float:
+        """How much later the last one came than the one before it."""
+        arrivals = sorted(each.arrival for each in self.members.values())
+        return arrivals[-1] - arrivals[-2]
+
+    @property
+    def transfer(self) -> float:
+        """Seconds from the last arrival to the end: what was not waiting."""
+        return max(0.0, max(each.end - each.waited_until for each in self.members.values()))
+
+
+@dataclass
+class Clock:
+    """How far a rank's clock was ahead of the first rank's, and what was done about it."""
+
+    rank: int
+    measured_s: float | None  # None: it shares no synchronising collective
+    spread_s: float
+    applied_s: float
+
+
+def align(traces: Sequence[RankTrace]) -> list[Clock]:
+    """Put all ranks on the first one's clock; shifts the traces."""
+    if not traces:
+        return []
+    first = traces[0]
+    for trace in traces:
+        trace.shift((trace.base_ns - first.base_ns) / 1e9)
+    ends: dict[int, list[float]] = defaultdict(list)
+    for meeting in _group(traces):
+        reference = meeting.members.get(first.rank)
+        if reference is None or meeting.any.operation not in SYNCHRONISING:
+            continue
+        for rank, each in meeting.members.items():
+            ends[rank].append(each.end - reference.end)
+    clocks = []
+    for trace in traces:
+        seen = ends.get(trace.rank, [])
+        if not seen:
+            clocks.append(Clock(trace.rank, None, 0.0, 0.0))
+            continue
+        offset = median(seen)
+        spread = median(abs(each - offset) for each in seen)
+        foreign = trace.host != first.host
+        real = trace is not first and (foreign or abs(offset) > max(_NOISE_SECONDS, 3 * spread))
+        if real:
+            trace.shift(-offset)
+        clocks.append(Clock(trace.rank, offset, spread, -offset if real else 0.0))
+    return clocks
+
+
+def match(traces: Sequence[RankTrace]) -> list[Meeting]:
+    """The collectives that several ranks' traces show; tells each who came last, and when."""
+    meetings = list(_group(traces))
+    for meeting in meetings:
+        late = meeting.last_rank
+        arrival = meeting.members[late].arrival
+        for each in meeting.members.values():
+            each.last_arrival, each.last_rank = arrival, late
+    return meetings
+
+
+def _group(traces: Sequence[RankTrace]) -> Iterable[Meeting]:
+    found: dict[tuple[Any, ...], dict[int, Collective]] = defaultdict(dict)
+    for trace in traces:
+        starts = [step.start for step in trace.steps]
+        seen: dict[tuple[Any, ...], int] = defaultdict(int)
+        for each in sorted(trace.collectives, key=lambda one: one.arrival):
+            if (key := _key(each, trace)) is None:
+                continue
+            if each.sequence is None or each.is_point_to_point:
+                # The how-many-th of its kind in the step.
+                position = bisect_right(starts, each.arrival) - 1
+                step = trace.steps[position].number if position >= 0 else -1
+                seen[(*key, step)] += 1
+                key = (*key, step, seen[(*key, step)])
+            found[key].setdefault(trace.rank, each)
+    return [Meeting(members) for members in found.values() if len(members) > 1]
+
+
+def _key(each: Collective, trace: RankTrace) -> tuple[Any, ...] | None:
+    ranks = each.group_ranks or tuple(trace.groups.get(each.group, {}).get("ranks", ()))
+    # A group is its name and its ranks: two groups of one name may exist on different ranks.
+    group = (each.group, ranks)
+    if each.is_point_to_point:
+        if each.peer is None or not ranks or trace.rank not in ranks or each.peer >= len(ranks):
+            everyone = trace.world_size > 1 and not ranks
+            if each.peer is None or not everyone:
+                return None
+            peer = each.peer
+        else:
+            peer = ranks[each.peer]
+        pair = (trace.rank, peer) if each.operation == "send" else (peer, trace.rank)
+        return (group, *pair, each.bytes)
+    if each.sequence is not None:
+        return (group, each.sequence)
+    return (group, each.operation, each.bytes)

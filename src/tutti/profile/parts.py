@@ -1,0 +1,96 @@
+"""A step in parts that add up to it, for each rank.
+
+Every moment of a step belongs to exactly one part:
+
+    compute        something computes, and nothing communicates
+    hidden         something computes while something communicates
+    wait           nothing computes; a collective waits for a rank that has not arrived
+    bubble         nothing computes; a send or receive waits for its other side (a pipeline's)
+    exposed        nothing computes; data moves
+    input          none of these; the program waits for its data loader
+    rest           none of these; on a GPU copies, on a CPU what surrounds the operators
+    host_gap       nothing at all is seen: Python, a sleep, a GPU that was given nothing to do
+"""
+
+from dataclasses import dataclass
+
+from tutti.profile.collective import Collective
+from tutti.profile.intervals import Times
+from tutti.profile.rank_trace import RankTrace, Step
+
+PARTS = ("compute", "hidden", "exposed", "wait", "bubble", "input", "host_gap", "rest")
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """One step of one rank; seconds."""
+
+    rank: int
+    step: int
+    seconds: float
+    parts: dict[str, float]
+    communication: float  # hidden and exposed, without waiting
+    waited_for: dict[int, float]  # what others' lateness cost this rank, by who was late
+
+    @property
+    def overlap(self) -> float | None:
+        """|communication ∩ compute| / |communication|, waiting included, as HTA defines it."""
+        total = sum(self.parts[name] for name in ("hidden", "exposed", "wait", "bubble"))
+        return self.parts["hidden"] / total if total else None
+
+
+def split_step(trace: RankTrace, step: Step) -> StepParts:
+    """Take a step apart. Ranks must have been aligned and matched before."""
+    whole = Times.of([(step.start, step.end)])
+    compute = trace.compute.between(step.start, step.end)
+    talking = trace.communication.between(step.start, step.end)
+    idle = whole - compute
+    waits: dict[int, list[tuple[float, float]]] = {}
+    bubbles: list[tuple[float, float]] = []
+    moving: list[tuple[float, float]] = []
+    for each in _within(trace.collectives, step):
+        moving.append((_moving_from(each), each.end))
+        if each.is_point_to_point:
+            bubbles.append((each.arrival, _moving_from(each)))
+        elif each.last_rank is not None and each.last_rank != trace.rank:
+            waits.setdefault(each.last_rank, []).append((each.arrival, _moving_from(each)))
+    # Of several communications one may move data while another waits: then data moves.
+    stalled = idle - Times.of(moving)
+    waited_for: dict[int, float] = {}
+    for late, pairs in sorted(waits.items()):
+        stretch = stalled & Times.of(pairs)
+        waited_for[late] = stretch.seconds
+        stalled -= stretch
+        talking |= stretch
+    waiting = sum(waited_for.values())
+    bubble = stalled & talking & Times.of(bubbles)
+    exposed = (idle & talking).seconds - waiting - bubble.seconds
+    quiet = idle - talking
+    loading = quiet & trace.input.between(step.start, step.end)
+    quiet -= loading
+    other = quiet & trace.other.between(step.start, step.end)
+    hidden = (compute & talking).seconds
+    parts = {
+        "compute": compute.seconds - hidden,
+        "hidden": hidden,
+        "exposed": exposed,
+        "wait": waiting,
+        "bubble": bubble.seconds,
+        "input": loading.seconds,
+        "host_gap": (quiet - other).seconds,
+        "rest": other.seconds,
+    }
+    return StepParts(
+        trace.rank, step.number, whole.seconds, parts, hidden + parts["exposed"], waited_for
+    )
+
+
+def _within(collectives: list[Collective], step: Step) -> list[Collective]:
+    return [each for each in collectives if each.arrival < step.end and each.end > step.start]
+
+
+def _moving_from(each: Collective) -> float:
+    """When data began to move: all had arrived, and it was its turn."""
+    if each.last_arrival is None and each.operation == "recv":
+        return each.end  # a receive whose sender is unknown: of the two it is mostly waiting
+    return each.waited_until

@@ -1,0 +1,266 @@
+"""The trace of one rank, read once from end to end, kept as what an explanation needs.
+
+With kernels in it, the device's time is explained: kernels compute, NCCL's kernels communicate.
+Without, the host's: operators compute, whatever calls them (autograd's engine, DDP's reducer) is
+the rest. A gigabyte of events becomes intervals, steps and communications.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tutti.profile.collective import Collective, from_parameters, operation_named
+from tutti.profile.intervals import NEVER, Gathering, Times
+from tutti.profile.pairing import Span, Tagged, pair
+from tutti.profile.trace_file import Event, TraceFile
+
+# These call operators, and wait for communication while doing so: their time is not compute.
+_WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch::distributed::", "torch.distributed")
+# Of an event's arguments, what communication is recognised by: a trace has many events.
+_KEPT = {
+    *("Input Dims", "Input type", "Concrete Inputs", "Collective name", "Process Group Name"),
+    *("dtype", "In msg nelems", "Out msg nelems", "Seq", "Group size", "Process Group Ranks"),
+    *("Dst Rank", "Src Rank"),
+}
+_NCCL = ("nccl", "rccl", "hccl")
+
+
+@dataclass
+class Step:
+    """A step of training: what the profiler calls ProfilerStep#N."""
+
+    number: int
+    start: float
+    end: float
+
+
+@dataclass
+class RankTrace:
+    """What one rank's trace says; seconds since `base_ns`, a Unix time."""
+
+    path: Path
+    rank: int
+    world_size: int
+    backend: str
+    host: str
+    base_ns: int
+    on_device: bool
+    steps: list[Step]
+    compute: Times
+    communication: Times
+    input: Times
+    other: Times  # covered by something that is none of these
+    collectives: list[Collective]
+    groups: dict[str, dict[str, Any]]
+    memory_bytes: int | None  # the most that was allocated on the device
+    host_memory_bytes: int | None  # the most that the process had
+    notes: list[str] = field(default_factory=list)
+
+    def shift(self, seconds: float) -> None:
+        """Move everything to another clock."""
+        for name in ("compute", "communication", "input", "other"):
+            setattr(self, name, getattr(self, name).shifted(seconds))
+        for step in self.steps:
+            step.start, step.end = step.start + seconds, step.end + seconds
+        for each in self.collectives:
+            each.arrival += seconds
+            each.start += seconds
+            each.end += seconds
+
+
+def read_rank(path: Path) -> RankTrace:
+    """Read one file."""
+    file = TraceFile(path)
+    reading = _Reading()
+    for event in file.events():
+        reading.take(event)
+    return reading.finish(file)
+
+
+class _Reading:
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.device_steps: dict[int, Step] = {}
+        self.first, self.last = float("inf"), float("-inf")
+        self.kernels, self.nccl, self.copies = Gathering(), Gathering(), Gathering()
+        self.input = Gathering()
+        # By thread: what computes, what communicates, what calls either.
+        self.operators: dict[Any, Gathering] = defaultdict(Gathering)
+        self.talking: dict[Any, Gathering] = defaultdict(Gathering)
+        self.wrappers = Gathering()
+        self.runs = Gathering()
+        self.collectives: list[Collective] = []
+        self.calls: list[Span] = []
+        self.ran: list[Span] = []
+        self.parameters: list[Span] = []
+        self.tags: list[Tagged] = []
+        self.has_kernels = False
+        self.memory = 0
+
+    def take(self, event: Event) -> None:
+        phase = event.get("ph")
+        if phase == "i" and event.get("name") == "[memory]":
+            self.memory = max(self.memory, int(event.get("args", {}).get("Total Allocated", 0)))
+            return
+        category = event.get("cat")
+        if phase != "X" or category is None or "dur" not in event:
+            return
+        start = float(event["ts"]) / 1e6
+        end = start + float(event["dur"]) / 1e6
+        if category == "cpu_op":
+            self._operator(event, start, end)
+        elif category == "user_annotation":
+            self._annotation(event, start, end)
+        elif category == "kernel":
+            self._kernel(event, start, end)
+        elif category in ("gpu_memcpy", "gpu_memset"):
+            self.copies.add(start, end)
+        elif category == "gpu_user_annotation" and str(event["name"]).startswith("ProfilerStep#"):
+            self._device_step(Step(int(str(event["name"])[13:]), start, end))
+        else:
+            return
+        self.first, self.last = min(self.first, start), max(self.last, end)
+
+    def _kernel(self, event: Event, start: float, end: float) -> None:
+        self.has_kernels = True
+        name = str(event["name"])
+        if not (name.lower().startswith(_NCCL) or "ncclKernel" in name or "ncclDevKernel" in name):
+            self.kernels.add(start, end)
+            return
+        self.nccl.add(start, end)
+        made = Collective(
+            operation_named(name) or "other", start, start, end, event.get("tid"), event.get("pid")
+        )
+        from_parameters(event.get("args", {}), made)
+        self.collectives.append(made)
+
+    def _device_step(self, step: Step) -> None:
+        """The same step on one more stream: from its first kernel to its last."""
+        seen = self.device_steps.setdefault(step.number, step)
+        seen.start, seen.end = min(seen.start, step.start), max(seen.end, step.end)
+
+    def _operator(self, event: Event, start: float, end: float) -> None:
+        name, thread = str(event["name"]), event.get("tid")
+        if name == "record_param_comms":
+            self.parameters.append(_span("", event, start, end))
+        elif name.startswith("c10d::"):
+            if (operation := operation_named(name[6:])) is not None:
+                self.calls.append(_span(operation, event, start, end))
+            self.talking[thread].add(start, end)
+        elif name.startswith("_c10d_functional::"):
+            self.talking[thread].add(start, end)
+        elif name.startswith(_WRAPPERS) or re.fullmatch(r"\w+Backward\d*", name):
+            self.wrappers.add(start, end)
+        else:
+            self.operators[thread].add(start, end)
+
+    def _annotation(self, event: Event, start: float, end: float) -> None:
+        name = str(event["name"])
+        if name.startswith("ProfilerStep#"):
+            self.steps.append(Step(int(name[13:]), start, end))
+        elif name.startswith(("gloo:", "shm:")):
+            operation = operation_named(name.partition(":")[2])
+            if operation is not None:
+                self.ran.append(_span(operation, event, start, end))
+                self.runs.add(start, end)
+        elif name.startswith(("enumerate(DataLoader)", "tutti.input")):
+            self.input.add(start, end)
+        elif name.startswith("tutti::"):
+            # Imports torch, so only for traces that have them.
+            from tutti.comm.tags import parse_tag
+
+            if (tag := parse_tag(name)) is not None:
+                self.talking[event.get("tid")].add(start, end)
+                operation = operation_named(tag.operation) or tag.operation
+                self.tags.append(Tagged(_span(operation, event, start, end), tag))
+
+    def finish(self, file: TraceFile) -> RankTrace:
+        about = file.metadata
+        ours, world = about.get("tutti") or {}, about.get("distributedInfo") or {}
+        base = int(about.get("baseTimeNanoseconds") or 0)
+        notes = []
+        if file.cut_short:
+            notes.append(f"{file.path.name} ends in the middle: what there is was read")
+        groups = {str(each["pg_name"]): each for each in world.get("pg_config") or []}
+        size = int(ours.get("world_size", world.get("world_size", 1)))
+        talking = NEVER
+        for gathering in self.talking.values():
+            talking |= gathering.times()
+        loading = self.input.times()
+        if self.has_kernels:
+            compute, communication = self.kernels.times(), self.nccl.times()
+            other = self.copies.times()
+        else:
+            compute = NEVER
+            for thread, operators in self.operators.items():
+                mine = operators.times()
+                if thread in self.talking:
+                    mine -= self.talking[thread].times()
+                compute |= mine
+            compute -= loading  # the operators of a loader prepare input
+            communication = self.runs.times() | talking
+            other = self.wrappers.times()
+            recorded = [
+                ((int(entry["created_ns"]) - base) / 1e9, str(entry["group"]), int(entry["seq"]))
+                for entry in ours.get("recorder") or []
+            ]
+            self.collectives = pair(
+                self.calls,
+                self.ran,
+                self.parameters,
+                self.tags,
+                recorded,
+                lambda group: int(groups.get(group, {}).get("pg_size", size)),
+            )
+        self.collectives.sort(key=lambda each: each.start)
+        self.steps.sort(key=lambda step: step.start)
+        if self.has_kernels and self.device_steps:
+            self.steps = _one_after_another(list(self.device_steps.values()))
+        if not self.steps and self.last > self.first:
+            self.steps = [Step(0, self.first, self.last)]
+            notes.append(f"{file.path.name} has no steps: it is explained as one")
+        rank = ours.get("rank", world.get("rank"))
+        if rank is None:
+            number = re.search(r"rank[-_]?(\d+)", file.path.name)
+            rank = int(number[1]) if number else -1
+        return RankTrace(
+            path=file.path,
+            rank=int(rank),
+            world_size=size,
+            backend=str(world.get("backend", ours.get("backend", "unknown"))),
+            host=str(about.get("host_name", "")),
+            base_ns=base,
+            on_device=self.has_kernels,
+            steps=self.steps,
+            compute=compute,
+            communication=communication,
+            input=loading,
+            other=other,
+            collectives=self.collectives,
+            groups=groups,
+            memory_bytes=self.memory or ours.get("device_memory_bytes") or None,
+            host_memory_bytes=ours.get("host_memory_bytes"),
+            notes=notes,
+        )
+
+
+def _one_after_another(steps: list[Step]) -> list[Step]:
+    """The device works on a step later than the host: a step lasts until the next one's begins."""
+    steps.sort(key=lambda step: step.start)
+    for step, following in pairwise(steps):
+        step.end = following.start
+    return steps
+
+
+def _span(operation: str, event: Event, start: float, end: float) -> Span:
+    return Span(
+        operation,
+        start,
+        end,
+        event.get("pid"),
+        event.get("tid"),
+        {key: value for key, value in event.get("args", {}).items() if key in _KEPT},
+    )

@@ -1,0 +1,1 @@
+"""The folder that `tutti profile -- COMMAND` puts on PYTHONPATH; see sitecustomize.py."""

@@ -1,0 +1,111 @@
+"""An explanation as text of at most 80 columns."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from tutti.bench.sizes import format_size
+from tutti.profile.explain import RATIO_LIMIT
+from tutti.profile.parts import PARTS
+
+_TITLES = {"host_gap": "gaps"}
+_MOST_RANKS = 16
+_MOST_ROWS = 8
+
+
+def lines(rows: dict[str, Any]) -> Iterator[str]:
+    """The lines to print."""
+    ranks = rows["ranks"]
+    shown = ranks if len(ranks) <= _MOST_RANKS else _interesting(rows)
+    backends = "+".join(sorted({each["backend"] for each in ranks}))
+    clock = "host" if ranks[0]["clock_of"] == "host" else "device"
+    yield (
+        f"{max(each['steps'] for each in ranks)} steps of {len(ranks)} "
+        f"rank{'s' * (len(ranks) > 1)}, {backends}; the {clock}'s time, in % of the step"
+    )
+    yield ""
+    yield "rank  step ms" + "".join(f"{_TITLES.get(name, name):>8}" for name in PARTS)
+    for each in shown:
+        shares = "".join(f"{100 * each['parts_share'][name]:8.1f}" for name in PARTS)
+        yield f"{each['rank']:>4}{1e3 * each['step_s']['mean']:>9.2f}{shares}"
+    if len(shown) < len(ranks):
+        yield f"      … {len(ranks) - len(shown)} more ranks: --json has them"
+    yield ""
+    yield from _communication(rows)
+    yield from _late(rows)
+    for note in rows["notes"]:
+        yield f"note: {note}"
+
+
+def _interesting(rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of many ranks: the first few, and those that are late."""
+    late = {each["rank"] for each in rows["stragglers"][:4]}
+    return [each for n, each in enumerate(rows["ranks"]) if n < _MOST_RANKS or each["rank"] in late]
+
+
+def _communication(rows: dict[str, Any]) -> Iterator[str]:
+    ranks = rows["ranks"]
+    if not rows["comm"]:
+        yield "nothing is communicated"
+        return
+    ratio = sum(each["comm_ratio"] for each in ranks) / len(ranks)
+    overlaps = [each["overlap"] for each in ranks if each["overlap"] is not None]
+    verdict = "within" if ratio <= RATIO_LIMIT else "above"
+    overlap = f"; overlap {100 * sum(overlaps) / len(overlaps):.0f} %" if overlaps else ""
+    yield (
+        f"communication, no waiting: {100 * ratio:.0f} % of the step, {verdict} the "
+        f"{100 * RATIO_LIMIT:.0f} % rule{overlap}"
+    )
+    yield ""
+    yield "operation      ranks     size  count    p50 ms  total ms  waits ms  busbw GB/s"
+    for each in rows["comm"][:_MOST_ROWS]:
+        size = "?" if each["bytes"] is None else format_size(each["bytes"])
+        bus = "" if each["busbw_gbs"] is None else f"{each['busbw_gbs']:.3f}"
+        moved = each["transfer_s"]
+        yield (
+            f"{each['op']:<14}{each['ranks']:>6}{size:>9}{each['count']:>7}"
+            f"{1e3 * moved['p50']:>10.3f}{1e3 * moved['total']:>10.2f}"
+            f"{1e3 * each['wait_s']['mean']:>10.3f}{bus:>12}"
+        )
+    if len(rows["comm"]) > _MOST_ROWS:
+        yield f"… {len(rows['comm']) - _MOST_ROWS} more rows: --json has them"
+    yield ""
+
+
+def _late(rows: dict[str, Any]) -> Iterator[str]:
+    named = [each for each in rows["stragglers"] if each["straggler"]]
+    if len(rows["ranks"]) < 2:
+        return
+    if not named:
+        yield "no rank makes the others wait"
+    for each in named[:_MOST_ROWS]:
+        cost = each["cost_s"]
+        often = "is late" if each["steady"] else "is late at times"
+        yield (
+            f"rank {each['rank']} {often}: others wait {1e3 * cost['mean']:.1f} ms of a step "
+            f"({100 * each['cost_share']:.0f} %) for it,"
+        )
+        yield (
+            f"  {1e3 * cost['min']:.1f} to {1e3 * cost['max']:.1f} ms; in {each['steps']} of "
+            f"{each['of_steps']} steps; last at {each['last']} of {each['of_collectives']} "
+            "collectives"
+        )
+        instead = each["instead"]
+        if instead["seconds"] > 0:
+            part = _TITLES.get(instead["part"], instead["part"])
+            yield f"  it has {1e3 * instead['seconds']:.1f} ms more of {part} than they have"
+    if named and len(rows["ranks"]) <= 8:
+        yield ""
+        yield from _matrix(rows)
+
+
+def _matrix(rows: dict[str, Any]) -> Iterator[str]:
+    ranks = [each["rank"] for each in rows["ranks"]]
+    steps = {each["rank"]: each["steps"] for each in rows["ranks"]}
+    caused = {each["rank"]: each["made_wait"] for each in rows["stragglers"]}
+    yield "ms of a step waited …" + "".join(f"{f'for {rank}':>7}" for rank in ranks)
+    for waiter in ranks:
+        cells = ""
+        for late in ranks:
+            seconds = caused.get(late, {}).get(str(waiter), 0.0) / steps[waiter]
+            cells += f"{'·':>7}" if waiter == late else f"{1e3 * seconds:>7.1f}"
+        yield f"{f'by {waiter}':>21}{cells}"

@@ -1,0 +1,280 @@
+"""Programs that know nothing of tutti are captured and explained: real processes."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.profile.trace_file import TraceFile
+from worlds import TUTTI, run_command
+
+SCRIPT = Path(__file__).parent / "plain_ddp.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+SCHEDULE = ["--wait", "1", "--warmup", "1", "--active", "4"]
+
+
+def _profile(out: Path, command: list[Any], env: dict[str, str] | None = None) -> dict[str, Any]:
+    result = out / "result.json"
+    words = [*TUTTI, "profile", "--out", out, *SCHEDULE, "--json", result, "--", *command]
+    done = run_command(words, env=env, cwd=out.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows: dict[str, Any] = json.loads(result.read_text())
+    rows["printed"] = done.stdout
+    return rows
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Plain DDP under torchrun, on gloo; rank 1 sleeps before its backward."""
+    out = tmp_path_factory.mktemp("gloo") / "out"
+    return out, _profile(out, [*TORCHRUN, SCRIPT, "gloo", "8"], {"LATE": "1"})
+
+
+def test_a_plain_ddp_script_is_captured_on_every_rank(gloo: tuple[Path, dict[str, Any]]) -> None:
+    out, rows = gloo
+
+    assert sorted(path.name for path in (out / "traces").iterdir()) == [
+        "rank0.json.gz",
+        "rank1.json.gz",
+    ]
+    assert rows["schema"] == "tutti.profile/1"
+    assert {"environment", "command", "ranks", "steps", "comm", "stragglers"} <= set(rows)
+    assert [each["rank"] for each in rows["ranks"]] == [0, 1]
+    assert all(each["steps"] == 4 and each["backend"] == "gloo" for each in rows["ranks"])
+
+
+def test_the_rank_that_sleeps_is_the_one_others_wait_for(gloo: tuple[Path, dict[str, Any]]) -> None:
+    _, rows = gloo
+    caused = {each["rank"]: each["cost_s"]["mean"] for each in rows["stragglers"]}
+
+    assert rows["stragglers"][0]["rank"] == 1
+    assert rows["stragglers"][0]["straggler"]
+    assert caused[1] > 2 * caused.get(0, 0.0)
+    # What it did instead is in no operator: a gap on its own side, waiting on the other.
+    first, second = (each["parts_s"] for each in rows["ranks"])
+    assert first["wait"] > second["wait"]
+    assert second["host_gap"] > first["host_gap"]
+    assert rows["stragglers"][0]["instead"]["part"] == "host_gap"
+    assert "rank 1 is late" in rows["printed"]
+
+
+def test_the_parts_of_every_step_add_up_to_it(gloo: tuple[Path, dict[str, Any]]) -> None:
+    _, rows = gloo
+
+    assert len(rows["steps"]) == 8
+    for each in rows["steps"]:
+        assert sum(each["parts_s"].values()) == pytest.approx(each["seconds"], rel=1e-6)
+        assert min(each["parts_s"].values()) >= -1e-9
+        assert each["parts_s"]["input"] > 0  # the DataLoader is seen
+
+
+def test_collectives_are_matched_by_group_and_sequence_with_their_sizes(
+    gloo: tuple[Path, dict[str, Any]],
+) -> None:
+    _, rows = gloo
+    gradients = [each for each in rows["comm"] if each["op"] == "all_reduce" and each["bytes"] > 4]
+    losses = [each for each in rows["comm"] if each["bytes"] == 4]
+
+    assert len({each["group"] for each in rows["comm"]}) == 2  # DDP's and the script's own
+    assert all(each["matched"] == each["count"] for each in rows["comm"])
+    parameters = 4 * (128 * 128 + 128) * 4  # bytes
+    assert sum(each["bytes"] * each["count"] for each in gradients) == 4 * parameters
+    assert sum(each["count"] for each in losses) == 4  # each at the beginning of the next step
+
+
+def test_the_table_fits_80_columns(gloo: tuple[Path, dict[str, Any]]) -> None:
+    _, rows = gloo
+
+    assert max(map(len, rows["printed"].splitlines())) <= 80
+
+
+def test_traces_are_read_again_without_one_rank(
+    gloo: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    out, rows = gloo
+    (tmp_path / "rank1.json.gz").write_bytes((out / "traces" / "rank1.json.gz").read_bytes())
+
+    result = tmp_path / "r" / "r.json"
+    done = run_command([*TUTTI, "profile", "--trace", tmp_path, "--json", result])
+    again = json.loads(result.read_text())
+
+    assert done.returncode == 0, done.stderr
+    assert "rank 0" in again["notes"][0] and "missing" in again["notes"][0]
+    assert [each["rank"] for each in again["ranks"]] == [1]
+    assert again["ranks"][0]["step_s"] == pytest.approx(rows["ranks"][1]["step_s"])
+
+
+def test_one_timeline_opens_with_an_arrow_for_every_matched_collective(
+    gloo: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    out, rows = gloo
+    merged = tmp_path / "all.json.gz"
+
+    done = run_command([*TUTTI, "profile", "--trace", out, "--merge", merged])
+
+    assert done.returncode == 0, done.stderr
+    events = list(TraceFile(merged).events())
+    slices = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+    ends = [e for e in events if e["ph"] == "f" and e.get("cat") == "tutti"]
+    assert len(ends) == sum(each["matched"] for each in rows["comm"])
+    assert all((e["pid"], e["tid"]) in slices for e in ends)
+
+
+def test_shm_under_tutti_run_is_explained_the_same(tmp_path: Path) -> None:
+    run = ["tutti", "run", "-n", "2", "--device", "cpu", SCRIPT, "shm", "8"]
+    rows = _profile(tmp_path / "out", run, {"LATE": "0"})
+
+    assert rows["stragglers"][0]["rank"] == 0
+    assert {each["backend"] for each in rows["ranks"]} == {"shm"}
+    assert all(each["bytes"] for each in rows["comm"])
+    for each in rows["steps"]:
+        assert sum(each["parts_s"].values()) == pytest.approx(each["seconds"], rel=1e-6)
+
+
+OWN_LOOP = """
+import torch, tutti
+weight = torch.zeros(8, requires_grad=True)
+with tutti.profile("traces", wait=1, warmup=0, active=2) as p:
+    for step in range(5):
+        (weight.sum() - 1).square().backward()
+        p.step()
+print(p.path.name)
+"""
+
+
+def test_ones_own_loop_says_where_its_steps_end(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(OWN_LOOP)
+
+    done = run_command([sys.executable, "loop.py"], cwd=tmp_path)
+    read = run_command([*TUTTI, "profile", "--trace", tmp_path, "--json", tmp_path / "r.json.out"])
+
+    assert done.stdout.strip() == "rank0.json.gz", done.stderr
+    assert read.returncode == 0, read.stderr
+    rows = json.loads((tmp_path / "r.json.out").read_text())
+    assert [each["step"] for each in rows["steps"]] == [1, 2]
+    assert rows["ranks"][0]["parts_s"]["compute"] > 0
+
+
+def test_start_up_code_leaves_other_programs_alone(tmp_path: Path) -> None:
+    """torch is not imported, the environment's own sitecustomize runs, the exit code is kept."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.mine = True")
+    (tmp_path / "program.py").write_text(
+        "import sys, sitecustomize\n"
+        "assert sys.mine and sitecustomize.__file__.endswith('sitecustomize.py')\n"
+        "assert 'torch' not in sys.modules and 'tutti' not in sys.modules\n"
+        "assert not any(entry.endswith('startup') for entry in sys.path)\n"
+        "sys.exit(7)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    done = run_command(
+        [*TUTTI, "profile", "--", "program.py"], env={"PYTHONPATH": path}, cwd=tmp_path
+    )
+
+    assert done.returncode == 7, done.stderr
+    assert "nothing was captured" in done.stderr
+
+
+OWN_PROFILER = """
+import importlib.util
+assert importlib.util.find_spec("torch")  # as libraries do before they import it
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch.profiler.profile() as mine:
+    for _ in range(9):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+assert any(event.name == "aten::linear" for event in mine.events())
+"""
+
+
+def test_a_program_with_a_profiler_of_its_own_keeps_it(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(OWN_PROFILER)
+
+    done = run_command([*TUTTI, "profile", "--", "program.py"], cwd=tmp_path)
+
+    assert done.returncode == 2, done.stderr
+    assert "a torch.profiler of its own" in done.stderr
+    assert "AssertionError" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "capture or read?"),
+        (["--trace", "nowhere"], "no such folder"),
+        (["--", "no-such-program"], "is no program"),
+        (["--active", "0", "--", "python", "x.py"], "--active is at least 1"),
+    ],
+)
+def test_mistakes_are_one_line(flags: list[str], said: str, tmp_path: Path) -> None:
+    done = run_command([*TUTTI, "profile", *flags], cwd=tmp_path)
+
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = torch.utils.data.DataLoader(torch.randn(512, 64), batch_size=16)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    optimizer.zero_grad()
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed here"
+)
+def test_an_accelerate_script_is_captured(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ACCELERATE)
+
+    rows = _profile(tmp_path / "out", [*TORCHRUN, "script.py"])
+
+    assert [each["rank"] for each in rows["ranks"]] == [0, 1]
+    assert any(each["op"] == "all_reduce" for each in rows["comm"])
+
+
+LIGHTNING = """
+import torch
+try:
+    import lightning as L
+except ImportError:
+    import pytorch_lightning as L
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.randn(512, 64), batch_size=16)
+L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=12, logger=False,
+          enable_checkpointing=False, enable_progress_bar=False).fit(Model(), loader)
+"""
+
+
+@pytest.mark.skipif(
+    not any(map(importlib.util.find_spec, ("lightning", "pytorch_lightning"))),
+    reason="Lightning is not installed here",
+)
+def test_a_lightning_script_is_captured(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LIGHTNING)
+
+    rows = _profile(tmp_path / "out", ["python", "script.py"])
+
+    assert [each["rank"] for each in rows["ranks"]] == [0, 1]
+    assert any(each["op"] == "all_reduce" for each in rows["comm"])

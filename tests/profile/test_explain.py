@@ -1,0 +1,266 @@
+"""What an explanation says of traces whose truth is known: written here, event by event.
+
+The form is Kineto's of an NCCL run: kernels with the arguments of record_param_comms. Times in
+the tests are microseconds.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.profile.explain import Explanation, explain
+from tutti.profile.timeline import write_timeline
+from tutti.profile.trace_file import TraceFile
+
+STEP = 1000.0
+FLOATS = 1_000_000
+
+
+def _x(category: str, name: str, start: float, end: float, **arguments: Any) -> dict[str, Any]:
+    event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
+    return event | {"pid": 0, "tid": 7, "args": arguments}
+
+
+def _step(number: int) -> dict[str, Any]:
+    return _x("user_annotation", f"ProfilerStep#{number}", number * STEP, (number + 1) * STEP)
+
+
+def _all_reduce(start: float, end: float, sequence: int) -> dict[str, Any]:
+    said = {
+        "Collective name": "allreduce",
+        "Process Group Name": "0",
+        "In msg nelems": FLOATS,
+        "Out msg nelems": FLOATS,
+        "dtype": "Float",
+        "Seq": sequence,
+        "Group size": 2,
+        "Process Group Ranks": "[0, 1]",
+    }
+    return _x("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL()", start, end, **said)
+
+
+def _write(
+    folder: Path, rank: int, events: list[dict[str, Any]], base: int = 0, host: str = "n0"
+) -> Path:
+    path = folder / f"rank{rank}.json"
+    info = {"backend": "nccl", "rank": rank, "world_size": 2}
+    content = {"distributedInfo": info, "host_name": host, "baseTimeNanoseconds": base}
+    path.write_text(json.dumps(content | {"traceEvents": events}))
+    return path
+
+
+def _two_ranks(folder: Path, base: int = 0, host: str = "n0") -> Explanation:
+    """Two steps. Rank 1 arrives 300 µs after rank 0; moving the data takes 200 µs."""
+    early, late = [], []
+    for n in range(2):
+        at = n * STEP
+        early += [_step(n), _x("kernel", "gemm", at, at + 400), _all_reduce(at + 300, at + 800, n)]
+        early.append(_x("gpu_memcpy", "Memcpy HtoD", at + 900, at + 950))
+        late += [_step(n), _x("kernel", "gemm", at, at + 600), _all_reduce(at + 600, at + 800, n)]
+    return explain([_write(folder, 0, early), _write(folder, 1, late, base, host)])
+
+
+def _parts(explanation: Explanation, rank: int, step: int) -> dict[str, float]:
+    found = next(s for s in explanation.steps if (s.rank, s.step) == (rank, step))
+    return {name: round(1e6 * seconds, 3) for name, seconds in found.parts.items() if seconds}
+
+
+def test_every_moment_of_a_step_is_in_one_part(tmp_path: Path) -> None:
+    explanation = _two_ranks(tmp_path)
+
+    for step in (0, 1):
+        # Waits from the end of its own compute at 400 until rank 1 arrives at 600.
+        assert _parts(explanation, 0, step) == {
+            "compute": 300,
+            "hidden": 100,
+            "wait": 200,
+            "exposed": 200,
+            "rest": 50,
+            "host_gap": 150,
+        }
+        assert _parts(explanation, 1, step) == {"compute": 600, "exposed": 200, "host_gap": 200}
+    for each in explanation.steps:
+        assert sum(each.parts.values()) == pytest.approx(each.seconds, rel=1e-9)
+
+
+def test_overlap_is_what_hta_defines(tmp_path: Path) -> None:
+    rows = _two_ranks(tmp_path).rows()
+
+    # |communication ∩ compute| / |communication| = 100 / 500
+    assert rows["ranks"][0]["overlap"] == pytest.approx(0.2)
+    assert rows["ranks"][1]["overlap"] == 0
+
+
+def test_the_late_rank_is_the_one_that_arrives_last_and_has_the_shorter_kernel(
+    tmp_path: Path,
+) -> None:
+    (row,) = _two_ranks(tmp_path).rows()["stragglers"]
+
+    assert row["rank"] == 1
+    assert row["straggler"]
+    assert (row["last"], row["of_collectives"]) == (2, 2)
+    assert row["cost_s"]["mean"] == pytest.approx(200e-6)
+    assert row["late_by_s"]["p50"] == pytest.approx(300e-6)
+    assert row["made_wait"] == {"0": pytest.approx(400e-6)}
+    # 600 of compute alone where the other has 300: that is why it is late.
+    assert row["instead"] == {"part": "compute", "seconds": pytest.approx(300e-6)}
+
+
+def test_bandwidth_counts_moving_not_waiting(tmp_path: Path) -> None:
+    (row,) = _two_ranks(tmp_path).rows()["comm"]
+
+    assert (row["op"], row["bytes"], row["count"], row["matched"]) == ("all_reduce", 4e6, 2, 2)
+    assert row["transfer_s"]["p50"] == pytest.approx(200e-6)
+    assert row["algbw_gbs"] == pytest.approx(4e6 / 200e-6 / 1e9)
+    assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * 2 * (2 - 1) / 2)
+
+
+@pytest.mark.parametrize("ahead_ns", [7_000_000_000, -40_000_000, 300_000])
+def test_clocks_that_differ_are_aligned_by_the_ends_of_collectives(
+    tmp_path: Path, ahead_ns: int
+) -> None:
+    right, skewed = tmp_path / "right", tmp_path / "skewed"
+    right.mkdir(), skewed.mkdir()
+
+    explanation = _two_ranks(skewed, base=ahead_ns, host="n1")
+
+    assert explanation.clocks[1].applied_s == pytest.approx(-ahead_ns / 1e9)
+    for rank in (0, 1):
+        assert _parts(explanation, rank, 0) == _parts(_two_ranks(right), rank, 0)
+
+
+def test_a_missing_rank_is_said_and_the_others_are_explained(tmp_path: Path) -> None:
+    _two_ranks(tmp_path)
+
+    explanation = explain([tmp_path / "rank1.json"])
+
+    assert any("rank 0" in note and "missing" in note for note in explanation.notes)
+    assert _parts(explanation, 1, 0) == {"compute": 600, "exposed": 200, "host_gap": 200}
+    assert explanation.rows()["stragglers"] == []
+
+
+def test_a_damaged_file_is_left_out_and_named(tmp_path: Path) -> None:
+    _two_ranks(tmp_path)
+    (tmp_path / "rank0.json").write_text("not a trace")
+
+    explanation = explain([tmp_path / "rank0.json", tmp_path / "rank1.json"])
+
+    assert [trace.rank for trace in explanation.traces] == [1]
+    assert any(note.startswith("rank0.json is left out") for note in explanation.notes)
+
+
+def test_on_a_device_a_step_is_when_the_device_works_on_it(tmp_path: Path) -> None:
+    """The host is 2 steps ahead; its second step ends before the device begins it."""
+    events = [_step(0) | {"dur": 50.0}, _step(1) | {"ts": 50.0, "dur": 50.0}]
+    for n, (start, end) in enumerate([(100, 700), (800, 1600)]):
+        events.append(_x("kernel", "gemm", start, end))
+        for stream in (7, 13):  # a range on each stream
+            events.append(_x("gpu_user_annotation", f"ProfilerStep#{n}", start + stream - 7, end))
+
+    explanation = explain([_write(tmp_path, 0, events)])
+
+    assert _parts(explanation, 0, 0) == {"compute": 600, "host_gap": 100}
+    assert _parts(explanation, 0, 1) == {"compute": 800}
+
+
+def _message(operation: str, peer: int, start: float, end: float) -> dict[str, Any]:
+    key = "Dst Rank" if operation == "send" else "Src Rank"
+    said = {
+        "Collective name": operation,
+        "Process Group Name": "0",
+        "In msg nelems": 100,
+        "Out msg nelems": 100,
+        "dtype": "Float",
+        "Group size": 2,
+        "Process Group Ranks": "[0, 1]",
+        key: peer,
+    }
+    return _x("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgs)", start, end, **said)
+
+
+def test_waiting_for_a_stage_before_is_the_bubble_of_a_pipeline(tmp_path: Path) -> None:
+    first = [_step(0), _x("kernel", "gemm", 0, 500), _message("send", 1, 500, 550)]
+    second = [_step(0), _message("recv", 0, 0, 550), _x("kernel", "gemm", 550, 1000)]
+
+    explanation = explain([_write(tmp_path, 0, first), _write(tmp_path, 1, second)])
+
+    assert _parts(explanation, 1, 0) == {"bubble": 500, "exposed": 50, "compute": 450}
+    assert _parts(explanation, 0, 0) == {"compute": 500, "exposed": 50, "host_gap": 450}
+
+
+def test_one_timeline_has_all_ranks_aligned_and_an_arrow_from_the_late_one(tmp_path: Path) -> None:
+    explanation = _two_ranks(tmp_path, base=5_000_000, host="n1")
+    merged = tmp_path / "merged.json.gz"
+
+    arrows = write_timeline(merged, explanation)
+    events = list(TraceFile(merged).events())
+
+    kernels = [e for e in events if e["name"].startswith("ncclDev")]
+    ends = sorted(round(e["ts"] + e["dur"], 3) for e in kernels)
+    assert ends == [800, 800, 1800, 1800]  # one clock
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert set(processes) == {"rank 0 n0", "rank 1 n1"}
+    begun = [e for e in events if e["ph"] == "s"]
+    ended = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert arrows == len(begun) == len(ended) == 2
+    for source in begun:
+        assert source["pid"] == processes["rank 1 n1"]
+        assert ended[source["id"]]["pid"] == processes["rank 0 n0"]
+        assert source["ts"] <= ended[source["id"]]["ts"]
+
+
+def _tag(operation: str, phase: str, sequence: int) -> str:
+    return (
+        f"tutti::{operation}|phase={phase}|group=dp|bytes=4096|dtype=float32|seq={sequence}|ranks=2"
+    )
+
+
+def test_a_call_of_tutti_comm_is_one_communication_whatever_it_leaves_in_the_trace(
+    tmp_path: Path,
+) -> None:
+    """A call that waits, with the events of the backend inside, and the two halves of another."""
+    events = [
+        _step(0),
+        _x("user_annotation", _tag("all_reduce", "run", 4), 100, 300),
+        _x("cpu_op", "c10d::allreduce_", 110, 290),
+        _x("user_annotation", "shm:all_reduce", 120, 280),
+        _x("user_annotation", _tag("all_gather", "issue", 5), 400, 410),
+        _x("cpu_op", "aten::mm", 410, 600),
+        _x("user_annotation", _tag("all_gather", "wait", 5), 600, 700),
+    ]
+
+    explanation = explain([_write(tmp_path, 0, events)])
+    first, second = explanation.traces[0].collectives
+
+    assert (first.operation, first.group, first.sequence) == ("all_reduce", "tutti dp", 4)
+    assert (first.bytes, first.group_size) == (4096, 2)
+    assert (second.operation, second.sequence) == ("all_gather", 5)
+    assert (second.end - second.start) * 1e6 == pytest.approx(300)
+    assert _parts(explanation, 0, 0)["exposed"] == 310  # 100 to 300, 400 to 410, 600 to 700
+    assert sum(_parts(explanation, 0, 0).values()) == pytest.approx(STEP)
+
+
+def test_waiting_on_a_cpu_is_counted_from_the_call_and_not_while_data_moves(tmp_path: Path) -> None:
+    """gloo's threads run what was called; two calls are under way, the first moves at 500."""
+    early = [
+        _step(0),
+        _x("cpu_op", "c10d::allreduce_", 100, 110),
+        _x("cpu_op", "c10d::allgather_", 120, 130),
+        _x("user_annotation", "gloo:all_reduce", 200, 600) | {"tid": 9},
+        _x("user_annotation", "gloo:all_gather", 210, 900) | {"tid": 10},
+    ]
+    late = [
+        _step(0),
+        _x("cpu_op", "c10d::allreduce_", 500, 510),
+        _x("cpu_op", "c10d::allgather_", 700, 710),
+        _x("user_annotation", "gloo:all_reduce", 500, 600) | {"tid": 9},
+        _x("user_annotation", "gloo:all_gather", 700, 900) | {"tid": 10},
+    ]
+
+    explanation = explain([_write(tmp_path, 0, early), _write(tmp_path, 1, late)])
+
+    # Waits 100 to 500 and 600 to 700; data moves 500 to 600 and 700 to 900.
+    assert _parts(explanation, 0, 0) == {"wait": 500, "exposed": 300, "host_gap": 200}
+    assert explanation.rows()["stragglers"][0]["rank"] == 1

@@ -1,0 +1,42 @@
+"""Sets of time, against the same on a grid of whole numbers."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tutti.profile.intervals import Times
+
+pairs = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda p: (p[0], p[0] + p[1])), max_size=12
+)
+
+
+def _cells(times: Times) -> set[int]:
+    return {
+        cell
+        for start, end in zip(times.starts, times.ends, strict=True)
+        for cell in range(int(start), int(end))
+    }
+
+
+def _grid(given_pairs: list[tuple[int, int]]) -> set[int]:
+    return {cell for start, end in given_pairs for cell in range(start, end)}
+
+
+@given(pairs, pairs)
+def test_union_intersection_and_difference_are_those_of_sets(
+    one: list[tuple[int, int]], two: list[tuple[int, int]]
+) -> None:
+    a, b = Times.of(one), Times.of(two)
+
+    assert _cells(a | b) == _grid(one) | _grid(two)
+    assert _cells(a & b) == _grid(one) & _grid(two)
+    assert _cells(a - b) == _grid(one) - _grid(two)
+    assert a.seconds == len(_grid(one))
+    assert (a & b).seconds + (a - b).seconds == a.seconds
+
+
+@given(pairs, st.integers(0, 30), st.integers(0, 20))
+def test_what_lies_between_two_moments(one: list[tuple[int, int]], start: int, length: int) -> None:
+    inside = Times.of(one).between(start, start + length)
+
+    assert _cells(inside) == _grid(one) & set(range(start, start + length))
