@@ -64,7 +64,7 @@ def _switched_off(machine: Machine) -> Iterator[Verdict]:
     for name, off, effect in _SWITCHES:
         if variables.get(name, "").upper() != off:
             continue
-        if name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") and shares_gpus(variables):
+        if name in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") and shares_gpus(variables):
             continue
         where = " (in nccl.conf)" if name not in machine.variables else ""
         yield warn("machine", f"{name}={off}{where}: {effect}", "not set", "", f"unset {name}")

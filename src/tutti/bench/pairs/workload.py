@@ -129,7 +129,9 @@ class SendAfterBackward(SendAtOnce):
 
     def take(self, bucket: dist.GradBucket) -> Future:
         """The future of the bucket's mean over ranks."""
-        promised: Future = torch.futures.Future()
+        device = bucket.buffer().device
+        # On a GPU a future must know it, for DDP to wait for the stream that the sum is made on.
+        promised: Future = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         self._held.append((bucket.buffer(), promised))
         if bucket.is_last():
             held, self._held = self._held, []
