@@ -39,6 +39,13 @@ def large(setting: Setting) -> Size:
     return Size(12, 2048, batch=1024) if setting.on_gpu else Size(16, 1024, batch=32)
 
 
+def layered(setting: Setting) -> Size:
+    """Many layers of one size, whose backward takes several times as long as a message."""
+    if setting.quick:
+        return _QUICK
+    return Size(12, 2048, batch=1024) if setting.on_gpu else Size(12, 512, batch=128)
+
+
 def small(setting: Setting) -> Size:
     """What one develops with: a message weighs as much as the computing."""
     if setting.quick:
