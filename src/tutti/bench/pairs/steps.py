@@ -19,6 +19,7 @@ from tutti.bench.pairs.workload import (
     hook,
     inputs_of,
     large,
+    layered,
     replica,
     small,
 )
@@ -33,8 +34,8 @@ _MICROBATCHES = 4
 
 def overlap(setting: Setting) -> Pair:
     """Only the time at which buckets are sent differs: same buckets, same messages, same sums."""
-    size, ranks = large(setting), setting.world.size
-    bucket_mb = 25.0 if setting.on_gpu else 8.0
+    size, ranks = layered(setting), setting.world.size
+    bucket_mb = size.width**2 * 4 / 2**20  # one for each layer
     late, soon = (replica(size, setting, bucket_mb=bucket_mb) for _ in range(2))
     late.register_comm_hook(SendAfterBackward(ranks), hook)
     soon.register_comm_hook(SendAtOnce(ranks), hook)
@@ -42,7 +43,7 @@ def overlap(setting: Setting) -> Pair:
     return Pair(
         baseline=partial(gradients_of, late, batch),
         optimized=partial(gradients_of, soon, batch),
-        reason=f"{size.about}, buckets of {bucket_mb:g} MiB",
+        reason=f"{size.about}, a bucket for each layer",
     )
 
 

@@ -33,10 +33,17 @@ class Size:
 
 
 def large(setting: Setting) -> Size:
-    """Gradients that no cache of a CPU core holds, and a backward to hide messages behind."""
+    """Gradients that no cache holds: sending them takes as long as computing them."""
     if setting.quick:
         return _QUICK
-    return Size(12, 2048, batch=1024) if setting.on_gpu else Size(16, 1024, batch=32)
+    return Size(12, 2048, batch=1024) if setting.on_gpu else Size(16, 1024, batch=8)
+
+
+def layered(setting: Setting) -> Size:
+    """Many layers of one size, whose backward takes several times as long as a message."""
+    if setting.quick:
+        return _QUICK
+    return Size(12, 2048, batch=1024) if setting.on_gpu else Size(12, 512, batch=128)
 
 
 def small(setting: Setting) -> Size:
