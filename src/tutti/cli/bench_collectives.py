@@ -118,6 +118,7 @@ def main(arguments: list[str]) -> int:
         ranks_per_gpu=options.ranks_per_gpu,
         show="first",
         grace=_GRACE_SECONDS,
+        answers=(1, 2),
     ).run()
 
 

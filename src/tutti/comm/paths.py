@@ -1,6 +1,6 @@
 """Which path serves an operation of so many bytes: a table, measured once for each machine.
 
-`tutti bench collectives --save-paths` writes what it measured to
+`tutti bench tune` writes what it measured to
 
     $XDG_CACHE_HOME/tutti/paths/MACHINE-RANKS.json      (~/.cache where that is not set)
 
@@ -115,7 +115,7 @@ def choose(
     row = next(defaults, None)
     if row is None:
         return Choice(next(iter(available)), "the first one there is: nothing is known of others")
-    return Choice(row.path, "the default: measure with `tutti bench collectives --save-paths`")
+    return Choice(row.path, "the default: measure with `tutti bench tune`")
 
 
 def _figures(row: Row, table: Table) -> str:
@@ -201,7 +201,7 @@ def load(ranks: int) -> Table | None:
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{path} is no table of paths ({error}): delete it, or measure again with "
-            "`tutti bench collectives --save-paths`"
+            "`tutti bench tune`"
         ) from None
 
 

@@ -59,12 +59,16 @@ _SWITCHES = (
 )
 
 
+# What ranks that share a GPU need: `tutti run --ranks-per-gpu` sets the first by itself.
+_FOR_SHARED_GPUS = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
+
+
 def _switched_off(machine: Machine) -> Iterator[Verdict]:
     variables = settings(machine)
     for name, off, effect in _SWITCHES:
         if variables.get(name, "").upper() != off:
             continue
-        if name in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") and shares_gpus(variables):
+        if name in _FOR_SHARED_GPUS and shares_gpus(variables):
             continue
         where = " (in nccl.conf)" if name not in machine.variables else ""
         yield warn("machine", f"{name}={off}{where}: {effect}", "not set", "", f"unset {name}")

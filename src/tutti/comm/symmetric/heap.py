@@ -142,6 +142,8 @@ class Heap:
         """
         if not 0 <= slot < self.signals:
             self.refuse_signal(slot)
+        if at_least < 0:
+            raise UsageError(f"at_least is {at_least}: signals count from 0 up")
         memory = self._memory
         seconds = self.timeout if timeout is None else timeout
         address = memory.signal_address(self.rank, slot)
