@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +15,10 @@ import pytest
 # A process whose parent has died comes to us instead of to init, so that no leaked one is missed.
 _PR_SET_CHILD_SUBREAPER = 36
 ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+# A shell's background job ignores Ctrl-C, and so would all ranks, to whom the tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
