@@ -158,7 +158,7 @@ def test_however_the_work_is_cut_the_losses_are_the_same(
 def test_synchronised_batch_norm_makes_two_ranks_one(tmp_path: Path) -> None:
     wide = ["--recipe", "wideresnet", "--dataset", "synthetic", "--pixels", "16", "--depth", "10"]
     wide += ["--width", "1", "--precision", "float64", "--global-batch", "12", "--steps", "4"]
-    wide += ["--no-evaluate", "--checkpoint-activations"]
+    wide += ["--no-evaluate", "--checkpoint-activations", "full"]
     train(*wide, "--out", tmp_path / "one")
     train(*wide, "--sync-batchnorm", "--ranks", "2", "--out", tmp_path / "two")
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
