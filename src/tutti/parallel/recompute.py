@@ -63,20 +63,25 @@ def _contexts(
     if not selective:
         return nullcontext(), _second_run(block)
     first, second = create_selective_checkpoint_contexts(_keep_what_is_dear)  # type: ignore[no-untyped-call]
-    return first, _nested(second, _second_run(block))
+    return first, _nested(_second_run(block), second)  # copies are made before it watches
 
 
 @contextmanager
 def _second_run(block: nn.Module) -> Iterator[None]:
-    """Norms have counted this batch already: it must not go into their statistics twice."""
+    """Norms have counted this batch already: it must not go into their statistics twice.
+
+    So they count it in copies, which are thrown away: what backward is given stays the same.
+    """
     norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    kept = [dict(norm._buffers) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        for name, buffer in norm._buffers.items():
+            norm._buffers[name] = None if buffer is None else buffer.clone()
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, buffers in zip(norms, kept, strict=True):
+            norm._buffers.update(buffers)
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class CpuBatchNorm(JointBatchNorm):
 
     @torch.no_grad()
     def _update(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or not self.track_running_stats:
+        if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
