@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tutti.parallel.engine import Engine
 from tutti.parallel.grid import Grid
+from tutti.parallel.pieces import local
 
 
 @torch.no_grad()
@@ -20,7 +21,7 @@ def clip_by_global_norm(engine: Engine, largest: float) -> torch.Tensor:
     if engine.grid.layout.only_replicas:
         return nn.utils.clip_grad_norm_(parameters, largest)
     total = global_norm(engine)
-    gradients = [_local(each) for each in parameters]
+    gradients = [local(each.grad) for each in parameters if each.grad is not None]
     if gradients:
         # As torch does: a norm of 0 divides nothing, and all stays on the device.
         factor = (largest / (total + 1e-6)).clamp(max=1.0)
@@ -32,7 +33,7 @@ def clip_by_global_norm(engine: Engine, largest: float) -> torch.Tensor:
 def global_norm(engine: Engine) -> torch.Tensor:
     """The norm over all gradients of the model, on every rank. A collective."""
     mine = [
-        _local(parameter)
+        local(parameter.grad)
         for name, parameter in engine.model.named_parameters()
         if parameter.grad is not None
         and name not in engine.aliases
@@ -43,12 +44,6 @@ def global_norm(engine: Engine) -> torch.Tensor:
         squares += torch.stack(torch._foreach_norm(mine)).double().square().sum()
     dist.all_reduce(squares)
     return squares.sqrt()
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _counts_here(parameter: nn.Parameter, grid: Grid) -> bool:

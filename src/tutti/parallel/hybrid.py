@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from tutti.parallel.engine import Engine
 from tutti.parallel.gradients import check_all_used, trained_parameters
 from tutti.parallel.grid import Grid
+from tutti.parallel.pieces import whole
 from tutti.parallel.tensor import place_gradients
 
 
@@ -46,11 +46,6 @@ class Hybrid(Engine):
             self.model(example)
             return None
         return whole(self.model(inputs))
-
-
-def whole(outputs: Any) -> Any:
-    """Logits that are split by words, put together."""
-    return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
 
 
 def describe(grid: Grid) -> str:

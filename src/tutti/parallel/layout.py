@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from tutti.world.errors import UsageError
@@ -135,12 +135,6 @@ def layout_of(text: str | None, world_size: int) -> Layout:
     layout = Layout(dp=world_size) if text is None else Layout.parse(text)
     layout.check(world_size)
     return layout
-
-
-def without(layout: Layout, *axes: str) -> Layout:
-    """The layout with some axes taken out of use, their ranks given to dp."""
-    freed = math.prod(layout.axes[axis] for axis in axes)
-    return replace(layout, dp=layout.dp * freed, **dict.fromkeys(axes, 1))
 
 
 def _divisors(number: int) -> list[int]:

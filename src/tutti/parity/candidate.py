@@ -20,6 +20,7 @@ from tutti.data import Loader
 from tutti.parallel.build import build_engine
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
+from tutti.parallel.pieces import local
 from tutti.parity.case import Case
 from tutti.parity.difference import Difference, Scalar, StepDifference, merged
 from tutti.parity.reference import (
@@ -143,7 +144,7 @@ class _Watch:
 
     def _watched(self, *arguments: Any) -> Tensor:
         loss = self._run(*arguments)
-        self._before = {n: _local(_gradient(p)).clone() for n, p in self.parameters.items()}
+        self._before = {n: local(_gradient(p)).clone() for n, p in self.parameters.items()}
         self.gradients = {n: _full(_gradient(p)) for n, p in self.parameters.items()}
         return loss
 
@@ -152,7 +153,7 @@ class _Watch:
         products = squares = 0.0
         for name, parameter in self.parameters.items():
             before = self._before[name].double()
-            products += float((before * _local(_gradient(parameter)).double()).sum())
+            products += float((before * local(_gradient(parameter)).double()).sum())
             squares += float(before.square().sum())
         self.clipped = products / squares if squares else None
 
@@ -168,11 +169,6 @@ def _by_name(engine: Engine, case: Case) -> dict[str, nn.Parameter]:
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _full(tensor: Tensor) -> Tensor:

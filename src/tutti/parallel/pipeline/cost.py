@@ -52,13 +52,13 @@ def measured(model: nn.Module, units: list[list[str]], example: torch.Tensor) ->
         seconds = []
         for _ in range(1 + _REPEATS):
             given = x.detach().requires_grad_(x.is_floating_point())
-            began = _now(x.device)
+            began = now(x.device)
             output = stage(given)
             wanted = [each for each in (given, *stage.parameters()) if each.requires_grad]
             if wanted and output.requires_grad:  # not a frozen embedding
                 # Not backward(): nothing may be left in .grad.
                 torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
-            seconds.append(_now(x.device) - began)
+            seconds.append(now(x.device) - began)
         costs.append(statistics.median(seconds[1:]))  # the first one warms up
         x = output
     with torch.no_grad():
@@ -97,7 +97,8 @@ def _without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, ghosts)
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """The time, once the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from tutti.parallel.engine import Engine, Objective, Pair, _unnoticed
 from tutti.parallel.grid import Grid
-from tutti.parallel.hybrid import whole
 from tutti.parallel.options import ParallelOptions
+from tutti.parallel.pieces import whole
 from tutti.parallel.pipeline.chain import Chain
 from tutti.parallel.pipeline.schedule import (
     SPLIT_BACKWARD,

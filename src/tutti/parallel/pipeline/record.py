@@ -1,6 +1,5 @@
 """What a pipeline really did: the start and end of every forward and backward, on every rank."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from tutti.parallel.engine import Objective
 from tutti.parallel.layout import Layout
 from tutti.parallel.options import ParallelOptions
 from tutti.parallel.pipeline.build import build_pipeline
+from tutti.parallel.pipeline.cost import now
 from tutti.parallel.pipeline.engine import Pipeline
 from tutti.parallel.pipeline.order import Action
 from tutti.parallel.pipeline.timeline import Span, Timeline, length
@@ -38,9 +38,9 @@ def recorded(engine: Pipeline) -> Iterator[list[Span]]:
 
     def timed(method: Callable[..., Any], kind: Callable[[dict[str, Any]], str], stage: int) -> Any:
         def call(number: int, *arguments: Any, **named: Any) -> Any:
-            start = _now(device)
+            start = now(device)
             result = method(number, *arguments, **named)
-            spans.append(Span(Action(kind(named), stage, number), start, _now(device)))  # type: ignore[arg-type]
+            spans.append(Span(Action(kind(named), stage, number), start, now(device)))  # type: ignore[arg-type]
             return result
 
         return call
@@ -112,9 +112,3 @@ class _Stage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.layers(x)
         return output
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tutti.parallel.grid import Grid
+from tutti.parallel.pieces import local
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Ties:
     def share_values(self, model: nn.Module) -> None:
         """Make all copies equal to the first stage's."""
         for names, ranks in self._copies:
-            copies = [_local(model.get_parameter(name)) for name in names]
+            copies = [local(model.get_parameter(name)) for name in names]
             first = self._exchange(copies[0], ranks)[0]
             for each in copies:
                 each.copy_(first)
@@ -95,7 +95,7 @@ class Ties:
             for copy in copies:
                 if copy.grad is None:  # unused here, but others wait
                     copy.grad = torch.zeros_like(copy)
-            parts = [_local(copy.grad) for copy in copies if copy.grad is not None]
+            parts = [local(copy.grad) for copy in copies if copy.grad is not None]
             # In the order of the stages on all ranks: the copies must not drift apart by a bit.
             total = torch.stack(self._exchange(torch.stack(parts).sum(0), ranks)).sum(0)
             for part in parts:
@@ -114,8 +114,3 @@ class Ties:
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
         return all_of_them
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part. Copies are split alike, for they have the same shape."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
