@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.cli.flags import parse
+from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable, write_json
 from tutti.parallel.layout import Layout
 from tutti.parity.options import ParityOptions, options_of, small_options_of
@@ -130,14 +131,8 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
         timeout=options.timeout,
     ) as world:
         settings = options.settings
-        try:
+        with told_once(world):
             case = together(lambda: make_case(options.recipe, settings, layouts))
-        except UsageError:
-            # The same on every rank: all leave in good order, and rank 0 speaks for them.
-            world.close()
-            if world.is_first:
-                raise
-            raise SystemExit(2) from None
         table = Table(layouts)
         if world.is_first:
             table.begin(_title(options, case, world))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.cli.flags import parse
+from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable, write_json
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
@@ -126,18 +127,12 @@ def _predict(options: Predict) -> int:
         start_timeout=options.start_timeout,
         timeout=options.timeout,
     ) as world:
-        try:
+        with told_once(world):
             layout = layout_of(options.layout, world.size)
             run = together(lambda: SavedRun.open(options.run, options.step, options.precision))
             together(lambda: _check_files(options) if world.is_first else None)
             prepare = _texts if options.prompt or options.prompts is not None else _data_set
             work = prepare(options, world, run, layout)
-        except UsageError:
-            # The same on every rank: all leave in good order, and rank 0 speaks for them.
-            world.close()
-            if world.is_first:
-                raise
-            raise SystemExit(2) from None
         results = work()
         if options.json is not None and world.is_first:
             write_json(options.json, "tutti.predict/1", {"layout": str(layout), **results})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.cli.flags import parse
+from tutti.cli.mistakes import told_once
 from tutti.parallel.layout import layout_of
 from tutti.train.recipe import RECIPES, Recipe
 from tutti.train.recipe_file import read_recipe, write_recipe
@@ -105,7 +106,7 @@ def _train(options: Train, base: Recipe) -> int:
         # Rank 0 chooses the directory, so that all ranks of a cluster agree on its name.
         out = Path(gather_json(str(options.out or _default_out(options.recipe)))[0])
         directory = RunDirectory(out)
-        try:
+        with told_once(world):
             together(lambda: directory.check(options.resume) if world.is_first else None)
             trainer = Trainer(
                 world,
@@ -116,12 +117,6 @@ def _train(options: Train, base: Recipe) -> int:
                 save=not options.benchmark,
             )
             together(lambda: _open(directory, options, world) if world.is_first else None)
-        except UsageError:
-            # The same on every rank: all leave in good order, and rank 0 speaks for them.
-            world.close()
-            if world.is_first:
-                raise
-            raise SystemExit(2) from None
         if world.is_first:
             lines = _values(options.settings, base, options.recipe) + trainer.plan.describe()
             lines += [_describe_world(world), trainer.engine.description, *trainer.notes]
