@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import websocket
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -66,6 +66,13 @@ class Page:
             time.sleep(0.02)
         self.settle()
 
+    def wait_for(self, condition: str) -> None:
+        """Wait until an expression is true."""
+        end = time.monotonic() + 20
+        while not self.evaluate(condition):
+            assert time.monotonic() < end, f"it did not come true: {condition}"
+            self.settle()
+
     def settle(self) -> None:
         """Two frames: what was asked for is painted."""
         self.evaluate("new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
@@ -89,7 +96,12 @@ class Page:
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call(
-                "Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=box[0],
+                y=box[1],
+                button="left",
+                clickCount=1,
             )
         self.settle()
 
@@ -97,8 +109,8 @@ class Page:
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 
-    def pdf(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.printToPDF")["data"]))
+    def pdf(self) -> bytes:
+        return base64.b64decode(self.call("Page.printToPDF")["data"])
 
     def _happened(self, method: str, about: dict[str, Any]) -> None:
         if method == "Page.loadEventFired":
@@ -122,7 +134,8 @@ def browser() -> Iterator[Page]:
         subprocess.Popen(
             [
                 *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"),
-                *("--disable-dev-shm-usage", "--disable-background-networking", "--mute-audio"),
+                *("--force-prefers-reduced-motion", "--disable-dev-shm-usage", "--mute-audio"),
+                "--disable-background-networking",
                 *("--remote-debugging-port=0", f"--user-data-dir={home}", "about:blank"),
             ],
             stdin=subprocess.DEVNULL,
@@ -140,8 +153,18 @@ def browser() -> Iterator[Page]:
             finally:
                 page.close()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """The browser and all that it started, and not before they are gone."""
+    family = [psutil.Process(process.pid)]
+    family += family[0].children(recursive=True)
+    for each in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
 
 
 def _address(process: subprocess.Popen[str]) -> str:

@@ -22,6 +22,12 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
+    @property
+    def numeric(self) -> list[bool]:
+        """Which columns hold numbers, and nothing else."""
+        columns = zip(*self.rows, strict=True) if self.rows else ([] for _ in self.head)
+        return [all(_is_number(cell) for cell in column) for column in columns]
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -55,9 +61,44 @@ def _plain(value: Any, key: str = "") -> Any:
     return value
 
 
+def _is_number(cell: Any) -> bool:
+    return cell is None or (isinstance(cell, int | float) and not isinstance(cell, bool))
+
+
 def axis(title: str, **more: Any) -> dict[str, Any]:
     """An axis of a plot."""
     return {"title": {"text": title}, **more}
+
+
+def size_axis(sizes: Sequence[float]) -> dict[str, Any]:
+    """A logarithmic axis of messages, whose marks are sizes that people say: 4, 64K, 1M."""
+    there = sorted({size for size in sizes if size})
+    marks: list[float] = []
+    for size in there:  # those that are too near to the one before have no room
+        if not marks or size >= marks[-1] * (there[-1] / there[0]) ** 0.13:
+            marks.append(size)
+    return axis(
+        "message",
+        type="log",
+        tickmode="array",
+        tickvals=marks,
+        ticktext=[size_text(size) for size in marks],
+        tickangle=0,
+    )
+
+
+def log_axis(title: str, **more: Any) -> dict[str, Any]:
+    """A logarithmic axis without powers of ten in small print."""
+    return axis(title, type="log", tickformat=",~g", **more)
+
+
+def size_text(size: float) -> str:
+    """505K for 517,552 bytes; K and M are binary."""
+    for unit in ("", "K", "M", "G"):
+        if size < 1000 or unit == "G":
+            return f"{size:.3g}{unit}"
+        size /= 1024
+    raise AssertionError
 
 
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

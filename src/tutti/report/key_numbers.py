@@ -6,8 +6,14 @@ from typing import Any
 
 from tutti.report.collect import Run
 
-# These parts of a step are lost: in them a rank neither computes nor prepares to.
-LOST = ("exposed", "wait", "bubble", "input", "host_gap")
+# These parts of a step are lost: nothing computes in them. By what a sentence calls them.
+LOST = {
+    "exposed": "exposed communication",
+    "wait": "waiting for ranks",
+    "bubble": "pipeline bubbles",
+    "input": "waiting for input",
+    "host_gap": "gaps",
+}
 
 
 @dataclass(frozen=True)

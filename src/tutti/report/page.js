@@ -3,6 +3,7 @@ const root = document.documentElement;
 const figures = JSON.parse(document.getElementById("figures").textContent);
 const plots = [...document.querySelectorAll(".plot")];
 const system = matchMedia("(prefers-color-scheme: dark)");
+const phone = matchMedia("(max-width: 519px)");
 let chosen = null; // what the button chose; until then the system decides
 
 // Colours and room: a plot looks like the page around it.
@@ -10,20 +11,21 @@ function dressed(figure) {
   const css = getComputedStyle(root);
   const [ink, soft, line, card, heat, cold] = ["ink", "soft", "line", "card", "heat", "cold"].map(
     (name) => css.getPropertyValue("--" + name).trim());
-  const narrow = innerWidth < 520;
+  const narrow = phone.matches;
   const layout = {
     height: 340,
     showlegend: figure.data.length > 1,
     ...figure.layout,
     autosize: true,
-    dragmode: false,
+    dragmode: narrow ? false : "zoom",
     margin: { l: 10, r: narrow ? 10 : 24, t: 12, b: 10 },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: css.fontFamily || "system-ui, sans-serif", size: narrow ? 11 : 12.5, color: ink },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: ink },
     hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink }, namelength: -1 },
     legend: { orientation: "h", x: 0, y: 1.01, xanchor: "left", yanchor: "bottom",
-      font: { size: narrow ? 10.5 : 12 }, ...(figure.layout.legend || {}) },
+      traceorder: "normal", font: { size: narrow ? 10.5 : 12 }, ...(figure.layout.legend || {}) },
   };
   // A legend of several lines needs its room: the bars keep theirs.
   const letters = figure.data.reduce((sum, each) => sum + (each.name || "").length + 7, 0);
@@ -32,13 +34,20 @@ function dressed(figure) {
     const given = figure.layout[name] || {};
     layout[name] = {
       automargin: true, gridcolor: line, zerolinecolor: line, linecolor: line, ...given,
-      tickfont: { color: soft }, fixedrange: narrow,
+      tickfont: { color: soft, size: narrow ? 10.5 : 12 }, fixedrange: narrow,
       title: { ...(given.title || {}), font: { color: soft, size: 12 }, standoff: 8 },
     };
   }
-  const data = figure.data.map((trace) => trace.type !== "heatmap" ? trace : {
-    ...trace, colorscale: [[0, cold], [1, heat]],
-    colorbar: { ...trace.colorbar, outlinewidth: 0, tickfont: { color: soft } },
+  const data = figure.data.map((trace) => {
+    const worn = { ...trace };
+    for (const name of ["error_x", "error_y"]) {
+      if (trace[name]) worn[name] = { ...trace[name], color: soft };
+    }
+    if (trace.type === "heatmap") {
+      worn.colorscale = [[0, cold], [1, heat]];
+      worn.colorbar = { ...trace.colorbar, outlinewidth: 0, tickfont: { color: soft } };
+    }
+    return worn;
   });
   return [data, layout];
 }
@@ -46,7 +55,7 @@ function dressed(figure) {
 function draw() {
   for (const plot of plots) {
     Plotly.react(plot, ...dressed(figures[plot.dataset.figure]), {
-      responsive: true, displaylogo: false, displayModeBar: innerWidth < 520 ? false : "hover",
+      responsive: true, displaylogo: false, displayModeBar: !phone.matches,
       modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
     });
   }
@@ -65,6 +74,7 @@ button.addEventListener("click", () => {
   paint(chosen);
 });
 system.addEventListener("change", () => paint(wanted()));
+phone.addEventListener("change", draw);
 paint(wanted());
 
 // Tables: a click on a head sorts by it, numbers by value; another turns the order.

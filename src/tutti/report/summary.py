@@ -6,8 +6,8 @@ from typing import Any
 
 from tutti.report.collect import Material, Result, Run
 from tutti.report.figures.loss import values
-from tutti.report.key_numbers import of_run
-from tutti.report.palette import LOSS_NAMES, PART_NAMES
+from tutti.report.key_numbers import LOST, of_run
+from tutti.report.palette import LOSS_NAMES
 
 # A sentence about each of more runs than these would be no summary.
 _MOST_RUNS = 3
@@ -73,7 +73,7 @@ def tiles(material: Material) -> Iterator[Tile]:
             yield Tile(f"{100 * numbers.computing:.0f} %", "computing", "of the step, all ranks")
         name, share = next(iter(numbers.lost.items()), ("", 0.0))
         if share > 0:
-            yield Tile(f"{100 * share:.0f} %", PART_NAMES[name], "of the step: the largest loss")
+            yield Tile(f"{100 * share:.0f} %", LOST[name], "of the step: the largest loss")
     if numbers.late is not None:
         cost = f"others wait {1e3 * numbers.late['cost_s']['mean']:.1f} ms of a step"
         yield Tile(f"rank {numbers.late['rank']}", "is late", cost)
@@ -131,7 +131,7 @@ def _run_sentences(run: Run) -> Iterator[str]:
             "of it ranks compute"
         )
         name, share = next(iter(numbers.lost.items()), ("", 0.0))
-        said += f"; the most is lost to {PART_NAMES[name]}, {100 * share:.0f} %." if share else "."
+        said += f"; the most is lost to {LOST[name]}, {100 * share:.0f} %." if share else "."
         yield said
     if numbers.late is not None:
         cost, share = numbers.late["cost_s"]["mean"], numbers.late["cost_share"]

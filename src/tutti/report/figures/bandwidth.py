@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tutti.bench.sizes import format_size
 from tutti.report.collect import Result
-from tutti.report.figure import Figure, Table, axis
+from tutti.report.figure import Figure, Table, axis, size_text
 from tutti.report.figures.collectives import curves
 from tutti.report.palette import BLUE
 
@@ -54,7 +53,7 @@ def _matrix(rows: list[dict[str, Any]], size: int) -> Iterator[Figure]:
         if not any(speed.values()):
             continue
         yield Figure(
-            f"Pairs, {way}, {format_size(size)}",
+            f"Pairs, {way}, {size_text(size)}",
             "GB/s from the rank of the row to the rank of the column.",
             table,
             [
@@ -103,7 +102,7 @@ def _copies(rows: list[dict[str, Any]]) -> Figure:
                 "y": labels,
                 "x": [row["gbs"] for row in rows],
                 "text": [row["gbs"] for row in rows],
-                "texttemplate": "%{x:.3g}",
+                "texttemplate": "%{x:,.3~r}",
                 "marker": {"color": BLUE},
                 "width": 0.6,
                 "hovertemplate": "%{y}: %{x:.4g} GB/s<extra></extra>",

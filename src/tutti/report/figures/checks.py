@@ -47,6 +47,5 @@ def figures(result: Result) -> Iterator[Figure]:
             "xaxis": {"showgrid": False},
             "yaxis": {"visible": False},
             "showlegend": True,
-            "legend": {"traceorder": "normal"},
         },
     )

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tutti.bench.sizes import format_size
 from tutti.report.collect import Result
-from tutti.report.figure import Figure, Table, axis
+from tutti.report.figure import Figure, Table, log_axis, size_axis, size_text
 from tutti.report.palette import series, sign
 
 
@@ -62,7 +61,7 @@ def curves(rows: Sequence[dict[str, Any]], note: str = "", prefix: str = "") -> 
                             (row["busbw_gbs"] or None) if fast else row["time_us"]["p50"]
                             for row in each
                         ],
-                        "text": [format_size(row["bytes"]) for row in each],
+                        "text": [size_text(row["bytes"]) for row in each],
                         "line": {"color": series(number), "width": 2},
                         "marker": {"color": series(number), "symbol": sign(number), "size": 7},
                         "hovertemplate": f"%{{text}}: %{{y:.4g}} {unit}"
@@ -72,24 +71,8 @@ def curves(rows: Sequence[dict[str, Any]], note: str = "", prefix: str = "") -> 
                 ],
                 {
                     "xaxis": size_axis([row["bytes"] for row in own]),
-                    "yaxis": axis(unit, type="log", exponentformat="power", dtick=1),
+                    "yaxis": log_axis(unit, dtick=1),
                     "showlegend": True,
                 },
                 half=True,
             )
-
-
-def size_axis(sizes: Sequence[int]) -> dict[str, Any]:
-    """A logarithmic axis whose marks are sizes that people say: 4, 64K, 1M."""
-    most = 6
-    there = sorted({size for size in sizes if size})
-    step = max(1, -(-len(there) // most))
-    marks = there[::step]
-    return axis(
-        "message",
-        type="log",
-        tickmode="array",
-        tickvals=marks,
-        ticktext=[format_size(size) for size in marks],
-        tickangle=0,
-    )

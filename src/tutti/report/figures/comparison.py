@@ -44,6 +44,5 @@ def figures(runs: Sequence[Run]) -> Iterator[Figure]:
             "height": 150 + 34 * len(parts),
             "xaxis": axis("ms"),
             "yaxis": {"autorange": "reversed", "type": "category"},
-            "legend": {"traceorder": "normal"},
         },
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tutti.report.collect import Result
-from tutti.report.figure import Figure, Table, axis
+from tutti.report.figure import Figure, Table, log_axis
 from tutti.report.palette import BLUE, GREY
 
 
@@ -47,8 +47,8 @@ def figures(result: Result) -> Iterator[Figure]:
         ],
         {
             "height": 140 + 34 * max(3, len(rows)),
-            "xaxis": axis("times faster", type="log", dtick="D2"),
-            "yaxis": {"type": "category", "autorange": "reversed"},
+            "xaxis": log_axis("times faster", dtick="D2"),
+            "yaxis": {"type": "category", "range": [len(rows) - 0.4, -0.6]},
             "shapes": [
                 {
                     "type": "line",

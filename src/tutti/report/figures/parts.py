@@ -51,6 +51,5 @@ def figures(run: Run) -> Iterator[Figure]:
             "height": height(rows),
             "xaxis": axis(unit, **({"range": [0, 100]} if unit == "%" else {})),
             "yaxis": {"autorange": "reversed", "type": "category"},
-            "legend": {"traceorder": "normal"},
         }
         yield Figure(title, about, table, traces, layout, half=True)

@@ -3,9 +3,17 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tutti.bench.sizes import format_size
 from tutti.report.collect import Result
-from tutti.report.figure import Figure, Table, axis, milliseconds, percent
+from tutti.report.figure import (
+    Figure,
+    Table,
+    axis,
+    log_axis,
+    milliseconds,
+    percent,
+    size_axis,
+    size_text,
+)
 from tutti.report.palette import BLUE, GREY, LOSS_NAMES, LOSSES, series, sign
 
 
@@ -43,7 +51,7 @@ def _numbers(rows: list[dict[str, Any]]) -> Table:
 
 def _throughput(rows: list[dict[str, Any]], table: Table, content: dict[str, Any]) -> Figure:
     ranks = [row["ranks"] for row in rows]
-    base = rows[0]
+    ideal = [rows[0]["samples_per_s"] * each / rows[0]["ranks"] for each in ranks]
     mode = content.get("mode") or "unknown"
     meaning = {
         "strong": "the same work, divided among more ranks",
@@ -61,7 +69,7 @@ def _throughput(rows: list[dict[str, Any]], table: Table, content: dict[str, Any
                 "mode": "lines",
                 "name": "ideal",
                 "x": ranks,
-                "y": [base["samples_per_s"] * each / base["ranks"] for each in ranks],
+                "y": ideal,
                 "line": {"color": GREY, "dash": "dot", "width": 2},
                 "hovertemplate": "%{x} ranks: %{y:,.0f}<extra>ideal</extra>",
             },
@@ -79,7 +87,14 @@ def _throughput(rows: list[dict[str, Any]], table: Table, content: dict[str, Any
         ],
         {
             "xaxis": _ranks_axis(ranks),
-            "yaxis": axis(unit, rangemode="tozero"),
+            # Both axes logarithmic: the ideal is a straight line; marks are what it would give.
+            "yaxis": axis(
+                unit,
+                type="log",
+                tickmode="array",
+                tickvals=ideal,
+                ticktext=[f"{each:,.0f}" if each >= 10 else f"{each:.3g}" for each in ideal],
+            ),
             "showlegend": True,
         },
         half=True,
@@ -108,8 +123,9 @@ def _efficiency(rows: list[dict[str, Any]], forecast: dict[str, Any]) -> Figure:
                 "type": "scatter",
                 "mode": "lines+markers",
                 "name": "forecast",
-                "x": [row["ranks"] for row in ahead],
-                "y": [percent(row["efficiency"]) for row in ahead],
+                # From the last measured point on, so that the eye follows.
+                "x": [row["ranks"] for row in (rows[-1], *ahead)],
+                "y": [percent(row["efficiency"]) for row in (rows[-1], *ahead)],
                 "line": {"color": BLUE, "width": 1.5, "dash": "dash"},
                 "marker": {"color": BLUE, "size": 7, "symbol": "circle-open"},
                 "hovertemplate": "%{x} ranks: %{y:.1f} %<extra>forecast, not measured</extra>",
@@ -200,7 +216,6 @@ def _losses(rows: list[dict[str, Any]]) -> Figure:
             "xaxis": axis("% of the step"),
             "yaxis": {"autorange": "reversed", "type": "category"},
             "showlegend": True,
-            "legend": {"traceorder": "normal"},
         },
     )
 
@@ -226,9 +241,7 @@ def _fit(fit: dict[str, Any]) -> Figure:
                 "x": [e["bytes"] for e in points if (e["op"], e["ranks"]) == (op, ranks)],
                 "y": [1e3 * e["seconds"] for e in points if (e["op"], e["ranks"]) == (op, ranks)],
                 "text": [
-                    format_size(int(e["bytes"]))
-                    for e in points
-                    if (e["op"], e["ranks"]) == (op, ranks)
+                    size_text(e["bytes"]) for e in points if (e["op"], e["ranks"]) == (op, ranks)
                 ],
                 "marker": {"color": series(number), "symbol": sign(number), "size": 8},
                 "hovertemplate": "%{text}: %{y:.4g} ms<extra>%{fullData.name}</extra>",
@@ -236,8 +249,8 @@ def _fit(fit: dict[str, Any]) -> Figure:
             for number, (op, ranks) in enumerate(kinds)
         ],
         {
-            "xaxis": axis("bytes", type="log", exponentformat="SI"),
-            "yaxis": axis("ms", type="log", exponentformat="power"),
+            "xaxis": size_axis([each["bytes"] for each in points]),
+            "yaxis": log_axis("ms", dtick="D2"),
             "showlegend": True,
         },
         half=True,

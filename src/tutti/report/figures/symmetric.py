@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator
 
-from tutti.bench.sizes import format_size
 from tutti.report.collect import Result
-from tutti.report.figure import Figure, Table, axis
+from tutti.report.figure import Figure, Table, log_axis, size_text
 from tutti.report.palette import BLUE
 
 
 def figures(result: Result) -> Iterator[Figure]:
     """A mark for each operation and size, with its p99."""
     rows = result.content["rows"]
-    labels = [f"{row['name']} {format_size(row['bytes'])}, {row['backend']}" for row in rows]
+    labels = [f"{row['name']} {size_text(row['bytes'])}, {row['backend']}" for row in rows]
     sharing = (result.content.get("world") or {}).get("sharing_note")
     yield Figure(
         "Symmetric memory: time of an operation",
@@ -44,7 +43,7 @@ def figures(result: Result) -> Iterator[Figure]:
         ],
         {
             "height": 130 + 22 * len(rows),
-            "xaxis": axis("µs", type="log", dtick=1, exponentformat="power"),
-            "yaxis": {"type": "category", "autorange": "reversed"},
+            "xaxis": log_axis("µs", dtick=1),
+            "yaxis": {"type": "category", "range": [len(rows) - 0.4, -0.6]},
         },
     )

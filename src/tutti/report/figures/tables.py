@@ -16,14 +16,26 @@ def figures(result: Result) -> Iterator[Figure]:
         if key in _NOT_RESULTS:
             continue
         if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-            head = list(dict.fromkeys(name for row in value for name in row))
+            flat = [_flat(row) for row in value]
+            head = list(dict.fromkeys(name for row in flat for name in row))
             yield Figure(
                 key.replace("_", " "),
                 "",
-                Table(head, [[row.get(name) for name in head] for row in value]),
+                Table(head, [[row.get(name) for name in head] for row in flat]),
             )
         elif not isinstance(value, dict | list):
             single.append((key, value))
     values: list[tuple[str, Any]] = [each for each in single if each[1] is not None]
     if values:
         yield Figure("Values", "", Table(["name", "value"], values))
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """`time_us.p50` for what is one level down."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, dict) and value:
+            found |= {f"{key}.{inner}": each for inner, each in value.items()}
+        else:
+            found[key] = value
+    return found

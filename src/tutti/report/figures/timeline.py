@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from tutti.bench.sizes import format_size
 from tutti.profile.explain import Explanation
 from tutti.profile.intervals import Times
 from tutti.profile.rank_trace import RankTrace, Step
 from tutti.report.collect import Run
-from tutti.report.figure import Figure, Table, axis
+from tutti.report.figure import Figure, Table, axis, size_text
 from tutti.report.palette import PART_NAMES, PARTS
 
 # Bars in the whole figure; a browser draws each as an element of its own.
@@ -40,7 +39,7 @@ def figures(run: Run) -> Iterator[Figure]:
             bars += _bars(trace, steps[trace.rank], begin, shortest)
     buckets = _buckets((run.profile or {}).get("buckets") or [], number, steps, begin)
     bars += [each for each in buckets if each[0] in ranks]
-    lanes = [f"{rank} {lane}" for rank in ranks for lane in _lanes(bars, rank)]
+    lanes = [f"rank {rank} {lane}" for rank in ranks for lane in _lanes(bars, rank)]
     left = f" {len(ranks)} of {len(steps)} ranks are drawn." if len(ranks) < len(steps) else ""
     yield Figure(
         f"Timeline of step {number}",
@@ -66,7 +65,6 @@ def figures(run: Run) -> Iterator[Figure]:
                 "autorange": "reversed",
                 "showgrid": False,
             },
-            "legend": {"traceorder": "normal"},
         },
     )
 
@@ -123,7 +121,7 @@ def _bars(trace: RankTrace, step: Step, begin: float, shortest: float) -> Iterat
             said = what
             if lane == "moves":
                 said = ", ".join(
-                    f"{each.operation} {format_size(each.bytes) if each.bytes else ''}".strip()
+                    f"{each.operation} {size_text(each.bytes) if each.bytes else ''}".strip()
                     for each in during
                     if each.waited_until < end and each.end > start
                 )
@@ -150,7 +148,7 @@ def _buckets(
         if row["step"] != number or rank not in steps:
             continue
         first = steps[rank].start - begin
-        what = f"bucket {row['index']}, {format_size(row['bytes']) if row['bytes'] else 'size ?'}"
+        what = f"bucket {row['index']}, {size_text(row['bytes']) if row['bytes'] else 'size ?'}"
         ready, started, done = (row[key] for key in ("ready_s", "started_s", "done_s"))
         if started > ready:
             found.append((rank, "buckets", "ready", first + ready, started - ready, what))
@@ -178,13 +176,12 @@ def _trace(part: str, bars: list[_Bar]) -> dict[str, Any]:
         "type": "bar",
         "orientation": "h",
         "name": name,
-        "y": [f"{rank} {lane}" for rank, lane, *_ in bars],
+        "y": [f"rank {rank} {lane}" for rank, lane, *_ in bars],
         "base": [1e3 * start for _, _, _, start, _, _ in bars],
         "x": [1e3 * length for _, _, _, _, length, _ in bars],
         "customdata": [what for *_, what in bars],
         "marker": {"color": colour, "line": {"width": 0}},
         "hovertemplate": (
-            "rank %{y}: %{x:.3f} ms from %{base:.3f} ms<br>%{customdata}"
-            "<extra>%{fullData.name}</extra>"
+            "%{y}: %{x:.3f} ms from %{base:.3f} ms<br>%{customdata}<extra>%{fullData.name}</extra>"
         ),
     }

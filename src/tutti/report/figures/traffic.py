@@ -4,9 +4,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from tutti.bench.sizes import format_size
 from tutti.report.collect import Run
-from tutti.report.figure import Figure, Table, axis, milliseconds, percent
+from tutti.report.figure import (
+    Figure,
+    Table,
+    axis,
+    log_axis,
+    milliseconds,
+    percent,
+    size_axis,
+    size_text,
+)
 from tutti.report.palette import ORANGE, SKY, VERMILION, series, sign
 
 _MOST_BARS = 12
@@ -144,7 +152,7 @@ def _speeds(rows: list[dict[str, Any]]) -> Iterator[Figure]:
                 "name": name,
                 "x": [row["bytes"] for row in each],
                 "y": [row["busbw_gbs"] for row in each],
-                "text": [format_size(row["bytes"]) for row in each],
+                "text": [size_text(row["bytes"]) for row in each],
                 "line": {"color": series(number), "width": 1},
                 "marker": {"color": series(number), "symbol": sign(number), "size": 9},
                 "hovertemplate": "%{text}: %{y:.4g} GB/s<extra>%{fullData.name}</extra>",
@@ -153,8 +161,8 @@ def _speeds(rows: list[dict[str, Any]]) -> Iterator[Figure]:
         ],
         {
             "height": 150 + 28 * max(3, min(len(rows), _MOST_BARS)),
-            "xaxis": axis("bytes", type="log", exponentformat="SI"),
-            "yaxis": axis("GB/s", type="log", exponentformat="power"),
+            "xaxis": size_axis([row["bytes"] for each in ordered.values() for row in each]),
+            "yaxis": log_axis("GB/s"),
             "showlegend": True,
         },
         half=True,
@@ -162,7 +170,7 @@ def _speeds(rows: list[dict[str, Any]]) -> Iterator[Figure]:
 
 
 def _plain_label(row: dict[str, Any]) -> str:
-    size = "size unknown" if row["bytes"] is None else format_size(row["bytes"])
+    size = "size unknown" if row["bytes"] is None else size_text(row["bytes"])
     return f"{row['op']} {size}"
 
 
