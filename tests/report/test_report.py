@@ -83,7 +83,23 @@ def test_losses_of_scaling_are_stacked_to_what_is_missing_and_a_forecast_is_call
     assert _column(efficiency, "is") == ["measured"] * 3 + ["forecast"] * 3
     dashed = [each for each in efficiency.traces if each["line"].get("dash") == "dash"]
     assert [each["name"] for each in dashed] == ["forecast"]
-    assert "under 90 % at 4 ranks" in efficiency.about
+    assert "under 90 % at 4, 80 % at 8, 50 % at 32 ranks" in efficiency.about
+
+
+def test_flags_of_a_sweep_are_compared_where_a_scaling_has_one() -> None:
+    (result,) = collect([SCALE]).results
+    rows = result.content["rows"]
+    slow = [row | {"samples_per_s": row["samples_per_s"] / 2} for row in rows]
+    result.content["sweep"] = [row | {"flags": {"bucket-mb": "25"}} for row in rows]
+    result.content["sweep"] += [row | {"flags": {"bucket-mb": "1"}} for row in slow]
+    result.content |= {"rows": [], "forecast": None, "fit": None}
+
+    throughput, efficiency, lost = scaling.figures(result)
+
+    names = [each["name"] for each in throughput.traces]
+    assert names == ["ideal", "--bucket-mb 25", "--bucket-mb 1"]
+    assert len(efficiency.table.rows) == len(lost.table.rows) == 6
+    assert "4 ranks with --bucket-mb 25 are 3.20 times" in build(Material(results=[result]))
 
 
 def test_a_scale_folder_brings_one_run_for_each_number_of_ranks(
@@ -100,6 +116,7 @@ def test_a_scale_folder_brings_one_run_for_each_number_of_ranks(
     material = collect([tmp_path])
 
     assert [run.name for run in material.runs] == ["ranks1-repeat0", "ranks2-repeat0"]
+    assert [run.name for run in material.profiled] == ["ranks2-repeat0"]  # the largest
     assert [result.schema for result in material.results] == ["tutti.scale"]
     assert "4 ranks are 3.20 times as fast as 1" in build(material)
 
@@ -171,7 +188,7 @@ def test_a_result_without_what_its_schema_promises_costs_its_figure_only(tmp_pat
     bad = Result("bad", tmp_path, "tutti.bench.collectives", {"rows": [{"op": "all_reduce"}]})
     run = Run("half", tmp_path, profile={"ranks": [{"rank": 0}], "steps": []})
 
-    page = build(Material([run], [bad, *collect([SCALE]).results]))
+    page = build(Material(runs=[run], results=[bad, *collect([SCALE]).results]))
 
     assert "Collectives of bad: a part is left out" in page
     assert "Where the lost efficiency went" in page

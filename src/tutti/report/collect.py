@@ -63,6 +63,8 @@ class Run(Source):
     profile: dict[str, Any] | None = None
     explanation: "Explanation | None" = None
     """None where only the JSON of a profile is there: it has no intervals."""
+    in_detail: bool = True
+    """Of a scaling, only the largest runs are shown step by step."""
 
     def _told(self) -> Sequence[dict[str, Any]]:
         return self.started, self.summary, self.profile or {}
@@ -84,6 +86,7 @@ class Result(Source):
 class Material:
     """All that a page is made of."""
 
+    title: str = "report"
     runs: list[Run] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -95,8 +98,8 @@ class Material:
 
     @property
     def profiled(self) -> list[Run]:
-        """The runs whose steps are explained."""
-        return [run for run in self.runs if run.profile is not None]
+        """The runs whose steps are shown."""
+        return [run for run in self.runs if run.profile is not None and run.in_detail]
 
     def of(self, schema: str) -> list[Result]:
         """The results of one command."""
@@ -105,7 +108,9 @@ class Material:
 
 def collect(paths: Sequence[Path]) -> Material:
     """Read everything; paths that hold nothing of ours are refused."""
-    material = Material()
+    names = [path.resolve().name if path.is_dir() else path.stem for path in paths]
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    material = Material(", ".join(names[:3]) + rest)
     for path in paths:
         before = len(material.sources)
         if not path.exists():
@@ -199,14 +204,18 @@ def _run(path: Path, material: Material) -> Run:
 
 
 def _runs_of_scale(path: Path, material: Material) -> None:
-    """Of each number of ranks one run: repeats differ by noise, which scale.json has."""
-    first: dict[int, tuple[int, Path]] = {}
-    for folder in path.glob("ranks*-repeat*"):
-        if number := re.fullmatch(r"ranks(\d+)-repeat(\d+)", folder.name):
-            ranks, repeat = int(number[1]), int(number[2])
-            first[ranks] = min(first.get(ranks, (repeat, folder)), (repeat, folder))
-    for ranks in sorted(first):
-        material.runs.append(_run(first[ranks][1], material))
+    """Of each number of ranks (and flag of a sweep) one run: repeats differ by noise, which
+    scale.json has.
+    """
+    first: dict[tuple[str, int], tuple[int, Path]] = {}
+    for folder in path.glob("*ranks*-repeat*"):
+        if found := re.fullmatch(r"(.*)ranks(\d+)-repeat(\d+)", folder.name):
+            key, repeat = (found[1], int(found[2])), int(found[3])
+            first[key] = min(first.get(key, (repeat, folder)), (repeat, folder))
+    for flags, ranks in sorted(first):
+        run = _run(first[flags, ranks][1], material)
+        run.in_detail = ranks == max(size for other, size in first if other == flags)
+        material.runs.append(run)
 
 
 def _explain(run: Run, files: Sequence[Path], material: Material) -> None:

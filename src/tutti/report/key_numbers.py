@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from tutti.report.collect import Run
+from tutti.report.collect import Result, Run
+from tutti.report.palette import LOSS_NAMES
 
 # These parts of a step are lost: nothing computes in them. By what a sentence calls them.
 LOST = {
@@ -48,3 +49,35 @@ def of_run(run: Run) -> KeyNumbers:
         lost=dict(sorted(lost.items(), key=lambda item: -item[1])),
         late=late[0] if late else None,
     )
+
+
+Rows = list[dict[str, Any]]
+
+
+def of_scale(result: Result) -> dict[str, Rows]:
+    """Rows by ascending ranks; of a sweep, by the flags that were tried."""
+    found: dict[str, Rows] = {"": result.content["rows"]} if result.content["rows"] else {}
+    for row in result.content.get("sweep") or []:
+        found.setdefault(flags_of(row), []).append(row)
+    return {flags: sorted(rows, key=lambda row: int(row["ranks"])) for flags, rows in found.items()}
+
+
+def best_of_scale(result: Result) -> Rows:
+    """Of a sweep, the rows of the flags that were fastest on the most ranks."""
+    found = of_scale(result).values()
+    return max(found, key=lambda rows: (rows[-1]["ranks"], rows[-1]["samples_per_s"]), default=[])
+
+
+def largest_loss(row: dict[str, Any]) -> tuple[str, float]:
+    """What it is called, and its share of the step; `other` is looked into."""
+    causes = {LOSS_NAMES[name]: share for name, share in row["loss"].items() if name != "other"}
+    named = {"compute": "slower compute", "gaps": "more gaps", "rest": "rest"}
+    for name, share in (row.get("other") or {"rest": row["loss"]["other"]}).items():
+        causes[named.get(name, name)] = share
+    name = max(causes, key=lambda each: float(causes[each]))
+    return name, causes[name]
+
+
+def flags_of(row: dict[str, Any]) -> str:
+    """As people type them."""
+    return " ".join(f"--{name.lstrip('-')} {value}" for name, value in row["flags"].items())

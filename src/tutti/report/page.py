@@ -72,7 +72,7 @@ def build(material: Material) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(show=show, value=value, picture=_picture)
     return environment.from_string((room / "page.html").read_text()).render(
-        title=_title(material),
+        title=material.title,
         style=_raw((room / "page.css").read_text()),
         library=_raw(library),
         script=_raw(script),
@@ -122,12 +122,6 @@ def _advice(material: Material) -> Iterator[tuple[str, dict[str, Any]]]:
     for run in material.profiled:
         for each in (run.profile or {}).get("advice") or []:
             yield (run.name if several else ""), each
-
-
-def _title(material: Material) -> str:
-    names = [each.name for each in material.sources]
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest
 
 
 def show(cell: Any) -> str:

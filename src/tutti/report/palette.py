@@ -41,12 +41,18 @@ LOSS_NAMES = {
 }
 
 _SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
+_DASHES = ("solid", "dash", "dot", "dashdot")
 _SIGNS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
 
 
 def series(number: int) -> str:
     """The colour of a run, a backend or whatever else is numbered."""
     return _SERIES[number % len(_SERIES)]
+
+
+def dash(number: int) -> str:
+    """So that curves on top of each other are all seen."""
+    return _DASHES[number % len(_DASHES)]
 
 
 def sign(number: int) -> str:

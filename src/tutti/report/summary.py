@@ -6,8 +6,7 @@ from typing import Any
 
 from tutti.report.collect import Material, Result, Run
 from tutti.report.figures.loss import values
-from tutti.report.key_numbers import LOST, of_run
-from tutti.report.palette import LOSS_NAMES
+from tutti.report.key_numbers import LOST, best_of_scale, flags_of, largest_loss, of_run
 
 # A sentence about each of more runs than these would be no summary.
 _MOST_RUNS = 3
@@ -28,7 +27,7 @@ def sentences(material: Material) -> Iterator[str]:
         yield from _scale_sentences(result)
     for run in _told(material):
         yield from _run_sentences(run)
-    if len(material.runs) > len(_told(material)):
+    if len(material.runs) > _MOST_RUNS and not material.of("tutti.scale"):
         yield f"{len(material.runs)} runs are on this page."
     for result in material.of("tutti.parity"):
         rows = [row for row in result.content["rows"] if not row.get("not_applicable")]
@@ -56,13 +55,12 @@ def tiles(material: Material) -> Iterator[Tile]:
     scalings = material.of("tutti.scale")
     run = next(iter(material.profiled[-1:] if scalings else material.runs[:1]), None)
     if scalings:
-        rows = sorted(scalings[0].content["rows"], key=lambda row: int(row["ranks"]))
-        last = rows[-1]
+        last = best_of_scale(scalings[0])[-1]
         yield Tile(f"{last['samples_per_s']:,.0f}", "samples/s", f"on {last['ranks']} ranks")
         yield Tile(f"{100 * last['efficiency']:.0f} %", "efficiency", f"on {last['ranks']} ranks")
-        name, share = max(last["loss"].items(), key=lambda item: float(item[1]))
+        name, share = largest_loss(last)
         if share > 0:
-            yield Tile(f"{100 * share:.0f} %", LOSS_NAMES.get(name, name), "the largest loss")
+            yield Tile(f"{100 * share:.0f} %", name, "of the step: the largest loss")
     if run is None:
         return
     numbers = of_run(run)
@@ -89,18 +87,21 @@ def _told(material: Material) -> list[Run]:
 
 
 def _scale_sentences(result: Result) -> Iterator[str]:
-    rows = sorted(result.content["rows"], key=lambda row: int(row["ranks"]))
+    rows = best_of_scale(result)
     if len(rows) < 2:
         return
     last = rows[-1]
     lost = 1 - last["efficiency"]
-    said = f"{last['ranks']} ranks are {last['speedup']:.2f} times as fast as {_ranks(rows[0])}"
+    with_ = f" with {flags_of(last)}" if "flags" in last else ""
+    said = (
+        f"{last['ranks']} ranks{with_} are {last['speedup']:.2f} times as fast as {_ranks(rows[0])}"
+    )
     said += f": {100 * last['efficiency']:.0f} % of the ideal."
-    name, share = max(last["loss"].items(), key=lambda item: float(item[1]))
+    name, share = largest_loss(last)
     if lost > 0 and share > 0:
         said += (
-            f" Of the {100 * lost:.0f} % that are lost, the most is "
-            f"{LOSS_NAMES.get(name, name)}: {100 * share:.0f} % of the step."
+            f" Of the {100 * lost:.0f} % that are lost, the most is {name}: "
+            f"{100 * share:.0f} % of the step."
         )
     yield said
 

@@ -63,6 +63,7 @@ def _matrix(rows: list[dict[str, Any]], size: int) -> Iterator[Figure]:
                     "y": [f"rank {rank}" for rank in ranks],
                     "z": [[speed.get((a, b)) for b in ranks] for a in ranks],
                     "zmin": 0,
+                    "zmax": max(filter(None, speed.values())),
                     "hoverongaps": False,
                     "xgap": 2,
                     "ygap": 2,

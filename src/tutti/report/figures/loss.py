@@ -5,7 +5,7 @@ from typing import Any
 
 from tutti.report.collect import Run
 from tutti.report.figure import Figure, Table, axis, thin
-from tutti.report.palette import series, sign
+from tutti.report.palette import dash, series, sign
 
 
 def figures(runs: Sequence[Run]) -> Iterator[Figure]:
@@ -25,7 +25,7 @@ def figures(runs: Sequence[Run]) -> Iterator[Figure]:
                 "name": name or run.name,
                 "x": [x for x, _ in thinned],
                 "y": [y for _, y in thinned],
-                "line": {"color": series(number), "width": 2},
+                "line": {"color": series(number), "width": 2, "dash": dash(number)},
                 "marker": {"color": series(number)},
             }
         )

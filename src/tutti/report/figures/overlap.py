@@ -13,8 +13,8 @@ from tutti.report.palette import ORANGE, SKY
 def figures(run: Run) -> Iterator[Figure]:
     """Two bars for each rank."""
     profile = run.profile or {}
-    if all(row["overlap"] is None for row in profile["ranks"]):
-        return  # nothing is communicated
+    if profile["world_size"] < 2 or all(row["overlap"] is None for row in profile["ranks"]):
+        return  # there is nobody to communicate with, or nothing
     rows = shown(profile)
     limit = 100 * RATIO_LIMIT
     traces: list[dict[str, Any]] = [

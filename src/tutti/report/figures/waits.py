@@ -42,6 +42,7 @@ def figures(run: Run) -> Iterator[Figure]:
                 "y": [f"rank {rank}" for rank in ranks],
                 "z": cells,
                 "zmin": 0,
+                "zmax": max(filter(None, (each for row in cells for each in row)), default=1),
                 "hoverongaps": False,
                 "hovertemplate": "%{y} waited %{z:.2f} ms of a step %{x}<extra></extra>",
                 "texttemplate": "%{z:.1f}" if len(ranks) <= _NUMBERS_FIT else "",
