@@ -13,7 +13,17 @@ import pytest
 from report.cases import HOSTILE, ROOT, SCALE, hostile_result, report
 from tutti.report.collect import Material, Result, Run, collect
 from tutti.report.figure import MOST_POINTS, Figure, thin
-from tutti.report.figures import SECTIONS, parts, recipes, scaling, timeline, traffic, waits
+from tutti.report.figures import (
+    SECTIONS,
+    parts,
+    recipes,
+    scaling,
+    throughput,
+    timeline,
+    topology,
+    traffic,
+    waits,
+)
 from tutti.report.page import build, check_installed, data_for_script, show
 from tutti.world.errors import UsageError
 from worlds import TUTTI, run_command
@@ -94,9 +104,9 @@ def test_flags_of_a_sweep_are_compared_where_a_scaling_has_one() -> None:
     result.content["sweep"] += [row | {"flags": {"bucket-mb": "1"}} for row in slow]
     result.content |= {"rows": [], "forecast": None, "fit": None}
 
-    throughput, efficiency, lost = scaling.figures(result)
+    speed, efficiency, lost = scaling.figures(result)
 
-    names = [each["name"] for each in throughput.traces]
+    names = [each["name"] for each in speed.traces]
     assert names == ["ideal", "--bucket-mb 25", "--bucket-mb 1"]
     assert len(efficiency.table.rows) == len(lost.table.rows) == 6
     assert "4 ranks with --bucket-mb 25 are 3.20 times" in build(Material(results=[result]))
@@ -158,6 +168,36 @@ def test_axes_buckets_and_advice_are_shown_where_a_profile_has_them(two_ranks: P
     assert "7.0 % of the step, 2.00 ms; 11.0 % would remain of 18.0 %" in page
     (line,) = timeline.figures(material.runs[0])
     assert [row[5] for row in line.table.rows if row[1] == "buckets"] == ["bucket 0, 4K"] * 2
+
+
+def test_live_waiting_is_a_curve_of_every_rank(two_ranks: Path) -> None:
+    (run,) = collect([two_ranks]).runs
+    for rank, rows in run.metrics.items():
+        rows.append({"step": 13, "wait_fraction": 0.1 + 0.2 * rank})
+
+    waiting = [each for each in throughput.figures([run]) if "Waiting" in each.title]
+
+    assert [[trace["name"], trace["y"]] for trace in waiting[0].traces] == [
+        ["rank 0", [pytest.approx(10.0)]],
+        ["rank 1", [pytest.approx(30.0)]],
+    ]
+
+
+def test_the_topology_beside_a_run_is_drawn_and_without_one_no_machine_is(tmp_path: Path) -> None:
+    (tmp_path / "environment.json").write_text('{"environment": {"host": "far away"}}')
+    alone = build(collect([tmp_path]))
+    done = run_command([*TUTTI, "topo", "--json", tmp_path / "topo.json"])
+    assert done.returncode == 0, done.stderr
+
+    material = collect([tmp_path])
+
+    (picture,) = topology.figures(material.results[0])
+    assert picture.pictures is not None
+    light, dark = picture.pictures
+    assert light.startswith("<svg") and light != dark
+    assert "prefers-color-scheme" not in light + dark
+    assert ">Topology</h2>" in build(material)
+    assert ">Topology</h2>" not in alone
 
 
 def test_what_is_damaged_or_missing_is_a_note_and_the_rest_is_shown(

@@ -35,13 +35,13 @@ def main(arguments: list[str]) -> int:
     first = options.paths[0]
     out = options.out or (first if first.is_dir() else first.parent) / "report.html"
 
-    from tutti.report.collect import collect
+    from tutti.report.collect import ACCEPTED, collect
     from tutti.report.page import build, check_installed
 
     check_installed()
     for path in options.paths:
         if not path.exists():
-            raise UsageError(f"{path}: there is no such file or folder")
+            raise UsageError(f"{path}: there is no such file or folder: name {ACCEPTED}")
     check_writable("--out", out)
     material = collect(options.paths)
     page = build(material)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tutti.profile.explain import Explanation
 
 _RUN_FILES = ("recipe.toml", "summary.json", "environment.json", "metrics", "traces")
-_ACCEPTED = (
+ACCEPTED = (
     "a run directory of `tutti train`, a folder of `tutti profile` or `tutti scale`, "
     "or a file that --json wrote"
 )
@@ -113,14 +113,12 @@ def collect(paths: Sequence[Path]) -> Material:
     material = Material(", ".join(names[:3]) + rest)
     for path in paths:
         before = len(material.sources)
-        if not path.exists():
-            raise UsageError(f"{path}: there is no such file or folder: name {_ACCEPTED}")
         if path.is_dir():
             _directory(path, material)
         else:
             _file(path, material)
         if len(material.sources) == before:
-            raise UsageError(f"{path} holds nothing to report: name {_ACCEPTED}")
+            raise UsageError(f"{path} holds nothing to report: name {ACCEPTED}")
     _tell_apart(material.sources)
     return material
 
@@ -135,10 +133,10 @@ def _file(path: Path, material: Material) -> None:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise UsageError(f"{path} is no JSON: {error}: name {_ACCEPTED}") from None
+        raise UsageError(f"{path} is no JSON: {error}: name {ACCEPTED}") from None
     result = _result(path, content)
     if result is None:
-        raise UsageError(f"{path} has no `schema` of tutti's: name {_ACCEPTED}")
+        raise UsageError(f"{path} has no `schema` of tutti's: name {ACCEPTED}")
     _sort_in(result, material)
 
 

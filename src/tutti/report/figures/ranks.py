@@ -33,4 +33,4 @@ def names(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def height(rows: Sequence[Any], each: int = 26) -> int:
     """Of a plot with a bar for each of these, in pixels."""
-    return 150 + max(2, len(rows)) * each
+    return 150 + min(max(2, len(rows)) * each, max(420, 16 * len(rows)))

@@ -47,7 +47,7 @@ def _throughput(variants: dict[str, Rows], content: dict[str, Any]) -> Figure:
         "Throughput over ranks",
         f"{mode.capitalize()} scaling{': ' + meaning if meaning else ''}. Whiskers are the "
         "quartiles of the repeats.",
-        Table(
+        _table(
             [
                 *("flags", "ranks", "samples/s", "p25", "p75", "step ms", "speed-up"),
                 *("efficiency %", "p25 %", "p75 %", "repeats", "late rank"),
@@ -127,7 +127,7 @@ def _efficiency(variants: dict[str, Rows], forecast: dict[str, Any]) -> Figure:
     return Figure(
         "Efficiency over ranks",
         about,
-        Table(
+        _table(
             ["flags", "ranks", "efficiency %", "is"],
             [
                 *((f, row["ranks"], percent(row["efficiency"]), "measured") for f, row in measured),
@@ -179,7 +179,7 @@ def _losses(variants: dict[str, Rows]) -> Figure:
         "Where the lost efficiency went",
         "Shares of the step that add up to what is missing to 100 %. A share below zero is a gain "
         "against the fewest ranks. The table splits the last one.",
-        Table(
+        _table(
             [
                 *("flags", "ranks", "lost %", *(f"{LOSS_NAMES[name]} %" for name in LOSSES)),
                 *(f"of other: {name} %" for name in others),
@@ -240,6 +240,13 @@ def _fit(fit: dict[str, Any]) -> Figure:
         },
         half=True,
     )
+
+
+def _table(head: list[str], rows: list[tuple[Any, ...]]) -> Table:
+    """Flags come first, and only where there are any."""
+    if any(flags for flags, *_ in rows):
+        return Table(head, rows)
+    return Table(head[1:], [rest for _, *rest in rows])
 
 
 def _curves(

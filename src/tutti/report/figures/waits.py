@@ -10,6 +10,8 @@ from tutti.report.palette import PART_NAMES
 
 # Beyond so many, the cells are too small for their numbers.
 _NUMBERS_FIT = 10
+# Of more ranks than these, only the costliest have a column.
+_MOST_COLUMNS = 48
 
 
 def figures(run: Run) -> Iterator[Figure]:
@@ -24,21 +26,25 @@ def figures(run: Run) -> Iterator[Figure]:
         steps[step["rank"]] += 1
         for late, seconds in step["waited_for_s"].items():
             total[step["rank"], int(late)] += seconds
+    cost = {late: sum(total[rank, late] for rank in ranks) for late in ranks}
+    late_ranks = sorted(sorted(ranks, key=lambda rank: -cost[rank])[:_MOST_COLUMNS])
+    left = "" if late_ranks == ranks else f" The {len(late_ranks)} costliest have a column."
     cells = [
-        [None if a == b else 1e3 * total[a, b] / max(1, steps[a]) for b in ranks] for a in ranks
+        [None if a == b else 1e3 * total[a, b] / max(1, steps[a]) for b in late_ranks]
+        for a in ranks
     ]
     yield Figure(
         "Who waited for whom",
         "Milliseconds of a step that the rank of the row waited for the rank of the column: it "
-        "neither computed nor moved data, because the other had not arrived.",
+        f"neither computed nor moved data, because the other had not arrived.{left}",
         Table(
-            ["rank", *(f"for rank {rank} ms" for rank in ranks)],
+            ["rank", *(f"for rank {rank} ms" for rank in late_ranks)],
             [(rank, *row) for rank, row in zip(ranks, cells, strict=True)],
         ),
         [
             {
                 "type": "heatmap",
-                "x": [f"for {rank}" for rank in ranks],
+                "x": [f"for {rank}" for rank in late_ranks],
                 "y": [f"rank {rank}" for rank in ranks],
                 "z": cells,
                 "zmin": 0,
