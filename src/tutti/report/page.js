@@ -38,6 +38,7 @@ function dressed(figure) {
       title: { ...(given.title || {}), font: { color: soft, size: 12 }, standoff: 8 },
     };
   }
+  if (narrow && layout.yaxis.type === "category") Object.assign(layout.yaxis, shortened(figure));
   const data = figure.data.map((trace) => {
     const worn = { ...trace };
     for (const name of ["error_x", "error_y"]) {
@@ -50,6 +51,13 @@ function dressed(figure) {
     return worn;
   });
   return [data, layout];
+}
+
+// On a phone long names would leave no room for the plot; the numbers have them in full.
+function shortened(figure) {
+  const names = [...new Set(figure.data.flatMap((trace) => trace.y))];
+  const short = (name) => name.length > 20 ? name.slice(0, 19) + "…" : name;
+  return { tickmode: "array", tickvals: names, ticktext: names.map(short) };
 }
 
 function draw() {

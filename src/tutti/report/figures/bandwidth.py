@@ -82,7 +82,7 @@ def _matrix(rows: list[dict[str, Any]], size: int) -> Iterator[Figure]:
 
 
 def _copies(rows: list[dict[str, Any]]) -> Figure:
-    labels = [f"{row['device']} {row['kind']}" for row in rows]
+    labels = [f"{row['kind']}, {row['device']}" for row in rows]
     return Figure(
         "Copies between host and device",
         "Expected figures, where the catalogue has one, are in the table with their source.",

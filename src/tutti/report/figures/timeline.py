@@ -107,25 +107,30 @@ def _bars(trace: RankTrace, step: Step, begin: float, shortest: float) -> Iterat
     quiet = Times.of([(step.start, step.end)]) - compute - talking - moving - waits - bubbles
     loading = quiet & trace.input.between(step.start, step.end)
     other = (quiet - loading) & trace.other.between(step.start, step.end)
-    whom = ", ".join(sorted({f"rank {e.last_rank}" for e in during if e.last_rank != trace.rank}))
     for lane, part, times, what in (
         ("computes", "compute", compute, ""),
         ("computes", "input", loading, "the data loader"),
         ("computes", "rest", other, ""),
         ("moves", "hidden", moving & compute, ""),
         ("moves", "exposed", moving - compute, ""),
-        ("waits", "wait", waits, f"for {whom}"),
+        ("waits", "wait", waits, ""),
         ("waits", "bubble", bubbles, "for the other side"),
     ):
         for start, end in _drawn(times, shortest):
-            said = what
             if lane == "moves":
-                said = ", ".join(
+                what = ", ".join(
                     f"{each.operation} {size_text(each.bytes) if each.bytes else ''}".strip()
                     for each in during
                     if each.waited_until < end and each.end > start
                 )
-            yield trace.rank, lane, part, start - begin, end - start, said[:120]
+            elif part == "wait":
+                late = {
+                    each.last_rank
+                    for each in during
+                    if each.arrival < end and each.waited_until > start
+                }
+                what = f"for rank {', '.join(map(str, sorted(late - {None, trace.rank})))}"
+            yield trace.rank, lane, part, start - begin, end - start, what[:120]
 
 
 def _drawn(times: Times, shortest: float) -> list[tuple[float, float]]:
