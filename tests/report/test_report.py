@@ -67,6 +67,14 @@ def test_a_profiled_run_shows_parts_that_add_up_a_timeline_and_who_waited(two_ra
     length = line.layout["xaxis"]["range"][1]
     ends = [start + long for _, _, _, start, long, _ in line.table.rows]
     assert max(ends) <= length * 1.000001
+    # What it shows as waiting is what the step's parts count as waiting.
+    assert run.profile is not None
+    number = int(line.title.rpartition(" ")[2])
+    for step in (each for each in run.profile["steps"] if each["step"] == number):
+        bars = [row for row in line.table.rows if row[0] == step["rank"] and row[2] == "wait"]
+        assert sum(row[4] for row in bars) == pytest.approx(
+            1e3 * step["parts_s"]["wait"], abs=0.01 * length
+        )
     matrix = next(iter(waits.figures(run)))
     assert matrix.traces[0]["z"][0][0] is None and matrix.traces[0]["z"][0][1] is not None
     assert next(iter(traffic.figures(run))).table.rows

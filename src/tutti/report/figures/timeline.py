@@ -16,6 +16,7 @@ from tutti.report.palette import PART_NAMES, PARTS
 # Bars in the whole figure; a browser draws each as an element of its own.
 _MOST_BARS = 1500
 _MOST_RANKS = 16
+_FINEST = 2000  # parts of the step that can be told apart
 
 # (rank, lane, part, start, length, what), seconds from the step's start
 _Bar = tuple[int, str, str, float, float, str]
@@ -32,11 +33,14 @@ def figures(run: Run) -> Iterator[Figure]:
     ranks = sorted(steps)[:_MOST_RANKS]
     begin = min(steps[rank].start for rank in ranks)
     length = max(steps[rank].end for rank in ranks) - begin
-    shortest = 3 * len(ranks) * length / _MOST_BARS
-    bars: list[_Bar] = []
-    for trace in run.explanation.traces:
-        if trace.rank in ranks:
-            bars += _bars(trace, steps[trace.rank], begin, shortest)
+    traces = [trace for trace in run.explanation.traces if trace.rank in ranks]
+    # Pauses that no screen shows are left out first, then longer ones, until it is few bars.
+    shortest = length / _FINEST
+    while True:
+        bars = [bar for t in traces for bar in _bars(t, steps[t.rank], begin, shortest)]
+        if len(bars) <= _MOST_BARS:
+            break
+        shortest *= 2
     buckets = _buckets((run.profile or {}).get("buckets") or [], number, steps, begin)
     bars += [each for each in buckets if each[0] in ranks]
     lanes = [f"rank {rank} {lane}" for rank in ranks for lane in _lanes(bars, rank)]
@@ -127,9 +131,11 @@ def _bars(trace: RankTrace, step: Step, begin: float, shortest: float) -> Iterat
                 late = {
                     each.last_rank
                     for each in during
-                    if each.arrival < end and each.waited_until > start
+                    if each.last_rank is not None
+                    and each.arrival < end
+                    and each.waited_until > start
                 }
-                what = f"for rank {', '.join(map(str, sorted(late - {None, trace.rank})))}"
+                what = f"for rank {', '.join(map(str, sorted(late - {trace.rank})))}"
             yield trace.rank, lane, part, start - begin, end - start, what[:120]
 
 
