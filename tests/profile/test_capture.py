@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tutti.profile.rank_trace import read_rank
 from tutti.profile.trace_file import TraceFile
 from worlds import TUTTI, run_command
 
@@ -45,6 +46,20 @@ def test_a_plain_ddp_script_is_captured_on_every_rank(gloo: tuple[Path, dict[str
     assert {"environment", "command", "ranks", "steps", "comm", "stragglers"} <= set(rows)
     assert [each["rank"] for each in rows["ranks"]] == [0, 1]
     assert all(each["steps"] == 4 and each["backend"] == "gloo" for each in rows["ranks"])
+
+
+def test_a_trace_says_what_the_steps_were_like_without_it(
+    gloo: tuple[Path, dict[str, Any]],
+) -> None:
+    for path in sorted((gloo[0] / "traces").iterdir()):
+        about = read_rank(path).about
+
+        assert len(about["step_s"]) == 1  # the step in --wait
+        assert about["step_s"][0] > 0.05  # rank 1 sleeps 60 ms, rank 0 waits for it
+        assert 0.5 < about["overhead"] < 20
+        assert about["batch"] == 16  # the DataLoader's
+        assert about["threads"] == 1
+        assert about["cpus"] == sorted(os.sched_getaffinity(0))
 
 
 def test_the_rank_that_sleeps_is_the_one_others_wait_for(gloo: tuple[Path, dict[str, Any]]) -> None:
@@ -137,11 +152,18 @@ def test_shm_under_tutti_run_is_explained_the_same(tmp_path: Path) -> None:
 
 OWN_LOOP = """
 import torch, tutti
+from torch.utils.data import DataLoader, dataloader
+draw = dataloader._BaseDataLoaderIter.__next__
+for batch in DataLoader(range(9)):
+    pass  # no training yet
 weight = torch.zeros(8, requires_grad=True)
 with tutti.profile("traces", wait=1, warmup=0, active=2) as p:
-    for step in range(5):
-        (weight.sum() - 1).square().backward()
-        p.step()
+    for microbatch, x in enumerate(DataLoader(range(40), batch_size=4)):
+        (weight.sum() - x.sum()).square().backward()
+        if microbatch % 2:
+            p.step()
+        if p.path is not None:
+            assert dataloader._BaseDataLoaderIter.__next__ is draw
 print(p.path.name)
 """
 
@@ -157,6 +179,7 @@ def test_ones_own_loop_says_where_its_steps_end(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "r.json.out").read_text())
     assert [each["step"] for each in rows["steps"]] == [1, 2]
     assert rows["ranks"][0]["parts_s"]["compute"] > 0
+    assert read_rank(tmp_path / "traces" / "rank0.json.gz").about["batch"] == 2 * 4
 
 
 def test_start_up_code_leaves_other_programs_alone(tmp_path: Path) -> None:
