@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 SCHEDULE = ["--wait", "1", "--warmup", "1", "--active", "4"]
 
 
-def _profile(out: Path, command: list[Any], env: dict[str, str] | None = None) -> dict[str, Any]:
+def _profile(
+    out: Path, command: list[Any], env: dict[str, str] | None = None, flags: Sequence[Any] = ()
+) -> dict[str, Any]:
     result = out / "result.json"
-    words = [*TUTTI, "profile", "--out", out, *SCHEDULE, "--json", result, "--", *command]
+    words = [*TUTTI, "profile", "--out", out, *SCHEDULE, "--json", result, *flags, "--", *command]
     done = run_command(words, env=env, cwd=out.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     rows: dict[str, Any] = json.loads(result.read_text())
@@ -141,11 +145,18 @@ def test_one_timeline_opens_with_an_arrow_for_every_matched_collective(
 
 def test_shm_under_tutti_run_is_explained_the_same(tmp_path: Path) -> None:
     run = ["tutti", "run", "-n", "2", "--device", "cpu", SCRIPT, "shm", "8"]
-    rows = _profile(tmp_path / "out", run, {"LATE": "0"})
+    rows = _profile(tmp_path / "out", run, {"LATE": "0"}, ["--tensorboard", tmp_path / "board"])
 
     assert rows["stragglers"][0]["rank"] == 0
     assert {each["backend"] for each in rows["ranks"]} == {"shm"}
     assert all(each["bytes"] for each in rows["comm"])
+    # TensorBoard's profile plugin goes by names like these, and reads the same traces.
+    found = sorted((tmp_path / "board").iterdir())
+    assert [re.sub(r"\d{19}", "TIME", path.name) for path in found] == [
+        "rank0.TIME.pt.trace.json.gz",
+        "rank1.TIME.pt.trace.json.gz",
+    ]
+    assert found[0].read_bytes() == (tmp_path / "out/traces/rank0.json.gz").read_bytes()
     for each in rows["steps"]:
         assert sum(each["parts_s"].values()) == pytest.approx(each["seconds"], rel=1e-6)
 
@@ -180,6 +191,32 @@ def test_ones_own_loop_says_where_its_steps_end(tmp_path: Path) -> None:
     assert [each["step"] for each in rows["steps"]] == [1, 2]
     assert rows["ranks"][0]["parts_s"]["compute"] > 0
     assert read_rank(tmp_path / "traces" / "rank0.json.gz").about["batch"] == 2 * 4
+
+
+NVTX = """
+import torch
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+seen = set()
+for _ in range(9):
+    model(torch.ones(64, device="cuda")).sum().backward()
+    optimizer.step()
+    seen.add(torch._C._autograd._profiler_type().name)
+print(sorted(seen))
+"""
+
+
+@pytest.mark.gpu
+def test_steps_are_marked_for_nsight_instead_of_recorded(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(NVTX)
+    words = [*TUTTI, "profile", "--nvtx", *SCHEDULE, "--", "program.py"]
+
+    done = run_command(words, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": "0"})
+
+    assert done.returncode == 0, done.stderr
+    assert "NVTX" in done.stdout  # torch's profiler gave every operator a range
+    assert "steps 2 to 5 are marked for Nsight Systems" in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_start_up_code_leaves_other_programs_alone(tmp_path: Path) -> None:
@@ -233,6 +270,11 @@ def test_a_program_with_a_profiler_of_its_own_keeps_it(tmp_path: Path) -> None:
         (["--trace", "nowhere"], "no such folder"),
         (["--", "no-such-program"], "is no program"),
         (["--active", "0", "--", "python", "x.py"], "--active is at least 1"),
+        (
+            ["--nvtx", "--", "python", "x.py"],
+            "--nvtx marks steps for Nsight Systems and needs CUDA",
+        ),
+        (["--nvtx", "--json", "x.json", "--", "python", "x.py"], "leave one of the two out"),
     ],
 )
 def test_mistakes_are_one_line(flags: list[str], said: str, tmp_path: Path) -> None:
