@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 LATE = int(os.environ.get("LATE", -1))
+SLEEP_S = 0.03
 
 
 def main(backend: str, steps: int) -> None:
@@ -25,7 +26,7 @@ def main(backend: str, steps: int) -> None:
         optimizer.zero_grad()
         loss = model(inputs).square().mean()
         if dist.get_rank() == LATE:
-            time.sleep(0.06)
+            time.sleep(SLEEP_S)
         loss.backward()
         optimizer.step()
         dist.all_reduce(loss.detach(), group=side)  # as one does to print it

@@ -115,11 +115,11 @@ def _capture(options: Profile, words: list[str]) -> int:
 
 
 def _check_nvtx(options: Profile) -> None:
-    import torch
-
     for flag in ("tensorboard", "merge", "json", "memory", "stacks"):
         if getattr(options, flag):
             raise UsageError(f"--nvtx records no trace for --{flag}: leave one of the two out")
+    import torch
+
     if not torch.cuda.is_available():
         raise UsageError(
             "--nvtx marks steps for Nsight Systems and needs CUDA, which this machine has not: "
