@@ -202,6 +202,19 @@ def test_ones_own_loop_says_where_its_steps_end(tmp_path: Path) -> None:
     assert read_rank(tmp_path / "traces" / "rank0.json.gz").about["batch"] == 2 * 4
 
 
+def test_training_of_tuttis_own_says_its_batch_and_shows_its_input(tmp_path: Path) -> None:
+    run = [*TUTTI, "train", "--recipe", "lenet", "--batch", "8", "--accumulation", "2"]
+    run += ["--device", "cpu", "--steps", "12", "--no-evaluate", "--profile", "--out", "run"]
+
+    done = run_command(run, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    trace = read_rank(tmp_path / "run" / "traces" / "rank0.json.gz")
+    assert trace.about["batch"] == 16
+    assert len(trace.about["step_s"]) == 3
+    assert trace.input.seconds > 0
+
+
 NVTX = """
 import torch
 model = torch.nn.Linear(64, 64).cuda()
