@@ -123,6 +123,17 @@ def test_without_the_sleep_it_is_not_named_and_the_waiting_is_gone(
         assert even < late / 2
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_on_a_gpu_the_events_of_the_device_say_the_same() -> None:
+    runs = in_world(train, RANKS, "nccl", True, None, gpu=True, timeout=200)
+
+    waited = [fmean(each["waited_s"]) for each in runs]
+    assert waited.pop(LATE) < 0.2 * SLEEP_S
+    assert all(0.7 * SLEEP_S < each < 1.5 * SLEEP_S for each in waited)
+    assert f"rank {LATE} is late: the others wait " in runs[0]["said"]
+
+
 def test_it_is_not_known_where_ranks_meet_inside_forward(runs: list[dict[str, Any]]) -> None:
     fractions = [each["sharded"]["fractions"] for each in runs]
 

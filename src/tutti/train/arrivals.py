@@ -86,4 +86,5 @@ def _between(met: Any, arrived: Any) -> float:
         return math.nan
     if isinstance(met, float):
         return float(arrived - met)
+    arrived.synchronize()  # it is there: the losses of these steps have been read
     return float(met.elapsed_time(arrived)) / 1e3
