@@ -58,6 +58,7 @@ class RankTrace:
     memory_bytes: int | None  # the most that was allocated on the device
     host_memory_bytes: int | None  # the most that the process had
     notes: list[str] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)  # what tutti's capture says of the rank
 
     def shift(self, seconds: float) -> None:
         """Move everything to another clock."""
@@ -244,6 +245,7 @@ class _Reading:
             memory_bytes=self.memory or ours.get("device_memory_bytes") or None,
             host_memory_bytes=ours.get("host_memory_bytes"),
             notes=notes,
+            about=ours,
         )
 
 
