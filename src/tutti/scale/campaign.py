@@ -1,0 +1,102 @@
+"""Campaign: all runs of all sizes, in turns; what was measured is kept, whatever happens then."""
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tutti.scale.job import Job, Schedule
+from tutti.scale.measured import Measured, NotMeasured, read
+from tutti.scale.process import Process
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One run that is to be made."""
+
+    ranks: int
+    repeat: int
+    flags: dict[str, str] = field(default_factory=dict)  # what a sweep sets, by flag
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        flags = "".join(f"{flag}{value}-" for flag, value in self.flags.items())
+        return f"{flags}ranks{self.ranks}-repeat{self.repeat}"
+
+
+def turns(
+    ranks: Sequence[int], repeats: int, sweep: Sequence[dict[str, str]] = ({},)
+) -> list[Turn]:
+    """In each repeat every size has its turn: a machine that drifts hits all of them alike."""
+    return [
+        Turn(size, repeat, flags) for repeat in range(repeats) for flags in sweep for size in ranks
+    ]
+
+
+class Campaign:
+    """Makes runs one after another: `runs` are those that were measured, `failure` ended it."""
+
+    def __init__(
+        self,
+        job: Job,
+        schedule: Schedule,
+        out: Path,
+        further: Callable[[Turn, Path], Sequence[str]] = lambda turn, folder: (),
+    ) -> None:
+        self.runs: list[Measured] = []
+        self.stopped = False
+        self.failure: str | None = None
+        self._job, self._schedule, self._out, self._further = job, schedule, out, further
+
+    def make(self, plan: Sequence[Turn]) -> None:
+        """All of the plan, or until Ctrl-C or a run that fails."""
+        most = max(turn.ranks for turn in plan)
+        for number, turn in enumerate(plan, 1):
+            _say(f"[{number}/{len(plan)}] {_title(turn)} …", end="")
+            began = time.monotonic()
+            measured = self._make(turn, most)
+            if measured is None:
+                _say(" stopped" if self.stopped else " failed")
+                return
+            self.runs.append(measured)
+            _say(f" {1e3 * measured.step.seconds:.4g} ms a step ({time.monotonic() - began:.0f} s)")
+
+    def _make(self, turn: Turn, most_ranks: int) -> Measured | None:
+        folder = self._out / turn.name
+        command = self._job.command_for(turn.ranks, self._further(turn, folder))
+        env = self._job.environment(self._schedule, folder / "traces", most_ranks)
+        process = Process(command, env, self._out / "logs" / f"{turn.name}.log")
+        code = process.run()
+        if process.stopped:
+            self.stopped = True
+            return None
+        # A run is for its figures: nothing of it is gone on with.
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        try:
+            return read(folder, turn.ranks, turn.repeat, self._schedule.settle, turn.flags)
+        except NotMeasured as reason:
+            self.failure = self._blame(turn, process, code, str(reason))
+            return None
+
+    def _blame(self, turn: Turn, process: Process, code: int, reason: str) -> str:
+        said = process.tail()
+        if code:
+            how = f"the program ended with code {code}"
+        else:
+            how = (
+                f"{reason}; every rank must take {self._schedule.steps} steps of a torch "
+                "optimizer: train longer, or give --steps or --settle less"
+            )
+        return f"{_title(turn)}: {how}. Its last lines:\n{said}".rstrip()
+
+
+def _title(turn: Turn) -> str:
+    flags = "".join(f"--{flag} {value}, " for flag, value in turn.flags.items())
+    return f"{flags}{turn.ranks} rank{'s' * (turn.ranks != 1)}, repeat {turn.repeat}"
+
+
+def _say(text: str, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stderr, flush=True)
