@@ -100,12 +100,15 @@ def _sort(flags: list[str]) -> tuple[list[str], list[str]]:
     names |= {"-n", "-h", "--help"}
     ours: list[str] = []
     others: list[str] = []
-    target = others
+    value = False  # whether the next word is the value of a flag of ours; each takes one
     for word in flags:
-        if word.startswith("-") and not word[1:2].isdigit():  # else the value of the flag before it
-            name = word.partition("=")[0].replace("_", "-")
-            target = ours if name in names else others
-        target.append(word)
+        name = word.partition("=")[0].replace("_", "-")
+        if name in names:
+            value = "=" not in word and name not in ("-h", "--help")
+            ours.append(word)
+        else:
+            (ours if value else others).append(word)
+            value = False
     return ours, others
 
 
@@ -142,7 +145,6 @@ def _program(options: Scale, sizes: list[int], words: list[str]) -> int:
     from tutti.cli import COMMANDS
     from tutti.profile.launch import program
     from tutti.scale.job import Job, check_placeholder
-    from tutti.world.launch import LocalWorld
 
     if options.sweep is not None:
         raise UsageError("--sweep sets flags of tutti train: it needs --recipe NAME")
@@ -155,10 +157,6 @@ def _program(options: Scale, sizes: list[int], words: list[str]) -> int:
         device=options.device,
         ranks_per_gpu=options.ranks_per_gpu,
     )
-    if not starts_ranks:
-        for ranks in sizes:
-            shared = min(ranks, options.ranks_per_gpu)
-            LocalWorld(command, ranks, options.device, ranks_per_gpu=shared).check()
     return _measure(options, sizes, job, options.mode or "weak", lambda turn, folder: ())
 
 
@@ -279,20 +277,20 @@ def _measure(
     from tutti.scale.table import lines
 
     out = _folder(options)
+    job.check(sizes)
+    print(job.describe(sizes), file=sys.stderr)
     campaign = Campaign(job, _schedule(options), out, further)
     campaign.make(turns(sizes, options.repeats, sweep))
     if campaign.runs:
         swept = any(turn for turn in sweep)
         scaling = Scaling(campaign.runs, mode)
-        results = scaling.results()
+        results = scaling.results() | {"notes": [*scaling.notes(), *job.notes(sizes)]}
         if swept:
             results |= {"rows": [], "forecast": None, "sweep": sweep_rows(campaign.runs, mode)}
-            print("\n".join(sweep_lines(results["sweep"])))
-            for note in scaling.notes():
-                print(f"note: {note}")
+            print("\n".join(sweep_lines(results["sweep"], results["notes"])))
         else:
             results["sweep"] = []
-            print("\n".join(lines(results, scaling.notes())))
+            print("\n".join(lines(results)))
         results["complete"] = not campaign.stopped and campaign.failure is None
         results["runs"] = [run.row() for run in campaign.runs]
         _write(options, out, results)

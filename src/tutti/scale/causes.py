@@ -1,13 +1,14 @@
 """Why a step takes longer than it should: causes that add up to the loss of efficiency.
 
 A step at N ranks takes T(N) seconds, and at best f × T(base): f is 1 where every rank keeps its
-batch, base / N where they share one. So
+batch, base / N where they share one. So efficiency is E = f × T(base) / T(N). A recorded step is
+the sum of its parts, and so its loss is the sum of what each part has more than f times what it
+had, as a share of the step:
 
-    1 − efficiency = (T(N) − f × T(base)) / T(N)
+    1 − E(recorded) = Σ (part(N) − f × part(base)) / T(N)
 
-T is the sum of a step's parts, and so the loss is the sum of what each part has more than f times
-what it had. Parts are of steps that were recorded, T of steps that were not: what recording adds
-is one more part, which is called unexplained.
+What is asked for is the loss of steps that were not recorded. The difference of the two
+efficiencies is what recording, or noise, has distorted: it is a cause of its own, `unexplained`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,14 +29,13 @@ class Step:
     parts: Mapping[str, float]
 
     @property
-    def recording(self) -> float:
-        """What recording takes away from the parts to give the step; mostly below 0."""
-        return self.seconds - sum(self.parts.values())
+    def recorded(self) -> float:
+        """Seconds of a recorded step."""
+        return sum(self.parts.values())
 
-    @property
-    def own(self) -> float:
-        """What a rank does by itself: all but communication and its input."""
-        return self.seconds - sum(self.parts[name] for name in NAMED.values())
+    def timed(self, part: str) -> float:
+        """Seconds of a part in a step that was not recorded, if all parts shrink alike."""
+        return self.parts[part] / self.recorded * self.seconds
 
 
 def seen_from_the_fastest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -68,9 +68,10 @@ def causes(step: Step, base: Step, ideal: float) -> tuple[dict[str, float], dict
     """
 
     def more(part: str) -> float:
-        return (step.parts[part] - ideal * base.parts[part]) / step.seconds
+        return (step.parts[part] - ideal * base.parts[part]) / step.recorded
 
     loss = {cause: more(part) for cause, part in NAMED.items()}
     other = {"compute": more("compute"), "gaps": more("host_gap"), "rest": more("rest")}
-    other["unexplained"] = (step.recording - ideal * base.recording) / step.seconds
+    recorded = ideal * base.recorded / step.recorded
+    other["unexplained"] = recorded - efficiency(step, base, ideal)
     return loss | {"other": sum(other.values())}, other

@@ -37,7 +37,7 @@ class Size:
     ranks: int
     step: Step
     ideal: float  # length of a step as a part of the base's, if nothing were lost
-    hidden_s: float
+    hidden: float  # communication behind compute, as a share of the step
     comm: Sequence[dict[str, Any]]
 
 
@@ -46,7 +46,7 @@ class Forecast:
 
     def __init__(self, base: Size, largest: Size, fit: Fit, mode: Mode) -> None:
         self._base, self._largest, self._fit, self._mode = base, largest, fit, mode
-        own, first = largest.step.own, base.step.own
+        own, first = _own(largest), _own(base)
         shrinking = 0.0
         if mode == "strong":
             shrinking = max(0.0, (first - own) / (1 - self._batch(largest.ranks)))
@@ -54,21 +54,16 @@ class Forecast:
         self._shrinking = own - self._fixed  # at the largest size
         self._fitted = self._communication(largest.ranks)
 
-    @property
-    def sound(self) -> bool:
-        """Whether there is something to go by: recorded steps may be nothing like those timed."""
-        return min(self._base.step.own, self._largest.step.own, self._fitted) > 0
-
     def efficiency(self, ranks: int) -> float:
         """What would be left at this many ranks."""
-        parts = self._largest.step.parts
+        step = self._largest.step
+        exposed, hidden = step.timed("exposed"), self._largest.hidden * step.seconds
         shrunk = self._batch(ranks) / self._batch(self._largest.ranks)
         own = self._fixed + self._shrinking * shrunk
-        grown = self._communication(ranks) / self._fitted
-        talking = (parts["exposed"] + self._largest.hidden_s) * grown
-        exposed = max(parts["exposed"] * grown, talking - own)
-        stalled = (parts["wait"] + parts["bubble"]) / self._largest.step.seconds
-        seconds = (own + parts["input"] * shrunk + exposed) / (1 - stalled)
+        grown = self._communication(ranks) / self._fitted if self._fitted else 1.0
+        exposed = max(exposed * grown, (exposed + hidden) * grown - own)
+        stalled = (step.timed("wait") + step.timed("bubble")) / step.seconds
+        seconds = (own + step.timed("input") * shrunk + exposed) / (1 - stalled)
         ideal = self._largest.ideal * (shrunk if self._mode == "strong" else 1.0)
         return ideal * self._base.step.seconds / seconds
 
@@ -107,11 +102,6 @@ def forecast(
         }
     base, largest = sizes
     model = Forecast(base, largest, fit, mode)
-    if not model.sound:
-        return nothing | {
-            "reason": "no forecast: the steps that were recorded are unlike those that were timed "
-            "(a small step, or a busy machine)"
-        }
     most = largest.ranks
     ahead = [
         most << doubling for doubling in range(1, _DOUBLINGS + 1) if most << doubling <= FARTHEST
@@ -127,3 +117,8 @@ def forecast(
         "below": below,
         "reason": f"forecast from {base.ranks} and {most} ranks; it assumes that {ASSUMED}",
     }
+
+
+def _own(size: Size) -> float:
+    """Seconds of what a rank does by itself."""
+    return sum(size.step.timed(part) for part in ("compute", "host_gap", "rest"))

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from tutti.hardware.cpus import allowed_cpus, cpu_quota
+from tutti.hardware.gpus import visible_gpu_count
 from tutti.profile.launch import captured_environment
 from tutti.world.errors import UsageError
+from tutti.world.launch import LocalWorld
 
 Mode = Literal["strong", "weak"]
 
@@ -78,9 +80,35 @@ class Job:
         env = captured_environment(settings, os.environ)
         # A rank is the same at every size: else one rank alone would have all cores, and its
         # speed would be held against that of ranks that have a share of them.
-        cores = min(len(allowed_cpus()), cpu_quota() or sys.maxsize)
-        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // most_ranks)))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // most_ranks)))
         return env
+
+    def check(self, sizes: Sequence[int]) -> None:
+        """Refuse what this host cannot start, before anything is."""
+        for ranks in () if self.starts_ranks else sizes:
+            shared = min(ranks, self.ranks_per_gpu)
+            LocalWorld(self.command, ranks, self.device, ranks_per_gpu=shared).check()
+
+    def describe(self, sizes: Sequence[int]) -> str:
+        """What is the same at every size."""
+        given = os.environ.get("OMP_NUM_THREADS")
+        threads = given or max(1, _cores() // max(sizes))
+        why = "OMP_NUM_THREADS" if given else f"{_cores()} cores / {max(sizes)}"
+        return f"every rank has {threads} thread{'s' * (threads != 1)} at every size ({why})"
+
+    def notes(self, sizes: Sequence[int]) -> list[str]:
+        """What makes the figures other than they would be elsewhere."""
+        notes = []
+        if self.ranks_per_gpu > 1:
+            notes.append("ranks share a GPU: this shows software's costs, not links between GPUs")
+        on_cpus = self.device == "cpu" or not visible_gpu_count()
+        if on_cpus and max(sizes) > _cores() and not self.starts_ranks:
+            notes.append(f"{max(sizes)} ranks share {_cores()} cores: they slow each other down")
+        return notes
+
+
+def _cores() -> int:
+    return min(len(allowed_cpus()), cpu_quota() or sys.maxsize)
 
 
 def launcher_in(words: Sequence[str]) -> str | None:

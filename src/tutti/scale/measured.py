@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tutti.profile.explain import explain, trace_files
+from tutti.profile.explain import explain
 from tutti.scale.causes import Step, seen_from_the_fastest
 from tutti.world.errors import UsageError
 
@@ -25,7 +25,7 @@ class Measured:
     flags: dict[str, str]  # what a sweep has set
     samples: float | None  # per step, over all ranks
     step: Step
-    hidden_s: float  # of a recorded step: communication behind compute
+    hidden: float  # communication behind compute, as a share of the step
     comm: list[dict[str, Any]]
     late: dict[str, Any] | None  # the rank that others wait for most, if any
     overhead: float  # recorded / not recorded
@@ -50,7 +50,7 @@ def read(
     folder: Path, ranks: int, repeat: int, settle: int, flags: dict[str, str] | None = None
 ) -> Measured:
     """Read what a run has left."""
-    files = trace_files(folder) if (folder / "traces").is_dir() else []
+    files = list((folder / "traces").glob("rank*.json.gz"))
     if len(files) != ranks:
         raise NotMeasured(f"{len(files)} of {ranks} ranks left a trace")
     try:
@@ -82,7 +82,7 @@ def read(
         flags=flags or {},
         samples=_samples(folder, [trace.about.get("batch") for trace in explanation.traces]),
         step=Step(seconds, seen_from_the_fastest(parts)),
-        hidden_s=mean(each["hidden"] for each in parts),
+        hidden=mean(each["hidden"] for each in parts) / recorded,
         comm=rows["comm"],
         late=late and {key: late[key] for key in ("rank", "cost_s", "cost_share", "instead")},
         overhead=recorded / seconds,

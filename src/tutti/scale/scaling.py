@@ -1,16 +1,17 @@
 """Scaling: throughput, speed-up and efficiency at each size, with spread, and the loss by cause.
 
-Ratios are taken within a repeat, where all sizes had the same machine; a row's efficiency and its
-causes are those of the repeat in the middle (of two, the lower), so they add up, and the traces of
-that repeat show them.
+Ratios are taken within a repeat, where all sizes had the same machine. A row's efficiency and its
+causes are those of the repeat in the middle (the mean of two, if there are two): so they add up,
+and the traces of that repeat show them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 
 from tutti.bench.spread import percentile
-from tutti.scale.causes import causes, efficiency
+from tutti.scale.causes import LOSS, OTHER, causes, efficiency
 from tutti.scale.fit import Fit, fit, points_in
 from tutti.scale.forecast import Size, forecast
 from tutti.scale.job import Mode
@@ -56,11 +57,6 @@ class Scaling:
         """A row for each size of which a ratio is known."""
         return [self._row(ranks) for ranks in self.sizes if self._pairs(ranks)]
 
-    def middle(self, ranks: int) -> Measured | None:
-        """The run that a row's causes are of."""
-        pairs = self._pairs(ranks)
-        return _middle(pairs).run if pairs else None
-
     def fit(self) -> Fit | None:
         """α and β from the communication of all runs."""
         return fit(points_in(run.comm for run in self.runs))
@@ -70,7 +66,7 @@ class Scaling:
         rows, line = self.rows(), self.fit()
         ends = None
         if len(rows) > 1:
-            last = _middle(self._pairs(rows[-1]["ranks"]))
+            last = _middle(self._pairs(rows[-1]["ranks"]))[0]
             ends = (_size(last.base, 1.0), _size(last.run, last.ideal))
         seen = [(row["ranks"], row["efficiency"]) for row in rows]
         return {
@@ -123,26 +119,28 @@ class Scaling:
         speeds = sorted(self.throughput(run) for run in self.runs if run.ranks == ranks)
         ratios = sorted(pair.efficiency for pair in pairs)
         chosen = _middle(pairs)
-        loss, other = causes(chosen.run.step, chosen.base.step, chosen.ideal)
+        split = [causes(each.run.step, each.base.step, each.ideal) for each in chosen]
         return {
             "ranks": ranks,
             "samples_per_s": percentile(speeds, 50),
             "samples_per_s_spread": [percentile(speeds, 25), percentile(speeds, 75)],
-            "step_s": chosen.run.step.seconds,
-            "speedup": chosen.efficiency * ranks / self.sizes[0],
-            "efficiency": chosen.efficiency,
+            "step_s": mean(each.run.step.seconds for each in chosen),
+            "speedup": percentile(ratios, 50) * ranks / self.sizes[0],
+            "efficiency": percentile(ratios, 50),
             "efficiency_spread": [percentile(ratios, 25), percentile(ratios, 75)],
-            "loss": loss,
-            "other": other,
-            "late": chosen.run.late,
-            "folder": str(chosen.run.folder),
+            "loss": {name: mean(loss[name] for loss, _ in split) for name in LOSS},
+            "other": {name: mean(other[name] for _, other in split) for name in OTHER},
+            "late": chosen[0].run.late,
+            "folder": str(chosen[0].run.folder),
             "repeats": len(speeds),
         }
 
 
-def _middle(pairs: Sequence[_Pair]) -> _Pair:
-    return sorted(pairs, key=lambda pair: pair.efficiency)[(len(pairs) - 1) // 2]
+def _middle(pairs: Sequence[_Pair]) -> list[_Pair]:
+    """The one in the middle, or the two."""
+    ordered = sorted(pairs, key=lambda pair: pair.efficiency)
+    return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
 
 
 def _size(run: Measured, ideal: float) -> Size:
-    return Size(run.ranks, run.step, ideal, run.hidden_s, run.comm)
+    return Size(run.ranks, run.step, ideal, run.hidden, run.comm)

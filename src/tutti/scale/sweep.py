@@ -8,7 +8,7 @@ from tutti.bench.spread import percentile
 from tutti.scale.job import Mode
 from tutti.scale.measured import Measured
 from tutti.scale.scaling import Scaling
-from tutti.scale.table import table, table_line
+from tutti.scale.table import note_lines, table, table_line
 from tutti.world.errors import UsageError
 
 
@@ -60,7 +60,7 @@ def _wins(row: dict[str, Any], runs: Sequence[Measured], mode: Mode) -> bool:
     return bool(others)
 
 
-def sweep_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def sweep_lines(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> Iterator[str]:
     """One table: a block for each value."""
     if not rows:
         return
@@ -81,3 +81,4 @@ def sweep_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         else:
             flags = " ".join(f"--{flag} {value}" for flag, value in best["flags"].items())
             yield f"{where} {flags} is best: ahead of every other in its quartiles"
+    yield from note_lines(notes)

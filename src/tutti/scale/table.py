@@ -23,7 +23,7 @@ _MEANING = {
 }
 
 
-def lines(results: dict[str, Any], notes: Sequence[str]) -> Iterator[str]:
+def lines(results: dict[str, Any]) -> Iterator[str]:
     """The table of all sizes, what the loss is due to, the fit, the forecast."""
     rows = results["rows"]
     if rows:
@@ -34,6 +34,11 @@ def lines(results: dict[str, Any], notes: Sequence[str]) -> Iterator[str]:
         yield from _largest(rows)
         yield from _fit(results["fit"])
         yield from _forecast(results["forecast"], rows)
+    yield from note_lines(results["notes"])
+
+
+def note_lines(notes: Sequence[str]) -> Iterator[str]:
+    """What a reader should know."""
     for note in notes:
         yield from _wrapped(f"note: {note}")
 
@@ -54,7 +59,7 @@ def table_line(row: dict[str, Any]) -> str:
     speed = f"{_short(row['samples_per_s'])} ({_short(low)}–{_short(high)})"
     low, high = (round(100 * each) for each in row["efficiency_spread"])
     share = f"{100 * row['efficiency']:.0f}"
-    share += f" ({low}–{high})" if row["loss"]["other"] or low != high else ""  # not of the base
+    share += f" ({low}–{high})" if row["efficiency_spread"] != [1.0, 1.0] else ""  # of the base
     causes = "".join(f"{100 * row['loss'][name]:>{_WIDTHS[name]}.1f}" for name in LOSS)
     return f"{row['ranks']:>5}{speed:>{_SPEED}}{row['speedup']:>9.2f}{share:>13}{causes}"
 
@@ -97,7 +102,7 @@ def _fit(fit: dict[str, Any] | None) -> Iterator[str]:
     kinds = len(fit["points"])
     sure = f", r² {fit['r2']:.2f}" if fit["r2"] is not None else ""
     yield from _wrapped(
-        f"communication: α {1e6 * fit['alpha_s']:.3g} µs and {speed} (1/β), fitted to {kinds} "
+        f"communication: α {1e6 * fit['alpha_s']:.4g} µs and {speed} (1/β), fitted to {kinds} "
         f"kind{'s' * (kinds != 1)} of message{sure}"
     )
 
