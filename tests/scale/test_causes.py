@@ -52,9 +52,7 @@ def test_a_rank_that_is_slower_is_waited_for_in_full() -> None:
 def test_every_part_that_grows_is_a_cause_of_its_own() -> None:
     """Weak scaling, steps of 100 and 200 ms; recorded ones take 110 and 220."""
     base = Step(0.10, seen_from_the_fastest([_parts(compute=0.11)]))
-    parts = _parts(
-        compute=0.08, hidden=0.05, exposed=0.044, wait=0.011, input=0.022, host_gap=0.013
-    )
+    grown = _parts(compute=0.08, hidden=0.05, exposed=0.044, wait=0.011, input=0.022)
     step = Step(0.20, seen_from_the_fastest([grown | {"host_gap": 0.013}]))
 
     loss, other = causes(step, base, ideal=1.0)

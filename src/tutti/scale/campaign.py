@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tutti.scale.job import Job, Schedule
 from tutti.scale.measured import Measured, NotMeasured, read
-from tutti.scale.process import Process
+from tutti.scale.process import Interruption, run, tail
 
 
 @dataclass(frozen=True)
@@ -54,35 +54,37 @@ class Campaign:
     def make(self, plan: Sequence[Turn]) -> None:
         """All of the plan, or until Ctrl-C or a run that fails."""
         most = max(turn.ranks for turn in plan)
-        for number, turn in enumerate(plan, 1):
-            _say(f"[{number}/{len(plan)}] {_title(turn)} …", end="")
-            began = time.monotonic()
-            measured = self._make(turn, most)
-            if measured is None:
-                _say(" stopped" if self.stopped else " failed")
-                return
-            self.runs.append(measured)
-            _say(f" {1e3 * measured.step.seconds:.4g} ms a step ({time.monotonic() - began:.0f} s)")
+        with Interruption() as interruption:
+            for number, turn in enumerate(plan, 1):
+                _say(f"[{number}/{len(plan)}] {_title(turn)} …", end="")
+                began = time.monotonic()
+                measured = self._make(turn, most, interruption)
+                self.stopped = interruption.asked
+                if measured is None:
+                    _say(" stopped" if self.stopped else " failed")
+                    return
+                self.runs.append(measured)
+                took = time.monotonic() - began
+                _say(f" {1e3 * measured.step.seconds:.4g} ms a step ({took:.0f} s)")
+                if self.stopped:
+                    return
 
-    def _make(self, turn: Turn, most_ranks: int) -> Measured | None:
+    def _make(self, turn: Turn, most_ranks: int, interruption: Interruption) -> Measured | None:
         folder = self._out / turn.name
         command = self._job.command_for(turn.ranks, self._further(turn, folder))
         env = self._job.environment(self._schedule, folder / "traces", most_ranks)
-        process = Process(command, env, self._out / "logs" / f"{turn.name}.log")
-        code = process.run()
-        if process.stopped:
-            self.stopped = True
-            return None
+        log = self._out / "logs" / f"{turn.name}.log"
+        code = run(command, env, log, interruption)
         # A run is for its figures: nothing of it is gone on with.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         try:
             return read(folder, turn.ranks, turn.repeat, self._schedule.settle, turn.flags)
         except NotMeasured as reason:
-            self.failure = self._blame(turn, process, code, str(reason))
+            if not interruption.asked:
+                self.failure = self._blame(turn, tail(log), code, str(reason))
             return None
 
-    def _blame(self, turn: Turn, process: Process, code: int, reason: str) -> str:
-        said = process.tail()
+    def _blame(self, turn: Turn, said: str, code: int, reason: str) -> str:
         if code:
             how = f"the program ended with code {code}"
         else:
