@@ -125,8 +125,8 @@ def _check(options: Scale) -> None:
     launcher = identify(os.environ).launcher
     if launcher != "python":
         raise UsageError(
-            f"tutti scale starts ranks itself, and this is one of {launcher}'s already: start it "
-            "once, without a launcher"
+            f"it starts ranks itself, and this process is one already (launcher: {launcher}): start "
+            "it once, without a launcher"
         )
     for flag in ("repeats", "steps", "active", "ranks_per_gpu"):
         value = getattr(options, flag)
@@ -165,6 +165,7 @@ def _recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
     from tutti.scale.job import Job
     from tutti.scale.sweep import parse_sweep
 
+    _train(flags, sizes[0])  # wrong flags are told before anything is added to them
     mode: Mode = options.mode or "strong"
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
     if sweep is not None and sweep[0] == "lr":

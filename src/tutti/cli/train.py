@@ -50,11 +50,13 @@ class Train:
     resume: bool = False
     """Go on with the run in --out, from its last good checkpoint."""
     tensorboard: bool = False
-    """Write TensorBoard files into the run directory, too."""
+    """Write TensorBoard files into the run directory, too; with --profile also the traces."""
     benchmark: bool = False
     """Measure throughput: synthetic data, no evaluation, no checkpoint, 50 steps unless --steps."""
     profile: bool = False
     """Record a few steps on every rank, for `tutti profile --trace DIR`."""
+    nvtx: bool = False
+    """Mark a few steps for Nsight Systems: nsys profile -c cudaProfilerApi … Needs CUDA."""
     lr_sweep: str | None = None
     """Learning rates to compare, as 0.05,0.1,0.2: one run for each, and for each of --ranks."""
     start_timeout: float | None = None
@@ -111,6 +113,10 @@ def _train(options: Train, base: Recipe) -> int:
         out = Path(gather_json(str(options.out or _default_out(options.recipe)))[0])
         directory = RunDirectory(out)
         with told_once(world):
+            if options.nvtx and world.device.type != "cuda":
+                raise UsageError(
+                    "--nvtx marks steps for Nsight Systems, on CUDA only: leave it out"
+                )
             together(lambda: directory.check(options.resume) if world.is_first else None)
             trainer = Trainer(
                 world,
@@ -129,10 +135,14 @@ def _train(options: Train, base: Recipe) -> int:
             if world.is_first:
                 print(f"nothing is left to do: {directory.path} is at step {trainer.step}")
             return 0
-        if options.profile:
+        if options.profile or options.nvtx:
             from tutti.profile.capture import Capture
 
-            Capture(directory.path / "traces").follow_optimizers()
+            Capture(
+                directory.path / "traces",
+                tensorboard=directory.path / "tensorboard" if options.tensorboard else None,
+                nvtx=options.nvtx,
+            ).follow_optimizers()
         try:
             outcome = trainer.run()
         except LossNotFinite as error:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import statistics
 import sys
 import time
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from .batch_watch import BatchWatch
+from .nvtx_ranges import NvtxRanges
 from .step_clock import StepClock
 
 # Entries of torch's flight recorder that go into a trace: it knows group and sequence number of
@@ -39,6 +41,8 @@ class Capture:
             p.step()
 
     `shapes` None: shapes are recorded where sizes of messages cannot be known otherwise, on CPUs.
+    `tensorboard` is a folder that traces are put into as TensorBoard's profile plugin names them.
+    `nvtx` marks the steps for Nsight Systems instead of recording them; it needs CUDA.
     `batch` is how many samples a step of this rank has; None: as the program's loader says.
     With `stop` the program ends when all ranks have written: what follows is of no interest.
     """
@@ -53,17 +57,22 @@ class Capture:
         shapes: bool | None = None,
         memory: bool = False,
         stacks: bool = False,
+        tensorboard: str | os.PathLike[str] | None = None,
+        nvtx: bool = False,
         batch: int | None = None,
         stop: bool = False,
     ) -> None:
         if active < 1 or wait < 0 or warmup < 0:
             raise ValueError(f"wait {wait}, warmup {warmup}, active {active}: at least 0, 0 and 1")
+        if nvtx and not torch.cuda.is_available():
+            raise ValueError("nvtx marks steps for Nsight Systems and needs CUDA: leave it out")
         self.directory = Path(directory)
         self.wait, self.warmup, self.active = wait, warmup, active
         self.shapes, self.memory, self.stacks = shapes, memory, stacks
-        self.stop = stop
+        self.tensorboard = None if tensorboard is None else Path(tensorboard)
+        self.nvtx, self.stop = nvtx, stop
         self.path: Path | None = None  # of the trace, once it is written
-        self._profiler: torch.profiler.profile | None = None
+        self._profiler: torch.profiler.profile | NvtxRanges | None = None
         self._over = False
         self._steps = 0
         self._batch, self._batches = batch, BatchWatch()
@@ -117,7 +126,12 @@ class Capture:
         if profiler is not None:
             seen = self._batches.end(self._steps)
             self._batch = self._batch or seen
-            if self._steps >= self.wait + self.warmup:
+            first, last = self.wait + self.warmup, self._steps
+            if isinstance(profiler, NvtxRanges):
+                if last > first and self._rank == 0:
+                    steps = f"steps {first} to {last - 1} are"
+                    print(f"tutti profile: {steps} marked for Nsight Systems", file=sys.stderr)
+            elif last >= first:
                 # Before the end: what is added later does not reach the file.
                 profiler.add_metadata_json("tutti", json.dumps(self._about(), default=str))
             profiler.stop()  # calls _write if steps were being recorded
@@ -192,16 +206,19 @@ class Capture:
             activities.append(ProfilerActivity.CUDA)
         # NCCL puts sizes into the trace by itself.
         shapes = len(activities) == 1 if self.shapes is None else self.shapes
-        self.directory.mkdir(parents=True, exist_ok=True)
         self._rank, self._size = _identity()
-        self._profiler = torch.profiler.profile(
-            activities=activities,
-            schedule=self._action,
-            on_trace_ready=self._write,
-            record_shapes=shapes,
-            profile_memory=self.memory,
-            with_stack=self.stacks,
-        )
+        if self.nvtx:
+            self._profiler = NvtxRanges(self._action, shapes)
+        else:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._profiler = torch.profiler.profile(
+                activities=activities,
+                schedule=self._action,
+                on_trace_ready=self._write,
+                record_shapes=shapes,
+                profile_memory=self.memory,
+                with_stack=self.stacks,
+            )
         self._profiler.start()
         self._batches.begin()
         self._begin_step()
@@ -223,6 +240,11 @@ class Capture:
         profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(path)
         self.path = path
+        if self.tensorboard is not None:
+            self.tensorboard.mkdir(parents=True, exist_ok=True)
+            # The plugin takes what stands before the time for the name of the worker.
+            name = f"rank{self._rank}.{time.time_ns()}.pt.trace.json.gz"
+            shutil.copyfile(path, self.tensorboard / name)
 
     def _about(self) -> dict[str, Any]:
         """What a trace does not say by itself."""
