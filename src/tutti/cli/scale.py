@@ -27,6 +27,7 @@ _INTERRUPTED = 130
 _SCHEMA = "tutti.scale/1"
 # Samples of a data set that a plan is tried with: the real one is not loaded here.
 _MANY = 1 << 40
+_NO_FORECAST = {"rows": [], "below": {}, "reason": "no forecast: a flag was swept"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def _check(options: Scale) -> None:
     launcher = identify(os.environ).launcher
     if launcher != "python":
         raise UsageError(
-            f"it starts ranks itself, and this process is one already (launcher: {launcher}): start "
+            f"it starts ranks itself, and this process is one already, of {launcher}: start "
             "it once, without a launcher"
         )
     for flag in ("repeats", "steps", "active", "ranks_per_gpu"):
@@ -249,7 +250,8 @@ def _learning_rates(options: Scale, sizes: list[int], flags: list[str], values: 
         {"flags": {"lr": rate}, "ranks": ranks, **{key: found.get(key) for key in kept}}
         for (rate, ranks), found in results.items()
     ]
-    _write(options, _folder(options), {"rows": [], "fit": None, "sweep": sweep})
+    results = {"mode": None, "unit": None, "rows": [], "fit": None, "forecast": _NO_FORECAST}
+    _write(options, _folder(options), results | {"sweep": sweep, "complete": code == 0})
     return code
 
 
@@ -287,7 +289,8 @@ def _measure(
         scaling = Scaling(campaign.runs, mode)
         results = scaling.results() | {"notes": [*scaling.notes(), *job.notes(sizes)]}
         if swept:
-            results |= {"rows": [], "forecast": None, "sweep": sweep_rows(campaign.runs, mode)}
+            results |= {"rows": [], "forecast": _NO_FORECAST}
+            results["sweep"] = sweep_rows(campaign.runs, mode)
             print("\n".join(sweep_lines(results["sweep"], results["notes"])))
         else:
             results["sweep"] = []
@@ -302,7 +305,7 @@ def _write(options: Scale, out: Path, results: dict[str, Any]) -> None:
     for path in (out / "scale.json", options.json):
         if path is not None:
             write_json(path, _SCHEMA, results)
-    print(f"the runs are in {out}", file=sys.stderr)
+    print(f"results are in {out}", file=sys.stderr)
 
 
 def _ended(campaign: "Campaign") -> int:

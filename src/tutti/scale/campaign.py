@@ -78,21 +78,13 @@ class Campaign:
         # A run is for its figures: nothing of it is gone on with.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         try:
-            return read(folder, turn.ranks, turn.repeat, self._schedule.settle, turn.flags)
+            return read(folder, turn.ranks, turn.repeat, self._schedule, turn.flags)
         except NotMeasured as reason:
             if not interruption.asked:
-                self.failure = self._blame(turn, tail(log), code, str(reason))
+                how = f"the program ended with code {code}" if code else str(reason)
+                said = f"Its last lines ({log}):\n{tail(log)}" if log.stat().st_size else ""
+                self.failure = f"{_title(turn)}: {how}. {said}".rstrip()
             return None
-
-    def _blame(self, turn: Turn, said: str, code: int, reason: str) -> str:
-        if code:
-            how = f"the program ended with code {code}"
-        else:
-            how = (
-                f"{reason}; every rank must take {self._schedule.steps} steps of a torch "
-                "optimizer: train longer, or give --steps or --settle less"
-            )
-        return f"{_title(turn)}: {how}. Its last lines:\n{said}".rstrip()
 
 
 def _title(turn: Turn) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tutti.profile.explain import explain
 from tutti.scale.causes import Step, seen_from_the_fastest
+from tutti.scale.job import Schedule
 from tutti.world.errors import UsageError
 
 
@@ -47,12 +48,20 @@ class Measured:
 
 
 def read(
-    folder: Path, ranks: int, repeat: int, settle: int, flags: dict[str, str] | None = None
+    folder: Path, ranks: int, repeat: int, schedule: Schedule, flags: dict[str, str] | None = None
 ) -> Measured:
     """Read what a run has left."""
     files = list((folder / "traces").glob("rank*.json.gz"))
+    if not files:
+        raise NotMeasured(
+            f"no rank left a trace: each must take {schedule.steps} steps of a torch optimizer: "
+            "train longer, or give --steps or --settle less"
+        )
     if len(files) != ranks:
-        raise NotMeasured(f"{len(files)} of {ranks} ranks left a trace")
+        raise NotMeasured(
+            f"{len(files)} of {ranks} ranks left a trace: does the command start {ranks}, and does "
+            "each train?"
+        )
     try:
         explanation = explain(files)
     except (UsageError, ValueError, OSError) as error:
@@ -62,7 +71,7 @@ def read(
         raise NotMeasured(
             f"its ranks say that they are a world of {rows['world_size']}, not of {ranks}"
         )
-    times = [trace.about.get("step_s", [])[settle:] for trace in explanation.traces]
+    times = [trace.about.get("step_s", [])[schedule.settle :] for trace in explanation.traces]
     if not all(times):
         raise NotMeasured("a trace holds no step that was timed without the profiler")
     seconds = mean(mean(each) for each in times)
