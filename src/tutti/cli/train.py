@@ -67,10 +67,7 @@ class Train:
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    base, name = _recipe_named_in(arguments)
-    options = parse(Train, "tutti train", arguments, default=Train(settings=base, recipe=name))
-    if options.benchmark:
-        options = _as_benchmark(options, arguments)
+    options, base = read_flags(arguments)
     if options.lr_sweep is not None:
         from tutti.cli.lr_sweep import sweep
 
@@ -90,6 +87,13 @@ def main(arguments: list[str]) -> int:
             grace=_GRACE_SECONDS,
         ).run()
     return _train(options, base)
+
+
+def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Train, Recipe]:
+    """What a command line asks for, and the recipe that its flags have changed."""
+    base, name = _recipe_named_in(arguments)
+    options = parse(Train, program, arguments, default=Train(settings=base, recipe=name))
+    return (_as_benchmark(options, arguments) if options.benchmark else options), base
 
 
 def _train(options: Train, base: Recipe) -> int:

@@ -28,6 +28,8 @@ from .step_clock import StepClock
 # Entries of torch's flight recorder that go into a trace: it knows group and sequence number of
 # every collective, which a gloo trace does not.
 _RECORDER_ENTRIES = 20_000
+# How long a rank that has written its trace waits for the others before it ends the program.
+_PATIENCE_SECONDS = 60.0
 
 
 class Capture:
@@ -42,6 +44,7 @@ class Capture:
     `tensorboard` is a folder that traces are put into as TensorBoard's profile plugin names them.
     `nvtx` marks the steps for Nsight Systems instead of recording them; it needs CUDA.
     `batch` is how many samples a step of this rank has; None: as the program's loader says.
+    With `stop` the program ends when all ranks have written: what follows is of no interest.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Capture:
         tensorboard: str | os.PathLike[str] | None = None,
         nvtx: bool = False,
         batch: int | None = None,
+        stop: bool = False,
     ) -> None:
         if active < 1 or wait < 0 or warmup < 0:
             raise ValueError(f"wait {wait}, warmup {warmup}, active {active}: at least 0, 0 and 1")
@@ -66,7 +70,7 @@ class Capture:
         self.wait, self.warmup, self.active = wait, warmup, active
         self.shapes, self.memory, self.stacks = shapes, memory, stacks
         self.tensorboard = None if tensorboard is None else Path(tensorboard)
-        self.nvtx = nvtx
+        self.nvtx, self.stop = nvtx, stop
         self.path: Path | None = None  # of the trace, once it is written
         self._profiler: torch.profiler.profile | NvtxRanges | None = None
         self._over = False
@@ -101,6 +105,8 @@ class Capture:
             self._begin_step()
         else:
             self.close()
+            if self.stop:
+                self._end_program()
 
     def _begin_step(self) -> None:
         if self._steps < self.wait:
@@ -129,6 +135,14 @@ class Capture:
                 # Before the end: what is added later does not reach the file.
                 profiler.add_metadata_json("tutti", json.dumps(self._about(), default=str))
             profiler.stop()  # calls _write if steps were being recorded
+
+    def _end_program(self) -> None:
+        """As sys.exit would: the program's own endings run, on all ranks at the same step."""
+        here = min(self._size, int(os.environ.get("LOCAL_WORLD_SIZE", self._size)))
+        patience = time.monotonic() + _PATIENCE_SECONDS
+        while len(list(self.directory.glob("rank*"))) < here and time.monotonic() < patience:
+            time.sleep(0.02)
+        raise SystemExit(0)
 
     def follow_optimizers(self) -> "Capture":
         """Find the steps by torch's hook on all optimizers. Nothing is recorded before the first
