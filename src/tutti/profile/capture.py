@@ -183,6 +183,8 @@ class Capture:
             "backend": "none",
             "host_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "recorder": [],
+            "threads": torch.get_num_threads(),
+            "cpus": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         }
         if torch.cuda.is_available():
             about["device_memory_bytes"] = torch.cuda.max_memory_allocated()

@@ -7,6 +7,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from tutti.profile.advice import Case, advise
+from tutti.profile.axes import by_axis, name_axes
+from tutti.profile.buckets import after_backward, bucket_rows
 from tutti.profile.matching import Clock, Meeting, align, match
 from tutti.profile.parts import PARTS, StepParts, split_step
 from tutti.profile.rank_trace import RankTrace, read_rank
@@ -29,14 +32,18 @@ class Explanation:
     notes: list[str]
 
     def rows(self) -> dict[str, Any]:
-        """ranks[], steps[], comm[], stragglers[], and what stands beside them."""
-        ranks = [trace.rank for trace in self.traces]
+        """ranks[], steps[], comm[], stragglers[], advice[], and what stands beside them."""
+        late = stragglers([trace.rank for trace in self.traces], self.steps, self.meetings)
         return {
             "world_size": max(trace.world_size for trace in self.traces),
             "ranks": [self._rank(*each) for each in zip(self.traces, self.clocks, strict=True)],
             "steps": [_step_row(each) for each in self.steps],
             "comm": traffic(self.traces, self.meetings),
-            "stragglers": stragglers(ranks, self.steps, self.meetings),
+            "axes": by_axis(self.steps),
+            "buckets": bucket_rows(self.traces),
+            "buckets_after_backward_s": after_backward(self.traces),
+            "stragglers": late,
+            "advice": advise(Case(self.traces, self.steps, self.meetings, late)),
             "notes": self.notes,
         }
 
@@ -118,6 +125,8 @@ def explain(files: Sequence[Path]) -> Explanation:
             f"traces of {_ranks(missing)} are missing ({len(there)} of {size} are here): waiting "
             "for those counts as moving data"
         )
+    for trace in traces:
+        name_axes(trace)
     clocks = align(traces)
     meetings = match(traces)
     if len(traces) > 1 and not meetings:
