@@ -7,6 +7,7 @@ What is wrong with it is planted by the environment: rank `LATE` sleeps before i
 import os
 import sys
 import time
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ SLOW_INPUT = int(os.environ.get("SLOW_INPUT", -1))
 BUCKET_MB = float(os.environ.get("BUCKET_MB", 0.1))
 LAYERS = int(os.environ.get("LAYERS", 4))
 WIDTH = int(os.environ.get("WIDTH", 128))
+WIDE = int(os.environ.get("WIDE", WIDTH))  # in the middle
 BATCH = int(os.environ.get("BATCH", 16))
 
 
@@ -32,7 +34,7 @@ class Samples(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if dist.get_rank() == SLOW_INPUT:
-            time.sleep(0.002)
+            time.sleep(0.0005)
         return self.values[index]
 
 
@@ -40,7 +42,8 @@ def main(backend: str, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(backend)
     side = dist.new_group(backend=backend)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    widths = [WIDE if n == LAYERS // 2 else WIDTH for n in range(LAYERS + 1)]
+    model = nn.Sequential(*(nn.Linear(*each) for each in pairwise(widths)))
     model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = BATCH * (3 if dist.get_rank() == UNEVEN else 1)

@@ -36,6 +36,11 @@ class Case:
     stragglers: Sequence[dict[str, Any]]
 
     @property
+    def count(self) -> int:
+        """How many steps were traced."""
+        return len({each.step for each in self.steps})
+
+    @property
     def step_s(self) -> float:
         return mean(each.seconds for each in self.steps)
 
@@ -69,10 +74,13 @@ def advise(case: Case) -> list[Advice]:
         *(_buckets, _overlap, _grouping, _replicas, _sharding),
         *(_input, _stragglers, _binding, _microbatches, _gaps),
     )
-    found = [each for kind in kinds for each in kind(case)]
-    found += _accumulation(case, found)
-    worth = [each for each in found if each["gain_s"] is None or each["gain_share"] > WORTH]
-    return sorted(worth, key=lambda each: -(each["gain_s"] or 0.0))
+    found = [each for kind in kinds for each in kind(case) if _is_worth(each)]
+    found += [each for each in _accumulation(case, found) if _is_worth(each)]
+    return sorted(found, key=lambda each: -(each["gain_s"] or 0.0))
+
+
+def _is_worth(each: Advice) -> bool:
+    return each["gain_s"] is None or each["gain_share"] > WORTH
 
 
 def _advice(
@@ -109,7 +117,11 @@ def _exposed_is(case: Case) -> str:
 def _buckets(case: Case) -> Iterator[Advice]:
     """DDP's buckets in other sizes: see WhatIf."""
     seen = case.exposed("dp", bucket=True)
-    cost = fit([(each.any.bytes, each.transfer) for each in case.per_step("all_reduce", "dp")])
+    sums = case.per_step("all_reduce", "dp")
+    alike = [each for each in sums if each.any.ready is not None]
+    # Other messages run under other conditions; they count where one bucket is all there is.
+    alone = len({each.any.bytes for each in alike}) == 1 and len(alike) <= case.count
+    cost = fit([(each.any.bytes, each.transfer) for each in (sums if alone else alike)])
     if cost is None or seen <= 0:
         return
     what_if = WhatIf(case.traces, cost, seen)
@@ -187,12 +199,11 @@ def _overlap(case: Case) -> Iterator[Advice]:
 def _grouping(case: Case) -> Iterator[Advice]:
     """Many small messages: all but one of their latencies α go away when they are sent as one."""
     small = [each for each in case.per_step("all_reduce", "dp") if each.any.ready is None]
-    steps = len({each.step for each in case.steps})
-    count = len(small) / steps
+    count = len(small) / case.count
     cost = fit([(each.any.bytes, each.transfer) for each in case.per_step("all_reduce", "dp")])
     if cost is None or count < 4:
         return
-    sent = sum(each.any.bytes for each in small) / steps
+    sent = sum(each.any.bytes for each in small) / case.count
     bound = "" if cost.apart else ", at best: messages of one size do not tell what one would take"
     yield _advice(
         case,
@@ -220,11 +231,10 @@ def _accumulation(case: Case, found: Sequence[Advice]) -> Iterator[Advice]:
         case,
         "accumulation",
         "exposed",
-        f"{_exposed_is(case)}; summing gradients, {1e3 * exposed:.1f} ms of it stay whatever the "
-        "buckets",
-        f"summed once for {k} times the samples, {{remains}} would remain: accumulate over {k} "
-        f"batches, or give each rank {k} times the batch; the global batch is then {k} times as "
-        "large, so look at the learning rate again",
+        f"{_exposed_is(case)}; sums of gradients are {1e3 * exposed:.1f} ms of it"
+        + (", after what is said of them above" if gained else ""),
+        f"accumulated over {k} batches, or with {k} times the batch on each rank, {{remains}} "
+        f"would remain; {k} times the global batch asks for another learning rate",
         exposed * (1 - 1 / k),
         case.part("exposed") - gained - exposed * (1 - 1 / k),
     )
@@ -237,10 +247,9 @@ def _replicas(case: Case) -> Iterator[Advice]:
     if exposed <= 0 or not gathered or not case.per_step("reduce_scatter", "shard"):
         return
     ranks = gathered[0].any.group_size or len(gathered[0].members)
-    steps = len({each.step for each in case.steps})
     # Parameters are gathered for forward and for backward. Whole copies of them, of gradients and
     # of Adam's two states take the place of parts.
-    model = sum(each.any.bytes for each in gathered) / steps / 2
+    model = sum(each.any.bytes for each in gathered) / case.count / 2
     more = 4 * model * (1 - 1 / ranks)
     room = [
         trace.device_bytes * _FULL - trace.memory_bytes
@@ -308,12 +317,11 @@ def _stragglers(case: Case) -> Iterator[Advice]:
     """A late rank: what others wait for it, at most what it is later than the second latest, and
     what it has more of than they have. Waiting that nothing explains is chance, not a straggler.
     """
-    steps = len({each.step for each in case.steps})
     for row in case.stragglers:
         part = row["instead"]["part"]
         if not (row["straggler"] and row["steady"]) or part == "input":
             continue
-        late = (row["late_by_s"] or {"mean": 0.0})["mean"] * row["last"] / steps
+        late = (row["late_by_s"] or {"mean": 0.0})["mean"] * row["last"] / case.count
         more = f"{1e3 * row['instead']['seconds']:.1f} ms more of {part.replace('_', ' ')}"
         yield _advice(
             case,

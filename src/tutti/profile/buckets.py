@@ -7,7 +7,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import mean
 from typing import Any
 
 from tutti.profile.collective import Collective
@@ -59,13 +58,3 @@ def in_step(trace: RankTrace, step: Step) -> list[Collective]:
 def bucket_rows(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
     """`buckets[]` of the JSON."""
     return [asdict(each) for each in buckets(traces)]
-
-
-def after_backward(traces: Sequence[RankTrace]) -> float | None:
-    """Seconds from the end of backward to the end of the last bucket, the mean of all steps."""
-    tails = []
-    for trace in traces:
-        for step in trace.steps:
-            if step.gradients is not None and (found := in_step(trace, step)):
-                tails.append(max(each.end for each in found) - step.gradients[1])
-    return mean(tails) if tails else None

@@ -12,6 +12,7 @@ Every moment of a step belongs to exactly one part:
     host_gap       nothing at all is seen: Python, a sleep, a GPU that was given nothing to do
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from tutti.profile.collective import Collective
@@ -36,6 +37,8 @@ class StepParts:
     waited_for: dict[int, float]  # what others' lateness cost this rank, by who was late
     # hidden, exposed and wait (a bubble included) by what communicated: they add up to the parts.
     talk: dict["Kind", dict[str, float]]
+    # The first gradient and the end of backward, from the step's start.
+    gradients: tuple[float, float] | None
 
     @property
     def overlap(self) -> float | None:
@@ -88,9 +91,17 @@ def split_step(trace: RankTrace, step: Step) -> StepParts:
         "host_gap": (quiet - other).seconds,
         "rest": other.seconds,
     }
-    talk = _by_kind({"hidden": hidden, "exposed": exposed, "wait": waiting | bubble}, lasting)
-    moved = parts["hidden"] + parts["exposed"]
-    return StepParts(trace.rank, step.number, whole.seconds, parts, moved, waited_for, talk)
+    return StepParts(
+        rank=trace.rank,
+        step=step.number,
+        seconds=whole.seconds,
+        parts=parts,
+        communication=parts["hidden"] + parts["exposed"],
+        waited_for=waited_for,
+        talk=_by_kind({"hidden": hidden, "exposed": exposed, "wait": waiting | bubble}, lasting),
+        gradients=step.gradients
+        and (step.gradients[0] - step.start, step.gradients[1] - step.start),
+    )
 
 
 def _by_kind(
@@ -102,12 +113,14 @@ def _by_kind(
         stretch = Times.of(pairs)
         talk[kind] = {name: (region & stretch).seconds for name, region in regions.items()}
         regions = {name: region - stretch for name, region in regions.items()}
-    # Calls whose communication is not in the trace, and the way in and out of calls.
-    left = {name: region.seconds for name, region in regions.items()}
-    if any(left.values()):
-        none = talk.setdefault((None, False), dict.fromkeys(left, 0.0))
-        for name, seconds in left.items():
-            none[name] += seconds
+    # The way in and out of a call, and waking up after it, belong to what came before.
+    called = [(pair[0], kind) for kind, pairs in lasting.items() for pair in pairs]
+    called.sort(key=lambda each: each[0])
+    for name, region in regions.items():
+        for start, end in zip(region.starts, region.ends, strict=True):
+            before = bisect_right(called, end, key=lambda each: each[0])
+            kind = called[max(0, before - 1)][1] if called else (None, False)
+            talk.setdefault(kind, dict.fromkeys(regions, 0.0))[name] += float(end - start)
     return talk
 
 

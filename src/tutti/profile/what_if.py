@@ -3,7 +3,7 @@
 A message of s bytes takes α + β·s seconds. Gradients become ready over backward as they did; every
 bucket is sent when it is full and a lane is free (NCCL has one, gloo's threads are two). What of it
 lies after backward is exposed, and so is what runs while backward itself has nothing to compute.
-The model of the buckets as they are is compared with what was seen, and the ratio is kept.
+The model of the buckets as they are is compared with what was seen, and the ratio is applied.
 """
 
 import heapq
@@ -91,8 +91,9 @@ class WhatIf:
         self._passes = [_observed(*each) for each in found]
         self.sizes = [[each.bytes for each in sent] for *_, sent in found]
         model = self._of(self.sizes) if found else Exposed(0.0, 0.0)
-        whole = model.during + model.added
-        self.ratio = seen / whole if whole > 0 else None
+        # What lies within backward is bounded by it; the rest is what the model may be wrong about.
+        left = seen - model.during
+        self.ratio = left / model.added if model.added > 0 and left > 0 else None
         self.now = self._scaled(model)
 
     def with_buckets_of(self, size: float) -> Exposed:
@@ -105,8 +106,7 @@ class WhatIf:
         return self._scaled(self._of(cut))
 
     def _scaled(self, model: Exposed) -> Exposed:
-        ratio = self.ratio or 0.0
-        return Exposed(model.during * ratio, model.added * ratio)
+        return Exposed(model.during, model.added * (self.ratio or 0.0))
 
     def _of(self, sizes: Sequence[Sequence[float]]) -> Exposed:
         outcomes = [self._send(*each) for each in zip(self._passes, sizes, strict=True)]
