@@ -1,7 +1,7 @@
 """A training script as people have it: plain DDP, nothing of tutti.
 
 What is wrong with it is planted by the environment: rank `LATE` sleeps before its backward, rank
-`UNEVEN` has three times the batch, rank `SLOW_INPUT` waits for every sample, `BUCKET_MB` is DDP's.
+`UNEVEN` has three times the batch, rank `SLOW_INPUT` waits for every batch, `BUCKET_MB` is DDP's.
 """
 
 import os
@@ -33,8 +33,8 @@ class Samples(Dataset[torch.Tensor]):
         return len(self.values)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if dist.get_rank() == SLOW_INPUT:
-            time.sleep(0.0005)
+        if dist.get_rank() == SLOW_INPUT and index % BATCH == 0:
+            time.sleep(0.06)
         return self.values[index]
 
 

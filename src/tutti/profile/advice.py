@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from tutti.profile.buckets import in_step
+from tutti.profile.buckets import format_bytes, in_step
 from tutti.profile.matching import Meeting
 from tutti.profile.parts import StepParts
 from tutti.profile.rank_trace import RankTrace
@@ -134,15 +134,13 @@ def _buckets(case: Case) -> Iterator[Advice]:
     tried = [size for size in _BUCKET_MB if enough is None or size <= enough]
     if enough is None:
         tried.append(math.ceil(total / _MB))
-    gains = {
-        size: what_if.now.added - what_if.with_buckets_of(size * _MB).added for size in tried
-    }
+    gains = {size: what_if.now.added - what_if.with_buckets_of(size * _MB).added for size in tried}
     best = max(gains.values())
     # Among equals the smallest: it starts first, and needs the least memory.
     size = next(size for size in tried if gains[size] >= best - 0.01 * case.step_s)
     after = what_if.with_buckets_of(size * _MB)
     seconds = case.part("exposed") - seen + after.during + after.added
-    count, largest = round(mean(map(len, sizes))), max(map(max, sizes))
+    count, largest = round(mean(map(len, sizes))), format_bytes(max(map(max, sizes)))
     one = " (one bucket)" if size * _MB >= total else ""
     bound = (
         ""
@@ -153,16 +151,12 @@ def _buckets(case: Case) -> Iterator[Advice]:
         case,
         "buckets",
         "exposed",
-        f"{_exposed_is(case)}, with {count} bucket{'s' * (count != 1)} of up to {_mb(largest)}",
+        f"{_exposed_is(case)}, with {count} bucket{'s' * (count != 1)} of up to {largest}",
         f"with buckets of {size} MB{one} {{remains}} would remain{bound}: "
         f"DDP(bucket_cap_mb={size}), tutti train --bucket-mb {size}",
         gains[size],
         seconds,
     )
-
-
-def _mb(size: float) -> str:
-    return f"{size / _MB:.1f} MB" if size >= 0.1 * _MB else f"{size / 1024:.0f} KB"
 
 
 def _overlap(case: Case) -> Iterator[Advice]:
@@ -209,7 +203,7 @@ def _grouping(case: Case) -> Iterator[Advice]:
         case,
         "grouping",
         "exposed",
-        f"{_exposed_is(case)}; {count:.0f} all-reduces carry {_mb(sent)} of a step",
+        f"{_exposed_is(case)}; {count:.0f} all-reduces carry {format_bytes(sent)} of a step",
         f"sent as one, {{remains}} would remain{bound}: flatten the tensors, or use DDP",
         min(case.exposed("dp", bucket=False), cost.alpha * (count - 1)),
     )
@@ -303,10 +297,11 @@ def _input(case: Case) -> Iterator[Advice]:
         case,
         "input",
         "input",
-        f"{whom} waits {1e3 * load:.1f} ms of a step for its data, {100 * load / case.step_s:.0f} %",
-        "with more workers than it has"
+        f"{whom} waits {1e3 * load:.1f} ms of a step ({100 * load / case.step_s:.0f} %) for its "
+        "data",
+        "with enough workers (it has some: the trace does not tell how many) none would remain"
         if any(trace.has_loader_workers for trace in case.traces)
-        else f"with {many} loading while the rest runs, none would remain: "
+        else f"with {many} loading while the rest runs none would remain: "
         f"DataLoader(num_workers={workers})",
         load,
         0.0,
@@ -376,7 +371,9 @@ def _binding(case: Case) -> Iterator[Advice]:
             "wait",
             f"{finding} on the {len(cpus)} CPUs of {host or 'a host'}",
             (cure if each else f"start at most {len(cpus)} ranks there")
-            + ("" if known else ": what is gained the trace does not tell, as all are slowed alike"),
+            + (
+                "" if known else ": what is gained the trace does not tell, as all are slowed alike"
+            ),
             gain if known else None,
         )
 
@@ -421,4 +418,3 @@ def _gaps(case: Case) -> Iterator[Advice]:
             "remain at best",
             case.part("host_gap"),
         )
-

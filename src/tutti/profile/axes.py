@@ -24,7 +24,7 @@ _SHARDING = ("all_gather", "reduce_scatter")
 
 
 def name_axes(trace: RankTrace) -> None:
-    """Give each communication its axis. Before ranks are matched: ranks of groups are found, too."""
+    """Give each communication its axis, and the ranks of its group: matching needs those."""
     described = {str(each.get("pg_desc", "")): each for each in trace.groups.values()}
     there = {
         axis

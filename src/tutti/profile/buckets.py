@@ -1,8 +1,8 @@
 """DDP's buckets on a timeline: gradients of several parameters that are all-reduced together.
 
-    ready      the last gradient of the bucket was there, and the reducer called all_reduce
-    started    data began to move: every rank had called, and the messages before it left room
-    done       the sum was there
+ready      the last gradient of the bucket was there, and the reducer called all_reduce
+started    data began to move: every rank had called, and the messages before it left room
+done       the sum was there
 """
 
 from collections.abc import Sequence
@@ -58,3 +58,8 @@ def in_step(trace: RankTrace, step: Step) -> list[Collective]:
 def bucket_rows(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
     """`buckets[]` of the JSON."""
     return [asdict(each) for each in buckets(traces)]
+
+
+def format_bytes(size: float) -> str:
+    """As people say it, binary as DDP's bucket_cap_mb is: 36 KB, 0.5 MB, 25.0 MB."""
+    return f"{size / (1 << 20):.1f} MB" if size >= 0.1 * (1 << 20) else f"{size / 1024:.0f} KB"

@@ -191,8 +191,7 @@ class _Reading:
         else:
             self.operators[thread].add(start, end)
             if name in _HEAVY:
-                dims = event.get("args", {}).get("Input Dims") or []
-                self.work += sum(math.prod(each) for each in dims[:3] if _is_shape(each))
+                self.work += _products(name, event.get("args", {}).get("Input Dims") or [])
 
     def _annotation(self, event: Event, start: float, end: float) -> None:
         name = str(event["name"])
@@ -296,9 +295,10 @@ class _Reading:
         moment = self.backward.on_device
         for said in self.parameters:
             made = self.kernel_of.get(said.arguments.get("External id"))
-            if made is not None and made.operation == "all_reduce":
-                if self.backward.accumulates(said.thread, said.start):
-                    made.ready = min(moment(said.start) or made.arrival, made.arrival)
+            if made is None or made.operation != "all_reduce":
+                continue
+            if self.backward.accumulates(said.thread, said.start):
+                made.ready = min(moment(said.start) or made.arrival, made.arrival)
         of_step = {}
         for step in self.steps:
             if step.gradients is not None:
@@ -311,8 +311,14 @@ class _Reading:
                 step.gradients = of_step.get(step.number)
 
 
-def _is_shape(dims: Any) -> bool:
-    return isinstance(dims, list) and all(isinstance(each, int) for each in dims)
+def _products(name: str, dims: list[Any]) -> int:
+    """Multiplications of a product of matrices, or about those of a convolution."""
+    shapes = [d for d in dims[:3] if len(d) > 1 and all(isinstance(each, int) for each in d)]
+    if len(shapes) < 2:
+        return 0
+    if "convolution" in name:  # input or its gradient, and the weight without its outputs
+        return int(math.prod(shapes[0]) * math.prod(shapes[-1][1:]))
+    return int(math.prod(shapes[-2]) * shapes[-1][-1])
 
 
 def _one_after_another(steps: list[Step]) -> list[Step]:

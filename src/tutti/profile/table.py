@@ -129,7 +129,9 @@ def _to_try(rows: dict[str, Any]) -> Iterator[str]:
     for each in found[:_MOST_ADVICE]:
         gain = ""
         if each["gain_s"] is not None:
-            gain = f" (-{1e3 * each['gain_s']:.1f} ms, {100 * each['gain_share']:.0f} % of the step)"
+            gain = (
+                f" (-{1e3 * each['gain_s']:.1f} ms, {100 * each['gain_share']:.0f} % of the step)"
+            )
         yield from wrap(
             f"{each['finding']}; {each['try']}{gain}",
             80,

@@ -16,7 +16,9 @@ def traffic(traces: Sequence[RankTrace], meetings: Sequence[Meeting]) -> list[di
     A communication that only one rank's trace shows counts its whole time, waiting included, and
     its row says so: `matched` is less than `count`.
     """
-    rows: dict[tuple[str, str, str | None, int, str], list[tuple[float, float, bool, int]]] = defaultdict(list)
+    rows: dict[tuple[str, str, str | None, int, str], list[tuple[float, float, bool, int]]] = (
+        defaultdict(list)
+    )
     together = {id(each) for meeting in meetings for each in meeting.members.values()}
     for meeting in meetings:
         one = meeting.any

@@ -21,6 +21,7 @@ from tutti.profile.rank_trace import RankTrace, Step
 
 # Sizes that differ by less do not tell latency and bandwidth apart.
 _APART = 4.0
+_TOUCH = 1e-6  # messages that follow each other at once are not under way together
 _MOST_STEPS = 48  # of all ranks, spread evenly; more do not change a mean
 
 
@@ -51,11 +52,15 @@ def fit(points: Sequence[tuple[int, float]]) -> Cost | None:
     level = Cost(y, 0.0, apart=False)
     if max(by_size) < _APART * max(1, min(by_size)):
         return level
-    beta = sum(w * (s - x) * (t - y) for w, s, t in rows) / sum(w * (s - x) ** 2 for w, s, _ in rows)
+    beta = sum(w * (s - x) * (t - y) for w, s, t in rows) / sum(
+        w * (s - x) ** 2 for w, s, _ in rows
+    )
     if beta <= 0:
         return level
     if beta * x > y:
-        return Cost(0.0, sum(w * s * t for w, s, t in rows) / sum(w * s * s for w, s, _ in rows), True)
+        return Cost(
+            0.0, sum(w * s * t for w, s, t in rows) / sum(w * s * s for w, s, _ in rows), True
+        )
     return Cost(y - beta * x, beta, apart=True)
 
 
@@ -150,7 +155,7 @@ def _observed(trace: RankTrace, step: Step, sent: list[Collective]) -> _Pass:
 
 def _at_once(sent: Sequence[Collective]) -> int:
     """How many messages were moving at the same time, at most."""
-    edges = [(each.waited_until, 1) for each in sent] + [(each.end, -1) for each in sent]
+    edges = [(each.waited_until + _TOUCH, 1) for each in sent] + [(each.end, -1) for each in sent]
     most = now = 0
     for _, change in sorted(edges):
         now += change
