@@ -185,6 +185,17 @@ def test_communication_is_split_by_axis_and_adds_up_to_the_parts(tmp_path: Path)
     assert all(each["count"] == each["matched"] for each in rows["comm"])
 
 
+def test_a_mesh_gives_its_one_large_axis_the_default_group(tmp_path: Path) -> None:
+    """shard2 of pp, dp, shard, tp: the groups of the others have one rank each."""
+    groups = [("0", "default_pg", [0, 1])]
+    groups += [(str(n), f"mesh_{axis}", [0]) for n, axis in enumerate(("pp", "dp", "tp"), 1)]
+    events = [_step(), _x("cpu_op", "c10d::allreduce_", 100, 200)]
+
+    rows = explain([_write(tmp_path, 0, events, groups)]).rows()
+
+    assert [each["axis"] for each in rows["axes"]] == ["shard"]
+
+
 @pytest.mark.parametrize(
     ("call", "axis"), [("allreduce_", "dp"), ("_allgather_base_", "shard"), ("send", "pp")]
 )

@@ -26,11 +26,7 @@ _SHARDING = ("all_gather", "reduce_scatter")
 def name_axes(trace: RankTrace) -> None:
     """Give each communication its axis, and the ranks of its group: matching needs those."""
     described = {str(each.get("pg_desc", "")): each for each in trace.groups.values()}
-    there = {
-        axis
-        for each in trace.groups.values()
-        if int(each.get("pg_size", 0)) > 1 and (axis := _named(str(each.get("pg_desc", ""))))
-    }
+    there = _axes_there(trace)
     for each in trace.collectives:
         if each.group.startswith("tutti "):
             # Its name is the group's description. Several groups have the same, of other ranks.
@@ -42,6 +38,19 @@ def name_axes(trace: RankTrace) -> None:
         if not each.group_ranks:
             each.group_ranks = tuple(group.get("ranks") or ())
         each.axis = _axis(each, str(group.get("pg_desc", "")), trace.world_size, there)
+
+
+def _axes_there(trace: RankTrace) -> set[str]:
+    """The axes of more than one rank."""
+    sizes = {
+        axis: int(each.get("pg_size", 0))
+        for each in trace.groups.values()
+        if (axis := _named(str(each.get("pg_desc", "")))) is not None
+    }
+    large = {axis for axis, size in sizes.items() if size > 1}
+    # An axis of all ranks gets no group of its own, but the default one: it is the one not named.
+    unnamed = set(_NAMES.values()) - set(sizes)
+    return unnamed if not large and len(unnamed) == 1 else large
 
 
 def _axis(each: Collective, description: str, world: int, there: set[str]) -> str | None:
