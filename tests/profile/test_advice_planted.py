@@ -1,8 +1,8 @@
 """Advice is checked by taking it: causes are planted in a plain DDP script, then removed.
 
-Real processes, two gloo ranks. Shares of a step are medians over steps: on a machine that others
-use, one step in ten may last ten times as long. A forecast holds if what is gained lies between
-half and twice of it; in twenty runs on a machine with eight others at work it was 0.8 to 1.6.
+Real processes, two gloo ranks. Steps and shares of them are medians: on a machine that others use,
+one step in ten may last ten times as long. A forecast holds if the step becomes shorter by between
+half and twice of it: in twelve runs on two cores with ten others at work it was 0.67 to 1.67.
 """
 
 import json
@@ -47,6 +47,10 @@ def _share(rows: dict[str, Any], part: str) -> float:
     return mean(median(each) for each in shares.values())
 
 
+def _length(rows: dict[str, Any]) -> float:
+    return median(each["seconds"] for each in rows["steps"])
+
+
 def _largest(rows: dict[str, Any]) -> str:
     lost = ("exposed", "wait", "bubble", "input", "host_gap", "rest")
     return max(lost, key=lambda part: _share(rows, part))
@@ -87,13 +91,12 @@ def test_a_larger_bucket_is_advised_and_gains_what_was_forecast(
 
     taken = _profile(tmp_path, BUCKET_MB="1", **MANY_LAYERS)
 
-    forecast = said["share"] - said["remains_share"]
-    observed = _share(tiny, "exposed") - _share(taken, "exposed")
-    assert 0.5 * forecast < observed < 2 * forecast
+    gained = _length(tiny) - _length(taken)
+    assert 0.5 * said["gain_s"] < gained < 2 * said["gain_s"]
+    # What remains is divided by a short step, in which every disturbance is a large share.
+    fall = _share(tiny, "exposed") - _share(taken, "exposed")
+    assert fall > (said["share"] - said["remains_share"]) / 3
     assert _named(taken, "buckets") is None
-    assert median(each["seconds"] for each in taken["steps"]) < median(
-        each["seconds"] for each in tiny["steps"]
-    )
 
 
 def test_an_uneven_split_is_named_and_gone_when_even(even: dict[str, Any], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from statistics import mean
 
 from tutti.profile.advice.case import Advice, Case, advice
 from tutti.profile.buckets import format_bytes, in_step
-from tutti.profile.what_if import WhatIf, fit
+from tutti.profile.what_if import Cost, WhatIf, fit
 
 _BUCKET_MB = (1, 2, 5, 10, 25, 50, 100, 200)
 _MB = 1 << 20  # as DDP's bucket_cap_mb counts
@@ -44,17 +44,12 @@ def buckets(case: Case) -> Iterator[Advice]:
     seconds = case.part("exposed") - seen + after.during + after.added
     count, largest = round(mean(map(len, sizes))), format_bytes(max(map(max, sizes)))
     one = " (one bucket)" if size * _MB >= total else ""
-    bound = (
-        ""
-        if cost.apart
-        else ", at best: messages of one size do not tell what larger ones would take"
-    )
     yield advice(
         case,
         "buckets",
         "exposed",
         f"{_exposed_is(case)}, with {count} bucket{'s' * (count != 1)} of up to {largest}",
-        f"with buckets of {size} MB{one} {{remains}} would remain{bound}: "
+        f"with buckets of {size} MB{one} {{remains}} would remain{_bound(cost)}: "
         f"DDP(bucket_cap_mb={size}), tutti train --bucket-mb {size}",
         gains[size],
         seconds,
@@ -101,13 +96,12 @@ def grouping(case: Case) -> Iterator[Advice]:
     if cost is None or count < 4:
         return
     sent = sum(each.any.bytes for each in small) / case.count
-    bound = "" if cost.apart else ", at best: messages of one size do not tell what one would take"
     yield advice(
         case,
         "grouping",
         "exposed",
         f"{_exposed_is(case)}; {count:.0f} all-reduces carry {format_bytes(sent)} of a step",
-        f"sent as one, {{remains}} would remain{bound}: flatten the tensors, or use DDP",
+        f"sent as one, {{remains}} would remain{_bound(cost)}: flatten the tensors, or use DDP",
         min(case.exposed("dp", bucket=False), cost.alpha * (count - 1)),
     )
 
@@ -183,6 +177,10 @@ def accumulation(case: Case, found: Sequence[Advice]) -> Iterator[Advice]:
         exposed * (1 - 1 / k),
         gained=gained,
     )
+
+
+def _bound(cost: Cost) -> str:
+    return "" if cost.apart else ", at best (messages seen do not tell what larger ones would take)"
 
 
 def _exposed_is(case: Case) -> str:
