@@ -83,15 +83,15 @@ def _communication(rows: dict[str, Any]) -> Iterator[str]:
         )
     yield from _buckets(rows)
     yield ""
-    yield "operation      ranks     size  count    p50 ms  total ms  waits ms  busbw GB/s"
+    yield "operation      axis  ranks    size count    p50 ms total ms waits ms busbw GB/s"
     for each in rows["comm"][:_MOST_ROWS]:
         size = "?" if each["bytes"] is None else format_size(each["bytes"])
         bus = "" if each["busbw_gbs"] is None else f"{each['busbw_gbs']:.3f}"
         moved = each["transfer_s"]
         yield (
-            f"{each['op']:<14}{each['ranks']:>6}{size:>9}{each['count']:>7}"
-            f"{1e3 * moved['p50']:>10.3f}{1e3 * moved['total']:>10.2f}"
-            f"{1e3 * each['wait_s']['mean']:>10.3f}{bus:>12}"
+            f"{each['op']:<15}{each['axis'] or '?':<6}{each['ranks']:>5}{size:>8}"
+            f"{each['count']:>6}{1e3 * moved['p50']:>10.3f}{1e3 * moved['total']:>9.2f}"
+            f"{1e3 * each['wait_s']['mean']:>9.3f}{bus:>11}"
         )
     if len(rows["comm"]) > _MOST_ROWS:
         yield f"… {len(rows['comm']) - _MOST_ROWS} more rows: --json has them"
@@ -124,7 +124,8 @@ def _to_try(rows: dict[str, Any]) -> Iterator[str]:
     found = rows["advice"]
     if not found:
         return
-    yield ""
+    if len(rows["ranks"]) > 1:
+        yield ""
     yield "to try, the largest gain first; gains of one cause do not add up"
     for each in found[:_MOST_ADVICE]:
         gain = ""
