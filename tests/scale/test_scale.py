@@ -15,6 +15,7 @@ from worlds import TUTTI, clean_environment, run_command
 SCRIPT = Path(__file__).parent / "plain_training.py"
 SLEEP_S = 0.1  # of that script
 SHORT = ["--steps", "8", "--settle", "2", "--active", "4"]
+LENET = ["--recipe", "lenet", "--dataset", "synthetic", "--pixels", "8", "--device", "cpu"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -148,7 +149,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """LeNet, its batch of 32 shared by two ranks."""
     out = tmp_path_factory.mktemp("recipe") / "out"
     words = ["scale", "--ranks", "1,2", "--repeats", "1", *SHORT, "--out", out]
-    done = run_command([*TUTTI, *words, "--device", "cpu", "--recipe", "lenet", "--lr", "0.01"])
+    done = run_command([*TUTTI, *words, *LENET, "--lr", "0.01"])
     assert done.returncode == 0, done.stdout + done.stderr
     return _results(out, done.stdout, done.stderr)
 
@@ -167,7 +168,7 @@ def test_a_recipe_shares_its_batch_in_strong_scaling(recipe: dict[str, Any]) -> 
 
 def test_a_sweep_compares_values_in_turns(tmp_path: Path) -> None:
     words = ["scale", "--ranks", "1", "--repeats", "1", *SHORT, "--out", tmp_path / "out"]
-    words += ["--mode", "weak", "--recipe", "lenet", "--device", "cpu", "--sweep", "batch=4,64"]
+    words += ["--mode", "weak", *LENET, "--sweep", "batch=4,64"]
     done = run_command([*TUTTI, *words])
     rows = json.loads((tmp_path / "out" / "scale.json").read_text())["sweep"]
 
