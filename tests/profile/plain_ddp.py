@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 LATE = int(os.environ.get("LATE", -1))
+SLEEP_S = 0.03
 UNEVEN = int(os.environ.get("UNEVEN", -1))
 SLOW_INPUT = int(os.environ.get("SLOW_INPUT", -1))
 BUCKET_MB = float(os.environ.get("BUCKET_MB", 0.1))
@@ -51,7 +52,7 @@ def main(backend: str, steps: int) -> None:
         optimizer.zero_grad()
         loss = model(inputs).square().mean()
         if dist.get_rank() == LATE:
-            time.sleep(0.06)
+            time.sleep(SLEEP_S)
         loss.backward()
         optimizer.step()
         dist.all_reduce(loss.detach(), group=side)  # as one does to print it

@@ -33,24 +33,36 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _windows(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Steps of the device: each until the next begins."""
-    starts: dict[str, float] = {}
-    end = 0.0
-    for event in events:
-        if event.get("cat") == "gpu_user_annotation" and event["name"].startswith("ProfilerStep#"):
-            starts[event["name"]] = min(event["ts"], starts.get(event["name"], event["ts"]))
-            end = max(end, event["ts"] + event["dur"])
-    return list(pairwise([*sorted(starts.values()), end]))
+    """Steps of the device: from the first kernel that a step launched, until the next begins."""
+    launched = {
+        event["args"]["correlation"]: event["ts"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "Launch" in event["name"]
+    }
+    starts, ends = [], []
+    for step in events:
+        if step.get("cat") == "user_annotation" and step["name"].startswith("ProfilerStep#"):
+            mine = [
+                event
+                for event in events
+                if event.get("cat") == "kernel"
+                and event["args"].get("correlation") in launched
+                and 0 <= launched[event["args"]["correlation"]] - step["ts"] <= step["dur"]
+            ]
+            starts.append(min(event["ts"] for event in mine))
+            ends.append(max(event["ts"] + event["dur"] for event in mine))
+    return list(pairwise([*sorted(starts), max(ends)]))
 
 
 def _overlap_as_hta_defines_it(events: list[dict[str, Any]]) -> float:
     """|∪COMM ∩ ∪COMP| / |∪COMM| over the steps, by walking along the sorted edges of kernels."""
+    windows = _windows(events)
     edges: list[tuple[float, str, int]] = []
     for event in events:
         if event.get("cat") != "kernel":
             continue
         kind = "comm" if event["name"].startswith("nccl") else "comp"
-        for low, high in _windows(events):
+        for low, high in windows:
             start, end = max(event["ts"], low), min(event["ts"] + event["dur"], high)
             if start < end:
                 edges += [(start, kind, 1), (end, kind, -1)]
@@ -141,11 +153,11 @@ def _long_trace(folder: Path, rank: int) -> Path:
         }
         events += [
             _x("user_annotation", f"ProfilerStep#{n}", host, host + 1000),
-            _x("gpu_user_annotation", f"ProfilerStep#{n}", device, device + 900),
             _x("cpu_op", "aten::mm", host, host + 50, **{"Input Dims": [[1, 2]]}),
             _x("cuda_runtime", "cudaLaunchKernel", host + 10, host + 12, correlation=n),
             _x("cuda_runtime", "cudaStreamSynchronize", host + 900, host + 999),
             _x("kernel", "gemm" * 30, device, device + 500 + 50 * rank, correlation=n),
+            _x("cuda_runtime", "cudaLaunchKernelExC", host + 51, host + 52, correlation=100 + n),
             _x(
                 "cpu_op",
                 "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
@@ -153,7 +165,14 @@ def _long_trace(folder: Path, rank: int) -> Path:
                 host + 60,
             ),
             _x("cpu_op", "record_param_comms", host + 50, host + 55, **said),
-            _x("kernel", "ncclDevKernel_AllReduce()", device + 400, device + 800, **said),
+            _x(
+                "kernel",
+                "ncclDevKernel_AllReduce()",
+                device + 400,
+                device + 800,
+                correlation=100 + n,
+                **said,
+            ),
         ]
     path = folder / f"rank{rank}.json"
     info = {"backend": "nccl", "rank": rank, "world_size": 2}
