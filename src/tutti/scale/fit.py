@@ -27,7 +27,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Fit:
-    """`r2` is None where one kind of message was seen: it takes as long as it takes."""
+    """`r2` is None of one or two kinds of message: α and β can be made to meet them exactly."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -89,7 +89,7 @@ def fit(points: Sequence[Point]) -> Fit | None:
     weights = [1 / point.seconds for point in points]
     level = sum(weights) / sum(each * each for each in weights)
     blind = sum((level * each - 1) ** 2 for each in weights)
-    r2 = 1 - error(best) / blind if len(points) > 1 and blind > 1e-12 else None
+    r2 = 1 - error(best) / blind if len(points) > 2 and blind > 1e-12 else None
     return Fit(*best, r2, tuple(points))
 
 

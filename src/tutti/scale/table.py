@@ -77,11 +77,9 @@ def _largest(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     if lost <= 0.005:
         yield from _wrapped(f"{row['ranks']} ranks lose nothing that could be told from noise")
         return
-    cause = max(row["loss"], key=lambda name: row["loss"][name])
-    share = row["loss"][cause]
-    if cause == "other":
-        cause = max(row["other"], key=lambda name: row["other"][name])
-        share = row["other"][cause]
+    shares = {name: row["loss"][name] for name in LOSS if name != "other"} | row["other"]
+    cause = max(shares, key=lambda name: shares[name])
+    share = shares[cause]
     text = (
         f"{row['ranks']} ranks lose {100 * lost:.1f} % of a step; the largest cause, "
         f"{100 * share:.1f} %, is {_MEANING[cause]}"
@@ -100,10 +98,13 @@ def _fit(fit: dict[str, Any] | None) -> Iterator[str]:
     beta = fit["beta_s_per_byte"]
     speed = f"{1 / beta / 1e9:.3g} GB/s" if beta else "no limit of bandwidth seen"
     kinds = len(fit["points"])
+    if kinds == 1:
+        yield from _wrapped(f"communication: {speed} (1/β); of one kind of message α is not known")
+        return
     sure = f", r² {fit['r2']:.2f}" if fit["r2"] is not None else ""
     yield from _wrapped(
         f"communication: α {1e6 * fit['alpha_s']:.4g} µs and {speed} (1/β), fitted to {kinds} "
-        f"kind{'s' * (kinds != 1)} of message{sure}"
+        f"kinds of message{sure}"
     )
 
 
