@@ -10,13 +10,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+from warm import ForkedRank, Warm
 
 TUTTI = [sys.executable, "-m", "tutti"]
 _NO_LAUNCHER = (
     *("RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_"),
     *("GLOO_", "NCCL_"),
 )
+
+
+_warm: Warm | None = None
 
 
 def clean_environment() -> dict[str, str]:
@@ -55,6 +61,20 @@ def run_command(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def run_warm(
+    command: Sequence[str | Path], timeout: float = 90, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `SCRIPT ARGUMENTS…` as `run_command` would with Python in front, torch imported."""
+    global _warm
+    _warm = _warm or Warm(clean_environment())
+    return _warm.run([*map(str, command)], timeout, clean_environment() | dict(env or {}))
+
+
+def standing_processes() -> set[int]:
+    """Processes that stay until the tests end."""
+    return {_warm.pid} if _warm else set()
+
+
 def in_world(
     function: Callable[..., Any],
     ranks: int,
@@ -65,18 +85,18 @@ def in_world(
     """Run `function(world, *arguments)` on every rank of a new world; returns each rank's result.
 
     Arguments and results travel as JSON. The function must be importable: a top-level one.
-    With `gpu`, all ranks share the first GPU.
+    The world is the one that `tutti run` starts, but its ranks are forks, torch imported (warm.py).
+    With `gpu`, they are new processes, and all share the first GPU.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
         source = Path(function.__code__.co_filename)
-        job = [str(source), function.__name__, json.dumps(arguments), folder]
-        device = ["--device", "cpu"]
-        env = {}
+        job = [__file__, str(source), function.__name__, json.dumps(arguments), folder]
         if gpu:
             device = ["--device", "cuda", "--ranks-per-gpu", str(ranks)]
-            env = {"CUDA_VISIBLE_DEVICES": "0"}
-        run = [*TUTTI, "run", "-n", str(ranks), *device, __file__, *job]
-        done = run_command(run, timeout, env)
+            run = [*TUTTI, "run", "-n", str(ranks), *device, *job]
+            done = run_command(run, timeout, {"CUDA_VISIBLE_DEVICES": "0"})
+        else:
+            done = run_warm([__file__, str(ranks), *job], timeout)
         if done.returncode != 0:
             raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
@@ -95,6 +115,15 @@ def default_group(backend: str) -> Iterator[None]:
         dist.group.WORLD = given
 
 
+def _launch(ranks: str, *command: str) -> None:
+    from tutti.world import conductor
+    from tutti.world.launch import LocalWorld
+
+    starts = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
+    conductor.subprocess = starts  # type: ignore[assignment]
+    sys.exit(LocalWorld(command, int(ranks), device="cpu").run())
+
+
 def _be_a_rank(source: str, name: str, arguments: str, folder: str) -> None:
     import tutti
 
@@ -110,4 +139,7 @@ def _be_a_rank(source: str, name: str, arguments: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    _be_a_rank(*sys.argv[1:])
+    if sys.argv[1].isdecimal():
+        _launch(*sys.argv[1:])
+    else:
+        _be_a_rank(*sys.argv[1:])
