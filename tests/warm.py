@@ -5,7 +5,7 @@ generator in use, so a fork of it is a fresh interpreter but for the wait. What 
 what a new process would be: its own session, environment, directory, files and signal handlers.
 
 Two things differ from new interpreters: ranks share one seed of str's hash, and they leave without
-taking the interpreter down. The tests of commands start new interpreters, and see to both.
+taking the interpreter down. Tests of how processes start, stop and die start new ones.
 """
 
 import atexit
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -50,12 +51,12 @@ class Warm:
         atexit.register(self.end)
 
     def run(
-        self, command: Sequence[str], timeout: float, env: Mapping[str, str]
+        self, command: Sequence[str], timeout: float, env: Mapping[str, str], cwd: Path
     ) -> subprocess.CompletedProcess[str]:
         """Run `SCRIPT ARGUMENTS…` in a fork, to its end, or kill it all at the timeout."""
         with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
             said, complained = Path(folder, "stdout"), Path(folder, "stderr")
-            words = [*command], dict(env), os.getcwd(), str(said), str(complained)
+            words = [*command], dict(env), str(cwd), str(said), str(complained)
             self._line.sendall(json.dumps(words).encode() + b"\n")
             child = int(self._answers.readline())
             # A file of a socket with a timeout is of no use after one: a timer kills instead.
@@ -77,7 +78,7 @@ class Warm:
 
 
 class ForkedRank:
-    """What subprocess.Popen is to the launcher, as a fork of the launcher: runs `SCRIPT …`."""
+    """What subprocess.Popen is to the launcher, as a fork of the launcher: for Python only."""
 
     returncode: int | None = None
 
@@ -91,12 +92,12 @@ class ForkedRank:
         process_group: int,
         preexec_fn: Callable[[], None],
     ) -> None:
-        assert stdin == subprocess.DEVNULL and process_group == 0
+        assert command[0] == sys.executable and stdin == subprocess.DEVNULL and process_group == 0
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
             preexec_fn()
-            _become(command, env, stdout, stderr)
+            _become(command[1:], env, stdout, stderr)
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(self.pid, self.pid)  # whoever is first: it may be signalled from here on
 
@@ -136,6 +137,7 @@ def _become(
                 signal.signal(number, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the launcher's folders
         os.environ.clear()
         os.environ.update(env)
         tempfile.tempdir = None
@@ -143,9 +145,12 @@ def _become(
             import torch
 
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-        sys.argv = list(command)
-        sys.path[0] = str(Path(command[0]).parent)
-        runpy.run_path(command[0], run_name="__main__")
+        if command[0] == "-m":
+            sys.argv, sys.path[0] = list(command[1:]), os.getcwd()
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = list(command), str(Path(command[0]).parent)
+            runpy.run_path(command[0], run_name="__main__")
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -62,12 +62,23 @@ def run_command(
 
 
 def run_warm(
-    command: Sequence[str | Path], timeout: float = 90, env: Mapping[str, str] | None = None
+    command: Sequence[str | Path],
+    timeout: float = 90,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `SCRIPT ARGUMENTS…` as `run_command` would with Python in front, torch imported."""
+    """As `run_command` with Python in front of `SCRIPT …`, but torch is imported (see warm.py)."""
     global _warm
     _warm = _warm or Warm(clean_environment())
-    return _warm.run([*map(str, command)], timeout, clean_environment() | dict(env or {}))
+    env = clean_environment() | dict(env or {})
+    return _warm.run([*map(str, command)], timeout, env, cwd or Path.cwd())
+
+
+def run_tutti(
+    *words: str | Path, timeout: float = 90, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As `run_command` with TUTTI in front, but torch is imported in the command and its ranks."""
+    return run_warm([__file__, "tutti", *words], timeout, cwd=cwd)
 
 
 def standing_processes() -> set[int]:
@@ -85,18 +96,19 @@ def in_world(
     """Run `function(world, *arguments)` on every rank of a new world; returns each rank's result.
 
     Arguments and results travel as JSON. The function must be importable: a top-level one.
-    The world is the one that `tutti run` starts, but its ranks are forks, torch imported (warm.py).
-    With `gpu`, they are new processes, and all share the first GPU.
+    With `gpu`, all ranks share the first GPU.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
         source = Path(function.__code__.co_filename)
         job = [__file__, str(source), function.__name__, json.dumps(arguments), folder]
+        run = ["run", "-n", str(ranks)]
         if gpu:
             device = ["--device", "cuda", "--ranks-per-gpu", str(ranks)]
-            run = [*TUTTI, "run", "-n", str(ranks), *device, *job]
-            done = run_command(run, timeout, {"CUDA_VISIBLE_DEVICES": "0"})
+            done = run_command(
+                [*TUTTI, *run, *device, *job], timeout, {"CUDA_VISIBLE_DEVICES": "0"}
+            )
         else:
-            done = run_warm([__file__, str(ranks), *job], timeout)
+            done = run_tutti(*run, "--device", "cpu", *job, timeout=timeout)
         if done.returncode != 0:
             raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
@@ -115,13 +127,14 @@ def default_group(backend: str) -> Iterator[None]:
         dist.group.WORLD = given
 
 
-def _launch(ranks: str, *command: str) -> None:
+def _be_tutti() -> None:
+    from tutti.cli import main
     from tutti.world import conductor
-    from tutti.world.launch import LocalWorld
 
     starts = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
     conductor.subprocess = starts  # type: ignore[assignment]
-    sys.exit(LocalWorld(command, int(ranks), device="cpu").run())
+    del sys.argv[0]
+    main()
 
 
 def _be_a_rank(source: str, name: str, arguments: str, folder: str) -> None:
@@ -139,7 +152,7 @@ def _be_a_rank(source: str, name: str, arguments: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1].isdecimal():
-        _launch(*sys.argv[1:])
+    if sys.argv[1] == "tutti":
+        _be_tutti()
     else:
         _be_a_rank(*sys.argv[1:])
