@@ -22,6 +22,9 @@ ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# For torch's threads, here and in all ranks: those that wait sleep, and leave the cores to others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def scratch_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> None:
