@@ -20,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 # What worlds use; making an optimizer imports torch._dynamo, a second's worth.
@@ -115,6 +117,8 @@ def _serve(line: socket.socket) -> None:
             os.setsid()
             os.chdir(folder)
             files = [os.open(name, os.O_WRONLY | os.O_CREAT) for name in (said, complained)]
+            starts = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
+            import_module("tutti.world.conductor").subprocess = starts  # type: ignore[attr-defined]
             _become(command, env, *files)
         line.sendall(b"%d\n" % child)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -145,25 +149,37 @@ def _become(
             import torch
 
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-        if command[0] == "-m":
-            sys.argv, sys.path[0] = list(command[1:]), os.getcwd()
-            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv, sys.path[0] = list(command), str(Path(command[0]).parent)
-            runpy.run_path(command[0], run_name="__main__")
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+        status = _run(command)
     except BaseException:
-        sys.excepthook(*sys.exc_info())
+        traceback.print_exc()
     finally:
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run `SCRIPT …` or `-m MODULE …` as Python would; returns the exit code."""
+    try:
+        try:
+            if command[0] == "-m":
+                sys.argv, sys.path[0] = list(command[1:]), os.getcwd()
+                runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.argv, sys.path[0] = list(command), str(Path(command[0]).parent)
+                runpy.run_path(command[0], run_name="__main__")
+        except SystemExit:
+            raise
+        except BaseException:
+            sys.excepthook(*sys.exc_info())  # which may choose the exit code, too
+            return 1
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
 
 
 if __name__ == "__main__":

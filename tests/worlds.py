@@ -10,10 +10,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from warm import ForkedRank, Warm
+from warm import Warm
 
 TUTTI = [sys.executable, "-m", "tutti"]
 _NO_LAUNCHER = (
@@ -67,7 +66,7 @@ def run_warm(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """As `run_command` with Python in front of `SCRIPT …`, but torch is imported (see warm.py)."""
+    """As `run_command` with Python in front, but it and its ranks have imported torch (warm.py)."""
     global _warm
     _warm = _warm or Warm(clean_environment())
     env = clean_environment() | dict(env or {})
@@ -75,10 +74,13 @@ def run_warm(
 
 
 def run_tutti(
-    *words: str | Path, timeout: float = 90, cwd: Path | None = None
+    *words: str | Path,
+    timeout: float = 90,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """As `run_command` with TUTTI in front, but torch is imported in the command and its ranks."""
-    return run_warm([__file__, "tutti", *words], timeout, cwd=cwd)
+    """As `run_command` with TUTTI in front, but it and its ranks have imported torch (warm.py)."""
+    return run_warm(["-m", "tutti", *words], timeout, env, cwd)
 
 
 def standing_processes() -> set[int]:
@@ -127,16 +129,6 @@ def default_group(backend: str) -> Iterator[None]:
         dist.group.WORLD = given
 
 
-def _be_tutti() -> None:
-    from tutti.cli import main
-    from tutti.world import conductor
-
-    starts = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
-    conductor.subprocess = starts  # type: ignore[assignment]
-    del sys.argv[0]
-    main()
-
-
 def _be_a_rank(source: str, name: str, arguments: str, folder: str) -> None:
     import tutti
 
@@ -152,7 +144,4 @@ def _be_a_rank(source: str, name: str, arguments: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "tutti":
-        _be_tutti()
-    else:
-        _be_a_rank(*sys.argv[1:])
+    _be_a_rank(*sys.argv[1:])
