@@ -1,8 +1,8 @@
 """Processes that need not import torch: forked from one that has, in 20 ms instead of 2 s each.
 
-The tests keep one warm process, which has done nothing but imports: it has no thread, no group, no
-generator in use, so a fork of it is a fresh interpreter but for the wait. What a fork is given is
-what a new process would be: its own session, environment, directory, files and signal handlers.
+The tests keep one warm process, which has done nothing but imports and has no other thread, so a
+fork of it is a fresh interpreter but for the wait. What a fork is given is what a new process would
+be: its own session, environment, directory, files, signal handlers and random seeds.
 
 Two things differ from new interpreters: ranks share one seed of str's hash, and they leave without
 taking the interpreter down. Tests of how processes start, stop and die start new ones.
@@ -145,9 +145,12 @@ def _become(
         os.environ.clear()
         os.environ.update(env)
         tempfile.tempdir = None
-        if "OMP_NUM_THREADS" in env:  # read when torch was loaded, by the warm process
-            import torch
+        import numpy
+        import torch
 
+        torch.seed()  # new processes throw different dice, and so do forks
+        numpy.random.seed()
+        if "OMP_NUM_THREADS" in env:  # read when torch was loaded, by the warm process
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
         status = _run(command)
     except BaseException:
