@@ -27,6 +27,9 @@ $(VENV)/dev: $(VENV)/torch $(SOURCES)
 demo: $(VENV)/demo
 	$(BIN)/tutti world --ranks 2 --device cpu
 	$(BIN)/tutti train --recipe lenet --ranks 2 --device cpu
+	rm -rf runs/demo-scale
+	$(BIN)/tutti scale --ranks 1,2 --recipe gpt --device cpu --layers 2 --seq-len 64 --batch 8 --steps 10 --repeats 2 --out runs/demo-scale
+	$(BIN)/tutti report runs/demo-scale
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -8,7 +8,9 @@ import pytest
 from worlds import TUTTI, run_command
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["wrold"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["run", "--help"], ["report", "--help"], ["wrold"]]
+)
 def test_help_and_mistakes_do_not_import_torch(arguments: list[str]) -> None:
     look = (
         "import sys; from tutti.cli import run\n"

@@ -51,7 +51,16 @@ def every_call(world: Any) -> dict[str, Any]:
         timings["make the heap, s"] = time.perf_counter() - began
         assert (heap.backend, heap.device.type, heap.size) == ("cuda", "cuda", world.size)
         left, right = (heap.rank - 1) % heap.size, (heap.rank + 1) % heap.size
-        for step in (puts_and_gets, signals, counters, streams, graphs, collectives, mistakes):
+        for step in (
+            puts_and_gets,
+            signals,
+            counters,
+            streams,
+            graphs,
+            repeated,
+            collectives,
+            mistakes,
+        ):
             began = time.perf_counter()
             step(heap, left, right)
             torch.cuda.synchronize()
@@ -188,6 +197,29 @@ def graphs(heap: symmetric.Heap, left: int, right: int) -> None:
             graph.replay()
             torch.cuda.synchronize()
             assert (t.local == heap.size + 1).all()
+        heap.barrier()
+
+
+def repeated(heap: symmetric.Heap, left: int, right: int) -> None:
+    """A sum that is made often becomes a graph of its own: on any stream, and inside others."""
+    if heap.size == 1:
+        return
+    with heap.zeros(4096) as t:
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                for n in range(8):
+                    t.local.fill_(n + heap.rank)
+                    symmetric.all_reduce(t)
+                    expected = heap.size * n + heap.size * (heap.size - 1) / 2
+                    assert (t.local == expected).all(), n
+            stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            t.local.fill_(1)
+            symmetric.all_reduce(t)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (t.local == heap.size).all()
         heap.barrier()
 
 

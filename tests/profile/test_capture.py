@@ -3,23 +3,31 @@
 import importlib.util
 import json
 import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tutti.profile.rank_trace import read_rank
 from tutti.profile.trace_file import TraceFile
 from worlds import TUTTI, run_command
 
 SCRIPT = Path(__file__).parent / "plain_ddp.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-SCHEDULE = ["--wait", "1", "--warmup", "1", "--active", "4"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+STEPS = 6
+SCHEDULE = ["--wait", "1", "--warmup", "1", "--active", str(STEPS)]
+RANKS = 4
+LATE, SLEEP_S = 1, 0.03  # of plain_ddp.py
 
 
-def _profile(out: Path, command: list[Any], env: dict[str, str] | None = None) -> dict[str, Any]:
+def _profile(
+    out: Path, command: list[Any], env: dict[str, str] | None = None, flags: Sequence[Any] = ()
+) -> dict[str, Any]:
     result = out / "result.json"
-    words = [*TUTTI, "profile", "--out", out, *SCHEDULE, "--json", result, "--", *command]
+    words = [*TUTTI, "profile", "--out", out, *SCHEDULE, "--json", result, *flags, "--", *command]
     done = run_command(words, env=env, cwd=out.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     rows: dict[str, Any] = json.loads(result.read_text())
@@ -29,43 +37,62 @@ def _profile(out: Path, command: list[Any], env: dict[str, str] | None = None) -
 
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Plain DDP under torchrun, on gloo; rank 1 sleeps before its backward."""
+    """Plain DDP on four ranks under torchrun, on gloo; one sleeps before its backward."""
     out = tmp_path_factory.mktemp("gloo") / "out"
-    return out, _profile(out, [*TORCHRUN, SCRIPT, "gloo", "8"], {"LATE": "1"})
+    command = [*TORCHRUN, str(RANKS), SCRIPT, "gloo", "10"]
+    return out, _profile(out, command, {"LATE": str(LATE)})
 
 
 def test_a_plain_ddp_script_is_captured_on_every_rank(gloo: tuple[Path, dict[str, Any]]) -> None:
     out, rows = gloo
 
     assert sorted(path.name for path in (out / "traces").iterdir()) == [
-        "rank0.json.gz",
-        "rank1.json.gz",
+        f"rank{rank}.json.gz" for rank in range(RANKS)
     ]
     assert rows["schema"] == "tutti.profile/1"
     assert {"environment", "command", "ranks", "steps", "comm", "stragglers"} <= set(rows)
-    assert [each["rank"] for each in rows["ranks"]] == [0, 1]
-    assert all(each["steps"] == 4 and each["backend"] == "gloo" for each in rows["ranks"])
+    assert [each["rank"] for each in rows["ranks"]] == list(range(RANKS))
+    assert all(each["steps"] == STEPS and each["backend"] == "gloo" for each in rows["ranks"])
+
+
+def test_a_trace_says_what_the_steps_were_like_without_it(
+    gloo: tuple[Path, dict[str, Any]],
+) -> None:
+    for path in sorted((gloo[0] / "traces").iterdir()):
+        about = read_rank(path).about
+
+        assert len(about["step_s"]) == 1  # the step in --wait
+        assert about["step_s"][0] > 0.9 * SLEEP_S  # one sleeps, the others wait for it
+        assert 0.5 < about["overhead"] < 20
+        assert about["batch"] == 16  # the DataLoader's
+        assert about["threads"] == 1
+        assert about["cpus"] == sorted(os.sched_getaffinity(0))
 
 
 def test_the_rank_that_sleeps_is_the_one_others_wait_for(gloo: tuple[Path, dict[str, Any]]) -> None:
     _, rows = gloo
-    caused = {each["rank"]: each["cost_s"]["mean"] for each in rows["stragglers"]}
 
-    assert rows["stragglers"][0]["rank"] == 1
-    assert rows["stragglers"][0]["straggler"]
-    assert caused[1] > 2 * caused.get(0, 0.0)
-    # What it did instead is in no operator: a gap on its own side, waiting on the other.
-    first, second = (each["parts_s"] for each in rows["ranks"])
-    assert first["wait"] > second["wait"]
-    assert second["host_gap"] > first["host_gap"]
+    _assert_named_with_its_cost(rows)
+    # What it did instead is in no operator: a gap on its own side, waiting on the others'.
+    for part, more in (("host_gap", True), ("wait", False)):
+        seconds = [each["parts_s"][part] for each in rows["ranks"]]
+        late = seconds.pop(LATE)
+        assert all((late > other) == more for other in seconds)
     assert rows["stragglers"][0]["instead"]["part"] == "host_gap"
-    assert "rank 1 is late" in rows["printed"]
+
+
+def _assert_named_with_its_cost(rows: dict[str, Any]) -> None:
+    worst = rows["stragglers"][0]
+    assert worst["rank"] == LATE
+    assert worst["straggler"] and worst["steady"]
+    assert worst["cost_s"]["p50"] == pytest.approx(SLEEP_S, rel=0.2)
+    assert f"rank {LATE} is late" in rows["printed"]
 
 
 def test_the_parts_of_every_step_add_up_to_it(gloo: tuple[Path, dict[str, Any]]) -> None:
     _, rows = gloo
 
-    assert len(rows["steps"]) == 8
+    assert len(rows["steps"]) == RANKS * STEPS
     for each in rows["steps"]:
         assert sum(each["parts_s"].values()) == pytest.approx(each["seconds"], rel=1e-6)
         assert min(each["parts_s"].values()) >= -1e-9
@@ -82,8 +109,8 @@ def test_collectives_are_matched_by_group_and_sequence_with_their_sizes(
     assert len({each["group"] for each in rows["comm"]}) == 2  # DDP's and the script's own
     assert all(each["matched"] == each["count"] for each in rows["comm"])
     parameters = 4 * (128 * 128 + 128) * 4  # bytes
-    assert sum(each["bytes"] * each["count"] for each in gradients) == 4 * parameters
-    assert sum(each["count"] for each in losses) == 4  # each at the beginning of the next step
+    assert sum(each["bytes"] * each["count"] for each in gradients) == STEPS * parameters
+    assert sum(each["count"] for each in losses) == STEPS  # each at the beginning of the next step
 
 
 def test_the_table_fits_80_columns(gloo: tuple[Path, dict[str, Any]]) -> None:
@@ -92,7 +119,7 @@ def test_the_table_fits_80_columns(gloo: tuple[Path, dict[str, Any]]) -> None:
     assert max(map(len, rows["printed"].splitlines())) <= 80
 
 
-def test_traces_are_read_again_without_one_rank(
+def test_a_trace_is_read_again_without_those_of_other_ranks(
     gloo: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     out, rows = gloo
@@ -103,7 +130,7 @@ def test_traces_are_read_again_without_one_rank(
     again = json.loads(result.read_text())
 
     assert done.returncode == 0, done.stderr
-    assert "rank 0" in again["notes"][0] and "missing" in again["notes"][0]
+    assert "traces of ranks 0, 2, 3 are missing" in again["notes"][0]
     assert [each["rank"] for each in again["ranks"]] == [1]
     assert again["ranks"][0]["step_s"] == pytest.approx(rows["ranks"][1]["step_s"])
 
@@ -120,28 +147,43 @@ def test_one_timeline_opens_with_an_arrow_for_every_matched_collective(
     events = list(TraceFile(merged).events())
     slices = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
     ends = [e for e in events if e["ph"] == "f" and e.get("cat") == "tutti"]
-    assert len(ends) == sum(each["matched"] for each in rows["comm"])
+    # From the rank that came last to each of the others.
+    assert len(ends) == (RANKS - 1) * sum(each["matched"] for each in rows["comm"])
     assert all((e["pid"], e["tid"]) in slices for e in ends)
 
 
 def test_shm_under_tutti_run_is_explained_the_same(tmp_path: Path) -> None:
-    run = ["tutti", "run", "-n", "2", "--device", "cpu", SCRIPT, "shm", "8"]
-    rows = _profile(tmp_path / "out", run, {"LATE": "0"})
+    run = ["tutti", "run", "-n", str(RANKS), "--device", "cpu", SCRIPT, "shm", "10"]
+    board = ["--tensorboard", tmp_path / "board"]
+    rows = _profile(tmp_path / "out", run, {"LATE": str(LATE)}, board)
 
-    assert rows["stragglers"][0]["rank"] == 0
+    _assert_named_with_its_cost(rows)
     assert {each["backend"] for each in rows["ranks"]} == {"shm"}
     assert all(each["bytes"] for each in rows["comm"])
+    # TensorBoard's profile plugin goes by names like these, and reads the same traces.
+    found = sorted((tmp_path / "board").iterdir())
+    assert [re.sub(r"\d{19}", "TIME", path.name) for path in found] == [
+        f"rank{rank}.TIME.pt.trace.json.gz" for rank in range(RANKS)
+    ]
+    assert found[0].read_bytes() == (tmp_path / "out/traces/rank0.json.gz").read_bytes()
     for each in rows["steps"]:
         assert sum(each["parts_s"].values()) == pytest.approx(each["seconds"], rel=1e-6)
 
 
 OWN_LOOP = """
 import torch, tutti
+from torch.utils.data import DataLoader, dataloader
+draw = dataloader._BaseDataLoaderIter.__next__
+for batch in DataLoader(range(9)):
+    pass  # no training yet
 weight = torch.zeros(8, requires_grad=True)
 with tutti.profile("traces", wait=1, warmup=0, active=2) as p:
-    for step in range(5):
-        (weight.sum() - 1).square().backward()
-        p.step()
+    for microbatch, x in enumerate(DataLoader(range(40), batch_size=4)):
+        (weight.sum() - x.sum()).square().backward()
+        if microbatch % 2:
+            p.step()
+        if p.path is not None:
+            assert dataloader._BaseDataLoaderIter.__next__ is draw
 print(p.path.name)
 """
 
@@ -157,6 +199,46 @@ def test_ones_own_loop_says_where_its_steps_end(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "r.json.out").read_text())
     assert [each["step"] for each in rows["steps"]] == [1, 2]
     assert rows["ranks"][0]["parts_s"]["compute"] > 0
+    assert read_rank(tmp_path / "traces" / "rank0.json.gz").about["batch"] == 2 * 4
+
+
+def test_training_of_tuttis_own_says_its_batch_and_shows_its_input(tmp_path: Path) -> None:
+    run = [*TUTTI, "train", "--recipe", "lenet", "--batch", "8", "--accumulation", "2"]
+    run += ["--device", "cpu", "--steps", "12", "--no-evaluate", "--profile", "--out", "run"]
+
+    done = run_command(run, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    trace = read_rank(tmp_path / "run" / "traces" / "rank0.json.gz")
+    assert trace.about["batch"] == 16
+    assert len(trace.about["step_s"]) == 3
+    assert trace.input.seconds > 0
+
+
+NVTX = """
+import torch
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+seen = set()
+for _ in range(9):
+    model(torch.ones(64, device="cuda")).sum().backward()
+    optimizer.step()
+    seen.add(torch._C._autograd._profiler_type().name)
+print(sorted(seen))
+"""
+
+
+@pytest.mark.gpu
+def test_steps_are_marked_for_nsight_instead_of_recorded(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(NVTX)
+    words = [*TUTTI, "profile", "--nvtx", *SCHEDULE, "--", "program.py"]
+
+    done = run_command(words, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": "0"})
+
+    assert done.returncode == 0, done.stderr
+    assert "NVTX" in done.stdout  # torch's profiler gave every operator a range
+    assert "steps 2 to 5 are marked for Nsight Systems" in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_start_up_code_leaves_other_programs_alone(tmp_path: Path) -> None:
@@ -210,6 +292,11 @@ def test_a_program_with_a_profiler_of_its_own_keeps_it(tmp_path: Path) -> None:
         (["--trace", "nowhere"], "no such folder"),
         (["--", "no-such-program"], "is no program"),
         (["--active", "0", "--", "python", "x.py"], "--active is at least 1"),
+        (
+            ["--nvtx", "--", "python", "x.py"],
+            "--nvtx marks steps for Nsight Systems and needs CUDA",
+        ),
+        (["--nvtx", "--json", "x.json", "--", "python", "x.py"], "leave one of the two out"),
     ],
 )
 def test_mistakes_are_one_line(flags: list[str], said: str, tmp_path: Path) -> None:
@@ -235,16 +322,15 @@ for batch in loader:
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed here"
-)
 def test_an_accelerate_script_is_captured(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ACCELERATE)
 
-    rows = _profile(tmp_path / "out", [*TORCHRUN, "script.py"])
+    rows = _profile(tmp_path / "out", [*TORCHRUN, "2", "script.py"])
 
     assert [each["rank"] for each in rows["ranks"]] == [0, 1]
     assert any(each["op"] == "all_reduce" for each in rows["comm"])
+    about = read_rank(tmp_path / "out" / "traces" / "rank0.json.gz").about
+    assert about["batch"] == 16  # its own loader deals out batches of this size
 
 
 LIGHTNING = """

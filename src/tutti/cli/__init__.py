@@ -17,6 +17,8 @@ COMMANDS = {
     "topo": ("tutti.cli.topo", "show devices, links, NUMA nodes and NICs, as a matrix or picture"),
     "doctor": ("tutti.cli.doctor", "check health and configuration, and name the cures"),
     "profile": ("tutti.cli.profile", "capture or read traces: where a step's time goes"),
+    "scale": ("tutti.cli.scale", "run a job at several sizes: what the lost efficiency is due to"),
+    "report": ("tutti.cli.report", "make one HTML page of runs and results, to open offline"),
     "submit": ("tutti.cli.submit", "write a Slurm or MPI job for a cluster, and submit it"),
 }
 

@@ -79,6 +79,8 @@ def _names(flags: Any) -> list[str]:
 def _one_line(box: str, program: str, names: Sequence[str]) -> str:
     """tyro explains in a box of several lines; keep what is wrong and what was meant."""
     _, *lines = (line.strip("│╭╮╰╯ ") for line in box.splitlines())
+    if lines and set(lines[0]) == {"-"}:  # drawn in ASCII, there is a rule under the title, too
+        lines = ["─" if set(line) == {"-"} else line for line in lines[1:]]
     rule = next((number for number, line in enumerate(lines) if set(line) == {"─"}), len(lines))
     said = " ".join(line for line in lines[:rule] if line.strip("─"))
     unknown = re.match(r"Unrecognized options: (.*)", said)

@@ -16,12 +16,23 @@ if TYPE_CHECKING:
     from tutti.cli.train import Train
 
 
+Results = dict[tuple[float, int], dict[str, Any]]  # summaries by learning rate and ranks
+
+
 def sweep(options: "Train", arguments: list[str]) -> int:
     """Train once for each learning rate and number of ranks; print the losses as a table."""
+    results, code = train_all(options, arguments)
+    if code == 0:
+        print_table(results)
+    return code
+
+
+def train_all(options: "Train", arguments: list[str]) -> tuple[Results, int]:
+    """Train once for each; what was trained, and the exit code of what went wrong, or 0."""
     rates = _numbers(options.lr_sweep or "", "--lr-sweep", float)
     ranks = [int(size) for size in _numbers(options.ranks or "1", "--ranks", int)]
     rest = _without(arguments, ("--lr-sweep", "--ranks", "-n", "--lr", "--out"))
-    results: dict[tuple[float, int], dict[str, Any]] = {}
+    results: Results = {}
     with tempfile.TemporaryDirectory(prefix="tutti-sweep-") as folder:
         for rate in rates:
             for size in ranks:
@@ -37,16 +48,17 @@ def sweep(options: "Train", arguments: list[str]) -> int:
                     show="none",
                 ).run()
                 summary = out / "summary.json"
-                results[rate, size] = json.loads(summary.read_text()) if summary.exists() else {}
-                if code != 0 and "diverged" not in results[rate, size]:
-                    return code  # no verdict on the learning rate: something else went wrong
-    _print(results, rates, ranks)
-    return 0
+                found = json.loads(summary.read_text()) if summary.exists() else {}
+                if code != 0 and "diverged" not in found:
+                    return results, code  # no verdict on the learning rate: another fault
+                results[rate, size] = found
+    return results, 0
 
 
-def _print(
-    results: dict[tuple[float, int], dict[str, Any]], rates: list[float], ranks: list[int]
-) -> None:
+def print_table(results: Results) -> None:
+    """The losses, a line for each learning rate."""
+    rates = list(dict.fromkeys(rate for rate, _ in results))
+    ranks = list(dict.fromkeys(size for _, size in results))
     table = Table(title="final training loss, test accuracy")
     table.add_column("learning rate")
     for size in ranks:
@@ -54,7 +66,10 @@ def _print(
     for rate in rates:
         cells = []
         for size in ranks:
-            found = results[rate, size]
+            found = results.get((rate, size))
+            if found is None:
+                cells.append("–")
+                continue
             if "diverged" in found:
                 cells.append("diverged")
                 continue

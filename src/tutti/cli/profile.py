@@ -40,6 +40,11 @@ class Profile:
     """Record memory."""
     stacks: bool = False
     """Record Python stacks: slow, and large."""
+    tensorboard: Path | None = None
+    """Put the traces into this folder as well, where TensorBoard's profile plugin finds them."""
+    nvtx: bool = False
+    """Instead of traces, mark the steps for Nsight Systems: nsys profile -c cudaProfilerApi
+    --capture-range-end=stop tutti profile --nvtx -- COMMAND. Needs CUDA."""
     merge: Path | None = None
     """Write all ranks into this one trace, aligned, with arrows; opens in ui.perfetto.dev."""
     json: Path | None = None
@@ -73,6 +78,8 @@ def _capture(options: Profile, words: list[str]) -> int:
             f"--wait {options.wait} --warmup {options.warmup} --active {options.active}: "
             "--active is at least 1, the others at least 0"
         )
+    if options.nvtx:
+        _check_nvtx(options)
     command = program(words, list(COMMANDS))
     out = (options.out or Path("runs") / f"profile-{strftime('%Y%m%d-%H%M%S')}").absolute()
     traces = out / "traces"
@@ -86,8 +93,12 @@ def _capture(options: Profile, words: list[str]) -> int:
         "shapes": options.shapes or None,
         "memory": options.memory,
         "stacks": options.stacks,
+        "tensorboard": options.tensorboard and str(options.tensorboard.absolute()),
+        "nvtx": options.nvtx,
     }
     code = run_captured(command, settings)
+    if options.nvtx:
+        return code
     if not traces.is_dir() or not any(traces.glob("rank*")):
         steps = options.wait + options.warmup + 2
         print(
@@ -101,6 +112,19 @@ def _capture(options: Profile, words: list[str]) -> int:
         print(f"tutti profile: the program ended with code {code}", file=sys.stderr)
     _explain(options, out)
     return code
+
+
+def _check_nvtx(options: Profile) -> None:
+    for flag in ("tensorboard", "merge", "json", "memory", "stacks"):
+        if getattr(options, flag):
+            raise UsageError(f"--nvtx records no trace for --{flag}: leave one of the two out")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "--nvtx marks steps for Nsight Systems and needs CUDA, which this machine has not: "
+            "leave it out"
+        )
 
 
 def _explain(options: Profile, directory: Path) -> int:

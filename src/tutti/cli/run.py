@@ -75,7 +75,8 @@ def python_command(command: list[str]) -> list[str]:
         return [sys.executable, *command]
     script = Path(command[0])
     if script.suffix != ".py":
-        program = str(script.resolve()) if os.access(script, os.X_OK) else shutil.which(command[0])
+        # Not where a link leads to: by its own path Python knows which environment it is of.
+        program = str(script.absolute()) if os.access(script, os.X_OK) else shutil.which(command[0])
         if program is not None and not script.is_dir():
             return [program, *command[1:]]
     if script.is_dir():

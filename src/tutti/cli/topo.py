@@ -133,7 +133,8 @@ def _rows(topologies: Sequence[Any]) -> dict[str, Any]:
                 "unknown": each.machine.unknown,
             }
             for each in topologies
-        ]
+        ],
+        "machines": [each.machine.to_json() for each in topologies],
     }
     for topology in topologies:
         for name, own in topology.to_json().items():

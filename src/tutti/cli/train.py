@@ -50,11 +50,13 @@ class Train:
     resume: bool = False
     """Go on with the run in --out, from its last good checkpoint."""
     tensorboard: bool = False
-    """Write TensorBoard files into the run directory, too."""
+    """Write TensorBoard files into the run directory, too; with --profile also the traces."""
     benchmark: bool = False
     """Measure throughput: synthetic data, no evaluation, no checkpoint, 50 steps unless --steps."""
     profile: bool = False
     """Record a few steps on every rank, for `tutti profile --trace DIR`."""
+    nvtx: bool = False
+    """Mark a few steps for Nsight Systems: nsys profile -c cudaProfilerApi … Needs CUDA."""
     lr_sweep: str | None = None
     """Learning rates to compare, as 0.05,0.1,0.2: one run for each, and for each of --ranks."""
     start_timeout: float | None = None
@@ -65,10 +67,7 @@ class Train:
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    base, name = _recipe_named_in(arguments)
-    options = parse(Train, "tutti train", arguments, default=Train(settings=base, recipe=name))
-    if options.benchmark:
-        options = _as_benchmark(options, arguments)
+    options, base = read_flags(arguments)
     if options.lr_sweep is not None:
         from tutti.cli.lr_sweep import sweep
 
@@ -90,6 +89,13 @@ def main(arguments: list[str]) -> int:
     return _train(options, base)
 
 
+def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Train, Recipe]:
+    """What a command line asks for, and the recipe that its flags have changed."""
+    base, name = _recipe_named_in(arguments)
+    options = parse(Train, program, arguments, default=Train(settings=base, recipe=name))
+    return (_as_benchmark(options, arguments) if options.benchmark else options), base
+
+
 def _train(options: Train, base: Recipe) -> int:
     from tutti.train.run_directory import RunDirectory
     from tutti.train.together import together
@@ -107,6 +113,10 @@ def _train(options: Train, base: Recipe) -> int:
         out = Path(gather_json(str(options.out or _default_out(options.recipe)))[0])
         directory = RunDirectory(out)
         with told_once(world):
+            if options.nvtx and world.device.type != "cuda":
+                raise UsageError(
+                    "--nvtx marks steps for Nsight Systems, on CUDA only: leave it out"
+                )
             together(lambda: directory.check(options.resume) if world.is_first else None)
             trainer = Trainer(
                 world,
@@ -125,10 +135,14 @@ def _train(options: Train, base: Recipe) -> int:
             if world.is_first:
                 print(f"nothing is left to do: {directory.path} is at step {trainer.step}")
             return 0
-        if options.profile:
+        if options.profile or options.nvtx:
             from tutti.profile.capture import Capture
 
-            Capture(directory.path / "traces").follow_optimizers()
+            Capture(
+                directory.path / "traces",
+                tensorboard=directory.path / "tensorboard" if options.tensorboard else None,
+                nvtx=options.nvtx,
+            ).follow_optimizers()
         try:
             outcome = trainer.run()
         except LossNotFinite as error:

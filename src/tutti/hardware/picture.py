@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 from xml.sax.saxutils import escape
 
 from tutti.hardware.accelerator import Accelerator
@@ -32,26 +33,31 @@ _STYLE = """
   .wire { fill: none; stroke: #2da44e; stroke-width: 2; }
   .broken { stroke: #cf222e; }
   .between { stroke: #8c959f; stroke-width: 2; }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3; }
-    .soft { fill: #9198a1; }
-    .page { fill: #0d1117; }
-    .node { fill: #161b22; stroke: #30363d; }
-    .root { stroke: #6e7681; }
-    .switch { fill: #262c36; stroke: #30363d; }
-    .gpu { fill: #12361f; stroke: #3fb950; }
-    .nic { fill: #0c2d5a; stroke: #58a6ff; }
-    .off { fill: #161b22; stroke: #6e7681; }
-    .bad { fill: #4b1113; stroke: #ff7b72; }
-    .wire { stroke: #3fb950; }
-    .broken { stroke: #ff7b72; }
-    .between { stroke: #6e7681; }
-  }
+"""
+_DARK = """
+  text { fill: #e6edf3; }
+  .soft { fill: #9198a1; }
+  .page { fill: #0d1117; }
+  .node { fill: #161b22; stroke: #30363d; }
+  .root { stroke: #6e7681; }
+  .switch { fill: #262c36; stroke: #30363d; }
+  .gpu { fill: #12361f; stroke: #3fb950; }
+  .nic { fill: #0c2d5a; stroke: #58a6ff; }
+  .off { fill: #161b22; stroke: #6e7681; }
+  .bad { fill: #4b1113; stroke: #ff7b72; }
+  .wire { stroke: #3fb950; }
+  .broken { stroke: #ff7b72; }
+  .between { stroke: #6e7681; }
 """
 
 
-def draw(topologies: Sequence[Topology]) -> str:
-    """An SVG of one or more hosts, one below the other, for light and dark pages."""
+def draw(topologies: Sequence[Topology], page: Literal["light", "dark", "any"] = "any") -> str:
+    """An SVG of one or more hosts, one below the other: for a light page, for a dark one, or as
+    whoever looks at it prefers.
+    """
+    dark = {"light": "", "dark": _DARK}.get(
+        page, f"@media (prefers-color-scheme: dark) {{{_DARK}}}"
+    )
     panels = [_Panel(topology) for topology in topologies]
     width = max(panel.width for panel in panels)
     parts, top = [], 0
@@ -65,7 +71,7 @@ def draw(topologies: Sequence[Topology]) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '
             f'viewBox="0 0 {width} {top}" role="img" aria-label="{label}">',
-            f"<style>{_STYLE}</style>",
+            f"<style>{_STYLE}{dark}</style>",
             f'<rect class="page" width="{width}" height="{top}"/>',
             *parts,
             "</svg>\n",

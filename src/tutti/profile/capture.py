@@ -1,7 +1,7 @@
 """Capture: torch.profiler on this rank for a few steps, one trace file per rank.
 
-This file imports torch and the standard library alone: under `tutti profile -- COMMAND` it is
-loaded by its path into programs that may not have tutti at all.
+This file imports torch, the standard library and its neighbours alone: under `tutti profile --
+COMMAND` it is loaded by its path into programs that may not have tutti at all.
 """
 
 import atexit
@@ -9,7 +9,10 @@ import contextlib
 import json
 import os
 import resource
+import shutil
+import statistics
 import sys
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,15 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerAction, ProfilerActivity
 
+from .batch_watch import BatchWatch
+from .nvtx_ranges import NvtxRanges
+from .step_clock import StepClock
+
 # Entries of torch's flight recorder that go into a trace: it knows group and sequence number of
 # every collective, which a gloo trace does not.
 _RECORDER_ENTRIES = 20_000
+# How long a rank that has written its trace waits for the others before it ends the program.
+_PATIENCE_SECONDS = 60.0
 
 
 class Capture:
@@ -32,6 +41,10 @@ class Capture:
             p.step()
 
     `shapes` None: shapes are recorded where sizes of messages cannot be known otherwise, on CPUs.
+    `tensorboard` is a folder that traces are put into as TensorBoard's profile plugin names them.
+    `nvtx` marks the steps for Nsight Systems instead of recording them; it needs CUDA.
+    `batch` is how many samples a step of this rank has; None: as the program's loader says.
+    With `stop` the program ends when all ranks have written: what follows is of no interest.
     """
 
     def __init__(
@@ -44,20 +57,33 @@ class Capture:
         shapes: bool | None = None,
         memory: bool = False,
         stacks: bool = False,
+        tensorboard: str | os.PathLike[str] | None = None,
+        nvtx: bool = False,
+        batch: int | None = None,
+        stop: bool = False,
     ) -> None:
         if active < 1 or wait < 0 or warmup < 0:
             raise ValueError(f"wait {wait}, warmup {warmup}, active {active}: at least 0, 0 and 1")
+        if nvtx and not torch.cuda.is_available():
+            raise ValueError("nvtx marks steps for Nsight Systems and needs CUDA: leave it out")
         self.directory = Path(directory)
         self.wait, self.warmup, self.active = wait, warmup, active
         self.shapes, self.memory, self.stacks = shapes, memory, stacks
+        self.tensorboard = None if tensorboard is None else Path(tensorboard)
+        self.nvtx, self.stop = nvtx, stop
         self.path: Path | None = None  # of the trace, once it is written
-        self._profiler: torch.profiler.profile | None = None
+        self._profiler: torch.profiler.profile | NvtxRanges | None = None
         self._over = False
         self._steps = 0
+        self._batch, self._batches = batch, BatchWatch()
+        self._device: torch.device | None = None  # where the program computes
+        self._alone, self._recorded = StepClock(), StepClock()  # steps in `wait` and in `active`
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
         self._handle: Any = None
 
     def __enter__(self) -> "Capture":
+        if _cuda_in_use():
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._start()
         return self
 
@@ -68,6 +94,7 @@ class Capture:
         """A step of training has ended."""
         if self._over or self._profiler is None:
             return
+        (self._alone if self._steps < self.wait else self._recorded).end()
         self._steps += 1
         if self._steps == self.wait:
             self._give_way()
@@ -75,8 +102,17 @@ class Capture:
             return
         if self._steps < self.wait + self.warmup + self.active:
             self._profiler.step()
+            self._begin_step()
         else:
             self.close()
+            if self.stop:
+                self._end_program()
+
+    def _begin_step(self) -> None:
+        if self._steps < self.wait:
+            self._alone.begin(self._device)
+        elif self._steps >= self.wait + self.warmup:
+            self._recorded.begin(self._device)
 
     def close(self) -> None:
         """Stop, and write what was recorded, if anything was. Safe to call again."""
@@ -88,10 +124,25 @@ class Capture:
         self._over = True
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            if self._steps >= self.wait + self.warmup:
+            seen = self._batches.end(self._steps)
+            self._batch = self._batch or seen
+            first, last = self.wait + self.warmup, self._steps
+            if isinstance(profiler, NvtxRanges):
+                if last > first and self._rank == 0:
+                    steps = f"steps {first} to {last - 1} are"
+                    print(f"tutti profile: {steps} marked for Nsight Systems", file=sys.stderr)
+            elif last >= first:
                 # Before the end: what is added later does not reach the file.
                 profiler.add_metadata_json("tutti", json.dumps(self._about(), default=str))
             profiler.stop()  # calls _write if steps were being recorded
+
+    def _end_program(self) -> None:
+        """As sys.exit would: the program's own endings run, on all ranks at the same step."""
+        here = min(self._size, int(os.environ.get("LOCAL_WORLD_SIZE", self._size)))
+        patience = time.monotonic() + _PATIENCE_SECONDS
+        while len(list(self.directory.glob("rank*"))) < here and time.monotonic() < patience:
+            time.sleep(0.02)
+        raise SystemExit(0)
 
     def follow_optimizers(self) -> "Capture":
         """Find the steps by torch's hook on all optimizers. Nothing is recorded before the first
@@ -104,9 +155,12 @@ class Capture:
         return self
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if _cuda_in_use() and torch.cuda.is_current_stream_capturing():
+            return  # a step that is written into a CUDA graph does not run now
         # With several optimizers (a GAN, one per parameter) a step is a step of the first.
         if self._leader is None:
             self._leader = weakref.ref(optimizer)
+            self._device = _device_of(optimizer)
             self._try(self._start)
         elif self._leader() is optimizer:
             self._try(self.step)
@@ -128,13 +182,20 @@ class Capture:
         try:
             action()
         except Exception as error:
-            self._over, self._profiler = True, None
+            self._let_go()
             print(f"tutti profile: nothing more is captured: {error}", file=sys.stderr)
+
+    def _let_go(self) -> None:
+        self._over, self._profiler = True, None
+        self._batches.end(0)
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def _give_way(self) -> None:
         """torch has one profiler at a time: a program that uses it keeps it."""
         if torch.autograd.profiler._is_profiler_enabled:
-            self._over, self._profiler = True, None
+            self._let_go()
             raise RuntimeError("the program runs a torch.profiler of its own: leave that out")
 
     def _start(self) -> None:
@@ -145,17 +206,22 @@ class Capture:
             activities.append(ProfilerActivity.CUDA)
         # NCCL puts sizes into the trace by itself.
         shapes = len(activities) == 1 if self.shapes is None else self.shapes
-        self.directory.mkdir(parents=True, exist_ok=True)
         self._rank, self._size = _identity()
-        self._profiler = torch.profiler.profile(
-            activities=activities,
-            schedule=self._action,
-            on_trace_ready=self._write,
-            record_shapes=shapes,
-            profile_memory=self.memory,
-            with_stack=self.stacks,
-        )
+        if self.nvtx:
+            self._profiler = NvtxRanges(self._action, shapes)
+        else:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._profiler = torch.profiler.profile(
+                activities=activities,
+                schedule=self._action,
+                on_trace_ready=self._write,
+                record_shapes=shapes,
+                profile_memory=self.memory,
+                with_stack=self.stacks,
+            )
         self._profiler.start()
+        self._batches.begin()
+        self._begin_step()
 
     def _action(self, step: int) -> ProfilerAction:
         """As torch.profiler.schedule, but without its warning about a warm-up of none."""
@@ -174,6 +240,11 @@ class Capture:
         profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(path)
         self.path = path
+        if self.tensorboard is not None:
+            self.tensorboard.mkdir(parents=True, exist_ok=True)
+            # The plugin takes what stands before the time for the name of the worker.
+            name = f"rank{self._rank}.{time.time_ns()}.pt.trace.json.gz"
+            shutil.copyfile(path, self.tensorboard / name)
 
     def _about(self) -> dict[str, Any]:
         """What a trace does not say by itself."""
@@ -183,7 +254,15 @@ class Capture:
             "backend": "none",
             "host_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "recorder": [],
+            "step_s": self._alone.seconds(),
+            "overhead": None,
+            "batch": self._batch,
+            "threads": torch.get_num_threads(),
+            "cpus": sorted(os.sched_getaffinity(0)),
         }
+        recorded = self._recorded.seconds()
+        if recorded and about["step_s"]:
+            about["overhead"] = statistics.median(recorded) / statistics.median(about["step_s"])
         if torch.cuda.is_available():
             about["device_memory_bytes"] = torch.cuda.max_memory_allocated()
         if dist.is_available() and dist.is_initialized():
@@ -191,6 +270,17 @@ class Capture:
             with contextlib.suppress(Exception):  # the recorder is not a stable interface
                 about["recorder"] = _recorded()
         return about
+
+
+def _cuda_in_use() -> bool:
+    """Whether the program has begun with CUDA: a look must not be the beginning."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
+    """The GPU of its parameters; None if there is none."""
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    return next((each.device for each in parameters if each.device.type == "cuda"), None)
 
 
 def _identity() -> tuple[int, int]:

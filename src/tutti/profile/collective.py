@@ -49,6 +49,10 @@ class Collective:
     group_ranks: tuple[int, ...] = ()
     group_size: int = 0
     peer: int | None = None  # of a send or a receive, in its group
+    axis: str | None = None  # of the layout: dp, shard, tp, pp, or world
+    returned: float = 0.0  # on a CPU, when the call gave the caller its thread back
+    # Of a bucket of DDP's, when the last of its gradients was there.
+    ready: float | None = None
     # Filled in when ranks are matched: when the last rank arrived, and which one it was.
     last_arrival: float | None = None
     last_rank: int | None = None

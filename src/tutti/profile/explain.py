@@ -7,6 +7,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from tutti.profile.advice import Case, advise
+from tutti.profile.axes import by_axis, name_axes
+from tutti.profile.buckets import bucket_rows
 from tutti.profile.matching import Clock, Meeting, align, match
 from tutti.profile.parts import PARTS, StepParts, split_step
 from tutti.profile.rank_trace import RankTrace, read_rank
@@ -29,15 +32,19 @@ class Explanation:
     notes: list[str]
 
     def rows(self) -> dict[str, Any]:
-        """ranks[], steps[], comm[], stragglers[], and what stands beside them."""
-        ranks = [trace.rank for trace in self.traces]
+        """ranks[], steps[], comm[], stragglers[], advice[], and what stands beside them."""
+        ranks = [self._rank(*each) for each in zip(self.traces, self.clocks, strict=True)]
+        late = stragglers([trace.rank for trace in self.traces], self.steps, self.meetings)
         return {
             "world_size": max(trace.world_size for trace in self.traces),
-            "ranks": [self._rank(*each) for each in zip(self.traces, self.clocks, strict=True)],
+            "ranks": ranks,
             "steps": [_step_row(each) for each in self.steps],
             "comm": traffic(self.traces, self.meetings),
-            "stragglers": stragglers(ranks, self.steps, self.meetings),
-            "notes": self.notes,
+            "axes": by_axis(self.steps),
+            "buckets": bucket_rows(self.traces),
+            "stragglers": late,
+            "advice": advise(Case(self.traces, self.steps, self.meetings, late)),
+            "notes": self.notes + _uneven(ranks),
         }
 
     def _rank(self, trace: RankTrace, clock: Clock) -> dict[str, Any]:
@@ -118,12 +125,39 @@ def explain(files: Sequence[Path]) -> Explanation:
             f"traces of {_ranks(missing)} are missing ({len(there)} of {size} are here): waiting "
             "for those counts as moving data"
         )
+    for trace in traces:
+        name_axes(trace)
     clocks = align(traces)
     meetings = match(traces)
     if len(traces) > 1 and not meetings:
         notes.append("no collective could be matched between ranks: nobody is called late")
     steps = [split_step(trace, step) for trace in traces for step in trace.steps]
     return Explanation(traces, clocks, meetings, steps, notes)
+
+
+def _uneven(ranks: Sequence[dict[str, Any]]) -> list[str]:
+    """What differs between ranks more than chance would have it."""
+    notes = []
+    for name, key in (("memory", "memory_bytes"), ("process memory", "host_memory_bytes")):
+        known = [each for each in ranks if each[key]]
+        least, most = _ends(known, key)
+        if known and most[key] > 1.25 * least[key]:
+            notes.append(
+                f"{name} is uneven: rank {most['rank']} has {most[key] / 1e6:,.0f} MB, rank "
+                f"{least['rank']} {least[key] / 1e6:,.0f} MB"
+            )
+    least, most = _ends(ranks, "busy")
+    if most["busy"] - least["busy"] > 0.1 and most["busy"] > 1.25 * least["busy"]:
+        notes.append(
+            f"ranks are unevenly busy: rank {most['rank']} computes {100 * most['busy']:.0f} % of "
+            f"the step, rank {least['rank']} {100 * least['busy']:.0f} %"
+        )
+    return notes
+
+
+def _ends(rows: Sequence[dict[str, Any]], key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    ordered = sorted(rows, key=lambda each: float(each[key]))
+    return (ordered[0], ordered[-1]) if ordered else ({}, {})
 
 
 def _number(traces: list[RankTrace], notes: list[str]) -> None:
@@ -150,5 +184,6 @@ def _step_row(each: StepParts) -> dict[str, Any]:
         "seconds": each.seconds,
         "parts_s": each.parts,
         "overlap": each.overlap,
+        "gradients_s": each.gradients,
         "waited_for_s": {str(rank): seconds for rank, seconds in each.waited_for.items()},
     }

@@ -52,6 +52,7 @@ def pair(
     tags: list[Tagged],
     recorded: Sequence[tuple[float, str, int]],
     ranks_of: Callable[[str], int],
+    accumulates: Callable[[Any, float], bool],
 ) -> list[Collective]:
     """The communications of a rank without kernels. `recorded`: time, group, sequence."""
     for spans in (calls, runs, parameters):
@@ -73,6 +74,7 @@ def pair(
             start=max(shown.start, call.start),
             end=max(shown.end, call.end) if ran is None else ran.end,
             process=shown.process,
+            returned=call.end,
             thread=shown.thread,
         )
         while position < len(known) and known[position][0] < call.start - _SLACK:
@@ -80,6 +82,8 @@ def pair(
         if position < len(known) and known[position][0] <= call.end + _SLACK:
             _, collective.group, collective.sequence = known[position]
             position += 1
+        if call.operation == "all_reduce" and accumulates(call.thread, call.start):
+            collective.ready = call.start
         _fill_size(collective, call, ran, ranks_of(collective.group))
         if (said := inner.first_in(call)) is not None:
             size = collective.bytes

@@ -12,13 +12,17 @@ Every moment of a step belongs to exactly one part:
     host_gap       nothing at all is seen: Python, a sleep, a GPU that was given nothing to do
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from tutti.profile.collective import Collective
-from tutti.profile.intervals import Times
+from tutti.profile.intervals import NEVER, Times
 from tutti.profile.rank_trace import RankTrace, Step
 
 PARTS = ("compute", "hidden", "exposed", "wait", "bubble", "input", "host_gap", "rest")
+
+
+Kind = tuple[str | None, bool]  # the axis, and whether it is a bucket of DDP's
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,10 @@ class StepParts:
     parts: dict[str, float]
     communication: float  # hidden and exposed, without waiting
     waited_for: dict[int, float]  # what others' lateness cost this rank, by who was late
+    # hidden, exposed and wait (a bubble included) by what communicated: they add up to the parts.
+    talk: dict["Kind", dict[str, float]]
+    # The first gradient and the end of backward, from the step's start.
+    gradients: tuple[float, float] | None
 
     @property
     def overlap(self) -> float | None:
@@ -48,8 +56,10 @@ def split_step(trace: RankTrace, step: Step) -> StepParts:
     waits: dict[int, list[tuple[float, float]]] = {}
     bubbles: list[tuple[float, float]] = []
     moving: list[tuple[float, float]] = []
+    lasting: dict[Kind, list[tuple[float, float]]] = {}
     for each in _within(trace.collectives, step):
         moving.append((_moving_from(each), each.end))
+        lasting.setdefault((each.axis, each.ready is not None), []).append((each.arrival, each.end))
         if each.is_point_to_point:
             bubbles.append((each.arrival, _moving_from(each)))
         elif each.last_rank is not None and each.last_rank != trace.rank:
@@ -57,32 +67,61 @@ def split_step(trace: RankTrace, step: Step) -> StepParts:
     # Of several communications one may move data while another waits: then data moves.
     stalled = idle - Times.of(moving)
     waited_for: dict[int, float] = {}
+    waiting = NEVER
     for late, pairs in sorted(waits.items()):
         stretch = stalled & Times.of(pairs)
         waited_for[late] = stretch.seconds
         stalled -= stretch
         talking |= stretch
-    waiting = sum(waited_for.values())
+        waiting |= stretch
     bubble = stalled & talking & Times.of(bubbles)
-    exposed = (idle & talking).seconds - waiting - bubble.seconds
+    exposed = (idle & talking) - waiting - bubble
     quiet = idle - talking
     loading = quiet & trace.input.between(step.start, step.end)
     quiet -= loading
     other = quiet & trace.other.between(step.start, step.end)
-    hidden = (compute & talking).seconds
+    hidden = compute & talking
     parts = {
-        "compute": compute.seconds - hidden,
-        "hidden": hidden,
-        "exposed": exposed,
-        "wait": waiting,
+        "compute": compute.seconds - hidden.seconds,
+        "hidden": hidden.seconds,
+        "exposed": exposed.seconds,
+        "wait": waiting.seconds,
         "bubble": bubble.seconds,
         "input": loading.seconds,
         "host_gap": (quiet - other).seconds,
         "rest": other.seconds,
     }
     return StepParts(
-        trace.rank, step.number, whole.seconds, parts, hidden + parts["exposed"], waited_for
+        rank=trace.rank,
+        step=step.number,
+        seconds=whole.seconds,
+        parts=parts,
+        communication=parts["hidden"] + parts["exposed"],
+        waited_for=waited_for,
+        talk=_by_kind({"hidden": hidden, "exposed": exposed, "wait": waiting | bubble}, lasting),
+        gradients=step.gradients
+        and (step.gradients[0] - step.start, step.gradients[1] - step.start),
     )
+
+
+def _by_kind(
+    regions: dict[str, Times], lasting: dict[Kind, list[tuple[float, float]]]
+) -> dict[Kind, dict[str, float]]:
+    """Which communication each region belongs to; of several at once, the first that is seen."""
+    talk: dict[Kind, dict[str, float]] = {}
+    for kind, pairs in lasting.items():
+        stretch = Times.of(pairs)
+        talk[kind] = {name: (region & stretch).seconds for name, region in regions.items()}
+        regions = {name: region - stretch for name, region in regions.items()}
+    # The way in and out of a call, and waking up after it, belong to what came before.
+    called = [(pair[0], kind) for kind, pairs in lasting.items() for pair in pairs]
+    called.sort(key=lambda each: each[0])
+    for name, region in regions.items():
+        for start, end in zip(region.starts, region.ends, strict=True):
+            before = bisect_right(called, end, key=lambda each: each[0])
+            kind = called[max(0, before - 1)][1] if called else (None, False)
+            talk.setdefault(kind, dict.fromkeys(regions, 0.0))[name] += float(end - start)
+    return talk
 
 
 def _within(collectives: list[Collective], step: Step) -> list[Collective]:

@@ -5,6 +5,7 @@ Without, the host's: operators compute, whatever calls them (autograd's engine, 
 the rest. A gigabyte of events becomes intervals, steps and communications.
 """
 
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tutti.profile.backward import Backward
 from tutti.profile.collective import Collective, from_parameters, operation_named
 from tutti.profile.intervals import NEVER, Gathering, Times
 from tutti.profile.pairing import Span, Tagged, pair
@@ -23,7 +25,12 @@ _WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch::distributed::", 
 _KEPT = {
     *("Input Dims", "Input type", "Concrete Inputs", "Collective name", "Process Group Name"),
     *("dtype", "In msg nelems", "Out msg nelems", "Seq", "Group size", "Process Group Ranks"),
-    *("Dst Rank", "Src Rank"),
+    *("Dst Rank", "Src Rank", "External id"),
+}
+# Of operators, those whose sizes tell how much was computed.
+_HEAVY = {
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"),
+    *("aten::convolution_backward", "aten::_scaled_dot_product_flash_attention_for_cpu"),
 }
 _NCCL = ("nccl", "rccl", "hccl")
 
@@ -35,6 +42,12 @@ class Step:
     number: int
     start: float
     end: float
+    gradients: tuple[float, float] | None = None  # the first one, and the end of backward
+
+    def shift(self, seconds: float) -> None:
+        self.start, self.end = self.start + seconds, self.end + seconds
+        if self.gradients is not None:
+            self.gradients = self.gradients[0] + seconds, self.gradients[1] + seconds
 
 
 @dataclass
@@ -57,6 +70,10 @@ class RankTrace:
     groups: dict[str, dict[str, Any]]
     memory_bytes: int | None  # the most that was allocated on the device
     host_memory_bytes: int | None  # the most that the process had
+    device_bytes: int | None  # what its device has
+    has_loader_workers: bool
+    work: float  # a measure of what was computed, to compare ranks by; 0 if unknown
+    about: dict[str, Any]  # what was captured beside the events
     notes: list[str] = field(default_factory=list)
 
     def shift(self, seconds: float) -> None:
@@ -64,11 +81,14 @@ class RankTrace:
         for name in ("compute", "communication", "input", "other"):
             setattr(self, name, getattr(self, name).shifted(seconds))
         for step in self.steps:
-            step.start, step.end = step.start + seconds, step.end + seconds
+            step.shift(seconds)
         for each in self.collectives:
             each.arrival += seconds
             each.start += seconds
             each.end += seconds
+            each.returned += seconds
+            if each.ready is not None:
+                each.ready += seconds
 
 
 def read_rank(path: Path) -> RankTrace:
@@ -97,8 +117,12 @@ class _Reading:
         self.ran: list[Span] = []
         self.parameters: list[Span] = []
         self.tags: list[Tagged] = []
+        self.kernel_of: dict[Any, Collective] = {}  # by the number of the operator it belongs to
+        self.backward = Backward()
         self.has_kernels = False
         self.memory = 0
+        self.has_loader_workers = False
+        self.work = 0.0
 
     def take(self, event: Event) -> None:
         phase = event.get("ph")
@@ -110,6 +134,10 @@ class _Reading:
             return
         start = float(event["ts"]) / 1e6
         end = start + float(event["dur"]) / 1e6
+        if category in ("cuda_runtime", "cuda_driver"):
+            if "Launch" in event["name"]:
+                self.backward.launch(int(event.get("args", {}).get("correlation", 0)), start)
+            return
         if category == "cpu_op":
             self._operator(event, start, end)
         elif category == "user_annotation":
@@ -129,6 +157,9 @@ class _Reading:
         name = str(event["name"])
         if not (name.lower().startswith(_NCCL) or "ncclKernel" in name or "ncclDevKernel" in name):
             self.kernels.add(start, end)
+            said = event.get("args", {})
+            self.backward.kernel(int(said.get("correlation", -1)), end)
+            self.work += math.prod(said.get("grid") or [0]) * math.prod(said.get("block") or [0])
             return
         self.nccl.add(start, end)
         made = Collective(
@@ -136,6 +167,8 @@ class _Reading:
         )
         from_parameters(event.get("args", {}), made)
         self.collectives.append(made)
+        if (number := event.get("args", {}).get("External id")) is not None:
+            self.kernel_of[number] = made
 
     def _device_step(self, step: Step) -> None:
         """The same step on one more stream: from its first kernel to its last."""
@@ -154,8 +187,11 @@ class _Reading:
             self.talking[thread].add(start, end)
         elif name.startswith(_WRAPPERS) or re.fullmatch(r"\w+Backward\d*", name):
             self.wrappers.add(start, end)
+            self.backward.function(name, thread, start, end)
         else:
             self.operators[thread].add(start, end)
+            if name in _HEAVY:
+                self.work += _products(name, event.get("args", {}).get("Input Dims") or [])
 
     def _annotation(self, event: Event, start: float, end: float) -> None:
         name = str(event["name"])
@@ -168,6 +204,7 @@ class _Reading:
                 self.runs.add(start, end)
         elif name.startswith(("enumerate(DataLoader)", "tutti.input")):
             self.input.add(start, end)
+            self.has_loader_workers |= "_MultiProcessing" in name
         elif name.startswith("tutti::"):
             # Imports torch, so only for traces that have them.
             from tutti.comm.tags import parse_tag
@@ -214,11 +251,14 @@ class _Reading:
                 self.tags,
                 recorded,
                 lambda group: int(groups.get(group, {}).get("pg_size", size)),
+                self.backward.accumulates,
             )
         self.collectives.sort(key=lambda each: each.start)
         self.steps.sort(key=lambda step: step.start)
-        if self.has_kernels and self.device_steps:
-            self.steps = _one_after_another(list(self.device_steps.values()))
+        for step in self.steps:
+            step.gradients = self.backward.gradients(step.start, step.end)
+        if self.has_kernels:
+            self._to_the_device()
         if not self.steps and self.last > self.first:
             self.steps = [Step(0, self.first, self.last)]
             notes.append(f"{file.path.name} has no steps: it is explained as one")
@@ -243,8 +283,42 @@ class _Reading:
             groups=groups,
             memory_bytes=self.memory or ours.get("device_memory_bytes") or None,
             host_memory_bytes=ours.get("host_memory_bytes"),
+            device_bytes=_smallest(about.get("deviceProperties") or []),
+            has_loader_workers=self.has_loader_workers,
+            work=self.work,
+            about={key: value for key, value in ours.items() if key != "recorder"},
             notes=notes,
         )
+
+    def _to_the_device(self) -> None:
+        """Steps, gradients and buckets, which the host tells of, at the device's moments."""
+        moment = self.backward.on_device
+        for said in self.parameters:
+            made = self.kernel_of.get(said.arguments.get("External id"))
+            if made is None or made.operation != "all_reduce":
+                continue
+            if self.backward.accumulates(said.thread, said.start):
+                made.ready = min(moment(said.start) or made.arrival, made.arrival)
+        of_step = {}
+        for step in self.steps:
+            if step.gradients is not None:
+                first, last = map(moment, step.gradients)
+                step.gradients = None if first is None or last is None else (first, last)
+            of_step[step.number] = step.gradients
+        if self.device_steps:
+            self.steps = _one_after_another(list(self.device_steps.values()))
+            for step in self.steps:
+                step.gradients = of_step.get(step.number)
+
+
+def _products(name: str, dims: list[Any]) -> int:
+    """Multiplications of a product of matrices, or about those of a convolution."""
+    shapes = [d for d in dims[:3] if len(d) > 1 and all(isinstance(each, int) for each in d)]
+    if len(shapes) < 2:
+        return 0
+    if "convolution" in name:  # input or its gradient, and the weight without its outputs
+        return int(math.prod(shapes[0]) * math.prod(shapes[-1][1:]))
+    return int(math.prod(shapes[-2]) * shapes[-1][-1])
 
 
 def _one_after_another(steps: list[Step]) -> list[Step]:
@@ -253,6 +327,11 @@ def _one_after_another(steps: list[Step]) -> list[Step]:
     for step, following in pairwise(steps):
         step.end = following.start
     return steps
+
+
+def _smallest(devices: list[dict[str, Any]]) -> int | None:
+    sizes = [int(each["totalGlobalMem"]) for each in devices if each.get("totalGlobalMem")]
+    return min(sizes, default=None)
 
 
 def _span(operation: str, event: Event, start: float, end: float) -> Span:

@@ -1,6 +1,7 @@
 """An explanation as text of at most 80 columns."""
 
 from collections.abc import Iterator
+from textwrap import wrap
 from typing import Any
 
 from tutti.bench.sizes import format_size
@@ -10,6 +11,7 @@ from tutti.profile.parts import PARTS
 _TITLES = {"host_gap": "gaps"}
 _MOST_RANKS = 16
 _MOST_ROWS = 8
+_MOST_ADVICE = 5
 
 
 def lines(rows: dict[str, Any]) -> Iterator[str]:
@@ -29,17 +31,35 @@ def lines(rows: dict[str, Any]) -> Iterator[str]:
         yield f"{each['rank']:>4}{1e3 * each['step_s']['mean']:>9.2f}{shares}"
     if len(shown) < len(ranks):
         yield f"      … {len(ranks) - len(shown)} more ranks: --json has them"
+    yield from _balance(ranks)
     yield ""
     yield from _communication(rows)
     yield from _late(rows)
+    yield from _to_try(rows)
     for note in rows["notes"]:
-        yield f"note: {note}"
+        yield from wrap(f"note: {note}", 80, subsequent_indent="  ")
 
 
 def _interesting(rows: dict[str, Any]) -> list[dict[str, Any]]:
     """Of many ranks: the first few, and those that are late."""
     late = {each["rank"] for each in rows["stragglers"][:4]}
     return [each for n, each in enumerate(rows["ranks"]) if n < _MOST_RANKS or each["rank"] in late]
+
+
+def _balance(ranks: list[dict[str, Any]]) -> Iterator[str]:
+    """Busy and memory with their spread over ranks."""
+    said = "busy " + _range([100 * each["busy"] for each in ranks], "%")
+    for name, key in (("memory", "memory_bytes"), ("process memory", "host_memory_bytes")):
+        known = [each[key] / 1e6 for each in ranks if each[key]]
+        if known:
+            said += f"; {name} {_range(known, 'MB')}"
+            break
+    yield said
+
+
+def _range(values: list[float], unit: str) -> str:
+    low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
+    return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
 
 
 def _communication(rows: dict[str, Any]) -> Iterator[str]:
@@ -55,20 +75,71 @@ def _communication(rows: dict[str, Any]) -> Iterator[str]:
         f"communication, no waiting: {100 * ratio:.0f} % of the step, {verdict} the "
         f"{100 * RATIO_LIMIT:.0f} % rule{overlap}"
     )
+    whole = sum(each["step_s"]["mean"] for each in ranks) / len(ranks)
+    for each in rows["axes"]:
+        shares = (100 * each[f"{name}_s"] / whole for name in ("hidden", "exposed", "wait"))
+        yield "  {:<6} hidden {:4.1f} %, exposed {:4.1f} %, waiting {:4.1f} %".format(
+            each["axis"] or "other", *shares
+        )
+    yield from _buckets(rows)
     yield ""
-    yield "operation      ranks     size  count    p50 ms  total ms  waits ms  busbw GB/s"
+    yield "operation      axis  ranks    size count    p50 ms total ms waits ms busbw GB/s"
     for each in rows["comm"][:_MOST_ROWS]:
         size = "?" if each["bytes"] is None else format_size(each["bytes"])
         bus = "" if each["busbw_gbs"] is None else f"{each['busbw_gbs']:.3f}"
         moved = each["transfer_s"]
         yield (
-            f"{each['op']:<14}{each['ranks']:>6}{size:>9}{each['count']:>7}"
-            f"{1e3 * moved['p50']:>10.3f}{1e3 * moved['total']:>10.2f}"
-            f"{1e3 * each['wait_s']['mean']:>10.3f}{bus:>12}"
+            f"{each['op']:<15}{each['axis'] or '?':<6}{each['ranks']:>5}{size:>8}"
+            f"{each['count']:>6}{1e3 * moved['p50']:>10.3f}{1e3 * moved['total']:>9.2f}"
+            f"{1e3 * each['wait_s']['mean']:>9.3f}{bus:>11}"
         )
     if len(rows["comm"]) > _MOST_ROWS:
         yield f"… {len(rows['comm']) - _MOST_ROWS} more rows: --json has them"
     yield ""
+
+
+def _buckets(rows: dict[str, Any]) -> Iterator[str]:
+    found = rows["buckets"]
+    if not found:
+        return
+    steps = {(each["rank"], each["step"]): each["gradients_s"] for each in rows["steps"]}
+    done: dict[tuple[int, int], float] = {}
+    for each in found:
+        key = each["rank"], each["step"]
+        done[key] = max(done.get(key, 0.0), each["done_s"])
+    tails = [done[key] - steps[key][1] for key in done if steps.get(key)]
+    sizes = [each["bytes"] for each in found]
+    unit, name = (1 << 20, "MB") if max(sizes) >= 1 << 20 else (1 << 10, "KB")
+    count = round(len(found) / len(done))
+    said = f"  {count} bucket{'s' * (count != 1)} of "
+    said += _range([size / unit for size in sizes], name)
+    if tails:
+        tail = 1e3 * sum(tails) / len(tails)
+        when = "after" if tail >= 0 else "before the end of"
+        said += f"; the last is done {abs(tail):.1f} ms {when} backward"
+    yield said
+
+
+def _to_try(rows: dict[str, Any]) -> Iterator[str]:
+    found = rows["advice"]
+    if not found:
+        return
+    if len(rows["ranks"]) > 1:
+        yield ""
+    yield "to try, the largest gain first; gains of one cause do not add up"
+    for each in found[:_MOST_ADVICE]:
+        gain = ""
+        if each["gain_s"] is not None:
+            gain = (
+                f" (-{1e3 * each['gain_s']:.1f} ms, {100 * each['gain_share']:.0f} % of the step)"
+            )
+        yield from wrap(
+            f"{each['finding']}; {each['try']}{gain}",
+            80,
+            initial_indent="- ",
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
 
 
 def _late(rows: dict[str, Any]) -> Iterator[str]:

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tutti.profile.buckets import format_bytes, in_step
 from tutti.profile.explain import Explanation
 from tutti.profile.matching import Meeting
 from tutti.profile.rank_trace import RankTrace
@@ -35,6 +36,8 @@ def write_timeline(path: Path, explanation: Explanation) -> int:
             rank = _Rank(trace, shift * _MICROSECONDS)
             for event in TraceFile(trace.path).events():
                 rank.move(event)
+                out.write(",\n" + json.dumps(event))
+            for event in _buckets(trace, rank):
                 out.write(",\n" + json.dumps(event))
             for event in rank.names():
                 out.write(",\n" + json.dumps(event))
@@ -92,6 +95,30 @@ class _Rank:
     def _name(self, given: Any) -> str:
         label = self._said.get(given, "" if isinstance(given, int) else str(given))
         return f"rank {self._rank} {label} {self._host}".replace("  ", " ").strip()
+
+
+def _buckets(trace: RankTrace, rank: _Rank) -> list[Event]:
+    """A row for each bucket of DDP's: from ready to done, and within it from started to done.
+
+    They overlap, so they are no slices of a thread but asynchronous ones, which have an id.
+    """
+    made = []
+    identity = (trace.rank + 1) * _FLOWS_PER_RANK
+    for step in trace.steps:
+        for index, each in enumerate(in_step(trace, step)):
+            assert each.ready is not None
+            identity += 1
+            row = f"bucket {index}, {format_bytes(each.bytes)}"
+            common = {"cat": "DDP bucket", "id": identity}
+            common |= {"pid": rank.process("DDP buckets"), "tid": index}
+            for phase, name, moment in (
+                ("b", row, each.ready),
+                ("b", "moves", each.waited_until),
+                ("e", "moves", each.end),
+                ("e", row, each.end),
+            ):
+                made.append({"ph": phase, "name": name, "ts": moment * _MICROSECONDS} | common)
+    return made
 
 
 def _arrows(number: int, meeting: Meeting, places: dict[int, _Rank]) -> list[Event]:

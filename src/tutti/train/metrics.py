@@ -34,8 +34,8 @@ class Metrics:
         beside.write_text("".join(f"{line}\n" for line in kept))
         beside.replace(self.path)
 
-    def write(self, step: int, **values: float | int | str) -> None:
-        """Add a line."""
+    def write(self, step: int, **values: float | int | str | None) -> None:
+        """Add a line; None is what is not known."""
         if self._file is None:
             self._file = self.path.open("a")
         line = {"step": step, "time": round(time.time(), 3), **values}

@@ -3,16 +3,21 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
+from tutti.comm.tags import profiling
 from tutti.data.batch import Batch
 from tutti.data.loader import Loader
 from tutti.train.optimizer import set_lr
 from tutti.train.plan import Plan
 from tutti.train.recipe import Recipe
 from tutti.train.step import Step
+
+_NOTHING = nullcontext()
 
 
 class Runner(ABC):
@@ -57,7 +62,9 @@ class EagerRunner(Runner):
         losses = []
         for _ in range(steps):
             began = time.perf_counter()
-            batch = next(self._batches)
+            # A name of its own in a trace: the time for which the step has no input.
+            with record_function("tutti.input") if profiling() else _NOTHING:
+                batch = next(self._batches)
             self._input_seconds += time.perf_counter() - began
             self.samples += batch.global_count
             self._rank_samples += batch.count

@@ -16,6 +16,7 @@ from tutti.data.split import microbatches
 from tutti.parallel.clipping import clip_by_global_norm
 from tutti.parallel.engine import Engine, Objective
 from tutti.parallel.tensor import loss_context
+from tutti.train.arrivals import Arrivals
 from tutti.train.recipe import Compute
 from tutti.train.task import Task
 
@@ -35,6 +36,7 @@ class Step:
         accumulation: int = 1,
         clip: float | None = None,
         measure: bool = False,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.engine = engine
         self.optimizer = optimizer
@@ -48,6 +50,7 @@ class Step:
         # Only float16 has too small a range for gradients; disabled, the scaler does nothing.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         self._measure = measure
+        self._arrivals = arrivals or Arrivals(self.device, known=False)
         self._forward_seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._split_logits = engine.grid.layout.tp > 1
@@ -67,9 +70,16 @@ class Step:
         inputs = torch.split(as_computed(batch.inputs, self.engine.model), sizes)
         parts = list(zip(inputs, torch.split(batch.targets, sizes), strict=True))
 
+        forwards = 0
+
         def of_inputs(x: Tensor, y: Tensor) -> Tensor:
+            nonlocal forwards
             with self._forward_clock():
-                return self.loss_sum(x, y) / count
+                part = self.loss_sum(x, y) / count
+            forwards += 1
+            if forwards == runs:  # not where this rank only helps others in a microbatch
+                self._arrivals.watch(part)
+            return part
 
         def of_outputs(outputs: Tensor, y: Tensor) -> Tensor:
             return self.task.loss_sum(outputs, y) / count
@@ -77,6 +87,7 @@ class Step:
         objective = Objective(of_inputs, of_outputs, self.scaler.scale, self.example)
         with self._precision(), loss_context(self._split_logits):
             loss = self.engine.run(parts, objective)
+        self._arrivals.met()
         self._update()
         return loss
 

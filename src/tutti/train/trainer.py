@@ -14,10 +14,12 @@ from tutti.hardware.environment import describe_environment
 from tutti.models.config import GPTConfig
 from tutti.parallel.build import build_engine
 from tutti.parallel.options import EngineOptions
+from tutti.train.arrivals import Arrivals
 from tutti.train.checkpoint import Checkpoints
 from tutti.train.datasets import load_dataset
 from tutti.train.evaluate import Score, evaluate
 from tutti.train.graph import GraphRunner, check_graph
+from tutti.train.lateness import Lateness
 from tutti.train.metrics import Metrics
 from tutti.train.models import build_model, fit
 from tutti.train.optimizer import build_optimizer
@@ -95,6 +97,7 @@ class Trainer:
             self.model, recipe.optimization, self.plan.peak_lr, recipe.compute.cuda_graph
         )
         self.task = Task(padded=recipe.data.padded)
+        self.arrivals = Arrivals(world.device, known=_meets_once(recipe, self.plan))
         self.stepper = Step(
             self.engine,
             self.optimizer,
@@ -104,6 +107,7 @@ class Trainer:
             self.plan.accumulation,
             recipe.optimization.clip,
             measure=recipe.batching.split == "measured",
+            arrivals=self.arrivals,
         )
         self.loader = Loader(
             dataset.train,
@@ -153,7 +157,8 @@ class Trainer:
     def run(self) -> Outcome:
         """Train to the end, or to a signal."""
         progress = ProgressReport(self.plan.steps, self.step, shown=self.world.is_first)
-        self.pulse = Pulse(self.world.rank, self.world.size, self.step)
+        self.pulse = Pulse(self.world.rank, self.world.size, self.step, self.arrivals)
+        self.lateness = Lateness(self.step)
         stopped = False
         loss = float("nan")
         try:
@@ -225,9 +230,12 @@ class Trainer:
             seconds_per_step=beat.seconds / len(beat.losses),
             samples_per_s=samples / beat.seconds,
             input_seconds=self.runner.take_input_seconds(),
+            wait_fraction=self.lateness.add(beat)[self.world.rank],
         )
         self.metrics.flush()
         progress.show(self.step, f"loss {beat.losses[-1]:.4f}  {text}")
+        if (warning := self.lateness.warning()) is not None:
+            progress.say(f"step {self.step}: {warning}")
         measured = self.recipe.batching.split == "measured" and beat.first_step > 0
         if measured and all(rate > 0 for rate in beat.rates):  # the first steps are warm-up
             self.shares = measured_shares(beat.rates, self.shares)
@@ -337,6 +345,12 @@ def _engine_options(recipe: Recipe, world: World) -> EngineOptions:
     """In a world of one nobody is to be synchronised with, and DDP would only copy."""
     alone = world.size == 1 and recipe.engine.engine == "ddp"
     return EngineOptions(engine="single") if alone else recipe.engine
+
+
+def _meets_once(recipe: Recipe, plan: Plan) -> bool:
+    """Whether ranks wait for each other at the end of backward only: see Arrivals."""
+    replicas = plan.layout.only_replicas and plan.layout.dp > 1
+    return replicas and not (recipe.engine.sync_batchnorm or recipe.data.padded)
 
 
 def _is_gpt(recipe: Recipe) -> bool:

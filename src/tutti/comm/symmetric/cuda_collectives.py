@@ -30,6 +30,40 @@ _OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 _TORCH_DTYPES = (torch.float32, torch.bfloat16)
 # Up to here, out of place, every rank reads everything.
 _ONE_SHOT_BYTES = 512 << 10
+# A tensor that is summed now and then is not worth a graph.
+_CALLS_BEFORE_GRAPH = 3
+
+
+class Repeated:
+    """A launch that is made over and over: from the fourth time on as a CUDA graph, which takes the
+    host 4 µs to enqueue where torch's operator takes 12 (measured on one H200)."""
+
+    def __init__(self, launch: Callable[[], object]) -> None:
+        self._launch = launch
+        self._plain_calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if torch.cuda.is_current_stream_capturing():  # it becomes part of the caller's graph
+            self._launch()
+        elif self._graph is not None:
+            self._graph.replay()
+        elif self._plain_calls < _CALLS_BEFORE_GRAPH:
+            self._plain_calls += 1
+            self._launch()
+        else:
+            self._graph = self._captured()
+            self._graph.replay()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(aside):  # the default stream cannot be captured
+            # Other threads, such as NCCL's watchdog, may go on calling CUDA meanwhile.
+            graph.capture_begin(capture_error_mode="thread_local")
+            self._launch()
+            graph.capture_end()
+        return graph
 
 
 class CudaCollectives:
@@ -82,7 +116,7 @@ class CudaCollectives:
         """Torch's kernel for this tensor with nothing left to decide: small gradients are many."""
         if not self._torch_can(local, "sum"):
             return None
-        kernel = partial(self._torch_two_shot, local, "sum", self._memory.group_name)
+        kernel = Repeated(partial(self._torch_two_shot, local, "sum", self._memory.group_name))
         check = self._memory.check
 
         def run() -> None:

@@ -7,6 +7,7 @@ tutti is captured as well.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -20,19 +21,18 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _SETTINGS = "TUTTI_PROFILE"
 
 
-def _load(name: str, path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _capture() -> ModuleType:
+    """capture.py and its neighbours, under a name that is not tutti's: nothing else is imported."""
+    room = ModuleType("tutti_capture")
+    room.__path__ = [os.path.dirname(_HERE)]
+    sys.modules[room.__name__] = room
+    return importlib.import_module("tutti_capture.capture")
 
 
 def _begin(settings: dict[str, Any]) -> None:
     """torch has been imported: from now on its optimizers' steps are counted."""
     try:
-        module = _load("tutti_capture", os.path.join(os.path.dirname(_HERE), "capture.py"))
-        module.Capture(**settings).follow_optimizers()
+        _capture().Capture(**settings).follow_optimizers()
     except Exception as error:  # the program must run whether or not it can be captured
         print(f"tutti profile: nothing is captured here: {error!r}", file=sys.stderr)
 

@@ -117,8 +117,9 @@ TUTTI_API tutti_group *tutti_group_create(const char *name, int rank, int size,
     if (g) {
         g->peers = calloc((size_t)size, sizeof *g->peers);
         g->sources = calloc((size_t)size, sizeof *g->sources);
+        g->places = calloc((size_t)size, sizeof *g->places);
     }
-    if (!g || !g->peers || !g->sources) {
+    if (!g || !g->peers || !g->sources || !g->places) {
         fail(TUTTI_NO_MEMORY, "no memory for a group of %d ranks", size);
         goto failed;
     }
@@ -160,6 +161,7 @@ failed:
     if (g) {
         free(g->peers);
         free(g->sources);
+        free(g->places);
     }
     free(g);
     return NULL;
@@ -309,6 +311,7 @@ TUTTI_API void tutti_group_close(tutti_group *g)
     free(g->broken_text);
     free(g->workers);
     free(g->sources);
+    free(g->places);
     free(g->peers);
     free(g);
 }

@@ -62,6 +62,9 @@ const char *reduce_name(uint32_t reduce);
 bool can_reduce(uint32_t dtype, uint32_t reduce);
 void reduce_parts(void *out, const void *const *parts, uint32_t n, uint64_t count, uint32_t dtype,
                   uint32_t reduce); /* out may be one of the parts */
+/* The same, and the result handed over to all places as it is made, in one pass over memory. */
+void reduce_to_all(void *out, void *const *places, uint32_t n_places, const void *const *parts,
+                   uint32_t n, uint64_t count, uint32_t dtype, uint32_t reduce);
 
 /* ---- what a rank publishes; each line has one writer, its owner ---- */
 enum { RUNNING = 0, LEFT = 1, BROKEN = 2 };
@@ -163,6 +166,7 @@ struct tutti_group {
     crossing crossing;
     bool past_caches; /* whether results go straight to memory */
     const void **sources; /* of size, scratch for reductions */
+    void **places;        /* as many */
 
     mail *mail;
 };

@@ -1,26 +1,44 @@
 /* The reduction loops, compiled once for each kind of vector unit: reduce.c includes this file
  * several times, with TARGET the attribute that names the unit and NAMED(x) a name of its own.
  *
- * One pass over all sources and one store: sources are combined in the order given, in float32 for
- * the 16-bit floats, and rounded once. `out` may be one of the sources, element for element. */
+ * One pass over all sources: they are combined in the order given, in float32 for the 16-bit floats,
+ * and rounded once. `out` and the other places may be sources themselves, element for element. */
 
 #define BLOCK 512 /* elements: the accumulators of one block stay in the L1 cache */
+#define PAIR_BLOCK 64 /* elements: of two sources, which need no accumulators */
 
 #define SAME(x, n) (x)
 #define MEAN(x, n) ((x) / (n))
 
+/* The bytes at `at` of a result, to the other places where it belongs: straight from the L1 cache,
+ * by ordinary stores. Those lines are mostly here already, read as sources; stores past the caches,
+ * which pay for copies to another core, were measured as twice as slow. */
+static TARGET void NAMED(hand_on)(const others *others, const void *out, uint64_t at, uint64_t bytes)
+{
+    for (uint32_t p = 0; p < others->count; p++)
+        memcpy((unsigned char *)others->places[p] + at, (const unsigned char *)out + at, bytes);
+}
+
 #define REDUCTION(name, stored, wide, LOAD, STORE, COMBINE, FINISH)                               \
-    static TARGET void NAMED(name)(void *to, const void *const *parts, uint32_t n, uint64_t count) \
+    static TARGET void NAMED(name)(void *to, const void *const *parts, uint32_t n, uint64_t count, \
+                                   const others *others)                                           \
     {                                                                                              \
         stored *out = to;                                                                          \
         const wide divisor = (wide)n;                                                              \
         (void)divisor;                                                                             \
         if (n == 2) {                                                                              \
-            const stored *a = parts[0], *b = parts[1];                                             \
-            INDEPENDENT for (uint64_t i = 0; i < count; i++)                                       \
-            {                                                                                      \
-                wide left = LOAD(a[i]), right = LOAD(b[i]), both = COMBINE(left, right);           \
-                out[i] = STORE(FINISH(both, divisor));                                             \
+            uint64_t most = others->count ? PAIR_BLOCK : count;                                    \
+            for (uint64_t start = 0; start < count; start += most) {                               \
+                uint64_t length = count - start < most ? count - start : most;                     \
+                const stored *a = (const stored *)parts[0] + start;                                \
+                const stored *b = (const stored *)parts[1] + start;                                \
+                stored *sums = out + start;                                                        \
+                INDEPENDENT for (uint64_t i = 0; i < length; i++)                                  \
+                {                                                                                  \
+                    wide left = LOAD(a[i]), right = LOAD(b[i]), both = COMBINE(left, right);       \
+                    sums[i] = STORE(FINISH(both, divisor));                                        \
+                }                                                                                  \
+                NAMED(hand_on)(others, out, start * sizeof(stored), length * sizeof(stored));      \
             }                                                                                      \
             return;                                                                                \
         }                                                                                          \
@@ -48,6 +66,7 @@
                 wide left = sum[i], right = LOAD(z[i]), all = COMBINE(left, right);                \
                 out[start + i] = STORE(FINISH(all, divisor));                                      \
             }                                                                                      \
+            NAMED(hand_on)(others, out, start * sizeof(stored), length * sizeof(stored));          \
         }                                                                                          \
     }
 
@@ -85,7 +104,8 @@ static TARGET void NAMED(narrow)(uint16_t *to, const float *from, uint64_t count
 #endif
 
 #define HALF_REDUCTION(name, COMBINE, FINISH)                                                      \
-    static TARGET void NAMED(name)(void *to, const void *const *parts, uint32_t n, uint64_t count) \
+    static TARGET void NAMED(name)(void *to, const void *const *parts, uint32_t n, uint64_t count, \
+                                   const others *others)                                           \
     {                                                                                              \
         float sum[BLOCK], next[BLOCK];                                                             \
         const float divisor = (float)n;                                                            \
@@ -103,6 +123,7 @@ static TARGET void NAMED(narrow)(uint16_t *to, const float *from, uint64_t count
             for (uint64_t i = 0; i < length; i++)                                                  \
                 sum[i] = FINISH(sum[i], divisor);                                                  \
             NAMED(narrow)((uint16_t *)to + start, sum, length);                                    \
+            NAMED(hand_on)(others, to, start * sizeof(uint16_t), length * sizeof(uint16_t));       \
         }                                                                                          \
     }
 
@@ -171,6 +192,7 @@ static const reduction NAMED(reductions)[TUTTI_BYTES][TUTTI_BXOR + 1] = {
 };
 
 #undef BLOCK
+#undef PAIR_BLOCK
 #undef SAME
 #undef MEAN
 #undef REDUCTION

@@ -10,7 +10,14 @@
 #include <immintrin.h>
 #endif
 
-typedef void (*reduction)(void *, const void *const *, uint32_t, uint64_t);
+/* Where a result belongs besides `out`. */
+typedef struct {
+    void *const *places;
+    uint32_t count;
+} others;
+
+typedef void (*reduction)(void *out, const void *const *parts, uint32_t n, uint64_t count,
+                          const others *others);
 
 /* No element depends on another: `out` overlaps a source only element for element. */
 #if defined(__clang__)
@@ -197,7 +204,13 @@ void reduce_parts(void *out, const void *const *parts, uint32_t n, uint64_t coun
             memmove(out, parts[0], count * dtype_bytes(dtype));
         return;
     }
-    find(dtype, reduce)(out, parts, n, count);
+    find(dtype, reduce)(out, parts, n, count, &(others){0});
+}
+
+void reduce_to_all(void *out, void *const *places, uint32_t n_places, const void *const *parts,
+                   uint32_t n, uint64_t count, uint32_t dtype, uint32_t reduce)
+{
+    find(dtype, reduce)(out, parts, n, count, &(others){places, n_places});
 }
 
 TUTTI_API int tutti_reduce_into(void *out, const void *const *parts, uint32_t n_parts,

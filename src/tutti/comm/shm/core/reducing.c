@@ -7,7 +7,6 @@
 #ifndef ONE_SHOT_BYTES
 #define ONE_SHOT_BYTES (128 * 1024) /* read from peers; above, a second round costs less */
 #endif
-#define TILE (16 * 1024) /* what is reduced, then copied from the L1 cache */
 
 /* Everyone stages everything and reduces everything: one round. */
 static int one_shot(tutti_group *g, const void *in, void *out, uint64_t bytes)
@@ -24,21 +23,6 @@ static int one_shot(tutti_group *g, const void *in, void *out, uint64_t bytes)
                  op->reduce);
     consume_round(g, round);
     return 0;
-}
-
-/* Reduces `bytes` at g->sources (which it moves on) into `out`, and into `also` tile by tile while
- * the tile is in the L1 cache. */
-static void reduce_twice(tutti_group *g, unsigned char *out, unsigned char *also, uint64_t bytes)
-{
-    const tutti_operation *op = g->running;
-    for (uint64_t at = 0; at < bytes; at += TILE) {
-        uint64_t tile = least(bytes - at, TILE);
-        reduce_parts(out + at, g->sources, (uint32_t)g->size, tile / dtype_bytes(op->dtype),
-                     op->dtype, op->reduce);
-        hand_over(&g->crossing, also + at, out + at, tile);
-        for (int rank = 0; rank < g->size; rank++)
-            g->sources[rank] = (const unsigned char *)g->sources[rank] + tile;
-    }
 }
 
 /* Chunk by chunk, each rank reduces its piece and hands it to the others. A round carries the
@@ -64,9 +48,11 @@ static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out,
             for (uint64_t p = 0; p < n; p++)
                 g->sources[p] =
                     p == me ? mine : bytes_of(g, (int)p, round - 1) + me * piece;
-            reduce_twice(g, out + (c - 1) * chunk + me * piece,
-                         bytes_of(g, g->rank, round) + me * piece,
-                         chunk_bytes(chunk_bytes(bytes, c - 1, chunk), me, piece));
+            void *slot = bytes_of(g, g->rank, round) + me * piece;
+            reduce_to_all(out + (c - 1) * chunk + me * piece, &slot, 1, g->sources, (uint32_t)n,
+                          chunk_bytes(chunk_bytes(bytes, c - 1, chunk), me, piece) /
+                              dtype_bytes(g->running->dtype),
+                          g->running->dtype, g->running->reduce);
             consume_round(g, round - 1);
         } else
             TRY(enter_round(g, round));

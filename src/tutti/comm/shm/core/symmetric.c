@@ -11,7 +11,6 @@
 #ifndef SYMMETRIC_BYTES
 #define SYMMETRIC_BYTES (4 * 1024) /* below, staging costs less than waiting twice */
 #endif
-#define TILE (16 * 1024) /* what is reduced, then handed on from the L1 cache */
 
 /* The memory of this rank that others may read, when the operation has such: all of it in one piece
  * that lies in one block. */
@@ -100,19 +99,15 @@ int direct_all_reduce(tutti_group *g, const tutti_operation *op)
     uint64_t begin = least(piece * (uint64_t)g->rank, bytes), end = least(begin + piece, bytes);
     TRY(meet(g, round));
     TRY(find_all(g, round));
-    for (uint64_t p = 0; p < n; p++)
-        g->sources[p] = (const unsigned char *)g->sources[p] + begin;
-    for (uint64_t at = begin; at < end; at += TILE) {
-        uint64_t tile = least(end - at, TILE);
-        unsigned char *out = (unsigned char *)op->out[0] + at;
-        reduce_parts(out, g->sources, (uint32_t)n, tile / dtype_bytes(op->dtype), op->dtype,
-                     op->reduce);
-        for (uint64_t p = 0; p < n; p++) {
-            if (g->sources[p] != out)
-                hand_over(&g->crossing, (void *)(uintptr_t)g->sources[p], out, tile);
-            g->sources[p] = (const unsigned char *)g->sources[p] + tile;
-        }
+    uint32_t others = 0;
+    for (int p = 0; p < g->size; p++) {
+        unsigned char *piece_of = (unsigned char *)(uintptr_t)g->sources[p] + begin;
+        g->sources[p] = piece_of;
+        if (p != g->rank)
+            g->places[others++] = piece_of;
     }
+    reduce_to_all((unsigned char *)op->out[0] + begin, g->places, others, g->sources, (uint32_t)n,
+                  (end - begin) / dtype_bytes(op->dtype), op->dtype, op->reduce);
     consume_round(g, round);
     TRY(meet(g, round + 1));
     consume_round(g, round + 1);

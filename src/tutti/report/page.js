@@ -1,0 +1,141 @@
+"use strict";
+const root = document.documentElement;
+const figures = JSON.parse(document.getElementById("figures").textContent);
+const plots = [...document.querySelectorAll(".plot")];
+const system = matchMedia("(prefers-color-scheme: dark)");
+const phone = matchMedia("(max-width: 519px)");
+let chosen = null; // what the button chose; until then the system decides
+
+// Colours and room: a plot looks like the page around it.
+function dressed(figure) {
+  const css = getComputedStyle(root);
+  const [ink, soft, line, card, heat, cold] = ["ink", "soft", "line", "card", "heat", "cold"].map(
+    (name) => css.getPropertyValue("--" + name).trim());
+  const narrow = phone.matches;
+  const layout = {
+    height: 340,
+    showlegend: figure.data.length > 1,
+    ...figure.layout,
+    autosize: true,
+    dragmode: narrow ? false : "zoom",
+    margin: { l: 10, r: narrow ? 10 : 24, t: 12, b: 10 },
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: css.fontFamily || "system-ui, sans-serif", size: narrow ? 11 : 12.5, color: ink },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: ink },
+    hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink }, namelength: -1 },
+    legend: { orientation: "h", x: 0, y: 1.01, xanchor: "left", yanchor: "bottom",
+      traceorder: "normal", font: { size: narrow ? 10.5 : 12 }, ...(figure.layout.legend || {}) },
+  };
+  // A legend of several lines needs its room: the bars keep theirs.
+  const letters = figure.data.reduce((sum, each) => sum + (each.name || "").length + 7, 0);
+  if (layout.showlegend && narrow) layout.height += 19 * Math.ceil(letters / 48);
+  for (const name of ["xaxis", "yaxis"]) {
+    const given = figure.layout[name] || {};
+    layout[name] = {
+      automargin: true, gridcolor: line, zerolinecolor: line, linecolor: line, ...given,
+      tickfont: { color: soft, size: narrow ? 10.5 : 12 }, fixedrange: narrow,
+      title: { ...(given.title || {}), font: { color: soft, size: 12 }, standoff: 8 },
+    };
+  }
+  if (narrow && layout.yaxis.type === "category") Object.assign(layout.yaxis, shortened(figure));
+  const data = figure.data.map((trace) => {
+    const worn = { ...trace };
+    for (const name of ["error_x", "error_y"]) {
+      if (trace[name]) worn[name] = { ...trace[name], color: soft };
+    }
+    if (trace.type === "heatmap") {
+      worn.colorscale = [[0, cold], [1, heat]];
+      worn.colorbar = { ...trace.colorbar, outlinewidth: 0, tickfont: { color: soft } };
+    }
+    return worn;
+  });
+  return [data, layout];
+}
+
+// On a phone long names would leave no room for the plot; the numbers have them in full.
+function shortened(figure) {
+  const names = [...new Set(figure.data.flatMap((trace) => trace.y))];
+  const short = (name) => name.length > 20 ? name.slice(0, 19) + "…" : name;
+  return { tickmode: "array", tickvals: names, ticktext: names.map(short) };
+}
+
+function draw() {
+  for (const plot of plots) {
+    Plotly.react(plot, ...dressed(figures[plot.dataset.figure]), {
+      responsive: true, displaylogo: false, displayModeBar: !phone.matches,
+      modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
+    });
+  }
+}
+
+// The page's theme is set even when the system chose it: pictures and plots follow one attribute.
+const button = document.getElementById("theme");
+function paint(theme) {
+  root.dataset.theme = theme;
+  button.textContent = theme === "dark" ? "light" : "dark";
+  draw();
+}
+const wanted = () => chosen || (system.matches ? "dark" : "light");
+button.addEventListener("click", () => {
+  chosen = root.dataset.theme === "dark" ? "light" : "dark";
+  paint(chosen);
+});
+system.addEventListener("change", () => paint(wanted()));
+phone.addEventListener("change", draw);
+paint(wanted());
+
+// Tables: a click on a head sorts by it, numbers by value; another turns the order.
+const cell = (row, column) => row.cells[column].dataset.v ?? row.cells[column].textContent;
+const words = new Intl.Collator(undefined, { numeric: true });
+function compare(a, b) {
+  const [x, y] = [Number(a), Number(b)];
+  return a !== "" && b !== "" && !isNaN(x) && !isNaN(y) ? x - y : words.compare(a, b);
+}
+for (const head of document.querySelectorAll("th")) {
+  head.addEventListener("click", () => {
+    const down = head.getAttribute("aria-sort") === "ascending";
+    for (const other of head.parentNode.cells) other.setAttribute("aria-sort", "none");
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const body = head.closest("table").tBodies[0];
+    const rows = [...body.rows].sort((a, b) =>
+      (down ? -1 : 1) * compare(cell(a, head.cellIndex), cell(b, head.cellIndex)));
+    body.append(...rows);
+  });
+}
+
+// Copied numbers are those that were measured, not what was rounded for the eye.
+for (const copy of document.querySelectorAll(".copy")) {
+  copy.addEventListener("click", async () => {
+    const table = copy.parentNode.querySelector("table");
+    const text = [...table.rows].map((row) => [...row.cells].map(
+      (each) => each.dataset.v ?? each.textContent.trim()).join("\t")).join("\n");
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch { // not allowed here: the old way
+      const area = document.body.appendChild(document.createElement("textarea"));
+      area.value = text;
+      area.select();
+      document.execCommand("copy");
+      area.remove();
+    }
+    copy.textContent = "copied";
+    setTimeout(() => { copy.textContent = "copy"; }, 1500);
+  });
+}
+
+// Paper is light and narrow, and nothing on it can be opened.
+let opened = [];
+addEventListener("beforeprint", () => {
+  opened = [...document.querySelectorAll("details:not(.long):not([open])")];
+  for (const each of opened) each.open = true;
+  root.dataset.theme = "light";
+  for (const plot of plots) {
+    const [data, layout] = dressed(figures[plot.dataset.figure]);
+    Plotly.react(plot, data, { ...layout, autosize: false, width: 640 });
+  }
+});
+addEventListener("afterprint", () => {
+  for (const each of opened) each.open = false;
+  paint(wanted());
+});

@@ -1,0 +1,1 @@
+"""Run a job at several sizes, and explain the loss of efficiency."""

@@ -1,0 +1,138 @@
+"""Job: what is run at each size. A recipe of tutti's own, or a program that knows nothing of it."""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tutti.hardware.cpus import allowed_cpus, cpu_quota
+from tutti.hardware.gpus import visible_gpu_count
+from tutti.profile.launch import captured_environment
+from tutti.world.errors import UsageError
+from tutti.world.launch import LocalWorld
+
+Mode = Literal["strong", "weak"]
+
+RANKS = "{ranks}"  # stands for the number of ranks in a command
+PROFILER_WARMUP = 2
+_LAUNCHERS = {
+    "torchrun": "--nproc-per-node",
+    "torch.distributed.run": "--nproc-per-node",
+    "torch.distributed.launch": "--nproc-per-node",
+    "accelerate": "--num_processes",
+    "deepspeed": "--num_gpus",
+    "mpirun": "-n",
+    "mpiexec": "-n",
+    "srun": "-n",
+    "tutti": "-n",
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Of a run's steps: some to settle, some that are timed, some that are recorded."""
+
+    settle: int = 5
+    timed: int = 20
+    recorded: int = 5
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that a run needs; the first one begins it all."""
+        return 1 + self.settle + self.timed + PROFILER_WARMUP + self.recorded
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command for any number of ranks.
+
+    `starts_ranks`: the command starts its ranks itself, told by {ranks} how many. Otherwise it is
+    one rank's command, and tutti run starts it. `ends`: it ends by itself after the schedule.
+    """
+
+    command: tuple[str, ...]
+    starts_ranks: bool = False
+    ends: bool = False
+    device: str = "auto"
+    ranks_per_gpu: int = 1
+
+    def command_for(self, ranks: int, further: Sequence[str] = ()) -> list[str]:
+        """The whole command; `further` words are added to it."""
+        words = [word.replace(RANKS, str(ranks)) for word in (*self.command, *further)]
+        if self.starts_ranks:
+            return words
+        run = [sys.executable, "-m", "tutti", "run", "-n", str(ranks), "--device", self.device]
+        run += ["--ranks-per-gpu", str(min(ranks, self.ranks_per_gpu))]
+        return [*run, "--", *words]
+
+    def environment(self, schedule: Schedule, traces: Path, most_ranks: int) -> dict[str, str]:
+        """In it every rank captures itself."""
+        settings = {
+            "directory": str(traces),
+            "wait": schedule.settle + schedule.timed,
+            "warmup": PROFILER_WARMUP,
+            "active": schedule.recorded,
+            "stop": not self.ends,
+        }
+        env = captured_environment(settings, os.environ)
+        # A rank is the same at every size: else one rank alone would have all cores, and its
+        # speed would be held against that of ranks that have a share of them.
+        env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // most_ranks)))
+        return env
+
+    def check(self, sizes: Sequence[int]) -> None:
+        """Refuse what this host cannot start, before anything is."""
+        for ranks in () if self.starts_ranks else sizes:
+            shared = min(ranks, self.ranks_per_gpu)
+            LocalWorld(self.command, ranks, self.device, ranks_per_gpu=shared).check()
+
+    def describe(self, sizes: Sequence[int]) -> str:
+        """What is the same at every size."""
+        given = os.environ.get("OMP_NUM_THREADS")
+        threads = given or max(1, _cores() // max(sizes))
+        why = "OMP_NUM_THREADS" if given else f"{_cores()} cores / {max(sizes)}"
+        return f"every rank has {threads} thread{'s' * (threads != 1)} at every size ({why})"
+
+    def notes(self, sizes: Sequence[int]) -> list[str]:
+        """What makes the figures other than they would be elsewhere."""
+        notes = []
+        if self.ranks_per_gpu > 1:
+            notes.append("ranks share a GPU: this shows software's costs, not links between GPUs")
+        on_cpus = self.device == "cpu" or not visible_gpu_count()
+        if on_cpus and max(sizes) > _cores() and not self.starts_ranks:
+            notes.append(f"{max(sizes)} ranks share {_cores()} cores: they slow each other down")
+        return notes
+
+
+def _cores() -> int:
+    return min(len(allowed_cpus()), cpu_quota() or sys.maxsize)
+
+
+def launcher_in(words: Sequence[str]) -> str | None:
+    """The launcher that a command begins with: torchrun, python -m torch.distributed.run, …"""
+    first = Path(words[0]).name
+    if first == "tutti":
+        return "tutti" if words[1:2] == ["run"] else None
+    if first in _LAUNCHERS:
+        return first
+    if re.fullmatch(r"python[\d.]*", first) and words[1:2] == ["-m"] and words[2:3]:
+        return words[2] if words[2] in _LAUNCHERS else None
+    return None
+
+
+def check_placeholder(words: Sequence[str], ranks: Sequence[int]) -> bool:
+    """Whether the command starts ranks itself. Refuses one that cannot be told how many."""
+    launcher = launcher_in(words)
+    if any(RANKS in word for word in words):
+        return True
+    if launcher is None:
+        return False
+    flag = _LAUNCHERS[launcher]
+    raise UsageError(
+        f"{launcher} starts ranks itself, and nothing in the command says how many: write {RANKS} "
+        f"where the number goes ({launcher} {'run ' * (launcher == 'tutti')}{flag} {RANKS} …), "
+        f"or give the script alone: tutti scale --ranks {','.join(map(str, ranks))} -- train.py"
+    )

@@ -1,0 +1,131 @@
+"""Advice is checked by taking it: causes are planted in a plain DDP script, then removed.
+
+Real processes, two gloo ranks. Steps and shares of them are medians: on a machine that others use,
+one step in ten may last ten times as long. A forecast holds if the step becomes shorter by between
+half and twice of it: in twelve runs on two cores with ten others at work it was 0.67 to 1.67.
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import pytest
+
+from worlds import TUTTI, run_command
+
+SCRIPT = Path(__file__).parent / "plain_ddp.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+SCHEDULE = ["--wait", "2", "--warmup", "1", "--active", "8"]
+# 30 layers of 4 KB, two weights of 200 KB and a bias of 6, each in a bucket of its own.
+MANY_LAYERS = {"LAYERS": "32", "WIDTH": "32", "WIDE": "1536"}
+MESSAGES, TINY_MB = 33, 0.004
+# Here compute, not communication, is most of a step.
+HEAVY = {"LAYERS": "4", "WIDTH": "384", "BATCH": "512", "BUCKET_MB": "25"}
+PLANTED_INPUT = 0.06  # seconds, in plain_ddp.py
+
+
+def _profile(folder: Path, **planted: str) -> dict[str, Any]:
+    result = folder / "result.json"
+    words = [*TUTTI, "profile", "--out", folder / "out", *SCHEDULE, "--json", result, "--"]
+    done = run_command([*words, *TORCHRUN, SCRIPT, "gloo", "13"], env=planted, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows: dict[str, Any] = json.loads(result.read_text())
+    return rows
+
+
+def _named(rows: dict[str, Any], name: str) -> dict[str, Any] | None:
+    return next((each for each in rows["advice"] if each["id"] == name), None)
+
+
+def _share(rows: dict[str, Any], part: str) -> float:
+    """The median of a rank's steps, the mean over ranks."""
+    shares: dict[int, list[float]] = {}
+    for each in rows["steps"]:
+        shares.setdefault(each["rank"], []).append(each["parts_s"][part] / each["seconds"])
+    return mean(median(each) for each in shares.values())
+
+
+def _length(rows: dict[str, Any]) -> float:
+    return median(each["seconds"] for each in rows["steps"])
+
+
+def _largest(rows: dict[str, Any]) -> str:
+    lost = ("exposed", "wait", "bubble", "input", "host_gap", "rest")
+    return max(lost, key=lambda part: _share(rows, part))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Far too many buckets."""
+    return _profile(tmp_path_factory.mktemp("tiny"), BUCKET_MB=str(TINY_MB), **MANY_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Nothing is planted."""
+    return _profile(tmp_path_factory.mktemp("even"), **HEAVY)
+
+
+def test_tiny_buckets_are_found_with_every_message_on_the_timeline(tiny: dict[str, Any]) -> None:
+    of_one = [each for each in tiny["buckets"] if (each["rank"], each["step"]) == (0, 5)]
+
+    assert [each["index"] for each in of_one] == list(range(MESSAGES))
+    parameters = 30 * (32 * 32 + 32) + (32 * 1536 + 1536) + (1536 * 32 + 32)
+    assert sum(each["bytes"] for each in of_one) == 4 * parameters
+    for each in of_one:
+        assert 0 < each["ready_s"] <= each["started_s"] <= each["done_s"]
+    assert [each["axis"] for each in tiny["comm"]] == ["dp"] * len(tiny["comm"])
+
+
+def test_a_larger_bucket_is_advised_and_gains_what_was_forecast(
+    tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    said = _named(tiny, "buckets")
+
+    assert _largest(tiny) == "exposed"
+    assert said is not None and said["cause"] == "exposed"
+    assert said == tiny["advice"][0]
+    assert "buckets of 1 MB (one bucket)" in said["try"]
+
+    taken = _profile(tmp_path, BUCKET_MB="1", **MANY_LAYERS)
+
+    gained = _length(tiny) - _length(taken)
+    assert 0.5 * said["gain_s"] < gained < 2 * said["gain_s"]
+    # What remains is divided by a short step, in which every disturbance is a large share.
+    fall = _share(tiny, "exposed") - _share(taken, "exposed")
+    assert fall > (said["share"] - said["remains_share"]) / 3
+    assert _named(taken, "buckets") is None
+
+
+def test_an_uneven_split_is_named_and_gone_when_even(even: dict[str, Any], tmp_path: Path) -> None:
+    uneven = _profile(tmp_path, UNEVEN="1", **HEAVY)
+    said, late = _named(uneven, "straggler"), uneven["stragglers"][0]
+
+    assert (late["rank"], late["instead"]["part"]) == (1, "compute")
+    assert _largest(uneven) == "wait"
+    assert said is not None and said == uneven["advice"][0]
+    assert "for rank 1" in said["finding"]
+    assert "split the batch evenly: it has 3.0 times the work" in said["try"]
+    assert any("unevenly busy" in note for note in uneven["notes"])
+
+    cost = {each["rank"]: each["cost_share"] for each in even["stragglers"]}
+    assert cost.get(1, 0.0) < late["cost_share"]
+    assert not any("split the batch" in each["try"] for each in even["advice"])
+
+
+def test_slow_input_on_one_rank_is_named_and_gone_when_fast(
+    even: dict[str, Any], tmp_path: Path
+) -> None:
+    slow = _profile(tmp_path, SLOW_INPUT="1", **HEAVY)
+    said, late = _named(slow, "input"), slow["stragglers"][0]
+
+    assert (late["rank"], late["instead"]["part"]) == (1, "input")
+    assert said is not None and said == slow["advice"][0]
+    assert said["finding"].startswith("rank 1 waits")
+    # Loading its samples takes time, too.
+    assert PLANTED_INPUT < said["gain_s"] < 2 * PLANTED_INPUT
+
+    without = _named(even, "input")
+    assert without is None or without["gain_s"] < 0.4 * said["gain_s"]

@@ -1,0 +1,193 @@
+"""A recorded NCCL run, four ranks on one GPU, reads correctly; overlap is counted again by hand.
+
+fixtures/nccl4 is made by trim_trace.py; the last test shows that trimming changes nothing.
+"""
+
+import gzip
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trim_trace import trim
+
+from tutti.profile.explain import Explanation, explain, trace_files
+
+FOLDER = Path(__file__).parent / "fixtures" / "nccl4"
+RANKS = sorted(FOLDER.glob("rank*.json.gz"))
+recorded = pytest.mark.skipif(not FOLDER.is_dir(), reason="fixtures/nccl4 is not recorded yet")
+
+
+@pytest.fixture(scope="module")
+def explanation() -> Explanation:
+    return explain(trace_files(FOLDER))
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    content = path.read_bytes()
+    content = gzip.decompress(content) if path.suffix == ".gz" else content
+    events: list[dict[str, Any]] = json.loads(content)["traceEvents"]
+    return events
+
+
+def _windows(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Steps of the device: each until the next begins."""
+    starts: dict[str, float] = {}
+    end = 0.0
+    for event in events:
+        if event.get("cat") == "gpu_user_annotation" and event["name"].startswith("ProfilerStep#"):
+            starts[event["name"]] = min(event["ts"], starts.get(event["name"], event["ts"]))
+            end = max(end, event["ts"] + event["dur"])
+    return list(pairwise([*sorted(starts.values()), end]))
+
+
+def _overlap_as_hta_defines_it(events: list[dict[str, Any]]) -> float:
+    """|∪COMM ∩ ∪COMP| / |∪COMM| over the steps, by walking along the sorted edges of kernels."""
+    edges: list[tuple[float, str, int]] = []
+    for event in events:
+        if event.get("cat") != "kernel":
+            continue
+        kind = "comm" if event["name"].startswith("nccl") else "comp"
+        for low, high in _windows(events):
+            start, end = max(event["ts"], low), min(event["ts"] + event["dur"], high)
+            if start < end:
+                edges += [(start, kind, 1), (end, kind, -1)]
+    running: Counter[str] = Counter()
+    communicating = both = before = 0.0
+    for moment, kind, change in sorted(edges):
+        if running["comm"]:
+            communicating += moment - before
+            if running["comp"]:
+                both += moment - before
+        running[kind] += change
+        before = moment
+    return both / communicating
+
+
+@recorded
+def test_four_ranks_are_there_with_their_steps(explanation: Explanation) -> None:
+    rows = explanation.rows()
+
+    assert [each["rank"] for each in rows["ranks"]] == [0, 1, 2, 3] == list(range(len(RANKS)))
+    assert all(each["clock_of"] == "device" for each in rows["ranks"])
+    assert all("nccl" in each["backend"] for each in rows["ranks"])
+    assert len(rows["steps"]) == 2 * 4
+    assert all(path.stat().st_size < 100_000 for path in RANKS)
+
+
+@recorded
+def test_the_parts_of_every_step_add_up_to_it(explanation: Explanation) -> None:
+    for each in explanation.steps:
+        assert sum(each.parts.values()) == pytest.approx(each.seconds, rel=0.01)
+        assert min(each.parts.values()) >= 0
+
+
+@recorded
+@pytest.mark.parametrize("path", RANKS, ids=lambda path: path.name.partition(".")[0])
+def test_overlap_is_what_htas_definition_gives_on_the_same_trace(
+    path: Path, explanation: Explanation
+) -> None:
+    rows = {Path(each["trace"]).name: each for each in explanation.rows()["ranks"]}
+
+    assert rows[path.name]["overlap"] == pytest.approx(
+        _overlap_as_hta_defines_it(_events(path)), abs=1e-6
+    )
+
+
+@recorded
+def test_every_collective_meets_its_counterparts_on_all_ranks(explanation: Explanation) -> None:
+    rows = explanation.rows()
+
+    assert rows["comm"]
+    for each in rows["comm"]:
+        assert each["matched"] == each["count"], each
+        assert each["bytes"] and each["axis"] is not None
+    for meeting in explanation.meetings:
+        assert len(meeting.members) == meeting.any.group_size
+
+
+@recorded
+def test_buckets_are_found_and_lie_within_their_step(explanation: Explanation) -> None:
+    rows = explanation.rows()
+    lengths = {(each["rank"], each["step"]): each["seconds"] for each in rows["steps"]}
+
+    assert {each["rank"] for each in rows["buckets"]} == {0, 1, 2, 3}
+    for each in rows["buckets"]:
+        assert each["ready_s"] <= each["started_s"] <= each["done_s"]
+        assert each["done_s"] <= 1.01 * lengths[each["rank"], each["step"]]
+
+
+def _x(category: str, name: str, start: float, end: float, **arguments: Any) -> dict[str, Any]:
+    event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
+    return event | {"pid": 0, "tid": 7, "args": arguments}
+
+
+def _long_trace(folder: Path, rank: int) -> Path:
+    """Five steps of 1000 µs, the device 300 behind its host; much that nobody needs."""
+    events: list[dict[str, Any]] = []
+    for n in range(5):
+        host, device = 1000.0 * n, 1000.0 * n + 300
+        said = {
+            "Collective name": "allreduce",
+            "Process Group Name": "0",
+            "In msg nelems": 1000,
+            "dtype": "Float",
+            "Seq": n,
+            "Group size": 2,
+            "Process Group Ranks": "[0, 1]",
+            "External id": 10 * n,
+        }
+        events += [
+            _x("user_annotation", f"ProfilerStep#{n}", host, host + 1000),
+            _x("gpu_user_annotation", f"ProfilerStep#{n}", device, device + 900),
+            _x("cpu_op", "aten::mm", host, host + 50, **{"Input Dims": [[1, 2]]}),
+            _x("cuda_runtime", "cudaLaunchKernel", host + 10, host + 12, correlation=n),
+            _x("cuda_runtime", "cudaStreamSynchronize", host + 900, host + 999),
+            _x("kernel", "gemm" * 30, device, device + 500 + 50 * rank, correlation=n),
+            _x(
+                "cpu_op",
+                "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
+                host + 40,
+                host + 60,
+            ),
+            _x("cpu_op", "record_param_comms", host + 50, host + 55, **said),
+            _x("kernel", "ncclDevKernel_AllReduce()", device + 400, device + 800, **said),
+        ]
+    path = folder / f"rank{rank}.json"
+    info = {"backend": "nccl", "rank": rank, "world_size": 2}
+    path.write_text(json.dumps({"distributedInfo": info, "traceEvents": events}))
+    return path
+
+
+def test_trimming_keeps_all_that_an_explanation_says_of_the_steps(tmp_path: Path) -> None:
+    whole = [_long_trace(tmp_path, rank) for rank in (0, 1)]
+    (tmp_path / "small").mkdir()
+    small = []
+    for path in whole:
+        small.append(tmp_path / "small" / path.name)
+        small[-1].write_text(json.dumps(trim(path, first=1, steps=2)))
+
+    said, again = explain(whole).rows(), explain(small).rows()
+
+    assert {each["step"] for each in again["steps"]} == {1, 2}
+    for key in ("steps", "buckets"):
+        kept = [each for each in said[key] if each["step"] in (1, 2)]
+        for before, after in zip(kept, again[key], strict=True):
+            # Without a next step, a step ends where its range does.
+            if key == "buckets" or before["step"] == 1:
+                assert _close(after, before), (after, before)
+    for path in small:
+        hta = _overlap_as_hta_defines_it(_events(path))
+        row = next(each for each in again["ranks"] if Path(each["trace"]).name == path.name)
+        assert row["overlap"] == pytest.approx(hta)
+        assert hta == pytest.approx((100 + 50 * row["rank"]) / 400)
+
+
+def _close(one: Any, two: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_close(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(_close, one, two))
+    return bool(one == (pytest.approx(two, abs=1e-9) if isinstance(two, float) else two))

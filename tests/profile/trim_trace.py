@@ -1,0 +1,114 @@
+"""Makes a small fixture of a real trace: what the reader uses of two steps, and nothing else.
+
+    python tests/profile/trim_trace.py RUN/traces/rank*.json.gz --out tests/profile/fixtures/nccl4
+    python tests/profile/trim_trace.py … --steps 3 --first 6
+
+Kept are the steps, kernels and copies on the device, the launches of those kernels,
+record_param_comms, autograd's functions, and the metadata that says who is who. Names of kernels
+that compute are cut, addresses and stacks dropped, and the host's name is replaced.
+"""
+
+import argparse
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tutti.profile.trace_file import Event, TraceFile
+
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_ARGUMENTS = {
+    *("Collective name", "Process Group Name", "Process Group Description", "dtype"),
+    *("In msg nelems", "Out msg nelems", "Seq", "Group size", "Process Group Ranks"),
+    *("Dst Rank", "Src Rank", "External id", "correlation", "stream", "device", "grid", "block"),
+}
+_METADATA = ("schemaVersion", "distributedInfo", "baseTimeNanoseconds", "displayTimeUnit")
+_LARGEST = 100_000  # bytes of a fixture
+
+
+def trim(path: Path, first: int, steps: int) -> dict[str, Any]:
+    """The trace with `steps` steps, from the `first` one on (0: the first that it has)."""
+    file = TraceFile(path)
+    events = [event for event in file.events() if event.get("ph") == "X" and "dur" in event]
+    numbers = sorted({_number(event) for event in events} - {None})[first : first + steps]
+    if len(numbers) < steps:
+        raise SystemExit(f"{path} has no {steps} steps from its step {first} on")
+    chosen = [event for event in events if _number(event) in numbers]
+    # The host is ahead of its device: each has its own window.
+    windows = {
+        on_device: _window([e for e in chosen if (e["cat"] != "user_annotation") == on_device])
+        for on_device in (False, True)
+    }
+    kept = chosen + [event for event in events if _is_kept(event, windows)]
+    # A launch is of use with its kernel only.
+    kernels = {_argument(event, "correlation") for event in kept if event["cat"] in _DEVICE}
+    kept = [e for e in kept if e["cat"] not in _LAUNCHES or _argument(e, "correlation") in kernels]
+    metadata = {name: file.metadata[name] for name in _METADATA if name in file.metadata}
+    devices = file.metadata.get("deviceProperties") or []
+    metadata["deviceProperties"] = [
+        {key: each[key] for key in ("id", "name", "totalGlobalMem") if key in each}
+        for each in devices
+    ]
+    ours = {k: v for k, v in (file.metadata.get("tutti") or {}).items() if k != "recorder"}
+    small = [_small(event) for event in sorted(kept, key=lambda event: float(event["ts"]))]
+    return metadata | {"host_name": "host", "tutti": ours, "traceEvents": small}
+
+
+def _number(event: Event) -> int | None:
+    name = str(event.get("name", ""))
+    return int(name[13:]) if name.startswith("ProfilerStep#") else None
+
+
+def _argument(event: Event, name: str) -> Any:
+    return event.get("args", {}).get(name)
+
+
+def _window(steps: list[Event]) -> tuple[float, float]:
+    starts = [float(event["ts"]) for event in steps]
+    ends = [float(event["ts"]) + float(event["dur"]) for event in steps]
+    return min(starts, default=0.0), max(ends, default=0.0)
+
+
+def _is_kept(event: Event, windows: dict[bool, tuple[float, float]]) -> bool:
+    category, name = event.get("cat"), str(event["name"])
+    on_device = category in _DEVICE
+    host = (
+        (category in _LAUNCHES and "Launch" in name)
+        or name == "record_param_comms"
+        or name.startswith("autograd::engine::")
+        or (category == "user_annotation" and name.startswith("enumerate(DataLoader)"))
+    )
+    # Without steps of the device in it, a trace is explained by the host's.
+    start, end = windows[on_device and windows[True][1] > 0]
+    return (on_device or host) and start <= float(event["ts"]) <= end
+
+
+def _small(event: Event) -> Event:
+    name = str(event["name"])
+    if event["cat"] == "kernel" and "nccl" not in name.lower():
+        name = name[:24]
+    said = {key: value for key, value in event.get("args", {}).items() if key in _ARGUMENTS}
+    kept = {key: event[key] for key in ("ph", "cat", "pid", "tid", "ts", "dur") if key in event}
+    return kept | {"name": name} | ({"args": said} if said else {})
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--first", type=int, default=1, help="the first step to keep")
+    parser.add_argument("--steps", type=int, default=2)
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for path in options.traces:
+        content = json.dumps(trim(path, options.first, options.steps), separators=(",", ":"))
+        target = options.out / f"{path.name.partition('.')[0]}.json.gz"
+        target.write_bytes(gzip.compress(content.encode(), 9, mtime=0))
+        size = target.stat().st_size
+        print(f"{target}: {size:,} bytes" + (" (too large!)" if size > _LARGEST else ""))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,208 @@
+"""The page in a real browser: drawn, sorted, dark, narrow, printed, and silent on the network."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from report.browser import CHROMIUM, Page, browser
+from report.cases import HOSTILE, ROOT, SCALE, hostile_result, report
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+# One of everything: what is drawn is checked whatever it is drawn from.
+RESULTS = (
+    SCALE,
+    *(
+        ROOT / "benchmarks" / name
+        for name in (
+            "cpu_all_reduce_epyc2_20261115.json",
+            "gpu_bandwidth_h200_20261115.json",
+            "cpu_pairs_epyc2_20261115.json",
+            "gpu_symmetric_h200_20261115.json",
+            "gpu_parity_h200_20261115.json",
+            "gpu_doctor_h200_20261115.json",
+        )
+    ),
+    ROOT / "tests/hardware/machines/h100-nvswitch.json",
+)
+# A mark that plotly drew: a bar, a point, a line or the image of a heat map.
+MARKS = (
+    ".barlayer .point path, .scatterlayer .points path, .scatterlayer path.js-line, "
+    ".heatmaplayer image"
+)
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Page]:
+    with browser() as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def path(two_ranks: Path, one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("page") / "page.html"
+    return report(two_ranks, one_rank, *RESULTS, "--out", out)
+
+
+@pytest.fixture
+def opened(tab: Page, path: Path) -> Page:
+    """The page in a wide window; opened once, because that takes seconds."""
+    tab.resize(1280)
+    if tab.evaluate("location.href") != path.as_uri():
+        tab.requests.clear()
+        tab.complaints.clear()
+        tab.open(path)
+    return tab
+
+
+@contextlib.contextmanager
+def _system_is_dark(tab: Page) -> Iterator[None]:
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    tab.call("Emulation.setEmulatedMedia", features=[dark])
+    tab.settle()
+    try:
+        yield
+    finally:
+        tab.call("Emulation.setEmulatedMedia", features=[])
+        tab.settle()
+
+
+def _asked(tab: Page) -> list[str]:
+    return [each for each in tab.requests if not each.startswith("data:")]
+
+
+def test_every_plot_is_drawn_and_nothing_but_the_file_is_asked_for(
+    opened: Page, path: Path
+) -> None:
+    marks = opened.evaluate(
+        f"[...document.querySelectorAll('.plot')].map(p => [p.closest('figure').querySelector("
+        f"'h4').textContent, p.querySelectorAll('{MARKS}').length])"
+    )
+
+    assert len(marks) > 20
+    assert [title for title, count in marks if not count] == []
+    assert _asked(opened) == [path.as_uri()]
+    assert opened.complaints == []
+    titles = {title for title, _ in marks}
+    assert {"Loss", "Throughput", "Who waited for whom", "Where the lost efficiency went"} <= titles
+    assert any(title.startswith("Timeline of step") for title in titles)
+    pictures = opened.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
+    assert pictures and all(pictures)
+
+
+def test_the_sections_are_reached_by_clicks_and_their_numbers_open(opened: Page) -> None:
+    sections = opened.evaluate("[...document.querySelectorAll('nav a')].map(a => a.hash)")
+
+    assert len(sections) >= 10
+    for each in sections:
+        opened.click(f"nav a[href='{each}']")
+        assert opened.evaluate("location.hash") == each
+        assert opened.evaluate(f"document.querySelector('{each} figure') !== null")
+    opened.click("figure:has(.plot) details summary")
+    assert opened.evaluate("document.querySelector('figure:has(.plot) details').open")
+    assert len(_asked(opened)) == 1
+
+
+def test_a_click_on_a_head_sorts_by_value_and_another_turns_the_order(opened: Page) -> None:
+    # Time of collectives in µs: as text, 1000 would come before 24.
+    opened.evaluate(
+        "(() => { const t = [...document.querySelectorAll('figure')].find(f => "
+        "f.querySelector('h4').textContent === 'all_reduce: time'); t.id = 'timed';"
+        "t.querySelector('details').open = true; })()"
+    )
+    column = "[...document.querySelectorAll('#timed tbody tr')].map(r => +r.cells[5].dataset.v)"
+    given = opened.evaluate(column)
+
+    opened.click("#timed th:nth-child(6) button")
+    rising = opened.evaluate(column)
+    opened.click("#timed th:nth-child(6) button")
+    falling = opened.evaluate(column)
+
+    assert rising == sorted(given) != given
+    assert falling == sorted(given, reverse=True)
+
+
+def test_the_numbers_can_be_copied_in_full(opened: Page) -> None:
+    opened.call("Browser.grantPermissions", permissions=["clipboardReadWrite"])
+    opened.evaluate(
+        "[...document.querySelectorAll('details')].find(d => d.textContent.includes('speed-up'))"
+        ".id = 'scaling'"
+    )
+    opened.click("#scaling summary")
+    opened.click("#scaling .copy")
+    text = opened.evaluate("navigator.clipboard.readText()")
+
+    lines = [line.split("\t") for line in text.splitlines()]
+    assert lines[0][:2] == ["ranks", "samples/s"]
+    assert [line[:2] for line in lines[1:]] == [["1", "100.0"], ["2", "184.0"], ["4", "320.0"]]
+
+
+def test_the_page_follows_the_system_until_the_button_chooses(opened: Page) -> None:
+    look = (
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle("
+        "document.querySelector('.plot .xtick text')).fill, "
+        "...new Set([...document.images].filter(i => i.offsetWidth).map(i => i.className))]"
+    )
+    light = opened.evaluate(look)
+
+    with _system_is_dark(opened):
+        dark = opened.evaluate(look)
+        opened.click("#theme")
+        chosen = opened.evaluate(look)
+
+    assert [one == other for one, other in zip(light, dark, strict=True)] == [False] * 3
+    assert chosen == light
+    opened.click("#theme")
+    assert opened.evaluate(look) == dark
+    opened.click("#theme")
+
+
+def test_a_phone_does_not_scroll_sideways(opened: Page) -> None:
+    opened.resize(360, 740)
+    opened.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    opened.wait_for(
+        "[...document.querySelectorAll('.plot svg.main-svg')].every(s => s.clientWidth <= 360)"
+    )
+
+    assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    opened.evaluate("document.querySelectorAll('details').forEach(d => d.open = false)")
+
+
+def test_paper_is_light_with_the_numbers_open_and_the_page_comes_back(opened: Page) -> None:
+    opened.evaluate(
+        "addEventListener('beforeprint', () => { window.printed = [document.documentElement"
+        ".dataset.theme, document.querySelectorAll('details:not(.long):not([open])').length]; })"
+    )
+    state = (
+        "[document.documentElement.dataset.theme, "
+        "document.querySelectorAll('details:not([open])').length]"
+    )
+    with _system_is_dark(opened):
+        before = opened.evaluate(state)
+
+        pdf = opened.pdf()
+
+        assert pdf.startswith(b"%PDF")
+        assert opened.evaluate("window.printed") == ["light", 0]
+        assert opened.evaluate(state) == before
+
+
+def test_text_from_files_is_shown_and_never_run(tab: Page, tmp_path: Path) -> None:
+    page = report(hostile_result(tmp_path), "--out", tmp_path / "hostile.html")
+    tab.resize(1280)
+    tab.requests.clear()
+    tab.complaints.clear()
+
+    tab.open(page)
+    tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    tab.settle()
+
+    assert tab.evaluate("typeof window.hit") == "undefined"
+    assert _asked(tab) == [page.as_uri()]
+    assert tab.complaints == []  # the page's policy had nothing to refuse either
+    assert tab.evaluate("document.images.length") == 0
+    assert HOSTILE in tab.evaluate("document.body.innerText")
+    legend = tab.evaluate("document.querySelector('.plot .legendtext').textContent")
+    assert legend == HOSTILE

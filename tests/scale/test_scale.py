@@ -1,0 +1,224 @@
+"""Jobs at one and two ranks, as real processes: a planted cause is found, and gone without it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worlds import TUTTI, clean_environment, run_command
+
+SCRIPT = Path(__file__).parent.parent / "profile" / "plain_ddp.py"
+SLEEP = 0.06  # of rank LATE, in each step of that script
+SHORT = ["--steps", "8", "--settle", "2", "--active", "4"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The script alone, under torchrun; it would train for 100,000 steps."""
+    out = tmp_path_factory.mktemp("without") / "out"
+    words = ["scale", "--ranks", "1,2", "--repeats", "1", *SHORT, "--out", out]
+    program = [*TORCHRUN, "--nproc-per-node", "{ranks}", SCRIPT, "gloo", "100000"]
+    done = run_command([*TUTTI, *words, "--json", out.parent / "copy.json", "--", *program])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((out.parent / "copy.json").read_text())["rows"]
+    return _results(out, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The script as ranks of tutti run, rank 1 late; Ctrl-C at the beginning of the third run."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    words = ["scale", "--ranks", "1,2", "--repeats", "2", *SHORT, "--out", out]
+    command = [*TUTTI, *words, "--", "python", SCRIPT, "gloo", "100000"]
+    env = clean_environment() | {"LATE": "1"}
+    with subprocess.Popen(
+        [str(word) for word in command],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        said = ""
+        while "[3/4]" not in said and (piece := process.stderr.read(1)):
+            said += piece
+        process.send_signal(signal.SIGINT)
+        out_text, err_text = process.communicate(timeout=60)
+    results = _results(out, out_text, said + err_text)
+    return results | {"code": process.returncode}
+
+
+def _results(out: Path, printed: str, said: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((out / "scale.json").read_text())
+    return content | {"out": out, "printed": printed, "said": said}
+
+
+def _seconds(row: dict[str, Any], cause: str) -> float:
+    return float(row["loss"][cause] * row["step_s"])
+
+
+def test_a_rank_that_sleeps_is_the_largest_cause(stopped: dict[str, Any]) -> None:
+    row = stopped["rows"][1]
+
+    assert max(row["loss"], key=lambda name: row["loss"][name]) == "wait"
+    assert _seconds(row, "wait") > SLEEP / 2
+    assert row["late"]["rank"] == 1
+    assert "rank 1 has" in stopped["printed"] and "more of gaps" in stopped["printed"]
+    assert f"tutti profile --trace {stopped['out']}/ranks2-repeat0" in stopped["printed"]
+
+
+def test_without_the_sleep_it_is_not(without: dict[str, Any], stopped: dict[str, Any]) -> None:
+    row = without["rows"][1]
+
+    assert max(row["loss"], key=lambda name: row["loss"][name]) != "wait"
+    assert _seconds(row, "wait") < _seconds(stopped["rows"][1], "wait") - SLEEP / 3
+
+
+def test_causes_add_up_to_the_loss_of_efficiency(
+    without: dict[str, Any], stopped: dict[str, Any]
+) -> None:
+    for results in (without, stopped):
+        base, row = results["rows"]
+        assert (base["ranks"], base["efficiency"], base["speedup"]) == (1, 1.0, 1.0)
+        assert sum(base["loss"].values()) == pytest.approx(0, abs=1e-9)
+        assert row["ranks"] == 2
+        assert row["speedup"] == pytest.approx(2 * row["efficiency"])
+        assert sum(row["loss"].values()) == pytest.approx(1 - row["efficiency"], abs=1e-9)
+        assert sum(row["other"].values()) == pytest.approx(row["loss"]["other"], abs=1e-9)
+
+
+def test_the_json_has_what_readers_need(without: dict[str, Any]) -> None:
+    assert without["schema"] == "tutti.scale/1"
+    assert {"environment", "command", "fit", "forecast", "sweep", "runs"} <= set(without)
+    assert (without["mode"], without["unit"]) == ("weak", "samples/s")
+    for row in without["rows"]:
+        # 16 samples on each rank, as its DataLoader says.
+        assert row["samples_per_s"] == pytest.approx(16 * row["ranks"] / row["step_s"])
+        assert len(row["samples_per_s_spread"]) == len(row["efficiency_spread"]) == 2
+        assert row["repeats"] == 1
+    fit = without["fit"]
+    assert fit["alpha_s"] > 0 or fit["beta_s_per_byte"] > 0
+    assert {point["op"] for point in fit["points"]} == {"all_reduce"}
+    assert all(point["ranks"] == 2 for point in fit["points"])
+    assert [row["ranks"] for row in without["forecast"]["rows"]] == [4, 8, 16, 32]
+    assert set(without["forecast"]["below"]) == {"0.9", "0.8", "0.5"}
+
+
+def test_every_run_leaves_its_traces_and_its_output(without: dict[str, Any]) -> None:
+    out = without["out"]
+
+    assert (out / "ranks1-repeat0" / "traces" / "rank0.json.gz").is_file()
+    assert len(list((out / "ranks2-repeat0" / "traces").iterdir())) == 2
+    assert (out / "logs" / "ranks2-repeat0.log").is_file()
+    assert without["complete"] is True
+
+
+def test_the_table_fits_80_columns(without: dict[str, Any], stopped: dict[str, Any]) -> None:
+    for results in (without, stopped):
+        lines = results["printed"].splitlines()
+        assert max(len(line) for line in lines if "profile --trace" not in line) <= 80
+        assert "efficiency" in results["printed"] and "forecast" in results["printed"]
+
+
+def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(stopped: dict[str, Any]) -> None:
+    assert stopped["code"] == 130
+    assert stopped["complete"] is False
+    assert [(run["ranks"], run["repeat"]) for run in stopped["runs"]] == [(1, 0), (2, 0)]
+    assert "stopped" in stopped["said"]
+    mark = str(stopped["out"]).encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            assert mark not in environment.read_bytes(), environment
+        except (PermissionError, ProcessLookupError, FileNotFoundError):
+            continue
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """LeNet, its batch of 32 shared by two ranks."""
+    out = tmp_path_factory.mktemp("recipe") / "out"
+    words = ["scale", "--ranks", "1,2", "--repeats", "1", *SHORT, "--out", out]
+    done = run_command([*TUTTI, *words, "--device", "cpu", "--recipe", "lenet", "--lr", "0.01"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return _results(out, done.stdout, done.stderr)
+
+
+def test_a_recipe_shares_its_batch_in_strong_scaling(recipe: dict[str, Any]) -> None:
+    assert recipe["mode"] == "strong"
+    assert [run["samples_per_step"] for run in recipe["runs"]] == [32, 32]
+    row = recipe["rows"][1]
+    assert sum(row["loss"].values()) == pytest.approx(1 - row["efficiency"], abs=1e-9)
+    run = recipe["out"] / "ranks2-repeat0"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["plan"]["rank_batch"] == 16 and summary["plan"]["peak_lr"] == 0.01
+    assert summary["steps"] == 1 + 2 + 8 + 2 + 4
+    assert not (run / "checkpoints").exists()
+
+
+def test_a_sweep_compares_values_in_turns(tmp_path: Path) -> None:
+    words = ["scale", "--ranks", "1", "--repeats", "1", *SHORT, "--out", tmp_path / "out"]
+    words += ["--mode", "weak", "--recipe", "lenet", "--device", "cpu", "--sweep", "batch=4,64"]
+    done = run_command([*TUTTI, *words])
+    rows = json.loads((tmp_path / "out" / "scale.json").read_text())["sweep"]
+
+    assert done.returncode == 0, done.stderr
+    assert [row["flags"] for row in rows] == [{"batch": "4"}, {"batch": "64"}]
+    assert [row["samples_per_s"] * row["step_s"] for row in rows] == [
+        pytest.approx(4),
+        pytest.approx(64),
+    ]
+    # A step costs far more than its samples here: sixteen times as many are faster by far.
+    assert [row["best"] for row in rows] == [False, True]
+    assert "--batch 64 is best" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--recipe", "gpt"], "--ranks: which sizes?"),
+        (["--ranks", "1,two", "--recipe", "gpt"], "whole numbers"),
+        (["--ranks", "1,2"], "what should run?"),
+        (["--ranks", "1,2", "train.py"], "-- train.py"),
+        (["--ranks", "1,2", "--recipe", "gpt", "--bach", "3"], "did you mean --batch?"),
+        (["--ranks", "1,2", "--mode", "wek", "--recipe", "gpt"], "--mode"),
+        (["--ranks", "1,3", "--recipe", "gpt"], "--mode weak"),
+        (["--ranks", "1,2", "--mode", "weak", "--recipe", "gpt", "--global-batch", "8"], "--batch"),
+        (["--ranks", "1,2", "--recipe", "gpt", "--sweep", "bucket-mb"], "two values"),
+        (
+            ["--ranks", "1,2", "--recipe", "gpt", "--sweep", "bucket=1,2"],
+            "did you mean --bucket-mb",
+        ),
+        (["--ranks", "1,2", "--sweep", "lr=1,2", "--", str(SCRIPT)], "needs --recipe"),
+        (["--ranks", "1,2", "--lr", "1", "--", str(SCRIPT)], "no flag --lr"),
+        (["--ranks", "1,2", "--", "nothing.py"], "does not exist"),
+        (["--ranks", "1,2", "--", "torchrun", "--nproc-per-node", "2", "t.py"], "{ranks}"),
+        (["--ranks", "1,2", "--repeats", "0", "--recipe", "gpt"], "--repeats 0"),
+    ],
+)
+def test_wrong_usage_names_the_flag_and_the_cure(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tutti.cli import run
+
+    for name in {"RANK", "WORLD_SIZE"} & set(os.environ):
+        monkeypatch.delenv(name)
+
+    assert run(["scale", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tutti scale: ") and error.count("\n") == 1
+    assert said in error
+
+
+def test_too_few_steps_are_told_with_the_number_that_is_needed(tmp_path: Path) -> None:
+    words = ["scale", "--ranks", "1", *SHORT, "--out", tmp_path / "out"]
+    done = run_command([*TUTTI, *words, "--", SCRIPT, "gloo", "3"])
+
+    assert done.returncode == 2
+    assert "must take 17 steps" in done.stderr and "--steps" in done.stderr
