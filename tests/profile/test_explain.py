@@ -155,9 +155,10 @@ def test_on_a_device_a_step_is_when_the_device_works_on_it(tmp_path: Path) -> No
     """The host is 2 steps ahead; its second step ends before the device begins it."""
     events = [_step(0) | {"dur": 50.0}, _step(1) | {"ts": 50.0, "dur": 50.0}]
     for n, (start, end) in enumerate([(100, 700), (800, 1600)]):
-        events.append(_x("kernel", "gemm", start, end))
-        for stream in (7, 13):  # a range on each stream
-            events.append(_x("gpu_user_annotation", f"ProfilerStep#{n}", start + stream - 7, end))
+        events.append(
+            _x("cuda_runtime", "cudaLaunchKernel", 50 * n + 10, 50 * n + 12, correlation=n)
+        )
+        events.append(_x("kernel", "gemm", start, end, correlation=n))
 
     explanation = explain([_write(tmp_path, 0, events)])
 

@@ -35,16 +35,16 @@ def trim(path: Path, first: int, steps: int) -> dict[str, Any]:
     numbers = sorted({_number(event) for event in events} - {None})[first : first + steps]
     if len(numbers) < steps:
         raise SystemExit(f"{path} has no {steps} steps from its step {first} on")
-    chosen = [event for event in events if _number(event) in numbers]
-    # The host is ahead of its device: each has its own window.
-    windows = {
-        on_device: _window([e for e in chosen if (e["cat"] != "user_annotation") == on_device])
-        for on_device in (False, True)
-    }
-    kept = chosen + [event for event in events if _is_kept(event, windows)]
+    chosen = [e for e in events if e["cat"] == "user_annotation" and _number(e) in numbers]
+    start = min(float(event["ts"]) for event in chosen)
+    end = max(float(event["ts"]) + float(event["dur"]) for event in chosen)
+    within = [event for event in events if start <= float(event["ts"]) <= end]
+    # The device is behind its host: what it does for these steps was launched in them.
+    asked = {_argument(event, "correlation") for event in within if event["cat"] in _LAUNCHES}
+    kept = [e for e in events if e["cat"] in _DEVICE and _argument(e, "correlation") in asked]
     # A launch is of use with its kernel only.
-    kernels = {_argument(event, "correlation") for event in kept if event["cat"] in _DEVICE}
-    kept = [e for e in kept if e["cat"] not in _LAUNCHES or _argument(e, "correlation") in kernels]
+    kernels = {_argument(event, "correlation") for event in kept}
+    kept += chosen + [event for event in within if _is_kept(event, kernels)]
     metadata = {name: file.metadata[name] for name in _METADATA if name in file.metadata}
     devices = file.metadata.get("deviceProperties") or []
     metadata["deviceProperties"] = [
@@ -65,24 +65,15 @@ def _argument(event: Event, name: str) -> Any:
     return event.get("args", {}).get(name)
 
 
-def _window(steps: list[Event]) -> tuple[float, float]:
-    starts = [float(event["ts"]) for event in steps]
-    ends = [float(event["ts"]) + float(event["dur"]) for event in steps]
-    return min(starts, default=0.0), max(ends, default=0.0)
-
-
-def _is_kept(event: Event, windows: dict[bool, tuple[float, float]]) -> bool:
-    category, name = event.get("cat"), str(event["name"])
-    on_device = category in _DEVICE
-    host = (
-        (category in _LAUNCHES and "Launch" in name)
+def _is_kept(event: Event, kernels: set[Any]) -> bool:
+    """Of the host's events, what the reader uses."""
+    category, name = event["cat"], str(event["name"])
+    return (
+        (category in _LAUNCHES and "Launch" in name and _argument(event, "correlation") in kernels)
         or name == "record_param_comms"
         or name.startswith("autograd::engine::")
         or (category == "user_annotation" and name.startswith("enumerate(DataLoader)"))
     )
-    # Without steps of the device in it, a trace is explained by the host's.
-    start, end = windows[on_device and windows[True][1] > 0]
-    return (on_device or host) and start <= float(event["ts"]) <= end
 
 
 def _small(event: Event) -> Event:

@@ -12,19 +12,21 @@ import pytest
 
 from worlds import TUTTI, clean_environment, run_command
 
-SCRIPT = Path(__file__).parent.parent / "profile" / "plain_ddp.py"
-SLEEP = 0.06  # of rank LATE, in each step of that script
+SCRIPT = Path(__file__).parent / "plain_training.py"
+SLEEP_S = 0.1  # of that script
 SHORT = ["--steps", "8", "--settle", "2", "--active", "4"]
+LENET = ["--recipe", "lenet", "--dataset", "synthetic", "--pixels", "8", "--device", "cpu"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 @pytest.fixture(scope="module")
-def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The script alone, under torchrun; it would train for 100,000 steps."""
-    out = tmp_path_factory.mktemp("without") / "out"
+def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The script under torchrun, both ranks equally slow; it would train for 100,000 steps."""
+    out = tmp_path_factory.mktemp("together") / "out"
     words = ["scale", "--ranks", "1,2", "--repeats", "1", *SHORT, "--out", out]
-    program = [*TORCHRUN, "--nproc-per-node", "{ranks}", SCRIPT, "gloo", "100000"]
-    done = run_command([*TUTTI, *words, "--json", out.parent / "copy.json", "--", *program])
+    program = [*TORCHRUN, "--nproc-per-node", "{ranks}", SCRIPT, "100000"]
+    words += ["--json", out.parent / "copy.json"]
+    done = run_command([*TUTTI, *words, "--", *program], env={"SLEEPS": "all"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((out.parent / "copy.json").read_text())["rows"]
     return _results(out, done.stdout, done.stderr)
@@ -35,8 +37,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The script as ranks of tutti run, rank 1 late; Ctrl-C at the beginning of the third run."""
     out = tmp_path_factory.mktemp("stopped") / "out"
     words = ["scale", "--ranks", "1,2", "--repeats", "2", *SHORT, "--out", out]
-    command = [*TUTTI, *words, "--", "python", SCRIPT, "gloo", "100000"]
-    env = clean_environment() | {"LATE": "1"}
+    command = [*TUTTI, *words, "--", "python", SCRIPT, "100000"]
+    env = clean_environment()
     with subprocess.Popen(
         [str(word) for word in command],
         env=env,
@@ -68,23 +70,25 @@ def test_a_rank_that_sleeps_is_the_largest_cause(stopped: dict[str, Any]) -> Non
     row = stopped["rows"][1]
 
     assert max(row["loss"], key=lambda name: row["loss"][name]) == "wait"
-    assert _seconds(row, "wait") > SLEEP / 2
+    assert _seconds(row, "wait") > SLEEP_S / 2
     assert row["late"]["rank"] == 1
     assert "rank 1 has" in stopped["printed"] and "more of gaps" in stopped["printed"]
     assert f"tutti profile --trace {stopped['out']}/ranks2-repeat0" in stopped["printed"]
 
 
-def test_without_the_sleep_it_is_not(without: dict[str, Any], stopped: dict[str, Any]) -> None:
-    row = without["rows"][1]
+def test_when_no_rank_is_later_than_the_other_it_is_not(together: dict[str, Any]) -> None:
+    """Both sleep, so nobody waits: the same seconds are gaps of each rank's own."""
+    row = together["rows"][1]
 
-    assert max(row["loss"], key=lambda name: row["loss"][name]) != "wait"
-    assert _seconds(row, "wait") < _seconds(stopped["rows"][1], "wait") - SLEEP / 3
+    assert max(row["loss"], key=lambda name: row["loss"][name]) == "other"
+    assert max(row["other"], key=lambda name: row["other"][name]) == "gaps"
+    assert _seconds(row, "wait") < SLEEP_S / 2
 
 
 def test_causes_add_up_to_the_loss_of_efficiency(
-    without: dict[str, Any], stopped: dict[str, Any]
+    together: dict[str, Any], stopped: dict[str, Any]
 ) -> None:
-    for results in (without, stopped):
+    for results in (together, stopped):
         base, row = results["rows"]
         assert (base["ranks"], base["efficiency"], base["speedup"]) == (1, 1.0, 1.0)
         assert sum(base["loss"].values()) == pytest.approx(0, abs=1e-9)
@@ -94,34 +98,34 @@ def test_causes_add_up_to_the_loss_of_efficiency(
         assert sum(row["other"].values()) == pytest.approx(row["loss"]["other"], abs=1e-9)
 
 
-def test_the_json_has_what_readers_need(without: dict[str, Any]) -> None:
-    assert without["schema"] == "tutti.scale/1"
-    assert {"environment", "command", "fit", "forecast", "sweep", "runs"} <= set(without)
-    assert (without["mode"], without["unit"]) == ("weak", "samples/s")
-    for row in without["rows"]:
+def test_the_json_has_what_readers_need(together: dict[str, Any]) -> None:
+    assert together["schema"] == "tutti.scale/1"
+    assert {"environment", "command", "fit", "forecast", "sweep", "runs"} <= set(together)
+    assert (together["mode"], together["unit"]) == ("weak", "samples/s")
+    for row in together["rows"]:
         # 16 samples on each rank, as its DataLoader says.
         assert row["samples_per_s"] == pytest.approx(16 * row["ranks"] / row["step_s"])
         assert len(row["samples_per_s_spread"]) == len(row["efficiency_spread"]) == 2
         assert row["repeats"] == 1
-    fit = without["fit"]
+    fit = together["fit"]
     assert fit["alpha_s"] > 0 or fit["beta_s_per_byte"] > 0
     assert {point["op"] for point in fit["points"]} == {"all_reduce"}
     assert all(point["ranks"] == 2 for point in fit["points"])
-    assert [row["ranks"] for row in without["forecast"]["rows"]] == [4, 8, 16, 32]
-    assert set(without["forecast"]["below"]) == {"0.9", "0.8", "0.5"}
+    assert [row["ranks"] for row in together["forecast"]["rows"]] == [4, 8, 16, 32]
+    assert set(together["forecast"]["below"]) == {"0.9", "0.8", "0.5"}
 
 
-def test_every_run_leaves_its_traces_and_its_output(without: dict[str, Any]) -> None:
-    out = without["out"]
+def test_every_run_leaves_its_traces_and_its_output(together: dict[str, Any]) -> None:
+    out = together["out"]
 
     assert (out / "ranks1-repeat0" / "traces" / "rank0.json.gz").is_file()
     assert len(list((out / "ranks2-repeat0" / "traces").iterdir())) == 2
     assert (out / "logs" / "ranks2-repeat0.log").is_file()
-    assert without["complete"] is True
+    assert together["complete"] is True
 
 
-def test_the_table_fits_80_columns(without: dict[str, Any], stopped: dict[str, Any]) -> None:
-    for results in (without, stopped):
+def test_the_table_fits_80_columns(together: dict[str, Any], stopped: dict[str, Any]) -> None:
+    for results in (together, stopped):
         lines = results["printed"].splitlines()
         assert max(len(line) for line in lines if "profile --trace" not in line) <= 80
         assert "efficiency" in results["printed"] and "forecast" in results["printed"]
@@ -145,7 +149,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """LeNet, its batch of 32 shared by two ranks."""
     out = tmp_path_factory.mktemp("recipe") / "out"
     words = ["scale", "--ranks", "1,2", "--repeats", "1", *SHORT, "--out", out]
-    done = run_command([*TUTTI, *words, "--device", "cpu", "--recipe", "lenet", "--lr", "0.01"])
+    done = run_command([*TUTTI, *words, *LENET, "--lr", "0.01"])
     assert done.returncode == 0, done.stdout + done.stderr
     return _results(out, done.stdout, done.stderr)
 
@@ -164,7 +168,7 @@ def test_a_recipe_shares_its_batch_in_strong_scaling(recipe: dict[str, Any]) -> 
 
 def test_a_sweep_compares_values_in_turns(tmp_path: Path) -> None:
     words = ["scale", "--ranks", "1", "--repeats", "1", *SHORT, "--out", tmp_path / "out"]
-    words += ["--mode", "weak", "--recipe", "lenet", "--device", "cpu", "--sweep", "batch=4,64"]
+    words += ["--mode", "weak", *LENET, "--sweep", "batch=4,64"]
     done = run_command([*TUTTI, *words])
     rows = json.loads((tmp_path / "out" / "scale.json").read_text())["sweep"]
 
@@ -218,7 +222,7 @@ def test_wrong_usage_names_the_flag_and_the_cure(
 
 def test_too_few_steps_are_told_with_the_number_that_is_needed(tmp_path: Path) -> None:
     words = ["scale", "--ranks", "1", *SHORT, "--out", tmp_path / "out"]
-    done = run_command([*TUTTI, *words, "--", SCRIPT, "gloo", "3"])
+    done = run_command([*TUTTI, *words, "--", SCRIPT, "3"])
 
     assert done.returncode == 2
     assert "must take 17 steps" in done.stderr and "--steps" in done.stderr

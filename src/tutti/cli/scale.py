@@ -27,7 +27,7 @@ _INTERRUPTED = 130
 _SCHEMA = "tutti.scale/1"
 # Samples of a data set that a plan is tried with: the real one is not loaded here.
 _MANY = 1 << 40
-_NO_FORECAST = {"rows": [], "below": {}, "reason": "no forecast: a flag was swept"}
+_NO_FORECAST: dict[str, Any] = {"rows": [], "below": {}, "reason": "no forecast: a flag was swept"}
 
 
 @dataclass(frozen=True)
@@ -243,14 +243,15 @@ def _learning_rates(options: Scale, sizes: list[int], flags: list[str], values: 
     words = [*flags, "--ranks", ",".join(map(str, sizes)), "--lr-sweep", ",".join(values)]
     words += ["--device", options.device, "--ranks-per-gpu", str(options.ranks_per_gpu)]
     words += [] if options.steps is None else ["--steps", str(options.steps)]
-    results, code = train_all(read_flags(words, "tutti scale")[0], words)
-    print_table(results)
+    trained, code = train_all(read_flags(words, "tutti scale")[0], words)
+    print_table(trained)
     kept = ("final_loss", "test_loss", "test_accuracy", "samples_per_s", "steps", "diverged")
     sweep = [
         {"flags": {"lr": rate}, "ranks": ranks, **{key: found.get(key) for key in kept}}
-        for (rate, ranks), found in results.items()
+        for (rate, ranks), found in trained.items()
     ]
-    results = {"mode": None, "unit": None, "rows": [], "fit": None, "forecast": _NO_FORECAST}
+    results: dict[str, Any] = {"mode": None, "unit": None, "rows": [], "fit": None}
+    results["forecast"] = _NO_FORECAST
     _write(options, _folder(options), results | {"sweep": sweep, "complete": code == 0})
     return code
 

@@ -16,6 +16,7 @@ from typing import Any
 from tutti.profile.backward import Backward
 from tutti.profile.collective import Collective, from_parameters, operation_named
 from tutti.profile.intervals import NEVER, Gathering, Times
+from tutti.profile.launches import Launches
 from tutti.profile.pairing import Span, Tagged, pair
 from tutti.profile.trace_file import Event, TraceFile
 
@@ -103,7 +104,6 @@ def read_rank(path: Path) -> RankTrace:
 class _Reading:
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.device_steps: dict[int, Step] = {}
         self.first, self.last = float("inf"), float("-inf")
         self.kernels, self.nccl, self.copies = Gathering(), Gathering(), Gathering()
         self.input = Gathering()
@@ -119,6 +119,7 @@ class _Reading:
         self.tags: list[Tagged] = []
         self.kernel_of: dict[Any, Collective] = {}  # by the number of the operator it belongs to
         self.backward = Backward()
+        self.launches = Launches()
         self.has_kernels = False
         self.memory = 0
         self.has_loader_workers = False
@@ -136,7 +137,7 @@ class _Reading:
         end = start + float(event["dur"]) / 1e6
         if category in ("cuda_runtime", "cuda_driver"):
             if "Launch" in event["name"]:
-                self.backward.launch(int(event.get("args", {}).get("correlation", 0)), start)
+                self.launches.launch(int(event.get("args", {}).get("correlation", 0)), start)
             return
         if category == "cpu_op":
             self._operator(event, start, end)
@@ -146,34 +147,27 @@ class _Reading:
             self._kernel(event, start, end)
         elif category in ("gpu_memcpy", "gpu_memset"):
             self.copies.add(start, end)
-        elif category == "gpu_user_annotation" and str(event["name"]).startswith("ProfilerStep#"):
-            self._device_step(Step(int(str(event["name"])[13:]), start, end))
         else:
             return
         self.first, self.last = min(self.first, start), max(self.last, end)
 
     def _kernel(self, event: Event, start: float, end: float) -> None:
         self.has_kernels = True
-        name = str(event["name"])
-        if not (name.lower().startswith(_NCCL) or "ncclKernel" in name or "ncclDevKernel" in name):
+        name, said = str(event["name"]), event.get("args", {})
+        nccl = name.lower().startswith(_NCCL) or "ncclKernel" in name or "ncclDevKernel" in name
+        self.launches.kernel(int(said.get("correlation", -1)), start, end, computes=not nccl)
+        if not nccl:
             self.kernels.add(start, end)
-            said = event.get("args", {})
-            self.backward.kernel(int(said.get("correlation", -1)), end)
             self.work += math.prod(said.get("grid") or [0]) * math.prod(said.get("block") or [0])
             return
         self.nccl.add(start, end)
         made = Collective(
             operation_named(name) or "other", start, start, end, event.get("tid"), event.get("pid")
         )
-        from_parameters(event.get("args", {}), made)
+        from_parameters(said, made)
         self.collectives.append(made)
-        if (number := event.get("args", {}).get("External id")) is not None:
+        if (number := said.get("External id")) is not None:
             self.kernel_of[number] = made
-
-    def _device_step(self, step: Step) -> None:
-        """The same step on one more stream: from its first kernel to its last."""
-        seen = self.device_steps.setdefault(step.number, step)
-        seen.start, seen.end = min(seen.start, step.start), max(seen.end, step.end)
 
     def _operator(self, event: Event, start: float, end: float) -> None:
         name, thread = str(event["name"]), event.get("tid")
@@ -292,23 +286,25 @@ class _Reading:
 
     def _to_the_device(self) -> None:
         """Steps, gradients and buckets, which the host tells of, at the device's moments."""
-        moment = self.backward.on_device
+        done = self.launches.computed
         for said in self.parameters:
             made = self.kernel_of.get(said.arguments.get("External id"))
             if made is None or made.operation != "all_reduce":
                 continue
             if self.backward.accumulates(said.thread, said.start):
-                made.ready = min(moment(said.start) or made.arrival, made.arrival)
-        of_step = {}
+                made.ready = min(done(said.start) or made.arrival, made.arrival)
         for step in self.steps:
             if step.gradients is not None:
-                first, last = map(moment, step.gradients)
+                first, last = map(done, step.gradients)
                 step.gradients = None if first is None or last is None else (first, last)
-            of_step[step.number] = step.gradients
-        if self.device_steps:
-            self.steps = _one_after_another(list(self.device_steps.values()))
-            for step in self.steps:
-                step.gradients = of_step.get(step.number)
+            # A step is what was launched in it, until the next one's begins.
+            if (span := self.launches.span(step.start, step.end)) is not None:
+                step.start, step.end = span
+        for step, following in pairwise(self.steps):
+            step.end = following.start
+        if self.steps:  # what was launched before the recording began says nothing of itself
+            begin = self.steps[0].start
+            self.collectives = [each for each in self.collectives if each.end > begin]
 
 
 def _products(name: str, dims: list[Any]) -> int:
@@ -319,14 +315,6 @@ def _products(name: str, dims: list[Any]) -> int:
     if "convolution" in name:  # input or its gradient, and the weight without its outputs
         return int(math.prod(shapes[0]) * math.prod(shapes[-1][1:]))
     return int(math.prod(shapes[-2]) * shapes[-1][-1])
-
-
-def _one_after_another(steps: list[Step]) -> list[Step]:
-    """The device works on a step later than the host: a step lasts until the next one's begins."""
-    steps.sort(key=lambda step: step.start)
-    for step, following in pairwise(steps):
-        step.end = following.start
-    return steps
 
 
 def _smallest(devices: list[dict[str, Any]]) -> int | None:
