@@ -38,6 +38,7 @@ lint: $(VENV)/dev
 	$(BIN)/lint-imports --no-cache
 
 test: lint
+	$(BIN)/python -m compileall -q src  # once, not in each of the hundreds of ranks
 	$(BIN)/python -m pytest
 
 clean:

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from worlds import standing_processes
+
 # A process whose parent has died comes to us instead of to init, so that no leaked one is missed.
 _PR_SET_CHILD_SUBREAPER = 36
 ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -19,6 +21,9 @@ ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 # A shell's background job ignores Ctrl-C, and so would all ranks, to whom the tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# For torch's threads, here and in all ranks: those that wait sleep, and leave the cores to others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,6 +56,7 @@ def _leavings() -> set[str]:
         f"process {child.pid} {child.name()}"
         for child in psutil.Process().children(recursive=True)
         if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+        if child.pid not in standing_processes()
     }
     # By name: other programs on this machine may use shared memory, too.
     shared = {str(path) for path in Path("/dev/shm").glob("*tutti*")}

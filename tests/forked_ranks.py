@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from worlds import run_command
+from worlds import run_warm
 
 
 def forked(
@@ -32,7 +32,7 @@ def forked(
     with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
         source = function.__code__.co_filename
         words = [source, function.__name__, ranks, backend, json.dumps(arguments), folder]
-        done = run_command([sys.executable, __file__, *map(str, words)], timeout)
+        done = run_warm([__file__, *words], timeout)
         print(done.stdout, done.stderr)  # shown by pytest when the test fails
         if done.returncode != 0:
             raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")

@@ -12,11 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from warm import Warm
+
 TUTTI = [sys.executable, "-m", "tutti"]
 _NO_LAUNCHER = (
     *("RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_"),
     *("GLOO_", "NCCL_"),
 )
+
+
+_warm: Warm | None = None
 
 
 def clean_environment() -> dict[str, str]:
@@ -55,6 +60,34 @@ def run_command(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def run_warm(
+    command: Sequence[str | Path],
+    timeout: float = 90,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """As `run_command` with Python in front, but it and its ranks have imported torch (warm.py)."""
+    global _warm
+    _warm = _warm or Warm(clean_environment())
+    env = clean_environment() | dict(env or {})
+    return _warm.run([*map(str, command)], timeout, env, cwd or Path.cwd())
+
+
+def run_tutti(
+    *words: str | Path,
+    timeout: float = 90,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """As `run_command` with TUTTI in front, but it and its ranks have imported torch (warm.py)."""
+    return run_warm(["-m", "tutti", *words], timeout, env, cwd)
+
+
+def standing_processes() -> set[int]:
+    """Processes that stay until the tests end."""
+    return {_warm.pid} if _warm else set()
+
+
 def in_world(
     function: Callable[..., Any],
     ranks: int,
@@ -69,14 +102,15 @@ def in_world(
     """
     with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
         source = Path(function.__code__.co_filename)
-        job = [str(source), function.__name__, json.dumps(arguments), folder]
-        device = ["--device", "cpu"]
-        env = {}
+        job = [__file__, str(source), function.__name__, json.dumps(arguments), folder]
+        run = ["run", "-n", str(ranks)]
         if gpu:
             device = ["--device", "cuda", "--ranks-per-gpu", str(ranks)]
-            env = {"CUDA_VISIBLE_DEVICES": "0"}
-        run = [*TUTTI, "run", "-n", str(ranks), *device, __file__, *job]
-        done = run_command(run, timeout, env)
+            done = run_command(
+                [*TUTTI, *run, *device, *job], timeout, {"CUDA_VISIBLE_DEVICES": "0"}
+            )
+        else:
+            done = run_tutti(*run, "--device", "cpu", *job, timeout=timeout)
         if done.returncode != 0:
             raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]

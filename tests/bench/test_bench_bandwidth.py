@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from worlds import TUTTI, clean_environment, in_world, run_command
+from worlds import TUTTI, clean_environment, in_world, run_command, run_tutti
 
-BENCH = [*TUTTI, "bench", "bandwidth"]
+BENCH = ["bench", "bandwidth"]
 CPU = [*BENCH, "--device", "cpu"]
 PAIR_KEYS = {
     *("src", "dst", "gbs_uni", "gbs_bi", "class", "verdict", "spread", "causes", "wrong", "bytes"),
@@ -31,7 +31,7 @@ PAIR_KEYS = {
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], message: str) -> None:
-    done = run_command([*BENCH, *arguments])
+    done = run_command([*TUTTI, *BENCH, *arguments])
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
@@ -39,7 +39,7 @@ def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], mess
 def test_every_part_is_measured_and_right(tmp_path: Path) -> None:
     flags = ["--ranks", 3, "--sizes", "64K", "--budget", "0.01", "--pin", "0/1/0", "--together"]
     # Of three ranks two are on one CPU here, where shm would wait by spinning.
-    done = run_command([*CPU, *flags, "--backend", "gloo", "--json", tmp_path / "b.json"])
+    done = run_tutti(*CPU, *flags, "--backend", "gloo", "--json", tmp_path / "b.json")
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "b.json").read_text())
     assert content["schema"] == "tutti.bench.bandwidth/1" and content["complete"]
@@ -64,7 +64,7 @@ def test_every_part_is_measured_and_right(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     flags = ["--ranks", "2", "--sizes", "1M", "--budget", "60", "--json", str(tmp_path / "b.json")]
     process = subprocess.Popen(
-        [*CPU, *flags],
+        [*TUTTI, *CPU, *flags],
         env=clean_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -147,7 +147,7 @@ def test_ring_and_tree_are_right_and_damaged_messages_are_counted() -> None:
 @pytest.mark.timeout(300)
 def test_copies_between_host_and_device(tmp_path: Path) -> None:
     flags = ["--device", "cuda", "--ranks", "1", "--sizes", "64M", "--json", tmp_path / "b.json"]
-    done = run_command([*BENCH, *flags], env={"CUDA_VISIBLE_DEVICES": "0"}, timeout=200)
+    done = run_command([*TUTTI, *BENCH, *flags], env={"CUDA_VISIBLE_DEVICES": "0"}, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     copies = json.loads((tmp_path / "b.json").read_text())["copies"]
     kinds = [row["kind"] for row in copies]
@@ -167,7 +167,7 @@ def test_copies_between_host_and_device(tmp_path: Path) -> None:
 def test_ranks_that_share_a_gpu_are_measured_and_said_to(tmp_path: Path) -> None:
     flags = ["--device", "cuda", "--ranks", "2", "--ranks-per-gpu", "2", "--sizes", "1M"]
     done = run_command(
-        [*BENCH, *flags, "--budget", "0.05", "--json", tmp_path / "b.json"],
+        [*TUTTI, *BENCH, *flags, "--budget", "0.05", "--json", tmp_path / "b.json"],
         env={"CUDA_VISIBLE_DEVICES": "0"},
         timeout=200,
     )

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from worlds import TUTTI, clean_environment, run_command
+from worlds import TUTTI, clean_environment, run_command, run_tutti
 
-BENCH = [*TUTTI, "bench", "collectives", "--device", "cpu"]
+BENCH = ["bench", "collectives", "--device", "cpu"]
 SHORT = ["--budget", "0.01", "--backends", "gloo"]
 
 
@@ -44,7 +44,7 @@ def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], mess
 def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
     files = ["--json", tmp_path / "new" / "b.json", "--csv", tmp_path / "b.csv"]
     kinds = ["--ops", "all_reduce,all_to_all", "--sizes", "4,1K", "--placement", "both"]
-    done = run_command([*BENCH, *SHORT, *kinds, "--spread", *files])
+    done = run_tutti(*BENCH, *SHORT, *kinds, "--spread", *files)
     assert done.returncode == 0, done.stderr
     assert "# rank 1: " in done.stdout and "pinned to CPU" in done.stdout
     assert "out-of-place" in done.stdout and "cv%" in done.stdout
@@ -69,14 +69,14 @@ def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
 
 def test_a_narrow_terminal_gets_short_lines(tmp_path: Path) -> None:
     flags = ["--sizes", "1K", "--group", "2"]
-    done = run_command([*BENCH, *SHORT, *flags], env={"COLUMNS": "60"})
+    done = run_tutti(*BENCH, *SHORT, *flags, env={"COLUMNS": "60"})
     rows = [line for line in done.stdout.splitlines() if not line.startswith(("# rank", "# gloo"))]
     assert done.returncode == 0 and max(map(len, rows)) <= 60, done.stdout
     assert sum(" gloo x2 " in line for line in rows) == 1
 
 
 def test_a_backend_that_is_not_here_is_an_unmet_need() -> None:
-    done = run_command([*BENCH, "--backends", "nccl", "--sizes", "4"])
+    done = run_tutti(*BENCH, "--backends", "nccl", "--sizes", "4")
     assert done.returncode == 2 and "nccl: NCCL moves CUDA tensors only" in done.stderr
 
 
@@ -104,7 +104,7 @@ def test_a_reader_that_leaves_early_costs_no_results(kind: str, tmp_path: Path) 
 
 def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     sizes = ["--sizes", "4:64M:x2", "--backends", "gloo", "--json", tmp_path / "b.json"]
-    command = [str(word) for word in [*BENCH, *sizes]]
+    command = [str(word) for word in [*TUTTI, *BENCH, *sizes]]
     process = subprocess.Popen(
         command,
         env=clean_environment(),
@@ -135,7 +135,7 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
 )
 def test_open_mpi_takes_part_in_every_operation(tmp_path: Path) -> None:
     flags = ["--backends", "gloo,mpi", "--ops", "all", "--placement", "both", "--sizes", "4,100K"]
-    done = run_command([*BENCH, *flags, "--budget", "0.01", "--json", tmp_path / "b.json"])
+    done = run_command([*TUTTI, *BENCH, *flags, "--budget", "0.01", "--json", tmp_path / "b.json"])
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     measured = [sum(row["backend"] == name for row in rows) for name in ("gloo", "mpi")]
@@ -149,7 +149,7 @@ def test_open_mpi_takes_part_in_every_operation(tmp_path: Path) -> None:
 def test_ctrl_c_under_mpirun_leaves_what_was_measured(tmp_path: Path) -> None:
     flags = ["--backends", "gloo,mpi", "--json", str(tmp_path / "b.json")]
     process = subprocess.Popen(
-        [*BENCH, *flags],
+        [*TUTTI, *BENCH, *flags],
         env=clean_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

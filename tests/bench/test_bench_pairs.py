@@ -12,9 +12,9 @@ import torch
 
 from tutti.bench.pairs.catalogue import SHIPPED
 from tutti.bench.pairs.likeness import difference, snapshot
-from worlds import TUTTI, clean_environment, run_command
+from worlds import TUTTI, clean_environment, run_command, run_tutti
 
-PAIRS = [*TUTTI, "bench", "pairs"]
+PAIRS = ["bench", "pairs"]
 KEYS = {"name", "baseline_ms", "optimized_ms", "speedup", "spread", "check"}
 ON_CPU = {
     *("overlap", "grouped", "buckets", "from-scratch", "shm", "symmetric", "accumulation"),
@@ -84,7 +84,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     own = "takes-turns,shows-turns,differs,near-enough,wrong-later,fails,returns-nothing,needs-more"
     flags = ["--quick", "--budget", "0.2", "--rounds", "6", "--json", folder / "p.json"]
     names = ["--only", ",".join([*SHIPPED, own]), "--file", folder / "own.py"]
-    done = run_command([*PAIRS, "--ranks", "2", "--device", "cpu", *flags, *names], timeout=110)
+    done = run_tutti(*PAIRS, "--ranks", "2", "--device", "cpu", *flags, *names, timeout=110)
     content = json.loads((folder / "p.json").read_text()) if done.returncode == 1 else {}
     rows = {row["name"]: row for row in content.get("rows", [])}
     yield {"done": done, "content": content, "rows": rows}
@@ -101,20 +101,20 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], message: str) -> None:
-    done = run_command([*PAIRS, *arguments])
+    done = run_command([*TUTTI, *PAIRS, *arguments])
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_list_names_what_comes_with_tutti_or_what_is_in_a_file(tmp_path: Path) -> None:
-    done = run_command([*PAIRS, "--list"])
+    done = run_command([*TUTTI, *PAIRS, "--list"])
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(SHIPPED)
     assert len(SHIPPED) == 12 and done.stdout.count("→") == 12
     (tmp_path / "own.py").write_text(OWN)
-    done = run_command([*PAIRS, "--list", "--file", tmp_path / "own.py"])
+    done = run_command([*TUTTI, *PAIRS, "--list", "--file", tmp_path / "own.py"])
     assert done.stdout.splitlines()[0].split(maxsplit=1) == ["takes-turns", "in turns → in turns"]
     (tmp_path / "none.py").write_text("PAIRS = 1")
-    done = run_command([*PAIRS, "--file", tmp_path / "none.py"])
+    done = run_command([*TUTTI, *PAIRS, "--file", tmp_path / "none.py"])
     assert done.returncode == 2 and "it must say PAIRS = [function, …]" in done.stderr
 
 
@@ -186,7 +186,7 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     )
     flags = ["--device", "cpu", "--file", "own.py", "--rounds", "1000", "--json", "p.json"]
     process = subprocess.Popen(
-        [*PAIRS, *flags, "--budget", "60"],
+        [*TUTTI, *PAIRS, *flags, "--budget", "60"],
         env=clean_environment(),
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
@@ -211,7 +211,7 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
 def test_pairs_of_a_gpu_give_equal_results(tmp_path: Path) -> None:
     flags = ["--device", "cuda", "--ranks", "2", "--ranks-per-gpu", "2", "--quick"]
     done = run_command(
-        [*PAIRS, *flags, "--budget", "1", "--json", tmp_path / "p.json"],
+        [*TUTTI, *PAIRS, *flags, "--budget", "1", "--json", tmp_path / "p.json"],
         timeout=110,
         env={"CUDA_VISIBLE_DEVICES": "0"},
     )

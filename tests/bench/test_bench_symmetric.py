@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from worlds import TUTTI, clean_environment, run_command
+from worlds import TUTTI, clean_environment, run_tutti
 
-BENCH = [*TUTTI, "bench", "symmetric", "--device", "cpu"]
+BENCH = ["bench", "symmetric", "--device", "cpu"]
 _NAMES = {
     *("put", "get", "put_signal one way", "signal one way", "fetch_add", "compare_swap"),
     *("barrier", "parameter cache lookup", "hash map get", "hash map put"),
@@ -21,8 +21,8 @@ _NAMES = {
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_row_is_measured_and_right(tmp_path: Path, ranks: int) -> None:
-    flags = ["--ranks", ranks, "--budget", "0.01", "--sizes", "4,10K"]
-    done = run_command([*BENCH, *flags, "--json", tmp_path / "s.json"])
+    flags = ["--ranks", str(ranks), "--budget", "0.01", "--sizes", "4,10K"]
+    done = run_tutti(*BENCH, *flags, "--json", tmp_path / "s.json")
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "s.json").read_text())
     assert content["schema"] == "tutti.bench.symmetric/1" and content["complete"]
@@ -36,13 +36,13 @@ def test_every_row_is_measured_and_right(tmp_path: Path, ranks: int) -> None:
 
 
 def test_one_rank_has_no_peer() -> None:
-    done = run_command([*BENCH, "--ranks", "1"])
+    done = run_tutti(*BENCH, "--ranks", "1")
     assert done.returncode == 2 and "--ranks 1: one-sided memory needs a peer" in done.stderr
 
 
 def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*BENCH, "--budget", "30", "--json", str(tmp_path / "s.json")],
+        [*TUTTI, *BENCH, "--budget", "30", "--json", str(tmp_path / "s.json")],
         env=clean_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

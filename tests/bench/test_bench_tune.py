@@ -8,7 +8,7 @@ import pytest
 
 from tutti.bench.path_table import measurements, settled
 from tutti.comm.paths import Measured, choose, fastest, load, save
-from worlds import TUTTI, run_command
+from worlds import TUTTI, run_command, run_tutti
 
 NCCL, ONE_SHOT = "nccl", "symmetric one-shot"
 
@@ -26,7 +26,7 @@ def _measured(times: dict[int, tuple[float | None, float | None]]) -> list[Measu
 def test_where_a_group_has_one_path_nothing_is_measured_or_written(tmp_path: Path) -> None:
     flags = ["--device", "cpu", "--ranks", "2", "--json", tmp_path / "t.json"]
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = run_command([*TUTTI, "bench", "tune", *flags], env=cache)
+    done = run_tutti("bench", "tune", *flags, env=cache)
     assert done.returncode == 0, done.stderr
     assert "there is nothing to choose: on cpu a group of 2 has one path" in done.stdout
     content = json.loads((tmp_path / "t.json").read_text())

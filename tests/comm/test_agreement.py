@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from tutti import comm
 from tutti.comm import agreement
@@ -87,13 +88,16 @@ def _absent(world: World) -> str:
         return ""
     with pytest.raises(comm.CollectiveTimeout) as caught:
         comm.all_reduce(torch.ones(2))
+    _get_default_store().set("told", "")
     return str(caught.value)
 
 
 def _elsewhere() -> None:
     import time
 
-    time.sleep(4)
+    store = _get_default_store()
+    while not store.check(["told"]):
+        time.sleep(0.02)
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_place() -> None:

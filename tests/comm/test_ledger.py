@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from tutti import comm
 from tutti.comm import lateness, ledger, place
@@ -99,6 +100,7 @@ def _late(world: World) -> str:
     group = dist.new_group(timeout=timedelta(seconds=2), group_desc="late", backend="gloo")
     comm.all_reduce(torch.ones(2), group=group)
     told = _wait_for_the_late(world, group)
+    _get_default_store().add("told", world.rank < 2)
     dist.barrier()  # on shm: nobody ends while others still wait
     return told
 
@@ -124,7 +126,10 @@ def _wait_for_the_late(world: World, group: dist.ProcessGroup) -> str:
 
 
 def _dawdle() -> None:
-    time.sleep(6)
+    """Until both of those that wait have been told."""
+    store = _get_default_store()
+    while store.add("told", 0) < 2:
+        time.sleep(0.02)
 
 
 def test_a_timeout_names_who_is_late_at_which_operation_and_where() -> None:
@@ -155,6 +160,7 @@ def _late_on_shm(world: World) -> list[str]:
             told.append("in time")
         except comm.CollectiveError as error:
             told.append(str(error))
+        _get_default_store().add("told", world.rank < 2 and call is third[-1])
         dist.barrier()
     return told
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from forked_ranks import forked
 from shm_cases import group_of, reduce_scatter_flat
@@ -116,8 +117,9 @@ def test_ranks_that_call_different_things_are_told_so() -> None:
             assert "train.py:70 in step" in text and "train.py:71 in step" in text, text
 
 
-def stays_away_here(seconds: float) -> None:
-    time.sleep(seconds)
+def stays_away_here(told: dist.Store, times: int) -> None:
+    while told.add("told", 0) < times:
+        time.sleep(0.02)
 
 
 def test_a_timeout_names_the_rank_that_did_not_come_and_where_it_is() -> None:
@@ -129,21 +131,23 @@ def test_a_timeout_names_the_rank_that_did_not_come_and_where_it_is() -> None:
 
 
 def late_by_design(world: Any) -> list[str]:
-    texts = []
-    for front in FRONTS:
+    texts: list[str] = []
+    store = _get_default_store()
+    for number, front in enumerate(FRONTS):
         group = group_of(front)
         dist.barrier(group)
         if world.rank == 0:
             options = dist.AllreduceOptions()
-            options.timeout = timedelta(seconds=3)
+            options.timeout = timedelta(seconds=2)
             options.asyncOp = front == "plain"
             try:
                 group.allreduce([torch.ones(3)], options).wait()
                 texts.append("no error")
             except Exception as error:
                 texts.append(f"{type(error).__name__}: {error}")
+            store.add("told", 1)
         else:
-            stays_away_here(4.5)
+            stays_away_here(store, number + 1)
         dist.barrier()
     return texts
 

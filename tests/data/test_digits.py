@@ -42,7 +42,7 @@ def test_the_split_is_the_same_each_time() -> None:
 
 
 def test_without_scikit_learn_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(DataError, match=r"pip install 'tutti\[demo\]'"):
         digits_dataset()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from worlds import TUTTI, run_command
+from worlds import TUTTI, run_command, run_tutti
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "symmetric"
 SHOWN = {
@@ -29,6 +29,6 @@ def test_an_example_shows_what_it_says(name: str) -> None:
 
 
 def test_a_number_of_ranks_that_does_not_divide_is_one_line() -> None:
-    done = run_command([*TUTTI, "run", "-n", 7, "--device", "cpu", EXAMPLES / "parallel_matmul.py"])
+    done = run_tutti("run", "-n", "7", "--device", "cpu", EXAMPLES / "parallel_matmul.py")
     assert done.returncode == 2, done.stderr
     assert "960 hidden columns do not divide by 7 ranks: start 2, 3 or 4" in done.stderr

@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tutti.parallel.options import ParallelOptions, ScheduleName
 from tutti.parallel.pipeline.order import Action, orders
 from tutti.parallel.pipeline.record import measure
 from tutti.parallel.pipeline.timeline import bubble, draw, formula, length, simulate
-from worlds import in_world, run_command
+from worlds import in_world, run_warm
 
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 RANKS, MICROBATCHES = 3, 6
@@ -163,12 +162,8 @@ def test_the_command_refuses_what_cannot_run(flags: list[str], said: str) -> Non
 
 def test_the_command_measures_on_ranks_that_it_starts(tmp_path: Path) -> None:
     file = tmp_path / "schedule.json"
-    done = run_command(
-        [
-            *(sys.executable, "-m", "tutti.cli.schedule", "--pp", "2", "--accumulation", "2"),
-            *("--device", "cpu", "--json", file),
-        ]
-    )
+    flags = ["--pp", "2", "--accumulation", "2", "--device", "cpu", "--json", file]
+    done = run_warm(["-m", "tutti.cli.schedule", *flags])
     assert done.returncode == 0, done.stderr
     assert re.search(r"bubble: counted 33\.3%, by the formula 33\.3%, measured \d", done.stdout)
     rows = json.loads(file.read_text())["measured"]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from worlds import TUTTI, run_command
+from worlds import run_tutti
 
-PARITY = [*TUTTI, "parity", "--device", "cpu"]
+PARITY = ["parity", "--device", "cpu"]
 TINY = ["--layers", "2", "--dim", "16", "--heads", "2", "--mlp-dim", "32", "--seq-len", "8"]
 TINY += ["--vocab-size", "16", "--steps", "2"]
 
@@ -15,7 +15,7 @@ TINY += ["--vocab-size", "16", "--steps", "2"]
 def test_layouts_of_the_gpt_pass_and_are_written(tmp_path: Path) -> None:
     file = tmp_path / "parity.json"
     flags = ["--ranks", "2", "--layouts", "all", "--json", str(file), "--tied", "--padded", *TINY]
-    done = run_command([*PARITY, *flags], timeout=110)
+    done = run_tutti(*PARITY, *flags, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(file.read_text())
     assert result["schema"] == "tutti.parity/1" and result["complete"]
@@ -62,7 +62,7 @@ def test_ones_own_model_under_the_layouts_that_it_allows(tmp_path: Path) -> None
     (tmp_path / "mine.py").write_text(MODEL)
     file = tmp_path / "parity.json"
     flags = ["--model", "mine:plain", "--ranks", "2", "--json", str(file)]
-    done = run_command([*PARITY, *flags], timeout=110, cwd=tmp_path)
+    done = run_tutti(*PARITY, *flags, timeout=110, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["layout"]: row for row in json.loads(file.read_text())["rows"]}
     assert rows["dp2"]["ok"] and rows["shard2"]["ok"]
@@ -75,7 +75,7 @@ def test_ones_own_model_under_the_layouts_that_it_allows(tmp_path: Path) -> None
 def test_a_model_that_rolls_dice_fails_with_exit_code_one(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     flags = ["--model", "mine:whimsical", "--layouts", "dp2"]  # needs two ranks, and starts them
-    done = run_command([*PARITY, *flags], timeout=110, cwd=tmp_path)
+    done = run_tutti(*PARITY, *flags, timeout=110, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "dp2 FAILED: " in done.stdout and "(worst: fc." in done.stdout
 
@@ -95,6 +95,6 @@ def test_a_model_that_rolls_dice_fails_with_exit_code_one(tmp_path: Path) -> Non
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_two(flags: list[str], message: str) -> None:
-    done = run_command([*PARITY, *flags])
+    done = run_tutti(*PARITY, *flags)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr, done.stderr

@@ -5,29 +5,19 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import psutil
 import pytest
 from saved_runs import gpt_run
 
-from tutti.cli import run as tutti_command
-from worlds import TUTTI, clean_environment, run_command
+from worlds import TUTTI, clean_environment, run_tutti
 
 pytestmark = pytest.mark.timeout(180)
 
 
 def predict(*flags: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """The command; on one rank in this process, which saves a start."""
-    words = ["predict", "--device", "cpu", *map(str, flags)]
-    if "--ranks" in words:
-        done = run_command([*TUTTI, *words])
-    else:
-        with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
-            done = subprocess.CompletedProcess(words, tutti_command(words))
-        done.stdout, done.stderr = out.getvalue(), err.getvalue()
+    done = run_tutti("predict", "--device", "cpu", *flags)
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
     return done
 
@@ -37,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short training, on two ranks."""
     out = tmp_path_factory.mktemp("trained") / "run"
     flags = ["--recipe", "lenet", "--pixels", "8", "--epochs", "2", "--checkpoint-every", "30"]
-    done = run_command([*TUTTI, "train", *flags, "--ranks", "2", "--out", out])
+    done = run_tutti("train", *flags, "--ranks", "2", "--out", out)
     assert done.returncode == 0, done.stderr
     return out
 

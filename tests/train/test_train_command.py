@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tutti.train.recipe_file import read_recipe
-from worlds import TUTTI, clean_environment, run_command
+from worlds import TUTTI, clean_environment, run_command, run_tutti
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -27,7 +27,7 @@ LONG = [*SHORT, "--steps", "400", "--checkpoint-every", "20", "--ranks", "2", "-
 
 
 def train(*flags: str | Path, code: int = 0, timeout: float = 120) -> Any:
-    done = run_command([*TUTTI, "train", *flags], timeout=timeout)
+    done = run_tutti("train", *flags, timeout=timeout)
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
     return done
 
@@ -257,7 +257,7 @@ def test_a_mistake_is_one_line_and_exit_code_two(
     flags: list[str], message: str, tmp_path: Path
 ) -> None:
     out = [] if "--out" in flags else ["--out", str(tmp_path / "run")]
-    done = run_command([*TUTTI, "train", *flags, *out])
+    done = run_tutti("train", *flags, *out)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
@@ -273,7 +273,7 @@ def test_a_mistake_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
         "    return (x, y), (x, y)\n"
     )
     own = ["--dataset", "mine:data", "--ranks", "2", "--out", "run"]
-    done = run_command([*TUTTI, "train", *own], cwd=tmp_path)
+    done = run_tutti("train", *own, cwd=tmp_path)
     assert done.returncode == 2
     assert "the disk of this host is empty (on rank 1)" in done.stderr
     assert not (tmp_path / "run").exists()  # nothing was begun

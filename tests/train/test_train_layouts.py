@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from worlds import TUTTI, run_command
+from worlds import run_tutti
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -24,7 +24,7 @@ SMALL += ["--device", "cpu", "--no-evaluate"]
 
 
 def train(*flags: str | Path, code: int = 0, timeout: float = 150) -> Any:
-    done = run_command([*TUTTI, "train", *flags], timeout=timeout)
+    done = run_tutti("train", *flags, timeout=timeout)
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
     return done
 
