@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.profiler import ProfilerAction
 
 _profiler: Any = torch.cuda.profiler  # torch gives these no types
@@ -50,5 +51,11 @@ class NvtxRanges:
         if self._emitting:
             _nvtx.range_pop()
             self._emitting = False
-            self._emit.__exit__(None, None, None)
             _profiler.stop()
+            # An optimizer's step may be a range around this very call, and torch complains of a
+            # range that outlives the emitting of them: it ends with the next forward.
+            self._handle = register_module_forward_pre_hook(self._end)
+
+    def _end(self, *_: object) -> None:
+        self._handle.remove()
+        self._emit.__exit__(None, None, None)
