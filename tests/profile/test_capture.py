@@ -308,25 +308,10 @@ def test_mistakes_are_one_line(flags: list[str], said: str, tmp_path: Path) -> N
     assert len(done.stderr.splitlines()) == 1
 
 
-ACCELERATE = """
-import torch
-from accelerate import Accelerator
-accelerator = Accelerator(cpu=True)
-model = torch.nn.Linear(64, 64)
-optimizer = torch.optim.AdamW(model.parameters())
-loader = torch.utils.data.DataLoader(torch.randn(512, 64), batch_size=16)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for batch in loader:
-    optimizer.zero_grad()
-    accelerator.backward(model(batch).square().mean())
-    optimizer.step()
-"""
-
-
 def test_an_accelerate_script_is_captured(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(ACCELERATE)
+    script = Path(__file__).parent / "plain_accelerate.py"
 
-    rows = _profile(tmp_path / "out", [*TORCHRUN, "2", "script.py"])
+    rows = _profile(tmp_path / "out", [*TORCHRUN, "2", script, "16"])
 
     assert [each["rank"] for each in rows["ranks"]] == [0, 1]
     assert any(each["op"] == "all_reduce" for each in rows["comm"])

@@ -181,7 +181,7 @@ def test_axes_buckets_and_advice_are_shown_where_a_profile_has_them(two_ranks: P
 def test_live_waiting_is_a_curve_of_every_rank(two_ranks: Path) -> None:
     (run,) = collect([two_ranks]).runs
     for rank, rows in run.metrics.items():
-        rows.append({"step": 13, "wait_fraction": 0.1 + 0.2 * rank})
+        rows[:] = [{"step": 13, "wait_fraction": 0.1 + 0.2 * rank}]
 
     waiting = [each for each in throughput.figures([run]) if "Waiting" in each.title]
 

@@ -99,7 +99,9 @@ def test_the_sections_are_reached_by_clicks_and_their_numbers_open(opened: Page)
     for each in sections:
         opened.click(f"nav a[href='{each}']")
         assert opened.evaluate("location.hash") == each
-        assert opened.evaluate(f"document.querySelector('{each} figure') !== null")
+        assert opened.evaluate(
+            f"document.querySelector('{each}').querySelector('figure, article') !== null"
+        )
     opened.click("figure:has(.plot) details summary")
     assert opened.evaluate("document.querySelector('figure:has(.plot) details').open")
     assert len(_asked(opened)) == 1

@@ -98,6 +98,19 @@ def test_causes_add_up_to_the_loss_of_efficiency(
         assert sum(row["other"].values()) == pytest.approx(row["loss"]["other"], abs=1e-9)
 
 
+def test_an_accelerate_script_is_explained_unchanged(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "profile" / "plain_accelerate.py"
+    words = ["scale", "--ranks", "1,2", "--repeats", "1", *SHORT, "--out", tmp_path / "out"]
+
+    done = run_command([*TUTTI, *words, "--", "python", script, "3000"])
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = _results(tmp_path / "out", done.stdout, done.stderr)["rows"][1]
+    assert row["ranks"] == 2
+    assert row["samples_per_s"] == pytest.approx(2 * 16 / row["step_s"])
+    assert sum(row["loss"].values()) == pytest.approx(1 - row["efficiency"], abs=1e-9)
+
+
 def test_the_json_has_what_readers_need(together: dict[str, Any]) -> None:
     assert together["schema"] == "tutti.scale/1"
     assert {"environment", "command", "fit", "forecast", "sweep", "runs"} <= set(together)
