@@ -10,7 +10,8 @@ from typing import Any
 from tutti.profile.advice import Case, advise
 from tutti.profile.axes import by_axis, name_axes
 from tutti.profile.buckets import bucket_rows
-from tutti.profile.matching import Clock, Meeting, align, match
+from tutti.profile.clocks import Clock, align
+from tutti.profile.matching import Meeting, match
 from tutti.profile.parts import PARTS, StepParts, split_step
 from tutti.profile.rank_trace import RankTrace, read_rank
 from tutti.profile.stragglers import stragglers
@@ -128,7 +129,13 @@ def explain(files: Sequence[Path]) -> Explanation:
     for trace in traces:
         name_axes(trace)
     clocks = align(traces)
+    hosts = {trace.rank: trace.host for trace in traces}
     meetings = match(traces)
+    if lost := sorted({hosts[each.rank] for each in clocks if each.measured_s is None}):
+        notes.append(
+            f"the clock of {', '.join(lost)} cannot be compared with that of {traces[0].host}, for "
+            "no synchronising collective leads there: between them waiting is as the clocks say"
+        )
     if len(traces) > 1 and not meetings:
         notes.append("no collective could be matched between ranks: nobody is called late")
     steps = [split_step(trace, step) for trace in traces for step in trace.steps]
