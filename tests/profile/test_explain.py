@@ -236,6 +236,16 @@ def test_waiting_for_a_stage_before_is_the_bubble_of_a_pipeline(tmp_path: Path) 
     assert _parts(explanation, 0, 0) == {"compute": 500, "exposed": 50, "host_gap": 450}
 
 
+def test_a_batch_of_sends_and_receives_names_no_peer_and_is_a_bubble_too(tmp_path: Path) -> None:
+    batch = "ncclDevKernel_SendRecv(ncclDevKernelArgs)"
+    first = [_step(0), _x("kernel", "gemm", 0, 500), _x("kernel", batch, 500, 550)]
+    second = [_step(0), _x("kernel", batch, 0, 550), _x("kernel", "gemm", 550, 1000)]
+
+    explanation = explain([_write(tmp_path, 0, first), _write(tmp_path, 1, second)])
+
+    assert _parts(explanation, 1, 0) == {"bubble": 550, "compute": 450}
+
+
 def test_one_timeline_has_all_ranks_aligned_and_an_arrow_from_the_late_one(tmp_path: Path) -> None:
     explanation = _two_ranks(tmp_path, base=5_000_000, host="n1")
     merged = tmp_path / "merged.json.gz"

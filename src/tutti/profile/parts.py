@@ -130,6 +130,8 @@ def _within(collectives: list[Collective], step: Step) -> list[Collective]:
 
 def _moving_from(each: Collective) -> float:
     """When data began to move: all had arrived, and it was its turn."""
-    if each.last_arrival is None and each.operation == "recv":
-        return each.end  # a receive whose sender is unknown: of the two it is mostly waiting
+    # A receive whose sender is unknown is mostly waiting; so is what NCCL makes of a batch of
+    # sends and receives, one kernel that does not say whom it meets.
+    if each.last_arrival is None and each.operation in ("recv", "send_recv"):
+        return each.end
     return each.waited_until
