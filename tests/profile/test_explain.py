@@ -42,12 +42,19 @@ def _all_reduce(start: float, end: float, sequence: int) -> dict[str, Any]:
 
 
 def _write(
-    folder: Path, rank: int, events: list[dict[str, Any]], base: int = 0, host: str = "n0"
+    folder: Path,
+    rank: int,
+    events: list[dict[str, Any]],
+    base: int = 0,
+    host: str = "n0",
+    name: str = "",
+    **about: Any,
 ) -> Path:
-    path = folder / f"rank{rank}.json"
-    info = {"backend": "nccl", "rank": rank, "world_size": 2}
+    """`about` is what stands beside the events."""
+    path = folder / (name or f"rank{rank}.json")
+    info = {"backend": "nccl", "rank": rank, "world_size": 2} | about.pop("distributedInfo", {})
     content = {"distributedInfo": info, "host_name": host, "baseTimeNanoseconds": base}
-    path.write_text(json.dumps(content | {"traceEvents": events}))
+    path.write_text(json.dumps(content | about | {"traceEvents": events}))
     return path
 
 
@@ -320,3 +327,27 @@ def test_waiting_on_a_cpu_is_counted_from_the_call_and_not_while_data_moves(tmp_
     # Waits 100 to 500 and 600 to 700; data moves 500 to 600 and 700 to 900.
     assert _parts(explanation, 0, 0) == {"wait": 500, "exposed": 300, "host_gap": 200}
     assert explanation.rows()["stragglers"][0]["rank"] == 1
+
+
+def test_a_collective_without_a_group_meets_nobody_where_there_are_several_groups(
+    tmp_path: Path,
+) -> None:
+    """{0, 2} and {1, 3} all-reduce at different times; gloo does not say in which group."""
+    files = []
+    for rank in range(4):
+        start = 100.0 if rank % 2 else 600.0
+        events = [
+            _step(0),
+            _x("cpu_op", "c10d::allreduce_", start, start + 10),
+            _x("user_annotation", "gloo:all_reduce", start, start + 100) | {"tid": 9},
+        ]
+        group = {"pg_name": "1", "pg_desc": "mesh_dp", "pg_size": 2}
+        group["ranks"] = [rank % 2, rank % 2 + 2]
+        world = {"backend": "gloo", "world_size": 4, "pg_config": [group]}
+        files.append(_write(tmp_path, rank, events, distributedInfo=world))
+
+    explanation = explain(files)
+
+    assert explanation.meetings == []
+    assert all(each.parts["wait"] == 0 for each in explanation.steps)
+    assert any(note.startswith("4 communications do not say") for note in explanation.notes)

@@ -11,7 +11,7 @@ from tutti.profile.advice import Case, advise
 from tutti.profile.axes import by_axis, name_axes
 from tutti.profile.buckets import bucket_rows
 from tutti.profile.clocks import Clock, align
-from tutti.profile.matching import Meeting, match
+from tutti.profile.matching import Meeting, match, without_group
 from tutti.profile.parts import PARTS, StepParts, split_step
 from tutti.profile.rank_trace import RankTrace, read_rank
 from tutti.profile.stragglers import stragglers
@@ -135,6 +135,12 @@ def explain(files: Sequence[Path]) -> Explanation:
         notes.append(
             f"the clock of {', '.join(lost)} cannot be compared with that of {traces[0].host}, for "
             "no synchronising collective leads there: between them waiting is as the clocks say"
+        )
+    if len(traces) > 1 and (unclear := without_group(traces)):
+        notes.append(
+            f"{len(unclear)} communications do not say which group they are of, and there are "
+            "several: they are not matched, and waiting in them counts as moving data; with "
+            "TORCH_FR_BUFFER_SIZE=20000 set before ranks start, gloo's say it to `tutti profile`"
         )
     if len(traces) > 1 and not meetings:
         notes.append("no collective could be matched between ranks: nobody is called late")

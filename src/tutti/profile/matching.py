@@ -51,11 +51,12 @@ def match(traces: Sequence[RankTrace]) -> list[Meeting]:
 def meet(traces: Sequence[RankTrace]) -> list[Meeting]:
     """The collectives that several ranks' traces show."""
     found: dict[tuple[Any, ...], dict[int, Collective]] = defaultdict(dict)
+    unclear = {id(each) for each in without_group(traces)}
     for trace in traces:
         starts = [step.start for step in trace.steps]
         seen: dict[tuple[Any, ...], int] = defaultdict(int)
         for each in sorted(trace.collectives, key=lambda one: one.arrival):
-            if (key := _key(each, trace)) is None:
+            if id(each) in unclear or (key := _key(each, trace)) is None:
                 continue
             if each.sequence is None or each.is_point_to_point:
                 # The how-many-th of its kind in the step.
@@ -65,6 +66,26 @@ def meet(traces: Sequence[RankTrace]) -> list[Meeting]:
                 key = (*key, step, seen[(*key, step)])
             found[key].setdefault(trace.rank, each)
     return [Meeting(members) for members in found.values() if len(members) > 1]
+
+
+def without_group(traces: Sequence[RankTrace]) -> list[Collective]:
+    """Communications of a world with subgroups that do not say which of them they are of: who met
+    whom is unknown.
+    """
+    sizes = {
+        int(group.get("pg_size") or len(group.get("ranks") or ()))
+        for trace in traces
+        for group in trace.groups.values()
+    }
+    world = max(trace.world_size for trace in traces)
+    if not any(1 < size < world for size in sizes):
+        return []
+    return [
+        each
+        for trace in traces
+        for each in trace.collectives
+        if not each.group and not each.group_ranks
+    ]
 
 
 def _key(each: Collective, trace: RankTrace) -> tuple[Any, ...] | None:
