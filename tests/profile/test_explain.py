@@ -203,6 +203,33 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path: Path) -> None:
     assert any(note.startswith("rank0.json is left out") for note in explanation.notes)
 
 
+def test_of_several_traces_of_a_rank_the_newest_is_explained(tmp_path: Path) -> None:
+    """Two cycles of a profiler on two ranks; the files' names sort the other way."""
+    files = []
+    for cycle, name in enumerate("ba"):
+        for rank in (0, 1):
+            events = [_step(n) for n in (3 * cycle, 3 * cycle + 1)]
+            events += [_x("kernel", "gemm", 3 * cycle * STEP, 3 * cycle * STEP + 900)]
+            files.append(_write(tmp_path, rank, events, name=f"{name}{rank}.json"))
+
+    explanation = explain(files)
+
+    assert [trace.path.name for trace in explanation.traces] == ["a0.json", "a1.json"]
+    assert any(note.startswith("b0.json, b1.json: left out") for note in explanation.notes)
+
+
+def test_traces_that_do_not_say_whose_they_are_get_the_ranks_that_are_free(tmp_path: Path) -> None:
+    events = [_step(0), _x("kernel", "gemm", 0, 900)]
+    unknown = {"distributedInfo": {"rank": -1, "world_size": 3}}
+    files = [_write(tmp_path, 0, events, name=f"{name}.json", **unknown) for name in "ab"]
+
+    explanation = explain([*files, _write(tmp_path, 1, events)])
+
+    names = [(trace.rank, trace.path.name) for trace in explanation.traces]
+    assert names == [(0, "a.json"), (1, "rank1.json"), (2, "b.json")]
+    assert any("numbered in their order" in note for note in explanation.notes)
+
+
 def test_on_a_device_a_step_is_when_the_device_works_on_it(tmp_path: Path) -> None:
     """The host is 2 steps ahead; its second step ends before the device begins it."""
     events = [_step(0) | {"dur": 50.0}, _step(1) | {"ts": 50.0, "dur": 50.0}]

@@ -116,8 +116,7 @@ def explain(files: Sequence[Path]) -> Explanation:
             traces.append(trace)
     if not traces:
         raise UsageError("no trace could be read: " + "; ".join(notes))
-    _number(traces, notes)
-    traces.sort(key=lambda trace: trace.rank)
+    traces = _one_of_each(traces, notes)
     size = max(trace.world_size for trace in traces)
     there = {trace.rank for trace in traces}
     missing = [rank for rank in range(size) if rank not in there]
@@ -173,14 +172,29 @@ def _ends(rows: Sequence[dict[str, Any]], key: str) -> tuple[dict[str, Any], dic
     return (ordered[0], ordered[-1]) if ordered else ({}, {})
 
 
-def _number(traces: list[RankTrace], notes: list[str]) -> None:
-    """Ranks that do not say who they are, or say the same, are numbered as the files are."""
-    ranks = [trace.rank for trace in traces]
-    if len(set(ranks)) == len(ranks) and min(ranks) >= 0:
-        return
-    notes.append("the traces do not say which rank is which: files are numbered in their order")
-    for number, trace in enumerate(traces):
-        trace.rank = number
+def _one_of_each(traces: Sequence[RankTrace], notes: list[str]) -> list[RankTrace]:
+    """Of several traces of a rank (a profiler with `repeat` writes them) the newest, by rank; a
+    trace that does not say whose it is gets a rank that is free, in the order of the files.
+    """
+    newest: dict[int, RankTrace] = {}
+    older: list[RankTrace] = []
+    unknown = [trace for trace in traces if trace.rank < 0]
+    for trace in sorted(traces, key=lambda each: each.base_ns / 1e9 + each.steps[0].start):
+        if trace.rank < 0:
+            continue
+        if trace.rank in newest:
+            older.append(newest[trace.rank])
+        newest[trace.rank] = trace
+    if older:
+        names = ", ".join(sorted(trace.path.name for trace in older))
+        notes.append(f"{names}: left out, as newer traces of the same ranks are here")
+    if unknown:
+        notes.append("traces do not say which rank is which: files are numbered in their order")
+    free = (rank for rank in range(len(traces)) if rank not in newest)
+    for rank, trace in zip(list(free), unknown, strict=False):
+        trace.rank = rank
+        newest[rank] = trace
+    return [newest[rank] for rank in sorted(newest)]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
