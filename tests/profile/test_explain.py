@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from tutti.profile.explain import Explanation, explain
+from tutti.profile.explain import Explanation, explain, trace_files
 from tutti.profile.timeline import write_timeline
 from tutti.profile.trace_file import TraceFile
+from tutti.report.collect import collect
+from tutti.world.errors import UsageError
 
 STEP = 1000.0
 FLOATS = 1_000_000
@@ -299,6 +301,17 @@ def test_one_timeline_has_all_ranks_aligned_and_an_arrow_from_the_late_one(tmp_p
         assert source["pid"] == processes["rank 1 n1"]
         assert ended[source["id"]]["pid"] == processes["rank 0 n0"]
         assert source["ts"] <= ended[source["id"]]["ts"]
+
+
+@pytest.mark.parametrize("name", ["all.json.gz", "a.json"])
+def test_a_merged_timeline_beside_the_traces_is_no_rank(tmp_path: Path, name: str) -> None:
+    write_timeline(tmp_path / name, _two_ranks(tmp_path))
+
+    assert [path.name for path in trace_files(tmp_path)] == ["rank0.json", "rank1.json"]
+    with pytest.raises(UsageError, match="all ranks together"):
+        trace_files(tmp_path / name)
+    (run,) = collect([tmp_path]).runs
+    assert [row["rank"] for row in (run.profile or {})["ranks"]] == [0, 1]
 
 
 def _tag(operation: str, phase: str, sequence: int) -> str:

@@ -15,6 +15,7 @@ from tutti.profile.matching import Meeting, match, without_group
 from tutti.profile.parts import PARTS, StepParts, split_step
 from tutti.profile.rank_trace import RankTrace, read_rank
 from tutti.profile.stragglers import stragglers
+from tutti.profile.trace_file import is_merged
 from tutti.profile.traffic import traffic
 from tutti.world.errors import UsageError
 
@@ -82,6 +83,11 @@ class Explanation:
 
 def trace_files(directory: Path) -> list[Path]:
     """The traces in a folder, or in the folder `traces` of a run; or the one file named."""
+    if directory.is_file() and is_merged(directory):
+        raise UsageError(
+            f"--trace {directory}: it holds all ranks together, for a viewer: name the folder of "
+            "the traces that it was made from"
+        )
     if directory.is_file():
         return [directory]
     inner = directory / "traces"
@@ -89,7 +95,9 @@ def trace_files(directory: Path) -> list[Path]:
     files = [
         path
         for path in sorted(folder.glob("*"))
-        if re.search(r"\.json(\.gz)?$", path.name) and not path.name.startswith((".", "merged"))
+        if re.search(r"\.json(\.gz)?$", path.name)
+        and not path.name.startswith(".")
+        and not is_merged(path)
     ]
     if not files:
         raise UsageError(
