@@ -278,6 +278,22 @@ def test_sharding_and_replicas_are_weighed_by_memory(tmp_path: Path) -> None:
     assert "replicas" not in {each["id"] for each in rows("no", sharded, 70e6, 80e6)["advice"]}
 
 
+def test_accumulation_is_not_lessened_by_what_is_gained_on_another_axis(tmp_path: Path) -> None:
+    """300 of sums, 300 of sharding, a third of which replicas would save."""
+    events = _sharded(
+        [
+            ("_allgather_base", 1_000_000, 100, 300),
+            ("_reduce_scatter_base", 1_000_000, 400, 500),
+            ("allreduce", 1_000_000, 600, 900),
+        ]
+    )
+    about = {"deviceProperties": [{"totalGlobalMem": 80e6}], "tutti": {"device_memory_bytes": 1e6}}
+    rows = _rows(tmp_path, events, events, **about)
+
+    assert _only(rows, "replicas")["gain_s"] == pytest.approx(100e-6)
+    assert _only(rows, "accumulation")["gain_s"] == pytest.approx(300e-6 * 7 / 8)
+
+
 def test_a_gpu_without_work_is_a_bound_not_a_promise(tmp_path: Path) -> None:
     said = _only(_rows(tmp_path, [_step(1000), _x("kernel", "gemm", 0, 400)]), "gaps")
 
