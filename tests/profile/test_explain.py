@@ -391,3 +391,17 @@ def test_a_collective_without_a_group_meets_nobody_where_there_are_several_group
     assert explanation.meetings == []
     assert all(each.parts["wait"] == 0 for each in explanation.steps)
     assert any(note.startswith("4 communications do not say") for note in explanation.notes)
+
+
+def test_the_peak_of_memory_is_the_devices_not_that_of_the_cpus_allocator(tmp_path: Path) -> None:
+    def seen(device: int, total: int) -> dict[str, Any]:
+        said = {"Device Type": device, "Device Id": 0, "Total Allocated": total}
+        return {"ph": "i", "name": "[memory]", "ts": 1, "pid": 0, "tid": 7, "args": said}
+
+    def peak(counted: int) -> int | None:
+        events = [_step(0), _x("kernel", "gemm", 0, 900), seen(0, 9000), seen(1, 500), seen(1, 400)]
+        path = _write(tmp_path, 0, events, tutti={"device_memory_bytes": counted})
+        return explain([path]).traces[0].memory_bytes
+
+    assert peak(counted=700) == 700  # before the recording
+    assert peak(counted=300) == 500

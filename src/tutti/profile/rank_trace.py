@@ -128,7 +128,9 @@ class _Reading:
     def take(self, event: Event) -> None:
         phase = event.get("ph")
         if phase == "i" and event.get("name") == "[memory]":
-            self.memory = max(self.memory, int(event.get("args", {}).get("Total Allocated", 0)))
+            said = event.get("args", {})
+            if said.get("Device Type", 0) != 0:  # 0 is the CPU's allocator
+                self.memory = max(self.memory, int(said.get("Total Allocated", 0)))
             return
         category = event.get("cat")
         if phase != "X" or category is None or "dur" not in event:
@@ -275,7 +277,7 @@ class _Reading:
             other=other,
             collectives=self.collectives,
             groups=groups,
-            memory_bytes=self.memory or ours.get("device_memory_bytes") or None,
+            memory_bytes=max(self.memory, ours.get("device_memory_bytes") or 0) or None,
             host_memory_bytes=ours.get("host_memory_bytes"),
             device_bytes=_smallest(about.get("deviceProperties") or []),
             has_loader_workers=self.has_loader_workers,
