@@ -13,7 +13,8 @@ from tutti.profile.buckets import bucket_rows
 from tutti.profile.clocks import Clock, align
 from tutti.profile.matching import Meeting, match, without_group
 from tutti.profile.parts import PARTS, StepParts, split_step
-from tutti.profile.rank_trace import RankTrace, read_rank
+from tutti.profile.rank_trace import RankTrace
+from tutti.profile.reading import read_rank
 from tutti.profile.stragglers import stragglers
 from tutti.profile.trace_file import is_merged
 from tutti.profile.traffic import traffic
