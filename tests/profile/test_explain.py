@@ -232,6 +232,19 @@ def test_traces_that_do_not_say_whose_they_are_get_the_ranks_that_are_free(tmp_p
     assert any("numbered in their order" in note for note in explanation.notes)
 
 
+def test_a_step_that_the_program_did_not_finish_is_none(tmp_path: Path) -> None:
+    """Three steps of 1000 and what torch closes when the program ends."""
+    events = [_step(n) for n in range(3, 6)] + [_step(6) | {"dur": 5.0}]
+    events += [_x("cpu_op", "aten::mm", n * STEP, n * STEP + 900) for n in range(3, 6)]
+
+    known = explain([_write(tmp_path, 0, events, tutti={"steps": 6})])
+    foreign = explain([_write(tmp_path, 0, events)])
+
+    assert [each.step for each in known.steps] == [3, 4, 5]
+    assert known.rows()["ranks"][0]["step_s"]["mean"] == pytest.approx(1e-3)
+    assert len(foreign.steps) == 4
+
+
 def test_on_a_device_a_step_is_when_the_device_works_on_it(tmp_path: Path) -> None:
     """The host is 2 steps ahead; its second step ends before the device begins it."""
     events = [_step(0) | {"dur": 50.0}, _step(1) | {"ts": 50.0, "dur": 50.0}]

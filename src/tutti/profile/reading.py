@@ -202,6 +202,9 @@ class _Reading:
             self.backward.accumulates,
         )
         self.collectives.sort(key=lambda each: each.start)
+        # The profiler closes a step that the program did not finish, with whatever came after.
+        if (finished := ours.get("steps")) is not None:
+            self.steps = [step for step in self.steps if step.number < finished]
         self.steps.sort(key=lambda step: step.start)
         for step in self.steps:
             step.gradients = self.backward.gradients(step.start, step.end)
