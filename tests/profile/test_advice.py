@@ -199,6 +199,16 @@ def test_a_late_rank_is_told_from_an_uneven_split_by_its_work(tmp_path: Path) ->
     assert uneven["remains_share"] == 0
 
 
+def test_a_part_has_the_name_that_the_table_gives_it(tmp_path: Path) -> None:
+    early = [_step(1000), *_message(200, 200, 900, 4096)]
+    late = [_step(1000), *_message(800, 800, 900, 4096)]
+
+    rows = _rows(tmp_path, early, late)
+
+    assert "0.6 ms more of gaps" in _only(rows, "straggler")["finding"]
+    assert "gaps" in list(lines(rows))[2]
+
+
 def test_too_many_threads_for_the_cpus_are_named_with_the_number_that_fits(tmp_path: Path) -> None:
     def rank(compute: float) -> list[dict[str, Any]]:
         sizes = {"Input Dims": [[32, 64], [64, 64]]}

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from tutti.profile.advice import Case, advise
@@ -15,6 +15,7 @@ from tutti.profile.matching import Meeting, match, without_group
 from tutti.profile.parts import PARTS, StepParts, split_step
 from tutti.profile.rank_trace import RankTrace
 from tutti.profile.reading import read_rank
+from tutti.profile.spread import spread
 from tutti.profile.stragglers import stragglers
 from tutti.profile.trace_file import is_merged
 from tutti.profile.traffic import traffic
@@ -63,12 +64,7 @@ class Explanation:
             "backend": trace.backend,
             "clock_of": "device" if trace.on_device else "host",
             "steps": len(mine),
-            "step_s": {
-                "mean": whole,
-                "p50": median(lengths),
-                "min": min(lengths),
-                "max": max(lengths),
-            },
+            "step_s": spread(lengths),
             "parts_s": parts,
             "parts_share": {name: seconds / whole for name, seconds in parts.items()},
             "busy": (parts["compute"] + parts["hidden"]) / whole,
