@@ -90,15 +90,23 @@ def forecast(
     measured: Sequence[tuple[int, float]],
     sizes: tuple[Size, Size] | None,
     fit: Fit | None,
-    mode: Mode,
+    mode: Mode | None,
 ) -> dict[str, Any]:
-    """The JSON's `forecast`. `measured`: ranks and efficiency of what was run, ascending."""
+    """The JSON's `forecast`. `measured`: ranks and efficiency of what was run, ascending.
+
+    `mode` None: a step's samples neither stay what they are nor grow as ranks do.
+    """
     nothing: dict[str, Any] = {"rows": [], "below": {}}
     if len(measured) < 2 or sizes is None:
         return nothing | {"reason": "no forecast: it needs at least two sizes that were run"}
     if fit is None:
         return nothing | {
             "reason": "no forecast: no communication between ranks was seen to fit it to"
+        }
+    if mode is None:
+        return nothing | {
+            "reason": "no forecast: samples of a step are neither the same at every size (strong) "
+            "nor as many more as there are ranks (weak)"
         }
     base, largest = sizes
     model = Forecast(base, largest, fit, mode)
