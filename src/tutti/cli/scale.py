@@ -27,7 +27,10 @@ _INTERRUPTED = 130
 _SCHEMA = "tutti.scale/1"
 # Samples of a data set that a plan is tried with: the real one is not loaded here.
 _MANY = 1 << 40
-_NO_FORECAST: dict[str, Any] = {"rows": [], "below": {}, "reason": "no forecast: a flag was swept"}
+_NO_FORECAST: dict[str, Any] = {
+    **{"rows": [], "below": {}, "best_case": False},
+    "reason": "no forecast: a flag was swept",
+}
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,11 @@ class Fit:
     r2: float | None
     points: tuple[Point, ...]
 
+    @property
+    def best_case(self) -> bool:
+        """Whether messages of one size are taken for bandwidth alone, which grows least."""
+        return not self.alpha_s and len({point.bytes for point in self.points}) < 2
+
     def seconds(self, op: str, ranks: int, size: float) -> float:
         """What an operation takes among `ranks`."""
         rounds, moved = _terms(op, ranks, size)
@@ -41,7 +46,8 @@ class Fit:
 
     def row(self) -> dict[str, Any]:
         """For the JSON."""
-        return asdict(self) | {"points": [asdict(point) for point in self.points]}
+        points = [asdict(point) for point in self.points]
+        return asdict(self) | {"points": points, "best_case": self.best_case}
 
 
 def points_in(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[Point]:
@@ -49,9 +55,11 @@ def points_in(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[Point]:
     seen: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for comm in runs:
         for row in comm:
-            # What was not matched between ranks includes waiting; without a size there is no S.
+            # What was not matched between ranks includes waiting, and so does the median of a row
+            # that has some of it; without a size there is no S.
             known = row["op"] in OPERATIONS and (row["bytes"] or row["op"] == "barrier")
-            if known and row["matched"] and row["ranks"] > 1 and row["transfer_s"]["p50"] > 0:
+            matched = row["matched"] == row["count"]
+            if known and matched and row["ranks"] > 1 and row["transfer_s"]["p50"] > 0:
                 key = (row["op"], row["ranks"], row["bytes"] or 0)
                 seen[key].append(row["transfer_s"]["p50"])
     return [Point(*key, median(times)) for key, times in sorted(seen.items())]
