@@ -68,6 +68,11 @@ def best_of_scale(result: Result) -> Rows:
     return max(found, key=lambda rows: (rows[-1]["ranks"], rows[-1]["samples_per_s"]), default=[])
 
 
+def unit_of(result: Result) -> str:
+    """What a scaling's throughput counts."""
+    return result.content.get("unit") or "samples/s"
+
+
 def largest_loss(row: dict[str, Any]) -> tuple[str, float]:
     """What it is called, and its share of the step; `other` is looked into."""
     causes = {LOSS_NAMES[name]: share for name, share in row["loss"].items() if name != "other"}

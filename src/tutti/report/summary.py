@@ -6,7 +6,7 @@ from typing import Any
 
 from tutti.report.collect import Material, Result, Run
 from tutti.report.figures.loss import values
-from tutti.report.key_numbers import LOST, best_of_scale, flags_of, largest_loss, of_run
+from tutti.report.key_numbers import LOST, best_of_scale, flags_of, largest_loss, of_run, unit_of
 
 # A sentence about each of more runs than these would be no summary.
 _MOST_RUNS = 3
@@ -56,7 +56,9 @@ def tiles(material: Material) -> Iterator[Tile]:
     run = next(iter(material.profiled[-1:] if scalings else material.runs[:1]), None)
     if scalings:
         last = best_of_scale(scalings[0])[-1]
-        yield Tile(f"{last['samples_per_s']:,.0f}", "samples/s", f"on {last['ranks']} ranks")
+        yield Tile(
+            f"{last['samples_per_s']:,.0f}", unit_of(scalings[0]), f"on {last['ranks']} ranks"
+        )
         yield Tile(f"{100 * last['efficiency']:.0f} %", "efficiency", f"on {last['ranks']} ranks")
         name, share = largest_loss(last)
         if share > 0:

@@ -15,7 +15,7 @@ from tutti.report.figure import (
     size_axis,
     size_text,
 )
-from tutti.report.key_numbers import Rows, of_scale
+from tutti.report.key_numbers import Rows, of_scale, unit_of
 from tutti.report.palette import GREY, LOSS_NAMES, LOSSES, series, sign
 
 
@@ -23,15 +23,14 @@ def figures(result: Result) -> Iterator[Figure]:
     """Of one scaling, or of all flags that a sweep tried."""
     content, variants = result.content, of_scale(result)
     if variants:
-        yield _throughput(variants, content)
+        yield _throughput(variants, content.get("mode") or "unknown", unit_of(result))
         yield _efficiency(variants, content.get("forecast") or {})
         yield _losses(variants)
     if content.get("fit"):
         yield _fit(content["fit"])
 
 
-def _throughput(variants: dict[str, Rows], content: dict[str, Any]) -> Figure:
-    mode = content.get("mode") or "unknown"
+def _throughput(variants: dict[str, Rows], mode: str, unit: str) -> Figure:
     meaning = {
         "strong": "the same work, divided among more ranks",
         "weak": "the same work on each rank",
@@ -49,7 +48,7 @@ def _throughput(variants: dict[str, Rows], content: dict[str, Any]) -> Figure:
         "quartiles of the repeats.",
         _table(
             [
-                *("flags", "ranks", "samples/s", "p25", "p75", "step ms", "speed-up"),
+                *("flags", "ranks", unit, "p25", "p75", "step ms", "speed-up"),
                 *("efficiency %", "p25 %", "p75 %", "repeats", "late rank"),
             ],
             [
@@ -80,7 +79,7 @@ def _throughput(variants: dict[str, Rows], content: dict[str, Any]) -> Figure:
             "xaxis": _ranks_axis(ranks),
             # Both axes logarithmic: the ideal is a straight line; from mark to mark it doubles.
             "yaxis": axis(
-                content.get("unit") or "samples/s",
+                unit,
                 type="log",
                 tickmode="array",
                 range=[math.log10(marks[0]) - 0.04, math.log10(marks[-1]) + 0.04],
