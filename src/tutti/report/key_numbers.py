@@ -58,8 +58,20 @@ def of_scale(result: Result) -> dict[str, Rows]:
     """Rows by ascending ranks; of a sweep, by the flags that were tried."""
     found: dict[str, Rows] = {"": result.content["rows"]} if result.content["rows"] else {}
     for row in result.content.get("sweep") or []:
-        found.setdefault(flags_of(row), []).append(row)
+        if "efficiency" in row:
+            found.setdefault(flags_of(row), []).append(row)
     return {flags: sorted(rows, key=lambda row: int(row["ranks"])) for flags, rows in found.items()}
+
+
+def of_learning_rates(result: Result) -> Rows:
+    """What a sweep of learning rates gave: losses, and no efficiency. Ascending."""
+    rows = [row for row in result.content.get("sweep") or [] if "final_loss" in row]
+    return sorted(rows, key=lambda row: (row["ranks"], learning_rate(row)))
+
+
+def learning_rate(row: dict[str, Any]) -> float:
+    """Of a row of such a sweep."""
+    return float(row["flags"]["lr"])
 
 
 def best_of_scale(result: Result) -> Rows:
