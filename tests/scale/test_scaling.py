@@ -9,6 +9,7 @@ from tutti.scale.causes import Step
 from tutti.scale.job import Mode
 from tutti.scale.measured import Measured
 from tutti.scale.scaling import Scaling
+from tutti.scale.sweep import sweep_lines, sweep_rows
 
 COMM = [
     {"op": "all_reduce", "ranks": 2, "bytes": size, "count": 5, "matched": 5}
@@ -67,3 +68,26 @@ def test_other_flags_of_a_sweep_are_no_contradiction() -> None:
     ]
 
     assert Scaling(runs, "weak").notes() == []
+
+
+@pytest.mark.parametrize(
+    ("repeats", "said"),
+    [
+        (1, "at 1 rank no value is best: too few repeats tell no spread"),
+        (2, "at 1 rank no value is best: too few repeats tell no spread"),
+        (3, "at 1 rank --batch 64 is best"),
+    ],
+)
+def test_no_value_of_a_sweep_is_best_before_repeats_tell_their_spread(
+    repeats: int, said: str
+) -> None:
+    runs = [
+        measured(1, repeat, samples=float(batch), flags={"batch": str(batch)})
+        for repeat in range(repeats)
+        for batch in (4, 64)
+    ]
+
+    rows = sweep_rows(runs, "weak")
+
+    assert [row["best"] for row in rows] == [False, repeats >= 3]
+    assert said in "\n".join(sweep_lines(rows, []))
