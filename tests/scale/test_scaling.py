@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tutti.scale.causes import Step
-from tutti.scale.job import Mode
+from tutti.scale.job import Job, Mode
 from tutti.scale.measured import Measured
 from tutti.scale.scaling import Scaling
 from tutti.scale.sweep import sweep_lines, sweep_rows
@@ -91,3 +91,12 @@ def test_no_value_of_a_sweep_is_best_before_repeats_tell_their_spread(
 
     assert [row["best"] for row in rows] == [False, repeats >= 3]
     assert said in "\n".join(sweep_lines(rows, []))
+
+
+@pytest.mark.parametrize(("threads", "said"), [("1", "has 1 thread at"), ("2", "has 2 threads at")])
+def test_threads_of_a_rank_are_counted_in_words(
+    threads: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+
+    assert said in Job(("train.py",)).describe([1, 2])
