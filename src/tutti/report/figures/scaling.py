@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from tutti.bench.sizes import format_bytes
 from tutti.report.collect import Result
 from tutti.report.figure import (
     Figure,
@@ -13,7 +14,6 @@ from tutti.report.figure import (
     milliseconds,
     percent,
     size_axis,
-    size_text,
 )
 from tutti.report.key_numbers import Rows, of_scale, unit_of
 from tutti.report.palette import GREY, LOSS_NAMES, LOSSES, series, sign
@@ -226,7 +226,7 @@ def _fit(fit: dict[str, Any]) -> Figure:
                 "name": name,
                 "x": [each["bytes"] for each in own],
                 "y": [milliseconds(each["seconds"]) for each in own],
-                "text": [size_text(each["bytes"]) for each in own],
+                "text": [format_bytes(each["bytes"]) for each in own],
                 "marker": {"color": series(number), "symbol": sign(number), "size": 9},
                 "hovertemplate": "%{text}: %{y:.4g} ms<extra>%{fullData.name}</extra>",
             }
