@@ -57,3 +57,12 @@ def test_a_sweep_of_learning_rates_is_shown_as_losses(tmp_path: Path) -> None:
     page = build(material)
     assert "Of 3 learning rates on 2 ranks, 0.1 ends with the lowest loss: 0.25." in page
     assert "a part is left out" not in page
+
+
+def test_latency_that_one_size_of_message_does_not_tell_is_unknown() -> None:
+    (result,) = collect([SCALE]).results
+    result.content["fit"] |= {"alpha_s": 0.0, "best_case": True}
+
+    fitted = next(each for each in scaling.figures(result) if each.title.startswith("Time of"))
+
+    assert fitted.about.startswith("Fitted: α unknown (one size) and")

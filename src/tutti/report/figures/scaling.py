@@ -210,11 +210,12 @@ def _fit(fit: dict[str, Any]) -> Figure:
     kinds: dict[str, list[dict[str, Any]]] = {}
     for each in points:
         kinds.setdefault(f"{each['op']}, {each['ranks']} ranks", []).append(each)
+    latency = "α unknown (one size)" if fit.get("best_case") else f"α {1e6 * alpha:.3g} µs"
     speed = f" and {1e-9 / beta:.3g} GB/s (1/β)" if beta else ""
     quality = "" if fit.get("r2") is None else f", R² {fit['r2']:.3f}"
     return Figure(
         "Time of collectives in the steps",
-        f"Fitted: α {1e6 * alpha:.3g} µs{speed}{quality}. A forecast rests on it.",
+        f"Fitted: {latency}{speed}{quality}. A forecast rests on it.",
         Table(
             ["operation", "ranks", "bytes", "measured ms"],
             [(e["op"], e["ranks"], e["bytes"], milliseconds(e["seconds"])) for e in points],
