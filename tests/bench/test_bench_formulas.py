@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tutti.bench.formulas import OPERATIONS, bandwidth, uneven_parts
 from tutti.bench.payload import DTYPES, payload
 from tutti.bench.pinning import share_of
-from tutti.bench.sizes import format_size, parse_size, parse_sizes
+from tutti.bench.sizes import format_bytes, format_size, parse_size, parse_sizes
 from tutti.bench.spread import percentile, spread_us
 from tutti.world.errors import UsageError
 
@@ -92,6 +92,17 @@ def test_a_list_that_means_nothing_is_refused_by_name(text: str) -> None:
 @given(st.integers(1, 1 << 40))
 def test_a_size_is_read_as_it_was_written(size: int) -> None:
     assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        *((4, "4 B"), (1023, "1023 B"), (4096, "4 KB"), (5000, "4.88 KB"), (517_552, "505 KB")),
+        *(((1 << 20) - 1, "1 MB"), (25 << 20, "25 MB"), (3 << 40, "3072 GB")),
+    ],
+)
+def test_sizes_that_were_measured_have_three_digits(size: int, text: str) -> None:
+    assert format_bytes(size) == text
 
 
 @given(st.integers(1, 1 << 20), st.integers(0, 12), st.integers(2, 9))

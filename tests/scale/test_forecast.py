@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.scale.causes import Step
+from tutti.scale.causes import LOSS, Step
 from tutti.scale.fit import Point, fit, points_in
 from tutti.scale.forecast import Forecast, Size, forecast
+from tutti.scale.table import lines
 
 # What a ring of n moves over a link, written out by hand: 2 (n − 1) / n and (n − 1) / n.
 RING = {("all_reduce", 2): 1.0, ("all_reduce", 4): 1.5, ("all_gather", 4): 0.75}
@@ -64,6 +65,7 @@ def test_points_are_of_matched_messages_with_a_size() -> None:
         _comm(transfer_s={"p50": 0.03}),
         _comm(bytes=None),
         _comm(matched=0, bytes=7),
+        _comm(matched=4, bytes=8),  # the median may be of the one that includes waiting
         _comm(op="barrier", bytes=None),
     ]
 
@@ -135,6 +137,36 @@ def test_limits_are_already_passed_or_ahead_or_out_of_reach() -> None:
     assert [row["ranks"] for row in result["rows"]] == [4, 8, 16, 32]
     assert result["rows"][0]["efficiency"] == pytest.approx(100 / 130)
     assert "forecast" in result["reason"] and "assumes" in result["reason"]
+
+
+@pytest.mark.parametrize(("sizes", "best"), [((1000,), True), ((1000, 64), False)])
+def test_of_one_size_of_message_a_forecast_is_a_best_case_and_says_so(
+    sizes: tuple[int, ...], best: bool
+) -> None:
+    base = Size(1, _step(0.1, compute=0.1), 1.0, 0.0, [])
+    two = Size(2, _step(0.12, compute=0.1, exposed=0.02), 1.0, 0.0, [_comm()])
+    line = fit([Point("all_reduce", 2, size, 0.01 + 1e-5 * size) for size in sizes])
+    assert line is not None
+
+    result = forecast([(1, 1.0), (2, 100 / 120)], (base, two), line, "weak")
+    content = {"mode": "weak", "unit": "steps/s", "notes": [], "fit": line.row()}
+    printed = "\n".join(lines(content | {"rows": _rows(), "forecast": result}))
+
+    assert result["best_case"] is best
+    assert ("at best" in result["reason"]) is best
+    assert ("forecast, at best: efficiency" in printed) is best
+    assert ("α is not known" in printed) is best
+
+
+def _rows() -> list[dict[str, Any]]:
+    return [
+        {
+            **{"ranks": ranks, "samples_per_s": 10.0, "samples_per_s_spread": [9.0, 11.0]},
+            **{"speedup": 1.0, "efficiency": 1.0, "efficiency_spread": [1.0, 1.0]},
+            **{"loss": dict.fromkeys(LOSS, 0.0), "other": {}, "late": None, "folder": "ranks"},
+        }
+        for ranks in (1, 2)
+    ]
 
 
 def test_nothing_is_said_where_there_is_nothing_to_fit() -> None:

@@ -36,6 +36,15 @@ def format_size(size: int) -> str:
     return str(size)
 
 
+def format_bytes(size: float) -> str:
+    """What was measured, in three digits: 517,552 bytes are `505 KB`; binary as above."""
+    for unit in ("B", "KB", "MB"):
+        if size < 1023.5:
+            return f"{size:.0f} {unit}" if size >= 99.95 else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.0f} GB" if size >= 99.95 else f"{size:.3g} GB"
+
+
 def _range(item: str, text: str) -> list[int]:
     first_text, last_text, *step = item.split(":")
     first, last = parse_size(first_text), parse_size(last_text)

@@ -17,7 +17,6 @@ from tutti.world.errors import UsageError
 from tutti.world.identity import identify
 
 if TYPE_CHECKING:
-    from tutti.cli.train import Train
     from tutti.scale.campaign import Campaign, Turn
     from tutti.scale.job import Job, Mode, Schedule
 
@@ -25,9 +24,10 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _SCHEMA = "tutti.scale/1"
-# Samples of a data set that a plan is tried with: the real one is not loaded here.
-_MANY = 1 << 40
-_NO_FORECAST: dict[str, Any] = {"rows": [], "below": {}, "reason": "no forecast: a flag was swept"}
+_NO_FORECAST: dict[str, Any] = {
+    **{"rows": [], "below": {}, "best_case": False},
+    "reason": "no forecast: a flag was swept",
+}
 
 
 @dataclass(frozen=True)
@@ -163,76 +163,26 @@ def _program(options: Scale, sizes: list[int], words: list[str]) -> int:
 
 def _recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
     """tutti's own training, at every size."""
+    from tutti.cli.scale_recipe import SizedRecipe, read
     from tutti.scale.job import Job
     from tutti.scale.sweep import parse_sweep
 
-    _train(flags, sizes[0])  # wrong flags are told before anything is added to them
+    read(flags, sizes[0])  # wrong flags are told before anything is added to them
     mode: Mode = options.mode or "strong"
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
     if sweep is not None and sweep[0] == "lr":
         return _learning_rates(options, sizes, flags, sweep[1])
-    schedule = _schedule(options)
-
-    def further(ranks: int, swept: dict[str, str]) -> list[str]:
-        """What a size adds to the flags that were given."""
-        words = [word for flag, value in swept.items() for word in (f"--{flag}", value)]
-        words += ["--steps", str(schedule.steps), "--no-evaluate"]
-        words += ["--checkpoint-every", str(schedule.steps)]  # not within what is timed
-        batch = _global_batch(_train(flags + words, ranks), sizes, mode)
-        return words if batch is None else [*words, "--global-batch", str(batch)]
-
+    recipe = SizedRecipe(flags, sizes, mode, _schedule(options).steps)
     values = [{}] if sweep is None else [{sweep[0]: value} for value in sweep[1]]
-    for swept in values:  # what tutti train would refuse is refused before anything starts
-        for ranks in sizes:
-            _planned(_train(flags + further(ranks, swept), ranks), ranks)
+    recipe.check(values)
 
     def with_folder(turn: "Turn", folder: Path) -> list[str]:
-        return [*further(turn.ranks, turn.flags), "--out", str(folder)]
+        return [*recipe.further(turn.ranks, turn.flags), "--out", str(folder)]
 
     command = [sys.executable, "-m", "tutti", "train", *flags]
     command += ["--device", options.device, "--ranks-per-gpu", str(options.ranks_per_gpu)]
     job = Job(tuple(command), ends=True, device=options.device, ranks_per_gpu=options.ranks_per_gpu)
     return _measure(options, sizes, job, mode, with_folder, values)
-
-
-def _train(flags: list[str], ranks: int) -> "Train":
-    """The flags of tutti train at a size, as it would read them."""
-    from tutti.cli.train import read_flags
-    from tutti.scale.job import RANKS
-
-    options, _ = read_flags([flag.replace(RANKS, str(ranks)) for flag in flags], "tutti scale")
-    for name in ("resume", "profile", "lr_sweep"):
-        if getattr(options, name):
-            raise UsageError(f"--{name.replace('_', '-')} is of tutti train alone: leave it out")
-    return options
-
-
-def _global_batch(options: "Train", sizes: list[int], mode: "Mode") -> int | None:
-    """What to give --global-batch: in strong scaling all sizes share the batch of the smallest."""
-    from tutti.train.plan import make_plan
-
-    given = options.settings.batching.global_batch
-    if mode == "weak":
-        if given is not None:
-            raise UsageError(
-                f"--global-batch {given} is shared by all ranks, --mode weak keeps each rank's: "
-                "use --batch, or --mode strong"
-            )
-        return None
-    return None if given else make_plan(options.settings, sizes[0], _MANY).global_batch
-
-
-def _planned(options: "Train", ranks: int) -> None:
-    """Refuse what cannot be trained at this size."""
-    from tutti.train.plan import make_plan
-
-    try:
-        make_plan(options.settings, ranks, _MANY)
-    except UsageError as error:
-        batch = options.settings.batching.global_batch
-        shared = f" (strong scaling: the sizes share {batch} samples)" if batch else ""
-        cure = ", or --mode weak" if batch else ""
-        raise UsageError(f"at {ranks} ranks{shared}: {error}{cure}") from None
 
 
 def _learning_rates(options: Scale, sizes: list[int], flags: list[str], values: list[str]) -> int:

@@ -58,8 +58,3 @@ def in_step(trace: RankTrace, step: Step) -> list[Collective]:
 def bucket_rows(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
     """`buckets[]` of the JSON."""
     return [asdict(each) for each in buckets(traces)]
-
-
-def format_bytes(size: float) -> str:
-    """As people say it, binary as DDP's bucket_cap_mb is: 36 KB, 0.5 MB, 25.0 MB."""
-    return f"{size / (1 << 20):.1f} MB" if size >= 0.1 * (1 << 20) else f"{size / 1024:.0f} KB"

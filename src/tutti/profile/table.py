@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
-from tutti.bench.sizes import format_size
+from tutti.bench.sizes import format_bytes
 from tutti.profile.explain import RATIO_LIMIT
 from tutti.profile.parts import PART_TITLES, PARTS
 
@@ -84,7 +84,7 @@ def _communication(rows: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "operation      axis  ranks    size count    p50 ms total ms waits ms busbw GB/s"
     for each in rows["comm"][:_MOST_ROWS]:
-        size = "?" if each["bytes"] is None else format_size(each["bytes"])
+        size = "?" if each["bytes"] is None else format_bytes(each["bytes"])
         bus = "" if each["busbw_gbs"] is None else f"{each['busbw_gbs']:.3f}"
         moved = each["transfer_s"]
         yield (
@@ -108,10 +108,9 @@ def _buckets(rows: dict[str, Any]) -> Iterator[str]:
         done[key] = max(done.get(key, 0.0), each["done_s"])
     tails = [done[key] - steps[key][1] for key in done if steps.get(key)]
     sizes = [each["bytes"] for each in found]
-    unit, name = (1 << 20, "MB") if max(sizes) >= 1 << 20 else (1 << 10, "KB")
     count = round(len(found) / len(done))
     said = f"  {count} bucket{'s' * (count != 1)} of "
-    said += _range([size / unit for size in sizes], name)
+    said += " to ".join(dict.fromkeys(map(format_bytes, (min(sizes), max(sizes)))))
     if tails:
         tail = 1e3 * sum(tails) / len(tails)
         when = "after" if tail >= 0 else "before the end of"

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tutti.profile.buckets import format_bytes, in_step
+from tutti.bench.sizes import format_bytes
+from tutti.profile.buckets import in_step
 from tutti.profile.explain import Explanation
 from tutti.profile.matching import Meeting
 from tutti.profile.rank_trace import RankTrace

@@ -16,6 +16,7 @@ import numpy as np
 
 from tutti.profile.buckets import in_step
 from tutti.profile.collective import Collective
+from tutti.profile.cost import alpha_beta
 from tutti.profile.intervals import Times
 from tutti.profile.rank_trace import RankTrace, Step
 
@@ -45,23 +46,14 @@ def fit(points: Sequence[tuple[int, float]]) -> Cost | None:
             by_size[size].append(seconds)
     if not by_size:
         return None
-    # weight, bytes, seconds
-    rows = [(len(ts) / median(ts) ** 2, size, median(ts)) for size, ts in by_size.items()]
-    total = sum(w for w, _, _ in rows)
-    x, y = sum(w * s for w, s, _ in rows) / total, sum(w * t for w, _, t in rows) / total
-    level = Cost(y, 0.0, apart=False)
-    if max(by_size) < _APART * max(1, min(by_size)):
-        return level
-    beta = sum(w * (s - x) * (t - y) for w, s, t in rows) / sum(
-        w * (s - x) ** 2 for w, s, _ in rows
+    apart = max(by_size) >= _APART * max(1, min(by_size))
+    alpha, beta = alpha_beta(
+        [
+            (len(seen) / median(seen) ** 2, 1.0, size if apart else 0.0, median(seen))
+            for size, seen in by_size.items()
+        ]
     )
-    if beta <= 0:
-        return level
-    if beta * x > y:
-        return Cost(
-            0.0, sum(w * s * t for w, s, t in rows) / sum(w * s * s for w, s, _ in rows), True
-        )
-    return Cost(y - beta * x, beta, apart=True)
+    return Cost(alpha, beta, apart=beta > 0)
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def _directory(path: Path, material: Material) -> None:
         if not known:
             _sort_in(result, material)
         if result.schema == "tutti.scale":
-            _runs_of_scale(path, material)
+            _runs_of_scale(path, result.content, material)
 
 
 def _sort_in(result: Result, material: Material) -> None:
@@ -201,18 +201,20 @@ def _run(path: Path, material: Material) -> Run:
     return run
 
 
-def _runs_of_scale(path: Path, material: Material) -> None:
-    """Of each number of ranks (and flag of a sweep) one run: repeats differ by noise, which
-    scale.json has.
+def _runs_of_scale(path: Path, content: dict[str, Any], material: Material) -> None:
+    """Of each number of ranks (and flag of a sweep) the run that its row explains: repeats differ
+    by noise, which scale.json has. Where no row names one, the first.
     """
-    first: dict[tuple[str, int], tuple[int, Path]] = {}
+    rows = [*(content.get("rows") or []), *(content.get("sweep") or [])]
+    explained = {Path(row["folder"]).name for row in rows if row.get("folder")}
+    found: dict[tuple[str, int], list[tuple[bool, int, Path]]] = {}
     for folder in path.glob("*ranks*-repeat*"):
-        if found := re.fullmatch(r"(.*)ranks(\d+)-repeat(\d+)", folder.name):
-            key, repeat = (found[1], int(found[2])), int(found[3])
-            first[key] = min(first.get(key, (repeat, folder)), (repeat, folder))
-    for flags, ranks in sorted(first):
-        run = _run(first[flags, ranks][1], material)
-        run.in_detail = ranks == max(size for other, size in first if other == flags)
+        if name := re.fullmatch(r"(.*)ranks(\d+)-repeat(\d+)", folder.name):
+            place = (folder.name not in explained, int(name[3]), folder)
+            found.setdefault((name[1], int(name[2])), []).append(place)
+    for flags, ranks in sorted(found):
+        run = _run(min(found[flags, ranks])[-1], material)
+        run.in_detail = ranks == max(size for other, size in found if other == flags)
         material.runs.append(run)
 
 

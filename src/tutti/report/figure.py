@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
+from tutti.bench.sizes import format_bytes
+
 # Curves have at most this many points, tables as many rows: a page stays light, and printable.
 MOST_POINTS = 400
 _TEMPLATES = ("hovertemplate", "texttemplate")
@@ -71,7 +73,7 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
 
 
 def size_axis(sizes: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis of messages, whose marks are sizes that people say: 4, 64K, 1M."""
+    """A logarithmic axis of messages, whose marks are sizes that were sent: 4 B, 64 KB."""
     there = sorted({size for size in sizes if size})
     marks: list[float] = []
     for size in there:  # those that are too near to the one before have no room
@@ -82,7 +84,7 @@ def size_axis(sizes: Sequence[float]) -> dict[str, Any]:
         type="log",
         tickmode="array",
         tickvals=marks,
-        ticktext=[size_text(size) for size in marks],
+        ticktext=[format_bytes(size) for size in marks],
         tickangle=0,
     )
 
@@ -90,15 +92,6 @@ def size_axis(sizes: Sequence[float]) -> dict[str, Any]:
 def log_axis(title: str, **more: Any) -> dict[str, Any]:
     """A logarithmic axis without powers of ten in small print."""
     return axis(title, type="log", tickformat=",~g", **more)
-
-
-def size_text(size: float) -> str:
-    """505K for 517,552 bytes; K and M are binary."""
-    for unit in ("", "K", "M", "G"):
-        if size < 1000 or unit == "G":
-            return f"{size:.3g}{unit}"
-        size /= 1024
-    raise AssertionError
 
 
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

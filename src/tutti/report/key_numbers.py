@@ -58,14 +58,31 @@ def of_scale(result: Result) -> dict[str, Rows]:
     """Rows by ascending ranks; of a sweep, by the flags that were tried."""
     found: dict[str, Rows] = {"": result.content["rows"]} if result.content["rows"] else {}
     for row in result.content.get("sweep") or []:
-        found.setdefault(flags_of(row), []).append(row)
+        if "efficiency" in row:
+            found.setdefault(flags_of(row), []).append(row)
     return {flags: sorted(rows, key=lambda row: int(row["ranks"])) for flags, rows in found.items()}
+
+
+def of_learning_rates(result: Result) -> Rows:
+    """What a sweep of learning rates gave: losses, and no efficiency. Ascending."""
+    rows = [row for row in result.content.get("sweep") or [] if "final_loss" in row]
+    return sorted(rows, key=lambda row: (row["ranks"], learning_rate(row)))
+
+
+def learning_rate(row: dict[str, Any]) -> float:
+    """Of a row of such a sweep."""
+    return float(row["flags"]["lr"])
 
 
 def best_of_scale(result: Result) -> Rows:
     """Of a sweep, the rows of the flags that were fastest on the most ranks."""
     found = of_scale(result).values()
     return max(found, key=lambda rows: (rows[-1]["ranks"], rows[-1]["samples_per_s"]), default=[])
+
+
+def unit_of(result: Result) -> str:
+    """What a scaling's throughput counts."""
+    return result.content.get("unit") or "samples/s"
 
 
 def largest_loss(row: dict[str, Any]) -> tuple[str, float]:

@@ -6,7 +6,17 @@ from typing import Any
 
 from tutti.report.collect import Material, Result, Run
 from tutti.report.figures.loss import values
-from tutti.report.key_numbers import LOST, best_of_scale, flags_of, largest_loss, of_run
+from tutti.report.key_numbers import (
+    LOST,
+    Rows,
+    best_of_scale,
+    flags_of,
+    largest_loss,
+    learning_rate,
+    of_learning_rates,
+    of_run,
+    unit_of,
+)
 
 # A sentence about each of more runs than these would be no summary.
 _MOST_RUNS = 3
@@ -54,9 +64,10 @@ def tiles(material: Material) -> Iterator[Tile]:
     """Throughput, efficiency, the largest loss, who is late: of the scaling or the first run."""
     scalings = material.of("tutti.scale")
     run = next(iter(material.profiled[-1:] if scalings else material.runs[:1]), None)
-    if scalings:
-        last = best_of_scale(scalings[0])[-1]
-        yield Tile(f"{last['samples_per_s']:,.0f}", "samples/s", f"on {last['ranks']} ranks")
+    for last in best_of_scale(scalings[0])[-1:] if scalings else []:
+        yield Tile(
+            f"{last['samples_per_s']:,.0f}", unit_of(scalings[0]), f"on {last['ranks']} ranks"
+        )
         yield Tile(f"{100 * last['efficiency']:.0f} %", "efficiency", f"on {last['ranks']} ranks")
         name, share = largest_loss(last)
         if share > 0:
@@ -87,6 +98,7 @@ def _told(material: Material) -> list[Run]:
 
 
 def _scale_sentences(result: Result) -> Iterator[str]:
+    yield from _learning_rate_sentences(result)
     rows = best_of_scale(result)
     if len(rows) < 2:
         return
@@ -104,6 +116,20 @@ def _scale_sentences(result: Result) -> Iterator[str]:
             f"{100 * share:.0f} % of the step."
         )
     yield said
+
+
+def _learning_rate_sentences(result: Result) -> Iterator[str]:
+    by_ranks: dict[int, Rows] = {}
+    for row in of_learning_rates(result):
+        by_ranks.setdefault(row["ranks"], []).append(row)
+    for ranks, rows in by_ranks.items():
+        ended = [row for row in rows if row["final_loss"] is not None]
+        if ended:
+            best = min(ended, key=lambda row: float(row["final_loss"]))
+            yield (
+                f"Of {len(rows)} learning rates on {ranks} rank{'s' * (ranks != 1)}, "
+                f"{learning_rate(best):g} ends with the lowest loss: {best['final_loss']:.4g}."
+            )
 
 
 def _ranks(row: dict[str, Any]) -> str:

@@ -90,15 +90,23 @@ def forecast(
     measured: Sequence[tuple[int, float]],
     sizes: tuple[Size, Size] | None,
     fit: Fit | None,
-    mode: Mode,
+    mode: Mode | None,
 ) -> dict[str, Any]:
-    """The JSON's `forecast`. `measured`: ranks and efficiency of what was run, ascending."""
-    nothing: dict[str, Any] = {"rows": [], "below": {}}
+    """The JSON's `forecast`. `measured`: ranks and efficiency of what was run, ascending.
+
+    `mode` None: a step's samples neither stay what they are nor grow as ranks do.
+    """
+    nothing: dict[str, Any] = {"rows": [], "below": {}, "best_case": False}
     if len(measured) < 2 or sizes is None:
         return nothing | {"reason": "no forecast: it needs at least two sizes that were run"}
     if fit is None:
         return nothing | {
             "reason": "no forecast: no communication between ranks was seen to fit it to"
+        }
+    if mode is None:
+        return nothing | {
+            "reason": "no forecast: samples of a step are neither the same at every size (strong) "
+            "nor as many more as there are ranks (weak)"
         }
     base, largest = sizes
     model = Forecast(base, largest, fit, mode)
@@ -112,10 +120,12 @@ def forecast(
         under = [ranks for ranks, value in measured if value < limit]
         under += [ranks for ranks, value in curve.items() if value < limit]
         below[str(limit)] = under[0] if under else None
+    best = "at best, as messages of one size do not tell latency; " if fit.best_case else ""
     return {
         "rows": [{"ranks": ranks, "efficiency": curve[ranks]} for ranks in ahead],
         "below": below,
-        "reason": f"forecast from {base.ranks} and {most} ranks; it assumes that {ASSUMED}",
+        "best_case": fit.best_case,
+        "reason": f"forecast from {base.ranks} and {most} ranks; {best}it assumes that {ASSUMED}",
     }
 
 

@@ -92,9 +92,9 @@ class Job:
     def describe(self, sizes: Sequence[int]) -> str:
         """What is the same at every size."""
         given = os.environ.get("OMP_NUM_THREADS")
-        threads = given or max(1, _cores() // max(sizes))
+        threads = given or str(max(1, _cores() // max(sizes)))
         why = "OMP_NUM_THREADS" if given else f"{_cores()} cores / {max(sizes)}"
-        return f"every rank has {threads} thread{'s' * (threads != 1)} at every size ({why})"
+        return f"every rank has {threads} thread{'s' * (threads != '1')} at every size ({why})"
 
     def notes(self, sizes: Sequence[int]) -> list[str]:
         """What makes the figures other than they would be elsewhere."""

@@ -17,6 +17,9 @@ from tutti.scale.forecast import Size, forecast
 from tutti.scale.job import Mode
 from tutti.scale.measured import Measured
 
+# Numbers of samples that differ by no more are the same: the last batch of an epoch is smaller.
+_ALIKE = 0.05
+
 
 @dataclass(frozen=True)
 class _Pair:
@@ -39,6 +42,14 @@ class Scaling:
         self.mode = mode
         self.sizes = sorted({run.ranks for run in runs})
         self._counted = all(run.samples for run in runs)
+
+    @property
+    def seen_mode(self) -> Mode | None:
+        """As the samples say where they are counted, else as --mode does; None is neither."""
+        modes: tuple[Mode, ...] = (self.mode, "strong", "weak")
+        return next(
+            (mode for mode in modes if all(self._fits(run, mode) for run in self.runs)), None
+        )
 
     @property
     def unit(self) -> str:
@@ -70,11 +81,11 @@ class Scaling:
             ends = (_size(last.base, 1.0), _size(last.run, last.ideal))
         seen = [(row["ranks"], row["efficiency"]) for row in rows]
         return {
-            "mode": self.mode,
+            "mode": self.seen_mode or self.mode,
             "unit": self.unit,
             "rows": rows,
             "fit": None if line is None else line.row(),
-            "forecast": forecast(seen, ends, line, self.mode),
+            "forecast": forecast(seen, ends, line, self.seen_mode),
         }
 
     def notes(self) -> list[str]:
@@ -85,18 +96,27 @@ class Scaling:
                 f"samples per step are not known (no DataLoader of torch is used): "
                 f"throughput is in {self.unit}, --mode {self.mode} says what the script does"
             )
+        taken = f", {self.seen_mode} scaling" if self.seen_mode else ""
         for run in self.runs:
-            base = next((r for r in self.runs if r.ranks == self.sizes[0]), run)
-            if not self._counted or run.ranks == base.ranks:
-                continue
-            grown = (run.samples or 0) / (base.samples or 1)
-            wanted = run.ranks / base.ranks if self.mode == "weak" else 1.0
-            if abs(grown / wanted - 1) > 0.05:
+            if not self._fits(run, self.mode):
+                base = self._base(run)
                 notes.append(
                     f"--mode {self.mode}, but a step has {base.samples:g} samples at {base.ranks} "
-                    f"and {run.samples:g} at {run.ranks} ranks: efficiency counts these samples"
+                    f"and {run.samples:g} at {run.ranks} ranks: these samples are counted{taken}"
                 )
         return list(dict.fromkeys(notes))
+
+    def _base(self, run: Measured) -> Measured:
+        smallest = (each for each in self.runs if each.ranks == self.sizes[0])
+        return next((each for each in smallest if each.flags == run.flags), run)
+
+    def _fits(self, run: Measured, mode: Mode) -> bool:
+        """Whether its samples are those of the mode; where none are counted, --mode is believed."""
+        base = self._base(run)
+        if not self._counted:
+            return mode == self.mode
+        wanted = run.ranks / base.ranks if mode == "weak" else 1.0
+        return abs((run.samples or 0) / (base.samples or 1) / wanted - 1) <= _ALIKE
 
     def _pairs(self, ranks: int) -> list[_Pair]:
         """In every repeat that has both: the run of this size and the smallest one."""

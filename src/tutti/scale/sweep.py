@@ -11,6 +11,9 @@ from tutti.scale.scaling import Scaling
 from tutti.scale.table import note_lines, table, table_line
 from tutti.world.errors import UsageError
 
+# Quartiles of fewer say nothing of how far repeats spread.
+_FEWEST_REPEATS = 3
+
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
     """Read `bucket-mb=1,5,25`: the flag without its dashes, and its values."""
@@ -44,7 +47,10 @@ def sweep_rows(runs: Sequence[Measured], mode: Mode) -> list[dict[str, Any]]:
 
 
 def _wins(row: dict[str, Any], runs: Sequence[Measured], mode: Mode) -> bool:
-    """Whether it is faster than each other value in three of four repeats, at its size."""
+    """Whether it is faster than each other value in three of four repeats, at its size.
+
+    Of fewer than three repeats nothing is: one that is faster may be so by noise.
+    """
     same = [run for run in runs if run.ranks == row["ranks"]]
     speed = Scaling(same, mode).throughput
     mine = {run.repeat: speed(run) for run in same if run.flags == row["flags"]}
@@ -55,7 +61,7 @@ def _wins(row: dict[str, Any], runs: Sequence[Measured], mode: Mode) -> bool:
             for run in same
             if str(run.flags) == other and run.repeat in mine
         )
-        if not ratios or percentile(ratios, 25) <= 1:
+        if len(ratios) < _FEWEST_REPEATS or percentile(ratios, 25) <= 1:
             return False
     return bool(others)
 
@@ -76,7 +82,12 @@ def sweep_lines(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> Iterato
     for ranks in sizes:
         best = next((row for row in rows if row["ranks"] == ranks and row["best"]), None)
         where = f"at {ranks} rank{'s' * (ranks != 1)}"
-        if best is None:
+        if any(row["ranks"] == ranks and row["repeats"] < _FEWEST_REPEATS for row in rows):
+            yield (
+                f"{where} no value is best: too few repeats tell no spread "
+                f"(--repeats {_FEWEST_REPEATS})"
+            )
+        elif best is None:
             yield f"{where} no value is best beyond the spread of repeats"
         else:
             flags = " ".join(f"--{flag} {value}" for flag, value in best["flags"].items())

@@ -97,10 +97,10 @@ def _fit(fit: dict[str, Any] | None) -> Iterator[str]:
         return
     beta = fit["beta_s_per_byte"]
     speed = f"{1 / beta / 1e9:.3g} GB/s" if beta else "no limit of bandwidth seen"
-    kinds = len(fit["points"])
-    if kinds == 1:
-        yield from _wrapped(f"communication: {speed} (1/β); of one kind of message α is not known")
+    if fit["best_case"]:
+        yield from _wrapped(f"communication: {speed} (1/β); of one size of message α is not known")
         return
+    kinds = len(fit["points"])
     sure = f", r² {fit['r2']:.2f}" if fit["r2"] is not None else ""
     yield from _wrapped(
         f"communication: α {1e6 * fit['alpha_s']:.4g} µs and {speed} (1/β), fitted to {kinds} "
@@ -112,10 +112,11 @@ def _forecast(forecast: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Itera
     if not forecast["rows"]:
         yield from _wrapped(forecast["reason"])
         return
+    title = "forecast, at best" if forecast["best_case"] else "forecast"
     ahead = ", ".join(
         f"{100 * row['efficiency']:.0f} % at {row['ranks']}" for row in forecast["rows"]
     )
-    yield from _wrapped(f"forecast: efficiency {ahead} ranks")
+    yield from _wrapped(f"{title}: efficiency {ahead} ranks")
     limits = []
     for limit, ranks in forecast["below"].items():
         if ranks is None:
@@ -125,7 +126,7 @@ def _forecast(forecast: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Itera
         else:
             when = f"at {ranks} ranks"
         limits.append(f"under {100 * float(limit):.0f} % {when}")
-    yield from _wrapped(f"forecast: {', '.join(limits)}")
+    yield from _wrapped(f"{title}: {', '.join(limits)}")
     yield from _wrapped(forecast["reason"])
 
 

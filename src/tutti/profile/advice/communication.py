@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
+from tutti.bench.sizes import format_bytes
 from tutti.profile.advice.case import Advice, Case, advice
-from tutti.profile.buckets import format_bytes, in_step
+from tutti.profile.buckets import in_step
 from tutti.profile.what_if import Cost, WhatIf, fit
 
 _BUCKET_MB = (1, 2, 5, 10, 25, 50, 100, 200)

@@ -12,6 +12,7 @@ from tutti.report.figures import (
     collectives,
     comparison,
     environment,
+    learning_rates,
     loss,
     memory,
     overlap,
@@ -61,7 +62,7 @@ _SHOWN = (
 SECTIONS = (
     Section("Runs", _runs, (recipes.figures, comparison.figures)),
     Section("Training", _runs, (loss.figures, throughput.figures)),
-    Section("Scaling", _of("tutti.scale"), (scaling.figures,)),
+    Section("Scaling", _of("tutti.scale"), (scaling.figures, learning_rates.figures)),
     Section(
         "The step",
         lambda material: material.profiled,

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from tutti.bench.sizes import format_bytes
 from tutti.report.collect import Result
-from tutti.report.figure import Figure, Table, axis, size_text
+from tutti.report.figure import Figure, Table, axis
 from tutti.report.figures.collectives import curves
 from tutti.report.palette import BLUE
 
@@ -53,7 +54,7 @@ def _matrix(rows: list[dict[str, Any]], size: int) -> Iterator[Figure]:
         if not any(speed.values()):
             continue
         yield Figure(
-            f"Pairs, {way}, {size_text(size)}",
+            f"Pairs, {way}, {format_bytes(size)}",
             "GB/s from the rank of the row to the rank of the column.",
             table,
             [

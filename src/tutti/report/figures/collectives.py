@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tutti.bench.sizes import format_bytes
 from tutti.report.collect import Result
-from tutti.report.figure import Figure, Table, log_axis, size_axis, size_text
+from tutti.report.figure import Figure, Table, log_axis, size_axis
 from tutti.report.palette import series, sign
 
 
@@ -61,7 +62,7 @@ def curves(rows: Sequence[dict[str, Any]], note: str = "", prefix: str = "") -> 
                             (row["busbw_gbs"] or None) if fast else row["time_us"]["p50"]
                             for row in each
                         ],
-                        "text": [size_text(row["bytes"]) for row in each],
+                        "text": [format_bytes(row["bytes"]) for row in each],
                         "line": {"color": series(number), "width": 2},
                         "marker": {"color": series(number), "symbol": sign(number), "size": 7},
                         "hovertemplate": f"%{{text}}: %{{y:.4g}} {unit}"

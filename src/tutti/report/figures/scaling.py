@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from tutti.bench.sizes import format_bytes
 from tutti.report.collect import Result
 from tutti.report.figure import (
     Figure,
@@ -13,9 +14,8 @@ from tutti.report.figure import (
     milliseconds,
     percent,
     size_axis,
-    size_text,
 )
-from tutti.report.key_numbers import Rows, of_scale
+from tutti.report.key_numbers import Rows, of_scale, unit_of
 from tutti.report.palette import GREY, LOSS_NAMES, LOSSES, series, sign
 
 
@@ -23,15 +23,14 @@ def figures(result: Result) -> Iterator[Figure]:
     """Of one scaling, or of all flags that a sweep tried."""
     content, variants = result.content, of_scale(result)
     if variants:
-        yield _throughput(variants, content)
+        yield _throughput(variants, content.get("mode") or "unknown", unit_of(result))
         yield _efficiency(variants, content.get("forecast") or {})
         yield _losses(variants)
     if content.get("fit"):
         yield _fit(content["fit"])
 
 
-def _throughput(variants: dict[str, Rows], content: dict[str, Any]) -> Figure:
-    mode = content.get("mode") or "unknown"
+def _throughput(variants: dict[str, Rows], mode: str, unit: str) -> Figure:
     meaning = {
         "strong": "the same work, divided among more ranks",
         "weak": "the same work on each rank",
@@ -49,7 +48,7 @@ def _throughput(variants: dict[str, Rows], content: dict[str, Any]) -> Figure:
         "quartiles of the repeats.",
         _table(
             [
-                *("flags", "ranks", "samples/s", "p25", "p75", "step ms", "speed-up"),
+                *("flags", "ranks", unit, "p25", "p75", "step ms", "speed-up"),
                 *("efficiency %", "p25 %", "p75 %", "repeats", "late rank"),
             ],
             [
@@ -80,7 +79,7 @@ def _throughput(variants: dict[str, Rows], content: dict[str, Any]) -> Figure:
             "xaxis": _ranks_axis(ranks),
             # Both axes logarithmic: the ideal is a straight line; from mark to mark it doubles.
             "yaxis": axis(
-                content.get("unit") or "samples/s",
+                unit,
                 type="log",
                 tickmode="array",
                 range=[math.log10(marks[0]) - 0.04, math.log10(marks[-1]) + 0.04],
@@ -211,11 +210,12 @@ def _fit(fit: dict[str, Any]) -> Figure:
     kinds: dict[str, list[dict[str, Any]]] = {}
     for each in points:
         kinds.setdefault(f"{each['op']}, {each['ranks']} ranks", []).append(each)
+    latency = "α unknown (one size)" if fit.get("best_case") else f"α {1e6 * alpha:.3g} µs"
     speed = f" and {1e-9 / beta:.3g} GB/s (1/β)" if beta else ""
     quality = "" if fit.get("r2") is None else f", R² {fit['r2']:.3f}"
     return Figure(
         "Time of collectives in the steps",
-        f"Fitted: α {1e6 * alpha:.3g} µs{speed}{quality}. A forecast rests on it.",
+        f"Fitted: {latency}{speed}{quality}. A forecast rests on it.",
         Table(
             ["operation", "ranks", "bytes", "measured ms"],
             [(e["op"], e["ranks"], e["bytes"], milliseconds(e["seconds"])) for e in points],
@@ -227,7 +227,7 @@ def _fit(fit: dict[str, Any]) -> Figure:
                 "name": name,
                 "x": [each["bytes"] for each in own],
                 "y": [milliseconds(each["seconds"]) for each in own],
-                "text": [size_text(each["bytes"]) for each in own],
+                "text": [format_bytes(each["bytes"]) for each in own],
                 "marker": {"color": series(number), "symbol": sign(number), "size": 9},
                 "hovertemplate": "%{text}: %{y:.4g} ms<extra>%{fullData.name}</extra>",
             }

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 
+from tutti.bench.sizes import format_bytes
 from tutti.report.collect import Result
-from tutti.report.figure import Figure, Table, log_axis, size_text
+from tutti.report.figure import Figure, Table, log_axis
 from tutti.report.palette import BLUE
 
 
 def figures(result: Result) -> Iterator[Figure]:
     """A mark for each operation and size, with its p99."""
     rows = result.content["rows"]
-    labels = [f"{row['name']} {size_text(row['bytes'])}, {row['backend']}" for row in rows]
+    labels = [f"{row['name']} {format_bytes(row['bytes'])}, {row['backend']}" for row in rows]
     sharing = (result.content.get("world") or {}).get("sharing_note")
     yield Figure(
         "Symmetric memory: time of an operation",

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from tutti.bench.sizes import format_bytes
 from tutti.profile.explain import Explanation
 from tutti.profile.intervals import Times
 from tutti.profile.parts import StepParts
 from tutti.profile.rank_trace import RankTrace, Step
 from tutti.report.collect import Run
-from tutti.report.figure import Figure, Table, axis, size_text
+from tutti.report.figure import Figure, Table, axis
 from tutti.report.palette import PART_NAMES, PARTS
 
 # Bars in the whole figure; a browser draws each as an element of its own.
@@ -111,7 +112,7 @@ def _bars(trace: RankTrace, split: StepParts, begin: float, shortest: float) -> 
         for start, end in _drawn(times, shortest):
             if lane == "moves":
                 what = ", ".join(
-                    f"{each.operation} {size_text(each.bytes) if each.bytes else ''}".strip()
+                    f"{each.operation} {format_bytes(each.bytes) if each.bytes else ''}".strip()
                     for each in during
                     if each.arrival < end and each.end > start
                 )
@@ -147,7 +148,7 @@ def _buckets(
         if row["step"] != number or rank not in steps:
             continue
         first = steps[rank].start - begin
-        what = f"bucket {row['index']}, {size_text(row['bytes']) if row['bytes'] else 'size ?'}"
+        what = f"bucket {row['index']}, {format_bytes(row['bytes']) if row['bytes'] else 'size ?'}"
         ready, started, done = (row[key] for key in ("ready_s", "started_s", "done_s"))
         if started > ready:
             found.append((rank, "buckets", "ready", first + ready, started - ready, what))

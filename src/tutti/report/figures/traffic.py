@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from tutti.bench.sizes import format_bytes
 from tutti.report.collect import Run
 from tutti.report.figure import (
     Figure,
@@ -13,7 +14,6 @@ from tutti.report.figure import (
     milliseconds,
     percent,
     size_axis,
-    size_text,
 )
 from tutti.report.palette import ORANGE, SKY, VERMILION, series, sign
 
@@ -152,7 +152,7 @@ def _speeds(rows: list[dict[str, Any]]) -> Iterator[Figure]:
                 "name": name,
                 "x": [row["bytes"] for row in each],
                 "y": [row["busbw_gbs"] for row in each],
-                "text": [size_text(row["bytes"]) for row in each],
+                "text": [format_bytes(row["bytes"]) for row in each],
                 "line": {"color": series(number), "width": 1},
                 "marker": {"color": series(number), "symbol": sign(number), "size": 9},
                 "hovertemplate": "%{text}: %{y:.4g} GB/s<extra>%{fullData.name}</extra>",
@@ -170,7 +170,7 @@ def _speeds(rows: list[dict[str, Any]]) -> Iterator[Figure]:
 
 
 def _plain_label(row: dict[str, Any]) -> str:
-    size = "size unknown" if row["bytes"] is None else size_text(row["bytes"])
+    size = "size unknown" if row["bytes"] is None else format_bytes(row["bytes"])
     return f"{row['op']} {size}"
 
 
