@@ -18,8 +18,8 @@ def test_kernels_that_tutti_comm_launches_communicate(tmp_path: Path, name: str)
             step(0),
             *launched("gemm", 10, 0, compute, 1),
             x("user_annotation", tag("all_reduce", "run", 3), 20, 40),
-            *launched("copy", 25, compute, compute + 10, 2)[: 2 * (name == "sum_of_peers")],
-            *launched(name, 30, compute + 10, 800, 3),
+            *launched("barrier_kernel", 25, compute, 700, 2),
+            *launched(name, 30, 700, 800, 3),
             *launched("gemm", 50, 800, 1000, 4),
             # Another thread launches meanwhile; that is not the call's.
             x("cuda_runtime", "cudaLaunchKernel", 32, 33, correlation=5) | {"tid": 8},

@@ -242,7 +242,10 @@ class _Reading:
         )
 
     def _tag_kernels(self) -> None:
-        """What tutti.comm launches beside NCCL communicates: symmetric memory, and copies to it."""
+        """What tutti.comm launches beside NCCL is one communication: a sum on symmetric memory,
+        copies to it, and barriers.
+        """
+        parts: set[int] = set()
         for tagged in self.tags:
             span, tag = tagged.span, tagged.tag
             mine = self.kernels.launched_by(span.thread, span.start, span.end)
@@ -250,12 +253,14 @@ class _Reading:
             if not mine or any(each.group for each in known):
                 continue  # NCCL's kernels say more than the range around them
             self.kernels.communicate(mine)
-            if not known and tag.phase != "wait":
-                start, end, (process, thread) = self.kernels.extent(mine)
-                known = [Collective(span.operation, start, start, end, thread, process)]
-                self.collectives += known
-            for each in known:
-                fill_from_tag(each, tag)
+            if tag.phase == "wait":
+                continue
+            parts.update(map(id, known))
+            start, end, (process, thread) = self.kernels.extent(mine)
+            whole = Collective(span.operation, start, start, end, thread, process)
+            fill_from_tag(whole, tag)
+            self.collectives.append(whole)
+        self.collectives = [each for each in self.collectives if id(each) not in parts]
 
     def _to_the_device(self) -> None:
         """Steps, gradients and buckets, which the host tells of, at the device's moments."""
