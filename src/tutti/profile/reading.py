@@ -6,7 +6,6 @@ whatever calls them (autograd's engine, DDP's reducer) is the rest. A gigabyte o
 intervals, steps and communications.
 """
 
-import math
 import re
 from collections import defaultdict
 from itertools import pairwise
@@ -20,6 +19,7 @@ from tutti.profile.kernels import Kernels
 from tutti.profile.pairing import Span, Tagged, carried_out, fill_from_tag, pair
 from tutti.profile.rank_trace import RankTrace, Step
 from tutti.profile.trace_file import Event, TraceFile
+from tutti.profile.work import products, threads
 
 # These call operators, and wait for communication while doing so: their time is not compute.
 _WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch::distributed::", "torch.distributed")
@@ -28,11 +28,6 @@ _KEPT = {
     *("Input Dims", "Input type", "Concrete Inputs", "Collective name", "Process Group Name"),
     *("dtype", "In msg nelems", "Out msg nelems", "Seq", "Group size", "Process Group Ranks"),
     *("Dst Rank", "Src Rank", "External id"),
-}
-# Of operators, those whose sizes tell how much was computed.
-_HEAVY = {
-    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"),
-    *("aten::convolution_backward", "aten::_scaled_dot_product_flash_attention_for_cpu"),
 }
 _NCCL = ("nccl", "rccl", "hccl")
 # torch's kernels on symmetric memory, which wait for the other ranks by themselves.
@@ -107,7 +102,7 @@ class _Reading:
         place = event.get("pid"), event.get("tid")
         index = self.kernels.ran(int(said.get("correlation", -1)), start, end, not talks, place)
         if not talks:
-            self.work += math.prod(said.get("grid") or [0]) * math.prod(said.get("block") or [0])
+            self.work += threads(said)
             return
         made = Collective(
             operation_named(name) or "other", start, start, end, event.get("tid"), event.get("pid")
@@ -133,8 +128,7 @@ class _Reading:
             self.backward.function(name, thread, start, end)
         else:
             self.operators[thread].add(start, end)
-            if name in _HEAVY:
-                self.work += _products(name, event.get("args", {}).get("Input Dims") or [])
+            self.work += products(name, event.get("args", {}))
 
     def _annotation(self, event: Event, start: float, end: float) -> None:
         name = str(event["name"])
@@ -283,16 +277,6 @@ class _Reading:
         if self.steps:  # what was launched before the recording began says nothing of itself
             begin = self.steps[0].start
             self.collectives = [each for each in self.collectives if each.end > begin]
-
-
-def _products(name: str, dims: list[Any]) -> int:
-    """Multiplications of a product of matrices, or about those of a convolution."""
-    shapes = [d for d in dims[:3] if len(d) > 1 and all(isinstance(each, int) for each in d)]
-    if len(shapes) < 2:
-        return 0
-    if "convolution" in name:  # input or its gradient, and the weight without its outputs
-        return int(math.prod(shapes[0]) * math.prod(shapes[-1][1:]))
-    return int(math.prod(shapes[-2]) * shapes[-1][-1])
 
 
 def _smallest(devices: list[dict[str, Any]]) -> int | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tutti.profile.trace_file import is_merged
 from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ def _file(path: Path, material: Material) -> None:
 
 def _directory(path: Path, material: Material) -> None:
     found = [each for each in sorted(path.glob("*.json")) if each.name not in _RUN_FILES]
+    found = [each for each in found if not is_merged(each)]
     results = []
     for each in found:
         try:
@@ -255,8 +257,6 @@ def _lines(path: Path, material: Material) -> list[dict[str, Any]]:
 
 def _is_trace(path: Path) -> bool:
     """By its beginning; gzipped files are nothing else. One of all ranks together is none."""
-    from tutti.profile.trace_file import is_merged
-
     if path.name.startswith(".") or not path.is_file() or is_merged(path):
         return False
     with path.open("rb") as file:
