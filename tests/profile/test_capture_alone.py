@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tutti.profile.capture import Capture
@@ -55,3 +56,29 @@ def test_nothing_is_written_where_no_recorded_step_has_ended(tmp_path: Path) -> 
 
     assert capture.path is None
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("wait", "warmup", "kept"),
+    [(4, 2, 0), (8, 1, 3), (2, 5, 0)],  # into our warm-up, into our recording, before both
+)
+def test_a_profiler_that_the_program_starts_later_is_the_one_that_works(
+    wait: int, warmup: int, kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = torch.autograd.profiler.profile._prepare_trace
+    optimizer = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=0.1)
+    Capture(tmp_path, wait=2, warmup=2, active=9).follow_optimizers()
+    order = torch.profiler.schedule(wait=wait, warmup=warmup, active=2, repeat=1)
+    with torch.profiler.profile(schedule=order) as mine:
+        for _ in range(14):
+            _step()
+            optimizer.step()
+            mine.step()
+
+    assert any(event.name == "aten::sum" for event in mine.events())
+    said = capsys.readouterr().err
+    assert said.count("a torch.profiler of its own") == len(said.splitlines()) == 1
+    assert torch.autograd.profiler.profile._prepare_trace is given
+    assert bool(kept) == (tmp_path / "rank0.json.gz").exists()
+    if kept:
+        assert _about(tmp_path)["steps"] == 2 + 2 + kept

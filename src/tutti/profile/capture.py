@@ -20,9 +20,11 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 
 from .batch_watch import BatchWatch
 from .nvtx_ranges import NvtxRanges
+from .other_profilers import OtherProfilers
 from .step_clock import StepClock
 from .surroundings import cuda_in_use, device_of, identity, surroundings
 
+_OTHER = "the program runs a torch.profiler of its own: leave that out"
 # How long a rank that has written its trace waits for the others before it ends the program.
 _PATIENCE_SECONDS = 60.0
 
@@ -71,6 +73,7 @@ class Capture:
         self._over = False
         self._steps = 0
         self._batch, self._batches = batch, BatchWatch()
+        self._others = OtherProfilers(self._make_room)
         self._device: torch.device | None = None  # where the program computes
         self._alone, self._recorded = StepClock(), StepClock()  # steps in `wait` and in `active`
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
@@ -79,6 +82,7 @@ class Capture:
     def __enter__(self) -> "Capture":
         if cuda_in_use():
             self._device = torch.device("cuda", torch.cuda.current_device())
+        self._others.begin()
         self._start()
         return self
 
@@ -117,6 +121,7 @@ class Capture:
         if self._over:
             return
         self._over = True
+        self._others.end()
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             seen = self._batches.end(self._steps)
@@ -145,6 +150,7 @@ class Capture:
         """
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
+        self._others.begin()
         self._handle = register_optimizer_step_post_hook(self._on_optimizer_step)
         atexit.register(self._at_exit)  # a program may end before the schedule does
         return self
@@ -183,15 +189,26 @@ class Capture:
     def _let_go(self) -> None:
         self._over, self._profiler = True, None
         self._batches.end(0)
+        self._others.end()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def _give_way(self) -> None:
         """torch has one profiler at a time: a program that uses it keeps it."""
-        if torch.autograd.profiler._is_profiler_enabled:
+        if self._others.any():
             self._let_go()
-            raise RuntimeError("the program runs a torch.profiler of its own: leave that out")
+            raise RuntimeError(_OTHER)
+
+    def _make_room(self, another: Any) -> None:
+        """One is about to begin while ours is on: ours ends, with the steps that it has."""
+        ours = self._profiler
+        if ours is None or self._steps < self.wait or getattr(ours, "profiler", None) is another:
+            return
+        self._try(self.close)
+        if isinstance(ours, NvtxRanges):
+            ours.end()
+        print(f"tutti profile: nothing more is captured: {_OTHER}", file=sys.stderr)
 
     def _start(self) -> None:
         if self.wait == 0:
