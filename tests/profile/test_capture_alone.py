@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,3 +83,20 @@ def test_a_profiler_that_the_program_starts_later_is_the_one_that_works(
     assert bool(kept) == (tmp_path / "rank0.json.gz").exists()
     if kept:
         assert _about(tmp_path)["steps"] == 2 + 2 + kept
+
+
+def test_a_program_on_cpus_has_shapes_though_its_host_has_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def profiler(**options: Any) -> Mock:
+        asked.update(options)
+        return Mock()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.profiler, "profile", profiler)
+    with Capture(tmp_path):
+        pass
+
+    assert asked["record_shapes"] is True

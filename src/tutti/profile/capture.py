@@ -37,7 +37,8 @@ class Capture:
             train(batch)
             p.step()
 
-    `shapes` None: shapes are recorded where sizes of messages cannot be known otherwise, on CPUs.
+    `shapes` None: shapes are recorded where sizes of messages cannot be known otherwise, in
+    programs that compute on CPUs.
     `tensorboard` is a folder that traces are put into as TensorBoard's profile plugin names them.
     `nvtx` marks the steps for Nsight Systems instead of recording them; it needs CUDA.
     `batch` is how many samples a step of this rank has; None: as the program's loader says.
@@ -216,8 +217,8 @@ class Capture:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        # NCCL puts sizes into the trace by itself.
-        shapes = len(activities) == 1 if self.shapes is None else self.shapes
+        # NCCL puts sizes into the trace by itself. The host may have GPUs that nobody here uses.
+        shapes = self._device is None if self.shapes is None else self.shapes
         self._rank, self._size = identity()
         if self.nvtx:
             self._profiler = NvtxRanges(self._action, shapes)
