@@ -1,5 +1,6 @@
 """A capture in this very process: its schedule, and what it leaves to others."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from tutti.cli.train import main as train
 from tutti.profile.capture import Capture
 from tutti.profile.trace_file import TraceFile
+from tutti.world.errors import UsageError
 
 
 def _step() -> None:
@@ -100,3 +103,22 @@ def test_a_program_on_cpus_has_shapes_though_its_host_has_gpus(
         pass
 
     assert asked["record_shapes"] is True
+
+
+def test_training_with_profile_keeps_its_collectives_from_the_first_group_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "")  # so that it is as before when this ends
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
+    seen = []
+
+    def init(**_: Any) -> None:
+        seen.append(os.environ.get("TORCH_FR_BUFFER_SIZE"))
+        raise UsageError("that is all")
+
+    monkeypatch.setattr("tutti.world.start.init", init)
+    for flags in ([], ["--profile"]):
+        with pytest.raises(UsageError):
+            train(["--device", "cpu", *flags, "--out", str(tmp_path)])
+
+    assert seen == [None, "20000"]
