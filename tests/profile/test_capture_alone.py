@@ -122,3 +122,20 @@ def test_training_with_profile_keeps_its_collectives_from_the_first_group_on(
             train(["--device", "cpu", *flags, "--out", str(tmp_path)])
 
     assert seen == [None, "20000"]
+
+
+def test_a_second_training_leaves_the_traces_of_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for active in (1, 2):
+        with Capture(tmp_path, wait=0, warmup=0, active=active) as capture:
+            for _ in range(active):
+                _step()
+                capture.step()
+        paths.append(capture.path)
+
+    assert paths == [tmp_path / "rank0.json.gz", None]
+    assert _about(tmp_path)["steps"] == 1
+    said = capsys.readouterr().err
+    assert "rank0.json.gz is there already" in said and len(said.splitlines()) == 1

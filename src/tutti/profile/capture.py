@@ -248,6 +248,10 @@ class Capture:
         if self.path is not None or self._steps <= self.wait + self.warmup:
             return  # it is written, or not one step that was recorded has ended
         path = self.directory / f"rank{self._rank}.json.gz"
+        if path.exists():  # one command may train twice
+            kept = "is there already and stays: of this training nothing is kept"
+            print(f"tutti profile: {path} {kept}", file=sys.stderr)
+            return
         # Beside it first: a reader never sees half a trace.
         unfinished = self.directory / f".rank{self._rank}.{os.getpid()}.json.gz"
         profiler.export_chrome_trace(str(unfinished))
