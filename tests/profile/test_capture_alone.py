@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,6 +12,7 @@ import torch
 
 from tutti.cli.train import main as train
 from tutti.profile.capture import Capture
+from tutti.profile.launch import program
 from tutti.profile.trace_file import TraceFile
 from tutti.world.errors import UsageError
 
@@ -139,3 +141,14 @@ def test_a_second_training_leaves_the_traces_of_the_first(
     assert _about(tmp_path)["steps"] == 1
     said = capsys.readouterr().err
     assert "rank0.json.gz is there already" in said and len(said.splitlines()) == 1
+
+
+def test_a_folder_does_not_hide_a_command_of_tuttis_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").mkdir()
+
+    words = program(["train", "--ranks", "2"], ["train", "report"])
+
+    assert words == [sys.executable, "-m", "tutti", "train", "--ranks", "2"]

@@ -43,7 +43,7 @@ def keep_collectives(env: MutableMapping[str, str]) -> None:
 def program(words: Sequence[str], own_commands: Sequence[str]) -> list[str]:
     """The command to start: a script, `train …` of tutti's own, or any program."""
     first, *rest = words
-    if first == "tutti" or (first in own_commands and not Path(first).exists()):
+    if first == "tutti" or (first in own_commands and not Path(first).is_file()):
         return [sys.executable, "-m", "tutti", *(rest if first == "tutti" else words)]
     if first.endswith(".py"):
         if not Path(first).is_file():
