@@ -59,7 +59,7 @@ class Pairs:
     """How many ranks may share one GPU."""
     rounds: int = 20
     """How often both sides have their turn; fewer (at least 6) where --budget is short."""
-    budget: float = 12.0
+    budget: float = 20.0
     """Seconds for each pair, about."""
     quick: bool = False
     """Small workloads and a tenth of the budget: to see that pairs work, not what they gain."""
