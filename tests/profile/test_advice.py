@@ -199,6 +199,16 @@ def test_a_late_rank_is_told_from_an_uneven_split_by_its_work(tmp_path: Path) ->
     assert uneven["remains_share"] == 0
 
 
+def test_a_part_has_the_name_that_the_table_gives_it(tmp_path: Path) -> None:
+    early = [_step(1000), *_message(200, 200, 900, 4096)]
+    late = [_step(1000), *_message(800, 800, 900, 4096)]
+
+    rows = _rows(tmp_path, early, late)
+
+    assert "0.6 ms more of gaps" in _only(rows, "straggler")["finding"]
+    assert "gaps" in list(lines(rows))[2]
+
+
 def test_too_many_threads_for_the_cpus_are_named_with_the_number_that_fits(tmp_path: Path) -> None:
     def rank(compute: float) -> list[dict[str, Any]]:
         sizes = {"Input Dims": [[32, 64], [64, 64]]}
@@ -276,6 +286,22 @@ def test_sharding_and_replicas_are_weighed_by_memory(tmp_path: Path) -> None:
     assert free["gain_s"] == pytest.approx(200e-6)  # a third of 600
     assert full["gain_s"] is None and "memory" in full["try"]
     assert "replicas" not in {each["id"] for each in rows("no", sharded, 70e6, 80e6)["advice"]}
+
+
+def test_accumulation_is_not_lessened_by_what_is_gained_on_another_axis(tmp_path: Path) -> None:
+    """300 of sums, 300 of sharding, a third of which replicas would save."""
+    events = _sharded(
+        [
+            ("_allgather_base", 1_000_000, 100, 300),
+            ("_reduce_scatter_base", 1_000_000, 400, 500),
+            ("allreduce", 1_000_000, 600, 900),
+        ]
+    )
+    about = {"deviceProperties": [{"totalGlobalMem": 80e6}], "tutti": {"device_memory_bytes": 1e6}}
+    rows = _rows(tmp_path, events, events, **about)
+
+    assert _only(rows, "replicas")["gain_s"] == pytest.approx(100e-6)
+    assert _only(rows, "accumulation")["gain_s"] == pytest.approx(300e-6 * 7 / 8)
 
 
 def test_a_gpu_without_work_is_a_bound_not_a_promise(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tutti.profile.rank_trace import read_rank
+from tutti.profile.reading import read_rank
 from tutti.profile.trace_file import TraceFile
 from worlds import TUTTI, run_command
 

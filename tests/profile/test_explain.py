@@ -1,54 +1,18 @@
-"""What an explanation says of traces whose truth is known: written here, event by event.
+"""What an explanation says of traces whose truth is known: written here, event by event."""
 
-The form is Kineto's of an NCCL run: kernels with the arguments of record_param_comms. Times in
-the tests are microseconds.
-"""
-
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from written import STEP, all_reduce, parts, step, tag, write, x
 
-from tutti.profile.explain import Explanation, explain
+from tutti.profile.explain import Explanation, explain, trace_files
 from tutti.profile.timeline import write_timeline
 from tutti.profile.trace_file import TraceFile
-
-STEP = 1000.0
-FLOATS = 1_000_000
-
-
-def _x(category: str, name: str, start: float, end: float, **arguments: Any) -> dict[str, Any]:
-    event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
-    return event | {"pid": 0, "tid": 7, "args": arguments}
-
-
-def _step(number: int) -> dict[str, Any]:
-    return _x("user_annotation", f"ProfilerStep#{number}", number * STEP, (number + 1) * STEP)
-
-
-def _all_reduce(start: float, end: float, sequence: int) -> dict[str, Any]:
-    said = {
-        "Collective name": "allreduce",
-        "Process Group Name": "0",
-        "In msg nelems": FLOATS,
-        "Out msg nelems": FLOATS,
-        "dtype": "Float",
-        "Seq": sequence,
-        "Group size": 2,
-        "Process Group Ranks": "[0, 1]",
-    }
-    return _x("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL()", start, end, **said)
-
-
-def _write(
-    folder: Path, rank: int, events: list[dict[str, Any]], base: int = 0, host: str = "n0"
-) -> Path:
-    path = folder / f"rank{rank}.json"
-    info = {"backend": "nccl", "rank": rank, "world_size": 2}
-    content = {"distributedInfo": info, "host_name": host, "baseTimeNanoseconds": base}
-    path.write_text(json.dumps(content | {"traceEvents": events}))
-    return path
+from tutti.report.collect import Run, collect
+from tutti.report.figures import timeline
+from tutti.report.palette import PART_NAMES
+from tutti.world.errors import UsageError
 
 
 def _two_ranks(folder: Path, base: int = 0, host: str = "n0") -> Explanation:
@@ -56,23 +20,18 @@ def _two_ranks(folder: Path, base: int = 0, host: str = "n0") -> Explanation:
     early, late = [], []
     for n in range(2):
         at = n * STEP
-        early += [_step(n), _x("kernel", "gemm", at, at + 400), _all_reduce(at + 300, at + 800, n)]
-        early.append(_x("gpu_memcpy", "Memcpy HtoD", at + 900, at + 950))
-        late += [_step(n), _x("kernel", "gemm", at, at + 600), _all_reduce(at + 600, at + 800, n)]
-    return explain([_write(folder, 0, early), _write(folder, 1, late, base, host)])
-
-
-def _parts(explanation: Explanation, rank: int, step: int) -> dict[str, float]:
-    found = next(s for s in explanation.steps if (s.rank, s.step) == (rank, step))
-    return {name: round(1e6 * seconds, 3) for name, seconds in found.parts.items() if seconds}
+        early += [step(n), x("kernel", "gemm", at, at + 400), all_reduce(at + 300, at + 800, n)]
+        early.append(x("gpu_memcpy", "Memcpy HtoD", at + 900, at + 950))
+        late += [step(n), x("kernel", "gemm", at, at + 600), all_reduce(at + 600, at + 800, n)]
+    return explain([write(folder, 0, early), write(folder, 1, late, base, host)])
 
 
 def test_every_moment_of_a_step_is_in_one_part(tmp_path: Path) -> None:
     explanation = _two_ranks(tmp_path)
 
-    for step in (0, 1):
+    for number in (0, 1):
         # Waits from the end of its own compute at 400 until rank 1 arrives at 600.
-        assert _parts(explanation, 0, step) == {
+        assert parts(explanation, 0, number) == {
             "compute": 300,
             "hidden": 100,
             "wait": 200,
@@ -80,7 +39,7 @@ def test_every_moment_of_a_step_is_in_one_part(tmp_path: Path) -> None:
             "rest": 50,
             "host_gap": 150,
         }
-        assert _parts(explanation, 1, step) == {"compute": 600, "exposed": 200, "host_gap": 200}
+        assert parts(explanation, 1, number) == {"compute": 600, "exposed": 200, "host_gap": 200}
     for each in explanation.steps:
         assert sum(each.parts.values()) == pytest.approx(each.seconds, rel=1e-9)
 
@@ -128,7 +87,7 @@ def test_clocks_that_differ_are_aligned_by_the_ends_of_collectives(
 
     assert explanation.clocks[1].applied_s == pytest.approx(-ahead_ns / 1e9)
     for rank in (0, 1):
-        assert _parts(explanation, rank, 0) == _parts(_two_ranks(right), rank, 0)
+        assert parts(explanation, rank, 0) == parts(_two_ranks(right), rank, 0)
 
 
 def test_a_missing_rank_is_said_and_the_others_are_explained(tmp_path: Path) -> None:
@@ -137,7 +96,7 @@ def test_a_missing_rank_is_said_and_the_others_are_explained(tmp_path: Path) -> 
     explanation = explain([tmp_path / "rank1.json"])
 
     assert any("rank 0" in note and "missing" in note for note in explanation.notes)
-    assert _parts(explanation, 1, 0) == {"compute": 600, "exposed": 200, "host_gap": 200}
+    assert parts(explanation, 1, 0) == {"compute": 600, "exposed": 200, "host_gap": 200}
     assert explanation.rows()["stragglers"] == []
 
 
@@ -151,19 +110,59 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path: Path) -> None:
     assert any(note.startswith("rank0.json is left out") for note in explanation.notes)
 
 
+def test_of_several_traces_of_a_rank_the_newest_is_explained(tmp_path: Path) -> None:
+    """Two cycles of a profiler on two ranks; the files' names sort the other way."""
+    files = []
+    for cycle, name in enumerate("ba"):
+        for rank in (0, 1):
+            events = [step(n) for n in (3 * cycle, 3 * cycle + 1)]
+            events += [x("kernel", "gemm", 3 * cycle * STEP, 3 * cycle * STEP + 900)]
+            files.append(write(tmp_path, rank, events, name=f"{name}{rank}.json"))
+
+    explanation = explain(files)
+
+    assert [trace.path.name for trace in explanation.traces] == ["a0.json", "a1.json"]
+    assert any(note.startswith("b0.json, b1.json: left out") for note in explanation.notes)
+
+
+def test_traces_that_do_not_say_whose_they_are_get_the_ranks_that_are_free(tmp_path: Path) -> None:
+    events = [step(0), x("kernel", "gemm", 0, 900)]
+    unknown = {"distributedInfo": {"rank": -1, "world_size": 3}}
+    files = [write(tmp_path, 0, events, name=f"{name}.json", **unknown) for name in "ab"]
+
+    explanation = explain([*files, write(tmp_path, 1, events)])
+
+    names = [(trace.rank, trace.path.name) for trace in explanation.traces]
+    assert names == [(0, "a.json"), (1, "rank1.json"), (2, "b.json")]
+    assert any("numbered in their order" in note for note in explanation.notes)
+
+
+def test_a_step_that_the_program_did_not_finish_is_none(tmp_path: Path) -> None:
+    """Three steps of 1000 and what torch closes when the program ends."""
+    events = [step(n) for n in range(3, 6)] + [step(6) | {"dur": 5.0}]
+    events += [x("cpu_op", "aten::mm", n * STEP, n * STEP + 900) for n in range(3, 6)]
+
+    known = explain([write(tmp_path, 0, events, tutti={"steps": 6})])
+    foreign = explain([write(tmp_path, 0, events)])
+
+    assert [each.step for each in known.steps] == [3, 4, 5]
+    assert known.rows()["ranks"][0]["step_s"]["mean"] == pytest.approx(1e-3)
+    assert len(foreign.steps) == 4
+
+
 def test_on_a_device_a_step_is_when_the_device_works_on_it(tmp_path: Path) -> None:
     """The host is 2 steps ahead; its second step ends before the device begins it."""
-    events = [_step(0) | {"dur": 50.0}, _step(1) | {"ts": 50.0, "dur": 50.0}]
+    events = [step(0) | {"dur": 50.0}, step(1) | {"ts": 50.0, "dur": 50.0}]
     for n, (start, end) in enumerate([(100, 700), (800, 1600)]):
         events.append(
-            _x("cuda_runtime", "cudaLaunchKernel", 50 * n + 10, 50 * n + 12, correlation=n)
+            x("cuda_runtime", "cudaLaunchKernel", 50 * n + 10, 50 * n + 12, correlation=n)
         )
-        events.append(_x("kernel", "gemm", start, end, correlation=n))
+        events.append(x("kernel", "gemm", start, end, correlation=n))
 
-    explanation = explain([_write(tmp_path, 0, events)])
+    explanation = explain([write(tmp_path, 0, events)])
 
-    assert _parts(explanation, 0, 0) == {"compute": 600, "host_gap": 100}
-    assert _parts(explanation, 0, 1) == {"compute": 800}
+    assert parts(explanation, 0, 0) == {"compute": 600, "host_gap": 100}
+    assert parts(explanation, 0, 1) == {"compute": 800}
 
 
 def _message(operation: str, peer: int, start: float, end: float) -> dict[str, Any]:
@@ -178,17 +177,32 @@ def _message(operation: str, peer: int, start: float, end: float) -> dict[str, A
         "Process Group Ranks": "[0, 1]",
         key: peer,
     }
-    return _x("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgs)", start, end, **said)
+    return x("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgs)", start, end, **said)
 
 
 def test_waiting_for_a_stage_before_is_the_bubble_of_a_pipeline(tmp_path: Path) -> None:
-    first = [_step(0), _x("kernel", "gemm", 0, 500), _message("send", 1, 500, 550)]
-    second = [_step(0), _message("recv", 0, 0, 550), _x("kernel", "gemm", 550, 1000)]
+    first = [step(0), x("kernel", "gemm", 0, 500), _message("send", 1, 500, 550)]
+    second = [step(0), _message("recv", 0, 0, 550), x("kernel", "gemm", 550, 1000)]
 
-    explanation = explain([_write(tmp_path, 0, first), _write(tmp_path, 1, second)])
+    explanation = explain([write(tmp_path, 0, first), write(tmp_path, 1, second)])
 
-    assert _parts(explanation, 1, 0) == {"bubble": 500, "exposed": 50, "compute": 450}
-    assert _parts(explanation, 0, 0) == {"compute": 500, "exposed": 50, "host_gap": 450}
+    assert parts(explanation, 1, 0) == {"bubble": 500, "exposed": 50, "compute": 450}
+    assert parts(explanation, 0, 0) == {"compute": 500, "exposed": 50, "host_gap": 450}
+
+
+def test_a_batch_of_sends_and_receives_names_no_peer_and_is_a_bubble_too(tmp_path: Path) -> None:
+    batch = "ncclDevKernel_SendRecv(ncclDevKernelArgs)"
+    first = [step(0), x("kernel", "gemm", 0, 500), x("kernel", batch, 500, 550)]
+    second = [step(0), x("kernel", batch, 0, 550), x("kernel", "gemm", 550, 1000)]
+
+    explanation = explain([write(tmp_path, 0, first), write(tmp_path, 1, second)])
+
+    assert parts(explanation, 1, 0) == {"bubble": 550, "compute": 450}
+    # The figure of a report draws the same.
+    (figure,) = timeline.figures(Run("run", tmp_path, explanation=explanation))
+    drawn = {(row[0], row[2]): row[4] for row in figure.table.rows}
+    assert drawn[1, PART_NAMES["bubble"]] == pytest.approx(0.55)
+    assert (1, PART_NAMES["exposed"]) not in drawn
 
 
 def test_one_timeline_has_all_ranks_aligned_and_an_arrow_from_the_late_one(tmp_path: Path) -> None:
@@ -212,10 +226,15 @@ def test_one_timeline_has_all_ranks_aligned_and_an_arrow_from_the_late_one(tmp_p
         assert source["ts"] <= ended[source["id"]]["ts"]
 
 
-def _tag(operation: str, phase: str, sequence: int) -> str:
-    return (
-        f"tutti::{operation}|phase={phase}|group=dp|bytes=4096|dtype=float32|seq={sequence}|ranks=2"
-    )
+@pytest.mark.parametrize("name", ["all.json.gz", "a.json"])
+def test_a_merged_timeline_beside_the_traces_is_no_rank(tmp_path: Path, name: str) -> None:
+    write_timeline(tmp_path / name, _two_ranks(tmp_path))
+
+    assert [path.name for path in trace_files(tmp_path)] == ["rank0.json", "rank1.json"]
+    with pytest.raises(UsageError, match="all ranks together"):
+        trace_files(tmp_path / name)
+    (run,) = collect([tmp_path]).runs
+    assert [row["rank"] for row in (run.profile or {})["ranks"]] == [0, 1]
 
 
 def test_a_call_of_tutti_comm_is_one_communication_whatever_it_leaves_in_the_trace(
@@ -223,45 +242,83 @@ def test_a_call_of_tutti_comm_is_one_communication_whatever_it_leaves_in_the_tra
 ) -> None:
     """A call that waits, with the events of the backend inside, and the two halves of another."""
     events = [
-        _step(0),
-        _x("user_annotation", _tag("all_reduce", "run", 4), 100, 300),
-        _x("cpu_op", "c10d::allreduce_", 110, 290),
-        _x("user_annotation", "shm:all_reduce", 120, 280),
-        _x("user_annotation", _tag("all_gather", "issue", 5), 400, 410),
-        _x("cpu_op", "aten::mm", 410, 600),
-        _x("user_annotation", _tag("all_gather", "wait", 5), 600, 700),
+        step(0),
+        x("user_annotation", tag("all_reduce", "run", 4), 100, 300),
+        x("cpu_op", "c10d::allreduce_", 110, 290),
+        x("user_annotation", "shm:all_reduce", 120, 280),
+        x("user_annotation", tag("all_gather", "issue", 5), 400, 410),
+        x("cpu_op", "aten::mm", 410, 600),
+        x("user_annotation", tag("all_gather", "wait", 5), 600, 700),
     ]
 
-    explanation = explain([_write(tmp_path, 0, events)])
+    explanation = explain([write(tmp_path, 0, events)])
     first, second = explanation.traces[0].collectives
 
     assert (first.operation, first.group, first.sequence) == ("all_reduce", "tutti dp", 4)
     assert (first.bytes, first.group_size) == (4096, 2)
     assert (second.operation, second.sequence) == ("all_gather", 5)
     assert (second.end - second.start) * 1e6 == pytest.approx(300)
-    assert _parts(explanation, 0, 0)["exposed"] == 310  # 100 to 300, 400 to 410, 600 to 700
-    assert sum(_parts(explanation, 0, 0).values()) == pytest.approx(STEP)
+    assert parts(explanation, 0, 0)["exposed"] == 310  # 100 to 300, 400 to 410, 600 to 700
+    assert sum(parts(explanation, 0, 0).values()) == pytest.approx(STEP)
 
 
 def test_waiting_on_a_cpu_is_counted_from_the_call_and_not_while_data_moves(tmp_path: Path) -> None:
     """gloo's threads run what was called; two calls are under way, the first moves at 500."""
     early = [
-        _step(0),
-        _x("cpu_op", "c10d::allreduce_", 100, 110),
-        _x("cpu_op", "c10d::allgather_", 120, 130),
-        _x("user_annotation", "gloo:all_reduce", 200, 600) | {"tid": 9},
-        _x("user_annotation", "gloo:all_gather", 210, 900) | {"tid": 10},
+        step(0),
+        x("cpu_op", "c10d::allreduce_", 100, 110),
+        x("cpu_op", "c10d::allgather_", 120, 130),
+        x("user_annotation", "gloo:all_reduce", 200, 600) | {"tid": 9},
+        x("user_annotation", "gloo:all_gather", 210, 900) | {"tid": 10},
     ]
     late = [
-        _step(0),
-        _x("cpu_op", "c10d::allreduce_", 500, 510),
-        _x("cpu_op", "c10d::allgather_", 700, 710),
-        _x("user_annotation", "gloo:all_reduce", 500, 600) | {"tid": 9},
-        _x("user_annotation", "gloo:all_gather", 700, 900) | {"tid": 10},
+        step(0),
+        x("cpu_op", "c10d::allreduce_", 500, 510),
+        x("cpu_op", "c10d::allgather_", 700, 710),
+        x("user_annotation", "gloo:all_reduce", 500, 600) | {"tid": 9},
+        x("user_annotation", "gloo:all_gather", 700, 900) | {"tid": 10},
     ]
 
-    explanation = explain([_write(tmp_path, 0, early), _write(tmp_path, 1, late)])
+    explanation = explain([write(tmp_path, 0, early), write(tmp_path, 1, late)])
 
     # Waits 100 to 500 and 600 to 700; data moves 500 to 600 and 700 to 900.
-    assert _parts(explanation, 0, 0) == {"wait": 500, "exposed": 300, "host_gap": 200}
+    assert parts(explanation, 0, 0) == {"wait": 500, "exposed": 300, "host_gap": 200}
     assert explanation.rows()["stragglers"][0]["rank"] == 1
+
+
+def test_a_collective_without_a_group_meets_nobody_where_there_are_several_groups(
+    tmp_path: Path,
+) -> None:
+    """{0, 2} and {1, 3} all-reduce at different times; gloo does not say in which group."""
+    files = []
+    for rank in range(4):
+        start = 100.0 if rank % 2 else 600.0
+        events = [
+            step(0),
+            x("cpu_op", "c10d::allreduce_", start, start + 10),
+            x("user_annotation", "gloo:all_reduce", start, start + 100) | {"tid": 9},
+        ]
+        group = {"pg_name": "1", "pg_desc": "mesh_dp", "pg_size": 2}
+        group["ranks"] = [rank % 2, rank % 2 + 2]
+        world = {"backend": "gloo", "world_size": 4, "pg_config": [group]}
+        files.append(write(tmp_path, rank, events, distributedInfo=world))
+
+    explanation = explain(files)
+
+    assert explanation.meetings == []
+    assert all(each.parts["wait"] == 0 for each in explanation.steps)
+    assert any(note.startswith("4 communications do not say") for note in explanation.notes)
+
+
+def test_the_peak_of_memory_is_the_devices_not_that_of_the_cpus_allocator(tmp_path: Path) -> None:
+    def seen(device: int, total: int) -> dict[str, Any]:
+        said = {"Device Type": device, "Device Id": 0, "Total Allocated": total}
+        return {"ph": "i", "name": "[memory]", "ts": 1, "pid": 0, "tid": 7, "args": said}
+
+    def peak(counted: int) -> int | None:
+        events = [step(0), x("kernel", "gemm", 0, 900), seen(0, 9000), seen(1, 500), seen(1, 400)]
+        path = write(tmp_path, 0, events, tutti={"device_memory_bytes": counted})
+        return explain([path]).traces[0].memory_bytes
+
+    assert peak(counted=700) == 700  # before the recording
+    assert peak(counted=300) == 500

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tutti.profile.intervals import Gathering
-from tutti.profile.rank_trace import read_rank
+from tutti.profile.reading import read_rank
 from tutti.profile.trace_file import TraceFile
 
 

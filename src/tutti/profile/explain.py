@@ -4,16 +4,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from tutti.profile.advice import Case, advise
 from tutti.profile.axes import by_axis, name_axes
 from tutti.profile.buckets import bucket_rows
-from tutti.profile.matching import Clock, Meeting, align, match
+from tutti.profile.clocks import Clock, align
+from tutti.profile.matching import Meeting, match, without_group
 from tutti.profile.parts import PARTS, StepParts, split_step
-from tutti.profile.rank_trace import RankTrace, read_rank
+from tutti.profile.rank_trace import RankTrace
+from tutti.profile.reading import read_rank
+from tutti.profile.spread import spread
 from tutti.profile.stragglers import stragglers
+from tutti.profile.trace_file import is_merged
 from tutti.profile.traffic import traffic
 from tutti.world.errors import UsageError
 
@@ -60,12 +64,7 @@ class Explanation:
             "backend": trace.backend,
             "clock_of": "device" if trace.on_device else "host",
             "steps": len(mine),
-            "step_s": {
-                "mean": whole,
-                "p50": median(lengths),
-                "min": min(lengths),
-                "max": max(lengths),
-            },
+            "step_s": spread(lengths),
             "parts_s": parts,
             "parts_share": {name: seconds / whole for name, seconds in parts.items()},
             "busy": (parts["compute"] + parts["hidden"]) / whole,
@@ -81,6 +80,11 @@ class Explanation:
 
 def trace_files(directory: Path) -> list[Path]:
     """The traces in a folder, or in the folder `traces` of a run; or the one file named."""
+    if directory.is_file() and is_merged(directory):
+        raise UsageError(
+            f"--trace {directory}: it holds all ranks together, for a viewer: name the folder of "
+            "the traces that it was made from"
+        )
     if directory.is_file():
         return [directory]
     inner = directory / "traces"
@@ -88,7 +92,9 @@ def trace_files(directory: Path) -> list[Path]:
     files = [
         path
         for path in sorted(folder.glob("*"))
-        if re.search(r"\.json(\.gz)?$", path.name) and not path.name.startswith((".", "merged"))
+        if re.search(r"\.json(\.gz)?$", path.name)
+        and not path.name.startswith(".")
+        and not is_merged(path)
     ]
     if not files:
         raise UsageError(
@@ -115,8 +121,7 @@ def explain(files: Sequence[Path]) -> Explanation:
             traces.append(trace)
     if not traces:
         raise UsageError("no trace could be read: " + "; ".join(notes))
-    _number(traces, notes)
-    traces.sort(key=lambda trace: trace.rank)
+    traces = _one_of_each(traces, notes)
     size = max(trace.world_size for trace in traces)
     there = {trace.rank for trace in traces}
     missing = [rank for rank in range(size) if rank not in there]
@@ -128,7 +133,19 @@ def explain(files: Sequence[Path]) -> Explanation:
     for trace in traces:
         name_axes(trace)
     clocks = align(traces)
+    hosts = {trace.rank: trace.host for trace in traces}
     meetings = match(traces)
+    if lost := sorted({hosts[each.rank] for each in clocks if each.measured_s is None}):
+        notes.append(
+            f"the clock of {', '.join(lost)} cannot be compared with that of {traces[0].host}, for "
+            "no synchronising collective leads there: between them waiting is as the clocks say"
+        )
+    if len(traces) > 1 and (unclear := without_group(traces)):
+        notes.append(
+            f"{len(unclear)} communications do not say which group they are of, and there are "
+            "several: they are not matched, and waiting in them counts as moving data; with "
+            "TORCH_FR_BUFFER_SIZE=20000 set before ranks start, gloo's say it to `tutti profile`"
+        )
     if len(traces) > 1 and not meetings:
         notes.append("no collective could be matched between ranks: nobody is called late")
     steps = [split_step(trace, step) for trace in traces for step in trace.steps]
@@ -160,14 +177,29 @@ def _ends(rows: Sequence[dict[str, Any]], key: str) -> tuple[dict[str, Any], dic
     return (ordered[0], ordered[-1]) if ordered else ({}, {})
 
 
-def _number(traces: list[RankTrace], notes: list[str]) -> None:
-    """Ranks that do not say who they are, or say the same, are numbered as the files are."""
-    ranks = [trace.rank for trace in traces]
-    if len(set(ranks)) == len(ranks) and min(ranks) >= 0:
-        return
-    notes.append("the traces do not say which rank is which: files are numbered in their order")
-    for number, trace in enumerate(traces):
-        trace.rank = number
+def _one_of_each(traces: Sequence[RankTrace], notes: list[str]) -> list[RankTrace]:
+    """Of several traces of a rank (a profiler with `repeat` writes them) the newest, by rank; a
+    trace that does not say whose it is gets a rank that is free, in the order of the files.
+    """
+    newest: dict[int, RankTrace] = {}
+    older: list[RankTrace] = []
+    unknown = [trace for trace in traces if trace.rank < 0]
+    for trace in sorted(traces, key=lambda each: each.base_ns / 1e9 + each.steps[0].start):
+        if trace.rank < 0:
+            continue
+        if trace.rank in newest:
+            older.append(newest[trace.rank])
+        newest[trace.rank] = trace
+    if older:
+        names = ", ".join(sorted(trace.path.name for trace in older))
+        notes.append(f"{names}: left out, as newer traces of the same ranks are here")
+    if unknown:
+        notes.append("traces do not say which rank is which: files are numbered in their order")
+    free = (rank for rank in range(len(traces)) if rank not in newest)
+    for rank, trace in zip(list(free), unknown, strict=False):
+        trace.rank = rank
+        newest[rank] = trace
+    return [newest[rank] for rank in sorted(newest)]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

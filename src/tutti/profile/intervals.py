@@ -22,7 +22,7 @@ class Times:
     def of(pairs: Iterable[tuple[float, float]]) -> "Times":
         """The union of intervals that may overlap."""
         flat = np.array([edge for pair in pairs for edge in pair], dtype=np.float64)
-        return _union(flat[0::2], flat[1::2])
+        return union(flat[0::2], flat[1::2])
 
     @property
     def seconds(self) -> float:
@@ -35,7 +35,7 @@ class Times:
         return _combine(self, other, lambda here, there: here & ~there)
 
     def __or__(self, other: "Times") -> "Times":
-        return _union(
+        return union(
             np.concatenate([self.starts, other.starts]), np.concatenate([self.ends, other.ends])
         )
 
@@ -43,7 +43,7 @@ class Times:
         """What of it lies between two moments."""
         first = int(np.searchsorted(self.ends, start, side="right"))
         last = int(np.searchsorted(self.starts, end, side="left"))
-        return _union(
+        return union(
             np.clip(self.starts[first:last], start, end), np.clip(self.ends[first:last], start, end)
         )
 
@@ -73,10 +73,11 @@ class Gathering:
 
     def times(self) -> Times:
         flat = np.array(self._edges, dtype=np.float64)
-        return _union(flat[0::2], flat[1::2])
+        return union(flat[0::2], flat[1::2])
 
 
-def _union(starts: Numbers, ends: Numbers) -> Times:
+def union(starts: Numbers, ends: Numbers) -> Times:
+    """The union of intervals that may overlap, in any order."""
     real = ends > starts
     starts, ends = starts[real], ends[real]
     if not len(starts):
@@ -102,4 +103,4 @@ def _combine(one: Times, two: Times, keep: Callable[[Flags, Flags], Flags]) -> T
     order = np.argsort(edges, kind="stable")
     edges = edges[order]
     kept = keep(np.cumsum(in_one[order]) > 0, np.cumsum(in_two[order]) > 0)[:-1]
-    return _union(edges[:-1][kept], edges[1:][kept])
+    return union(edges[:-1][kept], edges[1:][kept])

@@ -1,18 +1,13 @@
-"""All ranks together: one clock, and each collective with its counterparts on other ranks."""
+"""Each collective with its counterparts on other ranks."""
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
-from tutti.profile.collective import SYNCHRONISING, Collective
+from tutti.profile.collective import Collective
 from tutti.profile.rank_trace import RankTrace
-
-# Ranks of one host read one clock; what their collectives' ends differ by is noise, unless it is
-# more than this and more than three times its own spread.
-_NOISE_SECONDS = 1e-3
 
 
 @dataclass
@@ -42,49 +37,9 @@ class Meeting:
         return max(0.0, max(each.end - each.waited_until for each in self.members.values()))
 
 
-@dataclass
-class Clock:
-    """How far a rank's clock was ahead of the first rank's, and what was done about it."""
-
-    rank: int
-    measured_s: float | None  # None: it shares no synchronising collective
-    spread_s: float
-    applied_s: float
-
-
-def align(traces: Sequence[RankTrace]) -> list[Clock]:
-    """Put all ranks on the first one's clock; shifts the traces."""
-    if not traces:
-        return []
-    first = traces[0]
-    for trace in traces:
-        trace.shift((trace.base_ns - first.base_ns) / 1e9)
-    ends: dict[int, list[float]] = defaultdict(list)
-    for meeting in _group(traces):
-        reference = meeting.members.get(first.rank)
-        if reference is None or meeting.any.operation not in SYNCHRONISING:
-            continue
-        for rank, each in meeting.members.items():
-            ends[rank].append(each.end - reference.end)
-    clocks = []
-    for trace in traces:
-        seen = ends.get(trace.rank, [])
-        if not seen:
-            clocks.append(Clock(trace.rank, None, 0.0, 0.0))
-            continue
-        offset = median(seen)
-        spread = median(abs(each - offset) for each in seen)
-        foreign = trace.host != first.host
-        real = trace is not first and (foreign or abs(offset) > max(_NOISE_SECONDS, 3 * spread))
-        if real:
-            trace.shift(-offset)
-        clocks.append(Clock(trace.rank, offset, spread, -offset if real else 0.0))
-    return clocks
-
-
 def match(traces: Sequence[RankTrace]) -> list[Meeting]:
-    """The collectives that several ranks' traces show; tells each who came last, and when."""
-    meetings = list(_group(traces))
+    """As `meet`, on one clock; tells each who came last, and when."""
+    meetings = meet(traces)
     for meeting in meetings:
         late = meeting.last_rank
         arrival = meeting.members[late].arrival
@@ -93,13 +48,15 @@ def match(traces: Sequence[RankTrace]) -> list[Meeting]:
     return meetings
 
 
-def _group(traces: Sequence[RankTrace]) -> Iterable[Meeting]:
+def meet(traces: Sequence[RankTrace]) -> list[Meeting]:
+    """The collectives that several ranks' traces show."""
     found: dict[tuple[Any, ...], dict[int, Collective]] = defaultdict(dict)
+    unclear = {id(each) for each in without_group(traces)}
     for trace in traces:
         starts = [step.start for step in trace.steps]
         seen: dict[tuple[Any, ...], int] = defaultdict(int)
         for each in sorted(trace.collectives, key=lambda one: one.arrival):
-            if (key := _key(each, trace)) is None:
+            if id(each) in unclear or (key := _key(each, trace)) is None:
                 continue
             if each.sequence is None or each.is_point_to_point:
                 # The how-many-th of its kind in the step.
@@ -109,6 +66,26 @@ def _group(traces: Sequence[RankTrace]) -> Iterable[Meeting]:
                 key = (*key, step, seen[(*key, step)])
             found[key].setdefault(trace.rank, each)
     return [Meeting(members) for members in found.values() if len(members) > 1]
+
+
+def without_group(traces: Sequence[RankTrace]) -> list[Collective]:
+    """Communications of a world with subgroups that do not say which of them they are of: who met
+    whom is unknown.
+    """
+    sizes = {
+        int(group.get("pg_size") or len(group.get("ranks") or ()))
+        for trace in traces
+        for group in trace.groups.values()
+    }
+    world = max(trace.world_size for trace in traces)
+    if not any(1 < size < world for size in sizes):
+        return []
+    return [
+        each
+        for trace in traces
+        for each in trace.collectives
+        if not each.group and not each.group_ranks
+    ]
 
 
 def _key(each: Collective, trace: RankTrace) -> tuple[Any, ...] | None:

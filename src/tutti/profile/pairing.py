@@ -54,7 +54,7 @@ def pair(
     ranks_of: Callable[[str], int],
     accumulates: Callable[[Any, float], bool],
 ) -> list[Collective]:
-    """The communications of a rank without kernels. `recorded`: time, group, sequence."""
+    """The communications of a rank's host. `recorded`: time, group, sequence."""
     for spans in (calls, runs, parameters):
         spans.sort(key=lambda span: span.start)
     tags.sort(key=lambda tagged: tagged.span.start)
@@ -91,12 +91,28 @@ def pair(
             collective.bytes = max(size, collective.bytes)
         if (tagged := outer.around(call)) is not None:
             used.add(id(tagged))
-            _fill_from_tag(collective, tagged.tag)
+            fill_from_tag(collective, tagged.tag)
         result.append(collective)
     matched = {id(run) for run in run_of.values()}
     result += [_alone(run, ranks_of("")) for run in runs if id(run) not in matched]
     result += _from_tags([tagged for tagged in tags if id(tagged) not in used])
     return result
+
+
+def carried_out(
+    calls: list[Span], by_kernels: list[Span], runs: list[Span], tags: list[Tagged]
+) -> tuple[list[Span], list[Tagged]]:
+    """Of a rank with kernels: the calls that the host carried out itself, as gloo does, and the
+    ranges of tutti.comm around them. `by_kernels` lie within calls that became kernels.
+    """
+    for spans in (calls, by_kernels, runs):
+        spans.sort(key=lambda span: span.start)
+    inner = _Within(by_kernels)
+    calls = [call for call in calls if inner.first_in(call) is None]
+    calls = [calls[number] for number in sorted(_runs_of(calls, runs))]
+    inner = _Within(calls)
+    tags.sort(key=lambda tagged: tagged.span.start)
+    return calls, [each for each in tags if inner.first_in(each.span) is not None]
 
 
 def _runs_of(calls: list[Span], runs: list[Span]) -> dict[int, Span]:
@@ -148,7 +164,8 @@ def _fill_size(collective: Collective, call: Span, ran: Span | None, ranks: int)
             collective.peer = int(said[2])
 
 
-def _fill_from_tag(collective: Collective, tag: "Tag") -> None:
+def fill_from_tag(collective: Collective, tag: "Tag") -> None:
+    """Fill in what a range of tutti.comm says."""
     collective.group, collective.sequence = f"tutti {tag.group}", tag.sequence
     collective.bytes, collective.dtype = tag.bytes, tag.dtype
     collective.group_size = tag.ranks
@@ -174,7 +191,7 @@ def _from_tags(tags: list[Tagged]) -> list[Collective]:
         made = Collective(
             span.operation, span.start, span.start, span.end, span.thread, span.process
         )
-        _fill_from_tag(made, tag)
+        fill_from_tag(made, tag)
         if tag.phase == "issue":
             open_[key] = made
         result.append(made)

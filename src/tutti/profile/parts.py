@@ -20,6 +20,8 @@ from tutti.profile.intervals import NEVER, Times
 from tutti.profile.rank_trace import RankTrace, Step
 
 PARTS = ("compute", "hidden", "exposed", "wait", "bubble", "input", "host_gap", "rest")
+# What people read.
+PART_TITLES = {"host_gap": "gaps"}
 
 
 Kind = tuple[str | None, bool]  # the axis, and whether it is a bucket of DDP's
@@ -32,7 +34,8 @@ class StepParts:
     rank: int
     step: int
     seconds: float
-    parts: dict[str, float]
+    times: dict[str, Times]  # of each part
+    parts: dict[str, float]  # how long those are together
     communication: float  # hidden and exposed, without waiting
     waited_for: dict[int, float]  # what others' lateness cost this rank, by who was late
     # hidden, exposed and wait (a bubble included) by what communicated: they add up to the parts.
@@ -81,20 +84,22 @@ def split_step(trace: RankTrace, step: Step) -> StepParts:
     quiet -= loading
     other = quiet & trace.other.between(step.start, step.end)
     hidden = compute & talking
-    parts = {
-        "compute": compute.seconds - hidden.seconds,
-        "hidden": hidden.seconds,
-        "exposed": exposed.seconds,
-        "wait": waiting.seconds,
-        "bubble": bubble.seconds,
-        "input": loading.seconds,
-        "host_gap": (quiet - other).seconds,
-        "rest": other.seconds,
+    times = {
+        "compute": compute - hidden,
+        "hidden": hidden,
+        "exposed": exposed,
+        "wait": waiting,
+        "bubble": bubble,
+        "input": loading,
+        "host_gap": quiet - other,
+        "rest": other,
     }
+    parts = {name: each.seconds for name, each in times.items()}
     return StepParts(
         rank=trace.rank,
         step=step.number,
         seconds=whole.seconds,
+        times=times,
         parts=parts,
         communication=parts["hidden"] + parts["exposed"],
         waited_for=waited_for,
@@ -130,6 +135,8 @@ def _within(collectives: list[Collective], step: Step) -> list[Collective]:
 
 def _moving_from(each: Collective) -> float:
     """When data began to move: all had arrived, and it was its turn."""
-    if each.last_arrival is None and each.operation == "recv":
-        return each.end  # a receive whose sender is unknown: of the two it is mostly waiting
+    # A receive whose sender is unknown is mostly waiting; so is what NCCL makes of a batch of
+    # sends and receives, one kernel that does not say whom it meets.
+    if each.last_arrival is None and each.operation in ("recv", "send_recv"):
+        return each.end
     return each.waited_until

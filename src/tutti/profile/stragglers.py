@@ -6,12 +6,13 @@ it waiting; whoever looks for the longest kernel finds its victims.
 
 from collections import Counter
 from collections.abc import Sequence
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from tutti.profile.collective import SYNCHRONISING
 from tutti.profile.matching import Meeting
 from tutti.profile.parts import StepParts
+from tutti.profile.spread import spread
 
 # A rank is called a straggler from this share of the step that others lose to it.
 NOTABLE = 0.02
@@ -23,7 +24,7 @@ def stragglers(
     """A row for each rank that others waited for, the costliest first.
 
     `cost_s` is what a step of the others lost to it: time in which they neither computed nor moved
-    data, the mean over those who waited in that step.
+    data, the mean over all others.
     """
     timed = [each for each in meetings if each.any.operation in SYNCHRONISING]
     last = Counter(each.last_rank for each in timed)
@@ -45,13 +46,13 @@ def stragglers(
                 "rank": rank,
                 "straggler": share >= NOTABLE,
                 "steady": sum(cost > NOTABLE * length for cost in costs) > len(costs) / 2,
-                "cost_s": _spread(costs),
+                "cost_s": spread(costs),
                 "cost_share": share,
                 "steps": sum(cost > NOTABLE * length for cost in costs),
                 "of_steps": len(costs),
                 "last": last[rank],
                 "of_collectives": len(timed),
-                "late_by_s": _spread(lateness) if lateness else None,
+                "late_by_s": spread(lateness) if lateness else None,
                 "instead": _instead(rank, steps),
                 "made_wait": {
                     str(each): sum(s.waited_for.get(rank, 0.0) for s in steps if s.rank == each)
@@ -72,12 +73,3 @@ def _instead(rank: int, steps: Sequence[StepParts]) -> dict[str, Any]:
     }
     part = max(more, key=lambda name: more[name])
     return {"part": part, "seconds": more[part]}
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "mean": mean(values),
-        "p50": median(values),
-        "min": min(values),
-        "max": max(values),
-    }

@@ -6,9 +6,8 @@ from typing import Any
 
 from tutti.bench.sizes import format_bytes
 from tutti.profile.explain import RATIO_LIMIT
-from tutti.profile.parts import PARTS
+from tutti.profile.parts import PART_TITLES, PARTS
 
-_TITLES = {"host_gap": "gaps"}
 _MOST_RANKS = 16
 _MOST_ROWS = 8
 _MOST_ADVICE = 5
@@ -25,7 +24,7 @@ def lines(rows: dict[str, Any]) -> Iterator[str]:
         f"rank{'s' * (len(ranks) > 1)}, {backends}; the {clock}'s time, in % of the step"
     )
     yield ""
-    yield "rank  step ms" + "".join(f"{_TITLES.get(name, name):>8}" for name in PARTS)
+    yield "rank  step ms" + "".join(f"{PART_TITLES.get(name, name):>8}" for name in PARTS)
     for each in shown:
         shares = "".join(f"{100 * each['parts_share'][name]:8.1f}" for name in PARTS)
         yield f"{each['rank']:>4}{1e3 * each['step_s']['mean']:>9.2f}{shares}"
@@ -161,7 +160,7 @@ def _late(rows: dict[str, Any]) -> Iterator[str]:
         )
         instead = each["instead"]
         if instead["seconds"] > 0:
-            part = _TITLES.get(instead["part"], instead["part"])
+            part = PART_TITLES.get(instead["part"], instead["part"])
             yield f"  it has {1e3 * instead['seconds']:.1f} ms more of {part} than they have"
     if named and len(rows["ranks"]) <= 8:
         yield ""

@@ -15,7 +15,7 @@ from tutti.profile.buckets import in_step
 from tutti.profile.explain import Explanation
 from tutti.profile.matching import Meeting
 from tutti.profile.rank_trace import RankTrace
-from tutti.profile.trace_file import Event, TraceFile
+from tutti.profile.trace_file import MERGED, Event, TraceFile
 
 # A viewer knows processes by whole numbers; each rank gets a range of its own.
 _PROCESSES_PER_RANK = 1000
@@ -28,7 +28,7 @@ def write_timeline(path: Path, explanation: Explanation) -> int:
     traces = explanation.traces
     first = traces[0]
     with _open(path) as out:
-        out.write('{"displayTimeUnit": "ms", "baseTimeNanoseconds": ')
+        out.write(MERGED + ', "displayTimeUnit": "ms", "baseTimeNanoseconds": ')
         out.write(f'{first.base_ns}, "traceEvents": [\n')
         out.write('{"ph": "M", "name": "tutti", "pid": 0, "tid": 0, "args": {}}')
         places = {}

@@ -14,6 +14,8 @@ from typing import Any
 
 Event = dict[str, Any]
 
+# A trace of all ranks together begins with it: it is a picture of the others, not one more rank.
+MERGED = '{"tutti": {"merged": true}'
 _PIECE = 1 << 18  # characters read at once
 _LARGEST = 1 << 26  # characters of one event or one value of metadata
 _SPACE = " \t\r\n"
@@ -71,6 +73,15 @@ class TraceFile:
             if isinstance(event, dict):
                 yield event
         text.skip()
+
+
+def is_merged(path: Path) -> bool:
+    """Whether a file is what `write_timeline` made of several."""
+    try:
+        with _open(path) as stream:
+            return stream.read(len(MERGED)) == MERGED
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 class _Text:

@@ -8,6 +8,7 @@ from typing import Any
 from tutti.bench.formulas import OPERATIONS, bandwidth
 from tutti.profile.matching import Meeting
 from tutti.profile.rank_trace import RankTrace
+from tutti.profile.spread import spread
 
 
 def traffic(traces: Sequence[RankTrace], meetings: Sequence[Meeting]) -> list[dict[str, Any]]:
@@ -66,12 +67,7 @@ def _row(
         "dtype": dtype,
         "count": len(seen),
         "matched": sum(matched for _, _, matched, _ in seen),
-        "transfer_s": {
-            "total": sum(times),
-            "p50": middle,
-            "min": min(times),
-            "max": max(times),
-        },
+        "transfer_s": {"total": sum(times), **spread(times)},
         "wait_s": {"mean": sum(wait for _, wait, *_ in seen) / len(seen)},
         "algbw_gbs": algorithm,
         "busbw_gbs": bus,

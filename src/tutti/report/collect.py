@@ -254,8 +254,10 @@ def _lines(path: Path, material: Material) -> list[dict[str, Any]]:
 
 
 def _is_trace(path: Path) -> bool:
-    """By its beginning; gzipped files are nothing else."""
-    if path.name.startswith((".", "merged")) or not path.is_file():
+    """By its beginning; gzipped files are nothing else. One of all ranks together is none."""
+    from tutti.profile.trace_file import is_merged
+
+    if path.name.startswith(".") or not path.is_file() or is_merged(path):
         return False
     with path.open("rb") as file:
         head = file.read(4096)

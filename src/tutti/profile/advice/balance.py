@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from statistics import mean
 
 from tutti.profile.advice.case import WORTH, Advice, Case, advice
+from tutti.profile.parts import PART_TITLES
 
 
 def input_(case: Case) -> Iterator[Advice]:
@@ -42,7 +43,7 @@ def stragglers(case: Case) -> Iterator[Advice]:
         if not (row["straggler"] and row["steady"]) or part == "input":
             continue
         late = (row["late_by_s"] or {"mean": 0.0})["mean"] * row["last"] / case.count
-        more = f"{1e3 * row['instead']['seconds']:.1f} ms more of {part.replace('_', ' ')}"
+        more = f"{1e3 * row['instead']['seconds']:.1f} ms more of {PART_TITLES.get(part, part)}"
         yield advice(
             case,
             "straggler",

@@ -9,6 +9,7 @@ import numpy as np
 from tutti.bench.sizes import format_bytes
 from tutti.profile.explain import Explanation
 from tutti.profile.intervals import Times
+from tutti.profile.parts import StepParts
 from tutti.profile.rank_trace import RankTrace, Step
 from tutti.report.collect import Run
 from tutti.report.figure import Figure, Table, axis
@@ -35,10 +36,11 @@ def figures(run: Run) -> Iterator[Figure]:
     begin = min(steps[rank].start for rank in ranks)
     length = max(steps[rank].end for rank in ranks) - begin
     traces = [trace for trace in run.explanation.traces if trace.rank in ranks]
+    split = {each.rank: each for each in run.explanation.steps if each.step == number}
     # Pauses that no screen shows are left out first, then longer ones, until it is few bars.
     shortest = length / _FINEST
     while True:
-        bars = [bar for t in traces for bar in _bars(t, steps[t.rank], begin, shortest)]
+        bars = [bar for t in traces for bar in _bars(t, split[t.rank], begin, shortest)]
         if len(bars) <= _MOST_BARS:
             break
         shortest *= 2
@@ -93,40 +95,26 @@ def _choose(explanation: Explanation) -> tuple[int, dict[int, Step]] | None:
     return number, steps[number]
 
 
-def _bars(trace: RankTrace, step: Step, begin: float, shortest: float) -> Iterator[_Bar]:
-    """Lanes as the parts of a step define them: waiting is where nothing computes or moves."""
-    compute = trace.compute.between(step.start, step.end)
-    talking = trace.communication.between(step.start, step.end)
-    during = [each for each in trace.collectives if each.end > step.start]
-    during = [each for each in during if each.arrival < step.end]
-    moving = Times.of((each.waited_until, each.end) for each in during)
-    moving = moving.between(step.start, step.end)
-    waits = Times.of(
-        (each.arrival, each.waited_until)
-        for each in during
-        if not each.is_point_to_point and each.last_rank not in (None, trace.rank)
-    )
-    bubbles = Times.of((e.arrival, e.waited_until) for e in during if e.is_point_to_point)
-    waits = waits.between(step.start, step.end) - compute - moving
-    bubbles = bubbles.between(step.start, step.end) - compute - moving - waits
-    quiet = Times.of([(step.start, step.end)]) - compute - talking - moving - waits - bubbles
-    loading = quiet & trace.input.between(step.start, step.end)
-    other = (quiet - loading) & trace.other.between(step.start, step.end)
+def _bars(trace: RankTrace, split: StepParts, begin: float, shortest: float) -> Iterator[_Bar]:
+    """The parts of a step in three lanes."""
+    parts = split.times
+    last = max((float(each.ends[-1]) for each in parts.values() if len(each.ends)), default=begin)
+    during = [each for each in trace.collectives if each.end > begin and each.arrival < last]
     for lane, part, times, what in (
-        ("computes", "compute", compute, ""),
-        ("computes", "input", loading, "the data loader"),
-        ("computes", "rest", other, ""),
-        ("moves", "hidden", moving & compute, ""),
-        ("moves", "exposed", moving - compute, ""),
-        ("waits", "wait", waits, ""),
-        ("waits", "bubble", bubbles, "for the other side"),
+        ("computes", "compute", parts["compute"] | parts["hidden"], ""),
+        ("computes", "input", parts["input"], "the data loader"),
+        ("computes", "rest", parts["rest"], ""),
+        ("moves", "hidden", parts["hidden"], ""),
+        ("moves", "exposed", parts["exposed"], ""),
+        ("waits", "wait", parts["wait"], ""),
+        ("waits", "bubble", parts["bubble"], "for the other side"),
     ):
         for start, end in _drawn(times, shortest):
             if lane == "moves":
                 what = ", ".join(
                     f"{each.operation} {format_bytes(each.bytes) if each.bytes else ''}".strip()
                     for each in during
-                    if each.waited_until < end and each.end > start
+                    if each.arrival < end and each.end > start
                 )
             elif part == "wait":
                 late = {

@@ -1,0 +1,54 @@
+"""Ranks whose clocks differ, on hosts that meet in several ways."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from written import all_reduce, step, write, x
+
+from tutti.profile.explain import explain
+
+
+def _pair_sum(ranks: str, start: float, end: float, sequence: int) -> dict[str, Any]:
+    event = all_reduce(start, end, sequence)
+    event["args"] |= {"Process Group Name": f"dp{ranks}", "Process Group Ranks": ranks}
+    return event
+
+
+def test_a_host_has_one_clock_also_for_ranks_that_never_meet_the_first(tmp_path: Path) -> None:
+    """dp2.tp2 on hosts n0 (ranks 0, 1) and n1 (2, 3): n1's clock is 5 ms ahead."""
+    files = []
+    for rank in range(4):
+        ahead = 5000.0 if rank > 1 else 0.0
+        # Ends of rank 2 are read 40 µs late, those of rank 3 are not.
+        end = 800.0 + 40 * (rank == 2)
+        meeting = _pair_sum(f"[{rank % 2}, {rank % 2 + 2}]", 600, end, 0)
+        events = [step(0), x("kernel", "gemm", 0, 600), meeting]
+        events = [event | {"ts": event["ts"] + ahead} for event in events]
+        files.append(write(tmp_path, rank, events, host=f"n{rank // 2}"))
+
+    clocks = explain(files).clocks
+
+    assert clocks[0].applied_s == clocks[1].applied_s == 0
+    assert clocks[2].applied_s == clocks[3].applied_s == pytest.approx(-5.02e-3)
+
+
+def test_a_host_is_reached_through_another(tmp_path: Path) -> None:
+    """Rank 2 meets rank 1 only, and is 3 ms ahead of it, which is 5 ms ahead of rank 0."""
+    events = [
+        [step(0), _pair_sum("[0, 1]", 100, 200, 0)],
+        [step(0), _pair_sum("[0, 1]", 100, 200, 0), _pair_sum("[1, 2]", 300, 400, 0)],
+        [step(0), _pair_sum("[1, 2]", 300, 400, 0)],
+        [step(0), x("kernel", "gemm", 0, 900)],
+    ]
+    files = []
+    for rank, ahead in enumerate((0, 5000, 8000, 0)):
+        moved = [event | {"ts": event["ts"] + ahead} for event in events[rank]]
+        files.append(write(tmp_path, rank, moved, host=f"n{rank}"))
+
+    explanation = explain(files)
+
+    applied = [clock.applied_s for clock in explanation.clocks]
+    assert applied == pytest.approx([0, -5e-3, -8e-3, 0])
+    assert explanation.clocks[3].measured_s is None
+    assert any("the clock of n3 cannot be compared" in note for note in explanation.notes)
