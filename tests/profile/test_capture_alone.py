@@ -126,12 +126,12 @@ def test_training_with_profile_keeps_its_collectives_from_the_first_group_on(
     assert seen == [None, "20000"]
 
 
-def test_a_second_training_leaves_the_traces_of_the_first(
+def test_a_second_training_of_a_command_leaves_the_traces_of_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = []
     for active in (1, 2):
-        with Capture(tmp_path, wait=0, warmup=0, active=active) as capture:
+        with Capture(tmp_path, wait=0, warmup=0, active=active, replace=False) as capture:
             for _ in range(active):
                 _step()
                 capture.step()
@@ -141,6 +141,16 @@ def test_a_second_training_leaves_the_traces_of_the_first(
     assert _about(tmp_path)["steps"] == 1
     said = capsys.readouterr().err
     assert "rank0.json.gz is there already" in said and len(said.splitlines()) == 1
+
+
+def test_a_loop_that_records_again_replaces_its_trace(tmp_path: Path) -> None:
+    for active in (1, 2):
+        with Capture(tmp_path, wait=0, warmup=0, active=active) as capture:
+            for _ in range(active):
+                _step()
+                capture.step()
+
+    assert _about(tmp_path)["steps"] == 2
 
 
 def test_a_folder_does_not_hide_a_command_of_tuttis_own(

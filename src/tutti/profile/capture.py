@@ -43,6 +43,7 @@ class Capture:
     `nvtx` marks the steps for Nsight Systems instead of recording them; it needs CUDA.
     `batch` is how many samples a step of this rank has; None: as the program's loader says.
     With `stop` the program ends when all ranks have written: what follows is of no interest.
+    Without `replace` a trace that is there stays: a command may train more than once.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Capture:
         nvtx: bool = False,
         batch: int | None = None,
         stop: bool = False,
+        replace: bool = True,
     ) -> None:
         if active < 1 or wait < 0 or warmup < 0:
             raise ValueError(f"wait {wait}, warmup {warmup}, active {active}: at least 0, 0 and 1")
@@ -68,7 +70,7 @@ class Capture:
         self.wait, self.warmup, self.active = wait, warmup, active
         self.shapes, self.memory, self.stacks = shapes, memory, stacks
         self.tensorboard = None if tensorboard is None else Path(tensorboard)
-        self.nvtx, self.stop = nvtx, stop
+        self.nvtx, self.stop, self.replace = nvtx, stop, replace
         self.path: Path | None = None  # of the trace, once it is written
         self._profiler: torch.profiler.profile | NvtxRanges | None = None
         self._over = False
@@ -248,7 +250,7 @@ class Capture:
         if self.path is not None or self._steps <= self.wait + self.warmup:
             return  # it is written, or not one step that was recorded has ended
         path = self.directory / f"rank{self._rank}.json.gz"
-        if path.exists():  # one command may train twice
+        if not self.replace and path.exists():
             kept = "is there already and stays: of this training nothing is kept"
             print(f"tutti profile: {path} {kept}", file=sys.stderr)
             return
