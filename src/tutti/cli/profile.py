@@ -102,8 +102,10 @@ def _capture(options: Profile, words: list[str]) -> int:
     if not traces.is_dir() or not any(traces.glob("rank*")):
         steps = options.wait + options.warmup + 2
         print(
-            f"tutti profile: nothing was captured: no process took {steps} steps of a torch "
-            "optimizer; see --wait and --warmup",
+            f"tutti profile: nothing was captured. Either no process took {steps} steps of a torch "
+            "optimizer: train longer, or give --wait and --warmup less. Or none was reached: "
+            "python -I, -E or -S, a PYTHONPATH that the command sets anew, and CUDA graphs that "
+            "are replayed hide steps.",
             file=sys.stderr,
         )
         return code or 2

@@ -97,12 +97,15 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
 
 
 def _train(options: Train, base: Recipe) -> int:
+    from tutti.profile.launch import keep_collectives
     from tutti.train.run_directory import RunDirectory
     from tutti.train.together import together
     from tutti.train.trainer import LossNotFinite, Trainer
     from tutti.world.exchange import gather_json
     from tutti.world.start import init
 
+    if options.profile:
+        keep_collectives(os.environ)
     with init(
         device=options.device,
         ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,

@@ -5,10 +5,8 @@ COMMAND` it is loaded by its path into programs that may not have tutti at all.
 """
 
 import atexit
-import contextlib
 import json
 import os
-import resource
 import shutil
 import statistics
 import sys
@@ -18,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from .batch_watch import BatchWatch
 from .nvtx_ranges import NvtxRanges
+from .other_profilers import OtherProfilers
 from .step_clock import StepClock
+from .surroundings import cuda_in_use, device_of, identity, surroundings
 
-# Entries of torch's flight recorder that go into a trace: it knows group and sequence number of
-# every collective, which a gloo trace does not.
-_RECORDER_ENTRIES = 20_000
+_OTHER = "the program runs a torch.profiler of its own: leave that out"
 # How long a rank that has written its trace waits for the others before it ends the program.
 _PATIENCE_SECONDS = 60.0
 
@@ -40,11 +37,13 @@ class Capture:
             train(batch)
             p.step()
 
-    `shapes` None: shapes are recorded where sizes of messages cannot be known otherwise, on CPUs.
+    `shapes` None: shapes are recorded where sizes of messages cannot be known otherwise, in
+    programs that compute on CPUs.
     `tensorboard` is a folder that traces are put into as TensorBoard's profile plugin names them.
     `nvtx` marks the steps for Nsight Systems instead of recording them; it needs CUDA.
     `batch` is how many samples a step of this rank has; None: as the program's loader says.
     With `stop` the program ends when all ranks have written: what follows is of no interest.
+    Without `replace` a trace that is there stays: a command may train more than once.
     """
 
     def __init__(
@@ -61,6 +60,7 @@ class Capture:
         nvtx: bool = False,
         batch: int | None = None,
         stop: bool = False,
+        replace: bool = True,
     ) -> None:
         if active < 1 or wait < 0 or warmup < 0:
             raise ValueError(f"wait {wait}, warmup {warmup}, active {active}: at least 0, 0 and 1")
@@ -70,20 +70,22 @@ class Capture:
         self.wait, self.warmup, self.active = wait, warmup, active
         self.shapes, self.memory, self.stacks = shapes, memory, stacks
         self.tensorboard = None if tensorboard is None else Path(tensorboard)
-        self.nvtx, self.stop = nvtx, stop
+        self.nvtx, self.stop, self.replace = nvtx, stop, replace
         self.path: Path | None = None  # of the trace, once it is written
         self._profiler: torch.profiler.profile | NvtxRanges | None = None
         self._over = False
         self._steps = 0
         self._batch, self._batches = batch, BatchWatch()
+        self._others = OtherProfilers(self._make_room)
         self._device: torch.device | None = None  # where the program computes
         self._alone, self._recorded = StepClock(), StepClock()  # steps in `wait` and in `active`
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
         self._handle: Any = None
 
     def __enter__(self) -> "Capture":
-        if _cuda_in_use():
+        if cuda_in_use():
             self._device = torch.device("cuda", torch.cuda.current_device())
+        self._others.begin()
         self._start()
         return self
 
@@ -122,6 +124,7 @@ class Capture:
         if self._over:
             return
         self._over = True
+        self._others.end()
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             seen = self._batches.end(self._steps)
@@ -131,7 +134,7 @@ class Capture:
                 if last > first and self._rank == 0:
                     steps = f"steps {first} to {last - 1} are"
                     print(f"tutti profile: {steps} marked for Nsight Systems", file=sys.stderr)
-            elif last >= first:
+            elif last > first:
                 # Before the end: what is added later does not reach the file.
                 profiler.add_metadata_json("tutti", json.dumps(self._about(), default=str))
             profiler.stop()  # calls _write if steps were being recorded
@@ -150,17 +153,18 @@ class Capture:
         """
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
+        self._others.begin()
         self._handle = register_optimizer_step_post_hook(self._on_optimizer_step)
         atexit.register(self._at_exit)  # a program may end before the schedule does
         return self
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if _cuda_in_use() and torch.cuda.is_current_stream_capturing():
+        if cuda_in_use() and torch.cuda.is_current_stream_capturing():
             return  # a step that is written into a CUDA graph does not run now
         # With several optimizers (a GAN, one per parameter) a step is a step of the first.
         if self._leader is None:
             self._leader = weakref.ref(optimizer)
-            self._device = _device_of(optimizer)
+            self._device = device_of(optimizer)
             self._try(self._start)
         elif self._leader() is optimizer:
             self._try(self.step)
@@ -188,15 +192,26 @@ class Capture:
     def _let_go(self) -> None:
         self._over, self._profiler = True, None
         self._batches.end(0)
+        self._others.end()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def _give_way(self) -> None:
         """torch has one profiler at a time: a program that uses it keeps it."""
-        if torch.autograd.profiler._is_profiler_enabled:
+        if self._others.any():
             self._let_go()
-            raise RuntimeError("the program runs a torch.profiler of its own: leave that out")
+            raise RuntimeError(_OTHER)
+
+    def _make_room(self, another: Any) -> None:
+        """One is about to begin while ours is on: ours ends, with the steps that it has."""
+        ours = self._profiler
+        if ours is None or self._steps < self.wait or getattr(ours, "profiler", None) is another:
+            return
+        self._try(self.close)
+        if isinstance(ours, NvtxRanges):
+            ours.end()
+        print(f"tutti profile: nothing more is captured: {_OTHER}", file=sys.stderr)
 
     def _start(self) -> None:
         if self.wait == 0:
@@ -204,9 +219,9 @@ class Capture:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        # NCCL puts sizes into the trace by itself.
-        shapes = len(activities) == 1 if self.shapes is None else self.shapes
-        self._rank, self._size = _identity()
+        # NCCL puts sizes into the trace by itself. The host may have GPUs that nobody here uses.
+        shapes = self._device is None if self.shapes is None else self.shapes
+        self._rank, self._size = identity()
         if self.nvtx:
             self._profiler = NvtxRanges(self._action, shapes)
         else:
@@ -232,9 +247,13 @@ class Capture:
         return ProfilerAction.RECORD  # until close()
 
     def _write(self, profiler: torch.profiler.profile) -> None:
-        if self.path is not None:
-            return
+        if self.path is not None or self._steps <= self.wait + self.warmup:
+            return  # it is written, or not one step that was recorded has ended
         path = self.directory / f"rank{self._rank}.json.gz"
+        if not self.replace and path.exists():
+            kept = "is there already and stays: of this training nothing is kept"
+            print(f"tutti profile: {path} {kept}", file=sys.stderr)
+            return
         # Beside it first: a reader never sees half a trace.
         unfinished = self.directory / f".rank{self._rank}.{os.getpid()}.json.gz"
         profiler.export_chrome_trace(str(unfinished))
@@ -248,58 +267,17 @@ class Capture:
 
     def _about(self) -> dict[str, Any]:
         """What a trace does not say by itself."""
-        about: dict[str, Any] = {
+        about = {
+            **surroundings(),
             "rank": self._rank,
             "world_size": self._size,
-            "backend": "none",
-            "host_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "recorder": [],
+            # ProfilerStep#n is a whole step if n is less: torch's last one ends where we stop.
+            "steps": self._steps,
             "step_s": self._alone.seconds(),
             "overhead": None,
             "batch": self._batch,
-            "threads": torch.get_num_threads(),
-            "cpus": sorted(os.sched_getaffinity(0)),
         }
         recorded = self._recorded.seconds()
         if recorded and about["step_s"]:
             about["overhead"] = statistics.median(recorded) / statistics.median(about["step_s"])
-        if torch.cuda.is_available():
-            about["device_memory_bytes"] = torch.cuda.max_memory_allocated()
-        if dist.is_available() and dist.is_initialized():
-            about["backend"] = dist.get_backend()
-            with contextlib.suppress(Exception):  # the recorder is not a stable interface
-                about["recorder"] = _recorded()
         return about
-
-
-def _cuda_in_use() -> bool:
-    """Whether the program has begun with CUDA: a look must not be the beginning."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
-    """The GPU of its parameters; None if there is none."""
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    return next((each.device for each in parameters if each.device.type == "cuda"), None)
-
-
-def _identity() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _recorded() -> list[dict[str, Any]]:
-    """The collectives of gloo groups, as the flight recorder has them, in short."""
-    dump: Any = torch._C._distributed_c10d
-    entries = json.loads(dump._dump_fr_trace_json()).get("entries", [])
-    return [
-        {
-            "name": entry["profiling_name"],
-            "group": str(entry["process_group"][0]),
-            "seq": entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
-            "created_ns": entry["time_created_ns"],
-        }
-        for entry in entries[-_RECORDER_ENTRIES:]
-        if str(entry["profiling_name"]).startswith("gloo:")
-    ]

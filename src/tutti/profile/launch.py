@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,17 +26,24 @@ def captured_environment(settings: Mapping[str, Any], before: Mapping[str, str])
     path = [str(_STARTUP), *filter(None, [before.get("PYTHONPATH", "")])]
     env["PYTHONPATH"] = os.pathsep.join(path)
     env["TUTTI_PROFILE"] = json.dumps(dict(settings))
-    # gloo's traces lack groups and sequence numbers; torch's recorder of collectives has them.
-    env.setdefault("TORCH_FR_BUFFER_SIZE", "20000")
+    keep_collectives(env)
     # Kineto tells on standard error when it starts and stops.
     env.setdefault("KINETO_LOG_LEVEL", "99")
     return env
 
 
+def keep_collectives(env: MutableMapping[str, str]) -> None:
+    """Make torch's recorder of collectives large enough, in every process group made after this.
+
+    gloo's traces lack groups and sequence numbers, which the recorder has.
+    """
+    env.setdefault("TORCH_FR_BUFFER_SIZE", "20000")
+
+
 def program(words: Sequence[str], own_commands: Sequence[str]) -> list[str]:
     """The command to start: a script, `train …` of tutti's own, or any program."""
     first, *rest = words
-    if first == "tutti" or (first in own_commands and not Path(first).exists()):
+    if first == "tutti" or (first in own_commands and not Path(first).is_file()):
         return [sys.executable, "-m", "tutti", *(rest if first == "tutti" else words)]
     if first.endswith(".py"):
         if not Path(first).is_file():

@@ -28,6 +28,7 @@ class NvtxRanges:
         self._emit = _emit_nvtx(record_shapes=shapes)
         self._step = 0
         self._emitting = False
+        self._handle: Any = None
 
     def start(self) -> None:
         """The first step begins."""
@@ -54,8 +55,11 @@ class NvtxRanges:
             _profiler.stop()
             # An optimizer's step may be a range around this very call, and torch complains of a
             # range that outlives the emitting of them: it ends with the next forward.
-            self._handle = register_module_forward_pre_hook(self._end)
+            self._handle = register_module_forward_pre_hook(self.end)
 
-    def _end(self, *_: object) -> None:
-        self._handle.remove()
-        self._emit.__exit__(None, None, None)
+    def end(self, *_: object) -> None:
+        """No more ranges. Safe to call again."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            self._emit.__exit__(None, None, None)

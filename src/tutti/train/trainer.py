@@ -1,8 +1,7 @@
 """The training run: set up in the order in which things depend on each other, then the loop."""
 
 import json
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from tutti.train.pulse import Beat, Pulse
 from tutti.train.recipe import Recipe
 from tutti.train.run_directory import RunDirectory
 from tutti.train.runner import EagerRunner
+from tutti.train.saved_run import resume_run, save_run
 from tutti.train.speed import Speed
 from tutti.train.step import Step, as_computed
 from tutti.train.task import Task
@@ -139,11 +139,11 @@ class Trainer:
         self.speed = Speed(world, recipe.compute.precision, architecture, seq_len)
         self.step = 0
         self.notes: list[str] = []
-        self._samples_reported = 0
         self.shares: list[float] | None = None
         self.score: Score | None = None
         if resume:
-            self._resume()
+            resume_run(self)
+        self._samples_reported = self.runner.samples
         self.metrics.rewind(self.step)
 
     def _prepare(self) -> tuple[Dataset, Plan, nn.Module]:
@@ -176,7 +176,7 @@ class Trainer:
                 if evaluating and not stopped:
                     self._evaluate(progress)
                 if saving or (stopped and self._saves):
-                    self._save()
+                    save_run(self)
                 self.pulse.resume()
             self.checkpoints.wait()
         finally:
@@ -253,75 +253,6 @@ class Trainer:
             f"step {self.step}: test loss {score.loss:.4f}, accuracy {100 * score.accuracy:.2f} % "
             f"of {score.count:,}"
         )
-
-    def _save(self) -> None:
-        self.engine.share_buffers()
-        self.checkpoints.save(
-            self.step,
-            self.model,
-            self.optimizer,
-            {
-                "samples": self.runner.samples,
-                "data": self.loader.state_dict(),
-                "scaler": self.stepper.scaler.state_dict(),
-                "shares": self.shares,
-                "ranks": self.world.size,
-                "global_batch": self.plan.global_batch,
-                "total_samples": self.plan.samples,
-                "warmup_samples": self.plan.warmup_samples,
-                "steps": self.plan.steps,
-                "layout": str(self.plan.layout),
-            },
-            aliases=self.engine.aliases,
-        )
-
-    def _resume(self) -> None:
-        if not self.checkpoints.steps():
-            self.notes.append("there is no checkpoint yet: the run starts from the beginning")
-            return
-        # The recipe says what the learning rate, decay and so on are, not the checkpoint.
-        options = [
-            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
-        ]
-        loaded = self.checkpoints.load(self.model, self.optimizer, aliases=self.engine.aliases)
-        for group, asked in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(asked)
-        state, self.step = loaded.state, loaded.step
-        self.notes += [f"resumed at step {self.step}", *loaded.notes]
-        if self.recipe.engine.compress == "powersgd":
-            self.notes.append("PowerSGD's memory of past errors is not saved: it starts anew")
-        if state["layout"] != str(self.plan.layout):
-            # The saved noise is each rank's own; ranks that share samples must share it, too.
-            seed = self.recipe.length.seed * 1_000_003 + self.step * 7_919
-            torch.manual_seed(seed + 1 + self.engine.grid.data_rank)
-            self.notes.append(f"saved under {state['layout']}: random numbers start anew")
-        self.runner.samples = int(state["samples"])
-        self.loader.load_state_dict(state["data"])
-        if state["global_batch"] != self.plan.global_batch:
-            # Another number of ranks makes steps of another size: the length of the run and its
-            # schedule stay what they were, in samples.
-            total, batch = int(state["total_samples"]), self.plan.global_batch
-            steps = self.step + max(0, math.ceil((total - self.runner.samples) / batch))
-            why = f"what is left of {total:,} samples, in steps of {batch}"
-            wanted = self.recipe.length.steps
-            if wanted is not None and wanted != state.get("steps", wanted):
-                steps, why = wanted, "asked for"
-                total = self.runner.samples + max(0, wanted - self.step) * batch
-            self.plan = replace(
-                self.plan,
-                samples=total,
-                warmup_samples=int(state["warmup_samples"]),
-                steps=steps,
-                reasons={**self.plan.reasons, "steps": why},
-            )
-            self.runner.plan = self.plan
-        if state["scaler"] and self.stepper.scaler.is_enabled():
-            self.stepper.scaler.load_state_dict(state["scaler"])
-        measured = self.recipe.batching.split == "measured" and state["shares"] is not None
-        if measured and len(state["shares"]) == self.loader.ranks:
-            self.shares = [float(share) for share in state["shares"]]
-            self.loader.set_shares(self.shares)
-        self._samples_reported = self.runner.samples
 
     def _summary(self, loss: float) -> dict[str, Any]:
         score = self.score

@@ -32,7 +32,7 @@ def _capture() -> ModuleType:
 def _begin(settings: dict[str, Any]) -> None:
     """torch has been imported: from now on its optimizers' steps are counted."""
     try:
-        _capture().Capture(**settings).follow_optimizers()
+        _capture().Capture(**settings, replace=False).follow_optimizers()
     except Exception as error:  # the program must run whether or not it can be captured
         print(f"tutti profile: nothing is captured here: {error!r}", file=sys.stderr)
 

@@ -1,0 +1,164 @@
+"""A capture in this very process: its schedule, and what it leaves to others."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from tutti.cli.train import main as train
+from tutti.profile.capture import Capture
+from tutti.profile.launch import program
+from tutti.profile.trace_file import TraceFile
+from tutti.world.errors import UsageError
+
+
+def _step() -> None:
+    torch.ones(4, requires_grad=True).sum().backward()
+
+
+def _about(directory: Path, rank: int = 0) -> dict[str, Any]:
+    file = TraceFile(directory / f"rank{rank}.json.gz")
+    numbers = []
+    for event in file.events():
+        number = re.fullmatch(r"ProfilerStep#(\d+)", str(event.get("name")))
+        if number and event.get("cat") == "user_annotation":
+            numbers.append(int(number[1]))
+    about: dict[str, Any] = file.metadata["tutti"]
+    return {**about, "numbers": sorted(numbers)}
+
+
+def test_a_loop_that_ends_early_says_which_steps_are_whole(tmp_path: Path) -> None:
+    with Capture(tmp_path, wait=1, warmup=1, active=9) as capture:
+        for _ in range(5):
+            _step()
+            capture.step()
+
+    about = _about(tmp_path)
+    assert about["numbers"] == [2, 3, 4, 5]  # torch ends the one that had only begun
+    assert about["steps"] == 5
+
+
+def test_a_schedule_that_ends_has_whole_steps_alone(tmp_path: Path) -> None:
+    with Capture(tmp_path, wait=1, warmup=1, active=2) as capture:
+        for _ in range(9):
+            _step()
+            capture.step()
+
+    about = _about(tmp_path)
+    assert about["numbers"] == [2, 3]
+    assert about["steps"] == 4
+
+
+def test_nothing_is_written_where_no_recorded_step_has_ended(tmp_path: Path) -> None:
+    with Capture(tmp_path, wait=1, warmup=1, active=2) as capture:
+        for _ in range(2):
+            _step()
+            capture.step()
+
+    assert capture.path is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("wait", "warmup", "kept"),
+    [(4, 2, 0), (8, 1, 3), (2, 5, 0)],  # into our warm-up, into our recording, before both
+)
+def test_a_profiler_that_the_program_starts_later_is_the_one_that_works(
+    wait: int, warmup: int, kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = torch.autograd.profiler.profile._prepare_trace
+    optimizer = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=0.1)
+    Capture(tmp_path, wait=2, warmup=2, active=9).follow_optimizers()
+    order = torch.profiler.schedule(wait=wait, warmup=warmup, active=2, repeat=1)
+    with torch.profiler.profile(schedule=order) as mine:
+        for _ in range(14):
+            _step()
+            optimizer.step()
+            mine.step()
+
+    assert any(event.name == "aten::sum" for event in mine.events())
+    said = capsys.readouterr().err
+    assert said.count("a torch.profiler of its own") == len(said.splitlines()) == 1
+    assert torch.autograd.profiler.profile._prepare_trace is given
+    assert bool(kept) == (tmp_path / "rank0.json.gz").exists()
+    if kept:
+        assert _about(tmp_path)["steps"] == 2 + 2 + kept
+
+
+def test_a_program_on_cpus_has_shapes_though_its_host_has_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def profiler(**options: Any) -> Mock:
+        asked.update(options)
+        return Mock()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.profiler, "profile", profiler)
+    with Capture(tmp_path):
+        pass
+
+    assert asked["record_shapes"] is True
+
+
+def test_training_with_profile_keeps_its_collectives_from_the_first_group_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "")  # so that it is as before when this ends
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
+    seen = []
+
+    def init(**_: Any) -> None:
+        seen.append(os.environ.get("TORCH_FR_BUFFER_SIZE"))
+        raise UsageError("that is all")
+
+    monkeypatch.setattr("tutti.world.start.init", init)
+    for flags in ([], ["--profile"]):
+        with pytest.raises(UsageError):
+            train(["--device", "cpu", *flags, "--out", str(tmp_path)])
+
+    assert seen == [None, "20000"]
+
+
+def test_a_second_training_of_a_command_leaves_the_traces_of_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for active in (1, 2):
+        with Capture(tmp_path, wait=0, warmup=0, active=active, replace=False) as capture:
+            for _ in range(active):
+                _step()
+                capture.step()
+        paths.append(capture.path)
+
+    assert paths == [tmp_path / "rank0.json.gz", None]
+    assert _about(tmp_path)["steps"] == 1
+    said = capsys.readouterr().err
+    assert "rank0.json.gz is there already" in said and len(said.splitlines()) == 1
+
+
+def test_a_loop_that_records_again_replaces_its_trace(tmp_path: Path) -> None:
+    for active in (1, 2):
+        with Capture(tmp_path, wait=0, warmup=0, active=active) as capture:
+            for _ in range(active):
+                _step()
+                capture.step()
+
+    assert _about(tmp_path)["steps"] == 2
+
+
+def test_a_folder_does_not_hide_a_command_of_tuttis_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").mkdir()
+
+    words = program(["train", "--ranks", "2"], ["train", "report"])
+
+    assert words == [sys.executable, "-m", "tutti", "train", "--ranks", "2"]
