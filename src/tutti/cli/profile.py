@@ -51,6 +51,9 @@ class Profile:
     """Write ranks, steps, communication and stragglers to this file, too."""
 
 
+_STOPPED = (130, -2, 143, -15)  # by Ctrl-C or SIGTERM: the steps before were training
+
+
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code, or the program's if that failed."""
     flags, words = split_at_command(Profile, arguments)
@@ -101,18 +104,18 @@ def _capture(options: Profile, words: list[str]) -> int:
         return code
     if not traces.is_dir() or not any(traces.glob("rank*")):
         steps = options.wait + options.warmup + 2
+        failed = f"the program ended with code {code}, and " if code else ""
         print(
-            f"tutti profile: nothing was captured. Either no process took {steps} steps of a torch "
-            "optimizer: train longer, or give --wait and --warmup less. Or none was reached: "
+            f"tutti profile: {failed}nothing was captured. Either no process took {steps} steps of "
+            "a torch optimizer: train longer, or give --wait and --warmup less. Or none was reached: "
             "python -I, -E or -S, a PYTHONPATH that the command sets anew, and CUDA graphs that "
             "are replayed hide steps.",
             file=sys.stderr,
         )
         return code or 2
     print(f"traces are in {traces}", file=sys.stderr)
-    if code:
-        print(f"tutti profile: the program ended with code {code}", file=sys.stderr)
-    _explain(options, out)
+    _explain(options, out, code)
+    print(f"a page of it: tutti report {out}", file=sys.stderr)
     return code
 
 
@@ -129,12 +132,15 @@ def _check_nvtx(options: Profile) -> None:
         )
 
 
-def _explain(options: Profile, directory: Path) -> int:
+def _explain(options: Profile, directory: Path, code: int = 0) -> int:
     from tutti.profile.explain import explain, trace_files
     from tutti.profile.table import lines
 
     explanation = explain(trace_files(directory))
     rows = explanation.rows()
+    if code not in (0, *_STOPPED):  # what ranks do while one of them fails is not training
+        rows["advice"] = []
+        rows["notes"].append(f"the program failed, with code {code}: see its own words above")
     print("\n".join(lines(rows)))
     if options.merge is not None:
         from tutti.profile.timeline import write_timeline

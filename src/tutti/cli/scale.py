@@ -256,7 +256,7 @@ def _write(options: Scale, out: Path, results: dict[str, Any]) -> None:
     for path in (out / "scale.json", options.json):
         if path is not None:
             write_json(path, _SCHEMA, results)
-    print(f"results are in {out}", file=sys.stderr)
+    print(f"results are in {out}; a page of them: tutti report {out}", file=sys.stderr)
 
 
 def _ended(campaign: "Campaign") -> int:

@@ -155,6 +155,8 @@ def _train(options: Train, base: Recipe) -> int:
             return 1
         if world.is_first:
             _conclude(directory, outcome.summary, outcome.stopped)
+            if options.profile:
+                print(f"where its steps went: tutti profile --trace {directory.path}")
         return STOPPED if outcome.stopped else 0
 
 

@@ -66,6 +66,8 @@ class Capture:
             raise ValueError(f"wait {wait}, warmup {warmup}, active {active}: at least 0, 0 and 1")
         if nvtx and not torch.cuda.is_available():
             raise ValueError("nvtx marks steps for Nsight Systems and needs CUDA: leave it out")
+        # Kineto tells on standard error when it starts and stops, unless it is told not to.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.directory = Path(directory)
         self.wait, self.warmup, self.active = wait, warmup, active
         self.shapes, self.memory, self.stacks = shapes, memory, stacks

@@ -27,8 +27,6 @@ def captured_environment(settings: Mapping[str, Any], before: Mapping[str, str])
     env["PYTHONPATH"] = os.pathsep.join(path)
     env["TUTTI_PROFILE"] = json.dumps(dict(settings))
     keep_collectives(env)
-    # Kineto tells on standard error when it starts and stops.
-    env.setdefault("KINETO_LOG_LEVEL", "99")
     return env
 
 

@@ -20,8 +20,8 @@ def lines(rows: dict[str, Any]) -> Iterator[str]:
     backends = "+".join(sorted({each["backend"] for each in ranks}))
     clock = "host" if ranks[0]["clock_of"] == "host" else "device"
     yield (
-        f"{max(each['steps'] for each in ranks)} steps of {len(ranks)} "
-        f"rank{'s' * (len(ranks) > 1)}, {backends}; the {clock}'s time, in % of the step"
+        f"{_count(max(each['steps'] for each in ranks), 'step')} of "
+        f"{_count(len(ranks), 'rank')}, {backends}; the {clock}'s time, in % of the step"
     )
     yield ""
     yield "rank  step ms" + "".join(f"{PART_TITLES.get(name, name):>8}" for name in PARTS)
@@ -37,6 +37,10 @@ def lines(rows: dict[str, Any]) -> Iterator[str]:
     yield from _to_try(rows)
     for note in rows["notes"]:
         yield from wrap(f"note: {note}", 80, subsequent_indent="  ")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _interesting(rows: dict[str, Any]) -> list[dict[str, Any]]:
@@ -159,7 +163,7 @@ def _late(rows: dict[str, Any]) -> Iterator[str]:
             "collectives"
         )
         instead = each["instead"]
-        if instead["seconds"] > 0:
+        if instead["seconds"] >= 5e-5:
             part = PART_TITLES.get(instead["part"], instead["part"])
             yield f"  it has {1e3 * instead['seconds']:.1f} ms more of {part} than they have"
     if named and len(rows["ranks"]) <= 8:

@@ -10,7 +10,7 @@ from tutti.scale.forecast import FARTHEST
 _WIDTH = 80
 _SPEED = 20
 _NARROW = {"exposed_comm": "exposed"}
-_WIDTHS = {"exposed_comm": 8, "wait": 6, "bubble": 7, "input": 6, "other": 6}
+_WIDTHS = {"exposed_comm": 8, "wait": 5, "bubble": 7, "input": 6, "other": 6}
 _MEANING = {
     "exposed_comm": "communication that nothing computes behind",
     "wait": "waiting for ranks that come later",
@@ -48,7 +48,7 @@ def table(rows: Sequence[dict[str, Any]], unit: str) -> Iterator[str]:
     title = f"{unit} (p25–p75)"
     title = title if len(title) <= _SPEED else unit
     causes = "".join(f"{_NARROW.get(name, name):>{_WIDTHS[name]}}" for name in LOSS)
-    yield f"ranks{title:>{_SPEED}} speed-up efficiency %{causes}"
+    yield f"ranks{title:>{_SPEED}} speed-up  efficiency %{causes}"
     for row in rows:
         yield table_line(row)
 
@@ -61,7 +61,7 @@ def table_line(row: dict[str, Any]) -> str:
     share = f"{100 * row['efficiency']:.0f}"
     share += f" ({low}–{high})" if row["efficiency_spread"] != [1.0, 1.0] else ""  # of the base
     causes = "".join(f"{100 * row['loss'][name]:>{_WIDTHS[name]}.1f}" for name in LOSS)
-    return f"{row['ranks']:>5}{speed:>{_SPEED}}{row['speedup']:>9.2f}{share:>13}{causes}"
+    return f"{row['ranks']:>5}{speed:>{_SPEED}}{row['speedup']:>9.2f}{share:>14}{causes}"
 
 
 def _largest(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -84,12 +84,13 @@ def _largest(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         f"{row['ranks']} ranks lose {100 * lost:.1f} % of a step; the largest cause, "
         f"{100 * share:.1f} %, is {_MEANING[cause]}"
     )
-    if cause == "wait" and row["late"] is not None:
-        instead = row["late"]["instead"]
+    instead = (row["late"] or {}).get("instead")
+    if cause == "wait" and instead and instead["seconds"] >= 5e-5:
         part = {"host_gap": "gaps"}.get(instead["part"], instead["part"])
         text += f": rank {row['late']['rank']} has {1e3 * instead['seconds']:.1f} ms more of {part}"
     yield from _wrapped(f"{text}.")
     yield f"look at it: tutti profile --trace {row['folder']}"
+    yield "speed-up and efficiency are the middle of the ratios within a repeat"
 
 
 def _fit(fit: dict[str, Any] | None) -> Iterator[str]:

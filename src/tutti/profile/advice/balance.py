@@ -69,11 +69,12 @@ def _cure(case: Case, rank: int, part: str) -> str:
 
 
 def binding(case: Case) -> Iterator[Advice]:
-    """Equal work that takes longer on some ranks of a host: all could take the mean."""
+    """Equal work that takes longer on some ranks that share CPUs: all could take the mean."""
     for host in sorted({trace.host for trace in case.traces}):
         here = [trace for trace in case.traces if trace.host == host]
         cpus = {cpu for trace in here for cpu in trace.about.get("cpus") or ()}
-        if len(here) < 2 or not cpus or any(trace.on_device for trace in here):
+        alone = sum(len(trace.about.get("cpus") or ()) for trace in here) == len(cpus)
+        if len(here) < 2 or not cpus or alone or any(trace.on_device for trace in here):
             continue
         threads = sum(int(trace.about.get("threads") or 0) for trace in here)
         takes = [case.part("compute", t.rank) + case.part("hidden", t.rank) for t in here]
