@@ -107,9 +107,9 @@ def _capture(options: Profile, words: list[str]) -> int:
         failed = f"the program ended with code {code}, and " if code else ""
         print(
             f"tutti profile: {failed}nothing was captured. Either no process took {steps} steps of "
-            "a torch optimizer: train longer, or give --wait and --warmup less. Or none was reached: "
-            "python -I, -E or -S, a PYTHONPATH that the command sets anew, and CUDA graphs that "
-            "are replayed hide steps.",
+            "a torch optimizer: train longer, or give --wait and --warmup less. Or none was "
+            "reached: python -I, -E or -S, a PYTHONPATH that the command sets anew, and CUDA "
+            "graphs that are replayed hide steps.",
             file=sys.stderr,
         )
         return code or 2
