@@ -204,3 +204,14 @@ def test_without_a_mesh_the_operation_tells_the_axis(tmp_path: Path, call: str, 
     rows = explain([_write(tmp_path, 0, events)]).rows()
 
     assert [each["axis"] for each in rows["axes"]] == [axis]
+
+
+def test_a_batch_of_messages_that_names_no_group_is_a_pipelines(tmp_path: Path) -> None:
+    """dp2.pp2 on NCCL: batches of sends and receives have no annotation."""
+    groups = [("0", "default_pg", [0, 1, 2, 3])]
+    groups += [("1", "mesh_dp", [0, 2]), ("2", "mesh_pp", [0, 1])]
+    kernel = _x("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 100, 200)
+
+    rows = explain([_write(tmp_path, 0, [_step(), kernel], groups)]).rows()
+
+    assert [each["axis"] for each in rows["axes"]] == ["pp"]

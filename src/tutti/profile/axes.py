@@ -56,6 +56,8 @@ def _axes_there(trace: RankTrace) -> set[str]:
 def _axis(each: Collective, description: str, world: int, there: set[str]) -> str | None:
     if (named := _named(description)) is not None:
         return named
+    if each.is_point_to_point and not each.group:  # NCCL's batches name none; only stages send
+        return "pp"
     size = len(each.group_ranks) or each.group_size
     everyone = size == world or (not size and not each.group)
     if not everyone or (description.startswith("mesh_") and there):
