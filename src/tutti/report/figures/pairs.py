@@ -9,11 +9,15 @@ from tutti.report.palette import BLUE, GREY
 
 def figures(result: Result) -> Iterator[Figure]:
     """One bar for each pair."""
-    rows = result.content["rows"]
+    rows = [row for row in result.content["rows"] if row["speedup"] is not None]
+    skipped = [row["name"] for row in result.content["rows"] if row["speedup"] is None]
+    if not rows:
+        return
     speedups = [row["speedup"] for row in rows]
     yield Figure(
         "Baseline and optimized",
-        "How many times faster the optimized form is: the median over rounds, whiskers are its "
+        (f"Not measured here: {', '.join(skipped)}. " if skipped else "")
+        + "How many times faster the optimized form is: the median over rounds, whiskers are its "
         "quartiles; the dotted line is no gain. Results of both are checked equal.",
         Table(
             [
