@@ -14,6 +14,8 @@ import pytest
 
 from worlds import standing_processes
 
+pytest_plugins = ["measured"]
+
 # A process whose parent has died comes to us instead of to init, so that no leaked one is missed.
 _PR_SET_CHILD_SUBREAPER = 36
 ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

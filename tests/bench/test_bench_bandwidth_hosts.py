@@ -53,6 +53,7 @@ def measured(made: Network, file: Path, *flags: str) -> tuple[int, dict[str, Any
     return ranks[0].returncode, json.loads(file.read_text()), said[0][0]
 
 
+@pytest.mark.measured
 def test_the_slow_link_is_named_and_no_other(three_hosts: Network, tmp_path: Path) -> None:
     # Both directions of n2's cable: four of the six pairs are slow, so most of them.
     limit(three_hosts, 1, ["eth0", "n2"])
@@ -78,6 +79,7 @@ def test_the_slow_link_is_named_and_no_other(three_hosts: Network, tmp_path: Pat
     assert code == 1 and "# missed: the link of host n2" in said
 
 
+@pytest.mark.measured
 def test_one_direction_of_a_link_is_told_from_the_other(
     three_hosts: Network, tmp_path: Path
 ) -> None:

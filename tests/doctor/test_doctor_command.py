@@ -116,6 +116,7 @@ def test_the_page_has_the_table_of_the_code() -> None:
     assert markdown_table() in page.read_text()
 
 
+@pytest.mark.measured
 def test_ranks_of_a_world_are_tried_and_the_one_that_differs_is_named(tmp_path: Path) -> None:
     """One world for all of it: two local ranks, of which the second has a variable of its own."""
     file = tmp_path / "doctor.json"
@@ -164,6 +165,7 @@ def _doctor(hosts: tuple[Host, ...], file: Path, *flags: str) -> list[dict[str, 
 
 @needs_hosts
 @needs_tc
+@pytest.mark.measured
 def test_the_link_that_is_limited_is_named_and_no_other(tmp_path: Path) -> None:
     """Three hosts; between n1 and n2 lies a link of their own, held to 200 Mbit/s."""
     with network(3) as made:

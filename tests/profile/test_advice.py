@@ -160,6 +160,23 @@ def test_accumulation_is_for_what_other_cures_leave_and_names_its_price(tmp_path
     assert said["gain_s"] == pytest.approx(exposed * 3 / 4 / 1e6, rel=0.01)
 
 
+def test_accumulation_comes_after_the_cure_whose_remainder_it_is_for(tmp_path: Path) -> None:
+    """Backward could hide 100 of 1500; accumulation would gain more, and changes the training."""
+    events = [
+        _step(2000),
+        _x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 300, 301),
+        _x("cpu_op", "aten::mm", 301, 401) | {"tid": 8},
+        _x("cpu_op", f"{ENGINE}MmBackward0", 390, 401),
+        *_message(450, 450, 1950, 1 << 20),
+    ]
+
+    rows = _rows(tmp_path, events, events)
+
+    overlap, accumulation = _only(rows, "overlap"), _only(rows, "accumulation")
+    assert overlap["gain_s"] < accumulation["gain_s"]
+    assert rows["advice"].index(overlap) < rows["advice"].index(accumulation)
+
+
 @pytest.mark.parametrize(("load", "workers"), [(500.0, 1), (1500.0, 3)])
 def test_as_many_workers_as_hide_loading_behind_the_rest(
     tmp_path: Path, load: float, workers: int

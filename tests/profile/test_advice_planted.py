@@ -79,6 +79,7 @@ def test_tiny_buckets_are_found_with_every_message_on_the_timeline(tiny: dict[st
     assert [each["axis"] for each in tiny["comm"]] == ["dp"] * len(tiny["comm"])
 
 
+@pytest.mark.measured
 def test_a_larger_bucket_is_advised_and_gains_what_was_forecast(
     tiny: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_larger_bucket_is_advised_and_gains_what_was_forecast(
     assert _named(taken, "buckets") is None
 
 
+@pytest.mark.measured
 def test_an_uneven_split_is_named_and_gone_when_even(even: dict[str, Any], tmp_path: Path) -> None:
     uneven = _profile(tmp_path, UNEVEN="1", **HEAVY)
     said, late = _named(uneven, "straggler"), uneven["stragglers"][0]
@@ -115,6 +117,7 @@ def test_an_uneven_split_is_named_and_gone_when_even(even: dict[str, Any], tmp_p
     assert not any("split the batch" in each["try"] for each in even["advice"])
 
 
+@pytest.mark.measured
 def test_slow_input_on_one_rank_is_named_and_gone_when_fast(
     even: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_plain_ddp_script_is_captured_on_every_rank(gloo: tuple[Path, dict[str
     assert all(each["steps"] == STEPS and each["backend"] == "gloo" for each in rows["ranks"])
 
 
+@pytest.mark.measured
 def test_a_trace_says_what_the_steps_were_like_without_it(
     gloo: tuple[Path, dict[str, Any]],
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_trace_says_what_the_steps_were_like_without_it(
         assert about["cpus"] == sorted(os.sched_getaffinity(0))
 
 
+@pytest.mark.measured
 def test_the_rank_that_sleeps_is_the_one_others_wait_for(gloo: tuple[Path, dict[str, Any]]) -> None:
     _, rows = gloo
 
@@ -152,6 +154,7 @@ def test_one_timeline_opens_with_an_arrow_for_every_matched_collective(
     assert all((e["pid"], e["tid"]) in slices for e in ends)
 
 
+@pytest.mark.measured
 def test_shm_under_tutti_run_is_explained_the_same(tmp_path: Path) -> None:
     run = ["tutti", "run", "-n", str(RANKS), "--device", "cpu", SCRIPT, "shm", "10"]
     board = ["--tensorboard", tmp_path / "board"]

@@ -46,6 +46,7 @@ def _parts(made: Network, out: Path, port: int) -> dict[str, float]:
     return {name: sum(each[name] for each in shares) / len(shares) for name in shares[0]}
 
 
+@pytest.mark.measured
 def test_a_slow_link_shows_as_exposed_communication_until_it_is_fast(
     hosts: Network, tmp_path: Path
 ) -> None:

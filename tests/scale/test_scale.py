@@ -66,6 +66,7 @@ def _seconds(row: dict[str, Any], cause: str) -> float:
     return float(row["loss"][cause] * row["step_s"])
 
 
+@pytest.mark.measured
 def test_a_rank_that_sleeps_is_the_largest_cause(stopped: dict[str, Any]) -> None:
     row = stopped["rows"][1]
 
@@ -76,6 +77,7 @@ def test_a_rank_that_sleeps_is_the_largest_cause(stopped: dict[str, Any]) -> Non
     assert f"tutti profile --trace {stopped['out']}/ranks2-repeat0" in stopped["printed"]
 
 
+@pytest.mark.measured
 def test_when_no_rank_is_later_than_the_other_it_is_not(together: dict[str, Any]) -> None:
     """Both sleep, so nobody waits: the same seconds are gaps of each rank's own."""
     row = together["rows"][1]

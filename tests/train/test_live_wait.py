@@ -91,6 +91,7 @@ def runs() -> list[dict[str, Any]]:
     return in_world(train_all, RANKS)
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_the_others_wait_what_the_late_rank_sleeps(
     runs: list[dict[str, Any]], backend: str
@@ -102,6 +103,7 @@ def test_the_others_wait_what_the_late_rank_sleeps(
         assert 0.7 * SLEEP_S < waited[rank] < 1.5 * SLEEP_S  # room for a loaded machine
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_the_late_rank_is_named_once_by_the_first_rank(
     runs: list[dict[str, Any]], backend: str
@@ -114,6 +116,7 @@ def test_the_late_rank_is_named_once_by_the_first_rank(
     assert not any(said[1:])
 
 
+@pytest.mark.measured
 def test_without_the_sleep_it_is_not_named_and_the_waiting_is_gone(
     runs: list[dict[str, Any]],
 ) -> None:
@@ -124,6 +127,7 @@ def test_without_the_sleep_it_is_not_named_and_the_waiting_is_gone(
 
 
 @pytest.mark.gpu
+@pytest.mark.measured
 @pytest.mark.timeout(300)
 def test_on_a_gpu_the_events_of_the_device_say_the_same() -> None:
     runs = in_world(train, RANKS, "nccl", True, None, gpu=True, timeout=200)

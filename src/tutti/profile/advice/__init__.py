@@ -18,7 +18,21 @@ _KINDS = (
 
 
 def advise(case: Case) -> list[Advice]:
-    """All that is worth trying, the largest gain first."""
+    """All that is worth trying, the largest gain first.
+
+    Accumulation changes what is trained: it comes after the cures whose remainder it is for.
+    """
     found = [each for kind in _KINDS for each in kind(case) if is_worth(each)]
-    found += [each for each in communication.accumulation(case, found) if is_worth(each)]
-    return sorted(found, key=lambda each: -(each["gain_s"] or 0.0))
+    found.sort(key=_gain, reverse=True)
+    for each in filter(is_worth, communication.accumulation(case, found)):
+        before = [place for place, other in enumerate(found, 1) if _precedes(other, each)]
+        found.insert(max(before, default=0), each)
+    return found
+
+
+def _precedes(other: Advice, accumulation: Advice) -> bool:
+    return other["id"] in communication.OF_SUMS or _gain(other) >= _gain(accumulation)
+
+
+def _gain(each: Advice) -> float:
+    return each["gain_s"] or 0.0

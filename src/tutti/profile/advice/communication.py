@@ -13,7 +13,7 @@ _BUCKET_MB = (1, 2, 5, 10, 25, 50, 100, 200)
 _MB = 1 << 20  # as DDP's bucket_cap_mb counts
 _SOME = 1024  # bytes: a loss that is summed to be printed is no gradient
 _FULL = 0.9  # of a device's memory
-_OF_SUMS = ("buckets", "overlap", "grouping")  # advice that shortens sums of gradients
+OF_SUMS = ("buckets", "overlap", "grouping")  # advice that shortens sums of gradients
 
 
 def buckets(case: Case) -> Iterator[Advice]:
@@ -161,7 +161,7 @@ def accumulation(case: Case, found: Sequence[Advice]) -> Iterator[Advice]:
 
     It changes what is trained, so it is for what the other cures of such sums leave.
     """
-    gained = max((each["gain_s"] or 0.0 for each in found if each["id"] in _OF_SUMS), default=0)
+    gained = max((each["gain_s"] or 0.0 for each in found if each["id"] in OF_SUMS), default=0)
     exposed = case.exposed("dp") - gained
     others = case.step_s - gained - exposed
     if exposed <= 0:
