@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,31 @@ def test_a_world_of_one_works_like_any_other_and_ends_with_its_context() -> None
     assert "GLOO_SOCKET_IFNAME" not in os.environ  # what was set for the world has ended with it
     with tutti.init(device="cpu") as again:  # and may be started anew
         assert again.size == 1
+
+
+_STEPS_THAT_FREE = """
+import resource, torch, tutti
+
+def faults_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    gradients = [torch.ones(1 << 20) for _ in range(10)]  # 40 MB in blocks of 4
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+with tutti.init(device="cpu"):
+    steps = [faults_of_a_step() for _ in range(10)]  # in the first ones the heap grows
+    print(sum(steps[5:]))
+"""
+
+
+def test_on_a_cpu_what_a_step_frees_is_there_for_the_next() -> None:
+    command = [sys.executable, "-c", _STEPS_THAT_FREE]
+    kept = run_command(command)
+    as_asked = run_command(command, env={"MALLOC_TRIM_THRESHOLD_": "131072"})
+
+    assert kept.returncode == as_asked.returncode == 0, kept.stderr + as_asked.stderr
+    pages = 5 * 10 * 1024
+    assert int(kept.stdout) < pages / 10
+    assert int(as_asked.stdout) >= pages
 
 
 def test_an_unknown_device_is_refused() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tutti.world.binding import bind, visible_gpus
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.failure import Watch, one_line_for_mistakes
+from tutti.world.freed_memory import keep_freed_memory
 from tutti.world.gpu_sharing import shared_gpu_variables
 from tutti.world.identity import Identity, identify
 from tutti.world.lines import Lines, open_listener
@@ -89,6 +90,8 @@ def init(
 
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+    else:
+        keep_freed_memory(env)
     dist.init_process_group(
         backend=_torch_backend(world.backend),
         store=dist.PrefixStore(f"tutti/{roll.start}/torch", meeting.store),

@@ -18,9 +18,10 @@ static inline void copy(void *to, const void *from, uint64_t bytes)
 /* Copies bytes to where the caller wants them. */
 static inline void take(const tutti_group *g, void *to, const void *from, uint64_t bytes)
 {
-    if (g->past_caches && bytes && to != from)
+    if (g->past_caches && bytes && to != from) {
         stream_bytes(to, from, bytes);
-    else
+        streams_end();
+    } else
         copy(to, from, bytes);
 }
 

@@ -36,7 +36,7 @@ __attribute__((target("avx"))) static uint64_t copy_steps(unsigned char *to,
     return at;
 }
 
-__attribute__((target("avx"))) static uint64_t stream_steps(unsigned char *to,
+__attribute__((target("avx"))) static uint64_t stream_lines(unsigned char *to,
                                                             const unsigned char *from,
                                                             uint64_t bytes)
 {
@@ -48,7 +48,12 @@ __attribute__((target("avx"))) static uint64_t stream_steps(unsigned char *to,
         for (int i = 0; i < 8; i++)
             _mm256_stream_si256((__m256i *)(to + at + 32 * i), lane[i]);
     }
-    _mm_sfence(); /* such stores are not ordered by a release store */
+    for (; at + LINE <= bytes; at += LINE) {
+        __m256i left = _mm256_loadu_si256((const __m256i *)(from + at));
+        __m256i right = _mm256_loadu_si256((const __m256i *)(from + at + 32));
+        _mm256_stream_si256((__m256i *)(to + at), left);
+        _mm256_stream_si256((__m256i *)(to + at + 32), right);
+    }
     return at;
 }
 
@@ -62,14 +67,19 @@ void copy_bytes(void *to, const void *from, uint64_t bytes)
 
 void stream_bytes(void *to, const void *from, uint64_t bytes)
 {
-    uint64_t at = (32 - (uintptr_t)to % 32) % 32;
-    if (bytes < 4 * STEP || !__builtin_cpu_supports("avx")) {
+    uint64_t at = -(uintptr_t)to % LINE;
+    if (bytes < LINE + at || !__builtin_cpu_supports("avx")) {
         copy_bytes(to, from, bytes);
         return;
     }
     memcpy(to, from, at);
-    at += stream_steps((unsigned char *)to + at, (const unsigned char *)from + at, bytes - at);
+    at += stream_lines((unsigned char *)to + at, (const unsigned char *)from + at, bytes - at);
     memcpy((unsigned char *)to + at, (const unsigned char *)from + at, bytes - at);
+}
+
+void streams_end(void)
+{
+    _mm_sfence();
 }
 #else
 void copy_bytes(void *to, const void *from, uint64_t bytes)
@@ -80,6 +90,10 @@ void copy_bytes(void *to, const void *from, uint64_t bytes)
 void stream_bytes(void *to, const void *from, uint64_t bytes)
 {
     memcpy(to, from, bytes);
+}
+
+void streams_end(void)
+{
 }
 #endif
 
@@ -109,8 +123,9 @@ void hand_over(crossing *crossing, void *to, const void *from, uint64_t bytes)
     }
     if (crossing->count++ % HANDED_PER_SAMPLE == 0)
         crossing->dear = lines_are_dear(to, from);
-    if (crossing->dear)
+    if (crossing->dear) {
         stream_bytes(to, from, bytes);
-    else
+        streams_end();
+    } else
         copy_bytes(to, from, bytes);
 }

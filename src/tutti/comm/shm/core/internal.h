@@ -47,7 +47,9 @@ void ring_bell(_Atomic uint32_t *bell);
 
 /* ---- copies (copy.c) ---- */
 void copy_bytes(void *to, const void *from, uint64_t bytes);
-void stream_bytes(void *to, const void *from, uint64_t bytes); /* past the caches */
+/* Past the caches: a release store orders such bytes only after streams_end(). */
+void stream_bytes(void *to, const void *from, uint64_t bytes);
+void streams_end(void);
 typedef struct {
     uint32_t count;
     bool dear; /* taking lines back from another core */
@@ -63,8 +65,9 @@ bool can_reduce(uint32_t dtype, uint32_t reduce);
 void reduce_parts(void *out, const void *const *parts, uint32_t n, uint64_t count, uint32_t dtype,
                   uint32_t reduce); /* out may be one of the parts */
 /* The same, and the result handed over to all places as it is made, in one pass over memory. */
-void reduce_to_all(void *out, void *const *places, uint32_t n_places, const void *const *parts,
-                   uint32_t n, uint64_t count, uint32_t dtype, uint32_t reduce);
+void reduce_to_all(void *out, void *const *places, uint32_t n_places, bool past_caches,
+                   const void *const *parts, uint32_t n, uint64_t count, uint32_t dtype,
+                   uint32_t reduce);
 
 /* ---- what a rank publishes; each line has one writer, its owner ---- */
 enum { RUNNING = 0, LEFT = 1, BROKEN = 2 };

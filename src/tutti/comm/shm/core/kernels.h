@@ -10,13 +10,18 @@
 #define SAME(x, n) (x)
 #define MEAN(x, n) ((x) / (n))
 
-/* The bytes at `at` of a result, to the other places where it belongs: straight from the L1 cache,
- * by ordinary stores. Those lines are mostly here already, read as sources; stores past the caches,
- * which pay for copies to another core, were measured as twice as slow. */
+/* The bytes at `at` of a result, to the other places where it belongs: straight from the L1 cache.
+ * Lines that were read as sources are here already; for them stores past the caches were measured as
+ * twice as slow. They pay for lines that another core holds (copy.c). */
 static TARGET void NAMED(hand_on)(const others *others, const void *out, uint64_t at, uint64_t bytes)
 {
-    for (uint32_t p = 0; p < others->count; p++)
-        memcpy((unsigned char *)others->places[p] + at, (const unsigned char *)out + at, bytes);
+    for (uint32_t p = 0; p < others->count; p++) {
+        unsigned char *place = (unsigned char *)others->places[p] + at;
+        if (others->past_caches)
+            stream_bytes(place, (const unsigned char *)out + at, bytes);
+        else
+            memcpy(place, (const unsigned char *)out + at, bytes);
+    }
 }
 
 #define REDUCTION(name, stored, wide, LOAD, STORE, COMBINE, FINISH)                               \

@@ -14,6 +14,7 @@
 typedef struct {
     void *const *places;
     uint32_t count;
+    bool past_caches;
 } others;
 
 typedef void (*reduction)(void *out, const void *const *parts, uint32_t n, uint64_t count,
@@ -207,10 +208,13 @@ void reduce_parts(void *out, const void *const *parts, uint32_t n, uint64_t coun
     find(dtype, reduce)(out, parts, n, count, &(others){0});
 }
 
-void reduce_to_all(void *out, void *const *places, uint32_t n_places, const void *const *parts,
-                   uint32_t n, uint64_t count, uint32_t dtype, uint32_t reduce)
+void reduce_to_all(void *out, void *const *places, uint32_t n_places, bool past_caches,
+                   const void *const *parts, uint32_t n, uint64_t count, uint32_t dtype,
+                   uint32_t reduce)
 {
-    find(dtype, reduce)(out, parts, n, count, &(others){places, n_places});
+    find(dtype, reduce)(out, parts, n, count, &(others){places, n_places, past_caches});
+    if (past_caches)
+        streams_end();
 }
 
 TUTTI_API int tutti_reduce_into(void *out, const void *const *parts, uint32_t n_parts,

@@ -49,7 +49,8 @@ static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out,
                 g->sources[p] =
                     p == me ? mine : bytes_of(g, (int)p, round - 1) + me * piece;
             void *slot = bytes_of(g, g->rank, round) + me * piece;
-            reduce_to_all(out + (c - 1) * chunk + me * piece, &slot, 1, g->sources, (uint32_t)n,
+            reduce_to_all(out + (c - 1) * chunk + me * piece, &slot, 1, g->crossing.dear,
+                          g->sources, (uint32_t)n,
                           chunk_bytes(chunk_bytes(bytes, c - 1, chunk), me, piece) /
                               dtype_bytes(g->running->dtype),
                           g->running->dtype, g->running->reduce);

@@ -21,6 +21,14 @@
 #ifndef MFD_CLOEXEC
 #define MFD_CLOEXEC 1U
 #endif
+#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
+#define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MADV_COLLAPSE /* Linux 6.1 */
+#define MADV_COLLAPSE 25
+#endif
+
+enum { LARGE_PAGE = 2 << 20 };
 
 static _Thread_local char error_text[8192];
 static _Thread_local int error_code;
@@ -123,6 +131,38 @@ static int reserve(int fd, uint64_t bytes, const char *label)
     return fail_errno("fallocate of shared memory");
 }
 
+/* Large pages need one lookup for 2 MiB, not 512. Shared memory gets them if it is asked for, and
+ * only at an address that is a multiple of their size: hence the wider reservation, of which only
+ * the segment stays. A kernel that has no such page to give, or does not know the words (Linux 6.1),
+ * leaves small ones.
+ *
+ * The pages are there already: entering them now keeps faults out of the first operations. */
+static void *map_pages(int fd, uint64_t bytes)
+{
+    const int rights = PROT_READ | PROT_WRITE;
+    if (bytes < LARGE_PAGE)
+        return mmap(NULL, bytes, rights, MAP_SHARED | MAP_POPULATE, fd, 0);
+    uint64_t reserved = bytes + LARGE_PAGE;
+    unsigned char *from =
+        mmap(NULL, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (from == MAP_FAILED)
+        return MAP_FAILED;
+    unsigned char *base = from + (-(uintptr_t)from & (LARGE_PAGE - 1));
+    if (mmap(base, bytes, rights, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+        munmap(from, reserved);
+        return MAP_FAILED;
+    }
+    uint64_t small = (uint64_t)sysconf(_SC_PAGESIZE);
+    unsigned char *end = base + (bytes + small - 1) / small * small;
+    if (base > from)
+        munmap(from, (size_t)(base - from));
+    if (from + reserved > end)
+        munmap(end, (size_t)(from + reserved - end));
+    madvise(base, bytes / LARGE_PAGE * LARGE_PAGE, MADV_COLLAPSE);
+    madvise(base, bytes, MADV_POPULATE_WRITE);
+    return base;
+}
+
 static tutti_segment *map(int fd, uint64_t bytes, int64_t owner)
 {
     tutti_segment *segment = calloc(1, sizeof *segment);
@@ -130,8 +170,7 @@ static tutti_segment *map(int fd, uint64_t bytes, int64_t owner)
         fail(TUTTI_NO_MEMORY, "no memory for a segment's %zu bytes", sizeof *segment);
         return NULL;
     }
-    /* The pages are there already: entering them now keeps faults out of the first operations. */
-    void *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+    void *base = map_pages(fd, bytes);
     if (base == MAP_FAILED) {
         fail(errno == ENOMEM ? TUTTI_NO_MEMORY : TUTTI_SYSTEM,
              "cannot map %" PRIu64 " bytes of shared memory: %s", bytes, strerror(errno));

@@ -106,8 +106,8 @@ int direct_all_reduce(tutti_group *g, const tutti_operation *op)
         if (p != g->rank)
             g->places[others++] = piece_of;
     }
-    reduce_to_all((unsigned char *)op->out[0] + begin, g->places, others, g->sources, (uint32_t)n,
-                  (end - begin) / dtype_bytes(op->dtype), op->dtype, op->reduce);
+    reduce_to_all((unsigned char *)op->out[0] + begin, g->places, others, false, g->sources,
+                  (uint32_t)n, (end - begin) / dtype_bytes(op->dtype), op->dtype, op->reduce);
     consume_round(g, round);
     TRY(meet(g, round + 1));
     consume_round(g, round + 1);
