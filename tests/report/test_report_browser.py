@@ -17,7 +17,7 @@ RESULTS = (
     *(
         ROOT / "benchmarks" / name
         for name in (
-            "cpu_all_reduce_epyc2_20261115.json",
+            "cpu_all_reduce_epyc2_20261115_run1.json",
             "gpu_bandwidth_h200_20261115.json",
             "cpu_pairs_epyc2_20261115.json",
             "gpu_symmetric_h200_20261115.json",
