@@ -28,7 +28,8 @@
 #define MADV_COLLAPSE 25
 #endif
 
-enum { LARGE_PAGE = 2 << 20 };
+enum { LARGE_PAGE = 2 << 20, ASKED_AT_ONCE = 16 * LARGE_PAGE };
+#define MOST_NS_FOR_LARGE_PAGES 500000000u
 
 static _Thread_local char error_text[8192];
 static _Thread_local int error_code;
@@ -134,7 +135,7 @@ static int reserve(int fd, uint64_t bytes, const char *label)
 /* Large pages need one lookup for 2 MiB, not 512. Shared memory gets them if it is asked for, and
  * only at an address that is a multiple of their size: hence the wider reservation, of which only
  * the segment stays. A kernel that has no such page to give, or does not know the words (Linux 6.1),
- * leaves small ones.
+ * leaves small ones; one that must first move other pages takes its time, and is not asked for ever.
  *
  * The pages are there already: entering them now keeps faults out of the first operations. */
 static void *map_pages(int fd, uint64_t bytes)
@@ -158,7 +159,10 @@ static void *map_pages(int fd, uint64_t bytes)
         munmap(from, (size_t)(base - from));
     if (from + reserved > end)
         munmap(end, (size_t)(from + reserved - end));
-    madvise(base, bytes / LARGE_PAGE * LARGE_PAGE, MADV_COLLAPSE);
+    uint64_t large = bytes / LARGE_PAGE * LARGE_PAGE, begun = now_ns();
+    for (uint64_t at = 0; at < large && now_ns() - begun < MOST_NS_FOR_LARGE_PAGES;
+         at += ASKED_AT_ONCE)
+        madvise(base + at, large - at < ASKED_AT_ONCE ? large - at : ASKED_AT_ONCE, MADV_COLLAPSE);
     madvise(base, bytes, MADV_POPULATE_WRITE);
     return base;
 }
