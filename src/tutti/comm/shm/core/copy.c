@@ -19,7 +19,9 @@
 #define STEP 256 /* bytes per turn of the loops */
 #define SAMPLED 2048 /* bytes; less than that is never worth the question */
 #define HANDED_PER_SAMPLE 32
+#ifndef DEAR_NS_PER_LINE
 #define DEAR_NS_PER_LINE 8
+#endif
 
 #if defined(__x86_64__)
 __attribute__((target("avx"))) static uint64_t copy_steps(unsigned char *to,
