@@ -279,7 +279,7 @@ def test_a_mistake_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()  # nothing was begun
 
 
-def test_a_run_goes_on_with_other_ranks_to_the_same_number_of_samples(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_other_ranks_to_the_same_samples_or_to_those_asked_for(tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(*SHORT, "--epochs", "2", "--ranks", "2", "--out", out)  # 2 × 23 steps of 64
     shutil.rmtree(out / "checkpoints" / "step-00000046")  # as if it had been stopped halfway
@@ -287,6 +287,10 @@ def test_a_run_goes_on_with_other_ranks_to_the_same_number_of_samples(tmp_path: 
     assert "resumed at step 23" in done.stderr
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["steps"], summary["samples"]) == (23 + 45, 2 * 1437)
+
+    train("--resume", "--out", out, "--ranks", "2", "--epochs", "3")  # 23 more steps of 64
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["steps"], summary["samples"]) == (23 + 45 + 23, 3 * 1437)
 
 
 def test_an_existing_run_is_neither_overwritten_nor_resumed_unasked(tmp_path: Path) -> None:

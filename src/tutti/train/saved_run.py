@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tutti.train.plan import Plan
+from tutti.train.recipe import Length
 
 if TYPE_CHECKING:
     from tutti.train.trainer import Trainer
@@ -30,6 +31,7 @@ def save_run(trainer: "Trainer") -> None:
             "total_samples": plan.samples,
             "warmup_samples": plan.warmup_samples,
             "steps": plan.steps,
+            "epochs": trainer.recipe.length.epochs,
             "layout": str(plan.layout),
         },
         aliases=trainer.engine.aliases,
@@ -53,8 +55,7 @@ def resume_run(trainer: "Trainer") -> None:
     runner.samples = int(state["samples"])
     loader.load_state_dict(state["data"])
     if state["global_batch"] != trainer.plan.global_batch:
-        wanted = recipe.length.steps
-        trainer.plan = _in_other_steps(trainer.plan, state, trainer.step, wanted)
+        trainer.plan = _in_other_steps(trainer.plan, state, trainer.step, recipe.length)
         runner.plan = trainer.plan
     scaler = trainer.stepper.scaler
     if state["scaler"] and scaler.is_enabled():
@@ -80,11 +81,14 @@ def _load(trainer: "Trainer") -> dict[str, Any]:
     return loaded.state
 
 
-def _in_other_steps(plan: Plan, state: dict[str, Any], step: int, wanted: int | None) -> Plan:
+def _in_other_steps(plan: Plan, state: dict[str, Any], step: int, length: Length) -> Plan:
     """Another number of ranks makes steps of another size: the length of the run and its schedule
-    stay what they were, in samples.
+    stay what they were, in samples, unless another length is asked for.
     """
     done, total, batch = int(state["samples"]), int(state["total_samples"]), plan.global_batch
+    wanted = length.steps
+    if wanted is None and length.epochs != state.get("epochs", length.epochs):
+        total = plan.samples
     steps = step + max(0, math.ceil((total - done) / batch))
     why = f"what is left of {total:,} samples, in steps of {batch}"
     if wanted is not None and wanted != state.get("steps", wanted):
