@@ -13,6 +13,7 @@ import torch
 from tutti.cli.train import main as train
 from tutti.profile.capture import Capture
 from tutti.profile.launch import program
+from tutti.profile.reading import read_rank
 from tutti.profile.trace_file import TraceFile
 from tutti.world.errors import UsageError
 
@@ -88,6 +89,24 @@ def test_a_profiler_that_the_program_starts_later_is_the_one_that_works(
     assert bool(kept) == (tmp_path / "rank0.json.gz").exists()
     if kept:
         assert _about(tmp_path)["steps"] == 2 + 2 + kept
+    mine.export_chrome_trace(str(tmp_path / "theirs.json"))
+    first = wait + warmup
+    assert [each.number for each in read_rank(tmp_path / "theirs.json").steps] == [first, first + 1]
+
+
+def test_a_profiler_of_the_program_that_idles_marks_no_steps_in_our_trace(tmp_path: Path) -> None:
+    given = torch.profiler.profile.step
+    optimizer = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=0.1)
+    Capture(tmp_path, wait=1, warmup=1, active=4).follow_optimizers()
+    order = torch.profiler.schedule(wait=50, warmup=1, active=2)
+    with torch.profiler.profile(schedule=order) as mine:
+        for _ in range(8):
+            _step()
+            optimizer.step()
+            mine.step()
+
+    assert [each.number for each in read_rank(tmp_path / "rank0.json.gz").steps] == [2, 3, 4, 5]
+    assert torch.profiler.profile.step is given
 
 
 def test_a_program_on_cpus_has_shapes_though_its_host_has_gpus(

@@ -78,7 +78,7 @@ class Capture:
         self._over = False
         self._steps = 0
         self._batch, self._batches = batch, BatchWatch()
-        self._others = OtherProfilers(self._make_room)
+        self._others = OtherProfilers(self._make_room, lambda each: each is self._profiler)
         self._device: torch.device | None = None  # where the program computes
         self._alone, self._recorded = StepClock(), StepClock()  # steps in `wait` and in `active`
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
