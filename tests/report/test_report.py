@@ -25,6 +25,7 @@ from tutti.report.figures import (
     waits,
 )
 from tutti.report.page import build, check_installed, data_for_script, show
+from tutti.report.summary import tiles
 from tutti.world.errors import UsageError
 from worlds import TUTTI, run_command
 
@@ -46,6 +47,19 @@ def test_a_run_directory_becomes_a_page_inside_it(two_ranks: Path, tmp_path: Pat
         re.findall(r'(?:src|href)=(?!["\']?(?:data:|#))[^\s>]*', text.partition("<script")[0]) == []
     )
     assert "2 ranks, layout dp2" in text
+
+
+def test_of_several_runs_the_page_is_here_and_its_large_numbers_say_of_which(
+    two_ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [shutil.copytree(two_ranks, tmp_path / name) for name in ("one", "two")]
+    monkeypatch.chdir(tmp_path)
+
+    page = report(*runs)
+
+    assert page.resolve() == tmp_path / "report.html"
+    (computing,) = [tile for tile in tiles(collect(runs)) if tile.name == "computing"]
+    assert computing.about == "of the step, in one"
 
 
 def test_the_same_material_gives_the_same_page(two_ranks: Path) -> None:

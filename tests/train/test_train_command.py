@@ -279,7 +279,9 @@ def test_a_mistake_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()  # nothing was begun
 
 
-def test_a_run_goes_on_with_other_ranks_to_the_same_samples_or_to_those_asked_for(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_other_ranks_to_the_same_samples_or_to_those_asked_for(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     train(*SHORT, "--epochs", "2", "--ranks", "2", "--out", out)  # 2 × 23 steps of 64
     shutil.rmtree(out / "checkpoints" / "step-00000046")  # as if it had been stopped halfway

@@ -24,7 +24,7 @@ class Report:
     paths: tyro.conf.Positional[tuple[Path, ...]]
     """Run directories, folders of `tutti profile` and `tutti scale`, files that --json wrote."""
     out: Path | None = None
-    """The page (default: report.html in the first folder, or beside the first file)."""
+    """The page (default: report.html in the folder, or beside the file; of several, here)."""
 
 
 def main(arguments: list[str]) -> int:
@@ -32,8 +32,9 @@ def main(arguments: list[str]) -> int:
     options = parse(Report, "tutti report", arguments)
     if not options.paths:
         raise UsageError("name a run directory or a result: tutti report PATH…")
-    first = options.paths[0]
-    out = options.out or (first if first.is_dir() else first.parent) / "report.html"
+    first, *others = options.paths
+    folder = Path() if others else first if first.is_dir() else first.parent
+    out = options.out or folder / "report.html"
 
     from tutti.report.collect import ACCEPTED, collect
     from tutti.report.page import build, check_installed

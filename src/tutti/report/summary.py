@@ -75,19 +75,20 @@ def tiles(material: Material) -> Iterator[Tile]:
     if run is None:
         return
     numbers = of_run(run)
+    whose = f", in {run.name}" if len(material.runs) > 1 else ""
     if not scalings:
         if numbers.samples_per_s is not None:
             yield Tile(f"{numbers.samples_per_s:,.0f}", "samples/s", run.name)
         if numbers.computing is not None:
-            yield Tile(f"{100 * numbers.computing:.0f} %", "computing", "of the step, all ranks")
+            yield Tile(f"{100 * numbers.computing:.0f} %", "computing", f"of the step{whose}")
         name, share = next(iter(numbers.lost.items()), ("", 0.0))
         if share > 0:
-            yield Tile(f"{100 * share:.0f} %", LOST[name], "of the step: the largest loss")
+            yield Tile(f"{100 * share:.0f} %", LOST[name], f"of the step{whose}: the largest loss")
     if numbers.late is not None:
-        cost = f"others wait {1e3 * numbers.late['cost_s']['mean']:.1f} ms of a step"
+        cost = f"others wait {1e3 * numbers.late['cost_s']['mean']:.1f} ms of a step{whose}"
         yield Tile(f"rank {numbers.late['rank']}", "is late", cost)
     elif run.profile is not None and (numbers.ranks or 1) > 1:
-        yield Tile("nobody", "is late", "no rank makes the others wait")
+        yield Tile("nobody", "is late", f"no rank makes the others wait{whose}")
 
 
 def _told(material: Material) -> list[Run]:
