@@ -59,12 +59,13 @@ def test_a_plain_ddp_script_is_captured_on_every_rank(gloo: tuple[Path, dict[str
 def test_a_trace_says_what_the_steps_were_like_without_it(
     gloo: tuple[Path, dict[str, Any]],
 ) -> None:
-    for path in sorted((gloo[0] / "traces").iterdir()):
+    for path, row in zip(sorted((gloo[0] / "traces").iterdir()), gloo[1]["ranks"], strict=True):
         about = read_rank(path).about
 
         assert len(about["step_s"]) == 1  # the step in --wait
         assert about["step_s"][0] > 0.9 * SLEEP_S  # one sleeps, the others wait for it
         assert 0.5 < about["overhead"] < 20
+        assert row["recording_overhead"] == about["overhead"]
         assert about["batch"] == 16  # the DataLoader's
         assert about["threads"] == 1
         assert about["cpus"] == sorted(os.sched_getaffinity(0))

@@ -65,6 +65,7 @@ class Explanation:
             "clock_of": "device" if trace.on_device else "host",
             "steps": len(mine),
             "step_s": spread(lengths),
+            "recording_overhead": trace.about.get("overhead"),
             "parts_s": parts,
             "parts_share": {name: seconds / whole for name, seconds in parts.items()},
             "busy": (parts["compute"] + parts["hidden"]) / whole,

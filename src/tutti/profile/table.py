@@ -1,6 +1,7 @@
 """An explanation as text of at most 80 columns."""
 
 from collections.abc import Iterator
+from statistics import median
 from textwrap import wrap
 from typing import Any
 
@@ -11,6 +12,7 @@ from tutti.profile.parts import PART_TITLES, PARTS
 _MOST_RANKS = 16
 _MOST_ROWS = 8
 _MOST_ADVICE = 5
+_MUCH = 1.1  # of recording's cost: below, the few steps before do not tell
 
 
 def lines(rows: dict[str, Any]) -> Iterator[str]:
@@ -58,6 +60,9 @@ def _balance(ranks: list[dict[str, Any]]) -> Iterator[str]:
             said += f"; {name} {_range(known, 'MB')}"
             break
     yield said
+    longer = median(each["recording_overhead"] or 1 for each in ranks)
+    if longer > _MUCH:
+        yield f"recorded, steps took {longer:.2f} × as long as the few before"
 
 
 def _range(values: list[float], unit: str) -> str:
@@ -128,7 +133,7 @@ def _to_try(rows: dict[str, Any]) -> Iterator[str]:
         return
     if len(rows["ranks"]) > 1:
         yield ""
-    yield "to try, the largest gain first; gains of one cause do not add up"
+    yield "to try, in this order; gains of one cause do not add up"
     for each in found[:_MOST_ADVICE]:
         gain = ""
         if each["gain_s"] is not None:
