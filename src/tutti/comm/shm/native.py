@@ -135,6 +135,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tutti_fetch_add": (c_uint64, (_P, c_uint64)),
     "tutti_compare_swap": (c_uint64, (_P, c_uint64, c_uint64)),
     "tutti_fence": (None, ()),
+    "tutti_round_trip_ns": (c_double, (_P, c_int, c_uint32, c_double)),
     "tutti_reduce_into": (c_int, (_P, POINTER(c_void_p), c_uint32, c_uint64, c_uint32, c_uint32)),
 }
 
