@@ -120,6 +120,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tutti_group_close": (None, (_P,)),
     "tutti_group_add_block": (c_int, (_P, c_uint64, POINTER(c_void_p), c_uint64)),
     "tutti_group_remove_block": (c_int, (_P, c_uint64)),
+    "tutti_lend": (_P, (c_uint64,)),
+    "tutti_take_back": (None, (_P,)),
     "tutti_run": (c_int, (_P, POINTER(Operation), c_double)),
     "tutti_submit": (_P, (_P, POINTER(Operation), c_double, _P, _P)),
     "tutti_work_is_done": (c_int, (_P,)),

@@ -23,6 +23,7 @@ static void after_fork_in_child(void)
     atomic_fetch_add(&fork_generation, 1); /* its threads and its place in the group are not ours */
     pthread_mutex_init(&groups_lock, NULL);
     forget_segment_lock();
+    forget_lent_lock();
 }
 
 static void watch_forks(void)
@@ -303,6 +304,7 @@ TUTTI_API void tutti_group_close(tutti_group *g)
     for (int rank = 0; rank < g->size; rank++)
         tutti_segment_close(g->peers[rank].segment);
     free_blocks(g);
+    free_borrowed(g);
     pthread_cond_destroy(&g->work_queued);
     pthread_cond_destroy(&g->turn_over);
     pthread_mutex_destroy(&g->lock);

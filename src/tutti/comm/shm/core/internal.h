@@ -18,6 +18,7 @@
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 int fail_errno(const char *what);
 void forget_segment_lock(void); /* in a forked child: who held it is not there */
+void segment_is_mapped(tutti_segment *); /* nobody will ask for its descriptor or its owner */
 
 /* ---- time and waiting (wait.c) ---- */
 #define FOREVER UINT64_MAX
@@ -130,6 +131,7 @@ struct tutti_work {
 };
 
 typedef struct mail mail; /* mail.h */
+typedef struct borrowed borrowed; /* lent.c */
 
 struct tutti_group {
     char name[TUTTI_NAME_BYTES];
@@ -170,6 +172,7 @@ struct tutti_group {
     bool past_caches; /* whether results go straight to memory */
     const void **sources; /* of size, scratch for reductions */
     void **places;        /* as many */
+    borrowed *borrowed;   /* peers' lent memory that this rank has mapped */
 
     mail *mail;
 };
@@ -196,6 +199,14 @@ static inline uint64_t lane(int owner, int reader)
 const block *block_of(tutti_group *, const void *address, uint64_t bytes);
 const block *block_by_id(tutti_group *, uint64_t id);
 void free_blocks(tutti_group *);
+
+/* ---- lent.c ---- */
+#define LENT ((uint64_t)1 << 63) /* in a block's id: memory that a rank lends, not a block of all */
+bool lent_place(const void *address, uint64_t bytes, uint64_t *id, uint64_t *offset);
+/* Where this process sees what a rank lends; mapped at the first use. Needs the turn. */
+int borrow(tutti_group *, int rank, uint64_t id, unsigned char **memory);
+void free_borrowed(tutti_group *);
+void forget_lent_lock(void);
 
 /* ---- ledger.c ---- */
 const char *kind_name(uint32_t kind);

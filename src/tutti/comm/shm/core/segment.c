@@ -248,16 +248,24 @@ TUTTI_API tutti_segment *tutti_segment_open(int64_t pid, int fd, uint64_t bytes)
     tutti_segment *segment = NULL;
     if (fstat(opened, &status) < 0 || fcntl(opened, F_GETLK, &lock) < 0)
         fail_errno(path);
-    else if ((uint64_t)status.st_size != bytes || lock.l_type == F_UNLCK)
+    else if (lock.l_type == F_UNLCK || (bytes && (uint64_t)status.st_size != bytes))
         fail(TUTTI_SYSTEM,
              "%s holds %" PRId64 " bytes and is %s, not a segment of %" PRIu64
              " bytes: do the ranks share a host?",
              path, (int64_t)status.st_size, lock.l_type == F_UNLCK ? "unlocked" : "locked", bytes);
     else
-        segment = map(opened, bytes, pid);
+        segment = map(opened, (uint64_t)status.st_size, pid);
     if (!segment)
         close(opened);
     return segment;
+}
+
+void segment_is_mapped(tutti_segment *segment)
+{
+    if (segment->owner == getpid())
+        return;
+    close(segment->fd);
+    segment->fd = -1;
 }
 
 TUTTI_API void *tutti_segment_base(const tutti_segment *segment)
@@ -298,6 +306,7 @@ TUTTI_API void tutti_segment_close(tutti_segment *segment)
     if (!last)
         return;
     munmap(segment->base, segment->bytes);
-    close(segment->fd);
+    if (segment->fd >= 0)
+        close(segment->fd);
     free(segment);
 }

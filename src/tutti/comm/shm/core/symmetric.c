@@ -38,14 +38,17 @@ bool offer_memory(tutti_group *g, const tutti_operation *op)
     const void *memory = shared_memory(g, op, &bytes);
     if (!memory || bytes < SYMMETRIC_BYTES)
         return false;
+    uint64_t id, offset;
     const block *block = block_of(g, memory, bytes);
-    if (!block)
+    if (block) {
+        id = block->id;
+        offset = (uint64_t)((const unsigned char *)memory - block->bases[g->rank]);
+    } else if (!lent_place(memory, bytes, &id, &offset))
         return false;
     if (enter_round(g, first) < 0)
         return false; /* the staged form meets the same trouble, and reports it */
     _Atomic uint64_t *place = g->peers[g->rank].control->place[first % SLOTS];
-    uint64_t offset = (uint64_t)((const unsigned char *)memory - block->bases[g->rank]);
-    atomic_store_explicit(&place[0], block->id, memory_order_relaxed);
+    atomic_store_explicit(&place[0], id, memory_order_relaxed);
     atomic_store_explicit(&place[1], offset, memory_order_relaxed);
     g->print |= SYMMETRIC;
     return true;
@@ -57,6 +60,11 @@ static int find_memory(tutti_group *g, int rank, uint64_t round, unsigned char *
     const _Atomic uint64_t *place = g->peers[rank].control->place[round % SLOTS];
     uint64_t id = atomic_load_explicit(&place[0], memory_order_relaxed);
     uint64_t offset = atomic_load_explicit(&place[1], memory_order_relaxed);
+    if (id & LENT) {
+        TRY(borrow(g, rank, id, found));
+        *found += offset;
+        return 0;
+    }
     const block *block = block_by_id(g, id);
     if (!block)
         return fail(TUTTI_BAD_ARGUMENT,

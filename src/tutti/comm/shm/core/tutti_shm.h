@@ -85,7 +85,7 @@ const char *tutti_vector_code(void); /* "avx512", "avx2", "sse2", "neon", "plain
 /* ---- Segments: memory of one process that others map. ---- */
 typedef struct tutti_segment tutti_segment;
 tutti_segment *tutti_segment_create(const char *label, uint64_t bytes); /* memory is reserved now */
-tutti_segment *tutti_segment_open(int64_t pid, int fd, uint64_t bytes);
+tutti_segment *tutti_segment_open(int64_t pid, int fd, uint64_t bytes); /* 0: of any size */
 void *tutti_segment_base(const tutti_segment *);
 uint64_t tutti_segment_bytes(const tutti_segment *);
 int tutti_segment_fd(const tutti_segment *);
@@ -107,6 +107,13 @@ void tutti_group_close(tutti_group *); /* aborts, joins the worker threads, free
  * staging. `id` is the same on all ranks; bases[rank] is where this process sees a rank's block. */
 int tutti_group_add_block(tutti_group *, uint64_t id, void *const *bases, uint64_t bytes);
 int tutti_group_remove_block(tutti_group *, uint64_t id);
+
+/* Memory of this process alone, for tensors that are to be reduced and gathered without staging by
+ * every group of this host: peers map it when they first need it. Nothing is agreed on before, and
+ * a rank whose tensor lies elsewhere makes the others stage, too. NULL when there is not enough.
+ * Taken back when no operation uses it; before or after its groups are closed. */
+void *tutti_lend(uint64_t bytes);
+void tutti_take_back(void *memory);
 
 /* ---- Operations. ---- */
 /* Runs now in the calling thread when nothing is queued, else in turn. Blocks. A timeout that is

@@ -35,6 +35,7 @@ inline c10::intrusive_ptr<c10d::Backend> make_part(
 }
 
 constexpr int64_t kFlatBytes = 1 << 20;  // small tensors up to this sum travel as one
+constexpr uint64_t kLentBytes = 4096;    // below, the core stages also what is lent
 
 class ShmBackend : public c10d::Backend {
    public:
@@ -78,6 +79,18 @@ class ShmBackend : public c10d::Backend {
 
     void abort() override {
         if (group_) core.group_abort(group_);
+    }
+
+    // DDP asks for its buckets here, when DDP_DISABLE_COMM_MEM=0. The CPU has no index.
+    bool supportsTensorAlloc(c10::DeviceIndex index) override {
+        return index < 0 && size_ > 1;
+    }
+    at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+        uint64_t bytes = static_cast<uint64_t>(size) * options.dtype().itemsize();
+        void* memory = bytes >= kLentBytes ? core.lend(bytes) : nullptr;
+        if (!memory) return at::empty({size}, options);  // works as well, but is copied
+        return at::from_blob(memory, {size}, [](void* lent) { core.take_back(lent); },
+                             at::TensorOptions(options.dtype()));
     }
 
     // Lets what is under way end first, as gloo does.

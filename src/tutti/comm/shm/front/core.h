@@ -19,6 +19,8 @@ struct Core {
     decltype(&tutti_error_code) error_code;
     decltype(&tutti_group_abort) group_abort;
     decltype(&tutti_group_close) group_close;
+    decltype(&tutti_lend) lend;
+    decltype(&tutti_take_back) take_back;
     decltype(&tutti_run) run;
     decltype(&tutti_submit) submit;
     decltype(&tutti_work_is_done) work_is_done;
@@ -44,6 +46,8 @@ inline void load_core(const std::string& path) {
     find(core.error_code, "tutti_error_code");
     find(core.group_abort, "tutti_group_abort");
     find(core.group_close, "tutti_group_close");
+    find(core.lend, "tutti_lend");
+    find(core.take_back, "tutti_take_back");
     find(core.run, "tutti_run");
     find(core.submit, "tutti_submit");
     find(core.work_is_done, "tutti_work_is_done");
