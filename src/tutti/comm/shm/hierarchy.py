@@ -337,6 +337,9 @@ class CopyingWork(Work):
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
+    def is_success(self) -> bool:
+        return self._copied  # only a wait copies
+
 
 def _op(name: str) -> Any:
     return getattr(dist.ReduceOp, name)

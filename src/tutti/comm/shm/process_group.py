@@ -7,6 +7,7 @@ it, started with the first CUDA tensor.
 
 import functools
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,7 +30,8 @@ from torch._C._distributed_c10d import (
 )
 
 from tutti.comm.shm import native
-from tutti.comm.shm.call import Call
+from tutti.comm.shm.call import REDUCTIONS, Call
+from tutti.comm.shm.sparse import sum_sparse
 from tutti.comm.shm.works import Finished, Together
 
 FLAT_BYTES = 1 << 20  # small tensors up to this sum travel as one message
@@ -73,7 +75,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         self._name, self._description = name, "undefined"
         self._timeout = timeout
         self._finished = Finished()
-        self._coalesced: list[Work] | None = None
+        self._coalesced: deque[Work] | None = None  # what is under way or failed
         self._cuda: Any = None
 
     @abstractmethod  # checked by the type checker alone: torch's class has a metaclass of its own
@@ -91,6 +93,8 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = opts or AllreduceOptions()
         tensor = _only(tensors, "all_reduce")
+        if tensor.is_sparse and tensor.is_cpu:
+            return self._allreduce_sparse(tensor, opts)
         call = Call(native.ALL_REDUCE, opts.asyncOp, opts.timeout)
         call.updates(tensor)
         call.reduces(opts.reduceOp)
@@ -291,14 +295,14 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         if device.type == "cuda":
             self._nccl()._start_coalescing(device)
         else:
-            self._coalesced = []
+            self._coalesced = deque()
 
     def _end_coalescing(self, device: torch.device) -> Work:
         if device.type == "cuda":
             work: Work = self._nccl()._end_coalescing(device)
             return work
-        works, self._coalesced = self._coalesced or [], None
-        return self._together(works)
+        works, self._coalesced = self._coalesced or (), None
+        return self._together(list(works))
 
     # ---- What else torch asks a group ----
 
@@ -351,8 +355,24 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         else:
             work = self.begin(call)
         if self._coalesced is not None:
+            # A block that was left by an exception is never ended: do not keep tensors for it.
+            while self._coalesced and _is_over(self._coalesced[0]):
+                self._coalesced.popleft()
             self._coalesced.append(work)
         return work
+
+    def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
+        name = REDUCTIONS[int(getattr(opts.reduceOp, "op", opts.reduceOp))]
+        if name not in ("SUM", "AVG"):
+            raise ValueError("shm all_reduce: sparse tensors can be summed or averaged only")
+
+        def gather(mine: Tensor, outs: list[Tensor]) -> None:
+            within = AllgatherOptions()
+            within.timeout, within.asyncOp = opts.timeout, False
+            self.allgather([outs], [mine], within).wait()
+
+        sum_sparse(tensor, self._own_size, name == "AVG", gather)
+        return Finished([tensor])
 
     def _together(self, works: list[Work]) -> Work:
         return Together(works)
@@ -399,6 +419,12 @@ def _only(tensors: list[Tensor], name: str) -> Tensor:
     return tensors[0]
 
 
+def _is_over(work: Work) -> bool:
+    return bool(work.is_completed() and work.is_success())
+
+
 def _fits_flat(tensors: list[Tensor]) -> bool:
     alike = len({(tensor.dtype, tensor.device.type, tensor.layout) for tensor in tensors}) == 1
-    return len(tensors) > 1 and alike and sum(tensor.nbytes for tensor in tensors) <= FLAT_BYTES
+    if len(tensors) < 2 or not alike or tensors[0].is_sparse:
+        return False
+    return sum(tensor.nbytes for tensor in tensors) <= FLAT_BYTES

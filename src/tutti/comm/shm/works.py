@@ -1,15 +1,24 @@
 """What operations return that need no work of their own: finished ones, and several as one."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 
 class Finished(Work):
     """What an operation returns that is over already."""
+
+    def __init__(self, results: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._results = list(results)
+
+    def result(self) -> list[Tensor]:
+        return self._results
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
@@ -19,7 +28,7 @@ class Finished(Work):
 
     def get_future(self) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result([])
+        future.set_result(self._results)
         return future
 
 

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <functional>
 
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 
+#include "sparse.h"
 #include "work.h"
 
 namespace tutti {
@@ -98,9 +100,27 @@ class ShmBackend : public c10d::Backend {
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
         Call call(kAllReduce);
-        call.updates(only(tensors, call));
+        const at::Tensor& tensor = only(tensors, call);
+        if (C10_UNLIKELY(tensor.is_sparse() && tensor.is_cpu()))
+            return allreduce_sparse(tensors[0], opts);
+        call.updates(tensor);
         call.reduces(opts.reduceOp);
         return issue(std::move(call), opts.asyncOp, opts.timeout);
+    }
+
+    // How much each rank has is known only once all have said so: this waits for them.
+    WorkPtr allreduce_sparse(at::Tensor& tensor, const c10d::AllreduceOptions& opts) {
+        auto op = opts.reduceOp.op_;
+        TORCH_CHECK_VALUE(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG,
+                          "shm all_reduce: sparse tensors can be summed or averaged only");
+        sum_sparse(tensor, size_, op == c10d::ReduceOp::AVG,
+                   [&](const at::Tensor& mine, const Tensors& outs) {
+                       Call call(kAllGather);
+                       call.reads(mine);
+                       for (auto& out : outs) call.writes(out);
+                       issue(std::move(call), false, opts.timeout)->wait();
+                   });
+        return c10::make_intrusive<Finished>(Tensors{tensor});
     }
 
     WorkPtr allreduce_coalesced(Tensors& tensors,
@@ -293,7 +313,8 @@ class ShmBackend : public c10d::Backend {
 
     WorkPtr endCoalescing() override {
         coalescing_ = false;
-        return together(std::exchange(coalesced_, {}));
+        auto left = std::exchange(coalesced_, {});
+        return together({left.begin(), left.end()});
     }
 
    protected:
@@ -313,7 +334,7 @@ class ShmBackend : public c10d::Backend {
     c10::intrusive_ptr<Finished> finished_;
     std::atomic<uint64_t> sequence_{0};
     bool coalescing_ = false;
-    std::vector<WorkPtr> coalesced_;
+    std::deque<WorkPtr> coalesced_;  // what is under way or failed; the rest need not be waited for
 
     WorkPtr issue(Call&& call, bool async, std::chrono::milliseconds timeout) {
         if (C10_UNLIKELY(!group_))
@@ -346,7 +367,13 @@ class ShmBackend : public c10d::Backend {
         auto work =
             c10::make_intrusive<ShmWork>(rank_, sequence, std::move(call), title, pending_);
         work->begin(group_, timeout_s);
-        if (coalescing_) coalesced_.push_back(work);
+        if (coalescing_) {
+            // A block that was left by an exception is never ended: do not keep tensors for it.
+            while (!coalesced_.empty() && coalesced_.front()->isCompleted() &&
+                   coalesced_.front()->isSuccess())
+                coalesced_.pop_front();
+            coalesced_.push_back(work);
+        }
         return work;
     }
 

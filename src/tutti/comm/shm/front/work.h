@@ -224,14 +224,19 @@ class Together : public FutureWork {
     }
 };
 
-// What a finished synchronous operation returns; one object serves all.
+// What a finished synchronous operation returns; one object serves all that have no results.
 class Finished : public FutureWork {
    public:
-    Finished() { settle(nullptr); }
+    explicit Finished(std::vector<at::Tensor> results = {}) : results_(std::move(results)) {
+        settle(nullptr);
+    }
     bool isCompleted() override { return true; }
     bool isSuccess() const override { return true; }
     bool wait(std::chrono::milliseconds) override { return true; }
-    std::vector<at::Tensor> result() override { return {}; }
+    std::vector<at::Tensor> result() override { return results_; }
+
+   private:
+    std::vector<at::Tensor> results_;
 };
 
 }  // namespace tutti

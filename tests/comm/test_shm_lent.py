@@ -1,0 +1,159 @@
+"""Given memory that a rank lends, when groups use it, then nothing is staged, and all goes again.
+
+Mappings tell: a peer's lent memory is mapped by whoever reads and writes it in place, and only by
+those.
+"""
+
+import ctypes
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from shm_ranks import Group, results
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shm_cases import group_of
+from tutti.comm.shm import native
+from tutti.comm.shm.native import core
+from worlds import in_world
+
+
+def mapped() -> int:
+    """How much lent memory this process has mapped: its own, and that of peers."""
+    return sum("lent memory" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def lend(count: int) -> tuple[int, np.ndarray]:
+    address = core().tutti_lend(4 * count)
+    assert address
+    return address, np.frombuffer((ctypes.c_float * count).from_address(address), np.float32)
+
+
+def without_agreement(g: Group) -> None:
+    count = 20001
+    address, mine = lend(count + 16 * g.rank)  # no two ranks have the same
+    mine = mine[16 * g.rank :]
+    parts = [np.arange(count, dtype=np.float32) * (1 + rank) for rank in range(g.size)]
+    total = np.sum(parts, 0)
+    for _ in range(2):
+        mine[:] = parts[g.rank]
+        g.run(native.ALL_REDUCE, [mine], [mine], dtype=native.F32)
+        np.testing.assert_array_equal(mine, total)
+        assert mapped() == g.size
+    outs = [np.empty_like(mine) for _ in range(g.size)]
+    mine[:] = parts[g.rank]
+    g.run(native.ALL_GATHER, [mine], outs)
+    for got, want in zip(outs, parts, strict=True):
+        np.testing.assert_array_equal(got, want)
+    # One rank's tensor is its own: all stage, and the result is the same.
+    one = mine if g.rank else np.empty_like(mine)
+    one[:] = parts[g.rank]
+    g.run(native.ALL_REDUCE, [one], [one], dtype=native.F32)
+    np.testing.assert_array_equal(one, total)
+    # Taken back, also by a forked child, which must not spoil the parent's.
+    mine[:] = parts[g.rank]
+    child = os.fork()
+    if child == 0:
+        core().tutti_take_back(address)
+        os._exit(mapped() != g.size - 1)
+    assert os.waitpid(child, 0)[1] == 0
+    g.run(native.ALL_REDUCE, [mine], [mine], dtype=native.F32)
+    np.testing.assert_array_equal(mine, total)
+    for _ in range(5):  # each time peers let go of what was before
+        core().tutti_take_back(address)
+        address, mine = lend(count)
+        mine[:] = parts[g.rank]
+        g.run(native.ALL_REDUCE, [mine], [mine], dtype=native.F32)
+        np.testing.assert_array_equal(mine, total)
+        assert mapped() == g.size
+    core().tutti_take_back(address)
+
+
+def test_lent_memory_needs_no_agreement_and_goes_when_it_is_taken_back() -> None:
+    results(without_agreement, 2)
+    results(without_agreement, 3)
+
+
+class Net(nn.Module):
+    """Three layers, one of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.skipped, self.last = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor, skip: bool) -> Tensor:
+        x = self.first(x).relu()
+        return self.last(x if skip else self.skipped(x))  # type: ignore[no-any-return]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "gradients in buckets": {"gradient_as_bucket_view": True},
+    "unused parameters": {"find_unused_parameters": True},
+    "static graph": {"static_graph": True, "gradient_as_bucket_view": True},
+}
+
+
+def trained(group: Any, rank: int) -> tuple[dict[str, list[Tensor]], list[Any]]:
+    """Four models at once, their steps in turns: losses and parameters, and the models."""
+    models = {
+        name: DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.02, **how)
+        for name, how in WAYS.items()
+    }
+    told: dict[str, list[Tensor]] = {name: [] for name in models}
+    for step in range(4):
+        for name, model in models.items():
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = model(x, name == "unused parameters" and step % 2 == 1).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.1 * parameter.grad
+            model.zero_grad()
+            told[name].append(loss.detach())
+    for name, model in models.items():
+        told[name] += [parameter.detach() for parameter in model.parameters()]
+    return told, list(models.values())
+
+
+def buckets(world: Any) -> dict[str, Any]:
+    os.environ["DDP_DISABLE_COMM_MEM"] = "0"
+    gloo, shm = dist.new_group(backend="gloo"), group_of("compiled")
+    expected, _ = trained(gloo, world.rank)
+    got, models = trained(shm, world.rank)
+    same = [name for name in WAYS if all(map(torch.equal, got[name], expected[name]))]
+    gc.collect()
+    in_use = mapped()
+    bucket = shm._get_backend(torch.device("cpu")).allocate_tensor(
+        5000, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    bucket.fill_(world.rank)
+    dist.all_reduce(bucket, group=shm)
+    with_one_more = mapped()
+    dist.destroy_process_group(shm)
+    # What a tensor lies in outlives the group; what peers have lent does not.
+    own = mapped()
+    value = bucket.float().sum().item()
+    del models, bucket
+    gc.collect()
+    counts = {"in use": in_use, "one more": with_one_more, "own": own, "left": mapped()}
+    return {"same": same, "counts": counts, "value": value}
+
+
+def test_ddp_buckets_in_lent_memory_train_as_on_gloo() -> None:
+    for told in in_world(buckets, 2):
+        assert told["same"] == list(WAYS)
+        assert told["value"] == 5000
+        counts = told["counts"]
+        # Each model has a bucket or more, of which every rank has mapped everyone's.
+        assert counts["in use"] >= len(WAYS) * 2 and counts["in use"] % 2 == 0
+        assert counts["one more"] == counts["in use"] + 2
+        assert counts["own"] == counts["one more"] // 2
+        assert counts["left"] == 0
