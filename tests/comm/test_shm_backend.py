@@ -200,7 +200,7 @@ def _mistakes(checks: Checks) -> None:
     group = checks.group
     backend = group._get_backend(torch.device("cpu"))
     for mistake, words in (
-        (lambda: dist.reduce(torch.ones(2).to_sparse(), checks.ranks[0], group=group), "to_dense"),
+        (lambda: backend.broadcast([torch.ones(2).to_sparse()]), "to_dense"),
         (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn), group=group), "float32"),
         (lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND, group=group), "float32"),
         (lambda: group.allreduce([torch.ones(2), torch.ones(2)]), "one tensor, got 2"),
