@@ -103,7 +103,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def trained(group: Any, rank: int) -> tuple[dict[str, list[Tensor]], list[Any]]:
     """Four models at once, their steps in turns: losses and parameters, and the models."""
     models = {
-        name: DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.02, **how)
+        name: DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.04, **how)
         for name, how in WAYS.items()
     }
     told: dict[str, list[Tensor]] = {name: [] for name in models}
@@ -124,7 +124,7 @@ def trained(group: Any, rank: int) -> tuple[dict[str, list[Tensor]], list[Any]]:
 
 
 def buckets(world: Any) -> dict[str, Any]:
-    os.environ["DDP_DISABLE_COMM_MEM"] = "0"
+    assert os.environ["DDP_DISABLE_COMM_MEM"] == "0"  # set by tutti.init
     gloo, shm = dist.new_group(backend="gloo"), group_of("compiled")
     expected, _ = trained(gloo, world.rank)
     got, models = trained(shm, world.rank)
@@ -132,7 +132,7 @@ def buckets(world: Any) -> dict[str, Any]:
     gc.collect()
     in_use = mapped()
     bucket = shm._get_backend(torch.device("cpu")).allocate_tensor(
-        5000, dtype=torch.bfloat16, device=torch.device("cpu")
+        50000, dtype=torch.bfloat16, device=torch.device("cpu")
     )
     bucket.fill_(world.rank)
     dist.all_reduce(bucket, group=shm)
@@ -150,7 +150,7 @@ def buckets(world: Any) -> dict[str, Any]:
 def test_ddp_buckets_in_lent_memory_train_as_on_gloo() -> None:
     for told in in_world(buckets, 2):
         assert told["same"] == list(WAYS)
-        assert told["value"] == 5000
+        assert told["value"] == 50000
         counts = told["counts"]
         # Each model has a bucket or more, of which every rank has mapped everyone's.
         assert counts["in use"] >= len(WAYS) * 2 and counts["in use"] % 2 == 0

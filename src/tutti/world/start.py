@@ -206,6 +206,8 @@ def _world(
         interface, reasons["gloo_interface"] = gloo_interface(roll.answers, identity.rank, env)
         if interface:
             variables["GLOO_SOCKET_IFNAME"] = interface
+    if backend == "shm" and "DDP_DISABLE_COMM_MEM" not in env:
+        variables["DDP_DISABLE_COMM_MEM"] = "0"  # DDP's buckets where peers can reduce them
     if max(place.ranks_on_gpu for place in places) > 1:
         one_machine = len({place.machine for place in places}) == 1
         shared = shared_gpu_variables(identity.rank, one_machine)

@@ -37,7 +37,7 @@ inline c10::intrusive_ptr<c10d::Backend> make_part(
 }
 
 constexpr int64_t kFlatBytes = 1 << 20;  // small tensors up to this sum travel as one
-constexpr uint64_t kLentBytes = 4096;    // below, the core stages also what is lent
+constexpr uint64_t kLentBytes = 32 << 10;  // below, staging is as fast
 
 class ShmBackend : public c10d::Backend {
    public:
