@@ -57,7 +57,9 @@ def program(words: Sequence[str], own_commands: Sequence[str]) -> list[str]:
 
 def run_captured(command: Sequence[str], settings: Mapping[str, Any]) -> int:
     """Run it to its end; returns its exit code. Signals are its own to handle."""
-    with subprocess.Popen(command, env=captured_environment(settings, os.environ)) as process:
+    env = captured_environment(settings, os.environ)
+    # With what our launcher left open for it: MPICH's ranks talk to mpirun by a descriptor.
+    with subprocess.Popen(command, env=env, close_fds=False) as process:
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             process.send_signal(number)
