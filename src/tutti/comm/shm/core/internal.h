@@ -48,8 +48,9 @@ void ring_bell(_Atomic uint32_t *bell);
 /* ---- pages.c ---- */
 /* Bytes that a process may still take, and who has them, for a sentence. */
 uint64_t available_memory(const char **where);
-/* A file of shared memory, mapped with all its pages entered; MAP_FAILED and errno if not. */
-void *map_pages(int fd, uint64_t bytes);
+/* A file of shared memory, mapped with all its pages entered; MAP_FAILED and errno if not. The
+ * first who maps it takes longer to get large pages, which the others then find. */
+void *map_pages(int fd, uint64_t bytes, bool first);
 
 /* ---- copies (copy.c) ---- */
 void copy_bytes(void *to, const void *from, uint64_t bytes);

@@ -118,7 +118,7 @@ static tutti_segment *map(int fd, uint64_t bytes, int64_t owner)
         fail(TUTTI_NO_MEMORY, "no memory for a segment's %zu bytes", sizeof *segment);
         return NULL;
     }
-    void *base = map_pages(fd, bytes);
+    void *base = map_pages(fd, bytes, owner == getpid());
     if (base == MAP_FAILED) {
         fail(errno == ENOMEM ? TUTTI_NO_MEMORY : TUTTI_SYSTEM,
              "cannot map %" PRIu64 " bytes of shared memory: %s", bytes, strerror(errno));
