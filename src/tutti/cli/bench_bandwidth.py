@@ -106,6 +106,7 @@ def _measure(options: Bandwidth, source: Source | None) -> int:
         start_timeout=options.start_timeout,
     ) as world:
         backend = _backend(options, world)
+        parts = _parts(options, world)
         cpus = _pin(options.pin, world)
         ranks = gather_json({**world.row(), "cpus": cpus, "pinned": options.pin != "none"})
         places = gather_json(place_of(world, cpus))
@@ -117,7 +118,7 @@ def _measure(options: Bandwidth, source: Source | None) -> int:
         with control.stop_on_signals():
             if world.is_first:
                 _print_head(world, ranks, backend)
-            measured.run(_parts(options, world), _tell if world.is_first else lambda line: None)
+            measured.run(parts, _tell if world.is_first else lambda line: None)
         results = _results(measured, ranks)
         if world.is_first:
             _conclude(measured, options, results)
@@ -155,7 +156,12 @@ def _parts(options: Bandwidth, world: "World") -> list[str]:
     if options.only is not None:
         return options.only.split(",")
     having = {"copies": world.device.type == "cuda"}
-    return [part for part in PARTS if having.get(part, world.size > 1)]
+    parts = [part for part in PARTS if having.get(part, world.size > 1)]
+    if not parts:
+        raise UsageError(
+            "one rank on a CPU has no link to measure: start 2 or more, or leave the launcher out"
+        )
+    return parts
 
 
 def _cpu_lists(text: str) -> list[tuple[int, ...]]:

@@ -6,7 +6,6 @@ from tutti.doctor.check import Check, on_machine
 from tutti.doctor.finding import Verdict, fail, fine, warn
 from tutti.doctor.patient import Patient
 from tutti.doctor.variables import RENAMED, nearest
-from tutti.hardware.cpus import parse_cpu_list
 from tutti.hardware.machine import Machine
 
 Variables = Mapping[str, str]
@@ -169,7 +168,7 @@ def _odd_values(machine: Machine) -> Iterator[Verdict]:
 def _threads(patient: Patient, host: int) -> Iterator[Verdict]:
     machine = patient.machines[host]
     variables, ranks = machine.variables, max(1, patient.ranks_on(host))
-    cpus = len(parse_cpu_list(machine.cpus.allowed))
+    cpus = patient.cpus_on(host)
     if isinstance(machine.limits.cgroup_cpus, int | float):
         cpus = min(cpus, max(1, round(machine.limits.cgroup_cpus)))
     said = variables.get("OMP_NUM_THREADS", "")
