@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tutti.hardware.cpus import parse_cpu_list
 from tutti.hardware.machine import Machine
 
 
@@ -96,6 +97,12 @@ class Patient:
     def ranks_on(self, host: int) -> int:
         """How many ranks run on a host; 0 where no world was started."""
         return sum(seat.host == host for seat in self.seats)
+
+    def cpus_on(self, host: int) -> int:
+        """How many CPUs a host's ranks may use together: mpirun and srun give each its own."""
+        seen = [seat.machine for seat in self.seats if seat.host == host]
+        lists = [each.cpus.allowed for each in seen or [self.machines[host]]]
+        return len({cpu for each in lists for cpu in parse_cpu_list(each)})
 
     @property
     def alone(self) -> bool:
