@@ -209,8 +209,9 @@ def _print_head(world: "World", ranks: list[dict[str, Any]], backend: str) -> No
         print_line(f"# rank {each['rank']}: {where}")
     if world.sharing_note:
         print_line(f"# note: {world.sharing_note}")
-    why = f" ({world.reasons['backend']})" if backend == "gloo" == world.backend else ""
-    print_line(f"# messages by {backend}{why}; GB/s are 1e9 bytes per second")
+    if backend == "gloo" == world.backend:  # shm is the default: say why it is not
+        print_line(f"# note: no shm: {world.reasons['backend']}")
+    print_line(f"# messages by {backend}; GB/s are 1e9 bytes per second")
 
 
 def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any]:
