@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -61,6 +62,10 @@ def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "new" / "b.json").read_text())
     assert content["schema"] == "tutti.bench.collectives/1" and content["complete"]
     assert content["environment"]["versions"]["torch"] and "--ops" in content["command"]
+    if len(os.sched_getaffinity(0)) > 1:  # each rank has a core: how far they are apart is told
+        (trip,) = content["round_trips"]
+        assert trip["ranks"] == [0, 1] and trip["before_ns"] > 0 and trip["after_ns"] > 0
+        assert "# cores: ranks 0 and 1 are " in done.stdout
     found = [(row["op"], row["bytes"], row["placement"]) for row in content["rows"]]
     assert found == [
         ("all_reduce", 4, "out"), ("all_reduce", 4, "in"),
@@ -77,7 +82,11 @@ def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
 def test_a_narrow_terminal_gets_short_lines(tmp_path: Path) -> None:
     flags = ["--sizes", "1K", "--group", "2"]
     done = run_tutti(*BENCH, *SHORT, *flags, env={"COLUMNS": "60"})
-    rows = [line for line in done.stdout.splitlines() if not line.startswith(("# rank", "# gloo"))]
+    rows = [
+        line
+        for line in done.stdout.splitlines()
+        if not line.startswith(("# rank", "# gloo", "# note"))
+    ]
     assert done.returncode == 0 and max(map(len, rows)) <= 60, done.stdout
     assert sum(" gloo x2 " in line for line in rows) == 1
 

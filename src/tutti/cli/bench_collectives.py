@@ -135,6 +135,7 @@ def _measure(
     from tutti.bench.grouped_calls import with_groups
     from tutti.bench.pinning import pin
     from tutti.bench.room import check_room
+    from tutti.bench.round_trips import RoundTrips
     from tutti.bench.sweep import Sweep
     from tutti.world.exchange import gather_json
     from tutti.world.start import init
@@ -146,6 +147,7 @@ def _measure(
     ) as world:
         cpus = pin(world) if options.pin else world.cpus
         rows = gather_json({**world.row(), "cpus": cpus, "pinned": options.pin})
+        trips = RoundTrips(world, [row["cpus"] for row in rows])
         lines = _lines(operations, sizes, options, world)
         largest = max((case.bytes for line in lines for case in line), default=0)
         with told_once(world):
@@ -160,13 +162,18 @@ def _measure(
                 found = with_groups(found, options.group, world.device)
             if world.is_first:
                 _print_head(world, rows, options, found, missing)
+                if str(trips):
+                    print_line(f"# cores: {trips}")
             sweep = Sweep(found, _plan(options), control, world.device, world.nodes == 1)
             sweep.skipped += missing
             placements = {each[0].operation.name: [c.placement for c in each] for each in lines}
             table = Table(placements, len(_timings(options)), spread=options.spread)
             sweep.run(lines, table.add if world.is_first else lambda rows: None)
-        results = _results(sweep, world, rows)
+        trips.again()
+        results = {**_results(sweep, world, rows), "round_trips": trips.rows()}
         if world.is_first:
+            if moved := trips.moved():
+                print_line(f"# note: {moved}")
             _conclude(sweep, options, world, results)
     if sweep.stopped:
         return _INTERRUPTED

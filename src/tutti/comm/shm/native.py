@@ -135,6 +135,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tutti_fetch_add": (c_uint64, (_P, c_uint64)),
     "tutti_compare_swap": (c_uint64, (_P, c_uint64, c_uint64)),
     "tutti_fence": (None, ()),
+    "tutti_round_trip_ns": (c_double, (_P, c_int, c_uint32, c_double)),
     "tutti_reduce_into": (c_int, (_P, POINTER(c_void_p), c_uint32, c_uint64, c_uint32, c_uint32)),
 }
 
@@ -156,17 +157,16 @@ def _load(loader: type[ctypes.CDLL]) -> ctypes.CDLL:
     path = core_path()
     try:
         library = loader(str(path))
-        found = library.tutti_abi()
+        if (found := library.tutti_abi()) != ABI:
+            raise CoreMissing(
+                f"{path} has interface {found}, this package needs {ABI}: build it again."
+            )
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = arguments
     except (OSError, AttributeError) as error:
         raise CoreMissing(f"{path} cannot be loaded: {error}. Build it again.") from error
-    if found != ABI:
-        raise CoreMissing(
-            f"{path} has interface {found}, this package needs {ABI}: build it again."
-        )
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
     return library
 
 

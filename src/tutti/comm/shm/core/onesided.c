@@ -84,6 +84,25 @@ TUTTI_API uint64_t tutti_compare_swap(uint64_t *address, uint64_t expected, uint
     return expected;
 }
 
+TUTTI_API double tutti_round_trip_ns(uint64_t *line, int first, uint32_t turns, double timeout_s)
+{
+    uint64_t deadline = deadline_after(timeout_s), begun = 0;
+    for (uint64_t turn = 0; turn <= turns; turn++) {
+        uint64_t mine = 2 * turn + (first ? 1 : 2), theirs = first ? mine + 1 : mine - 1;
+        if (first)
+            atomic_store_explicit(word(line), mine, memory_order_release);
+        for (uint32_t looks = 1; atomic_load_explicit(word(line), memory_order_acquire) < theirs;
+             looks++)
+            if (looks % 4096 == 0 && now_ns() >= deadline)
+                return -1;
+        if (!first)
+            atomic_store_explicit(word(line), mine, memory_order_release);
+        if (turn == 0) /* from here on both are there */
+            begun = now_ns();
+    }
+    return (double)(now_ns() - begun) / turns;
+}
+
 TUTTI_API void tutti_fence(void)
 {
     atomic_thread_fence(memory_order_seq_cst);

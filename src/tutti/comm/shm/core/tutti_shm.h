@@ -144,6 +144,9 @@ void tutti_store(uint64_t *, uint64_t);
 uint64_t tutti_fetch_add(uint64_t *, uint64_t);
 uint64_t tutti_compare_swap(uint64_t *, uint64_t expected, uint64_t desired); /* what was there */
 void tutti_fence(void);
+/* Two ranks hand a line, which is 0, to each other so many times: nanoseconds for there and back,
+ * or -1 if the other did not come in time. Neither ever sleeps: give each a core. */
+double tutti_round_trip_ns(uint64_t *line, int first, uint32_t turns, double timeout_s);
 /* Reduces `parts` arrays of `count` elements in the order given. Used by symmetric collectives. */
 int tutti_reduce_into(void *out, const void *const *parts, uint32_t n_parts, uint64_t count,
                       uint32_t dtype, uint32_t reduce);
