@@ -120,15 +120,6 @@ def test_fixes_are_commands_and_each_is_printed_once() -> None:
     assert len(commands) == len(set(commands))
 
 
-def test_ranks_with_cpus_of_their_own_have_them_all_together() -> None:
-    """mpirun and srun bind each rank to CPUs of its own: one CPU each is enough for two ranks."""
-    bound = [change(plain(), cpus__allowed=cpu) for cpu in ("0", "1")]
-    seats = tuple(Seat(rank, 0, machine) for rank, machine in enumerate(bound))
-    assert found(bound[0], seats=seats) == []
-    crowded = tuple(Seat(rank, 0, bound[0]) for rank in range(2))
-    assert [each.observed for each in found(bound[0], seats=crowded)] == ["1 CPU for 2 ranks"]
-
-
 def test_threads_are_counted_against_the_cpus_of_all_ranks() -> None:
     cpus = [f"{14 * rank}-{14 * rank + 13}" for rank in range(8)]
     machine = with_variables(healthy(), OMP_NUM_THREADS="14")

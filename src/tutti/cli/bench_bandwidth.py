@@ -160,9 +160,12 @@ def _parts(options: Bandwidth, world: "World") -> list[str]:
     if options.only is not None:
         return options.only.split(",")
     having = {"copies": world.device.type == "cuda"}
-    if world.size == 1 and not having["copies"]:
-        raise UsageError("one rank on a CPU has no link to measure: start 2 or more")
-    return [part for part in PARTS if having.get(part, world.size > 1)]
+    parts = [part for part in PARTS if having.get(part, world.size > 1)]
+    if not parts:
+        raise UsageError(
+            "one rank on a CPU has no link to measure: start 2 or more, or leave the launcher out"
+        )
+    return parts
 
 
 def _cpu_lists(text: str) -> list[tuple[int, ...]]:

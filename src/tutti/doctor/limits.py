@@ -10,6 +10,7 @@ from tutti.hardware.machine import Machine
 
 _MANY_FILES = 65536
 _FEW_FILES = 1024
+_MORE_CPUS = "ask for more CPUs (srun --cpus-per-task, mpirun --bind-to none)"
 
 
 def has_rdma(machine: Machine) -> bool:
@@ -75,10 +76,11 @@ def _cpus(patient: Patient, host: int) -> Iterator[Verdict]:
             )
     if ranks > 1 and usable < ranks:
         observed = f"{usable:g} CPU{'s' * (usable != 1)} for {ranks} ranks"
-        yield warn("machine", observed, "one CPU for each rank, better two", "use fewer ranks")
+        expected = "one CPU for each rank, better two"
+        yield warn("machine", observed, expected, f"use fewer ranks, or {_MORE_CPUS}")
     elif ranks > 1 and machine.accelerators and usable < 2 * ranks:
         observed = f"{usable:g} CPUs for {ranks} ranks with a GPU each"
-        yield warn("machine", observed, "two CPUs for each rank", "ask the scheduler for more")
+        yield warn("machine", observed, "two CPUs for each rank", _MORE_CPUS)
 
 
 def _governor(machine: Machine) -> Iterator[Verdict]:

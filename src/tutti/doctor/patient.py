@@ -99,10 +99,9 @@ class Patient:
         return sum(seat.host == host for seat in self.seats)
 
     def cpus_on(self, host: int) -> int:
-        """How many CPUs a host's ranks may use together: mpirun and srun give each its own."""
-        seen = [seat.machine for seat in self.seats if seat.host == host]
-        lists = [each.cpus.allowed for each in seen or [self.machines[host]]]
-        return len({cpu for each in lists for cpu in parse_cpu_list(each)})
+        """How many CPUs the ranks on a host may use together: mpirun gives each its own."""
+        seen = [seat.machine for seat in self.seats if seat.host == host] or [self.machines[host]]
+        return len({cpu for each in seen for cpu in parse_cpu_list(each.cpus.allowed)})
 
     @property
     def alone(self) -> bool:
