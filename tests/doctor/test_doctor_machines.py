@@ -178,7 +178,7 @@ def test_ranks_that_a_launcher_bound_to_a_cpu_each_have_enough_together() -> Non
     assert names(found(bound[0], seats=seats)) == set()
     both_on_one = tuple(Seat(rank, 0, bound[0]) for rank in range(2))
     (said,) = [f for f in found(bound[0], seats=both_on_one) if f.id == "limits.cpus"]
-    assert "1 CPUs for 2 ranks" in said.observed and "--bind-to none" in said.cure
+    assert "1 CPU for 2 ranks" in said.observed and "--bind-to none" in said.cure
 
 
 def test_a_gpu_that_cannot_be_measured_is_told_and_the_others_are_compared() -> None:

@@ -51,7 +51,11 @@ class Control:
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and SIGUSR1 (which mpirun passes on) end the measuring in good order."""
+        """Ctrl-C, SIGTERM and SIGUSR1 (which mpirun passes on) end the measuring in good order.
+
+        Collective: once any rank is inside, a signal ends none of them. One that came earlier may
+        have ended a rank that was late; the others must not wait for it then.
+        """
 
         def ask(number: int, frame: FrameType | None) -> None:
             self._asked_to_stop = True
@@ -62,6 +66,12 @@ class Control:
             print(f"note: Ctrl-C at srun kills all ranks; {how}", file=sys.stderr, flush=True)
         before = {each: signal.signal(each, ask) for each in _STOPPING}
         try:
+            try:
+                self.meet()
+            except RuntimeError:
+                if self._asked_to_stop:
+                    raise KeyboardInterrupt from None
+                raise
             yield
         finally:
             for number, handler in before.items():

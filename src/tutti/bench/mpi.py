@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
 from types import FrameType
@@ -31,6 +32,9 @@ _TYPES = {
 }
 # Any of these is there where MPI can find the other ranks: by mpirun, or by Slurm with PMIx.
 _MPI_STARTED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MPI_LOCALRANKID")
+
+# How mpirun ends when the signal that it passed on has killed a rank.
+_ENDED_BY_SIGNALS = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
 
 
 def mpirun_command(ranks: int, command: Sequence[str]) -> list[str]:
@@ -56,7 +60,7 @@ def run_job(job: Sequence[str], width: int) -> int:
 
     At Ctrl-C mpirun itself would kill its ranks within a second, and what they measured would be
     lost. So it is kept from the terminal's signals, and passes SIGUSR1 on to its ranks: they stop
-    in good order. Asked twice, it ends them.
+    in good order. Asked twice, it ends them; so does SIGUSR1 before they have begun to measure.
     """
     with subprocess.Popen(
         list(job),
@@ -74,7 +78,11 @@ def run_job(job: Sequence[str], width: int) -> int:
 
         before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
-            return mpirun.wait()
+            code = mpirun.wait()
+            if asked and code in _ENDED_BY_SIGNALS:
+                print("tutti bench: stopped, nothing was measured yet", file=sys.stderr)
+                return 130
+            return code
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

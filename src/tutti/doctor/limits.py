@@ -75,7 +75,7 @@ def _cpus(patient: Patient, host: int) -> Iterator[Verdict]:
                 f"export OMP_NUM_THREADS={max(1, int(quota) // max(1, ranks))}",
             )
     if ranks > 1 and usable < ranks:
-        observed = f"{usable:g} CPUs for {ranks} ranks"
+        observed = f"{usable:g} CPU{'s' * (usable != 1)} for {ranks} ranks"
         expected = "one CPU for each rank, better two"
         yield warn("machine", observed, expected, f"use fewer ranks, or {_MORE_CPUS}")
     elif ranks > 1 and machine.accelerators and usable < 2 * ranks:
