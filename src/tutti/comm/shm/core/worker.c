@@ -3,7 +3,8 @@
  * Collectives run one at a time, in the order in which they were called; whoever runs one holds the
  * group's turn. A caller that finds no queue runs its own at once. Submitted ones wait in the queue
  * for a worker thread; a thread that waits for one of them runs the queue itself if nobody else
- * does, which saves the hand-over to another thread.
+ * does, which saves the hand-over to another thread. One that waits only so long leaves it to the
+ * worker: an operation cannot be left half-way, and takes as long as its slowest rank.
  *
  * A callback may wait for a later operation (torch's communication hooks do). So there is a worker
  * more whenever all are inside callbacks and the queue is not empty. */
@@ -181,12 +182,11 @@ static int wait_in_turn(tutti_group *g, tutti_work *work, uint64_t deadline)
     pthread_mutex_lock(&g->lock);
     begin_inside(g);
     while (!atomic_load_explicit(&work->is_done, memory_order_acquire)) {
-        if (g->queue_head && !g->turn_taken) {
-            run_head(g, false);
-            continue;
-        }
         if (deadline == FOREVER) {
-            pthread_cond_wait(&g->turn_over, &g->lock);
+            if (g->queue_head && !g->turn_taken)
+                run_head(g, false);
+            else
+                pthread_cond_wait(&g->turn_over, &g->lock);
             continue;
         }
         uint64_t now = now_ns();
