@@ -1,14 +1,16 @@
 """Given ranks that die, stall or disagree, when others wait for them, then nobody hangs, the error
 names the rank, and no memory is left anywhere."""
 
+import gc
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from forked_ranks import forked
 from shm_cases import group_of, reduce_scatter_flat
-from tutti.comm.shm import set_where
+from tutti.comm.shm import compiled, set_where
+from tutti.comm.shm.registration import ShmOptions, make
+from tutti.world.errors import UsageError
 from worlds import in_world, run_command
 
 FRONTS = ("compiled", "plain")
@@ -209,6 +213,37 @@ def left_behind(rank: int) -> list[str]:
 
 def test_a_destroyed_group_gives_its_memory_back() -> None:
     assert forked(left_behind, 2) == [[], []]
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_group_that_cannot_be_made_gives_its_memory_back(
+    front: Literal["compiled", "plain"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise OSError("gloo finds no network")
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", fails)
+    options = ShmOptions(front=front, can_open=lambda card: False)  # a host for each rank
+    before, store = memory_of_groups(), dist.HashStore()
+
+    def make_one(rank: int) -> None:
+        with pytest.raises(OSError, match="gloo finds no network"):
+            make(store, rank, 2, timedelta(seconds=20), "odd", [0, 1], options)
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(make_one, range(2)))
+    gc.collect()  # the error's traceback held the group
+    assert memory_of_groups() == before
+
+
+def test_a_missing_front_is_said_before_any_memory_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled, "compiled_front", lambda: (None, "it was not built"))
+    before = memory_of_groups()
+    with pytest.raises(UsageError, match="front='compiled': it was not built"):
+        make(dist.HashStore(), 0, 1, timedelta(seconds=20), "odd", [0], ShmOptions("compiled"))
+    assert memory_of_groups() == before
 
 
 SCRIPT = """

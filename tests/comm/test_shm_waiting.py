@@ -15,7 +15,7 @@ def impatient(g: Group) -> None:
             g.run(native.RECV, [], [word], peer=0, timeout=20)
         work = g.submit(native.ALL_REDUCE, [x], [x], timeout=5, dtype=native.F64)
         if g.rank == 0:
-            with pytest.raises(native.ShmTimeout, match="all_reduce .* is not done yet"):
+            with pytest.raises(native.ShmTimeout, match=r"all_reduce .* is not done yet"):
                 work.wait(0.05)
             g.run(native.SEND, [word], peer=1)
         work.wait()
