@@ -156,31 +156,6 @@ def late_by_design(world: Any) -> list[str]:
     return texts
 
 
-def impatient(rank: int) -> list[str]:
-    """Rank 1 comes only after rank 0 has given up a wait."""
-    texts = []
-    for front in FRONTS:
-        group = group_of(front)
-        for _ in range(3):
-            if rank == 1:
-                dist.recv(torch.ones(1), 0, group)
-            work = dist.all_reduce(torch.ones(1000), group=group, async_op=True)
-            if rank == 0:
-                try:
-                    work.wait(timedelta(seconds=0.1))
-                    texts.append(f"{front}: no error")
-                except Exception as error:
-                    if type(error).__name__ != "ShmTimeout":
-                        raise
-                dist.send(torch.ones(1), 1, group)
-            work.wait()
-    return texts
-
-
-def test_a_wait_with_a_limit_ends_in_time_and_the_operation_goes_on() -> None:
-    assert forked(impatient, 2, timeout=40) == [[], []]
-
-
 def memory_of_groups() -> list[str]:
     """What this process still maps or holds open of ours."""
     maps = [line.split()[-2:] for line in Path("/proc/self/maps").read_text().splitlines()]

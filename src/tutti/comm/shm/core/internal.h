@@ -219,11 +219,14 @@ uint64_t mix(uint64_t, uint64_t);
 int run_collective(tutti_group *, const tutti_operation *, uint64_t sequence, uint64_t entry,
                    double timeout, uint64_t deadline);
 
-/* ---- worker.c ---- */
+/* ---- work.c ---- */
 tutti_work *work_create(tutti_group *, const tutti_operation *, double timeout, tutti_done,
                         void *argument);
 void work_finish(tutti_work *, int code, const char *text); /* calls back, then marks as done */
 void work_release(tutti_work *);
+bool inside_callback(void); /* whether this thread is */
+
+/* ---- worker.c ---- */
 void wake_queue(tutti_group *); /* after an abort */
 void stop_worker(tutti_group *);
 
