@@ -11,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
 from forked_ranks import forked
@@ -154,6 +156,42 @@ def late_by_design(world: Any) -> list[str]:
             stays_away_here(store, number + 1)
         dist.barrier()
     return texts
+
+
+def aborted(rank: int) -> list[str]:
+    """What torch's own abort does to a group of CPU tensors alone."""
+    texts = []
+    for front in FRONTS:
+        group = group_of(front)
+        work = dist.irecv(torch.ones(1), 1 - rank, group)
+        try:
+            group._get_backend(torch.device("cuda"))
+            texts.append(f"{front}: has a backend for CUDA")
+        except RuntimeError:
+            pass
+        distributed_c10d._abort_process_group(group)
+        if group in distributed_c10d._world.pg_map:
+            texts.append(f"{front}: is still there")
+        try:
+            work.wait(timedelta(seconds=20))
+            texts.append(f"{front}: no error")
+        except Exception as error:
+            if type(error).__name__ not in ("GroupClosed", "PeerLeft"):
+                texts.append(f"{front}: {error!r}")
+    return texts
+
+
+def test_torch_can_abort_a_group_of_either_front() -> None:
+    assert forked(aborted, 2) == [[], []]
+
+
+def test_an_abort_reaches_the_part_of_a_group_that_serves_cuda() -> None:
+    options = ShmOptions(front="plain")
+    group = make(dist.HashStore(), 0, 1, timedelta(seconds=20), "both", [0], options)
+    group._cuda = Mock()
+    group.abort()
+    group._cuda.abort.assert_called_once_with()
+    group.shutdown()
 
 
 def memory_of_groups() -> list[str]:
