@@ -1,6 +1,7 @@
 """Who waits how long: limits are kept, and a callback may wait for whatever else is under way."""
 
 import ctypes
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from shm_ranks import Group, results
+from shm_ranks import Group, errors, results
 
 from forked_ranks import forked
 from shm_cases import group_of
@@ -161,3 +162,45 @@ def then_reduces(rank: int) -> list[str]:
 
 def test_a_future_of_a_message_may_start_a_collective_that_others_reach_by_messages() -> None:
     assert forked(then_reduces, 2, timeout=30) == [[], []]
+
+
+def forked_amid(g: Group) -> list[int]:
+    """A child of rank 0 waits for what its parent began."""
+    g.barrier()
+    if g.rank == 1:
+        time.sleep(0.5)
+    x, got = np.ones(10), np.zeros(4)
+    works = [g.submit(native.ALL_REDUCE, [x], [x], dtype=native.F64)]
+    works.append(g.submit(native.RECV, [], [got], peer=1 - g.rank))
+    codes = []
+    if g.rank == 0:
+        time.sleep(0.1)  # the worker has the turn by then
+        for work in works:
+            child = os.fork()
+            if child == 0:
+                os._exit(-core().tutti_work_wait(work.handle, 2))
+            codes.append(-os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    g.run(native.SEND, [np.ones(4)], peer=1 - g.rank)
+    for work in works:
+        work.wait()
+    assert (x == 2).all() and (got == 1).all()
+    return codes
+
+
+def test_given_a_forked_child_then_it_cannot_wait_for_its_parents_operations() -> None:
+    assert results(forked_amid, 2)[0] == [native.CLOSED] * 2
+
+
+def send_behind_another(g: Group) -> None:
+    if g.rank == 1:
+        time.sleep(1.5)
+        return
+    large = np.zeros(1_000_000)
+    g.submit(native.SEND, [large], peer=1, tag=1, timeout=30)
+    g.run(native.SEND, [large[:5]], peer=1, tag=2, timeout=0.2)
+
+
+def test_given_a_message_behind_another_then_its_own_timeout_counts() -> None:
+    name, text = errors(send_behind_another, 2)[0]
+    assert name == "ShmTimeout"
+    assert "send 2 of group default (tag 2, 40 bytes) timed out after 0.2 s" in text

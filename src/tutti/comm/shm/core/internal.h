@@ -176,6 +176,8 @@ struct tutti_group {
 
 /* ---- group.c ---- */
 int group_usable(tutti_group *);
+/* A child has neither the threads that end operations nor a right to the rings. */
+int refuse_forked_child(const tutti_group *);
 /* Marks the group as broken for good, here and for peers; returns the first failure's code. */
 int break_group(tutti_group *, int code, const char *text);
 /* Looks at what makes a wait for `peer` hopeless: own abort, its state, its death. */

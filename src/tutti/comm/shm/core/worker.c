@@ -216,7 +216,9 @@ TUTTI_API int tutti_work_wait(tutti_work *work, double timeout_s)
     if (!tutti_work_is_done(work)) {
         /* Without a limit here: the operation has its own, and then it is done. */
         uint64_t deadline = timeout_s < 0 ? FOREVER : now_ns() + (uint64_t)(timeout_s * 1e9);
-        int code = work->operation.kind >= TUTTI_SEND ? mail_wait(work, deadline)
+        int code = refuse_forked_child(work->group);
+        if (code == 0)
+            code = work->operation.kind >= TUTTI_SEND ? mail_wait(work, deadline)
                                                       : wait_in_turn(work->group, work, deadline);
         if (code < 0)
             return code;
