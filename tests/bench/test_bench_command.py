@@ -42,6 +42,13 @@ def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], mess
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+def test_what_no_memory_holds_is_refused_before_anything_is_measured() -> None:
+    done = run_tutti(*BENCH, *SHORT, "--sizes", "1K,1024G")
+    assert done.returncode == 2 and not done.stdout
+    assert "--sizes 1024G: 2 ranks of a host need" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
 def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
     files = ["--json", tmp_path / "new" / "b.json", "--csv", tmp_path / "b.csv"]
     kinds = ["--ops", "all_reduce,all_to_all", "--sizes", "4,1K", "--placement", "both"]

@@ -121,6 +121,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run([*command, "--fail-on", "slower"]) == 1
     assert run([*command[:2], files[0], files[0], "--fail-on", "slower"]) == 0
     assert run([*command, "--tolerance", "5"]) == 2
+    # Nothing to compare is no pass.
+    Path(files[1]).write_text(json.dumps(result("collectives", rows=[operation(4096, 1.0)])))
+    assert run([*command, "--fail-on", "slower"]) == 2
+    assert "no row in common (2 in OLD alone, 1 in NEW alone)" in capsys.readouterr().err
 
 
 def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:

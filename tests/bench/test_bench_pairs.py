@@ -204,7 +204,7 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     assert process.returncode == 130, out
     content = json.loads((tmp_path / "p.json").read_text())
     assert not content["complete"] and [row["name"] for row in content["rows"]] == ["short"]
-    assert "# stopped: 1 pairs were measured" in out
+    assert "# stopped: 1 pair was measured" in out
 
 
 @pytest.mark.gpu

@@ -33,6 +33,17 @@ def test_help_lists_the_commands() -> None:
     assert all(name in done.stdout for name in ("run", "world", "submit"))
 
 
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_the_help_of_a_command_fits_the_terminal_and_says_no_none(columns: str) -> None:
+    env = {"COLUMNS": columns, "PYTHONIOENCODING": "utf-8"}
+    done = run_command([*TUTTI, "bench", "collectives", "--help"], env=env)
+    assert done.returncode == 0 and "None" not in done.stdout
+    assert "│ -n INT, --ranks INT " in done.stdout and "Ctrl-C leaves" in done.stdout
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    assert {len(line) for line in lines if line[:1] in ("╭", "│", "╰") and line} == {int(columns)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -40,6 +51,8 @@ def test_help_lists_the_commands() -> None:
         (["world", "--josn", "x"], "no flag --josn: did you mean --json?"),
         (["world", "--ranks", "0"], "--ranks 0: a world has at least one rank"),
         (["world", "--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
+        (["world", "--ledger", "me"], "--ledger 'me' is no number: see tutti world --help"),
+        (["bench", "compare", "a.json"], "NEW must be given: see tutti bench compare --help"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two(arguments: list[str], message: str) -> None:

@@ -266,6 +266,7 @@ def mistakes_are_named(heap: symmetric.Heap) -> None:
                 "symmetric tensor of the same heap",
             ),
             (lambda: symmetric.all_gather(t, out=torch.zeros(9)), "ranks × 10"),
+            (lambda: symmetric.all_reduce(t.local), "of a Tensor: make it with heap.empty"),
         ):
             with pytest.raises(UsageError, match=words):
                 mistake()

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from cases import found, healthy, plain, with_variables
+from cases import change, found, healthy, plain, with_variables
 
 from tutti.doctor.patient import Seat
 from tutti.doctor.table import fixes
@@ -118,3 +118,13 @@ def test_fixes_are_commands_and_each_is_printed_once() -> None:
     assert "export NCCL_DEBUG=WARN" in lines
     commands = [line for line in lines if not line.startswith("#")]
     assert len(commands) == len(set(commands))
+
+
+def test_threads_are_counted_against_the_cpus_of_all_ranks() -> None:
+    cpus = [f"{14 * rank}-{14 * rank + 13}" for rank in range(8)]
+    machine = with_variables(healthy(), OMP_NUM_THREADS="14")
+    bound = [change(machine, cpus__allowed=each) for each in cpus]
+    seats = tuple(Seat(rank, 0, each) for rank, each in enumerate(bound))
+    assert "env.threads" not in {each.id for each in found(bound[0], seats=seats)}
+    together = tuple(Seat(rank, 0, bound[0]) for rank in range(8))
+    assert "env.threads" in {each.id for each in found(bound[0], seats=together)}

@@ -172,6 +172,15 @@ def test_a_rank_on_cpus_far_from_its_gpu_is_named() -> None:
     assert [each.scope for each in said] == ["rank:1"]
 
 
+def test_ranks_that_a_launcher_bound_to_a_cpu_each_have_enough_together() -> None:
+    bound = [change(plain(), cpus__allowed=cpus) for cpus in ("0", "1")]
+    seats = tuple(Seat(rank, 0, machine) for rank, machine in enumerate(bound))
+    assert names(found(bound[0], seats=seats)) == set()
+    both_on_one = tuple(Seat(rank, 0, bound[0]) for rank in range(2))
+    (said,) = [f for f in found(bound[0], seats=both_on_one) if f.id == "limits.cpus"]
+    assert "1 CPU for 2 ranks" in said.observed and "--bind-to none" in said.cure
+
+
 def test_a_gpu_that_cannot_be_measured_is_told_and_the_others_are_compared() -> None:
     rates = [Rate(f"rank:{rank}", 0, "bf16", 7e14) for rank in range(4)]
     rates[1] = Rate("rank:1", 0, "cuda:1", 0.0, error="CUDA out of memory")

@@ -217,6 +217,7 @@ def test_a_sweep_compares_values_in_turns(tmp_path: Path) -> None:
         (["--ranks", "1,2", "--lr", "1", "--", str(SCRIPT)], "no flag --lr"),
         (["--ranks", "1,2", "--", "nothing.py"], "does not exist"),
         (["--ranks", "1,2", "--", "torchrun", "--nproc-per-node", "2", "t.py"], "{ranks}"),
+        (["--ranks", "1,2", "--", "mpirun.mpich", "t.py"], "mpirun -n {ranks}"),
         (["--ranks", "1,2", "--repeats", "0", "--recipe", "gpt"], "--repeats 0"),
     ],
 )

@@ -73,9 +73,22 @@ def test_open_mpi_on_several_hosts_meets_where_mpirun_runs() -> None:
     assert identify({**env, "MASTER_ADDR": "n7"}).master_host == "n7"
 
 
+def test_open_mpi_inside_a_slurm_job_meets_on_the_jobs_first_node() -> None:
+    # mpirun itself may run elsewhere: salloc's shell is on the login node.
+    env = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "SLURM_JOB_NODELIST": "n[2-3]"}
+    elsewhere = {"OMPI_MCA_orte_hnp_uri": "17393.0;tcp://10.0.0.5:58983"}
+    assert identify({**env, **elsewhere}).master_host == "n2"
+
+
 def test_mpich_is_known_by_its_local_rank() -> None:
     found = identify(MPICH)
     assert (found.launcher, found.rank, found.size, found.local_rank) == ("mpich", 2, 3, 2)
+
+
+def test_mpich_inside_a_slurm_job_meets_on_the_first_node_of_its_step() -> None:
+    found = identify({**SLURM, **MPICH, "MPI_LOCALNRANKS": "1"})
+    assert (found.launcher, found.master_host, found.job) == ("mpich", "n2", "mpich-slurm-7-0")
+    assert identify({**MPICH, "MPI_LOCALNRANKS": "1"}).job == ""  # nothing that all hosts know
 
 
 def test_a_slurm_step_meets_on_the_first_node_of_the_step() -> None:
@@ -90,6 +103,12 @@ def test_a_slurm_step_meets_on_the_first_node_of_the_step() -> None:
 def test_the_batch_shell_of_a_job_is_a_world_of_one() -> None:
     batch = {k: v for k, v in SLURM.items() if not k.startswith("SLURM_STEP")}
     assert identify({**batch, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).size == 1
+
+
+def test_a_step_of_one_task_is_a_shell_or_one_of_many_numbered_by_hand() -> None:
+    step = {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    assert identify(step).launcher == "python"  # srun --pty bash: its commands start ranks
+    assert identify({**step, **PLAIN}).rank == 1  # srun -n1 … & srun -n1 … &
 
 
 def test_pmi_variables_of_srun_are_slurms() -> None:

@@ -1,5 +1,7 @@
-"""`tutti world` under every launcher gives the right rows. All launchers are the real ones."""
+"""`tutti world` under every launcher gives the right rows, and other commands act as one there.
+All launchers are the real ones."""
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -212,3 +214,68 @@ def test_a_rank_killed_under_srun_ends_the_others_on_both_nodes(
     done = cluster.run(srun, timeout=60)
     assert done.returncode != 0
     assert "rank 3 on n2 failed first" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("flavour", ["openmpi", "mpich"])
+def test_mpirun_inside_a_slurm_job_needs_no_master_address(
+    cluster: SlurmCluster, flavour: str, tmp_path: Path
+) -> None:
+    if shutil.which(f"mpirun.{flavour}") is None:
+        pytest.skip(f"mpirun.{flavour} is not installed")
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    # From the hub, which is no node of the job, as salloc's shell on a login node is not.
+    job = ["salloc", "-N2", "--ntasks-per-node=1", f"mpirun.{flavour}", *TUTTI, "world", "--json"]
+    check(cluster.run([*job, str(tmp_path / "w.json")], env=as_root, timeout=90))
+    rows = rows_in(tmp_path / "w.json")
+    assert [(row["host"], row["launcher"]) for row in rows] == [("n1", flavour), ("n2", flavour)]
+
+
+def test_a_bench_under_srun_is_one_table_and_scancel_leaves_what_was_measured(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """Ctrl-C at srun would kill the ranks. MPI, which aborts them under srun, is left out."""
+    result = tmp_path / "b.json"
+    flags = ["--backends", "gloo,mpi", "--sizes", "1K:1M:x2", "--json", str(result)]
+    bench = cluster.popen(["srun", "-N2", "-n2", *TUTTI, "bench", "collectives", *flags])
+    assert bench.stdout and bench.stderr
+    head = []
+    while not (head and head[-1].lstrip()[:1].isdigit()):  # a first row
+        head.append(bench.stdout.readline())
+        assert head[-1], "the bench ended before it was stopped"
+    assert sum("# all_reduce, 2 ranks" in line for line in head) == 1
+    note = next(line for line in bench.stderr if line.startswith("note: Ctrl-C at srun"))
+    cluster.run(note.partition("; ")[2].split()[:3])  # scancel --signal=INT JOB.STEP
+    out, _ = bench.communicate(timeout=30)
+    assert bench.returncode == 130 and "# stopped: " in out, out
+    content = json.loads(result.read_text())
+    assert content["rows"] and not content["complete"]
+    (left_out,) = content["skipped"]
+    if importlib.util.find_spec("mpi4py") is not None:
+        assert "srun started the ranks, and not for MPI" in left_out["reason"]
+
+
+def test_profile_under_srun_captures_all_tasks_and_explains_once(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, torch, torch.distributed as dist, tutti\n"
+        "with tutti.init(backend='gloo') as world:\n"
+        "    weight = torch.zeros(1000, requires_grad=True)\n"
+        "    optimizer = torch.optim.SGD([weight])\n"
+        "    for step in range(8):\n"
+        "        weight.grad = torch.ones(1000)\n"
+        "        dist.all_reduce(weight.grad)\n"
+        "        optimizer.step()\n"
+        "time.sleep(world.rank)\n"  # the first explains, and waits for the other's end
+    )
+    words = ["profile", "--wait", "1", "--warmup", "1", "--active", "2", "--json", "p.json", "--"]
+    srun = ["srun", "-N2", "-n2", *TUTTI, *words, str(script)]
+    done = cluster.run(srun, cwd=tmp_path, timeout=60)
+    check(done)
+    assert done.stdout.count("2 steps of 2 ranks, gloo") == 1, done.stdout
+    assert done.stderr.count("traces are in") == 1 and "no word of task" not in done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("profile-slurm-")
+    assert [path.name for path in folder.iterdir()] == ["traces"]
+    assert len(json.loads((tmp_path / "p.json").read_text())["ranks"]) == 2

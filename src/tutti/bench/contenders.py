@@ -53,6 +53,8 @@ def process_group(name: str) -> tuple[dist.ProcessGroup, str]:
         usable, about = available()
         if not usable:
             raise Unsupported(about)
+        if name == "shm-plain":
+            about = f"{about.partition(',')[0]}, front in Python"
         register()
         name, options = "shm", ShmOptions(front=_FRONTS[name])
     group = dist.new_group(backend=name, pg_options=options)

@@ -1,6 +1,8 @@
 """What ranks agree on between measurements: when to begin, when to stop, how long it took."""
 
+import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -8,6 +10,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tutti.world.identity import identify
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -47,13 +51,27 @@ class Control:
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and SIGUSR1 (which mpirun passes on) end the measuring in good order."""
+        """Ctrl-C, SIGTERM and SIGUSR1 (which mpirun passes on) end the measuring in good order.
+
+        Collective: once any rank is inside, a signal ends none of them. One that came earlier may
+        have ended a rank that was late; the others must not wait for it then.
+        """
 
         def ask(number: int, frame: FrameType | None) -> None:
             self._asked_to_stop = True
 
+        if self.rank == 0 and identify(os.environ).launcher == "slurm":
+            step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ['SLURM_STEP_ID']}"
+            how = f"scancel --signal=INT {step} stops and leaves what was measured"
+            print(f"note: Ctrl-C at srun kills all ranks; {how}", file=sys.stderr, flush=True)
         before = {each: signal.signal(each, ask) for each in _STOPPING}
         try:
+            try:
+                self.meet()
+            except RuntimeError:
+                if self._asked_to_stop:
+                    raise KeyboardInterrupt from None
+                raise
             yield
         finally:
             for number, handler in before.items():

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
 from types import FrameType
@@ -29,6 +30,11 @@ _TYPES = {
     torch.int8: "INT8_T",
     torch.uint8: "UINT8_T",
 }
+# Any of these is there where MPI can find the other ranks: by mpirun, or by Slurm with PMIx.
+_MPI_STARTED = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MPI_LOCALRANKID")
+
+# How mpirun ends when the signal that it passed on has killed a rank.
+_ENDED_BY_SIGNALS = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
 
 
 def mpirun_command(ranks: int, command: Sequence[str]) -> list[str]:
@@ -41,7 +47,9 @@ def mpirun_command(ranks: int, command: Sequence[str]) -> list[str]:
             "--backends mpi needs Open MPI's mpirun, and none is on the PATH: install openmpi-bin, "
             "or leave mpi out"
         )
-    flags = ["-n", str(ranks), "--bind-to", "none", "--oversubscribe", "--quiet"]
+    # Inside a Slurm job mpirun would deal the ranks out to all of its nodes.
+    flags = ["-n", str(ranks), "--host", f"localhost:{ranks}", "--bind-to", "none"]
+    flags += ["--oversubscribe", "--quiet"]
     if os.geteuid() == 0:
         flags.append("--allow-run-as-root")
     return [program, *flags, *command]
@@ -52,7 +60,7 @@ def run_job(job: Sequence[str], width: int) -> int:
 
     At Ctrl-C mpirun itself would kill its ranks within a second, and what they measured would be
     lost. So it is kept from the terminal's signals, and passes SIGUSR1 on to its ranks: they stop
-    in good order. Asked twice, it ends them.
+    in good order. Asked twice, it ends them; so does SIGUSR1 before they have begun to measure.
     """
     with subprocess.Popen(
         list(job),
@@ -70,7 +78,11 @@ def run_job(job: Sequence[str], width: int) -> int:
 
         before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
-            return mpirun.wait()
+            code = mpirun.wait()
+            if asked and code in _ENDED_BY_SIGNALS:
+                print("tutti bench: stopped, nothing was measured yet", file=sys.stderr)
+                return 130
+            return code
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -82,6 +94,12 @@ class OpenMpi:
     name = "mpi"
 
     def __init__(self, buffers: Buffers, ranks: int) -> None:
+        if "SLURM_STEP_ID" in os.environ and not any(map(os.environ.__contains__, _MPI_STARTED)):
+            # Without this MPI itself would end the process, and all of srun's ranks with it.
+            raise Unsupported(
+                "srun started the ranks, and not for MPI: use srun --mpi=pmix, or mpirun in the "
+                "job, or let tutti bench start ranks with --ranks"
+            )
         import mpi4py
 
         # Only one thread calls MPI: it need not lock against others.
@@ -94,8 +112,8 @@ class OpenMpi:
         self.about = MPI.Get_library_version().split(",")[0].strip()
         if self._world.size != ranks:
             raise Unsupported(
-                f"MPI sees {self._world.size} of the {ranks} ranks: start them with mpirun, or let "
-                "tutti bench start them with --ranks"
+                f"MPI sees {self._world.size} of the {ranks} ranks: start them with the mpirun of "
+                f"{self.about}, or let tutti bench start them with --ranks"
             )
 
     def prepare(self, case: Case) -> Prepared:

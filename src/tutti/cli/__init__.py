@@ -1,6 +1,7 @@
 """The command line: one module per command. `tutti --help` imports none of them, nor torch."""
 
 import gc
+import os
 import sys
 from importlib import import_module
 
@@ -35,6 +36,9 @@ commands:
 
 def main() -> None:
     """The console script: run the command and exit with its code."""
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        # mpirun gives rank 0 a terminal even where its own output goes into a file: no colours.
+        os.environ.setdefault("TTY_COMPATIBLE", "0")
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()

@@ -14,6 +14,7 @@ from tutti.bench.sizes import parse_sizes
 from tutti.bench.table import print_line, usable_width
 from tutti.cli.expectations import missed
 from tutti.cli.flags import parse
+from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable, write_json
 from tutti.hardware.cpus import parse_cpu_list
 from tutti.hardware.environment import describe_environment
@@ -82,6 +83,8 @@ def main(arguments: list[str]) -> int:
         return _measure(options, source)
     gpus = 0 if options.device == "cpu" else visible_gpu_count()
     usual = gpus * options.ranks_per_gpu if gpus else 2
+    if options.ranks == 1 and not gpus:
+        raise UsageError("--ranks 1: one rank on a CPU has no link to measure, use 2 or more")
     return LocalWorld(
         command=[sys.executable, "-m", "tutti", "bench", "bandwidth", *arguments],
         ranks=usual if options.ranks is None else options.ranks,
@@ -97,6 +100,7 @@ def _measure(options: Bandwidth, source: Source | None) -> int:
     from tutti.bench.bandwidth import Bandwidth as Measured
     from tutti.bench.bandwidth_places import place_of
     from tutti.bench.control import Control
+    from tutti.bench.room import check_room
     from tutti.world.exchange import gather_json
     from tutti.world.start import init
 
@@ -105,19 +109,22 @@ def _measure(options: Bandwidth, source: Source | None) -> int:
         ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
         start_timeout=options.start_timeout,
     ) as world:
-        backend = _backend(options, world)
+        sizes = parse_sizes(options.sizes or ("256M" if world.device.type == "cuda" else "16M"))
+        with told_once(world):
+            backend, parts = _backend(options, world), _parts(options, world)
+            if world.device.type == "cpu":
+                check_room(max(sizes), world)
         cpus = _pin(options.pin, world)
         ranks = gather_json({**world.row(), "cpus": cpus, "pinned": options.pin != "none"})
         places = gather_json(place_of(world, cpus))
         control = Control()
-        sizes = parse_sizes(options.sizes or ("256M" if world.device.type == "cuda" else "16M"))
         measured = Measured(
             world, control, places, backend, sizes, options.budget, options.together
         )
         with control.stop_on_signals():
             if world.is_first:
                 _print_head(world, ranks, backend)
-            measured.run(_parts(options, world), _tell if world.is_first else lambda line: None)
+            measured.run(parts, _tell if world.is_first else lambda line: None)
         results = _results(measured, ranks)
         if world.is_first:
             _conclude(measured, options, results)
@@ -141,8 +148,6 @@ def _check(options: Bandwidth) -> Source | None:
         raise UsageError(
             f"--backend {options.backend} moves CPU tensors only: use --device cpu, or nccl"
         )
-    if options.ranks == 1 and options.device == "cpu":
-        raise UsageError("--ranks 1: one rank on a CPU has no link to measure, use 2 or more")
     if options.pin not in ("own", "none"):
         _cpu_lists(options.pin)
     checked_seconds("--budget", options.budget, example=0.2)
@@ -155,7 +160,12 @@ def _parts(options: Bandwidth, world: "World") -> list[str]:
     if options.only is not None:
         return options.only.split(",")
     having = {"copies": world.device.type == "cuda"}
-    return [part for part in PARTS if having.get(part, world.size > 1)]
+    parts = [part for part in PARTS if having.get(part, world.size > 1)]
+    if not parts:
+        raise UsageError(
+            "one rank on a CPU has no link to measure: start 2 or more, or leave the launcher out"
+        )
+    return parts
 
 
 def _cpu_lists(text: str) -> list[tuple[int, ...]]:
@@ -169,18 +179,15 @@ def _cpu_lists(text: str) -> list[tuple[int, ...]]:
 
 
 def _backend(options: Bandwidth, world: "World") -> str:
-    """What carries messages; where it cannot, all ranks leave in good order."""
+    """What carries messages."""
     backend = options.backend or world.backend
     if (backend == "nccl") == (world.device.type == "cuda"):
         return backend
-    world.close()
-    if world.is_first:
-        moves = "CUDA" if backend == "nccl" else "CPU"
-        raise UsageError(
-            f"--backend {backend} moves {moves} tensors only, and ranks are on "
-            f"{world.device.type}: leave it out"
-        )
-    raise SystemExit(2)
+    moves = "CUDA" if backend == "nccl" else "CPU"
+    raise UsageError(
+        f"--backend {backend} moves {moves} tensors only, and ranks are on {world.device.type}: "
+        "leave it out"
+    )
 
 
 def _pin(how: str, world: "World") -> str:
@@ -205,6 +212,8 @@ def _print_head(world: "World", ranks: list[dict[str, Any]], backend: str) -> No
         print_line(f"# rank {each['rank']}: {where}")
     if world.sharing_note:
         print_line(f"# note: {world.sharing_note}")
+    if backend == "gloo" == world.backend:  # shm is the default: say why it is not
+        print_line(f"# note: no shm: {world.reasons['backend']}")
     print_line(f"# messages by {backend}; GB/s are 1e9 bytes per second")
 
 

@@ -16,6 +16,7 @@ from tutti.bench.sizes import parse_sizes
 from tutti.bench.table import Table, print_line, usable_width
 from tutti.cli.expectations import missed
 from tutti.cli.flags import parse
+from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable, write_json
 from tutti.hardware.gpus import visible_gpu_count
 from tutti.world.errors import UsageError, did_you_mean
@@ -133,6 +134,7 @@ def _measure(
     from tutti.bench.control import Control
     from tutti.bench.grouped_calls import with_groups
     from tutti.bench.pinning import pin
+    from tutti.bench.room import check_room
     from tutti.bench.round_trips import RoundTrips
     from tutti.bench.sweep import Sweep
     from tutti.world.exchange import gather_json
@@ -148,10 +150,14 @@ def _measure(
         trips = RoundTrips(world, [row["cpus"] for row in rows])
         lines = _lines(operations, sizes, options, world)
         largest = max((case.bytes for line in lines for case in line), default=0)
+        with told_once(world):
+            check_room(largest, world)
         names, control = backends or _default_backends(world), Control()
         with control.stop_on_signals(), contenders(names, world, largest) as (found, missing):
             if not found:
-                _refuse(world, missing)
+                reasons = "; ".join(f"{each['backend']}: {each['reason']}" for each in missing)
+                with told_once(world):
+                    raise UsageError(f"--backends: {reasons}")
             if options.group > 1:
                 found = with_groups(found, options.group, world.device)
             if world.is_first:
@@ -246,15 +252,6 @@ def _ranks(options: Collectives) -> int:
 
 def _default_backends(world: "World") -> list[str]:
     return ["nccl", "symmetric"] if world.device.type == "cuda" else ["gloo", "shm"]
-
-
-def _refuse(world: "World", missing: list[dict[str, str]]) -> None:
-    """All ranks leave in good order, and rank 0 speaks for them."""
-    world.close()
-    if world.is_first:
-        reasons = "; ".join(f"{each['backend']}: {each['reason']}" for each in missing)
-        raise UsageError(f"--backends: {reasons}")
-    raise SystemExit(2)
 
 
 def _print_head(

@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -25,9 +25,9 @@ class Compare:
     than --tolerance.
     """
 
-    old: tyro.conf.Positional[Path]
+    old: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OLD")]
     """What --json of collectives, bandwidth, symmetric or pairs wrote."""
-    new: tyro.conf.Positional[Path]
+    new: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="NEW")]
     """The same, later."""
     show: Literal["changed", "all"] = "changed"
     """Rows to print: those that changed, or all of them."""
@@ -50,6 +50,12 @@ def main(arguments: list[str]) -> int:
     notes = differences(old, new)
     for note in notes:
         print_line(f"tutti bench compare: not the same in both: {note}", sys.stderr)
+    if not any(change.verdict not in ("new", "gone") for change in changes):
+        counts = Counter(change.verdict for change in changes)
+        raise UsageError(
+            f"OLD and NEW have no row in common ({counts['gone']} in OLD alone, {counts['new']} in "
+            "NEW alone): make NEW with the flags OLD was made with"
+        )
     _print(changes, options.show)
     if options.json is not None:
         results = {"rows": [each.row() for each in changes], "differences": notes}
@@ -73,7 +79,7 @@ def _print(changes: list[Change], show: str) -> None:
         )
     counts = Counter(each.verdict for each in changes)
     told = ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
-    print_line(f"# {told or 'no rows'}")
+    print_line(f"# {told}")
 
 
 def _value(value: float | None) -> str:

@@ -123,14 +123,15 @@ def _measure(options: Pairs, chosen: "list[Listed]", source: Source | None) -> i
         budget = options.budget / 10 if options.quick else options.budget
         duels = Duels(Setting(world, options.quick), control, budget, options.rounds)
         with control.stop_on_signals():
+            width = max(_NAME_WIDTH, *(len(listed.name) for listed in chosen))
             if world.is_first:
-                _print_head(world, ranks, options)
+                _print_head(world, ranks, options, width)
             for listed in chosen:
                 row = duels.run(listed)
                 if row is None:
                     break
                 if world.is_first:
-                    _print_row(row)
+                    _print_row(row, width)
         results = {
             "rows": duels.rows,
             "speedup": "median over rounds of baseline / optimized, spread: their quartiles",
@@ -150,7 +151,7 @@ def _is_wrong(row: dict[str, Any]) -> bool:
     return str(row["check"]).startswith(("different", "failed"))
 
 
-def _print_head(world: "World", ranks: list[dict[str, Any]], options: Pairs) -> None:
+def _print_head(world: "World", ranks: list[dict[str, Any]], options: Pairs, width: int) -> None:
     for each in ranks:
         pinned = "pinned to CPU" if each["pinned"] else "on CPU"
         where = f"{each['host']}, {each['device']}, {each['backend']}, {pinned} {each['cpus']}"
@@ -160,14 +161,14 @@ def _print_head(world: "World", ranks: list[dict[str, Any]], options: Pairs) -> 
     if options.quick:
         print_line("# note: --quick: the workloads are too small for their figures to be quoted")
     print_line(
-        f"# {'pair':<{_NAME_WIDTH - 2}} {'baseline':>9} {'optimized':>9} {'speed-up':>8} "
+        f"# {'pair':<{width - 2}} {'baseline':>9} {'optimized':>9} {'speed-up':>8} "
         f"{'(spread)':^13}  check"
     )
-    print_line(f"# {'':<{_NAME_WIDTH - 2}} {'(ms)':>9} {'(ms)':>9}")
+    print_line(f"# {'':<{width - 2}} {'(ms)':>9} {'(ms)':>9}")
 
 
-def _print_row(row: dict[str, Any]) -> None:
-    name = f"{row['name']:<{_NAME_WIDTH}}"
+def _print_row(row: dict[str, Any], width: int) -> None:
+    name = f"{row['name']:<{width}}"
     if row["speedup"] is None:
         print_line(f"{name} {row['check']}")
         return
@@ -175,8 +176,8 @@ def _print_row(row: dict[str, Any]) -> None:
     times = f"{_ms(row['baseline_ms']):>9} {_ms(row['optimized_ms']):>9}"
     print_line(f"{name} {times} {row['speedup']:>8.2f} {spread:^13}  {row['check']}")
     said = ". ".join(each for each in (row["about"], row["note"]) if each)
-    width = min(100, usable_width(sys.stdout))
-    for line in textwrap.wrap(said, width, initial_indent="#   ", subsequent_indent="#   "):
+    room = min(100, usable_width(sys.stdout))
+    for line in textwrap.wrap(said, room, initial_indent="#   ", subsequent_indent="#   "):
         print_line(line)
 
 
@@ -189,9 +190,11 @@ def _conclude(duels: "Duels", options: Pairs, results: dict[str, Any]) -> None:
         write_json(options.json, _SCHEMA, results)
     measured = [row for row in duels.rows if row["speedup"] is not None]
     faster = sum(row["verdict"] == "faster" for row in measured)
-    print_line(f"# {faster} of {len(measured)} are faster beyond their spread")
+    if measured:
+        print_line(f"# faster beyond their spread: {faster} of {len(measured)}")
     wrong = sum(map(_is_wrong, duels.rows))
     if wrong:
         print_line(f"# {wrong} did not give the same results: FAILED")
     if duels.stopped:
-        print_line(f"# stopped: {len(duels.rows)} pairs were measured")
+        pairs = "1 pair was" if len(measured) == 1 else f"{len(measured)} pairs were"
+        print_line(f"# stopped: {pairs} measured")

@@ -11,6 +11,7 @@ import tyro
 from tutti.bench.sizes import format_size, parse_sizes
 from tutti.bench.table import print_line, usable_width
 from tutti.cli.flags import parse
+from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable, write_json
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
@@ -77,6 +78,7 @@ def main(arguments: list[str]) -> int:
 def _measure(options: Symmetric, sizes: list[int]) -> int:
     from tutti.bench.control import Control
     from tutti.bench.pinning import pin
+    from tutti.bench.room import check_room
     from tutti.bench.symmetric_rows import Symmetric as Measured
     from tutti.world.exchange import gather_json
     from tutti.world.start import init
@@ -88,6 +90,8 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
     ) as world:
         cpus = pin(world) if options.pin else world.cpus
         ranks = gather_json({**world.row(), "cpus": cpus, "pinned": options.pin})
+        with told_once(world):
+            check_room(max(sizes), world)
         control = Control()
         measured = Measured(world, control, options.budget)
         with control.stop_on_signals():
@@ -108,7 +112,7 @@ def _print_head(world: "World", ranks: list[dict[str, Any]]) -> None:
     if world.sharing_note:
         print_line(f"# note: {world.sharing_note}")
     if _narrow():
-        print_line(f"# {'':<32} {'size':>5} {'p50 (us)':>9} {'p99':>9}")
+        print_line(f"# {'':<{_name_width() - 2}} {'size':>5} {'p50 (us)':>9} {'p99':>9}")
         return
     print_line(f"# {'':<40} {'backend':<10} {'size':>6} {'p50':>9} {'p99':>9} #wrong")
     print_line(f"# {'':<40} {'':<10} {'(B)':>6} {'(us)':>9} {'(us)':>9}")
@@ -121,13 +125,19 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
         if _narrow():
             name = row["name"] if row["name"] != "all_reduce" else f"all_reduce, {row['backend']}"
             wrong = f" {row['wrong']} WRONG" if row["wrong"] else ""
-            print_line(f"{name:<34.34} {size:>5} {times}{wrong}")
+            room = _name_width()
+            print_line(f"{name:<{room}.{room}} {size:>5} {times}{wrong}")
             continue
         print_line(f"{row['name']:<42} {row['backend']:<10} {size:>6} {times} {row['wrong']:>6}")
 
 
 def _narrow() -> bool:
     return usable_width(sys.stdout) < _FULL_WIDTH
+
+
+def _name_width() -> int:
+    """What size and times leave of a narrow terminal, up to the longest name."""
+    return max(20, min(42, usable_width(sys.stdout) - 26))
 
 
 def _conclude(measured: "Measured", options: Symmetric, ranks: list[dict[str, Any]]) -> None:

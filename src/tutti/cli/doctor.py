@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,39 +66,16 @@ def main(arguments: list[str]) -> int:
         return _conclude(_recorded(options), options)
     identity = identify(os.environ)
     if options.ranks is not None and identity.size == 1 and identity.launcher == "python":
-        return _start_ranks(options, arguments)
-    return _visit(options, arguments, identity.size)
-
-
-def _start_ranks(options: Doctor, arguments: Sequence[str]) -> int:
-    """A rank that ends with 1 has failed, as its launcher sees it; a check that failed is no such
-    thing. So ranks of our own end with 0, and the first leaves the verdict in a file."""
-    assert options.ranks is not None
-    with tempfile.TemporaryDirectory(prefix="tutti-doctor-") as folder:
-        verdict = Path(folder, "verdict")
-        code = LocalWorld(
-            command=[sys.executable, "-m", __name__, str(verdict), *arguments],
+        return LocalWorld(
+            command=[sys.executable, "-m", "tutti", "doctor", *arguments],
             ranks=options.ranks,
             device=options.device,
             ranks_per_gpu=options.ranks_per_gpu,
             show="first",
             start_timeout=options.start_timeout,
+            answers=(1, 2),  # a check that failed is no rank that did
         ).run()
-        return code or int(verdict.read_text())
-
-
-def _be_a_rank(verdict: str, *arguments: str) -> int:
-    sys.argv = ["tutti", "doctor", *arguments]
-    options = parse(Doctor, "tutti doctor", arguments)
-    identity = identify(os.environ)
-    try:
-        code = _visit(options, arguments, identity.size)
-    except UsageError as error:
-        print(f"tutti doctor: {error}", file=sys.stderr)
-        return 2
-    if identity.rank == 0:
-        Path(verdict).write_text(str(code))
-    return 0
+    return _visit(options, arguments, identity.size)
 
 
 def _visit(options: Doctor, arguments: Sequence[str], size: int) -> int:
@@ -161,7 +137,3 @@ def _conclude(patient: Patient, options: Doctor) -> int:
 
 def _code(findings: "Sequence[Finding]") -> int:
     return int(any(finding.status == "fail" for finding in findings))
-
-
-if __name__ == "__main__":
-    sys.exit(_be_a_rank(*sys.argv[1:]))

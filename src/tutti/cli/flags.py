@@ -5,6 +5,9 @@ import dataclasses
 import difflib
 import io
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, TypeVar, get_type_hints
 
@@ -22,16 +25,17 @@ def parse(
 
     With a `default`, flags change it; the flags of its parts need no prefix then.
     """
-    complaints = io.StringIO()
+    complaints, help_text = io.StringIO(), _Page()
     try:
-        with contextlib.redirect_stderr(complaints):
+        with contextlib.redirect_stderr(complaints), contextlib.redirect_stdout(help_text):
             if default is None:
                 return tyro.cli(kind, prog=program, args=list(arguments))
             flat = (tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands)
             return tyro.cli(kind, prog=program, args=list(arguments), default=default, config=flat)
     except SystemExit as stop:
         if not stop.code:
-            raise  # --help
+            print(_readable(help_text.getvalue(), shutil.get_terminal_size().columns), end="")
+            raise
     names = _names(default if default is not None else kind)
     raise UsageError(_one_line(complaints.getvalue(), program, names))
 
@@ -64,6 +68,37 @@ def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[:position]), list(arguments[position + 1 :])
 
 
+class _Page(io.StringIO):
+    """Text that tyro may draw boxes into where the terminal can show them."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(sys.__stdout__, "encoding", None) or "utf-8"
+
+
+def _readable(text: str, width: int) -> str:
+    """tyro's help, with what stands above the box wrapped, and without the None of flags that may
+    be left out: what happens then is said in words. The box keeps its width."""
+    above, edge, box = text.partition("╭")
+    if not edge:  # drawn in ASCII: there are no edges to keep
+        return text
+    above = "\n".join(textwrap.fill(line, max(40, width - 1)) for line in above.split("\n"))
+    box = re.sub(r"\(default:(\s*│\n│\s*| )None\)", _blanked, box)
+    box = re.sub(r"\n│ *│(?=\n)", "", box)
+    box = re.sub(r"(?m)^│.*\{None\}\|.*$", _without_none, box)
+    return above + edge + box
+
+
+def _blanked(found: re.Match[str]) -> str:
+    return re.sub(r"[^│\n]", " ", found[0])
+
+
+def _without_none(line: re.Match[str]) -> str:
+    count, shorter = line[0].count("{None}|"), line[0].replace("{None}|", "")
+    # The text beside a flag, or the edge, stays where it was.
+    return re.sub(r" {2,}(?=\S)", lambda gap: gap[0] + " " * (7 * count), shorter, count=1)
+
+
 def _names(flags: Any) -> list[str]:
     """The flags of a dataclass and of its parts."""
     names = []
@@ -88,6 +123,16 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
         said = re.sub(
             r"^Error parsing (\S+): invalid literal .*: (\S+)$", r"\1 \2 is no number", said
         )
+        # An optional number: tyro tells the types it tried, one by one.
+        said = re.sub(
+            r"^Error parsing (\S+): no type matching \{None\}\|.*?(INT|FLOAT).* from "
+            r"\[(.*?)\]\. Got.*$",
+            r"\1 \3 is no number",
+            said,
+        )
+        if said.startswith("Missing from"):
+            missing = re.findall(r"(?:: |\(required\) )([A-Z]{2,}|-\S+) ", said)
+            said = f"{' and '.join(missing)} must be given" if missing else said
         return f"{said.rstrip('.')}: see {program} --help"
     flag = unknown[1].split(",")[0].strip()
     if not flag.startswith("-"):

@@ -1,13 +1,18 @@
 """tutti profile: capture traces of a program, or read them, and explain the step."""
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from time import strftime
+from typing import TYPE_CHECKING
 
 from tutti.cli.flags import parse, split_at_command
 from tutti.cli.results import check_writable, write_json
 from tutti.world.errors import UsageError
+
+if TYPE_CHECKING:
+    from tutti.profile.task import Task
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Profile:
     """Write ranks, steps, communication and stragglers to this file, too."""
 
 
-_STOPPED = (130, -2, 143, -15)  # by Ctrl-C or SIGTERM: the steps before were training
+_STOPPED = (130, 143)  # by Ctrl-C or SIGTERM: the steps before were training
 
 
 def main(arguments: list[str]) -> int:
@@ -75,6 +80,7 @@ def main(arguments: list[str]) -> int:
 def _capture(options: Profile, words: list[str]) -> int:
     from tutti.cli import COMMANDS
     from tutti.profile.launch import program, run_captured
+    from tutti.profile.task import task_of
 
     if options.active < 1 or options.wait < 0 or options.warmup < 0:
         raise UsageError(
@@ -84,9 +90,12 @@ def _capture(options: Profile, words: list[str]) -> int:
     if options.nvtx:
         _check_nvtx(options)
     command = program(words, list(COMMANDS))
-    out = (options.out or Path("runs") / f"profile-{strftime('%Y%m%d-%H%M%S')}").absolute()
+    task = task_of(os.environ)
+    out = (options.out or task.folder(strftime("%Y%m%d-%H%M%S"))).absolute()
     traces = out / "traces"
     if traces.is_dir() and any(traces.iterdir()):
+        if not task.is_first:
+            return 2
         raise UsageError(f"--out {out}: it holds traces already: choose another folder")
     settings = {
         "directory": str(traces),
@@ -102,6 +111,11 @@ def _capture(options: Profile, words: list[str]) -> int:
     code = run_captured(command, settings)
     if options.nvtx:
         return code
+    if task.count > 1:
+        task.leave_word(out, code)
+        if not task.is_first:
+            return code
+        code = _hear(task, out, code)
     if not traces.is_dir() or not any(traces.glob("rank*")):
         steps = options.wait + options.warmup + 2
         failed = f"the program ended with code {code}, and " if code else ""
@@ -109,7 +123,7 @@ def _capture(options: Profile, words: list[str]) -> int:
             f"tutti profile: {failed}nothing was captured. Either no process took {steps} steps of "
             "a torch optimizer: train longer, or give --wait and --warmup less. Or none was "
             "reached: python -I, -E or -S, a PYTHONPATH that the command sets anew, and CUDA "
-            "graphs that are replayed hide steps.",
+            f"graphs that are replayed hide steps.{task.no_rank_note if code else ''}",
             file=sys.stderr,
         )
         return code or 2
@@ -117,6 +131,19 @@ def _capture(options: Profile, words: list[str]) -> int:
     _explain(options, out, code)
     print(f"a page of it: tutti report {out}", file=sys.stderr)
     return code
+
+
+def _hear(task: "Task", out: Path, code: int) -> int:
+    """Wait for the other tasks; returns the exit code of the first that failed."""
+    codes, missing = task.wait_for_others(out, failed=code != 0)
+    if missing:
+        some = ", ".join(map(str, missing[:8])) + " …" * (len(missing) > 8)
+        print(
+            f"tutti profile: no word of task {some} of {task.count} in {out}: it runs on, was "
+            "killed, or cannot write there; all hosts must share the folder (--out)",
+            file=sys.stderr,
+        )
+    return code or next((each for _, each in sorted(codes.items()) if each), 0)
 
 
 def _check_nvtx(options: Profile) -> None:

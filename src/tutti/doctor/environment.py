@@ -169,14 +169,14 @@ def _odd_values(machine: Machine) -> Iterator[Verdict]:
 def _threads(patient: Patient, host: int) -> Iterator[Verdict]:
     machine = patient.machines[host]
     variables, ranks = machine.variables, max(1, patient.ranks_on(host))
-    cpus = len(parse_cpu_list(machine.cpus.allowed))
+    own, cpus = len(parse_cpu_list(machine.cpus.allowed)), patient.cpus_on(host)
     if isinstance(machine.limits.cgroup_cpus, int | float):
         cpus = min(cpus, max(1, round(machine.limits.cgroup_cpus)))
     said = variables.get("OMP_NUM_THREADS", "")
     if said and not said.split(",")[0].isdecimal():
         yield warn("machine", f"OMP_NUM_THREADS={said}", "a number", "")
-    elif not said and ranks > 1 and len(machine.accelerators) > 1:
-        observed = f"OMP_NUM_THREADS is not set: {ranks} ranks start {cpus} threads each"
+    elif not said and ranks > 1 and len(machine.accelerators) > 1 and ranks * own > cpus:
+        observed = f"OMP_NUM_THREADS is not set: {ranks} ranks start {own} threads each"
         good = max(1, cpus // ranks)
         command = f"export OMP_NUM_THREADS={good}"
         yield warn("machine", observed, f"{good}: {cpus} CPUs for {ranks} ranks", "", command)

@@ -6,11 +6,11 @@ from tutti.doctor.check import Check, on_machine
 from tutti.doctor.finding import Skip, Verdict, fail, fine, warn
 from tutti.doctor.known import gibibytes, known
 from tutti.doctor.patient import Patient
-from tutti.hardware.cpus import parse_cpu_list
 from tutti.hardware.machine import Machine
 
 _MANY_FILES = 65536
 _FEW_FILES = 1024
+_MORE_CPUS = "ask for more CPUs (srun --cpus-per-task, mpirun --bind-to none)"
 
 
 def has_rdma(machine: Machine) -> bool:
@@ -60,7 +60,7 @@ def _processes(machine: Machine) -> Iterator[Verdict]:
 def _cpus(patient: Patient, host: int) -> Iterator[Verdict]:
     machine = patient.machines[host]
     ranks = patient.ranks_on(host) or len(machine.accelerators)
-    mine = len(parse_cpu_list(machine.cpus.allowed))
+    mine = patient.cpus_on(host)
     quota = machine.limits.cgroup_cpus
     usable = float(mine)
     if isinstance(quota, int | float) and quota < mine:
@@ -75,11 +75,12 @@ def _cpus(patient: Patient, host: int) -> Iterator[Verdict]:
                 f"export OMP_NUM_THREADS={max(1, int(quota) // max(1, ranks))}",
             )
     if ranks > 1 and usable < ranks:
-        observed = f"{usable:g} CPUs for {ranks} ranks"
-        yield warn("machine", observed, "one CPU for each rank, better two", "use fewer ranks")
+        observed = f"{usable:g} CPU{'s' * (usable != 1)} for {ranks} ranks"
+        expected = "one CPU for each rank, better two"
+        yield warn("machine", observed, expected, f"use fewer ranks, or {_MORE_CPUS}")
     elif ranks > 1 and machine.accelerators and usable < 2 * ranks:
         observed = f"{usable:g} CPUs for {ranks} ranks with a GPU each"
-        yield warn("machine", observed, "two CPUs for each rank", "ask the scheduler for more")
+        yield warn("machine", observed, "two CPUs for each rank", _MORE_CPUS)
 
 
 def _governor(machine: Machine) -> Iterator[Verdict]:

@@ -21,7 +21,8 @@ def _shm(machine: Machine) -> Iterator[Verdict]:
     else:
         commands = ("docker run --shm-size=8g …", "docker run --ipc=host …")
     if size <= 64 * _MIB:
-        observed = f"/dev/shm has {gibibytes(size)}, docker's default"
+        default = ", docker's default" if size == 64 * _MIB else ""
+        observed = f"/dev/shm has {gibibytes(size)}{default}"
         yield fail("machine", observed, "at least 1 GiB", "", *commands)
     elif size < _GIB:
         observed = f"/dev/shm has {gibibytes(size)}"
@@ -91,7 +92,7 @@ CHECKS = (
     Check(
         "memory.shm",
         "size of /dev/shm and room in it",
-        "NCCL, gloo's neighbours, loader workers and tutti's shm backend exchange data there",
+        "NCCL between ranks of a host and the workers of data loaders exchange data there",
         "give it 1 GiB or more",
         on_machine(_shm),
     ),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tutti.hardware.cpus import parse_cpu_list
 from tutti.hardware.machine import Machine
 
 
@@ -96,6 +97,11 @@ class Patient:
     def ranks_on(self, host: int) -> int:
         """How many ranks run on a host; 0 where no world was started."""
         return sum(seat.host == host for seat in self.seats)
+
+    def cpus_on(self, host: int) -> int:
+        """How many CPUs the ranks on a host may use together: mpirun gives each its own."""
+        seen = [seat.machine for seat in self.seats if seat.host == host] or [self.machines[host]]
+        return len({cpu for each in seen for cpu in parse_cpu_list(each.cpus.allowed)})
 
     @property
     def alone(self) -> bool:

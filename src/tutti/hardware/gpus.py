@@ -46,10 +46,10 @@ def why_no_nvml() -> str | None:
     """Why `nvml()` gives None here; None where it does not."""
     try:
         import pynvml
-
-        pynvml.nvmlInit()
     except ImportError:
         return "the package nvidia-ml-py is not installed"
+    try:
+        pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return f"NVML: {error}"
     pynvml.nvmlShutdown()
@@ -61,11 +61,11 @@ def nvml() -> Iterator[Any]:
     """NVIDIA's management library, started; None where the package or the driver is missing."""
     try:
         import pynvml
-
-        pynvml.nvmlInit()
     except ImportError:
         yield None
         return
+    try:
+        pynvml.nvmlInit()
     except pynvml.NVMLError:  # no driver here
         yield None
         return

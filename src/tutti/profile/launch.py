@@ -56,8 +56,10 @@ def program(words: Sequence[str], own_commands: Sequence[str]) -> list[str]:
 
 
 def run_captured(command: Sequence[str], settings: Mapping[str, Any]) -> int:
-    """Run it to its end; returns its exit code. Signals are its own to handle."""
-    with subprocess.Popen(command, env=captured_environment(settings, os.environ)) as process:
+    """Run it to its end; returns its exit code, as a shell has it. Signals are its own."""
+    env = captured_environment(settings, os.environ)
+    # With what our launcher left open for it: MPICH's ranks talk to mpirun by a descriptor.
+    with subprocess.Popen(command, env=env, close_fds=False) as process:
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             process.send_signal(number)
@@ -66,7 +68,8 @@ def run_captured(command: Sequence[str], settings: Mapping[str, Any]) -> int:
         try:
             while True:
                 try:
-                    return process.wait()
+                    code = process.wait()
+                    return code if code >= 0 else 128 - code  # ended by a signal: as shells say it
                 except KeyboardInterrupt:
                     # The terminal told the program as well; wait for it, and keep what it wrote.
                     continue

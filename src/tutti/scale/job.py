@@ -114,6 +114,8 @@ def _cores() -> int:
 def launcher_in(words: Sequence[str]) -> str | None:
     """The launcher that a command begins with: torchrun, python -m torch.distributed.run, …"""
     first = Path(words[0]).name
+    if first.startswith(("mpirun.", "mpiexec.")):  # mpirun.openmpi, mpiexec.hydra
+        first = first.partition(".")[0]
     if first == "tutti":
         return "tutti" if words[1:2] == ["run"] else None
     if first in _LAUNCHERS:

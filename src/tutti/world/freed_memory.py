@@ -11,7 +11,9 @@ from collections.abc import Mapping
 # malloc.h
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _TRIM_BYTES = (1 << 31) - 1  # free at the end of the heap before any of it goes back: the most
-_MMAP_BYTES = 1 << 30  # a block of this size and more is mapped by itself, and goes back when freed
+# A block of this size and more is mapped by itself, and goes back when freed. Older versions of
+# glibc take no more than the second.
+_MMAP_BYTES = (1 << 30, 32 << 20)
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
@@ -22,5 +24,6 @@ def keep_freed_memory(env: Mapping[str, str]) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt is None:
         return False
-    # Either call alone would fix the other limit where it happens to be.
-    return bool(mallopt(_TRIM_THRESHOLD, _TRIM_BYTES) and mallopt(_MMAP_THRESHOLD, _MMAP_BYTES))
+    # Either call freezes the other limit where it happens to be, and this one may be low: so first.
+    taken = any(mallopt(_MMAP_THRESHOLD, size) for size in _MMAP_BYTES)
+    return taken and bool(mallopt(_TRIM_THRESHOLD, _TRIM_BYTES))

@@ -111,10 +111,12 @@ def _from_openmpi(env: Environment) -> Identity | None:
     local_size = reader.integer("local_size", "OMPI_COMM_WORLD_LOCAL_SIZE")
     host = None
     if local_size < size and "MASTER_ADDR" not in env:
-        # Open MPI does not say where rank 0 is. mpirun usually runs on the first host of its
-        # list, and its address is known to all; rank 0 checks that it is really there.
+        # Open MPI does not say where rank 0 is: usually on the first node of a Slurm job, or where
+        # mpirun runs, an address that is known to all. Rank 0 checks that it is really there.
         uri = env.get("OMPI_MCA_orte_hnp_uri", "")
-        if "tcp://" in uri:
+        if "SLURM_JOB_NODELIST" in env:
+            host = _first_node(reader, "SLURM_JOB_NODELIST")
+        elif "tcp://" in uri:
             host = uri.split("tcp://", 1)[1].split(":", 1)[0].split(",", 1)[0]
             reader.reasons["master"] = "OMPI_MCA_orte_hnp_uri, where mpirun runs"
     job = "openmpi-" + env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
@@ -126,14 +128,19 @@ def _from_mpich(env: Environment) -> Identity | None:
     if "PMI_RANK" not in env or "MPI_LOCALRANKID" not in env:
         return None
     reader = _Reader(env, "MPICH", "PMI_RANK and MPI_LOCALRANKID")
-    return reader.identity(
-        "mpich",
-        rank=reader.integer("rank", "PMI_RANK"),
-        size=reader.integer("size", "PMI_SIZE"),
-        local_rank=reader.integer("local_rank", "MPI_LOCALRANKID"),
-        local_size=reader.integer("local_size", "MPI_LOCALNRANKS"),
-        job="mpich-" + (env.get("PMI_JOBID") or _process_behind(env.get("PMI_FD", ""))),
-    )
+    rank = reader.integer("rank", "PMI_RANK")
+    size = reader.integer("size", "PMI_SIZE")
+    local_rank = reader.integer("local_rank", "MPI_LOCALRANKID")
+    local_size = reader.integer("local_size", "MPI_LOCALNRANKS")
+    host, job = None, ""
+    if local_size == size:
+        job = "mpich-" + (env.get("PMI_JOBID") or _process_behind(env.get("PMI_FD", "")))
+    elif "SLURM_STEP_ID" in env:
+        # Inside a Slurm job Hydra starts its ranks by a step of their own.
+        job = f"mpich-slurm-{env.get('SLURM_JOB_ID', '')}-{env['SLURM_STEP_ID']}"
+        if "MASTER_ADDR" not in env:
+            host = _first_node(reader, "SLURM_STEP_NODELIST")
+    return reader.identity("mpich", rank, size, local_rank, local_size, host=host, job=job)
 
 
 def _from_slurm(env: Environment) -> Identity | None:
@@ -145,6 +152,10 @@ def _from_slurm(env: Environment) -> Identity | None:
     rank = reader.integer("rank", "SLURM_PROCID")
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     size = reader.integer("size", tasks)
+    if size == 1:
+        # Most often a shell (srun --pty bash), whose commands start ranks as in any other shell;
+        # or one of several steps, whose ranks were numbered by hand.
+        return None
     local_rank = reader.integer("local_rank", "SLURM_LOCALID")
     node = reader.integer("node", "SLURM_NODEID")
     tasks_per_node = reader.text("local_size", "SLURM_STEP_TASKS_PER_NODE")
@@ -159,8 +170,7 @@ def _from_slurm(env: Environment) -> Identity | None:
     if "MASTER_ADDR" not in env:
         # Not SLURM_LAUNCH_NODE_IPADDR: that is the host srun was typed on. Not the job's node
         # list either: a step may run on some of the job's nodes only.
-        node_list = reader.text("master", "SLURM_STEP_NODELIST")
-        host = expand_hosts(node_list, "SLURM_STEP_NODELIST")[0]
+        host = _first_node(reader, "SLURM_STEP_NODELIST")
     job = f"slurm-{env.get('SLURM_JOB_ID', '')}-{env['SLURM_STEP_ID']}"
     return reader.identity(
         "slurm", rank, size, local_rank, counts[node], node, len(counts), host, job=job
@@ -247,6 +257,10 @@ class _Reader:
             agent_store,
             self.reasons,
         )
+
+
+def _first_node(reader: _Reader, variable: str) -> str:
+    return expand_hosts(reader.text("master", variable), variable)[0]
 
 
 def _complete_set(

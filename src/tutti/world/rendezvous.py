@@ -45,7 +45,7 @@ def meet(identity: Identity, timeout: float) -> Meeting:
             "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500 with MPICH)"
         )
     on_several_hosts = identity.local_size != identity.size
-    if identity.launcher == "mpich" and on_several_hosts and identity.master_port is None:
+    if not identity.job and on_several_hosts and identity.master_port is None:
         raise UsageError(
             "MPICH's ranks on several hosts share no job id to derive a port from: give all ranks "
             "MASTER_PORT, too (-genv MASTER_PORT 29500)"

@@ -157,17 +157,16 @@ def _load(loader: type[ctypes.CDLL]) -> ctypes.CDLL:
     path = core_path()
     try:
         library = loader(str(path))
-        found = library.tutti_abi()
+        if (found := library.tutti_abi()) != ABI:
+            raise CoreMissing(
+                f"{path} has interface {found}, this package needs {ABI}: build it again."
+            )
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = arguments
     except (OSError, AttributeError) as error:
         raise CoreMissing(f"{path} cannot be loaded: {error}. Build it again.") from error
-    if found != ABI:
-        raise CoreMissing(
-            f"{path} has interface {found}, this package needs {ABI}: build it again."
-        )
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
     return library
 
 

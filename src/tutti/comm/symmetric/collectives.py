@@ -26,6 +26,7 @@ def all_reduce(
     read, a symmetric tensor of the same heap. Call it on all ranks; one collective of a heap at a
     time. On CUDA it is enqueued on the current stream.
     """
+    _check_symmetric("all_reduce", t)
     if out is None and t.sum_in_place and op == "sum" and algorithm in ("auto", "two_shot"):
         t.sum_in_place()
         return t.local
@@ -49,6 +50,7 @@ def all_gather(t: SymmetricTensor, out: torch.Tensor | None = None) -> torch.Ten
 
     `out`, if given, is contiguous and has size × the elements of `t`, in any shape.
     """
+    _check_symmetric("all_gather", t)
     size = t.heap.size
     shape = (size * t.shape[0], *t.shape[1:]) if t.shape else (size,)
     if out is None:
@@ -66,6 +68,7 @@ def reduce_scatter(
     t: SymmetricTensor, op: str = "sum", out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """This rank's part, along the first dimension, of `t` reduced over all ranks. `t` stays."""
+    _check_symmetric("reduce_scatter", t)
     size = t.heap.size
     if not t.shape or t.shape[0] % size:
         raise UsageError(
@@ -78,6 +81,14 @@ def reduce_scatter(
     _check(out, shape, t)
     t.memory.reduce_scatter(t.local, t.offset, op, out, t.heap.timeout)
     return out
+
+
+def _check_symmetric(name: str, t: object) -> None:
+    if not isinstance(t, SymmetricTensor):
+        raise UsageError(
+            f"symmetric.{name} of a {type(t).__name__}: make it with heap.empty or heap.zeros, or "
+            f"give it to comm.{name}, which takes ordinary tensors"
+        )
 
 
 def _check(out: torch.Tensor, shape: tuple[int, ...], t: SymmetricTensor) -> None:

@@ -70,6 +70,10 @@ class Heap:
         self._allocator = Allocator(self._memory.bytes, self._memory.alignment)
         self._alive: dict[int, SymmetricTensor | Counters] = {}
 
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"Heap({self.bytes} bytes on {self.backend}, rank {self.rank} of {self.size}{state})"
+
     # ---- Allocation: collective ----
 
     def empty(

@@ -37,6 +37,10 @@ class SymmetricTensor:
         self.local = self.peer(heap.rank)
         self.sum_in_place = memory.sum_in_place(self.local)
 
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"SymmetricTensor({list(self.shape)}, {dtype}, at {self.offset} of {self.heap})"
+
     def peer(self, rank: int) -> torch.Tensor:
         """A rank's tensor as a view, without a copy. Valid until the tensor is freed."""
         if not 0 <= rank < self._ranks:

@@ -45,6 +45,13 @@ bool life_check_is_due(pause_state *, uint64_t now);
 void sleep_on_bell(_Atomic uint32_t *bell, uint32_t heard);
 void ring_bell(_Atomic uint32_t *bell);
 
+/* ---- pages.c ---- */
+/* Bytes that a process may still take, and who has them, for a sentence. */
+uint64_t available_memory(const char **where);
+/* A file of shared memory, mapped with all its pages entered; MAP_FAILED and errno if not. The
+ * first who maps it takes longer to get large pages, which the others then find. */
+void *map_pages(int fd, uint64_t bytes, bool first);
+
 /* ---- copies (copy.c) ---- */
 void copy_bytes(void *to, const void *from, uint64_t bytes);
 /* Past the caches: a release store orders such bytes only after streams_end(). */

@@ -21,15 +21,6 @@
 #ifndef MFD_CLOEXEC
 #define MFD_CLOEXEC 1U
 #endif
-#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
-#define MADV_POPULATE_WRITE 23
-#endif
-#ifndef MADV_COLLAPSE /* Linux 6.1 */
-#define MADV_COLLAPSE 25
-#endif
-
-enum { LARGE_PAGE = 2 << 20, ASKED_AT_ONCE = 16 * LARGE_PAGE };
-#define MOST_NS_FOR_LARGE_PAGES 500000000u
 
 static _Thread_local char error_text[8192];
 static _Thread_local int error_code;
@@ -90,19 +81,6 @@ static struct flock owner_lock(void)
     return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
 }
 
-static uint64_t available_memory(void)
-{
-    FILE *file = fopen("/proc/meminfo", "re");
-    char line[128];
-    uint64_t kib = UINT64_MAX / 1024;
-    while (file && fgets(line, sizeof line, file))
-        if (sscanf(line, "MemAvailable: %" SCNu64, &kib) == 1)
-            break;
-    if (file)
-        fclose(file);
-    return kib * 1024;
-}
-
 static int reserve(int fd, uint64_t bytes, const char *label)
 {
     struct rlimit limit;
@@ -112,12 +90,13 @@ static int reserve(int fd, uint64_t bytes, const char *label)
                     "shared memory for %s needs %" PRIu64 " bytes, and the limit on the size of a "
                     "file (ulimit -f) is %" PRIu64 " bytes: raise it",
                     label, bytes, (uint64_t)limit.rlim_cur);
-    uint64_t available = available_memory();
+    const char *where;
+    uint64_t available = available_memory(&where);
     if (bytes > available) /* the kernel would rather kill a process than say no */
         return fail(TUTTI_NO_MEMORY,
-                    "shared memory for %s needs %" PRIu64 " bytes, and this host has %" PRIu64
+                    "shared memory for %s needs %" PRIu64 " bytes, and %s has %" PRIu64
                     " bytes available: use less, or fewer ranks",
-                    label, bytes, available);
+                    label, bytes, where, available);
     int result;
     do
         result = fallocate(fd, 0, 0, (off_t)bytes);
@@ -127,44 +106,9 @@ static int reserve(int fd, uint64_t bytes, const char *label)
     if (errno == ENOSPC || errno == ENOMEM || errno == EFBIG || errno == EDQUOT)
         return fail(TUTTI_NO_MEMORY,
                     "shared memory for %s needs %" PRIu64 " bytes, and the kernel says: %s "
-                    "(available on this host: %" PRIu64 " bytes)",
+                    "(available: %" PRIu64 " bytes)",
                     label, bytes, strerror(errno), available);
     return fail_errno("fallocate of shared memory");
-}
-
-/* Large pages need one lookup for 2 MiB, not 512. Shared memory gets them if it is asked for, and
- * only at an address that is a multiple of their size: hence the wider reservation, of which only
- * the segment stays. A kernel that has no such page to give, or does not know the words (Linux 6.1),
- * leaves small ones; one that must first move other pages takes its time, and is not asked for ever.
- *
- * The pages are there already: entering them now keeps faults out of the first operations. */
-static void *map_pages(int fd, uint64_t bytes)
-{
-    const int rights = PROT_READ | PROT_WRITE;
-    if (bytes < LARGE_PAGE)
-        return mmap(NULL, bytes, rights, MAP_SHARED | MAP_POPULATE, fd, 0);
-    uint64_t reserved = bytes + LARGE_PAGE;
-    unsigned char *from =
-        mmap(NULL, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (from == MAP_FAILED)
-        return MAP_FAILED;
-    unsigned char *base = from + (-(uintptr_t)from & (LARGE_PAGE - 1));
-    if (mmap(base, bytes, rights, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
-        munmap(from, reserved);
-        return MAP_FAILED;
-    }
-    uint64_t small = (uint64_t)sysconf(_SC_PAGESIZE);
-    unsigned char *end = base + (bytes + small - 1) / small * small;
-    if (base > from)
-        munmap(from, (size_t)(base - from));
-    if (from + reserved > end)
-        munmap(end, (size_t)(from + reserved - end));
-    uint64_t large = bytes / LARGE_PAGE * LARGE_PAGE, begun = now_ns();
-    for (uint64_t at = 0; at < large && now_ns() - begun < MOST_NS_FOR_LARGE_PAGES;
-         at += ASKED_AT_ONCE)
-        madvise(base + at, large - at < ASKED_AT_ONCE ? large - at : ASKED_AT_ONCE, MADV_COLLAPSE);
-    madvise(base, bytes, MADV_POPULATE_WRITE);
-    return base;
 }
 
 static tutti_segment *map(int fd, uint64_t bytes, int64_t owner)
@@ -174,7 +118,7 @@ static tutti_segment *map(int fd, uint64_t bytes, int64_t owner)
         fail(TUTTI_NO_MEMORY, "no memory for a segment's %zu bytes", sizeof *segment);
         return NULL;
     }
-    void *base = map_pages(fd, bytes);
+    void *base = map_pages(fd, bytes, owner == getpid());
     if (base == MAP_FAILED) {
         fail(errno == ENOMEM ? TUTTI_NO_MEMORY : TUTTI_SYSTEM,
              "cannot map %" PRIu64 " bytes of shared memory: %s", bytes, strerror(errno));
