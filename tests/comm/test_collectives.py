@@ -254,6 +254,32 @@ def _mistakes(world: World) -> None:
         ) if world.size != 2 else None
 
 
+def _lazy_views(world: World) -> None:
+    """Views whose memory holds the conjugates, or the negatives, of their values."""
+    device, last = world.device, world.size - 1
+    numbers = torch.tensor([1 + 2j, 3 - 4j], device=device)
+    for view, plain in (
+        (numbers.conj(), torch.tensor([1 - 2j, 3 + 4j], device=device)),
+        (torch._neg_view(numbers.real), torch.tensor([-1.0, -3.0], device=device)),
+    ):
+        lazy = torch.zeros_like(plain)
+        lazy = lazy.conj() if lazy.is_complex() else torch._neg_view(lazy)
+        for target in (torch.zeros_like(plain), lazy):
+            sent = comm.broadcast(view.clone() if world.rank else view, out=target)
+            _same(sent.resolve_conj().resolve_neg(), plain, "broadcast of a lazy view")
+        _same(comm.all_gather(view), torch.cat([plain] * world.size), "all_gather of a lazy view")
+        whole = comm.all_reduce(view, "sum", out=torch.zeros_like(plain))
+        _same(whole, plain * world.size, "sum of lazy views")
+        if last and world.rank == 0:
+            comm.send(view, last)
+        elif last and world.rank == last:
+            comm.recv(lazy, 0)
+            _same(lazy.resolve_conj().resolve_neg(), plain, "send of a lazy view")
+    negative = torch._neg_view(torch.tensor([1.0, 2.0], device=device) * (world.rank + 1))
+    assert comm.all_reduce(negative, "max") is negative
+    _same(negative.resolve_neg(), torch.tensor([-1.0, -2.0], device=device), "max of lazy views")
+
+
 def _everything(world: World) -> str:
     warnings.simplefilter("error", FutureWarning)  # no name that torch deprecates
     for backend in ("shm", "gloo"):
@@ -262,6 +288,7 @@ def _everything(world: World) -> str:
             _every_move(world)
             _uneven(world)
             _with_gaps(world)
+            _lazy_views(world)
             _messages(world)
             _subgroups(world) if world.size > 1 else None
             _handles(world)

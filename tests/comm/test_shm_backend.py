@@ -69,6 +69,7 @@ def the_rest(world: Any) -> list[str]:
         _many_in_flight(checks)
         _coalesced(checks)
         _not_contiguous(checks)
+        _lazy(checks)
         _uneven_gathers(checks)
         _messages(checks)
         _futures(checks)
@@ -123,6 +124,18 @@ def _coalesced(checks: Checks) -> None:
     opts = dist.AllreduceCoalescedOptions()
     group.allreduce_coalesced(mixed, opts).wait()
     checks.same(mixed[1], torch.full((2,), size), "coalesced, two dtypes")
+
+
+def _lazy(checks: Checks) -> None:
+    """A view whose memory holds the negatives of its values. (torch itself refuses conjugates, and
+    hands a compiled backend a copy, so that nothing can be received into either.)"""
+    negative, expected = torch._neg_view(torch.tensor([1.0, 2.0])), torch.tensor([-1.0, -2.0])
+    got = negative if checks.rank == 0 else torch.zeros(2)
+    dist.broadcast(got, checks.ranks[0], group=checks.group)
+    checks.same(got.resolve_neg(), expected, "broadcast of a negative view")
+    whole = torch.empty(checks.size, 2)
+    all_gather_flat(whole, negative.view(1, 2), group=checks.group)
+    checks.same(whole, expected.expand(checks.size, 2), "all_gather of negative views")
 
 
 def _not_contiguous(checks: Checks) -> None:

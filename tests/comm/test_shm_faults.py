@@ -1,23 +1,29 @@
 """Given ranks that die, stall or disagree, when others wait for them, then nobody hangs, the error
 names the rank, and no memory is left anywhere."""
 
+import gc
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
 from forked_ranks import forked
 from shm_cases import group_of, reduce_scatter_flat
-from tutti.comm.shm import set_where
+from tutti.comm.shm import compiled, set_where
+from tutti.comm.shm.registration import ShmOptions, make
+from tutti.world.errors import UsageError
 from worlds import in_world, run_command
 
 FRONTS = ("compiled", "plain")
@@ -152,6 +158,42 @@ def late_by_design(world: Any) -> list[str]:
     return texts
 
 
+def aborted(rank: int) -> list[str]:
+    """What torch's own abort does to a group of CPU tensors alone."""
+    texts = []
+    for front in FRONTS:
+        group = group_of(front)
+        work = dist.irecv(torch.ones(1), 1 - rank, group)
+        try:
+            group._get_backend(torch.device("cuda"))
+            texts.append(f"{front}: has a backend for CUDA")
+        except RuntimeError:
+            pass
+        distributed_c10d._abort_process_group(group)
+        if group in distributed_c10d._world.pg_map:
+            texts.append(f"{front}: is still there")
+        try:
+            work.wait(timedelta(seconds=20))
+            texts.append(f"{front}: no error")
+        except Exception as error:
+            if type(error).__name__ not in ("GroupClosed", "PeerLeft"):
+                texts.append(f"{front}: {error!r}")
+    return texts
+
+
+def test_torch_can_abort_a_group_of_either_front() -> None:
+    assert forked(aborted, 2) == [[], []]
+
+
+def test_an_abort_reaches_the_part_of_a_group_that_serves_cuda() -> None:
+    options = ShmOptions(front="plain")
+    group = make(dist.HashStore(), 0, 1, timedelta(seconds=20), "both", [0], options)
+    group._cuda = Mock()
+    group.abort()
+    group._cuda.abort.assert_called_once_with()
+    group.shutdown()
+
+
 def memory_of_groups() -> list[str]:
     """What this process still maps or holds open of ours."""
     maps = [line.split()[-2:] for line in Path("/proc/self/maps").read_text().splitlines()]
@@ -184,6 +226,37 @@ def left_behind(rank: int) -> list[str]:
 
 def test_a_destroyed_group_gives_its_memory_back() -> None:
     assert forked(left_behind, 2) == [[], []]
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_group_that_cannot_be_made_gives_its_memory_back(
+    front: Literal["compiled", "plain"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise OSError("gloo finds no network")
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", fails)
+    options = ShmOptions(front=front, can_open=lambda card: False)  # a host for each rank
+    before, store = memory_of_groups(), dist.HashStore()
+
+    def make_one(rank: int) -> None:
+        with pytest.raises(OSError, match="gloo finds no network"):
+            make(store, rank, 2, timedelta(seconds=20), "odd", [0, 1], options)
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(make_one, range(2)))
+    gc.collect()  # the error's traceback held the group
+    assert memory_of_groups() == before
+
+
+def test_a_missing_front_is_said_before_any_memory_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled, "compiled_front", lambda: (None, "it was not built"))
+    before = memory_of_groups()
+    with pytest.raises(UsageError, match="front='compiled': it was not built"):
+        make(dist.HashStore(), 0, 1, timedelta(seconds=20), "odd", [0], ShmOptions("compiled"))
+    assert memory_of_groups() == before
 
 
 SCRIPT = """

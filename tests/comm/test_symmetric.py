@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tutti.comm import shm, symmetric
 from tutti.comm.shm.compiled import compiled_front
 from tutti.comm.symmetric.allocator import Allocator
+from tutti.comm.symmetric.staged import _stages as stages
 from tutti.world.errors import RanksDiffer, UsageError
 from worlds import in_world
 
@@ -382,6 +383,12 @@ def staged(world: Any) -> None:
     assert (symmetric.all_reduce_staged(columns, "max") == 1).all()
     with pytest.raises(UsageError, match="1048576"):
         symmetric.all_reduce_staged(torch.ones(1 << 19))
+    groups = [dist.new_group() for _ in range(2)]
+    symmetric.all_reduce_staged(torch.ones(1), group=groups[0])
+    destroyed = next(stage for stage in stages.values() if stage.heap.group is groups[0])
+    dist.destroy_process_group(groups[0])
+    symmetric.all_reduce_staged(torch.ones(1), group=groups[1])
+    assert destroyed.heap.closed and destroyed not in stages.values()
 
 
 def torch_distributed_needs_no_copies(world: Any) -> None:

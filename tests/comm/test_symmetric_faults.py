@@ -122,6 +122,50 @@ dist.barrier()
     assert third.startswith("UsageError - this heap is out of step")
 
 
+def test_a_heap_that_fails_half_way_leaves_nothing_in_the_backend(tmp_path: Path) -> None:
+    program = """
+import gc
+from tutti.comm.shm import native, native_group, register
+from tutti.comm.symmetric.shm_control import Control
+
+register()
+group = dist.new_group(backend="shm")
+heap = symmetric.Heap(group, bytes=4096)
+exchange = Control.exchange
+
+def late_to(which):
+    meetings = iter(range(1, 100))
+    def late(self, text, timeout, what):
+        if rank == 1 and next(meetings) == which:
+            dist.barrier()  # until the others have given up
+        return exchange(self, text, timeout, what)
+    Control.exchange = late
+
+def memory(name):
+    gc.collect()
+    return sum(name in line for line in open("/proc/self/maps"))
+
+late_to(1)
+caught(lambda: symmetric.Heap(group, bytes=4096, timeout=0.5))
+print(native.core().tutti_group_remove_block(native_group(group), 2), memory("tutti-shm:heap 2"))
+rank or dist.barrier()
+t, before = heap.zeros(8), memory("tutti-shm:heap 1")
+heap.timeout = 0.5
+late_to(2)  # the second of three in which the heap's own collectives are connected
+caught(lambda: symmetric.all_reduce(t))
+print(memory("tutti-shm:heap 1") - before)
+rank or dist.barrier()
+dist.barrier()
+"""
+    (code0, out0), (code1, out1) = run_ranks(program, 2, tmp_path)
+    assert (code0, code1) == (0, 0), out0 + out1
+    heap, left, reduction, more = out0.splitlines()
+    assert heap.startswith("Timeout - rank 0 waited 0.5 s for rank 1 in Heap"), out0
+    assert left == f"{native.BAD_ARGUMENT} 0", out0
+    assert reduction.startswith("Timeout - rank 0 waited 0.5 s for rank 1 in all_reduce"), out0
+    assert more == "0", out0
+
+
 def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
     program = """
 heap = symmetric.Heap(bytes=1 << 20)

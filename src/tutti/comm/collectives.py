@@ -34,7 +34,7 @@ def all_reduce(
     members = members_of(group)
     result = tensor if out is None else _copied(tensor, out)
     finish = None
-    if (result.dtype, op) in PLAIN and result.is_contiguous():
+    if (result.dtype, op) in PLAIN and result.is_contiguous() and not result.is_neg():
         wire, reduction = result, op
     else:
         form = Reducing(result.dtype, op, members.backend(result.device.type))

@@ -32,16 +32,17 @@ PLAIN = frozenset((dtype, op) for dtype in _EVERYWHERE for op in ("sum", "produc
 def moving(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in a form that every backend moves: flat, and bytes if need be.
 
-    It shares memory with a contiguous tensor, so that it can also be received into.
+    It shares memory with a contiguous tensor, so that it can also be received into, unless that is
+    a view whose memory holds the conjugates or the negatives of its values.
     """
-    flat = tensor.detach().contiguous().view(-1)
+    flat = _resolved(tensor).contiguous().view(-1)
     return flat if flat.dtype in _EVERYWHERE else flat.view(torch.uint8)
 
 
 def receiving(out: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
-    """What to receive into for `out`, and what to do then: copy, if `out` has gaps."""
+    """What to receive into for `out`, and what to do then: copy, if `out` cannot take it itself."""
     target = moving(out)
-    if out.is_contiguous():
+    if target.data_ptr() == out.data_ptr():
         return target, None
     return target, lambda: _fill(out, target.view(out.dtype).view(out.shape))
 
@@ -66,12 +67,12 @@ class Reducing:
 
     def wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """What travels: the tensor's own memory where possible, else a copy."""
-        values = tensor.detach()
+        values = _resolved(tensor)
         if self.by_bits:
             whole = values.to(torch.uint8) if self.dtype == torch.bool else values
             return ((whole.unsqueeze(-1) >> self._bits(tensor)) & 1).to(torch.uint8)
         if self.dtype.is_complex:
-            return torch.view_as_real(values.resolve_conj().contiguous())
+            return torch.view_as_real(values.contiguous())
         if self.dtype == torch.bool:
             return values.contiguous().view(torch.uint8)
         return values.to(torch.int32) if self.widens else values.contiguous()
@@ -126,6 +127,11 @@ def check_out(out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> 
             f"{list(shape)}, {_name(like.dtype)} on {like.device}"
         )
     return out
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The values themselves in memory: backends know nothing of lazy conjugates and negatives."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _name(dtype: torch.dtype) -> str:

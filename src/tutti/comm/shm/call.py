@@ -63,7 +63,7 @@ class Call:
 
     def reads(self, tensor: Tensor) -> None:
         self._check(tensor)
-        self.inputs.append(tensor if tensor.is_contiguous() else _dense(tensor))
+        self.inputs.append(tensor if _is_dense(tensor) else _dense(tensor))
 
     def writes(self, tensor: Tensor) -> None:
         self.outputs.append(self._writable(tensor))
@@ -73,7 +73,7 @@ class Call:
         self._check(tensor)
         self.results.append(tensor)
         dense = tensor
-        if not tensor.is_contiguous():
+        if not _is_dense(tensor):
             dense = _dense(tensor)
             self.stand_ins.append((tensor, dense))
         self.inputs.append(dense)
@@ -82,7 +82,7 @@ class Call:
     def reads_cut(self, whole: Tensor, size: int, rows: Sequence[int] = ()) -> None:
         """One tensor as a part per rank, cut along its first dimension."""
         self._check(whole)
-        dense = whole.detach() if whole.is_contiguous() else _dense(whole)
+        dense = whole.detach() if _is_dense(whole) else _dense(whole)
         self.inputs.extend(self._cut(dense, size, rows, "input"))
 
     def writes_cut(self, whole: Tensor, size: int, rows: Sequence[int] = ()) -> None:
@@ -158,7 +158,7 @@ class Call:
     def _writable(self, tensor: Tensor) -> Tensor:
         self._check(tensor)
         self.results.append(tensor)
-        if tensor.is_contiguous():
+        if _is_dense(tensor):
             return tensor
         dense = torch.empty(tensor.shape, dtype=tensor.dtype)
         self.stand_ins.append((tensor, dense))
@@ -183,5 +183,10 @@ class Call:
         return torch.split_with_sizes(dense, list(rows))
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its memory holds its values, one after another."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 def _dense(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()

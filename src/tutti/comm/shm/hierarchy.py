@@ -88,6 +88,8 @@ class HierarchicalGroup(PythonGroup):
         for gloo in (self._all, self._leaders):
             if gloo is not None:
                 gloo.abort()
+        if self._cuda is not None:
+            self._cuda.abort()
 
     def shutdown(self) -> None:
         self._turns.shutdown(wait=True)

@@ -49,6 +49,8 @@ class PlainGroup(PythonGroup):
     def abort(self) -> None:
         if self.native_group:
             self._core.tutti_group_abort(self.native_group)
+        if self._cuda is not None:
+            self._cuda.abort()
 
     def shutdown(self) -> None:
         """Close once all that is under way has ended, as gloo does."""

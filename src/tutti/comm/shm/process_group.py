@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
     Work,
 )
+from torch.distributed import distributed_c10d
 
 from tutti.comm.shm import native
 from tutti.comm.shm.call import REDUCTIONS, Call
@@ -386,6 +387,13 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
     def _nccl(self) -> Any:
         """The group that serves CUDA tensors; its first use connects, as NCCL always does."""
         if self._cuda is None:
+            asked = distributed_c10d._world.pg_backend_config.get(self, "")
+            if "cuda:nccl" not in str(asked) or not dist.is_nccl_available():
+                # A RuntimeError, by which torch itself learns what a group does not serve.
+                raise RuntimeError(
+                    f"group {self._name} serves no CUDA tensors: start it with "
+                    "backend='cpu:shm,cuda:nccl', with a torch that has NCCL"
+                )
             store = dist.PrefixStore("cuda/", self._store)
             group = _TorchGroup(store, self._own_rank, self._own_size)
             options = dist.ProcessGroupNCCL.Options()

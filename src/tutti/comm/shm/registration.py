@@ -133,12 +133,13 @@ def make(
     """A c10d backend, or a process group written in Python where there is no compiled front."""
     from tutti.comm import place
     from tutti.comm.shm import native
-    from tutti.comm.shm.compiled import compiled_front
     from tutti.comm.shm.hierarchy import HierarchicalGroup
     from tutti.comm.shm.meeting import meet, shares_memory
+    from tutti.comm.shm.plain import PlainGroup
 
     options = options or ShmOptions()
-    native.core()  # missing: say so before anyone waits for this rank
+    # What is missing here is said before anyone waits for this rank.
+    core, module = native.core(), _front_module(options)
     place.add_sink(_note_place)
     place.start_noting_places()
     meeting = meet(
@@ -150,15 +151,24 @@ def make(
         staging_bytes=options.staging_bytes,
         can_open=options.can_open or shares_memory,
     )
-    store = meeting.store
-    if len(meeting.hosts) == 1:
-        return _front(meeting.group, store, rank, size, timeout, name, ranks or [], options)
-    own, count = meeting.neighbours.index(rank), len(meeting.neighbours)
-    world = [ranks[each] for each in meeting.neighbours] if ranks else list(meeting.neighbours)
-    local = _front(meeting.group, store, own, count, timeout, name, world, options)
-    whole = HierarchicalGroup(meeting, local, name, timeout)
-    module = None if options.front == "plain" else compiled_front()[0]
-    return whole if module is None else module.PythonBackend(whole, rank, size)
+    local: Any = None
+    try:
+        own, count = meeting.neighbours.index(rank), len(meeting.neighbours)
+        world = [ranks[each] for each in meeting.neighbours] if ranks else list(meeting.neighbours)
+        if module is None:
+            local = PlainGroup(meeting.group, meeting.store, own, count, name, timeout)
+        else:
+            local = module.ShmBackend(meeting.group, own, count, timeout, name, world)
+        if len(meeting.hosts) == 1:
+            return local
+        whole = HierarchicalGroup(meeting, local, name, timeout)
+        return whole if module is None else module.PythonBackend(whole, rank, size)
+    except BaseException:
+        if local is None:
+            core.tutti_group_close(meeting.group)
+        else:  # which owns it
+            local.shutdown()
+        raise
 
 
 def _note_place(text: str) -> None:
@@ -167,23 +177,12 @@ def _note_place(text: str) -> None:
     native.core_holding_gil().tutti_note_place(text.encode())
 
 
-def _front(
-    group: int,
-    store: "dist.Store",
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    name: str,
-    ranks: list[int],
-    options: ShmOptions,
-) -> Any:
+def _front_module(options: ShmOptions) -> Any:
+    """The compiled front, or None for the plain one."""
     from tutti.comm.shm.compiled import compiled_front
-    from tutti.comm.shm.plain import PlainGroup
     from tutti.world.errors import UsageError
 
     module, reason = compiled_front()
     if options.front == "compiled" and module is None:
         raise UsageError(f"front='compiled': {reason}")
-    if module is None or options.front == "plain":
-        return PlainGroup(group, store, rank, size, name, timeout)
-    return module.ShmBackend(group, rank, size, timeout, name, ranks)
+    return None if options.front == "plain" else module

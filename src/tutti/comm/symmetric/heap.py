@@ -193,7 +193,7 @@ class Heap:
             if self._memory.in_step:
                 self._memory.agree("close()", self.timeout)
         finally:
-            self._leave()
+            self.leave()
 
     def __enter__(self) -> "Heap":
         return self
@@ -206,10 +206,13 @@ class Heap:
     ) -> None:
         if error is None:
             self.close()
-        elif not self.closed:  # the others may never come: leave without them, and tell them
-            self._leave()
+        else:  # the others may never come
+            self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """End the heap without the others; who waits for this rank is told. Safe to call twice."""
+        if self.closed:
+            return
         self.closed = True
         memory = self._memory
         gone = "this heap is closed: make another, or close it later"

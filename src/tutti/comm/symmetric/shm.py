@@ -74,8 +74,12 @@ class ShmMemory:
         self.puts = self.put_bytes = self.gets = self.get_bytes = 0
         self.waits = self.barriers = 0
         self._group = group
-        self._add_to_backend()
-        self.agree("Heap", timeout)
+        try:
+            self._add_to_backend()
+            self.agree("Heap", timeout)
+        except BaseException:
+            self.close()  # else the backend would keep a block whose memory is gone
+            raise
         meeting.end()
         _open.add(self)
 

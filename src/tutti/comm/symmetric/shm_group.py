@@ -24,14 +24,24 @@ class ShmGroup:
         self._core = core = native.core()
         self._run = core.tutti_run
         self._ready: dict[tuple[int, int, int, int], Any] = {}
-        token = int(memory.control.exchange(str(secrets.randbits(62)), timeout, "all_reduce")[0])
+        self._group: Any = None
+        try:
+            self._connect(timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, timeout: float) -> None:
+        memory, core = self._memory, self._core
+        exchange = memory.control.exchange
+        token = int(exchange(str(secrets.randbits(62)), timeout, "all_reduce")[0])
         name = f"heap {memory.number}"
         self._group = core.tutti_group_create(name.encode(), memory.rank, memory.size, 0, token)
         failure = "" if self._group else str(native.last_error())
         card = [os.getpid(), 0, 0]
         if self._group:
             card[1:] = core.tutti_group_fd(self._group), core.tutti_group_bytes(self._group)
-        cards = memory.control.exchange(json.dumps(card), timeout, "all_reduce")
+        cards = exchange(json.dumps(card), timeout, "all_reduce")
         for rank, (pid, fd, bytes) in enumerate(map(json.loads, cards)):
             if failure or not bytes or rank == memory.rank:
                 continue
@@ -42,9 +52,8 @@ class ShmGroup:
         )
         if not failure and core.tutti_group_add_block(self._group, 1, bases, memory.bytes) != 0:
             failure = str(native.last_error())
-        for rank, text in enumerate(memory.control.exchange(failure, timeout, "all_reduce")):
+        for rank, text in enumerate(exchange(failure, timeout, "all_reduce")):
             if text:
-                self.close()
                 raise UsageError(f"rank {rank} cannot join the heap's collectives: {text}")
 
     def all_reduce(

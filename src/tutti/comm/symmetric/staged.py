@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tutti.comm.symmetric.heap import Heap
 from tutti.comm.symmetric.tensor import SymmetricTensor
@@ -21,7 +22,7 @@ def all_reduce_staged(
     """Reduce an ordinary tensor of at most 1 MB in place, through a buffer in symmetric memory.
 
     The first call of a group makes the buffer, together with all its ranks; it lives as long as the
-    process. `Stage` is the same with a life of its own.
+    group, or until another group makes one. `Stage` is the same with a life of its own.
     """
     world = dist.group.WORLD if group is None else group
     if world is None:
@@ -29,8 +30,16 @@ def all_reduce_staged(
     key = (world.group_name, tensor.device)
     stage = _stages.get(key)
     if stage is None or stage.heap.group is not world:  # the name may be that of an earlier world
+        _leave_destroyed_groups()
         stage = _stages[key] = Stage(world, tensor.device)
     return stage.all_reduce(tensor, op)
+
+
+def _leave_destroyed_groups() -> None:
+    for key, stage in list(_stages.items()):
+        if stage.heap.group not in distributed_c10d._world.pg_map:
+            del _stages[key]
+            stage.heap.leave()
 
 
 class Stage:

@@ -211,11 +211,19 @@ static bool in_forked_child(const tutti_group *g)
     return g->fork_generation != atomic_load_explicit(&fork_generation, memory_order_relaxed);
 }
 
-int group_usable(tutti_group *g)
+int refuse_forked_child(const tutti_group *g)
 {
     if (in_forked_child(g))
         return fail(TUTTI_CLOSED, "group %s belongs to the parent of this forked process", g->name);
-    int code = atomic_load_explicit(&g->broken, memory_order_acquire);
+    return 0;
+}
+
+int group_usable(tutti_group *g)
+{
+    int code = refuse_forked_child(g);
+    if (code)
+        return code;
+    code = atomic_load_explicit(&g->broken, memory_order_acquire);
     if (code) {
         pthread_mutex_lock(&g->broken_lock);
         fail(code, "%s%s", g->broken_text ? g->broken_text : "",

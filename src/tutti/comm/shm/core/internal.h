@@ -186,6 +186,8 @@ struct tutti_group {
 
 /* ---- group.c ---- */
 int group_usable(tutti_group *);
+/* A child has neither the threads that end operations nor a right to the rings. */
+int refuse_forked_child(const tutti_group *);
 /* Marks the group as broken for good, here and for peers; returns the first failure's code. */
 int break_group(tutti_group *, int code, const char *text);
 /* Looks at what makes a wait for `peer` hopeless: own abort, its state, its death. */
@@ -237,11 +239,14 @@ uint64_t mix(uint64_t, uint64_t);
 int run_collective(tutti_group *, const tutti_operation *, uint64_t sequence, uint64_t entry,
                    double timeout, uint64_t deadline);
 
-/* ---- worker.c ---- */
+/* ---- work.c ---- */
 tutti_work *work_create(tutti_group *, const tutti_operation *, double timeout, tutti_done,
                         void *argument);
 void work_finish(tutti_work *, int code, const char *text); /* calls back, then marks as done */
 void work_release(tutti_work *);
+bool inside_callback(void); /* whether this thread is */
+
+/* ---- worker.c ---- */
 void wake_queue(tutti_group *); /* after an abort */
 void stop_worker(tutti_group *);
 

@@ -1,8 +1,17 @@
-/* Who moves messages, and when they are given up.
+/* Who moves messages, and who calls back for those that are over.
  *
  * A thread that waits for a message moves all of them meanwhile; a courier thread of the group does
- * so when nobody waits. A callback may wait for another message, so a courier that is about to call
- * back leaves the moving to another one. */
+ * so when nobody waits. A callback may wait for another operation, so whoever is about to call back
+ * leaves the moving to another one, and what else is over lies where any thread finds it. For the
+ * same reason a thread inside a callback only waits: whatever it called back for could wait for
+ * that very callback. And so does one that waits only so long: a callback may take longer.
+ *
+ * Why nothing is left lying: as long as operations are pending, some thread moves them or a courier
+ * that is not in a callback has been told to. `relay` sees to it under the lock, whenever a mover
+ * stops and whenever an operation comes in. A mover that sleeps has counted itself and then looked
+ * once more under the lock, at the rings and at what is over; whoever changes either looks at the
+ * sleepers afterwards and rings (mail.h). Those who sleep on `ended` look at their operation under
+ * the lock; it is broadcast under the lock after the operation was marked as done. */
 #include "mail.h"
 
 #include <inttypes.h>
@@ -10,133 +19,111 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-/* Callbacks run without the lock. */
-static void finish_all(tutti_group *g, list over)
-{
-    for (tutti_work *work = over.first, *next; work; work = next) {
-        next = work->next;
-        ledger_mark(g, work->entry, work->code < 0 ? TUTTI_FAILED : TUTTI_DONE);
-        work_finish(work, work->code, work->code < 0 ? g->broken_text : "");
-        work_release(work);
-    }
-    if (over.first)
-        ring_for_mail(g->peers[g->rank].control);
-}
-
-static int message_trouble(tutti_group *g, tutti_work *work, int rank, uint64_t now, bool due)
-{
-    bool sends = work->operation.kind == TUTTI_SEND;
-    char text[6000], who[600] = "any rank";
-    snprintf(text, sizeof text, "%s %" PRIu64 " of group %s (tag %" PRIu32 ", %" PRIu64 " bytes)",
-             kind_name(work->operation.kind), work->sequence, g->name, work->operation.tag,
-             operation_bytes(&work->operation));
-    size_t length = strlen(text);
-    if (now >= work->deadline) {
-        if (rank >= 0)
-            describe_peer(g, rank, who, sizeof who);
-        snprintf(text + length, sizeof text - length,
-                 " timed out after %.1f s on rank %d: waiting for %s", work->timeout, g->rank, who);
-        return break_group(g, TUTTI_TIMEOUT, text);
-    }
-    int left = 0, code = 0;
-    for (int other = 0; other < g->size && !code; other++) {
-        if (other == g->rank || (rank >= 0 && other != rank))
-            continue;
-        code = peer_trouble(g, other, due);
-        /* In this order: what it sent before it left, or died, still arrives. */
-        if (code && !sends && !atomic_load(&g->broken) &&
-            atomic_load(&g->peers[other].sent[g->rank].at) !=
-                atomic_load(&g->peers[g->rank].received[other].at))
-            code = 0;
-        if (code == TUTTI_PEER_LEFT && rank < 0 && ++left < g->size - 1)
-            code = 0;
-    }
-    if (!code)
-        return 0;
-    snprintf(text + length, sizeof text - length, " on rank %d: %s", g->rank, tutti_error());
-    return break_group(g, code, text);
-}
-
-/* Looks for operations that can no longer succeed. Called with the lock. */
-static void look_for_trouble(tutti_group *g, pause_state *pause, list *over)
-{
-    mail *m = g->mail;
-    uint64_t now = now_ns();
-    bool due = life_check_is_due(pause, now);
-    int code = atomic_load_explicit(&g->broken, memory_order_acquire);
-    for (int rank = 0; rank < g->size && !code; rank++) {
-        if (m->outgoing[rank].first)
-            code = message_trouble(g, m->outgoing[rank].first, rank, now, due);
-        if (!code && m->arrivals[rank].active && m->arrivals[rank].receiver)
-            code = message_trouble(g, m->arrivals[rank].receiver, rank, now, due);
-    }
-    for (tutti_work *work = m->wanted.first; work && !code; work = work->next)
-        code = message_trouble(g, work, work->operation.peer, now, due);
-    if (code)
-        mail_fail(g, code, over);
-}
+typedef enum { PASSER, WAITER, COURIER } mover; /* a passer posts, or aborts, and goes on */
 
 static int start_courier(tutti_group *);
 
-static void finish_as_courier(tutti_group *g, list over, bool *carrying)
+/* With the lock: sees to it that somebody moves what is pending. */
+static int relay(tutti_group *g)
 {
     mail *m = g->mail;
-    if (!over.first)
-        return;
-    pthread_mutex_lock(&m->lock);
-    if (*carrying)
-        m->carrying = *carrying = false;
-    if (--m->ready == 0 && m->pending && !m->closing)
-        start_courier(g);
-    pthread_cond_broadcast(&m->changed);
-    pthread_mutex_unlock(&m->lock);
-    finish_all(g, over);
-    pthread_mutex_lock(&m->lock);
-    m->ready++;
-    pthread_mutex_unlock(&m->lock);
+    if (!m->pending)
+        return 0;
+    if (m->movers) {
+        if (m->over.first)
+            ring_for_mail(g->peers[g->rank].control);
+        return 0;
+    }
+    if (m->ready == 0 && !m->closing) {
+        int code = start_courier(g);
+        if (code < 0)
+            return code;
+    }
+    pthread_cond_signal(&m->left);
+    return 0;
 }
 
-static void finish(tutti_group *g, list over, bool *carrying)
+static void begin_moving(mail *m, mover who)
 {
-    if (carrying)
-        finish_as_courier(g, over, carrying);
-    else
-        finish_all(g, over);
+    m->movers += who != PASSER;
+    m->ready += who == COURIER;
 }
 
-static bool move_some(tutti_group *g, bool *carrying)
+static int end_moving(tutti_group *g, mover who)
 {
-    list over = {NULL, NULL};
-    if (pthread_mutex_trylock(&g->mail->lock))
-        return false; /* another thread is at it */
-    bool moved = mail_progress(g, &over);
-    pthread_mutex_unlock(&g->mail->lock);
-    finish(g, over, carrying);
-    return moved;
+    g->mail->movers -= who != PASSER;
+    g->mail->ready -= who == COURIER;
+    return relay(g);
+}
+
+/* Called with the lock, which is let go for every callback. */
+static void call_back_now(tutti_group *g, mover who)
+{
+    mail *m = g->mail;
+    for (tutti_work *work; (work = mail_take_over(m)) != NULL;) {
+        bool calls = work->done != NULL;
+        if (calls)
+            end_moving(g, who);
+        pthread_mutex_unlock(&m->lock);
+        ledger_mark(g, work->entry, work->code < 0 ? TUTTI_FAILED : TUTTI_DONE);
+        work_finish(work, work->code, work->code < 0 ? g->broken_text : "");
+        work_release(work);
+        ring_for_mail(g->peers[g->rank].control);
+        pthread_mutex_lock(&m->lock);
+        if (m->waiters)
+            pthread_cond_broadcast(&m->ended);
+        if (calls)
+            begin_moving(m, who);
+    }
+}
+
+static void call_back(tutti_group *g, mover who)
+{
+    if (!inside_callback())
+        call_back_now(g, who);
+}
+
+/* With the lock: nobody can be had who would move messages. */
+static void give_up(tutti_group *g)
+{
+    char text[400];
+    snprintf(text, sizeof text, "%s", tutti_error());
+    mail_fail(g, break_group(g, TUTTI_SYSTEM, text));
+    call_back_now(g, PASSER);
 }
 
 /* Until a message moves or another thread of this rank ends one; or for a while. */
-static bool sleep_for_mail(tutti_group *g, const tutti_work *work, bool *carrying)
+static bool sleep_for_mail(tutti_group *g, const tutti_work *work, mover who)
 {
+    mail *m = g->mail;
     control *own = g->peers[g->rank].control;
     uint32_t heard = atomic_load_explicit(&own->mail_bell, memory_order_acquire);
     atomic_fetch_add_explicit(&own->mail_sleepers, 1, memory_order_seq_cst);
     atomic_thread_fence(memory_order_seq_cst);
-    bool moved = move_some(g, carrying);
+    pthread_mutex_lock(&m->lock);
+    bool moved = mail_progress(g) || m->over.first;
+    call_back(g, who);
+    pthread_mutex_unlock(&m->lock);
     if (!moved && !(work && tutti_work_is_done(work)))
         sleep_on_bell(&own->mail_bell, heard);
     atomic_fetch_sub_explicit(&own->mail_sleepers, 1, memory_order_relaxed);
     return moved;
 }
 
-/* One step of whoever waits for `work`, or of a courier: moves what can be moved, or passes some
- * time. A courier says whether it is the one that carries, and is told whether it still is. */
-static void pump(tutti_group *g, const tutti_work *work, pause_state *pause, bool *carrying)
+/* One step of a mover: moves what can be moved, or passes some time. */
+static void pump(tutti_group *g, const tutti_work *work, pause_state *pause, mover who)
 {
-    bool should_look = false, moved = move_some(g, carrying);
+    mail *m = g->mail;
+    bool should_look = false, moved = false;
+    if (pthread_mutex_trylock(&m->lock) == 0) { /* else another thread is at it */
+        moved = mail_progress(g) || m->over.first;
+        call_back(g, who);
+        pthread_mutex_unlock(&m->lock);
+    }
     if (!moved && !pause_awake(pause, &should_look)) {
-        moved = sleep_for_mail(g, work, carrying);
+        moved = sleep_for_mail(g, work, who);
         should_look = true;
     }
     if (moved) {
@@ -145,11 +132,10 @@ static void pump(tutti_group *g, const tutti_work *work, pause_state *pause, boo
     }
     if (!should_look)
         return;
-    list over = {NULL, NULL};
-    pthread_mutex_lock(&g->mail->lock);
-    look_for_trouble(g, pause, &over);
-    pthread_mutex_unlock(&g->mail->lock);
-    finish(g, over, carrying);
+    pthread_mutex_lock(&m->lock);
+    mail_look_for_trouble(g, pause);
+    call_back(g, who);
+    pthread_mutex_unlock(&m->lock);
 }
 
 static void *carry(void *argument)
@@ -159,17 +145,16 @@ static void *carry(void *argument)
     pause_state pause = {.limit = patience_of_worker()};
     pthread_mutex_lock(&m->lock);
     while (!m->closing) {
-        if (!m->pending || m->pumps || m->carrying) {
-            pthread_cond_wait(&m->changed, &m->lock);
+        if (!m->pending || m->movers) {
+            pthread_cond_wait(&m->left, &m->lock);
             pause.turns = 0;
             continue;
         }
-        bool carrying = m->carrying = true;
+        m->movers++;
         pthread_mutex_unlock(&m->lock);
-        pump(g, NULL, &pause, &carrying);
+        pump(g, NULL, &pause, COURIER);
         pthread_mutex_lock(&m->lock);
-        if (carrying)
-            m->carrying = false;
+        m->movers--;
     }
     pthread_mutex_unlock(&m->lock);
     return NULL;
@@ -195,89 +180,90 @@ static int start_courier(tutti_group *g)
     return 0;
 }
 
-int mail_create(tutti_group *g)
-{
-    mail *m = calloc(1, sizeof *m);
-    if (m) {
-        m->outgoing = calloc((size_t)g->size, sizeof *m->outgoing);
-        m->arrivals = calloc((size_t)g->size, sizeof *m->arrivals);
-    }
-    if (!m || !m->outgoing || !m->arrivals) {
-        if (m) {
-            free(m->outgoing);
-            free(m->arrivals);
-        }
-        free(m);
-        return fail(TUTTI_NO_MEMORY, "no memory for the messages of %d ranks", g->size);
-    }
-    pthread_mutex_init(&m->lock, NULL);
-    pthread_cond_init(&m->changed, NULL);
-    g->mail = m;
-    return 0;
-}
-
-/* Most messages fit into the ring, or are there already: they are over when this returns. */
-static void post(tutti_group *g, tutti_work *work, const char *where, bool will_wait)
+/* With the lock. Most messages fit into the ring, or are there already: they are over at once. */
+static void post(tutti_group *g, tutti_work *work, const char *where, mover who)
 {
     mail *m = g->mail;
-    list over = {NULL, NULL};
     tutti_operation shown = work->operation;
     shown.where = where;
     work->deadline = deadline_after(work->timeout);
-    pthread_mutex_lock(&m->lock);
     work->sequence = ++m->messages;
     work->entry = ledger_open(g, &shown, work->sequence, TUTTI_RUNNING);
+    m->pending++;
     if (work->operation.kind == TUTTI_SEND)
-        mail_send(g, work, &over);
+        mail_send(g, work);
     else
-        mail_receive(g, work, &over);
-    if (will_wait)
-        m->pumps++;
-    else if (m->pending && m->ready == 0 && start_courier(g) < 0) {
-        char text[400];
-        snprintf(text, sizeof text, "%s", tutti_error());
-        mail_fail(g, break_group(g, TUTTI_SYSTEM, text), &over);
-    }
-    if (!will_wait && m->pending)
-        pthread_cond_signal(&m->changed);
-    pthread_mutex_unlock(&m->lock);
-    finish_all(g, over);
+        mail_receive(g, work);
+    call_back(g, who);
 }
 
-static void stop_pumping(mail *m)
+/* With the lock, which is let go meanwhile. */
+static void pump_until_done(tutti_group *g, tutti_work *work)
 {
-    pthread_mutex_lock(&m->lock);
-    m->pumps--;
-    if (m->closing || (m->pumps == 0 && m->pending))
-        pthread_cond_broadcast(&m->changed);
-    pthread_mutex_unlock(&m->lock);
-}
-
-static int pump_until(tutti_group *g, tutti_work *work, uint64_t deadline)
-{
+    mail *m = g->mail;
     pause_state pause = {.limit = g->patience};
-    while (!tutti_work_is_done(work)) {
-        pump(g, work, &pause, NULL);
-        if (deadline != FOREVER && now_ns() >= deadline && !tutti_work_is_done(work))
-            return fail(TUTTI_TIMEOUT, "%s %" PRIu64 " of group %s is not done yet",
+    pthread_mutex_unlock(&m->lock);
+    while (!tutti_work_is_done(work))
+        pump(g, work, &pause, WAITER);
+    pthread_mutex_lock(&m->lock);
+}
+
+static int sleep_until_done(tutti_group *g, tutti_work *work, uint64_t deadline)
+{
+    mail *m = g->mail;
+    if (relay(g) < 0)
+        give_up(g);
+    int code = 0;
+    m->waiters++;
+    while (!tutti_work_is_done(work) && !code) {
+        struct timespec until = {.tv_sec = (time_t)(deadline / 1000000000u),
+                                 .tv_nsec = (long)(deadline % 1000000000u)};
+        if (deadline == FOREVER)
+            pthread_cond_wait(&m->ended, &m->lock);
+        else if (now_ns() < deadline)
+            pthread_cond_timedwait(&m->ended, &m->lock, &until);
+        else
+            code = fail(TUTTI_TIMEOUT, "%s %" PRIu64 " of group %s is not done yet",
                         kind_name(work->operation.kind), work->sequence, g->name);
     }
-    return 0;
+    m->waiters--;
+    return code;
+}
+
+static void begin_inside(mail *m)
+{
+    pthread_mutex_lock(&m->lock);
+    m->inside++;
+}
+
+static void end_inside(mail *m)
+{
+    if (--m->inside == 0 && m->closing)
+        pthread_cond_broadcast(&m->ended);
+    pthread_mutex_unlock(&m->lock);
 }
 
 void mail_submit(tutti_group *g, tutti_work *work, const char *where)
 {
-    post(g, work, where, false);
+    pthread_mutex_lock(&g->mail->lock);
+    post(g, work, where, PASSER);
+    if (relay(g) < 0)
+        give_up(g);
+    pthread_mutex_unlock(&g->mail->lock);
 }
 
 int mail_wait(tutti_work *work, uint64_t deadline)
 {
-    mail *m = work->group->mail;
-    pthread_mutex_lock(&m->lock);
-    m->pumps++;
-    pthread_mutex_unlock(&m->lock);
-    int code = pump_until(work->group, work, deadline);
-    stop_pumping(m);
+    tutti_group *g = work->group;
+    int code = 0;
+    begin_inside(g->mail);
+    if (deadline == FOREVER && !inside_callback()) {
+        begin_moving(g->mail, WAITER);
+        pump_until_done(g, work);
+        end_moving(g, WAITER);
+    } else
+        code = sleep_until_done(g, work, deadline);
+    end_inside(g->mail);
     return code;
 }
 
@@ -286,9 +272,17 @@ int mail_run(tutti_group *g, const tutti_operation *op, double timeout)
     tutti_work *work = work_create(g, op, timeout, NULL, NULL);
     if (!work)
         return TUTTI_NO_MEMORY;
-    post(g, work, op->where, true);
-    pump_until(g, work, FOREVER);
-    stop_pumping(g->mail);
+    begin_inside(g->mail);
+    if (!inside_callback()) {
+        begin_moving(g->mail, WAITER);
+        post(g, work, op->where, WAITER);
+        pump_until_done(g, work);
+        end_moving(g, WAITER);
+    } else {
+        post(g, work, op->where, PASSER);
+        sleep_until_done(g, work, FOREVER);
+    }
+    end_inside(g->mail);
     if (op->source)
         *op->source = work->source;
     int code = tutti_work_wait(work, -1);
@@ -298,11 +292,11 @@ int mail_run(tutti_group *g, const tutti_operation *op, double timeout)
 
 void mail_wake(tutti_group *g)
 {
-    list over = {NULL, NULL};
     pthread_mutex_lock(&g->mail->lock);
-    mail_fail(g, atomic_load(&g->broken), &over);
+    mail_fail(g, atomic_load(&g->broken));
+    call_back(g, PASSER);
+    relay(g);
     pthread_mutex_unlock(&g->mail->lock);
-    finish_all(g, over);
 }
 
 void mail_close(tutti_group *g)
@@ -310,22 +304,13 @@ void mail_close(tutti_group *g)
     mail *m = g->mail;
     pthread_mutex_lock(&m->lock);
     m->closing = true;
-    pthread_cond_broadcast(&m->changed);
+    pthread_cond_broadcast(&m->left);
     ring_for_mail(g->peers[g->rank].control);
-    while (m->pumps)
-        pthread_cond_wait(&m->changed, &m->lock);
+    call_back_now(g, PASSER); /* what a callback that aborted has left to couriers */
+    while (m->inside)
+        pthread_cond_wait(&m->ended, &m->lock);
     pthread_mutex_unlock(&m->lock);
     for (int i = 0; i < m->started; i++)
         pthread_join(m->couriers[i], NULL);
-    free(m->couriers);
-    while (m->aside) {
-        parcel *next = m->aside->next;
-        free(m->aside);
-        m->aside = next;
-    }
-    pthread_cond_destroy(&m->changed);
-    pthread_mutex_destroy(&m->lock);
-    free(m->outgoing);
-    free(m->arrivals);
-    free(m);
+    mail_free(m);
 }

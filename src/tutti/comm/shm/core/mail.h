@@ -1,5 +1,5 @@
 /* The state of a group's messages: messages.c moves bytes through rings, mail.c decides who moves
- * them and when to give up. */
+ * them, mail_trouble.c when they are given up. */
 #ifndef TUTTI_MAIL_H
 #define TUTTI_MAIL_H
 
@@ -26,13 +26,17 @@ typedef struct {
 
 struct mail {
     pthread_mutex_t lock;
-    pthread_cond_t changed;
+    pthread_cond_t left;  /* for couriers: nobody else moves what is pending */
+    pthread_cond_t ended; /* for those who wait without moving */
     list *outgoing; /* by peer, in the order sent */
     list wanted;    /* recvs in the order posted */
     arrival *arrivals;
     parcel *aside;
-    int pending, pumps; /* operations; threads that move them while they wait */
-    bool closing, carrying; /* carrying: a courier moves them now */
+    list over;           /* to be called back */
+    int pending;         /* operations, until somebody calls them back */
+    int movers;          /* threads that move them now, waiters and couriers, not in a callback */
+    int inside, waiters; /* threads that a close must wait for; those that sleep on `ended` */
+    bool closing;
     pthread_t *couriers;
     int started, ready; /* couriers; those of them that are not inside a callback */
     uint64_t messages;
@@ -49,11 +53,14 @@ static inline void ring_for_mail(control *sleeper)
         ring_bell(&sleeper->mail_bell);
 }
 
-/* All with the lock. Operations that are over are appended to a list, whose callbacks the caller
- * runs without the lock. */
-void mail_send(tutti_group *, tutti_work *, list *over);
-void mail_receive(tutti_group *, tutti_work *, list *over);
-bool mail_progress(tutti_group *, list *over); /* whether a byte has moved */
-void mail_fail(tutti_group *, int code, list *over);
+/* All with the lock. What is over is appended to `over`. */
+void mail_send(tutti_group *, tutti_work *);
+void mail_receive(tutti_group *, tutti_work *);
+bool mail_progress(tutti_group *); /* whether a byte has moved */
+void mail_fail(tutti_group *, int code);
+tutti_work *mail_take_over(mail *); /* the next to be called back, or NULL */
+void mail_free(mail *); /* when no thread uses it any more */
+/* Fails all operations if one of them can no longer succeed. */
+void mail_look_for_trouble(tutti_group *, pause_state *);
 
 #endif

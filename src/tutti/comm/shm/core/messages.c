@@ -46,14 +46,23 @@ static void take_out(list *from, tutti_work *work)
         from->last = before;
 }
 
-static void conclude(mail *m, list *over, tutti_work *work, int code)
+static void conclude(mail *m, tutti_work *work, int code)
 {
-    m->pending--;
     work->code = code;
-    append(over, work);
+    append(&m->over, work);
 }
 
-static bool push(tutti_group *g, int to, list *over)
+tutti_work *mail_take_over(mail *m)
+{
+    tutti_work *work = m->over.first;
+    if (work) {
+        take_out(&m->over, work);
+        m->pending--;
+    }
+    return work;
+}
+
+static bool push(tutti_group *g, int to)
 {
     list *queue = &g->mail->outgoing[to];
     unsigned char *ring = g->peers[g->rank].rings + lane(g->rank, to) * g->ring_bytes;
@@ -85,7 +94,7 @@ static bool push(tutti_group *g, int to, list *over)
         atomic_store_explicit(head_at, head, memory_order_release);
         if (work->moved == bytes) {
             take_out(queue, work);
-            conclude(g->mail, over, work, 0);
+            conclude(g->mail, work, 0);
         }
     }
     if (head != begun)
@@ -157,7 +166,7 @@ static bool source_is_wanted(const mail *m, int source)
     return false;
 }
 
-static bool pull(tutti_group *g, int source, list *over)
+static bool pull(tutti_group *g, int source)
 {
     mail *m = g->mail;
     arrival *arrival = &m->arrivals[source];
@@ -195,7 +204,7 @@ static bool pull(tutti_group *g, int source, list *over)
         atomic_store_explicit(tail_at, tail, memory_order_release);
         if (arrival->moved == arrival->bytes) {
             if (arrival->receiver)
-                conclude(m, over, arrival->receiver, 0);
+                conclude(m, arrival->receiver, 0);
             arrival->active = false;
         }
     }
@@ -204,15 +213,14 @@ static bool pull(tutti_group *g, int source, list *over)
     return tail != begun;
 }
 
-void mail_send(tutti_group *g, tutti_work *work, list *over)
+void mail_send(tutti_group *g, tutti_work *work)
 {
-    g->mail->pending++;
     append(&g->mail->outgoing[work->operation.peer], work);
-    push(g, work->operation.peer, over);
+    push(g, work->operation.peer);
 }
 
 /* A new recv may be for a message that was put aside, perhaps not all of it yet. */
-static void look_aside(tutti_group *g, tutti_work *work, list *over)
+static void look_aside(tutti_group *g, tutti_work *work)
 {
     mail *m = g->mail;
     parcel **link = &m->aside;
@@ -225,7 +233,7 @@ static void look_aside(tutti_group *g, tutti_work *work, list *over)
     }
     if (found->bytes != work->operation.out_bytes[0]) {
         int code = wrong_size(g, work, found->source, found->bytes);
-        conclude(m, over, work, code);
+        conclude(m, work, code);
         return;
     }
     *link = found->next;
@@ -233,7 +241,7 @@ static void look_aside(tutti_group *g, tutti_work *work, list *over)
     if (found->moved)
         memcpy(work->operation.out[0], found->content, found->moved);
     if (found->moved == found->bytes)
-        conclude(m, over, work, 0);
+        conclude(m, work, 0);
     else {
         m->arrivals[found->source].receiver = work;
         m->arrivals[found->source].aside = NULL;
@@ -241,45 +249,44 @@ static void look_aside(tutti_group *g, tutti_work *work, list *over)
     free(found);
 }
 
-void mail_receive(tutti_group *g, tutti_work *work, list *over)
+void mail_receive(tutti_group *g, tutti_work *work)
 {
-    g->mail->pending++;
-    look_aside(g, work, over);
+    look_aside(g, work);
     for (int rank = 0; rank < g->size; rank++)
         if (rank != g->rank && (work->operation.peer == rank || work->operation.peer == -1))
-            pull(g, rank, over);
+            pull(g, rank);
 }
 
-bool mail_progress(tutti_group *g, list *over)
+bool mail_progress(tutti_group *g)
 {
     bool moved = false;
     for (int rank = 0; rank < g->size; rank++) {
         if (rank == g->rank)
             continue;
         if (g->mail->outgoing[rank].first)
-            moved |= push(g, rank, over);
-        moved |= pull(g, rank, over);
+            moved |= push(g, rank);
+        moved |= pull(g, rank);
     }
     return moved;
 }
 
-void mail_fail(tutti_group *g, int code, list *over)
+void mail_fail(tutti_group *g, int code)
 {
     mail *m = g->mail;
     for (int rank = 0; rank < g->size; rank++) {
         while (m->outgoing[rank].first) {
             tutti_work *work = m->outgoing[rank].first;
             take_out(&m->outgoing[rank], work);
-            conclude(m, over, work, code);
+            conclude(m, work, code);
         }
         if (m->arrivals[rank].active && m->arrivals[rank].receiver) {
-            conclude(m, over, m->arrivals[rank].receiver, code);
+            conclude(m, m->arrivals[rank].receiver, code);
             m->arrivals[rank].active = false;
         }
     }
     while (m->wanted.first) {
         tutti_work *work = m->wanted.first;
         take_out(&m->wanted, work);
-        conclude(m, over, work, code);
+        conclude(m, work, code);
     }
 }

@@ -3,7 +3,8 @@
  * Collectives run one at a time, in the order in which they were called; whoever runs one holds the
  * group's turn. A caller that finds no queue runs its own at once. Submitted ones wait in the queue
  * for a worker thread; a thread that waits for one of them runs the queue itself if nobody else
- * does, which saves the hand-over to another thread.
+ * does, which saves the hand-over to another thread. One that waits only so long leaves it to the
+ * worker: an operation cannot be left half-way, and takes as long as its slowest rank.
  *
  * A callback may wait for a later operation (torch's communication hooks do). So there is a worker
  * more whenever all are inside callbacks and the queue is not empty. */
@@ -40,60 +41,6 @@ static void give_turn(tutti_group *g)
         else if (g->queue_head)
             pthread_cond_signal(&g->work_queued);
     }
-}
-
-tutti_work *work_create(tutti_group *g, const tutti_operation *op, double timeout, tutti_done done,
-                        void *argument)
-{
-    size_t pointers = op->in_parts + op->out_parts;
-    tutti_work *work = calloc(1, sizeof *work + pointers * (sizeof(void *) + sizeof(uint64_t)));
-    if (!work) {
-        fail(TUTTI_NO_MEMORY, "no memory for an operation of %zu parts", pointers);
-        return NULL;
-    }
-    const void **in = (const void **)work->parts;
-    void **out = work->parts + op->in_parts;
-    uint64_t *in_bytes = (uint64_t *)(out + op->out_parts), *out_bytes = in_bytes + op->in_parts;
-    for (uint32_t i = 0; i < op->in_parts; i++) {
-        in[i] = op->in[i];
-        in_bytes[i] = op->in_bytes[i];
-    }
-    for (uint32_t i = 0; i < op->out_parts; i++) {
-        out[i] = op->out[i];
-        out_bytes[i] = op->out_bytes[i];
-    }
-    work->operation = *op;
-    work->operation.in = in;
-    work->operation.in_bytes = in_bytes;
-    work->operation.out = out;
-    work->operation.out_bytes = out_bytes;
-    work->operation.where = NULL; /* it is in the ledger; the text is the caller's */
-    work->operation.source = NULL;
-    work->timeout = timeout;
-    work->done = done;
-    work->argument = argument;
-    work->group = g;
-    work->source = -1;
-    atomic_init(&work->references, 2); /* the caller's and the queue's */
-    return work;
-}
-
-void work_release(tutti_work *work)
-{
-    if (atomic_fetch_sub_explicit(&work->references, 1, memory_order_acq_rel) == 1) {
-        free(work->text);
-        free(work);
-    }
-}
-
-void work_finish(tutti_work *work, int code, const char *text)
-{
-    work->code = code;
-    if (code < 0)
-        work->text = strdup(text);
-    if (work->done)
-        work->done(work->argument, code, code < 0 ? text : "");
-    atomic_store_explicit(&work->is_done, 1, memory_order_release);
 }
 
 static int start_worker(tutti_group *);
@@ -181,12 +128,11 @@ static int wait_in_turn(tutti_group *g, tutti_work *work, uint64_t deadline)
     pthread_mutex_lock(&g->lock);
     begin_inside(g);
     while (!atomic_load_explicit(&work->is_done, memory_order_acquire)) {
-        if (g->queue_head && !g->turn_taken) {
-            run_head(g, false);
-            continue;
-        }
         if (deadline == FOREVER) {
-            pthread_cond_wait(&g->turn_over, &g->lock);
+            if (g->queue_head && !g->turn_taken)
+                run_head(g, false);
+            else
+                pthread_cond_wait(&g->turn_over, &g->lock);
             continue;
         }
         uint64_t now = now_ns();
@@ -265,33 +211,19 @@ TUTTI_API tutti_work *tutti_submit(tutti_group *g, const tutti_operation *op, do
     return work;
 }
 
-TUTTI_API int tutti_work_is_done(const tutti_work *work)
-{
-    return atomic_load_explicit(&work->is_done, memory_order_acquire);
-}
-
 TUTTI_API int tutti_work_wait(tutti_work *work, double timeout_s)
 {
     if (!tutti_work_is_done(work)) {
         /* Without a limit here: the operation has its own, and then it is done. */
         uint64_t deadline = timeout_s < 0 ? FOREVER : now_ns() + (uint64_t)(timeout_s * 1e9);
-        int code = work->operation.kind >= TUTTI_SEND ? mail_wait(work, deadline)
+        int code = refuse_forked_child(work->group);
+        if (code == 0)
+            code = work->operation.kind >= TUTTI_SEND ? mail_wait(work, deadline)
                                                       : wait_in_turn(work->group, work, deadline);
         if (code < 0)
             return code;
     }
     return work->code < 0 ? fail(work->code, "%s", work->text ? work->text : "") : 0;
-}
-
-TUTTI_API int32_t tutti_work_source(const tutti_work *work)
-{
-    return work->source;
-}
-
-TUTTI_API void tutti_work_free(tutti_work *work)
-{
-    if (work)
-        work_release(work);
 }
 
 void wake_queue(tutti_group *g)
