@@ -82,10 +82,20 @@ class AdapterDirectory:
                     yield Listing(rank, slot, sequence, version, name)
 
     def newest(self, name: str) -> Listing | None:
-        """The newest copy that any rank has; of equals, the nearest: this rank's own first."""
+        """The newest copy that any rank has; of equals, the nearest: this rank's own first.
+
+        A new version is written to another slot before the old one goes. Who looks slot by slot may
+        miss both, so "there is none" counts only if nothing has changed meanwhile.
+        """
         ranks = [(self.rank + i) % self.size for i in range(self.size)]
-        copies = [each for rank in ranks for each in self.of(rank) if each.name == name]
-        return max(copies, key=lambda copy: copy.version, default=None)
+        while True:
+            before = self._sequences()
+            copies = [each for rank in ranks for each in self.of(rank) if each.name == name]
+            if copies or before == self._sequences():
+                return max(copies, key=lambda copy: copy.version, default=None)
+
+    def _sequences(self) -> list[int]:
+        return [self.sequence(rank, n) for rank in range(self.size) for n in range(self.slots)]
 
     # ---- The announcement ----
 
