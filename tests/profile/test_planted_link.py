@@ -25,11 +25,11 @@ def hosts() -> Iterator[Network]:
         yield made
 
 
-def _parts(made: Network, out: Path, port: int) -> dict[str, float]:
-    """Shares of the step's parts, over both ranks, each under a `tutti profile` on its host."""
+def _profiled(made: Network, out: Path, port: int, backend: str) -> dict[str, Any]:
+    """What is said of two ranks, each under a `tutti profile` on its host."""
     ranks = [
         host.popen(
-            [*TUTTI, "profile", "--out", str(out), *SCHEDULE, "--", str(SCRIPT), "gloo", "6"],
+            [*TUTTI, "profile", "--out", str(out), *SCHEDULE, "--", str(SCRIPT), backend, "6"],
             env=clean_environment()
             | WORK
             | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": str(port)},
@@ -42,6 +42,12 @@ def _parts(made: Network, out: Path, port: int) -> dict[str, float]:
     assert done.returncode == 0, done.stderr
     rows: dict[str, Any] = json.loads((out / "result.json").read_text())
     assert [each["host"] for each in rows["ranks"]] == ["n1", "n2"]
+    return rows
+
+
+def _parts(made: Network, out: Path, port: int) -> dict[str, float]:
+    """Shares of the step's parts, over both ranks."""
+    rows = _profiled(made, out, port, "gloo")
     shares = [each["parts_share"] for each in rows["ranks"]]
     return {name: sum(each[name] for each in shares) / len(shares) for name in shares[0]}
 
@@ -62,3 +68,15 @@ def test_a_slow_link_shows_as_exposed_communication_until_it_is_fast(
     assert max(slow, key=slow.__getitem__) == "exposed", slow
     assert max(fast, key=fast.__getitem__) != "exposed", fast
     assert fast["exposed"] < slow["exposed"] / 2
+
+
+def test_shm_over_hosts_is_seen_though_python_threads_run_it(
+    hosts: Network, tmp_path: Path
+) -> None:
+    rows = _profiled(hosts, tmp_path / "shm", 29423, "shm")
+
+    assert {each["backend"] for each in rows["ranks"]} == {"shm"}
+    gradients = [each for each in rows["comm"] if each["bytes"] != 4]
+    assert {each["bytes"] for each in gradients} == {4 * (256 * 256 + 256)}
+    assert [each["matched"] for each in gradients] == [3 * 4]  # steps × buckets
+    assert all(each["axis"] == "dp" and each["transfer_s"]["p50"] > 0 for each in gradients)

@@ -35,6 +35,7 @@ from tutti.comm.shm import native
 from tutti.comm.shm.call import REDUCTIONS, Call
 from tutti.comm.shm.meeting import Meeting
 from tutti.comm.shm.process_group import PythonGroup
+from tutti.comm.shm.seen import elsewhere, here
 
 # gloo cannot reduce these two: they travel as something wider, or as bytes.
 _ODD = {torch.int16: torch.int32, torch.bool: torch.uint8}
@@ -67,6 +68,7 @@ class HierarchicalGroup(PythonGroup):
                 dist.PrefixStore("leaders/", store), self._host, len(self._hosts), timeout
             )
         self._limit = timeout  # of the operation that runs now
+        self._sequence = 0  # of collectives, as they were called: the same on all ranks
         # Collectives of a group run one after another, in the order of their calls.
         self._turns = ThreadPoolExecutor(1, thread_name_prefix=f"shm-{name}")
 
@@ -77,8 +79,11 @@ class HierarchicalGroup(PythonGroup):
 
     def begin(self, call: Call) -> Work:
         if call.kind in (native.SEND, native.RECV):
-            return self._message(call)
-        work = TurnWork(call, self._turns.submit(self._run, call))
+            with here(call):
+                return self._message(call)
+        self._sequence += 1
+        run = elsewhere(self._run, call, self, self._sequence)
+        work = TurnWork(call, self._turns.submit(run))
         if not call.asynchronous:
             work.wait()
         return work

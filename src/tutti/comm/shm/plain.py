@@ -14,6 +14,7 @@ from tutti.comm.shm import call as kinds
 from tutti.comm.shm import native
 from tutti.comm.shm.call import Call
 from tutti.comm.shm.process_group import PythonGroup
+from tutti.comm.shm.seen import here
 
 
 class PlainGroup(PythonGroup):
@@ -33,6 +34,10 @@ class PlainGroup(PythonGroup):
                 native.CLOSED,
                 f"shm {call.name}: group {self._name} is closed: it was destroyed on this rank",
             )
+        with here(call):
+            return self._begin(call)
+
+    def _begin(self, call: Call) -> Work:
         operation = call.operation()
         if kinds.where is not None:
             operation.where = kinds.where().encode()

@@ -350,11 +350,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
     def _issue(self, call: Call) -> Work:
         if self._coalesced is not None:
             call.asynchronous = True
-        if torch.autograd.profiler._is_profiler_enabled:
-            with torch.profiler.record_function(f"shm:{call.name}"):
-                work = self.begin(call)
-        else:
-            work = self.begin(call)
+        work = self.begin(call)
         if self._coalesced is not None:
             # A block that was left by an exception is never ended: do not keep tensors for it.
             while self._coalesced and _is_over(self._coalesced[0]):

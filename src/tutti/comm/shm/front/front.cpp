@@ -1,6 +1,9 @@
 // The Python module tutti.comm.shm._front: the shm backend compiled against the installed torch.
 #include "delegate.h"
 
+#include <ATen/ThreadLocalState.h>
+#include <optional>
+
 namespace py = pybind11;
 
 // Read from the file before it is loaded: another torch has other classes at these addresses.
@@ -32,6 +35,33 @@ class GilFreeBackend : public ShmBackend {
         close(false);
     }
 };
+
+// What a thread's profiler goes by, taken over by another one between `enter` and `exit`.
+class ThreadState {
+   public:
+    void enter() { guard_.emplace(state_); }
+    void exit() { guard_.reset(); }
+
+   private:
+    at::ThreadLocalState state_;
+    std::optional<at::ThreadLocalStateGuard> guard_;
+};
+
+// What traces know of a collective besides its time, for one that Python runs.
+static void show(int64_t sequence, const std::string& group, const std::string& description,
+                 const std::string& collective, const std::vector<at::Tensor>& inputs,
+                 const std::vector<at::Tensor>& outputs, int root, int size) {
+    auto scalar = inputs.empty() ? at::kByte : inputs[0].scalar_type();
+    auto elements = [](const std::vector<at::Tensor>& tensors) {
+        int64_t sum = 0;
+        for (const auto& tensor : tensors) sum += tensor.numel();
+        return sum;
+    };
+    RECORD_PARAM_COMMS_DATA(std::make_tuple(sequence, false), std::make_tuple(group, description),
+                            inputs, outputs, root, std::string(collective), elements(inputs),
+                            elements(outputs), scalar, std::vector<int64_t>(),
+                            std::vector<int64_t>(), 0, 1, size);
+}
 
 static void set_where(py::object function) {
     auto* old = where_hook.exchange(nullptr);
@@ -83,6 +113,11 @@ PYBIND11_MODULE(_front, module) {
             "native_group",
             [](const GilFreeBackend& self) { return reinterpret_cast<int64_t>(self.group()); },
             "The address of the core's group; 0 once closed.");
+    module.def("show", &tutti::show, "Tell a profiler in this thread of a collective.");
+    py::class_<tutti::ThreadState>(module, "ThreadState")
+        .def(py::init<>())
+        .def("__enter__", &tutti::ThreadState::enter)
+        .def("__exit__", [](tutti::ThreadState& self, const py::args&) { self.exit(); });
     using tutti::PythonBackend;
     py::class_<PythonBackend, c10d::Backend, c10::intrusive_ptr<PythonBackend>>(module,
                                                                                 "PythonBackend")
