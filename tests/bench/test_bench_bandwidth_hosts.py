@@ -14,7 +14,7 @@ from worlds import clean_environment
 pytestmark = pytest.mark.skipif(hosts_missing() is not None, reason=str(hosts_missing()))
 
 SLOW = "tbf rate 200mbit burst 64kb latency 50ms"
-FLAGS = ["--sizes", "512K", "--budget", "0.1", "--only", "pairs", "--device", "cpu"]
+FLAGS = ["--sizes", "512K", "--budget", "0.3", "--only", "pairs", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
