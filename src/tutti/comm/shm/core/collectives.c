@@ -233,7 +233,7 @@ static int dispatch(tutti_group *g, const tutti_operation *op)
 
 /* An ordinary store to a line that is in no cache reads it first; for results that no cache will
  * hold, stores past the caches save that. Not for results that replace what was just read, nor
- * between cores that share an L3 cache, where they were measured as twice slower. */
+ * between near cores (copy.c), where they were measured as twice slower. */
 static bool results_pass_caches(const tutti_group *g, const tutti_operation *op)
 {
     bool in_place = op->in_parts == 1 && op->out_parts == 1 && op->in[0] == op->out[0];
