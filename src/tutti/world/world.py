@@ -2,15 +2,15 @@
 
 import atexit
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from tutti.world.gloo_rest import let_gloo_rest
 
 if TYPE_CHECKING:
     from tutti.world.failure import Watch
@@ -88,7 +88,7 @@ class World:
                 dist.distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
-                _let_gloo_finish()
+                let_gloo_rest()
         self._watch.stop()
         for name in self._variables:
             os.environ.pop(name, None)
@@ -107,25 +107,3 @@ class World:
         if error is not None and not well and not isinstance(error, BrokenPipeError):
             self._watch.handle(error)
         self.close()
-
-
-def _let_gloo_finish() -> None:
-    """Wait until gloo's threads rest.
-
-    A gloo thread lets go of its last operation, and of Python objects with it, a moment after the
-    operation's result is known. Should the interpreter end just then, torch aborts the process.
-    """
-    resting = 0
-    while resting < 2:
-        time.sleep(0.01)  # also lets them have Python's lock
-        threads = Path("/proc/self/task").iterdir()
-        gloo = [thread for thread in threads if _read(thread / "comm").startswith("pt_gloo")]
-        states = [_read(thread / "stat").rpartition(")")[2].split()[:1] for thread in gloo]
-        resting = 0 if ["R"] in states else resting + 1
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # the thread has ended meanwhile
-        return ""

@@ -6,6 +6,7 @@ does not train pays for one look at each import, and a program whose interpreter
 tutti is captured as well.
 """
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -21,18 +22,22 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _SETTINGS = "TUTTI_PROFILE"
 
 
-def _capture() -> ModuleType:
-    """capture.py and its neighbours, under a name that is not tutti's: nothing else is imported."""
-    room = ModuleType("tutti_capture")
-    room.__path__ = [os.path.dirname(_HERE)]
-    sys.modules[room.__name__] = room
-    return importlib.import_module("tutti_capture.capture")
+def _ours(name: str) -> ModuleType:
+    """A file of ours that needs no other room of tutti, under a name that is not tutti's."""
+    if "tutti_capture" not in sys.modules:
+        room = ModuleType("tutti_capture")
+        profile = os.path.dirname(_HERE)
+        room.__path__ = [profile, os.path.join(os.path.dirname(profile), "world")]
+        sys.modules[room.__name__] = room
+    return importlib.import_module(f"tutti_capture.{name}")
 
 
 def _begin(settings: dict[str, Any]) -> None:
     """torch has been imported: from now on its optimizers' steps are counted."""
     try:
-        _capture().Capture(**settings, replace=False).follow_optimizers()
+        # A profile is not lost to the way its program ends.
+        atexit.register(_ours("gloo_rest").let_gloo_rest)
+        _ours("capture").Capture(**settings, replace=False).follow_optimizers()
     except Exception as error:  # the program must run whether or not it can be captured
         print(f"tutti profile: nothing is captured here: {error!r}", file=sys.stderr)
 
