@@ -271,9 +271,9 @@ static void *be_rank(void *argument)
             atomic_fetch_add(&operations, rank == 0 ? n : 0);
         }
     }
+    tutti_group_close(g);
     if (atomic_load(&finished) != submitted)
         die("callbacks are missing", rank, number);
-    tutti_group_close(g);
     tutti_take_back(lent);
     for (int p = 0; p < ranks; p++)
         tutti_segment_close(heaps[p]);

@@ -1,11 +1,8 @@
-"""Who waits how long: limits are kept, and a callback may wait for whatever else is under way."""
+"""Who waits how long: every limit is kept, and forked children do not wait for their parent."""
 
-import ctypes
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import pytest
@@ -65,103 +62,41 @@ def test_a_wait_with_a_limit_ends_in_time_and_the_operation_goes_on() -> None:
     assert forked(impatient_by_torch, 2, timeout=40) == [[], []]
 
 
-class CalledBack:
-    """A recv with a callback; what that returns or raises is kept in `said`."""
-
-    def __init__(self, g: Group, tag: int, calls: Callable[[], Any]) -> None:
-        self.said: list[Any] = []
-
-        def call(argument: int, code: int, text: bytes) -> None:
-            try:
-                self.said.append(calls())
-            except Exception as error:
-                self.said.append(error)
-
-        self.keeps = native.Done(call)
-        self.got = np.zeros(4)
-        operation = g.operation(native.RECV, [], [self.got], peer=1, tag=tag)
-        done = ctypes.cast(self.keeps, ctypes.c_void_p)
-        self.handle = core().tutti_submit(g.handle, ctypes.byref(operation), 20, done, None)
-
-    def wait(self, limit: float = -1) -> int:
-        return int(core().tutti_work_wait(self.handle, limit))
-
-
-def calls_back_amid_messages(g: Group) -> Any:
-    """Rank 1 takes rank 0's large message, reduces and only then sends what rank 0 waits for."""
-    large, x, word = np.ones(5_000_000), np.ones(10), np.zeros(4)
-    settings = {"dtype": native.F64, "timeout": 5}
-    if g.rank == 1:
-        time.sleep(0.2)  # rank 0 waits by then
-        g.run(native.SEND, [word], peer=0, tag=2)
-        g.run(native.RECV, [], [large], peer=0, tag=3)
-        g.run(native.ALL_REDUCE, [x], [x], **settings)
-        g.run(native.SEND, [word], peer=0, tag=1)
-        return None
-    sent = g.submit(native.SEND, [large], peer=1, tag=3)
-    reduces = CalledBack(g, 2, lambda: g.run(native.ALL_REDUCE, [x], [x], **settings))
-    g.run(native.RECV, [], [word], peer=1, tag=1)
-    sent.wait()
-    reduces.wait()
-    return reduces.said
-
-
-def test_given_a_waiter_inside_a_callback_then_messages_still_move() -> None:
-    assert results(calls_back_amid_messages, 2) == [[None], None]
-
-
-def all_over_at_once(g: Group, waits: bool) -> Any:
-    """The callbacks of recvs that end together wait for a later, and for an earlier one."""
-    g.barrier()
-    if g.rank == 1:
-        time.sleep(0.3)
-        return None  # leaves, and all recvs from it fail
-    recvs: list[CalledBack] = []
-    recvs.append(CalledBack(g, 1, lambda: recvs[2].wait(20)))
-    recvs.append(CalledBack(g, 2, lambda: recvs[0].wait(20)))
-    recvs.append(CalledBack(g, 3, lambda: 0))
-    if waits:
-        recvs[0].wait()
-    else:
-        while not core().tutti_work_is_done(recvs[0].handle):
-            time.sleep(0.01)
-    codes = [recv.wait() for recv in recvs]
-    return codes + [recv.said for recv in recvs]
-
-
-@pytest.mark.parametrize("waits", [True, False], ids=["waiter", "courier"])
-def test_given_messages_that_end_together_then_their_callbacks_may_wait_for_each_other(
-    waits: bool,
-) -> None:
-    left = native.PEER_LEFT
-    assert results(all_over_at_once, 2, waits)[0] == [left] * 3 + [[left], [left], [0]]
-
-
-def then_reduces(rank: int) -> list[str]:
-    """As `calls_back_amid_messages`, by torch's futures."""
-    texts = []
+def given_up_together(rank: int) -> list[str]:
+    """20 messages as one, each in less than the limit, and the last only when it is given up."""
+    texts, word, cpu = [], torch.ones(1), torch.device("cpu")
     for front in FRONTS:
-        group, x = group_of(front), torch.ones(4)
-        if rank == 0:
-            sent = dist.isend(torch.ones(5_000_000), 1, group, tag=3)
-            asked = dist.irecv(torch.zeros(4), 1, group, tag=2)
-            reduced = asked.get_future().then(lambda _, x=x, g=group: dist.all_reduce(x, group=g))
-            dist.recv(torch.zeros(4), 1, group, tag=1)
-            sent.wait()
-            reduced.wait()
-        else:
-            time.sleep(0.2)  # rank 0 waits by then
-            dist.send(torch.ones(4), 0, group, tag=2)
-            dist.recv(torch.zeros(5_000_000), 0, group, tag=3)
-            dist.all_reduce(x, group=group)
-            dist.send(torch.ones(4), 0, group, tag=1)
-        if not (x == 2).all():
-            texts.append(f"{front}: {x}")
+        group = group_of(front)
+        if rank == 1:
+            dist.recv(word, 0, group)
+            for _ in range(19):
+                time.sleep(0.1)
+                dist.send(word, 0, group, tag=1)
+            dist.recv(word, 0, group)
+            dist.send(word, 0, group, tag=1)
+            continue
+        got = [torch.zeros(1) for _ in range(20)]
+        group._start_coalescing(cpu)
+        for each in got:
+            dist.irecv(each, 1, group, tag=1)
+        together = group._end_coalescing(cpu)
+        dist.send(word, 1, group)
+        try:
+            together.wait(timedelta(seconds=0.5))
+            texts.append(f"{front}: no error")
+        except native.ShmTimeout:
+            there = int(sum(got))
+            if there == 19:
+                texts.append(f"{front}: given up only when the last was waited for")
+        dist.send(word, 1, group)
+        together.wait(timedelta(seconds=20))
+        if int(sum(got)) != 20:
+            texts.append(f"{front}: {got}")
     return texts
 
 
-def test_a_future_of_a_message_may_start_a_collective_that_others_reach_by_messages() -> None:
-    assert forked(then_reduces, 2, timeout=30) == [[], []]
+def test_a_wait_for_several_operations_has_one_limit_for_all() -> None:
+    assert forked(given_up_together, 2, timeout=60) == [[], []]
 
 
 def forked_amid(g: Group) -> list[int]:

@@ -1,5 +1,6 @@
 """What operations return that need no work of their own: finished ones, and several as one."""
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -40,8 +41,9 @@ class Together(Work):
         self.works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        begun = time.monotonic()
         for work in self.works:
-            work.wait(timeout)
+            work.wait(_left_of(timeout, begun))
         return True
 
     def is_completed(self) -> bool:
@@ -52,3 +54,11 @@ class Together(Work):
             return Finished().get_future()
         every = torch.futures.collect_all([work.get_future() for work in self.works])
         return every.then(lambda done: [t for each in done.value() for t in each.value()])
+
+
+def _left_of(limit: timedelta, begun: float) -> timedelta:
+    """All parts share one limit. What is left of it is never 0, which would mean none."""
+    if limit <= timedelta(0):
+        return limit
+    passed = timedelta(seconds=time.monotonic() - begun)
+    return max(limit - passed, timedelta(milliseconds=1))  # compiled works count milliseconds

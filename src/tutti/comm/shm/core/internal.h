@@ -242,7 +242,9 @@ int run_collective(tutti_group *, const tutti_operation *, uint64_t sequence, ui
 /* ---- work.c ---- */
 tutti_work *work_create(tutti_group *, const tutti_operation *, double timeout, tutti_done,
                         void *argument);
-void work_finish(tutti_work *, int code, const char *text); /* calls back, then marks as done */
+/* Marks as done and calls back: apart, since the callback may wait for whom this lets go on. */
+void work_end(tutti_work *, int code, const char *text);
+void work_call_back(tutti_work *); /* with no lock held */
 void work_release(tutti_work *);
 bool inside_callback(void); /* whether this thread is */
 

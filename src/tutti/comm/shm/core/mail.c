@@ -3,8 +3,9 @@
  * A thread that waits for a message moves all of them meanwhile; a courier thread of the group does
  * so when nobody waits. A callback may wait for another operation, so whoever is about to call back
  * leaves the moving to another one, and what else is over lies where any thread finds it. For the
- * same reason a thread inside a callback only waits: whatever it called back for could wait for
- * that very callback. And so does one that waits only so long: a callback may take longer.
+ * same reason a message is done before its callback begins, and a thread inside a callback only
+ * waits: whatever it called back for could wait for what that very callback has yet to do. And so
+ * does one that waits only so long: a callback may take longer.
  *
  * Why nothing is left lying: as long as operations are pending, some thread moves them or a courier
  * that is not in a callback has been told to. `relay` sees to it under the lock, whenever a mover
@@ -63,19 +64,19 @@ static void call_back_now(tutti_group *g, mover who)
 {
     mail *m = g->mail;
     for (tutti_work *work; (work = mail_take_over(m)) != NULL;) {
-        bool calls = work->done != NULL;
-        if (calls)
-            end_moving(g, who);
-        pthread_mutex_unlock(&m->lock);
         ledger_mark(g, work->entry, work->code < 0 ? TUTTI_FAILED : TUTTI_DONE);
-        work_finish(work, work->code, work->code < 0 ? g->broken_text : "");
-        work_release(work);
+        work_end(work, work->code, work->code < 0 ? g->broken_text : "");
         ring_for_mail(g->peers[g->rank].control);
-        pthread_mutex_lock(&m->lock);
         if (m->waiters)
             pthread_cond_broadcast(&m->ended);
-        if (calls)
+        if (work->done) {
+            end_moving(g, who);
+            pthread_mutex_unlock(&m->lock);
+            work_call_back(work);
+            pthread_mutex_lock(&m->lock);
             begin_moving(m, who);
+        }
+        work_release(work);
     }
 }
 
@@ -245,11 +246,11 @@ static void end_inside(mail *m)
 
 void mail_submit(tutti_group *g, tutti_work *work, const char *where)
 {
-    pthread_mutex_lock(&g->mail->lock);
+    begin_inside(g->mail); /* it may be in another one's callback for long */
     post(g, work, where, PASSER);
     if (relay(g) < 0)
         give_up(g);
-    pthread_mutex_unlock(&g->mail->lock);
+    end_inside(g->mail);
 }
 
 int mail_wait(tutti_work *work, uint64_t deadline)

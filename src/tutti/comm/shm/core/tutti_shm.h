@@ -122,9 +122,9 @@ void tutti_take_back(void *memory);
 int tutti_run(tutti_group *, const tutti_operation *, double timeout_s);
 
 /* Queues for a worker thread of the group. `done`, if not NULL, is called once when the operation
- * is over, before tutti_work_wait() returns, by whichever thread ran it (a worker, or one that
- * waits) and with no lock held. It may call back into this library and wait for other operations;
- * it must not wait for its own, nor close the group. */
+ * is over, by whichever thread ran it (a worker, or one that waits) and with no lock held; a wait
+ * for the operation may end earlier than the call, closing the group does not. It may call back
+ * into this library and wait for any operation; it must not close the group. */
 typedef struct tutti_work tutti_work;
 typedef void (*tutti_done)(void *argument, int code, const char *text);
 tutti_work *tutti_submit(tutti_group *, const tutti_operation *, double timeout_s, tutti_done done,

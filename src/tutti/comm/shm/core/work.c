@@ -55,17 +55,21 @@ bool inside_callback(void)
     return callbacks > 0;
 }
 
-void work_finish(tutti_work *work, int code, const char *text)
+void work_end(tutti_work *work, int code, const char *text)
 {
     work->code = code;
     if (code < 0)
         work->text = strdup(text);
-    if (work->done) {
-        callbacks++;
-        work->done(work->argument, code, code < 0 ? text : "");
-        callbacks--;
-    }
     atomic_store_explicit(&work->is_done, 1, memory_order_release);
+}
+
+void work_call_back(tutti_work *work)
+{
+    if (!work->done)
+        return;
+    callbacks++;
+    work->done(work->argument, work->code, work->text ? work->text : "");
+    callbacks--;
 }
 
 TUTTI_API int tutti_work_is_done(const tutti_work *work)

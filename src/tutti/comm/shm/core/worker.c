@@ -6,8 +6,10 @@
  * does, which saves the hand-over to another thread. One that waits only so long leaves it to the
  * worker: an operation cannot be left half-way, and takes as long as its slowest rank.
  *
- * A callback may wait for a later operation (torch's communication hooks do). So there is a worker
- * more whenever all are inside callbacks and the queue is not empty. */
+ * A callback may wait for another operation (torch's communication hooks do). So operations are
+ * done before their callbacks begin, a thread inside a callback runs no other operation (whose
+ * callback, above it on the same stack, could wait for what the lower one has yet to do), and there
+ * is a worker more whenever all are inside callbacks and the queue is not empty. */
 #include "internal.h"
 
 #include <signal.h>
@@ -62,18 +64,20 @@ static void run_head(tutti_group *g, bool is_worker)
                               deadline_after(work->timeout));
     } else
         ledger_mark(g, work->entry, TUTTI_FAILED);
-    const char *text = code < 0 ? tutti_error() : "";
     pthread_mutex_lock(&g->lock);
+    work_end(work, code, tutti_error());
     give_turn(g);
+    pthread_cond_broadcast(&g->turn_over); /* who waits for it need not wait for the callback */
     g->ready -= is_worker;
     if (g->ready == 0 && g->queue_head && is_worker)
         start_worker(g);
     pthread_mutex_unlock(&g->lock);
-    work_finish(work, code, text);
+    work_call_back(work);
     work_release(work);
     pthread_mutex_lock(&g->lock);
     g->ready += is_worker;
-    pthread_cond_broadcast(&g->turn_over);
+    if (g->closing)
+        pthread_cond_broadcast(&g->turn_over);
 }
 
 static void *work_through(void *argument)
@@ -127,12 +131,16 @@ static int wait_in_turn(tutti_group *g, tutti_work *work, uint64_t deadline)
     int code = 0;
     pthread_mutex_lock(&g->lock);
     begin_inside(g);
-    while (!atomic_load_explicit(&work->is_done, memory_order_acquire)) {
+    bool helps = deadline == FOREVER && !inside_callback();
+    while (!tutti_work_is_done(work)) {
+        if (!helps && g->queue_head && g->ready == 0)
+            helps = start_worker(g) < 0; /* better here than never */
+        if (helps && g->queue_head && !g->turn_taken) {
+            run_head(g, false);
+            continue;
+        }
         if (deadline == FOREVER) {
-            if (g->queue_head && !g->turn_taken)
-                run_head(g, false);
-            else
-                pthread_cond_wait(&g->turn_over, &g->lock);
+            pthread_cond_wait(&g->turn_over, &g->lock);
             continue;
         }
         uint64_t now = now_ns();

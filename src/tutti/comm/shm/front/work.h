@@ -2,7 +2,9 @@
 // them, whether or not the caller keeps it.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -193,7 +195,8 @@ class Together : public FutureWork {
     }
 
     bool wait(std::chrono::milliseconds timeout) override {
-        for (auto& part : parts_) part->wait(timeout);
+        auto begun = std::chrono::steady_clock::now();
+        for (auto& part : parts_) part->wait(left_of(timeout, begun));
         std::unique_lock<std::mutex> hold(mutex_);
         cv_.wait(hold, [&] { return completed_; });
         if (exception_) std::rethrow_exception(exception_);
@@ -212,6 +215,15 @@ class Together : public FutureWork {
     std::mutex count_mutex_;
     size_t left_ = 0;
     std::exception_ptr first_error_;
+
+    // All parts share one limit. What is left of it is never 0, which would mean none.
+    static std::chrono::milliseconds left_of(std::chrono::milliseconds limit,
+                                             std::chrono::steady_clock::time_point begun) {
+        using std::chrono::milliseconds;
+        if (limit <= kNoTimeout) return limit;
+        auto passed = std::chrono::steady_clock::now() - begun;
+        return std::max(limit - std::chrono::duration_cast<milliseconds>(passed), milliseconds(1));
+    }
 
     void one_less(std::exception_ptr error) {
         bool last;

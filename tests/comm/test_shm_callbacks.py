@@ -1,0 +1,182 @@
+"""A callback may wait for whatever else is under way, whoever runs it and in whatever order."""
+
+import ctypes
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from shm_ranks import Group, results
+
+from forked_ranks import forked
+from shm_cases import group_of
+from tutti.comm.shm import native
+from tutti.comm.shm.native import core
+
+FRONTS = ("compiled", "plain")
+
+
+class CalledBack:
+    """An operation with a callback, and what that returns or raises."""
+
+    def __init__(self, g: Group, operation: native.Operation, calls: Callable[[], Any]) -> None:
+        self._said: Future[Any] = Future()
+
+        def call(argument: int, code: int, text: bytes) -> None:
+            try:
+                self._said.set_result(calls())
+            except Exception as error:
+                self._said.set_exception(error)
+
+        self._keeps = operation, native.Done(call)
+        done = ctypes.cast(self._keeps[1], ctypes.c_void_p)
+        self.handle = core().tutti_submit(g.handle, ctypes.byref(operation), 20, done, None)
+
+    @property
+    def said(self) -> Any:
+        return self._said.result(20)
+
+    def wait(self, limit: float = -1) -> int:
+        return int(core().tutti_work_wait(self.handle, limit))
+
+
+def recv(g: Group, tag: int, calls: Callable[[], Any]) -> CalledBack:
+    return CalledBack(g, g.operation(native.RECV, [], [np.zeros(4)], peer=1, tag=tag), calls)
+
+
+def reduce(g: Group, calls: Callable[[], Any]) -> CalledBack:
+    x = np.ones(10)
+    return CalledBack(g, g.operation(native.ALL_REDUCE, [x], [x], dtype=native.F64), calls)
+
+
+def calls_back_amid_messages(g: Group) -> Any:
+    """Rank 1 takes rank 0's large message, reduces and only then sends what rank 0 waits for."""
+    large, x, word = np.ones(5_000_000), np.ones(10), np.zeros(4)
+    settings = {"dtype": native.F64, "timeout": 5}
+    if g.rank == 1:
+        time.sleep(0.2)  # rank 0 waits by then
+        g.run(native.SEND, [word], peer=0, tag=2)
+        g.run(native.RECV, [], [large], peer=0, tag=3)
+        g.run(native.ALL_REDUCE, [x], [x], **settings)
+        g.run(native.SEND, [word], peer=0, tag=1)
+        return None
+    sent = g.submit(native.SEND, [large], peer=1, tag=3)
+    reduces = recv(g, 2, lambda: g.run(native.ALL_REDUCE, [x], [x], **settings))
+    g.run(native.RECV, [], [word], peer=1, tag=1)
+    sent.wait()
+    return reduces.said
+
+
+def test_given_a_waiter_inside_a_callback_then_messages_still_move() -> None:
+    assert results(calls_back_amid_messages, 2) == [None, None]
+
+
+def all_over_at_once(g: Group, waits: bool) -> Any:
+    """The callbacks of recvs that end together wait for a later, and for an earlier one."""
+    g.barrier()
+    if g.rank == 1:
+        time.sleep(0.3)
+        return None  # leaves, and all recvs from it fail
+    recvs: list[CalledBack] = []
+    recvs.append(recv(g, 1, lambda: recvs[2].wait(20)))
+    recvs.append(recv(g, 2, lambda: recvs[0].wait(20)))
+    recvs.append(recv(g, 3, lambda: 0))
+    if waits:
+        recvs[0].wait()
+    else:
+        while not core().tutti_work_is_done(recvs[0].handle):
+            time.sleep(0.01)
+    codes = [recv.wait() for recv in recvs]
+    return codes + [recv.said for recv in recvs]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiter", "courier"])
+def test_given_messages_that_end_together_then_their_callbacks_may_wait_for_each_other(
+    waits: bool,
+) -> None:
+    left = native.PEER_LEFT
+    assert results(all_over_at_once, 2, waits)[0] == [left] * 3 + [left, left, 0]
+
+
+def one_after_another(g: Group, waits: bool) -> list[int]:
+    """The callback of the first waits for the last, those of the others for the first's end."""
+    g.barrier()
+    if g.rank == 1:
+        time.sleep(0.3)  # all callbacks are set by then
+        for _ in range(4):
+            g.run(native.ALL_REDUCE, [np.ones(10)], [np.ones(10)], dtype=native.F64)
+        return []
+    works: list[CalledBack] = []
+    works.append(reduce(g, lambda: works[3].wait()))
+    works.append(reduce(g, lambda: works[0].wait() or works[0].said))
+    works.append(reduce(g, lambda: works[2].wait()))  # its own
+    works.append(reduce(g, lambda: works[0].wait() or works[0].said))
+    if waits:
+        works[3].wait()
+    return [work.said for work in works]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiter", "worker"])
+def test_given_collectives_then_their_callbacks_may_wait_for_earlier_and_later_ones(
+    waits: bool,
+) -> None:
+    assert results(one_after_another, 2, waits)[0] == [0] * 4
+
+
+def then_wait_for_each_other(rank: int) -> list[str]:
+    """As `one_after_another`, by torch's futures."""
+    ended: list[str] = []
+    for front in FRONTS:
+        group = group_of(front)
+        if rank == 1:
+            time.sleep(0.3)
+            for _ in range(3):
+                dist.all_reduce(torch.ones(10), group=group)
+            continue
+        a, b, c = (dist.all_reduce(torch.ones(10), group=group, async_op=True) for _ in range(3))
+        futures = _wait_for_each_other(a, b, c, lambda what, f=front: ended.append(f"{f} {what}"))
+        torch.futures.wait_all(futures)
+    return ended
+
+
+def _wait_for_each_other(a: Any, b: Any, c: Any, note: Callable[[str], None]) -> list[Any]:
+    first = a.get_future().then(lambda _: (c.wait(), note("first")))
+    others = (each.get_future().then(lambda _: (first.wait(), note("other"))) for each in (b, c))
+    return [first, *others]
+
+
+def test_futures_of_collectives_may_wait_for_each_others_callbacks() -> None:
+    each = ["first", "other", "other"]
+    expected = [f"{front} {what}" for front in FRONTS for what in each]
+    assert forked(then_wait_for_each_other, 2, timeout=30) == [expected, []]
+
+
+def then_reduces(rank: int) -> list[str]:
+    """As `calls_back_amid_messages`, by torch's futures."""
+    texts = []
+    for front in FRONTS:
+        group, x = group_of(front), torch.ones(4)
+        if rank == 0:
+            sent = dist.isend(torch.ones(5_000_000), 1, group, tag=3)
+            asked = dist.irecv(torch.zeros(4), 1, group, tag=2)
+            reduced = asked.get_future().then(lambda _, x=x, g=group: dist.all_reduce(x, group=g))
+            dist.recv(torch.zeros(4), 1, group, tag=1)
+            sent.wait()
+            reduced.wait()
+        else:
+            time.sleep(0.2)  # rank 0 waits by then
+            dist.send(torch.ones(4), 0, group, tag=2)
+            dist.recv(torch.zeros(5_000_000), 0, group, tag=3)
+            dist.all_reduce(x, group=group)
+            dist.send(torch.ones(4), 0, group, tag=1)
+        if not (x == 2).all():
+            texts.append(f"{front}: {x}")
+    return texts
+
+
+def test_a_future_of_a_message_may_start_a_collective_that_others_reach_by_messages() -> None:
+    assert forked(then_reduces, 2, timeout=30) == [[], []]
