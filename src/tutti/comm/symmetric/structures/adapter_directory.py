@@ -5,7 +5,7 @@ length of the name and the name. The sequence covers the record and the slot's t
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from tutti.comm.symmetric.structures import native
@@ -82,20 +82,29 @@ class AdapterDirectory:
                     yield Listing(rank, slot, sequence, version, name)
 
     def newest(self, name: str) -> Listing | None:
-        """The newest copy that any rank has; of equals, the nearest: this rank's own first.
+        """The newest copy that any rank has; of equals, the nearest: this rank's own first."""
+        ranks = [(self.rank + i) % self.size for i in range(self.size)]
+        copies = self._found(ranks, lambda: [c for rank in ranks for c in self.copies(rank, name)])
+        return max(copies, key=lambda copy: copy.version, default=None)
+
+    def copies(self, rank: int, name: str) -> list[Listing]:
+        """What a rank has of an adapter now; several while older versions are still read."""
+        return self._found([rank], lambda: [c for c in self.of(rank) if c.name == name])
+
+    def _found(self, ranks: list[int], look: Callable[[], list[Listing]]) -> list[Listing]:
+        """What a look at these ranks finds.
 
         A new version is written to another slot before the old one goes. Who looks slot by slot may
         miss both, so "there is none" counts only if nothing has changed meanwhile.
         """
-        ranks = [(self.rank + i) % self.size for i in range(self.size)]
         while True:
-            before = self._sequences()
-            copies = [each for rank in ranks for each in self.of(rank) if each.name == name]
-            if copies or before == self._sequences():
-                return max(copies, key=lambda copy: copy.version, default=None)
+            before = self._sequences(ranks)
+            copies = look()
+            if copies or before == self._sequences(ranks):
+                return copies
 
-    def _sequences(self) -> list[int]:
-        return [self.sequence(rank, n) for rank in range(self.size) for n in range(self.slots)]
+    def _sequences(self, ranks: list[int]) -> list[int]:
+        return [self.sequence(rank, slot) for rank in ranks for slot in range(self.slots)]
 
     # ---- The announcement ----
 

@@ -184,7 +184,7 @@ class AdapterStore(Structure):
         return {
             rank: max(each.version for each in found)
             for rank in range(self.size)
-            if (found := [each for each in self._directory.of(rank) if each.name == name])
+            if (found := self._directory.copies(rank, name))
         }
 
     def resident(self) -> list[str]:
