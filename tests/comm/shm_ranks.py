@@ -72,6 +72,38 @@ class Work:
         return source
 
 
+COLLECTIVES = {
+    "barrier": native.BARRIER,
+    "all_reduce": native.ALL_REDUCE,
+    "reduce": native.REDUCE,
+    "broadcast": native.BROADCAST,
+    "all_gather": native.ALL_GATHER,
+    "reduce_scatter": native.REDUCE_SCATTER,
+    "gather": native.GATHER,
+    "scatter": native.SCATTER,
+    "all_to_all": native.ALL_TO_ALL,
+}
+
+
+def call(g: Group, kind: int, count: int, root: int, timeout: float = 30, **settings: str) -> None:
+    """Any collective on fresh memory."""
+    x, is_root = np.zeros(count, np.float32), g.rank == root
+    several = [x.copy() for _ in range(g.size)]
+    ins, outs = {
+        native.BARRIER: ([], []),
+        native.ALL_REDUCE: ([x], [x]),
+        native.REDUCE: ([x], [x] if is_root else []),
+        native.BROADCAST: ([x], []) if is_root else ([], [x]),
+        native.ALL_GATHER: ([x], several),
+        native.REDUCE_SCATTER: (several, [x]),
+        native.GATHER: ([x], several if is_root else []),
+        native.SCATTER: (several if is_root else [], [x]),
+        native.ALL_TO_ALL: (several, several),
+    }[kind]
+    rooted = kind in (native.REDUCE, native.BROADCAST, native.GATHER, native.SCATTER)
+    g.run(kind, ins, outs, timeout, dtype=native.F32, root=root if rooted else -1, **settings)
+
+
 def _be_rank(
     rank: int,
     size: int,

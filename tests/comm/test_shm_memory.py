@@ -1,14 +1,19 @@
-"""Where shared memory comes from: a container's limit is an error, large pages have their place."""
+"""Where shared memory comes from: limits are errors, large pages have their place, none is left."""
 
 import contextlib
 import os
+import re
+import resource
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from shm_ranks import Group, results
 
+from tutti.comm.shm import native
 from tutti.comm.shm.native import core
 from worlds import run_command
 
@@ -81,3 +86,40 @@ def _mapped() -> int:
     lines = Path("/proc/self/maps").read_text().splitlines()
     ends = [line.split()[0].split("-") for line in lines if "tutti-shm:some" in line]
     return sum(int(end, 16) - int(start, 16) for start, end in ends)
+
+
+def too_little_memory(g: Group) -> tuple[str, str]:
+    with pytest.raises(native.ShmNoMemory) as host:
+        if not core().tutti_segment_create(b"all", 1 << 50):
+            raise native.last_error()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    with pytest.raises(native.ShmNoMemory) as limit:
+        if not core().tutti_segment_create(b"more", 1 << 24):
+            raise native.last_error()
+    return str(host.value), str(limit.value)
+
+
+def test_given_too_little_memory_then_the_text_says_how_much_was_needed() -> None:
+    ((host, limit),) = results(too_little_memory, 1)
+    assert re.search(r"needs 1125899906842624 bytes, and this host has \d+ bytes available", host)
+    assert (
+        "needs 16777216 bytes, and the limit on the size of a file (ulimit -f) is 1048576" in limit
+    )
+
+
+def leave_nothing(g: Group) -> None:
+    def held() -> tuple[int, str]:
+        maps = Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd")), "\n".join(re.findall("/memfd:tutti.*", maps))
+
+    before = held()
+    for _ in range(20):
+        handle = core().tutti_group_create(b"brief", 0, 1, 0, 1)
+        x = np.zeros(10)
+        Group(handle, 0, 1).submit(native.ALL_REDUCE, [x], [x], dtype=native.F64).wait()
+        core().tutti_group_close(handle)
+    assert held() == before
+
+
+def test_given_a_closed_group_then_no_descriptor_mapping_or_thread_is_left() -> None:
+    results(leave_nothing, 1)

@@ -1,0 +1,51 @@
+"""Allocator: where in a heap a tensor lies."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tutti.comm.symmetric.allocator import Allocator
+from tutti.world.errors import UsageError
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("take"), st.integers(0, 3000)),
+            st.tuples(st.just("give"), st.integers(0, 50)),
+        ),
+        max_size=60,
+    ),
+    st.sampled_from([64, 256]),
+)
+def test_allocations_never_overlap_and_all_room_comes_back(
+    calls: list[tuple[str, int]], alignment: int
+) -> None:
+    allocator = Allocator(16384, alignment)
+    live: dict[int, int] = {}
+    for call, number in calls:
+        if call == "take":
+            try:
+                offset = allocator.take(number)
+            except UsageError:
+                assert allocator.largest_gap < number or allocator.largest_gap == 0
+                continue
+            assert offset % alignment == 0 and offset + number <= 16384
+            for other, length in live.items():
+                assert offset + max(number, 1) <= other or other + max(length, 1) <= offset
+            live[offset] = number
+        elif live:
+            offset = sorted(live)[number % len(live)]
+            del live[offset]
+            allocator.give(offset)
+        assert allocator.free + sum(allocator.taken.values()) == 16384
+    for offset in live:
+        allocator.give(offset)
+    assert allocator.largest_gap == allocator.free == 16384
+
+
+def test_a_full_heap_says_what_is_missing() -> None:
+    allocator = Allocator(1024)
+    allocator.take(512)
+    with pytest.raises(UsageError, match=r"no room for 600 bytes.*1024 bytes 512 are free"):
+        allocator.take(600)
