@@ -185,13 +185,8 @@ struct tutti_group {
 };
 
 /* ---- group.c ---- */
-int group_usable(tutti_group *);
 /* A child has neither the threads that end operations nor a right to the rings. */
 int refuse_forked_child(const tutti_group *);
-/* Marks the group as broken for good, here and for peers; returns the first failure's code. */
-int break_group(tutti_group *, int code, const char *text);
-/* Looks at what makes a wait for `peer` hopeless: own abort, its state, its death. */
-int peer_trouble(tutti_group *, int peer, bool look_for_death);
 static inline unsigned char *slot_of(const tutti_group *g, int rank, uint64_t round)
 {
     return g->peers[rank].slots + (round % SLOTS) * g->slot_stride;
@@ -202,6 +197,13 @@ static inline uint64_t lane(int owner, int reader)
 {
     return (uint64_t)(reader < owner ? reader : reader - 1);
 }
+
+/* ---- trouble.c ---- */
+int group_usable(tutti_group *);
+/* Marks the group as broken for good, here and for peers; returns the first failure's code. */
+int break_group(tutti_group *, int code, const char *text);
+/* Looks at what makes a wait for `peer` hopeless: own abort, its state, its death. */
+int peer_trouble(tutti_group *, int peer, bool look_for_death);
 
 /* ---- blocks.c ---- */
 /* Blocks are removed only when no operation uses them, so what is found may be kept for one. */
