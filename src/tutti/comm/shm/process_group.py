@@ -1,19 +1,9 @@
-"""A torch.distributed process group written in Python: torch's many methods, turned into Calls.
+"""The operations of a process group written in Python: torch's many methods, turned into Calls."""
 
-torch hands out such an object in place of the whole process group of all devices. Where the group
-was asked for as "cpu:shm,cuda:nccl", CUDA tensors must be served as well: NCCL then works behind
-it, started with the first CUDA tensor.
-"""
-
-import functools
-from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
@@ -28,65 +18,18 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
     Work,
 )
-from torch.distributed import distributed_c10d
 
 from tutti.comm.shm import native
 from tutti.comm.shm.call import REDUCTIONS, Call
 from tutti.comm.shm.sparse import sum_sparse
+from tutti.comm.shm.torch_group import TorchGroup, on_cuda_by
 from tutti.comm.shm.works import Finished, Together
 
 FLAT_BYTES = 1 << 20  # small tensors up to this sum travel as one message
-_TorchGroup: Any = dist.ProcessGroup  # its stubs do not allow for subclasses in Python
 
 
-def on_cuda_by(name: str) -> Callable[[Callable[..., Work]], Callable[..., Work]]:
-    """Hand calls with CUDA tensors to NCCL's method of this name."""
-
-    def wrap(method: Callable[..., Work]) -> Callable[..., Work]:
-        @functools.wraps(method)
-        def either(self: "PythonGroup", *arguments: Any, **named: Any) -> Work:
-            if _first_tensor(arguments).is_cuda:
-                work: Work = getattr(self._nccl(), name)(*arguments, **named)
-                return work
-            return method(self, *arguments, **named)
-
-        return either
-
-    return wrap
-
-
-def _first_tensor(arguments: Sequence[Any]) -> Any:
-    for each in arguments:
-        if isinstance(each, list | tuple):
-            each = _first_tensor(each)
-        if isinstance(each, Tensor):
-            return each
-    return _NONE
-
-
-_NONE = torch.empty(0)
-
-
-class PythonGroup(_TorchGroup):  # type: ignore[misc]
+class PythonGroup(TorchGroup):
     """What the plain front and the hierarchical one have in common; they define `begin`."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int, name: str, timeout: timedelta):
-        super().__init__(rank, size)
-        self._store, self._own_rank, self._own_size = store, rank, size
-        self._name, self._description = name, "undefined"
-        self._timeout = timeout
-        self._finished = Finished()
-        self._coalesced: deque[Work] | None = None  # what is under way or failed
-        self._cuda: Any = None
-
-    @abstractmethod  # checked by the type checker alone: torch's class has a metaclass of its own
-    def begin(self, call: Call) -> Work:
-        """Run or queue one operation."""
-
-    def seconds(self, call: Call) -> float:
-        """The timeout of a call: its own, else the group's."""
-        given = call.timeout.total_seconds()
-        return given if given >= 0 else self._timeout.total_seconds()
 
     # ---- Collectives ----
 
@@ -105,7 +48,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = opts or AllreduceCoalescedOptions()
         if not _fits_flat(tensors):
-            return self._together([self.allreduce([tensor], opts) for tensor in tensors])
+            return Together([self.allreduce([tensor], opts) for tensor in tensors])
         call = Call(native.ALL_REDUCE, opts.asyncOp, opts.timeout)
         with torch.no_grad():
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
@@ -171,14 +114,14 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
             self.allgather([[of_rank[i] for of_rank in outputs]], [tensor], opts)
             for i, tensor in enumerate(inputs)
         ]
-        return self._together(works)
+        return Together(works)
 
     @on_cuda_by("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         pairs = zip(outputs, inputs, strict=True)
-        return self._together([self.all_gather_single(out, tensor, opts) for out, tensor in pairs])
+        return Together([self.all_gather_single(out, tensor, opts) for out, tensor in pairs])
 
     @on_cuda_by("reduce_scatter")
     def reduce_scatter(
@@ -203,7 +146,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         pairs = zip(outputs, inputs, strict=True)
-        return self._together([self.reduce_scatter_single(out, each, opts) for out, each in pairs])
+        return Together([self.reduce_scatter_single(out, each, opts) for out, each in pairs])
 
     @on_cuda_by("gather")
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
@@ -290,73 +233,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         return self.recv(tensors, -1, tag)
 
-    # ---- Several as one ----
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            self._nccl()._start_coalescing(device)
-        else:
-            self._coalesced = deque()
-
-    def _end_coalescing(self, device: torch.device) -> Work:
-        if device.type == "cuda":
-            work: Work = self._nccl()._end_coalescing(device)
-            return work
-        works, self._coalesced = self._coalesced or (), None
-        return self._together(list(works))
-
-    # ---- What else torch asks a group ----
-
-    def getBackendName(self) -> str:
-        return "shm"
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getGroupDesc(self) -> str:
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        self._description = description
-
-    def get_group_store(self) -> dist.Store:
-        return self._store
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        types = [torch.device("cpu")]
-        return [*types, torch.device("cuda")] if self._cuda else types
-
-    def _get_backend(self, device: torch.device) -> Any:
-        if device.type == "cuda":
-            return self._nccl()._get_backend(device)
-        return self
-
-    def _has_hooks(self) -> bool:
-        return False
-
     # ---- Inside ----
-
-    def _issue(self, call: Call) -> Work:
-        if self._coalesced is not None:
-            call.asynchronous = True
-        work = self.begin(call)
-        if self._coalesced is not None:
-            # A block that was left by an exception is never ended: do not keep tensors for it.
-            while self._coalesced and _is_over(self._coalesced[0]):
-                self._coalesced.popleft()
-            self._coalesced.append(work)
-        return work
 
     def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
         name = REDUCTIONS[int(getattr(opts.reduceOp, "op", opts.reduceOp))]
@@ -371,36 +248,11 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
         sum_sparse(tensor, self._own_size, name == "AVG", gather)
         return Finished([tensor])
 
-    def _together(self, works: list[Work]) -> Work:
-        return Together(works)
-
     def _reduce_scatter(self, call: Call, output: Tensor, opts: Any) -> Work:
         call.writes(output)
         call.check_place(call.inputs[self._own_rank], call.outputs[0], self._own_rank)
         call.reduces(opts.reduceOp)
         return self._issue(call)
-
-    def _nccl(self) -> Any:
-        """The group that serves CUDA tensors; its first use connects, as NCCL always does."""
-        if self._cuda is None:
-            asked = distributed_c10d._world.pg_backend_config.get(self, "")
-            if "cuda:nccl" not in str(asked) or not dist.is_nccl_available():
-                # A RuntimeError, by which torch itself learns what a group does not serve.
-                raise RuntimeError(
-                    f"group {self._name} serves no CUDA tensors: start it with "
-                    "backend='cpu:shm,cuda:nccl', with a torch that has NCCL"
-                )
-            store = dist.PrefixStore("cuda/", self._store)
-            group = _TorchGroup(store, self._own_rank, self._own_size)
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            nccl = dist.ProcessGroupNCCL(store, self._own_rank, self._own_size, options)
-            kind = dist.ProcessGroup.BackendType.NCCL
-            group._set_default_backend(kind)
-            group._register_backend(torch.device("cuda"), kind, nccl)
-            group._set_group_name(self._name)
-            self._cuda = group
-        return self._cuda
 
     def _root(self, opts: Any, name: str) -> int:
         root = int(opts.rootRank)
@@ -421,10 +273,6 @@ def _only(tensors: list[Tensor], name: str) -> Tensor:
     if len(tensors) != 1:
         raise ValueError(f"shm {name} takes one tensor, got {len(tensors)}")
     return tensors[0]
-
-
-def _is_over(work: Work) -> bool:
-    return bool(work.is_completed() and work.is_success())
 
 
 def _fits_flat(tensors: list[Tensor]) -> bool:
