@@ -253,7 +253,11 @@ void stop_worker(tutti_group *g)
         else
             pthread_cond_wait(&g->turn_over, &g->lock);
     }
+    for (int i = 0; i < g->started; i++) { /* one that still calls back may start another */
+        pthread_t worker = g->workers[i];
+        pthread_mutex_unlock(&g->lock);
+        pthread_join(worker, NULL);
+        pthread_mutex_lock(&g->lock);
+    }
     pthread_mutex_unlock(&g->lock);
-    for (int i = 0; i < g->started; i++)
-        pthread_join(g->workers[i], NULL);
 }
