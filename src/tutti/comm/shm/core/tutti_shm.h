@@ -124,7 +124,8 @@ int tutti_run(tutti_group *, const tutti_operation *, double timeout_s);
 /* Queues for a worker thread of the group. `done`, if not NULL, is called once when the operation
  * is over, by whichever thread ran it (a worker, or one that waits) and with no lock held; a wait
  * for the operation may end earlier than the call, closing the group does not. It may call back
- * into this library and wait for any operation; it must not close the group. */
+ * into this library and wait for any operation; it must not close the group, nor wait for what
+ * another thread does only after a wait, since that may be the thread that it is called by. */
 typedef struct tutti_work tutti_work;
 typedef void (*tutti_done)(void *argument, int code, const char *text);
 tutti_work *tutti_submit(tutti_group *, const tutti_operation *, double timeout_s, tutti_done done,
