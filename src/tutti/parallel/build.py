@@ -65,12 +65,15 @@ def build_engine(
         )
     if grid.layout.pp == 1:
         techniques.apply(model)
-        return Hybrid(model, grid)
-    if example is None:
+        engine: Engine = Hybrid(model, grid)
+    elif example is None:
         raise UsageError(f"layout {grid.layout}: a pipeline needs an example, one real input")
-    return build_pipeline(
-        model, grid, parallel, example, microbatches, microbatch_size, techniques.apply
-    )
+    else:
+        engine = build_pipeline(
+            model, grid, parallel, example, microbatches, microbatch_size, techniques.apply
+        )
+    engine.split_stream = techniques.split_sequence
+    return engine
 
 
 def prepare(
