@@ -11,6 +11,7 @@ from tutti.parallel.hybrid import Hybrid
 from tutti.parallel.layout import layout_of
 from tutti.parallel.options import EngineOptions, ParallelOptions, Recompute
 from tutti.parallel.pipeline.build import build_pipeline
+from tutti.parallel.pipeline.schedule import SPLIT_BACKWARD
 from tutti.parallel.plans import (
     Plan,
     Role,
@@ -100,6 +101,13 @@ def prepare(
     elif plan is not None:
         resolve(plan, model)  # a name that does not exist is a mistake in any layout
     check_blocks(model, recompute)
+    schedule = parallel.pipeline_schedule
+    if grid.layout.pp > 1 and recompute == "selective" and schedule in SPLIT_BACKWARD:
+        raise UsageError(
+            f"--checkpoint-activations selective contradicts --pipeline-schedule {schedule}: what "
+            "it keeps is for one backward, and this schedule has two halves of it: use "
+            "--checkpoint-activations full, or --pipeline-schedule 1f1b or interleaved"
+        )
     return Techniques(grid, parallel, resolved, recompute, compile, split_sequence)
 
 
