@@ -24,7 +24,7 @@ from tutti.parallel.plans import (
 from tutti.parallel.recompute import check_blocks
 from tutti.parallel.scratch import Scratch
 from tutti.parallel.single import Single
-from tutti.parallel.sync_batchnorm import convert
+from tutti.parallel.sync_batchnorm import JointBatchNorm, convert
 from tutti.parallel.techniques import Techniques
 from tutti.parallel.tensor import check_sequence
 from tutti.world.errors import UsageError
@@ -95,6 +95,12 @@ def prepare(
         resolved = resolve(default_plan(model) if plan is None else plan, model)
         check_between(resolved, model)
         check_divides(resolved, model, grid.layout.tp)
+        for name in resolved:
+            if isinstance(model.get_submodule(name), JointBatchNorm):
+                raise UsageError(
+                    f"plan: {name} is a synchronised batch norm, which tp cannot split: leave it "
+                    "out of the plan and outside of split modules, or use shard instead of tp"
+                )
         split_sequence = parallel.sequence_parallel and splits_sequence(resolved, model)
         if split_sequence and example is not None:
             check_sequence(example, grid.layout.tp)
