@@ -91,7 +91,7 @@ def _engine(world: tutti.World, layout: str, recompute: Recompute, **options: An
         _model(),
         world,
         parallel=ParallelOptions(layout=layout, **options),
-        example=torch.zeros(1, LENGTH, dtype=torch.int64),
+        example=torch.zeros(1, LENGTH, dtype=torch.int64, device=world.device),
         microbatches=2,
         microbatch_size=2,
         recompute=recompute,
@@ -103,7 +103,7 @@ def _engine(world: tutti.World, layout: str, recompute: Recompute, **options: An
 def _step(engine: Engine) -> Masks:
     """One step of two microbatches; the masks that this rank drew in it."""
     SEEN.clear()
-    tokens = torch.arange(4 * LENGTH).view(4, LENGTH) % WORDS
+    tokens = torch.arange(4 * LENGTH, device=engine.world.device).view(4, LENGTH) % WORDS
     objective = Objective(
         of_inputs=lambda x, y: TASK.loss_sum(engine(x), y),
         of_outputs=lambda outputs, y: TASK.loss_sum(outputs, y),
@@ -120,7 +120,9 @@ def _gradients(engine: Engine) -> dict[str, float]:
         gradient = parameter.grad
         assert gradient is not None
         whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        found[name] = float((whole * torch.arange(whole.numel()).view_as(whole).cos()).sum())
+        found[name] = float(
+            (whole.cpu() * torch.arange(whole.numel()).view(whole.shape).cos()).sum()
+        )
     return found
 
 
@@ -210,18 +212,30 @@ def test_recomputation_draws_what_was_drawn_before(
 def test_tp_ranks_draw_the_same_for_the_same_tensor_and_other_numbers_for_parts(
     told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
 ) -> None:
-    split_stream = layout[1]
     for a, b in _pairs(layout[0], "tp"):
-        one, other = told[layout][a]["masks"], told[layout][b]["masks"]
-        assert one.keys() == other.keys()
-        for where in one:
-            part = where.split()[1]
-            split = part in ("inside", "functional") or (split_stream and part != "before")
-            for mine, theirs in zip(one[where], other[where], strict=True):
-                assert (mine != theirs) == split, where
-        # What they hold alike has one gradient: noise that differs there would tear it apart.
-        mine, theirs = told[layout][a]["gradients"], told[layout][b]["gradients"]
-        assert all(mine[n] == pytest.approx(theirs[n], rel=1e-9, abs=1e-9) for n in mine)
+        _shared_where_they_must(told[layout][a], told[layout][b], split_stream=layout[1])
+
+
+@pytest.mark.gpu
+def test_a_gpus_generator_serves_as_well() -> None:
+    layouts = [("tp2", True), ("tp2", False)]
+    first, second = in_world(_tell, 2, layouts, gpu=True, timeout=240)
+    for one, other, (_, split_stream) in zip(first, second, layouts, strict=True):
+        _shared_where_they_must(one, other, split_stream)
+        assert one["reproducible"] and one["resumed"] and one["recomputed gradients"]
+
+
+def _shared_where_they_must(one: Any, other: Any, split_stream: bool) -> None:
+    """Masks and gradients of two tp ranks."""
+    assert one["masks"].keys() == other["masks"].keys()
+    for where in one["masks"]:
+        part = where.split()[1]
+        split = part in ("inside", "functional") or (split_stream and part != "before")
+        for mine, theirs in zip(one["masks"][where], other["masks"][where], strict=True):
+            assert (mine != theirs) == split, where
+    # What they hold alike has one gradient: noise that differs there would tear it apart.
+    for name, gradient in one["gradients"].items():
+        assert gradient == pytest.approx(other["gradients"][name], rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def place_noise(
     shared: Any = partial(_sent_by_the_first, generator, grid) if split_stream else nullcontext
     for dropout in model.modules():
         if isinstance(dropout, _DropoutNd):
-            dropout.forward = partial(_of_local, dropout.forward, shared)
+            dropout.forward = partial(_of_local, dropout, dropout.forward, shared)
     if split_stream:
         return
     own = OwnNoise(generator, grid.rank("tp"))
@@ -123,22 +123,22 @@ def _sent_by_the_first(generator: torch.Generator, grid: Grid) -> Iterator[None]
         generator.set_state(kept)
 
 
-def _of_local(forward: Any, shared: Any, x: torch.Tensor) -> torch.Tensor:
+def _of_local(dropout: nn.Module, forward: Any, shared: Any, input: torch.Tensor) -> torch.Tensor:
     """A dropout's forward, where all tp ranks may hold the same input.
 
     Left to DTensor, the mask would be this rank's own on the CPU, and on CUDA every rank of the
     world would be given the generator of rank 0.
     """
-    if not isinstance(x, DTensor):
-        return forward(x)  # type: ignore[no-any-return]
+    if not (isinstance(input, DTensor) and dropout.training):
+        return forward(input)  # type: ignore[no-any-return]
     alike: AbstractContextManager[None] = shared()
     with alike:
-        y = forward(x.to_local())
-    return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
+        output = forward(input.to_local())
+    return DTensor.from_local(output, input.device_mesh, input.placements, run_check=False)
 
 
 def _draw() -> int:
-    """From the CPU's generator also where the GPU computes: that is waited for by no one."""
+    """From the CPU's generator also where a GPU computes, which would have to be waited for."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 

@@ -198,20 +198,19 @@ def _compared_buffers(
     model: nn.Module, reference: Mapping[str, Tensor], floor: float
 ) -> list[dict[str, Any]]:
     """This rank's buffers; a count is compared with itself alone, not with larger values."""
-    numbers = {n for n, b in model.named_buffers(remove_duplicate=False) if b.is_floating_point()}
+    mine = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in reference}
+    numbers = {n for n, b in mine.items() if b.is_floating_point()}
     largest = max((float(reference[n].abs().max()) for n in numbers), default=0.0)
     return [
         asdict(difference(n, _full(b), reference[n], floor * largest if n in numbers else 0.0))
-        for n, b in model.named_buffers(remove_duplicate=False)
-        if n in reference
+        for n, b in mine.items()
     ]
 
 
 def _own_buffers(engine: Engine, buffers: Sequence[Difference], tolerance: float) -> list[str]:
     """Those that say something of each data rank's own samples, and so differ between ranks.
 
-    Nothing makes one of them, but for batch norms, which are joint here: theirs must agree. They
-    are known by name, on ranks that do not hold them, too.
+    Not those of batch norms, which are joint here, on this rank or on another stage.
     """
     if engine.grid.layout.data_ranks == 1:
         return []

@@ -46,28 +46,30 @@ class Filling:
         finally:
             self._now = before
 
-    def _forward(self, norm: _NormBase, name: str, forward: Any, x: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, norm: _NormBase, name: str, forward: Any, input: torch.Tensor
+    ) -> torch.Tensor:
         if self._now == self.size or not norm.training:
-            return forward(x)  # type: ignore[no-any-return]
+            return forward(input)  # type: ignore[no-any-return]
         if not self._now:
-            return self._without_samples(norm, forward, x)
-        each, rest = divmod(len(x), self.size)
+            return self._without_samples(norm, forward, input)
+        each, rest = divmod(len(input), self.size)
         if rest:
             raise UsageError(
-                f"layer {name} is given {len(x)} rows for {self.size} samples, of which "
+                f"layer {name} is given {len(input)} rows for {self.size} samples, of which "
                 f"{self._now} are real: it must be a multiple, or --drop-last leaves such ends out"
             )
-        y: torch.Tensor = forward(x[: self._now * each])
-        return torch.cat([y, y.new_zeros(len(x) - len(y), *y.shape[1:])])
+        y: torch.Tensor = forward(input[: self._now * each])
+        return torch.cat([y, y.new_zeros(len(input) - len(y), *y.shape[1:])])
 
-    def _without_samples(self, norm: _NormBase, forward: Any, x: torch.Tensor) -> torch.Tensor:
+    def _without_samples(self, norm: _NormBase, forward: Any, input: torch.Tensor) -> torch.Tensor:
         """Nothing is counted. Where other ranks have samples, a joint norm still meets them."""
         if self._now == 0 and isinstance(norm, JointBatchNorm):
             norm.idle = True
         else:
             norm.training = False
         try:
-            return forward(x)  # type: ignore[no-any-return]
+            return forward(input)  # type: ignore[no-any-return]
         finally:
             norm.training = True
             if isinstance(norm, JointBatchNorm):
