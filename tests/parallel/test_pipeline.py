@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import tutti
 from tutti.models.config import GPTConfig
 from tutti.models.gpt import GPT
+from tutti.parallel import EngineOptions, build_engine
 from tutti.parallel.engine import Objective, Pair
 from tutti.parallel.grid import Grid
 from tutti.parallel.layout import Layout
@@ -186,23 +187,67 @@ def _recomputed(world: tutti.World, grid: Grid) -> float:
     return worst
 
 
-def _batch_norms(world: tutti.World, grid: Grid) -> list[Any]:
-    """Statistics after one step of full microbatches: those of a plain loop over them."""
+class Normed(nn.Module):
+    """A block, so that it is recomputed, with all kinds of norms that look at several samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(12, 12), nn.BatchNorm1d(12)
+        self.each = nn.InstanceNorm1d(2, track_running_stats=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.norm(self.fc(x)))
+        return x + self.each(y.view(-1, 2, 6)).flatten(1)
+
+
+# Samples of each microbatch: full ones; short ones; none for the last data rank, where there are
+# several; two that no rank has any for.
+SIZES = ([3, 3, 3, 3], [3, 2, 2, 2], [2, 2, 2, 0], [3, 2])
+
+
+def _batch_norms(world: tutti.World, layout: str, schedule: str, recompute: str) -> Any:
+    """Gradients and statistics, after steps of these sizes, against a plain loop over the samples,
+    in which a microbatch has those of all data ranks: the largest errors."""
     torch.manual_seed(0)
-    whole = nn.Sequential(
-        nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 12), nn.BatchNorm1d(12)
-    ).double()
-    engine = _build("sequential", "1f1b", grid, whole)
-    batch = _batch("sequential", 12)
-    pairs = list(zip(*[each.split(3) for each in batch], strict=True))
-    engine.run(pairs, _objective(12, batch[0][:1]))
-    for inputs, _ in pairs:
-        whole(inputs)
-    expected = whole.state_dict()
-    return [
-        [name, bool(torch.allclose(buffer, expected[name], rtol=1e-12))]
+    blocks = [Normed() for _ in range(6)]
+    whole = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), *blocks, nn.Linear(12, 5)).double()
+    engine = build_engine(
+        copy.deepcopy(whole),
+        world,
+        EngineOptions(sync_batchnorm=True),
+        ParallelOptions(layout=layout, pipeline_schedule=schedule, balance="even"),  # type: ignore[arg-type]
+        example=_batch("sequential", 2)[0],
+        microbatches=4,
+        microbatch_size=3,
+        recompute=recompute,  # type: ignore[arg-type]
+    )
+    rank, ranks = engine.grid.data_rank, engine.grid.layout.data_ranks
+    gradients = 0.0
+    for sizes in SIZES:
+        each = [sizes if r == ranks - 1 else [size or 2 for size in sizes] for r in range(ranks)]
+        batch = _batch("sequential", sum(map(sum, each)))
+        objective = _objective(len(batch[0]), batch[0][:1])
+        parts = [tensor.split([sum(mine) for mine in each]) for tensor in batch]
+        cut = [[part[r].split(each[r]) for part in parts] for r in range(ranks)]
+        pairs = [list(zip(*mine, strict=True)) for mine in cut]
+        whole.zero_grad()
+        for microbatch in zip(*pairs, strict=True):
+            inputs, targets = (torch.cat(tensors) for tensors in zip(*microbatch, strict=True))
+            if len(inputs):
+                loss = objective.of_outputs(whole(inputs), targets)
+                objective.scale(loss).backward()  # type: ignore[no-untyped-call]
+        engine.model.zero_grad()
+        engine.run(pairs[rank], objective)
+        for name, parameter in engine.model.named_parameters():
+            right = whole.get_parameter(name).grad
+            assert parameter.grad is not None and right is not None, name
+            gradients = max(gradients, float((_full(parameter.grad) - right).abs().max()))
+    statistics = {
+        name: float((_full(buffer) - whole.get_buffer(name)).abs().max())
         for name, buffer in engine.model.named_buffers()
-    ]
+        if ranks == 1 or ".each." not in name  # of one rank's samples alone
+    }
+    return gradients, statistics
 
 
 def _refusals(world: tutti.World, grid: Grid) -> list[str]:
@@ -221,6 +266,12 @@ def _refusals(world: tutti.World, grid: Grid) -> list[str]:
         lambda: engine.run([(inputs[:1], targets[:1])] * 5, objective),
         lambda: engine(inputs),
         lambda: _build("sequential", "zbv", grid, whole, apply=compiled),
+        lambda: build_engine(
+            _gpt(tied=False),
+            world,
+            parallel=ParallelOptions(layout="pp2", pipeline_schedule="zbv"),
+            recompute="selective",
+        ),
     ):
         try:
             attempt()
@@ -237,7 +288,11 @@ def _two_ranks(world: tutti.World) -> dict[str, Any]:
         "sequential": _all_schedules(world, "sequential", grid),
         "tied": _all_schedules(world, "tied", grid),
         "recomputed": _recomputed(world, grid),
-        "batch norms": _batch_norms(world, grid),
+        "batch norms": [
+            _batch_norms(world, "pp2", "1f1b", "none"),
+            _batch_norms(world, "pp2", "1f1b", "full"),
+            _batch_norms(world, "pp2", "zbv", "full"),
+        ],
         "refusals": _refusals(world, grid),
         "measured": measured(model, units, _batch("untied", 2)[0]),
         "clean": all(each.grad is None for each in model.parameters()),
@@ -246,7 +301,14 @@ def _two_ranks(world: tutti.World) -> dict[str, Any]:
 
 def _four_ranks(world: tutti.World) -> dict[str, Any]:
     grid = Layout(pp=4).grid(world)
-    return {"untied": _all_schedules(world, "untied", grid), "sharded": _sharded(world)}
+    return {
+        "untied": _all_schedules(world, "untied", grid),
+        "sharded": _sharded(world),
+        "joint batch norms": [
+            _batch_norms(world, "dp2.pp2", "1f1b", "full"),
+            _batch_norms(world, "shard2.pp2", "interleaved", "none"),
+        ],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -297,11 +359,16 @@ def test_zero_bubble_computes_the_same_with_recomputed_activations(
     assert all(worst < TOLERANCE for worst in told["recomputed"])
 
 
-def test_batch_norms_see_the_microbatches_and_nothing_else(told: dict[str, list[Any]]) -> None:
-    seen = [name for rank in told["batch norms"] for name, _ in rank]
-    assert seen[:3] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
-    assert len(seen) == 6
-    assert all(same for rank in told["batch norms"] for _, same in rank)
+@pytest.mark.parametrize("question", ["batch norms", "joint batch norms"])
+def test_norms_see_real_samples_and_nothing_else(told: dict[str, list[Any]], question: str) -> None:
+    """Each microbatch once, as long as it is, also where the schedule needs it filled up."""
+    for way in zip(*told[question], strict=True):
+        names = {name for _, statistics in way for name in statistics}
+        assert len(names) == (7 + (question == "batch norms") * 6) * 3
+        for gradients, statistics in way:
+            assert gradients < TOLERANCE
+            wrong = {name: error for name, error in statistics.items() if error > TOLERANCE}
+            assert not wrong
 
 
 def test_ranks_cut_by_the_same_measured_costs_and_measuring_leaves_no_gradients(
@@ -318,3 +385,4 @@ def test_a_pipeline_refuses_what_does_not_fit_it(told: dict[str, list[Any]]) -> 
         assert "5 microbatches does not fit a pipeline that was built for 4" in said[1]
         assert "use run() or infer()" in said[2]
         assert said[3].startswith("--compile contradicts --pipeline-schedule zbv")
+        assert said[4].startswith("--checkpoint-activations selective contradicts --pipeline-sch")

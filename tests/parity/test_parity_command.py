@@ -65,11 +65,20 @@ def test_ones_own_model_under_the_layouts_that_it_allows(tmp_path: Path) -> None
     done = run_tutti(*PARITY, *flags, timeout=110, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["layout"]: row for row in json.loads(file.read_text())["rows"]}
-    assert rows["dp2"]["ok"] and rows["shard2"]["ok"]
-    for layout in ("tp2", "pp2"):
-        assert rows[layout]["ok"] is None
-        assert "batch norms are for dp and shard" in rows[layout]["not_applicable"]
-    assert "tp2    not applicable: batch norms are for dp and shard, not for tp" in done.stdout
+    for layout in ("dp2", "shard2", "pp2"):
+        assert rows[layout]["ok"] and rows[layout]["buffer_rel_err"] < 1e-10
+    assert rows["tp2"]["ok"] is None
+    assert "tp2    not applicable: no layer of Sequential has a name that says how" in done.stdout
+
+
+def test_statistics_that_are_a_ranks_own_are_noted_beneath_its_row(tmp_path: Path) -> None:
+    instances = MODEL.replace("nn.BatchNorm1d(8)", "Instances(8, track_running_stats=True)")
+    own = "class Instances(nn.InstanceNorm1d):\n    def forward(self, x):\n"
+    own += "        return super().forward(x[..., None].expand(-1, -1, 2))[..., 0] + x\n"
+    (tmp_path / "mine.py").write_text(instances.replace("class Block", f"{own}\nclass Block"))
+    done = run_tutti(*PARITY, "--model", "mine:plain", "--layouts", "dp2", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dp2 note: not compared: 1.norm.running_mean and 3 more" in done.stdout
 
 
 def test_a_model_that_rolls_dice_fails_with_exit_code_one(tmp_path: Path) -> None:

@@ -132,13 +132,16 @@ def test_one_layout_alone_has_an_uneven_step_too(layout: str) -> None:
     assert 0 < uneven < batch
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
 def test_no_microbatch_of_a_batch_norm_is_a_single_sample(ranks: int) -> None:
-    layout = Layout(dp=ranks)
     options = ParityOptions()
-    for count in samples_for([layout], options, batch_norms=True):
-        parts = global_microbatches(count, ranks, microbatches_of(layout, options.parallel))
-        assert min(len(part) for part in parts) > 1
+    layouts = Layout.every(ranks)
+    for some in ([Layout(dp=ranks)], layouts):
+        for count in samples_for(some, options, batch_norms=True):
+            for layout in some:
+                microbatches = microbatches_of(layout, options.parallel)
+                parts = global_microbatches(count, layout.data_ranks, microbatches)
+                assert min(len(part) for part in parts) > 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12])

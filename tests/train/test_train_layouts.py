@@ -87,6 +87,50 @@ def test_a_tied_pipeline_in_a_v_is_saved_and_resumed(tmp_path: Path) -> None:
     assert losses(tmp_path / "half") == pytest.approx(losses(tmp_path / "whole"), rel=TOLERANCE)
 
 
+DROPOUT = """
+from collections import OrderedDict
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.inside, self.after = nn.Dropout(0.5), nn.Dropout(0.5)
+    def forward(self, x):
+        return x + self.after(self.down(self.inside(torch.tanh(self.up(self.norm(x))))))
+
+def make():
+    layers = [("embed", nn.Embedding(64, 16)), ("one", Block()), ("two", Block())]
+    return nn.Sequential(OrderedDict([*layers, ("head", nn.Linear(16, 64, bias=False))]))
+"""
+
+
+@pytest.mark.parametrize("stream", ["--sequence-parallel", "--no-sequence-parallel"])
+def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(
+    tmp_path: Path, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "noisy.py").write_text(DROPOUT)
+    monkeypatch.chdir(tmp_path)
+    flags = [*SMALL, "--model", "noisy:make", "--ranks", "4", "--layout", "tp2.pp2", stream]
+    train(*flags, "--steps", "4", "--out", tmp_path / "whole")
+    train(*flags, "--steps", "2", "--out", tmp_path / "half")
+    resume = ["--resume", "--ranks", "4", "--steps", "4", "--out"]
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "half", other)
+    done = train(*resume, tmp_path / "half")
+    assert "start anew" not in done.stderr
+    right = losses(tmp_path / "whole")
+    assert losses(tmp_path / "half") == pytest.approx(right, rel=TOLERANCE)
+
+    # The same layout, but tp ranks that had numbers of their own now share them, or no longer do.
+    flag = {"--sequence-parallel": "--no-sequence-parallel"}.get(stream, "--sequence-parallel")
+    done = train(*resume, other, flag)
+    assert "saved where ranks of tp shared other numbers: random numbers start anew" in done.stderr
+    assert losses(other)[:2] == pytest.approx(right[:2], rel=TOLERANCE)
+    assert losses(other)[2:] != pytest.approx(right[2:], rel=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

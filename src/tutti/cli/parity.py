@@ -163,8 +163,9 @@ def _title(options: Parity, case: "Case", world: "World") -> str:
     return (
         f"{what} in {settings.precision} on {world.device.type} against one device in float64: "
         f"{settings.steps} steps of {whole} and {uneven} samples. Relative errors; allowed are "
-        f"{tolerance.loss:g} (loss, norm), {tolerance.gradient:g} (gradient) and "
-        f"{tolerance.update:g} (updates by SGD and AdamW).{note}"
+        f"{tolerance.loss:g} (loss, norm), {tolerance.gradient:g} (gradient), "
+        f"{tolerance.update:g} (updates by SGD and AdamW) and {tolerance.buffer:g} (buffers, such "
+        f"as running statistics).{note}"
     )
 
 

@@ -11,6 +11,7 @@ from tutti.parallel.hybrid import Hybrid
 from tutti.parallel.layout import layout_of
 from tutti.parallel.options import EngineOptions, ParallelOptions, Recompute
 from tutti.parallel.pipeline.build import build_pipeline
+from tutti.parallel.pipeline.schedule import SPLIT_BACKWARD
 from tutti.parallel.plans import (
     Plan,
     Role,
@@ -23,7 +24,7 @@ from tutti.parallel.plans import (
 from tutti.parallel.recompute import check_blocks
 from tutti.parallel.scratch import Scratch
 from tutti.parallel.single import Single
-from tutti.parallel.sync_batchnorm import convert
+from tutti.parallel.sync_batchnorm import JointBatchNorm, convert
 from tutti.parallel.techniques import Techniques
 from tutti.parallel.tensor import check_sequence
 from tutti.world.errors import UsageError
@@ -65,12 +66,15 @@ def build_engine(
         )
     if grid.layout.pp == 1:
         techniques.apply(model)
-        return Hybrid(model, grid)
-    if example is None:
+        engine: Engine = Hybrid(model, grid)
+    elif example is None:
         raise UsageError(f"layout {grid.layout}: a pipeline needs an example, one real input")
-    return build_pipeline(
-        model, grid, parallel, example, microbatches, microbatch_size, techniques.apply
-    )
+    else:
+        engine = build_pipeline(
+            model, grid, parallel, example, microbatches, microbatch_size, techniques.apply
+        )
+    engine.split_stream = techniques.split_sequence
+    return engine
 
 
 def prepare(
@@ -91,12 +95,25 @@ def prepare(
         resolved = resolve(default_plan(model) if plan is None else plan, model)
         check_between(resolved, model)
         check_divides(resolved, model, grid.layout.tp)
+        for name in resolved:
+            if isinstance(model.get_submodule(name), JointBatchNorm):
+                raise UsageError(
+                    f"plan: {name} is a synchronised batch norm, which tp cannot split: leave it "
+                    "out of the plan and outside of split modules, or use shard instead of tp"
+                )
         split_sequence = parallel.sequence_parallel and splits_sequence(resolved, model)
         if split_sequence and example is not None:
             check_sequence(example, grid.layout.tp)
     elif plan is not None:
         resolve(plan, model)  # a name that does not exist is a mistake in any layout
     check_blocks(model, recompute)
+    schedule = parallel.pipeline_schedule
+    if grid.layout.pp > 1 and recompute == "selective" and schedule in SPLIT_BACKWARD:
+        raise UsageError(
+            f"--checkpoint-activations selective contradicts --pipeline-schedule {schedule}: what "
+            "it keeps is for one backward, and this schedule has two halves of it: use "
+            "--checkpoint-activations full, or --pipeline-schedule 1f1b or interleaved"
+        )
     return Techniques(grid, parallel, resolved, recompute, compile, split_sequence)
 
 

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from tutti.parallel.flat import copy_from_first
 from tutti.parallel.grid import Grid
 from tutti.parallel.layout import Layout
+from tutti.parallel.noise import seed_noise
 from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.world.world import World
 
@@ -56,6 +57,8 @@ class Engine(ABC):
         self.world = world
         self.grid = grid if grid is not None else Layout(dp=world.size).grid(world)
         """Where this rank stands in the layout."""
+        self.split_stream = False
+        """Whether tp ranks hold a part of the sequence each, between the split layers."""
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -140,6 +143,10 @@ class Engine(ABC):
         """
         with self.microbatch(last), _unnoticed(self.model, self.world):
             self.backward(_zero(self(*inputs)))
+
+    def seed_noise(self, seed: int, step: int = 0) -> None:
+        """Seed the random numbers of training: see noise.py. Call it on every rank."""
+        seed_noise(seed, self.grid, split_stream=self.split_stream, step=step)
 
     def share_buffers(self) -> None:
         """Give every rank the buffers of rank 0, before evaluation or a checkpoint.

@@ -40,7 +40,8 @@ def parallelize(
     give each the same number of samples and take the mean loss of this rank's. Ranks that differ
     only in tp must get the same samples. In a world of one it is the model itself. Call it on
     every rank, with the same weights. Outputs that tp left split by words are put together,
-    unless options say loss_parallel. A pipeline cannot be called like a model: see build_engine.
+    unless options say loss_parallel. Dropout under tp: noise.py has a function that seeds it. A
+    pipeline cannot be called like a model: see build_engine.
     """
     if isinstance(layout, str):
         layout = Layout.parse(layout)

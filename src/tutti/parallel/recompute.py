@@ -6,8 +6,7 @@ selective   kept: results of matrix products and of attention, which cost most t
 full        kept: the input of each block; the whole block runs twice, a third more work
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -61,35 +60,38 @@ def _contexts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What is around a block's forward, and around it when it runs again."""
     if not selective:
-        return nullcontext(), _second_run(block)
+        return nullcontext(), _SecondRun(block)
     first, second = create_selective_checkpoint_contexts(_keep_what_is_dear)  # type: ignore[no-untyped-call]
-    return first, _nested(_second_run(block), second)  # copies are made before it watches
+    return first, _SecondRun(block, second)
 
 
-@contextmanager
-def _second_run(block: nn.Module) -> Iterator[None]:
+class _SecondRun(AbstractContextManager[None]):
     """Norms have counted this batch already: it must not go into their statistics twice.
 
     So they count it in copies, which are thrown away: what backward is given stays the same.
+    Backward in two halves, as of zero-bubble, enters it twice: for each half the block runs again.
     """
-    norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-    kept = [dict(norm._buffers) for norm in norms]
-    for norm in norms:
-        for name, buffer in norm._buffers.items():
-            norm._buffers[name] = None if buffer is None else buffer.clone()
-    try:
-        yield
-    finally:
-        for norm, buffers in zip(norms, kept, strict=True):
-            norm._buffers.update(buffers)
 
+    def __init__(self, block: nn.Module, inner: AbstractContextManager[Any] | None = None) -> None:
+        self._norms = [
+            m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats
+        ]
+        self._kept: list[dict[str, torch.Tensor | None]] = []
+        self._inner = nullcontext() if inner is None else inner
 
-@contextmanager
-def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+    def __enter__(self) -> None:
+        self._kept = [dict(norm._buffers) for norm in self._norms]
+        for norm in self._norms:
+            for name, buffer in norm._buffers.items():
+                norm._buffers[name] = None if buffer is None else buffer.clone()
+        self._inner.__enter__()  # copies are made before it watches
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._inner.__exit__(*error)
+        finally:
+            for norm, buffers in zip(self._norms, self._kept, strict=True):
+                norm._buffers.update(buffers)
 
 
 def _keep_what_is_dear(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

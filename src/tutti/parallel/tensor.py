@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tutti.parallel.grid import Grid
+from tutti.parallel.noise import place_noise
 from tutti.parallel.options import ParallelOptions
 from tutti.parallel.plans import Role
 from tutti.world.errors import UsageError
@@ -64,6 +65,7 @@ def tensor_parallel(
     for name in _present(model, plan):
         parallelize_module(model.get_submodule(name), mesh, styles[name])
     _tie_again(model, ties)
+    place_noise(model, grid, plan, split_stream=sequence_parallel)
 
 
 def check_sequence(example: torch.Tensor, tp: int) -> None:

@@ -21,6 +21,7 @@ from tutti.parallel.build import build_engine
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
 from tutti.parallel.pieces import local
+from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.parity.case import Case
 from tutti.parity.difference import Difference, Scalar, StepDifference, merged
 from tutti.parity.reference import (
@@ -110,8 +111,11 @@ def train_under(
             "gradients": _compared(watch.gradients, record.gradients, floor),
             "updates": _compared(updates, record.updates, update_floor),
             "clipped": watch.clipped,
+            "buffers": _compared_buffers(engine.model, record.buffers, floor),
         }
         ranks = gather_json(mine)
+        buffers = _all(ranks, "buffers", record.buffers)
+        own = _own_buffers(engine, buffers, TOLERANCES[options.precision].buffer)
         # Gradients that were made x times too small were divided by a norm x times too large.
         clipped = [each for rank in ranks if (each := rank["clipped"]) is not None]
         norms = [Scalar.between(factor / each if each else math.inf, 1.0) for each in clipped]
@@ -120,6 +124,8 @@ def train_under(
             gradients=_all(ranks, "gradients", record.gradients),
             norm=max(norms, key=lambda norm: norm.error, default=Scalar(0.0, 1.0)),
             updates=_all(ranks, "updates", record.updates),
+            buffers=[each for each in buffers if each.name not in own],
+            own_buffers=own,
         )
     loader.close()
 
@@ -188,6 +194,36 @@ def _compared(
     ]
 
 
+def _compared_buffers(
+    model: nn.Module, reference: Mapping[str, Tensor], floor: float
+) -> list[dict[str, Any]]:
+    """This rank's buffers; a count is compared with itself alone, not with larger values."""
+    mine = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in reference}
+    numbers = {n for n, b in mine.items() if b.is_floating_point()}
+    largest = max((float(reference[n].abs().max()) for n in numbers), default=0.0)
+    return [
+        asdict(difference(n, _full(b), reference[n], floor * largest if n in numbers else 0.0))
+        for n, b in mine.items()
+    ]
+
+
+def _own_buffers(engine: Engine, buffers: Sequence[Difference], tolerance: float) -> list[str]:
+    """Those that say something of each data rank's own samples, and so differ between ranks.
+
+    Not those of batch norms, which are joint here, on this rank or on another stage.
+    """
+    if engine.grid.layout.data_ranks == 1:
+        return []
+    modules = engine.model.named_modules()
+    mine = [name for name, module in modules if isinstance(module, JointBatchNorm)]
+    joint = {name for names in gather_json(mine) for name in names}
+    return [
+        each.name
+        for each in buffers
+        if each.spread > tolerance and each.name.rpartition(".")[0] not in joint
+    ]
+
+
 def difference(name: str, a: Tensor, b: Tensor, least: float) -> Difference:
     """One tensor against another; `least` is what max |b| counts as where it is smaller."""
     scale = max(float(b.abs().max()), least) or 1.0
@@ -200,7 +236,7 @@ def difference(name: str, a: Tensor, b: Tensor, least: float) -> Difference:
 def _all(
     ranks: Sequence[Mapping[str, Any]], what: str, reference: Mapping[str, Tensor]
 ) -> list[Difference]:
-    """Every parameter of the model once; one that no rank holds is infinitely wrong."""
+    """Every parameter or buffer of the model once; one that no rank holds is infinitely wrong."""
     found = merged([Difference(**each) for each in rank[what]] for rank in ranks)
     missing = reference.keys() - {each.name for each in found}
     return found + [Difference(name, float("inf")) for name in sorted(missing)]

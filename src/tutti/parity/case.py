@@ -34,6 +34,8 @@ class Case:
     """Samples of a whole step, over all ranks."""
     batch_norms: bool
     """Whether a microbatch's samples see each other: then who is with whom matters."""
+    by_microbatch: bool
+    """Whether it matters how a step is cut: batch norms, or buffers that every forward changes."""
     padded: bool
     recompute: Recompute
     roles: dict[str, str]
@@ -83,6 +85,7 @@ def make_case(recipe: str, options: ParityOptions, layouts: Sequence[Layout]) ->
         samples=samples,
         batch=batch,
         batch_norms=batch_norms,
+        by_microbatch=batch_norms or _leaves_marks(model, samples),
         padded=bool((samples.targets == IGNORED).any()),
         recompute=options.checkpoint_activations if repeated_blocks(model) else "none",
         roles=roles_of(model),
@@ -97,6 +100,16 @@ def _first(dataset: Dataset, count: int) -> TensorSamples:
             "fewer --ranks, a smaller --microbatch or another data set"
         )
     return TensorSamples(*dataset.train.batch(range(count)))
+
+
+@torch.no_grad()
+def _leaves_marks(model: nn.Module, samples: TensorSamples) -> bool:
+    """Whether a forward in training changes any buffer of the model."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    if not before:
+        return False
+    model.train()(samples.inputs[:2])
+    return any(not torch.equal(before[name], now) for name, now in model.named_buffers())
 
 
 def _without_chance(model: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ from tutti.parity.reference import (
     OptimizerName,
     Scales,
     StepRecord,
+    buffers_of,
     scales_of,
     train_alone,
 )
@@ -47,12 +48,13 @@ class Alone:
         self.world = world
         mine = asdict(scales_of(case, world.device)) if world.is_first else None
         self.scales = Scales(**gather_json(mine)[0])
-        self._known: dict[tuple[OptimizerName, int], list[StepRecord]] = {}
+        self._known: dict[tuple[OptimizerName, int, int], list[StepRecord]] = {}
 
     def records(self, name: OptimizerName, layout: Layout) -> list[StepRecord]:
         """The steps with an optimizer. Call it on every rank."""
-        # Who shares a microbatch with whom matters to batch norms alone.
-        key = name, layout.data_ranks if self.case.batch_norms else 1
+        key = name, 1, 1
+        if self.case.by_microbatch:
+            key = name, layout.data_ranks, self.case.microbatches(layout)
         if key not in self._known:
             self._known[key] = self._train(name, layout)
         return self._known[key]
@@ -72,11 +74,13 @@ class Alone:
                     {n: torch.empty_like(p) for n, p in like.items()},
                     norm,
                     {n: torch.empty_like(p) for n, p in like.items()},
+                    buffers_of(model),
                 )
                 for loss, norm in scalars
             ]
         for each in records:
-            copy_from_first([*each.gradients.values(), *each.updates.values()])
+            tensors = (each.gradients, each.updates, each.buffers)
+            copy_from_first([tensor for kind in tensors for tensor in kind.values()])
         return records
 
 
@@ -87,24 +91,20 @@ def check_layout(case: Case, layout: Layout, world: World, alone: Alone) -> Row:
         "ranks": layout.size,
         "microbatches": case.microbatches(layout),
     }
-    reason = _not_applicable(case, layout)
     seen: dict[OptimizerName, list[StepDifference]] = {}
-    if reason is None:
-        for name in OPTIMIZERS:
-            try:
-                engine = together(lambda: make_engine(case, layout, world))
-            except UsageError as error:
-                reason = str(error)
-                break
-            records = alone.records(name, layout)
-            seen[name] = list(train_under(engine, case, name, alone.scales, records))
-            row["engine"] = engine.description
-    if reason is not None:
-        return row | {
-            **dict.fromkeys(("loss_rel_err", "grad_rel_err", "norm_rel_err", "update_rel_err")),
-            **dict.fromkeys(("worst_parameter", "worst_role", "diagnosis", "ok")),
-            "not_applicable": reason,
-        }
+    for name in OPTIMIZERS:
+        try:
+            engine = together(lambda: make_engine(case, layout, world))
+        except UsageError as error:
+            return row | {
+                **dict.fromkeys(("loss_rel_err", "grad_rel_err", "norm_rel_err", "update_rel_err")),
+                **dict.fromkeys(("buffer_rel_err", "worst_parameter", "worst_role")),
+                **dict.fromkeys(("worst_buffer", "own_buffers", "diagnosis", "ok")),
+                "not_applicable": str(error),
+            }
+        records = alone.records(name, layout)
+        seen[name] = list(train_under(engine, case, name, alone.scales, records))
+        row["engine"] = engine.description
     return row | _verdict(case, layout, seen)
 
 
@@ -113,6 +113,8 @@ def _verdict(case: Case, layout: Layout, seen: dict[OptimizerName, list[StepDiff
     setting = Setting(layout, case.microbatches(layout), case.counts, case.roles)
     steps = [step for each in seen.values() for step in each]
     gradients = worst([each for step in steps for each in step.gradients])
+    compared = [each for step in steps for each in step.buffers]
+    buffer = worst(compared) if compared else None
     diagnosis = None
     for name, each in seen.items():  # SGD first: it hides nothing
         said = diagnose(each, setting, tolerance)
@@ -124,16 +126,12 @@ def _verdict(case: Case, layout: Layout, seen: dict[OptimizerName, list[StepDiff
         "grad_rel_err": gradients.error,
         "norm_rel_err": max(step.norm.error for step in steps),
         "update_rel_err": {name: worst(each[-1].updates).error for name, each in seen.items()},
+        "buffer_rel_err": buffer.error if buffer else None,
         "worst_parameter": gradients.name,
         "worst_role": case.roles.get(gradients.name),
+        "worst_buffer": buffer.name if buffer else None,
+        "own_buffers": sorted({name for step in steps for name in step.own_buffers}),
         "diagnosis": diagnosis,
         "ok": diagnosis is None,
         "not_applicable": None,
     }
-
-
-def _not_applicable(case: Case, layout: Layout) -> str | None:
-    if case.batch_norms and (layout.tp > 1 or layout.pp > 1):
-        axes = " and ".join(axis for axis in ("tp", "pp") if layout.axes[axis] > 1)
-        return f"batch norms are for dp and shard, not for {axes}"
-    return None

@@ -1,7 +1,7 @@
 """From numbers to words: what the errors of a layout have in common, and what that points to.
 
 A step's values come about one after the other: loss and gradients, the norm, the update. What is
-wrong first is named; what follows from it is not.
+wrong first is named; what follows from it is not. Buffers come last: training does not read them.
 """
 
 import math
@@ -37,6 +37,8 @@ def diagnose(steps: Sequence[StepDifference], setting: Setting, tolerance: Toler
             said = _loss(step, setting)
         elif step.norm.error > tolerance.loss:
             said = _norm(step, setting)
+        elif not wrong(step.updates, tolerance.update):
+            said = _buffers(wrong(step.buffers, tolerance.buffer), step, tolerance)
         else:
             said = _update(wrong(step.updates, tolerance.update), step, setting)
         return f"{_when(number, setting)}{said}"
@@ -154,6 +156,26 @@ def _update(bad: Sequence[Difference], step: StepDifference, setting: Setting) -
         f"gradients and norm agree, but the update of {which} does not, most of "
         f"{_named(bad, setting)}: look at learning rate, weight decay and the optimizer's state"
     )
+
+
+def _buffers(bad: Sequence[Difference], step: StepDifference, tolerance: Tolerance) -> str:
+    most = worst(bad)
+    said = (
+        f"gradients and updates agree, but {len(bad)} of {len(step.buffers)} buffers do not, most "
+        f"{most.name}"
+    )
+    if math.isinf(most.error):
+        return f"{said}, which no rank has"
+    if any(each.spread > tolerance.buffer for each in bad):
+        return f"{said}, and ranks disagree: each has statistics of its own samples"
+    multiples = [each for each in bad if each.residual <= tolerance.buffer and each.factor > 0]
+    if multiples:
+        most = worst(multiples)
+        return (
+            f"{said}; {most.name} is {_size(most.factor)}: it was updated by microbatches that ran "
+            "again for backward or were filled up, or not by all there are"
+        )
+    return f"{said}: it saw other samples, or they were weighed otherwise"
 
 
 def _common_factor(bad: Sequence[Difference], tolerance: Tolerance) -> float | None:

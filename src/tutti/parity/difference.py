@@ -12,11 +12,11 @@ from tutti.parity.tolerance import Tolerance
 
 @dataclass(frozen=True)
 class Difference:
-    """A parameter's tensor a (a gradient, an update) against the reference's b."""
+    """A tensor a (a parameter's gradient or update, a buffer) against the reference's b."""
 
     name: str
     error: float
-    """max |a − b| / max |b|, the worst of all ranks that hold the parameter."""
+    """max |a − b| / max |b|, the worst of all ranks that hold it."""
     factor: float = 1.0
     """The f for which f·b is nearest to a."""
     residual: float = 0.0
@@ -53,6 +53,10 @@ class StepDifference:
     """The global norm by which they were clipped."""
     updates: Sequence[Difference]
     """Parameters after the step, less those at the start."""
+    buffers: Sequence[Difference] = ()
+    """Buffers after the step: training only writes them, so nothing above depends on them."""
+    own_buffers: Sequence[str] = ()
+    """Those that are not compared: each data rank has one of its own, and is right to."""
 
     def within(self, tolerance: Tolerance) -> bool:
         """Whether nothing in this step is further off than rounding explains."""
@@ -61,6 +65,7 @@ class StepDifference:
             or self.norm.error > tolerance.loss
             or wrong(self.gradients, tolerance.gradient)
             or wrong(self.updates, tolerance.update)
+            or wrong(self.buffers, tolerance.buffer)
         )
 
 

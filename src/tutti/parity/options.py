@@ -77,12 +77,20 @@ def samples_for(
 
     The uneven one has one sample less than two for every rank: with a rank for each part of the
     batch, the last has nothing to do in its last microbatch. A batch norm needs two samples in
-    every microbatch, so one or two ranks take more.
+    every microbatch, so that it may have more.
     """
-    ranks = layouts[0].size
-    uneven = 7 if batch_norms and ranks < 3 else max(1, 2 * ranks - 1)
+    uneven = max(1, 2 * layouts[0].size - 1)
+    while batch_norms and min(_fewest(uneven, each, options) for each in layouts) < 2:
+        uneven += 2
     pieces = [layout.data_ranks * microbatches_of(layout, options.parallel) for layout in layouts]
     return options.microbatch * _up(uneven + 1, math.lcm(*pieces)), uneven
+
+
+def _fewest(samples: int, layout: Layout, options: ParityOptions) -> int:
+    """Samples in the smallest microbatch of a step, over all data ranks."""
+    ranks = layout.data_ranks
+    runs = min(microbatches_of(layout, options.parallel), -(-samples // ranks))
+    return sum((samples // ranks + (rank < samples % ranks)) // runs for rank in range(ranks))
 
 
 def options_of(name: str) -> ParityOptions:

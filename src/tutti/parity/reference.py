@@ -51,6 +51,8 @@ class StepRecord:
     norm: float
     updates: dict[str, Tensor]
     """Parameters after the step, less those at the start."""
+    buffers: dict[str, Tensor]
+    """After the step, as float64: running statistics and their counts."""
 
 
 def scales_of(case: Case, device: torch.device) -> Scales:
@@ -77,14 +79,17 @@ def scales_of(case: Case, device: torch.device) -> Scales:
 def train_alone(
     case: Case, name: OptimizerName, scales: Scales, layout: Layout, device: torch.device
 ) -> Iterator[StepRecord]:
-    """Train on one device; gives each step's record. The layout matters to batch norms only."""
+    """Train on one device; gives each step's record.
+
+    The layout matters only where samples of a microbatch see each other, or leave their mark.
+    """
     model = case.make_model().to(device, torch.float64).train()
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     start = {n: p.detach().clone() for n, p in parameters.items()}
     optimizer = _optimizer(list(parameters.values()), name, scales)
     for number, samples in enumerate(case.counts):
         parts = None
-        if case.batch_norms:
+        if case.by_microbatch:
             parts = global_microbatches(samples, layout.data_ranks, case.microbatches(layout))
         optimizer.zero_grad()
         loss = _backward(model, *_step(case, number, device), parts)
@@ -95,7 +100,13 @@ def train_alone(
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), scales.clip)
         optimizer.step()
         updates = {n: p.detach() - start[n] for n, p in parameters.items()}
-        yield StepRecord(loss, gradients, float(norm), updates)
+        yield StepRecord(loss, gradients, float(norm), updates, buffers_of(model))
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """All buffers as they are now, as float64; a shared one under each of its names."""
+    named = model.named_buffers(remove_duplicate=False)
+    return {n: b.detach().double().clone() for n, b in named if b.numel() and not b.is_complex()}
 
 
 def global_microbatches(samples: int, data_ranks: int, microbatches: int) -> list[Tensor]:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from tutti.parallel.layout import Layout
 
-_ERRORS = ("loss", "grad", "norm", "sgd", "adamw")
+_ERRORS = ("loss", "grad", "norm", "sgd", "adamw", "stats")
 
 
 class Table:
@@ -31,14 +31,24 @@ class Table:
             self._print(f"{layout} not applicable: {row['not_applicable']}")
             return
         errors = [row[f"{name}_rel_err"] for name in _ERRORS[:3]]
-        errors += [row["update_rel_err"][name] for name in _ERRORS[3:]]
-        cells = " ".join(f"{error:5.0e}" for error in errors)
+        errors += [row["update_rel_err"][name] for name in _ERRORS[3:5]]
+        errors += [row["buffer_rel_err"]]
+        cells = " ".join("    -" if error is None else f"{error:5.0e}" for error in errors)
         verdict = ("ok", "green") if row["ok"] else ("FAILED", "red")
         name = row["worst_parameter"].removesuffix(".weight")
         self._print(f"{layout} {cells}  ", (f"{verdict[0]:<6}", verdict[1]), f" {name}")
         if row["diagnosis"]:
-            worst = f"worst: {row['worst_parameter']}, {row['worst_role']}"
-            self._print((f"{row['layout']} FAILED: {row['diagnosis']} ({worst})", "red"))
+            said = row["diagnosis"]
+            if row["worst_buffer"] is None or row["worst_buffer"] not in said:
+                said += f" (worst: {row['worst_parameter']}, {row['worst_role']})"
+            self._print((f"{row['layout']} FAILED: {said}", "red"))
+        if row["own_buffers"]:
+            first, *others = row["own_buffers"]
+            more = f" and {len(others)} more" if others else ""
+            self._print(
+                f"{row['layout']} note: not compared: {first}{more}. Every data rank keeps what it "
+                "saw in its own part of the batch; evaluation and checkpoints take rank 0's"
+            )
 
     def _print(self, *parts: str | tuple[str, str]) -> None:
         # One line stays one line, for grep; a terminal that is too narrow folds it itself.

@@ -16,6 +16,8 @@ class Tolerance:
     """Of every parameter's gradient in every step: max |a − b| / max |b|."""
     update: float
     """Of every parameter's change since the start, after every step."""
+    buffer: float
+    """Of every buffer after every step: running statistics of norms, and all that forward keeps."""
     eps: float
     """AdamW's eps, as a part of the root mean square of all gradients: above their rounding."""
     floor: float
@@ -29,11 +31,13 @@ class Tolerance:
 # whole factors, or one sample of a step: above 1e-2 with the default sizes.
 TOLERANCES: dict[Precision, Tolerance] = {
     # u = 1.1e-16: rounding gives 1e-15 to 1e-12.
-    "float64": Tolerance(loss=1e-10, gradient=1e-10, update=1e-10, eps=1e-2, floor=1e-3),
+    "float64": Tolerance(
+        loss=1e-10, gradient=1e-10, update=1e-10, buffer=1e-10, eps=1e-2, floor=1e-3
+    ),
     # u = 6e-8: rounding gives 1e-8 (loss), 1e-6 (gradients), 1e-4 (updates: a parameter of 1 that
     # has moved by 1e-3 knows that distance to 6e-5).
-    "float32": Tolerance(loss=1e-5, gradient=1e-4, update=1e-3, eps=1e-2, floor=1e-2),
+    "float32": Tolerance(loss=1e-5, gradient=1e-4, update=1e-3, buffer=1e-4, eps=1e-2, floor=1e-2),
     # u = 4e-3 (8 bits of mantissa) in every activation: a small gradient may have the wrong sign,
     # so eps is as large as they are. This finds wrong factors, not a lost sample.
-    "bf16": Tolerance(loss=1e-2, gradient=1e-1, update=2e-1, eps=1.0, floor=1e-1),
+    "bf16": Tolerance(loss=1e-2, gradient=1e-1, update=2e-1, buffer=1e-1, eps=1.0, floor=1e-1),
 }

@@ -4,8 +4,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from tutti.parallel.noise import noise_axes
 from tutti.train.plan import Plan
 from tutti.train.recipe import Length
 
@@ -33,6 +32,7 @@ def save_run(trainer: "Trainer") -> None:
             "steps": plan.steps,
             "epochs": trainer.recipe.length.epochs,
             "layout": str(plan.layout),
+            "noise": noise_axes(trainer.engine.split_stream),
         },
         aliases=trainer.engine.aliases,
     )
@@ -47,11 +47,9 @@ def resume_run(trainer: "Trainer") -> None:
     recipe, runner, loader = trainer.recipe, trainer.runner, trainer.loader
     if recipe.engine.compress == "powersgd":
         trainer.notes.append("PowerSGD's memory of past errors is not saved: it starts anew")
-    if state["layout"] != str(trainer.plan.layout):
-        # The saved noise is each rank's own; ranks that share samples must share it, too.
-        seed = recipe.length.seed * 1_000_003 + trainer.step * 7_919
-        torch.manual_seed(seed + 1 + trainer.engine.grid.data_rank)
-        trainer.notes.append(f"saved under {state['layout']}: random numbers start anew")
+    if (reason := _other_noise(trainer, state)) is not None:
+        trainer.engine.seed_noise(recipe.length.seed, trainer.step)
+        trainer.notes.append(f"{reason}: random numbers start anew")
     runner.samples = int(state["samples"])
     loader.load_state_dict(state["data"])
     if state["global_batch"] != trainer.plan.global_batch:
@@ -64,6 +62,18 @@ def resume_run(trainer: "Trainer") -> None:
     if measured and len(state["shares"]) == loader.ranks:
         trainer.shares = [float(share) for share in state["shares"]]
         loader.set_shares(trainer.shares)
+
+
+def _other_noise(trainer: "Trainer", state: dict[str, Any]) -> str | None:
+    """Why ranks cannot go on with the random numbers that each of them saved; None if they can."""
+    layout = trainer.plan.layout
+    if state["layout"] != str(layout):
+        return f"saved under {state['layout']}"
+    # Ranks that shared random numbers may be others now, by --no-sequence-parallel for one.
+    before = state.get("noise", ("dp", "shard"))
+    changed = {*before} ^ {*noise_axes(trainer.engine.split_stream)}
+    torn = [axis for axis in changed if layout.axes[axis] > 1]
+    return f"saved where ranks of {' and '.join(torn)} shared other numbers" if torn else None
 
 
 def _load(trainer: "Trainer") -> dict[str, Any]:

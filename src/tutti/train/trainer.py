@@ -90,9 +90,8 @@ class Trainer:
         )
         self.model = self.engine.model  # this rank's part; --sync-batchnorm replaces layers
         grid = self.engine.grid
-        # Weights are the same on every rank. From here on every part of a batch has its own noise,
-        # and ranks that work on the same part have the same.
-        torch.manual_seed(recipe.length.seed * 1_000_003 + 1 + grid.data_rank)
+        # Weights are the same on every rank; from here on ranks draw numbers of their own.
+        self.engine.seed_noise(recipe.length.seed)
         self.optimizer = build_optimizer(
             self.model, recipe.optimization, self.plan.peak_lr, recipe.compute.cuda_graph
         )

@@ -10,6 +10,7 @@ from tutti.parallel.options import ParallelOptions
 from tutti.parallel.pipeline.balance import check_stages, cut, cut_evenly
 from tutti.parallel.pipeline.cost import counted, measured
 from tutti.parallel.pipeline.engine import Pipeline
+from tutti.parallel.pipeline.filling import Filling
 from tutti.parallel.pipeline.layers import keep, units, view
 from tutti.parallel.pipeline.schedule import check_microbatches, stages_of
 from tutti.parallel.pipeline.tied import find_ties, untie
@@ -44,8 +45,9 @@ def build_pipeline(
         stages = {held[0]: model}
     else:
         stages = {stage: view(model, plan[stage]) for stage in held}
+    filling = Filling(model, microbatch_size)  # inside of what is run again for backward
     apply(model, stages)
-    return Pipeline(model, stages, plan, grid, options, microbatches, microbatch_size, ties)
+    return Pipeline(model, stages, plan, grid, options, microbatches, filling, ties)
 
 
 def plan_stages(

@@ -14,7 +14,9 @@ import statistics
 import time
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.flop_counter import FlopCounterMode
 
 from tutti.parallel.pipeline.layers import view
@@ -29,6 +31,9 @@ _REPEATS = 5
 def counted(model: nn.Module, units: list[list[str]], example: torch.Tensor) -> list[float]:
     """FLOPs of forward and backward of each unit of layers, on inputs like the example."""
     ghost = _without_memory(model)
+    for norm in ghost.modules():
+        if isinstance(norm, _NormBase):
+            norm.eval()  # in training, one sample can be too few, and other ranks are to be asked
     x = example.to("meta")
     known: dict[object, tuple[float, torch.Tensor]] = {}
     costs = []
@@ -45,7 +50,7 @@ def counted(model: nn.Module, units: list[list[str]], example: torch.Tensor) -> 
 def measured(model: nn.Module, units: list[list[str]], example: torch.Tensor) -> list[float]:
     """Seconds of forward and backward of each unit of layers, as rank 0 sees them."""
     state = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    x = example
+    x = torch.cat([example, example]) if len(example) == 1 else example  # for batch norms
     costs = []
     for names in units:
         stage = view(model, names)
@@ -94,6 +99,10 @@ def _without_memory(model: nn.Module) -> nn.Module:
         ghosts[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
     for buffer in model.buffers():
         ghosts[id(buffer)] = buffer.to("meta")
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, dist.ProcessGroup):  # of a joint batch norm: there are no copies
+                ghosts[id(value)] = value
     return copy.deepcopy(model, ghosts)
 
 

@@ -2,7 +2,7 @@
 
 The schedule runs the same way in every step: M microbatches of one fixed size. At the ragged end
 of an epoch they are filled up, with copies of a real input and targets of -100: these add nothing
-to the loss, nor to any gradient. (A batch norm would see them; a pipeline has better norms.)
+to the loss, nor to any gradient, nor to the statistics of norms (filling.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ from tutti.parallel.grid import Grid
 from tutti.parallel.options import ParallelOptions
 from tutti.parallel.pieces import whole
 from tutti.parallel.pipeline.chain import Chain
+from tutti.parallel.pipeline.filling import Filling
 from tutti.parallel.pipeline.schedule import (
     SPLIT_BACKWARD,
     Schedule,
@@ -44,7 +45,7 @@ class Pipeline(Engine):
         grid: Grid,
         options: ParallelOptions,
         microbatches: int,
-        microbatch_size: int,
+        filling: Filling,
         ties: Sequence[Tie] = (),
     ) -> None:
         """`model` has the layers of all of this rank's `stages`; `plan` is every stage's layers."""
@@ -53,7 +54,8 @@ class Pipeline(Engine):
         self.stages = dict(stages)
         self.plan = [list(names) for names in plan]
         self.microbatches = microbatches
-        self.microbatch_size = microbatch_size
+        self.microbatch_size = filling.size
+        self.filling = filling
         pp = grid.layout.pp
         check_microbatches(options.pipeline_schedule, pp, microbatches)
         self.holders = [rank_of(options.pipeline_schedule, stage, pp) for stage in range(len(plan))]
@@ -99,6 +101,7 @@ class Pipeline(Engine):
 
     def run(self, microbatches: Sequence[Pair], objective: Objective) -> torch.Tensor:
         inputs, targets = self._fill_up(microbatches, objective)
+        self.filling.step([len(each) for each, _ in microbatches], self.microbatches)
         self._follow_mode()
         if self.schedule is None:
             self.schedule = self._build(inputs[: self.microbatch_size])
@@ -147,7 +150,15 @@ class Pipeline(Engine):
         self._reshard()
         group = self.grid.group("pp")
         self.pieces = [
-            Stage(module, stage, len(self.plan), self.world.device, *shapes[stage], group=group)
+            Stage(
+                module,
+                stage,
+                len(self.plan),
+                self.world.device,
+                *shapes[stage],
+                group=group,
+                around=self.filling.microbatch,
+            )
             for stage, module in self.stages.items()
         ]
         return build_schedule(

@@ -8,6 +8,8 @@ zbv          zero-bubble with two stages on each rank, folded into a V
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +39,32 @@ MULTI: dict[ScheduleName, type[PipelineScheduleMulti]] = {
 SPLIT_BACKWARD = ("zero-bubble", "zbv")
 """Backward in two parts: the inputs' gradients, which others wait for, and the weights' later."""
 
+Around = Callable[[int], AbstractContextManager[None]]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 class Stage(PipelineStage):
-    """torch's stage. In 2.11 the tip of a V greets itself at the start, which backends refuse."""
+    """torch's stage, with a context `around(number)` of all that it does for a microbatch.
+
+    In 2.11 the tip of a V greets itself at the start, which backends refuse.
+    """
+
+    def __init__(self, *arguments: Any, around: Around, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._around = around
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        with self._around(fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        with self._around(bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        with self._around(bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         greetings = super()._get_init_p2p_neighbors_ops()

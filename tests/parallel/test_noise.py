@@ -1,0 +1,259 @@
+"""Dropout in layouts: which ranks draw the same masks, and which must not.
+
+A mask is what a dropout makes of ones. Masks of 256 elements are equal by chance with probability
+2⁻²⁵⁶, so equal means: the same numbers were drawn.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import tutti
+from tutti.parallel import Layout, build_engine
+from tutti.parallel.engine import Engine, Objective
+from tutti.parallel.options import ParallelOptions, Recompute
+from tutti.parallel.tensor import loss_context
+from tutti.train.rng import rng_state, set_rng_state
+from tutti.train.task import Task
+from worlds import in_world
+
+TASK = Task()
+WORDS, LENGTH, WIDTH = 16, 8, 32
+Masks = dict[str, list[str]]
+SEEN: Masks = {}
+
+
+def _note(where: str, mask: torch.Tensor) -> None:
+    if not torch.is_grad_enabled():
+        return  # a pipeline learns its shapes, unnoticed
+    mask = mask.to_local() if isinstance(mask, DTensor) else mask
+    SEEN.setdefault(where, []).append("".join("01"[int(bit)] for bit in mask.flatten()[:256] > 0))
+
+
+class Drop(nn.Dropout):
+    """nn.Dropout, whose masks are noted."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(0.5)
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = super().forward(torch.ones_like(x))
+        _note(self.where, mask)
+        return x * mask
+
+
+class Inner(nn.Module):
+    """Like attention or an MLP: a dropout on the whole input, one on a part, one on the stream."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.before = Drop(f"{where} before")
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.inside = Drop(f"{where} inside")
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.after = Drop(f"{where} after")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inside(torch.tanh(self.up(self.before(x))))
+        mask = F.dropout(torch.ones_like(y), 0.5)  # as attention draws its own, without a module
+        _note(f"{self.where} functional", mask)
+        return self.after(self.down(y * mask))
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = Inner(f"{number}")
+        self.drop = Drop(f"{number} stream")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.mlp(self.norm(x)))
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [("embed", nn.Embedding(WORDS, WIDTH)), ("first", Block(0)), ("second", Block(1))]
+    return nn.Sequential(
+        OrderedDict([*layers, ("head", nn.Linear(WIDTH, WORDS, bias=False))])
+    ).double()
+
+
+def _engine(world: tutti.World, layout: str, recompute: Recompute, **options: Any) -> Engine:
+    engine = build_engine(
+        _model(),
+        world,
+        parallel=ParallelOptions(layout=layout, **options),
+        example=torch.zeros(1, LENGTH, dtype=torch.int64, device=world.device),
+        microbatches=2,
+        microbatch_size=2,
+        recompute=recompute,
+    )
+    engine.seed_noise(7)
+    return engine
+
+
+def _step(engine: Engine) -> Masks:
+    """One step of two microbatches; the masks that this rank drew in it."""
+    SEEN.clear()
+    tokens = torch.arange(4 * LENGTH, device=engine.world.device).view(4, LENGTH) % WORDS
+    objective = Objective(
+        of_inputs=lambda x, y: TASK.loss_sum(engine(x), y),
+        of_outputs=lambda outputs, y: TASK.loss_sum(outputs, y),
+    )
+    with loss_context(engine.grid.layout.tp > 1):
+        engine.run([(tokens[:2], tokens[:2]), (tokens[2:], tokens[2:])], objective)
+    return {where: list(masks) for where, masks in SEEN.items()}
+
+
+def _gradients(engine: Engine) -> dict[str, float]:
+    """A fingerprint of every parameter's whole gradient; ranks must agree on those they share."""
+    found = {}
+    for name, parameter in engine.model.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        found[name] = float(
+            (whole.cpu() * torch.arange(whole.numel()).view(whole.shape).cos()).sum()
+        )
+    return found
+
+
+def _tell(world: tutti.World, layouts: list[Any]) -> list[Any]:
+    told = []
+    for layout, sequence_parallel in layouts:
+        options = {"sequence_parallel": sequence_parallel, "balance": "even"}
+        engine = _engine(world, layout, "none", **options)
+        masks = _step(engine)
+        gradients = _gradients(engine)
+        saved = rng_state()
+        more = _step(engine)
+        set_rng_state(saved)
+        resumed = _step(engine)
+        again = _step(_engine(world, layout, "none", **options))
+        twice = _engine(world, layout, "full", **options)
+        recomputed = _step(twice)
+        told.append(
+            {
+                "masks": masks,
+                "reproducible": masks == again,
+                "resumed": more == resumed and more != masks,
+                "recomputed": _first_runs(recomputed, masks),
+                "recomputed gradients": _close(gradients, _gradients(twice)),
+                "gradients": gradients,
+            }
+        )
+    return told
+
+
+def _first_runs(recomputed: Masks, masks: Masks) -> bool:
+    """With recomputation every mask comes twice, the same both times."""
+    return all(
+        set(recomputed[where]) == set(masks[where]) and len(recomputed[where]) > len(masks[where])
+        for where in masks
+        if "stream" not in where  # the last dropout of a block need not be made again
+    )
+
+
+def _close(a: dict[str, float], b: dict[str, float]) -> bool:
+    return all(abs(a[name] - b[name]) <= 1e-9 * max(1.0, abs(a[name])) for name in a)
+
+
+TWO = [("tp2", True), ("tp2", False), ("dp2", True), ("pp2", True)]
+FOUR = [("dp2.tp2", False), ("shard2.tp2", True), ("tp2.pp2", False)]
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[tuple[str, bool], list[Any]]:
+    found = {}
+    for ranks, layouts in ((2, TWO), (4, FOUR)):
+        answers = in_world(_tell, ranks, layouts, timeout=110)
+        for number, key in enumerate(layouts):
+            found[key] = [answer[number] for answer in answers]
+    return found
+
+
+def _pairs(layout: str, axis: str) -> list[tuple[int, int]]:
+    """Pairs of ranks that differ on one axis only."""
+    axes = Layout.parse(layout).axes
+    step = {"tp": 1, "shard": axes["tp"], "dp": axes["tp"] * axes["shard"]}
+    step["pp"] = step["dp"] * axes["dp"]
+    ranks = range(Layout.parse(layout).size)
+    return [(r, r + step[axis]) for r in ranks if r // step[axis] % axes[axis] == 0]
+
+
+@pytest.mark.parametrize("layout", [*TWO, *FOUR])
+def test_masks_are_drawn_anew_everywhere_and_the_same_for_the_same_seed(
+    told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
+) -> None:
+    for rank in told[layout]:
+        drawn = [mask for masks in rank["masks"].values() for mask in masks]
+        assert len(drawn) >= 2 * 5 and len(set(drawn)) == len(drawn)
+        assert rank["reproducible"]
+        assert rank["resumed"]  # from the saved state of the generators, and nothing else
+
+
+@pytest.mark.parametrize("layout", [*TWO, *FOUR])
+def test_recomputation_draws_what_was_drawn_before(
+    told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
+) -> None:
+    for rank in told[layout]:
+        assert rank["recomputed"] and rank["recomputed gradients"]
+
+
+@pytest.mark.parametrize("layout", [key for key in [*TWO, *FOUR] if "tp2" in key[0]])
+def test_tp_ranks_draw_the_same_for_the_same_tensor_and_other_numbers_for_parts(
+    told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
+) -> None:
+    for a, b in _pairs(layout[0], "tp"):
+        _shared_where_they_must(told[layout][a], told[layout][b], split_stream=layout[1])
+
+
+@pytest.mark.gpu
+def test_a_gpus_generator_serves_as_well() -> None:
+    layouts = [("tp2", True), ("tp2", False)]
+    first, second = in_world(_tell, 2, layouts, gpu=True, timeout=240)
+    for one, other, (_, split_stream) in zip(first, second, layouts, strict=True):
+        _shared_where_they_must(one, other, split_stream)
+        assert one["reproducible"] and one["resumed"] and one["recomputed gradients"]
+
+
+def _shared_where_they_must(one: Any, other: Any, split_stream: bool) -> None:
+    """Masks and gradients of two tp ranks."""
+    assert one["masks"].keys() == other["masks"].keys()
+    for where in one["masks"]:
+        part = where.split()[1]
+        split = part in ("inside", "functional") or (split_stream and part != "before")
+        for mine, theirs in zip(one["masks"][where], other["masks"][where], strict=True):
+            assert (mine != theirs) == split, where
+    # What they hold alike has one gradient: noise that differs there would tear it apart.
+    for name, gradient in one["gradients"].items():
+        assert gradient == pytest.approx(other["gradients"][name], rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis"),
+    [
+        (("dp2", True), "dp"),
+        (("dp2.tp2", False), "dp"),
+        (("shard2.tp2", True), "shard"),
+        (("pp2", True), "pp"),
+        (("tp2.pp2", False), "pp"),
+    ],
+)
+def test_other_samples_and_other_stages_have_other_noise(
+    told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool], axis: str
+) -> None:
+    for a, b in _pairs(layout[0], axis):
+        one, other = (
+            {mask for masks in told[layout][rank]["masks"].values() for mask in masks}
+            for rank in (a, b)
+        )
+        assert not one & other
