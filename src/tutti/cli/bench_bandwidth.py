@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.bench.bandwidth_parts import PARTS
-from tutti.bench.expect import Source, read_source
+from tutti.bench.expect import Source
 from tutti.bench.sizes import parse_sizes
 from tutti.bench.table import print_line, usable_width
-from tutti.cli.expectations import missed
+from tutti.cli.expectations import expected, missed
 from tutti.cli.flags import parse
 from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable, write_json
@@ -152,7 +152,7 @@ def _check(options: Bandwidth) -> Source | None:
         _cpu_lists(options.pin)
     checked_seconds("--budget", options.budget, example=0.2)
     check_writable("--json", options.json)
-    return None if options.expect is None else read_source("--expect", options.expect)
+    return expected(options.expect, "bandwidth", options.device)
 
 
 def _parts(options: Bandwidth, world: "World") -> list[str]:

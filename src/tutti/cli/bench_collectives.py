@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from tutti.bench.backend_names import BACKENDS
 from tutti.bench.csv_rows import write_csv
-from tutti.bench.expect import Source, read_source
+from tutti.bench.expect import Source
 from tutti.bench.formulas import OPERATIONS, Operation
 from tutti.bench.sizes import parse_sizes
 from tutti.bench.table import Table, print_line, usable_width
-from tutti.cli.expectations import missed
+from tutti.cli.expectations import expected, missed
 from tutti.cli.flags import parse
 from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable, write_json
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from tutti.bench.sweep import Plan, Sweep
     from tutti.world.world import World
 
-BACKENDS = (
-    *("gloo", "shm", "shm-plain", "shm-compiled", "symmetric", "one-shot", "two-shot", "ring"),
-    *("staged", "mpi", "nccl"),
-)
 # Between Ctrl-C and SIGKILL a round is finished and the files are written.
 _GRACE_SECONDS = 30.0
 _INTERRUPTED = 130
@@ -102,7 +99,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Collectives, "tutti bench collectives", arguments)
     operations, sizes, backends = _check(options)
-    source = None if options.expect is None else read_source("--expect", options.expect)
+    source = expected(options.expect, "collectives", options.device)
     if identify(os.environ).launcher != "python":
         return _measure(options, operations, sizes, backends, source)
     command = [sys.executable, "-m", "tutti", "bench", "collectives", *arguments]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.bench.expect import Source, read_source
+from tutti.bench.expect import Source
 from tutti.bench.pairs.catalogue import SHIPPED, Listed, choose
 from tutti.bench.table import print_line, usable_width
-from tutti.cli.expectations import missed
+from tutti.cli.expectations import expected, missed
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.hardware.gpus import visible_gpu_count
@@ -86,7 +86,8 @@ def main(arguments: list[str]) -> int:
         raise UsageError(f"--rounds {options.rounds}: use 1 or more, such as 20")
     checked_seconds("--budget", options.budget, example=4)
     check_writable("--json", options.json)
-    source = None if options.expect is None else read_source("--expect", options.expect)
+    names = {"name": [*SHIPPED, *(listed.name for listed in chosen)]}
+    source = expected(options.expect, "pairs", options.device, names)
     if identify(os.environ).launcher != "python":
         return _measure(options, chosen, source)
     gpus = 0 if options.device == "cpu" else visible_gpu_count()
