@@ -1,4 +1,4 @@
-"""--expect is read and checked before anything is measured: what could never be met is a mistake."""
+"""--expect is checked before anything is measured: what could never be met is a mistake."""
 
 import json
 from pathlib import Path

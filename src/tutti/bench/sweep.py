@@ -60,6 +60,7 @@ class Sweep:
         self.rows: list[Row] = []
         self.skipped: list[dict[str, str]] = []
         self.stopped = False
+        self.complete = False  # nothing is missing
         self.about = {each.name: each.about for each in contenders}
         self._contenders = contenders
         self._plan = plan
@@ -78,6 +79,7 @@ class Sweep:
             report(rows)
             if self.stopped:
                 return
+        self.complete = True
 
     def _measure(self, case: Case) -> list[Row]:
         exchanged = payload(case.operation, case.count, case.dtype, case.rank, case.ranks)

@@ -14,8 +14,9 @@ from tutti.bench.sizes import parse_sizes
 from tutti.bench.table import print_line, usable_width
 from tutti.cli.expectations import expected, missed
 from tutti.cli.flags import parse
+from tutti.cli.kept_files import KeptFiles
 from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.results import check_writable
 from tutti.hardware.cpus import parse_cpu_list
 from tutti.hardware.environment import describe_environment
 from tutti.hardware.gpus import visible_gpu_count
@@ -42,7 +43,7 @@ class Bandwidth:
     all_reduce as a ring and as a tree, and on CUDA copies between host and device. Each pair is
     held against the others of its class (same core, same or other NUMA node, NVLink, NVSwitch,
     PCIe, other host) and against the catalogue; what slow pairs have in common is named. Data is
-    checked. Ctrl-C leaves what was measured.
+    checked. Whatever ends it leaves what was measured.
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
@@ -122,12 +123,15 @@ def _measure(options: Bandwidth, source: Source | None) -> int:
             world, control, places, backend, sizes, options.budget, options.together
         )
         with control.stop_on_signals():
+            files = KeptFiles(_SCHEMA, options.json)
             if world.is_first:
                 _print_head(world, ranks, backend)
+            if world.is_first and options.json is not None:
+                measured.keep = lambda: files.keep(_results(measured, ranks))
             measured.run(parts, _tell if world.is_first else lambda line: None)
-        results = _results(measured, ranks)
-        if world.is_first:
-            _conclude(measured, options, results)
+            results = _results(measured, ranks)
+            if world.is_first:
+                _conclude(measured, files, results)
     if measured.stopped:
         return _INTERRUPTED
     return int((world.is_first and missed(_SCHEMA, results, source)) or measured.wrong > 0)
@@ -230,7 +234,7 @@ def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any
         "ring_vs_tree": measured.ring_vs_tree,
         "copies": measured.copies,
         "skipped": measured.skipped,
-        "complete": not measured.stopped,
+        "complete": measured.complete,
         "together": measured.together,
         "timing": "p50 over passes; the receiver's clock, after a first window of messages",
         "places": measured.places,
@@ -238,13 +242,12 @@ def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def _conclude(measured: "Measured", options: Bandwidth, results: dict[str, Any]) -> None:
+def _conclude(measured: "Measured", files: KeptFiles, results: dict[str, Any]) -> None:
     from tutti.bench.bandwidth_table import lines
 
     for line in lines(measured, usable_width(sys.stdout)):
         print_line(line)
-    if options.json is not None:
-        write_json(options.json, _SCHEMA, results)
+    files.write(results)
     print_line(f"# Out of bounds values : {measured.wrong} {'FAILED' if measured.wrong else 'OK'}")
     if measured.stopped:
         print_line(f"# stopped: {len(measured.pairs)} pairs were measured")

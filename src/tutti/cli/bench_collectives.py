@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.bench.backend_names import BACKENDS
-from tutti.bench.csv_rows import write_csv
 from tutti.bench.expect import Source
 from tutti.bench.formulas import OPERATIONS, Operation
 from tutti.bench.sizes import parse_sizes
 from tutti.bench.table import Table, print_line, usable_width
 from tutti.cli.expectations import expected, missed
 from tutti.cli.flags import parse
+from tutti.cli.kept_files import KeptFiles
 from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.results import check_writable
 from tutti.hardware.gpus import visible_gpu_count
 from tutti.world.errors import UsageError, did_you_mean
 from tutti.world.identity import identify
@@ -27,6 +27,7 @@ from tutti.world.timeouts import checked_seconds
 
 if TYPE_CHECKING:
     from tutti.bench.case import Case, Contender
+    from tutti.bench.round_trips import RoundTrips
     from tutti.bench.sweep import Plan, Sweep
     from tutti.world.world import World
 
@@ -42,7 +43,7 @@ class Collectives:
 
     Columns and formulas are those of nccl-tests; time is the p50 over calls, each as slow as its
     slowest rank. Ranks are pinned, results are checked to the bit, and ratio is the first
-    backend's time divided by this one's. Ctrl-C leaves what was measured.
+    backend's time divided by this one's. Whatever ends it leaves what was measured.
     """
 
     ops: str = "all_reduce"
@@ -150,28 +151,36 @@ def _measure(
         with told_once(world):
             check_room(largest, world)
         names, control = backends or _default_backends(world), Control()
-        with control.stop_on_signals(), contenders(names, world, largest) as (found, missing):
-            if not found:
-                reasons = "; ".join(f"{each['backend']}: {each['reason']}" for each in missing)
-                with told_once(world):
-                    raise UsageError(f"--backends: {reasons}")
-            if options.group > 1:
-                found = with_groups(found, options.group, world.device)
+        files = KeptFiles(_SCHEMA, options.json, options.csv)
+        with control.stop_on_signals():
+            with contenders(names, world, largest) as (found, missing):
+                if not found:
+                    reasons = "; ".join(f"{each['backend']}: {each['reason']}" for each in missing)
+                    with told_once(world):
+                        raise UsageError(f"--backends: {reasons}")
+                if options.group > 1:
+                    found = with_groups(found, options.group, world.device)
+                if world.is_first:
+                    _print_head(world, rows, options, found, missing)
+                    if str(trips):
+                        print_line(f"# cores: {trips}")
+                sweep = Sweep(found, _plan(options), control, world.device, world.nodes == 1)
+                sweep.skipped += missing
+                placements = {each[0].operation.name: [c.placement for c in each] for each in lines}
+                table = Table(placements, len(_timings(options)), spread=options.spread)
+
+                def report(measured: list[dict[str, Any]]) -> None:
+                    table.add(measured)
+                    files.keep(_results(sweep, world, rows, trips))
+
+                sweep.run(lines, report if world.is_first else lambda measured: None)
+            trips.again()
+            results = _results(sweep, world, rows, trips)
             if world.is_first:
-                _print_head(world, rows, options, found, missing)
-                if str(trips):
-                    print_line(f"# cores: {trips}")
-            sweep = Sweep(found, _plan(options), control, world.device, world.nodes == 1)
-            sweep.skipped += missing
-            placements = {each[0].operation.name: [c.placement for c in each] for each in lines}
-            table = Table(placements, len(_timings(options)), spread=options.spread)
-            sweep.run(lines, table.add if world.is_first else lambda rows: None)
-        trips.again()
-        results = {**_results(sweep, world, rows), "round_trips": trips.rows()}
-        if world.is_first:
-            if moved := trips.moved():
-                print_line(f"# note: {moved}")
-            _conclude(sweep, options, world, results)
+                if moved := trips.moved():
+                    print_line(f"# note: {moved}")
+                files.write(results)
+                _conclude(sweep, options, world)
     if sweep.stopped:
         return _INTERRUPTED
     wrong = any(row["wrong"] for row in sweep.rows)
@@ -272,28 +281,25 @@ def _print_head(
         print_line(f"# {each['backend']} is left out: {each['reason']}")
 
 
-def _results(sweep: "Sweep", world: "World", rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _results(
+    sweep: "Sweep", world: "World", rows: list[dict[str, Any]], trips: "RoundTrips"
+) -> dict[str, Any]:
     return {
         "rows": sweep.rows,
         "backends": sweep.about,
         "skipped": sweep.skipped,
-        "complete": not sweep.stopped,
+        "complete": sweep.complete,
         "timing": "p50 over calls, each as slow as its slowest rank",
         "world": {"size": world.size, "ranks": rows, "sharing_note": world.sharing_note},
+        "round_trips": trips.rows(),
     }
 
 
-def _conclude(
-    sweep: "Sweep", options: Collectives, world: "World", results: dict[str, Any]
-) -> None:
+def _conclude(sweep: "Sweep", options: Collectives, world: "World") -> None:
     for each in sweep.skipped:
         if "op" in each:
             what = f"{each['backend']} {each['op']} ({each['placement']} of place)"
             print_line(f"# {what.replace('in of', 'in')} is left out: {each['reason']}")
-    if options.json is not None:
-        write_json(options.json, _SCHEMA, results)
-    if options.csv is not None:
-        write_csv(options.csv, sweep.rows)
     if options.save_paths:
         from tutti.bench.path_table import path_table
         from tutti.comm import paths

@@ -14,7 +14,8 @@ from tutti.bench.pairs.catalogue import SHIPPED, Listed, choose
 from tutti.bench.table import print_line, usable_width
 from tutti.cli.expectations import expected, missed
 from tutti.cli.flags import parse
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.kept_files import KeptFiles
+from tutti.cli.results import check_writable
 from tutti.hardware.gpus import visible_gpu_count
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
@@ -38,8 +39,8 @@ class Pairs:
 
     Both sides of a pair do the same work in turns in one process group, and their results are
     compared. Speed-up is the median of the rounds' ratios, its spread their quartiles. A pair that
-    needs what is not here is skipped and says why. Exit code 1: results differ. Ctrl-C leaves what
-    was measured.
+    needs what is not here is skipped and says why. Exit code 1: results differ. Whatever ends it
+    leaves what was measured.
     """
 
     list: bool = False
@@ -125,27 +126,35 @@ def _measure(options: Pairs, chosen: "list[Listed]", source: Source | None) -> i
         duels = Duels(Setting(world, options.quick), control, budget, options.rounds)
         with control.stop_on_signals():
             width = max(_NAME_WIDTH, *(len(listed.name) for listed in chosen))
+            files = KeptFiles(_SCHEMA, options.json)
             if world.is_first:
                 _print_head(world, ranks, options, width)
-            for listed in chosen:
-                row = duels.run(listed)
-                if row is None:
-                    break
-                if world.is_first:
-                    _print_row(row, width)
-        results = {
-            "rows": duels.rows,
-            "speedup": "median over rounds of baseline / optimized, spread: their quartiles",
-            "quick": options.quick,
-            "complete": not duels.stopped,
-            "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
-        }
-        if world.is_first:
-            _conclude(duels, options, results)
+
+            def report(row: dict[str, Any]) -> None:
+                _print_row(row, width)
+                files.keep(_results(duels, options, world, ranks))
+
+            duels.run(chosen, report if world.is_first else lambda row: None)
+            results = _results(duels, options, world, ranks)
+            if world.is_first:
+                files.write(results)
+                _conclude(duels)
     if duels.stopped:
         return _INTERRUPTED
     wrong = any(_is_wrong(row) for row in duels.rows)
     return int((world.is_first and missed(_SCHEMA, results, source)) or wrong)
+
+
+def _results(
+    duels: "Duels", options: Pairs, world: "World", ranks: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "rows": duels.rows,
+        "speedup": "median over rounds of baseline / optimized, spread: their quartiles",
+        "quick": options.quick,
+        "complete": duels.complete,
+        "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
+    }
 
 
 def _is_wrong(row: dict[str, Any]) -> bool:
@@ -186,9 +195,7 @@ def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.4f}" if milliseconds < 1 else f"{milliseconds:.2f}"
 
 
-def _conclude(duels: "Duels", options: Pairs, results: dict[str, Any]) -> None:
-    if options.json is not None:
-        write_json(options.json, _SCHEMA, results)
+def _conclude(duels: "Duels") -> None:
     measured = [row for row in duels.rows if row["speedup"] is not None]
     faster = sum(row["verdict"] == "faster" for row in measured)
     if measured:

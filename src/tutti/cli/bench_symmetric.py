@@ -11,8 +11,9 @@ import tyro
 from tutti.bench.sizes import format_size, parse_sizes
 from tutti.bench.table import print_line, usable_width
 from tutti.cli.flags import parse
+from tutti.cli.kept_files import KeptFiles
 from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.results import check_writable
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
@@ -34,7 +35,7 @@ class Symmetric:
 
     Latencies are of calls from Python, p50 and p99 over rounds in which all take turns. One way is
     half of a message there and back. Everything is between ranks 0 and 1, except what all ranks do
-    together; results are checked. Ctrl-C leaves what was measured.
+    together; results are checked. Whatever ends it leaves what was measured.
     """
 
     sizes: str = "1K,64K,1M,16M"
@@ -95,11 +96,14 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
         control = Control()
         measured = Measured(world, control, options.budget)
         with control.stop_on_signals():
+            files = KeptFiles("tutti.bench.symmetric/1", options.json)
             if world.is_first:
                 _print_head(world, ranks)
+                measured.keep = lambda: files.keep(_results(measured, ranks))
             measured.run(sizes, _print_rows if world.is_first else lambda rows: None)
-        if world.is_first:
-            _conclude(measured, options, ranks)
+            if world.is_first:
+                files.write(_results(measured, ranks))
+                _conclude(measured)
     return _INTERRUPTED if measured.stopped else int(any(row["wrong"] for row in measured.rows))
 
 
@@ -140,18 +144,19 @@ def _name_width() -> int:
     return max(20, min(42, usable_width(sys.stdout) - 26))
 
 
-def _conclude(measured: "Measured", options: Symmetric, ranks: list[dict[str, Any]]) -> None:
+def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    world = measured.world
+    return {
+        "rows": measured.rows,
+        "skipped": measured.skipped,
+        "complete": measured.complete,
+        "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
+    }
+
+
+def _conclude(measured: "Measured") -> None:
     for each in measured.skipped:
         print_line(f"# {each['name']} is left out: {each['reason']}")
-    if options.json is not None:
-        world = measured.world
-        results = {
-            "rows": measured.rows,
-            "skipped": measured.skipped,
-            "complete": not measured.stopped,
-            "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
-        }
-        write_json(options.json, "tutti.bench.symmetric/1", results)
     wrong = sum(row["wrong"] for row in measured.rows)
     print_line(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     if measured.stopped:
