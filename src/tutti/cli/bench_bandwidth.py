@@ -11,7 +11,7 @@ import tyro
 from tutti.bench.bandwidth_parts import PARTS
 from tutti.bench.expect import Source
 from tutti.bench.sizes import parse_sizes
-from tutti.bench.table import print_line, usable_width
+from tutti.bench.terminal import folded, print_line, print_note, usable_width
 from tutti.cli.expectations import expected, missed
 from tutti.cli.flags import parse
 from tutti.cli.kept_files import KeptFiles
@@ -213,12 +213,12 @@ def _print_head(world: "World", ranks: list[dict[str, Any]], backend: str) -> No
     for each in ranks:
         bound = "pinned to CPU" if each["pinned"] else "on CPU"
         where = f"{each['host']}, {each['device']}, {bound} {each['cpus']}"
-        print_line(f"# rank {each['rank']}: {where}")
+        print_note(f"rank {each['rank']}: {where}")
     if world.sharing_note:
-        print_line(f"# note: {world.sharing_note}")
+        print_note(f"note: {world.sharing_note}")
     if backend == "gloo" == world.backend:  # shm is the default: say why it is not
-        print_line(f"# note: no shm: {world.reasons['backend']}")
-    print_line(f"# messages by {backend}; GB/s are 1e9 bytes per second")
+        print_note(f"note: no shm: {world.reasons['backend']}")
+    print_note(f"messages by {backend}; GB/s are 1e9 bytes per second")
 
 
 def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -245,9 +245,11 @@ def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any
 def _conclude(measured: "Measured", files: KeptFiles, results: dict[str, Any]) -> None:
     from tutti.bench.bandwidth_table import lines
 
-    for line in lines(measured, usable_width(sys.stdout)):
-        print_line(line)
+    width = usable_width(sys.stdout)
+    for line in lines(measured, width):
+        for part in folded(line, width):
+            print_line(part)
     files.write(results)
-    print_line(f"# Out of bounds values : {measured.wrong} {'FAILED' if measured.wrong else 'OK'}")
+    print_note(f"Out of bounds values : {measured.wrong} {'FAILED' if measured.wrong else 'OK'}")
     if measured.stopped:
-        print_line(f"# stopped: {len(measured.pairs)} pairs were measured")
+        print_note(f"stopped: {len(measured.pairs)} pairs were measured")

@@ -13,7 +13,8 @@ from tutti.bench.backend_names import BACKENDS
 from tutti.bench.expect import Source
 from tutti.bench.formulas import OPERATIONS, Operation
 from tutti.bench.sizes import parse_sizes
-from tutti.bench.table import Table, print_line, usable_width
+from tutti.bench.table import Table
+from tutti.bench.terminal import print_note, usable_width
 from tutti.cli.expectations import expected, missed
 from tutti.cli.flags import parse
 from tutti.cli.kept_files import KeptFiles
@@ -163,7 +164,7 @@ def _measure(
                 if world.is_first:
                     _print_head(world, rows, options, found, missing)
                     if str(trips):
-                        print_line(f"# cores: {trips}")
+                        print_note(f"cores: {trips}")
                 sweep = Sweep(found, _plan(options), control, world.device, world.nodes == 1)
                 sweep.skipped += missing
                 placements = {each[0].operation.name: [c.placement for c in each] for each in lines}
@@ -178,7 +179,7 @@ def _measure(
             results = _results(sweep, world, rows, trips)
             if world.is_first:
                 if moved := trips.moved():
-                    print_line(f"# note: {moved}")
+                    print_note(f"note: {moved}")
                 files.write(results)
                 _conclude(sweep, options, world)
     if sweep.stopped:
@@ -271,14 +272,14 @@ def _print_head(
         bound = "pinned to CPU" if options.pin else "on CPU"
         threads = f"{row['threads']} thread{'s' * (row['threads'] != 1)}"
         where = f"{row['host']}, {row['device']}, {bound} {row['cpus']}, {threads}"
-        print_line(f"# rank {row['rank']}: {where}")
+        print_note(f"rank {row['rank']}: {where}")
     if world.sharing_note:
-        print_line(f"# note: {world.sharing_note}")
+        print_note(f"note: {world.sharing_note}")
     for contender in found:
         if contender.about:
-            print_line(f"# {contender.name}: {contender.about}")
+            print_note(f"{contender.name}: {contender.about}")
     for each in missing:
-        print_line(f"# {each['backend']} is left out: {each['reason']}")
+        print_note(f"{each['backend']} is left out: {each['reason']}")
 
 
 def _results(
@@ -299,14 +300,14 @@ def _conclude(sweep: "Sweep", options: Collectives, world: "World") -> None:
     for each in sweep.skipped:
         if "op" in each:
             what = f"{each['backend']} {each['op']} ({each['placement']} of place)"
-            print_line(f"# {what.replace('in of', 'in')} is left out: {each['reason']}")
+            print_note(f"{what.replace('in of', 'in')} is left out: {each['reason']}")
     if options.save_paths:
         from tutti.bench.path_table import path_table
         from tutti.comm import paths
 
         table = path_table(sweep.rows, world.device.type, world.size, options.dtype)
-        print_line(f"# paths are kept in {paths.save(table)}")
+        print_note(f"paths are kept in {paths.save(table)}")
     wrong = sum(row["wrong"] for row in sweep.rows)
-    print_line(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    print_note(f"Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     if sweep.stopped:
-        print_line(f"# stopped: {len(sweep.rows)} rows were measured")
+        print_note(f"stopped: {len(sweep.rows)} rows were measured")

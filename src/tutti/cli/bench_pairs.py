@@ -2,7 +2,6 @@
 
 import os
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,7 +10,7 @@ import tyro
 
 from tutti.bench.expect import Source
 from tutti.bench.pairs.catalogue import SHIPPED, Listed, choose
-from tutti.bench.table import print_line, usable_width
+from tutti.bench.terminal import folded, print_line, print_note, readable_width, usable_width
 from tutti.cli.expectations import expected, missed
 from tutti.cli.flags import parse
 from tutti.cli.kept_files import KeptFiles
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 _GRACE_SECONDS = 30.0
 _INTERRUPTED = 130
 _SCHEMA = "tutti.bench.pairs/1"
+_FULL_WIDTH = 80
 _NAME_WIDTH = max(map(len, SHIPPED))
 
 
@@ -81,7 +81,9 @@ def main(arguments: list[str]) -> int:
     chosen = choose([] if options.only is None else options.only.split(","), options.file)
     if options.list:
         for listed in chosen:
-            print_line(f"{listed.name:<{_NAME_WIDTH}}  {listed.about}")
+            line, indent = f"{listed.name:<{_NAME_WIDTH}}  {listed.about}", " " * (_NAME_WIDTH + 2)
+            for part in folded(line, usable_width(sys.stdout), indent):
+                print_line(part)
         return 0
     if options.rounds < 1:
         raise UsageError(f"--rounds {options.rounds}: use 1 or more, such as 20")
@@ -165,14 +167,14 @@ def _print_head(world: "World", ranks: list[dict[str, Any]], options: Pairs, wid
     for each in ranks:
         pinned = "pinned to CPU" if each["pinned"] else "on CPU"
         where = f"{each['host']}, {each['device']}, {each['backend']}, {pinned} {each['cpus']}"
-        print_line(f"# rank {each['rank']}: {where}")
+        print_note(f"rank {each['rank']}: {where}")
     if world.sharing_note:
-        print_line(f"# note: {world.sharing_note}")
+        print_note(f"note: {world.sharing_note}")
     if options.quick:
-        print_line("# note: --quick: the workloads are too small for their figures to be quoted")
+        print_note("note: --quick: the workloads are too small for their figures to be quoted")
+    spread = "" if _narrow() else f" {'(spread)':^13}"
     print_line(
-        f"# {'pair':<{width - 2}} {'baseline':>9} {'optimized':>9} {'speed-up':>8} "
-        f"{'(spread)':^13}  check"
+        f"# {'pair':<{width - 2}} {'baseline':>9} {'optimized':>9} {'speed-up':>8}{spread}  check"
     )
     print_line(f"# {'':<{width - 2}} {'(ms)':>9} {'(ms)':>9}")
 
@@ -180,15 +182,20 @@ def _print_head(world: "World", ranks: list[dict[str, Any]], options: Pairs, wid
 def _print_row(row: dict[str, Any], width: int) -> None:
     name = f"{row['name']:<{width}}"
     if row["speedup"] is None:
-        print_line(f"{name} {row['check']}")
+        for line in folded(f"{name} {row['check']}", usable_width(sys.stdout)):
+            print_line(line)
         return
     spread = f"({row['spread']['p25']:.2f}–{row['spread']['p75']:.2f})"
     times = f"{_ms(row['baseline_ms']):>9} {_ms(row['optimized_ms']):>9}"
-    print_line(f"{name} {times} {row['speedup']:>8.2f} {spread:^13}  {row['check']}")
+    figures = f"{name} {times} {row['speedup']:>8.2f}"
+    print_line(f"{figures if _narrow() else f'{figures} {spread:^13}'}  {row['check']}")
     said = ". ".join(each for each in (row["about"], row["note"]) if each)
-    room = min(100, usable_width(sys.stdout))
-    for line in textwrap.wrap(said, room, initial_indent="#   ", subsequent_indent="#   "):
+    for line in folded(f"#   {said}", readable_width(sys.stdout)):
         print_line(line)
+
+
+def _narrow() -> bool:
+    return usable_width(sys.stdout) < _FULL_WIDTH
 
 
 def _ms(milliseconds: float) -> str:
@@ -199,10 +206,10 @@ def _conclude(duels: "Duels") -> None:
     measured = [row for row in duels.rows if row["speedup"] is not None]
     faster = sum(row["verdict"] == "faster" for row in measured)
     if measured:
-        print_line(f"# faster beyond their spread: {faster} of {len(measured)}")
+        print_note(f"faster beyond their spread: {faster} of {len(measured)}")
     wrong = sum(map(_is_wrong, duels.rows))
     if wrong:
-        print_line(f"# {wrong} did not give the same results: FAILED")
+        print_note(f"{wrong} did not give the same results: FAILED")
     if duels.stopped:
         pairs = "1 pair was" if len(measured) == 1 else f"{len(measured)} pairs were"
-        print_line(f"# stopped: {pairs} measured")
+        print_note(f"stopped: {pairs} measured")

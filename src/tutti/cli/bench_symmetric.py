@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.bench.sizes import format_size, parse_sizes
-from tutti.bench.table import print_line, usable_width
+from tutti.bench.terminal import print_line, print_note, usable_width
 from tutti.cli.flags import parse
 from tutti.cli.kept_files import KeptFiles
 from tutti.cli.mistakes import told_once
@@ -110,11 +110,11 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
 def _print_head(world: "World", ranks: list[dict[str, Any]]) -> None:
     for each in ranks:
         pinned = "pinned to CPU" if each["pinned"] else "on CPU"
-        print_line(
-            f"# rank {each['rank']}: {each['host']}, {each['device']}, {pinned} {each['cpus']}"
+        print_note(
+            f"rank {each['rank']}: {each['host']}, {each['device']}, {pinned} {each['cpus']}"
         )
     if world.sharing_note:
-        print_line(f"# note: {world.sharing_note}")
+        print_note(f"note: {world.sharing_note}")
     if _narrow():
         print_line(f"# {'':<{_name_width() - 2}} {'size':>5} {'p50 (us)':>9} {'p99':>9}")
         return
@@ -156,8 +156,8 @@ def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any
 
 def _conclude(measured: "Measured") -> None:
     for each in measured.skipped:
-        print_line(f"# {each['name']} is left out: {each['reason']}")
+        print_note(f"{each['name']} is left out: {each['reason']}")
     wrong = sum(row["wrong"] for row in measured.rows)
-    print_line(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    print_note(f"Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     if measured.stopped:
-        print_line(f"# stopped: {len(measured.rows)} rows were measured")
+        print_note(f"stopped: {len(measured.rows)} rows were measured")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.bench.sizes import format_size, parse_sizes
-from tutti.bench.table import print_line
+from tutti.bench.terminal import print_line, print_note
 from tutti.cli.flags import parse
 from tutti.cli.kept_files import KeptFiles
 from tutti.cli.results import check_writable
@@ -96,7 +96,7 @@ def _tune(options: Tune, sizes: list[int]) -> int:
         sweep = _measured(options, sizes, world, paths)
         if sweep.stopped:
             if world.is_first:
-                print_line("# stopped: no table was written")
+                print_note("stopped: no table was written")
             return _INTERRUPTED
         if world.is_first:
             _conclude(options, world, paths, sweep)
@@ -107,9 +107,9 @@ def _nothing_to_choose(options: Tune, world: "World", path: str) -> int:
     device = world.device.type
     why = f"on {device} a group of {world.size} has one path, that of its backend: {path}"
     if world.is_first:
-        print_line(f"# there is nothing to choose: {why}. No table was written, none is needed.")
+        print_note(f"there is nothing to choose: {why}. No table was written, none is needed.")
         if device == "cpu":
-            print_line("# Which backend is fastest: tutti bench collectives --backends gloo,shm")
+            print_note("Which backend is fastest: tutti bench collectives --backends gloo,shm")
         nothing: dict[str, Any] = {"rows": [], "table": None, "written": None, "complete": True}
         _files(options).write({**nothing, "reason": why, **_about(world)})
     return 0
@@ -144,8 +144,8 @@ def _measured(options: Tune, sizes: list[int], world: "World", paths: tuple[str,
 
         if world.is_first:
             if world.sharing_note:
-                print_line(f"# note: {world.sharing_note}")
-            print_line(f"# all_reduce, {world.size} ranks, {options.dtype}, p50 in us")
+                print_note(f"note: {world.sharing_note}")
+            print_note(f"all_reduce, {world.size} ranks, {options.dtype}, p50 in us")
         sweep.run(lines, report if world.is_first else lambda rows: None)
     return sweep
 
@@ -166,15 +166,15 @@ def _conclude(options: Tune, world: "World", paths: tuple[str, ...], sweep: "Swe
     chosen = settled(measurements(sweep.rows, device))
     table = fastest(chosen, world.size, options.dtype)
     for line in describe(table):
-        print_line(f"# {line}")
+        print_note(line)
     written = None
     if options.dry_run:
-        print_line("# --dry-run: nothing was written")
+        print_note("--dry-run: nothing was written")
     elif table.rows:
         written = save(table)
-        print_line(f"# written to {written}")
-        print_line(
-            f"# worlds of {world.size} ranks on machines like this one ({table.machine}) go by it "
+        print_note(f"written to {written}")
+        print_note(
+            f"worlds of {world.size} ranks on machines like this one ({table.machine}) go by it "
             "from their next start; delete the file, and the defaults hold again"
         )
     content = {"rows": [asdict(row) for row in table.rows], "machine": table.machine}

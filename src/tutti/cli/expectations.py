@@ -5,7 +5,7 @@ from typing import Any
 
 from tutti.bench.expect import Source, expect, notes, read_source
 from tutti.bench.rules import Words
-from tutti.bench.table import print_line
+from tutti.bench.terminal import print_line, print_note
 from tutti.hardware.gpus import visible_gpu_count
 from tutti.world.errors import UsageError
 
@@ -43,7 +43,7 @@ def missed(schema: str, results: dict[str, Any], source: Source | None) -> bool:
         print_line(f"--expect {source.name}: not the same as then: {note}", sys.stderr)
     misses = expect(content, source)
     for miss in misses:
-        print_line(f"# missed: {miss}")
+        print_note(f"missed: {miss}")
     if not misses:
-        print_line(f"# --expect {source.name}: nothing is missed")
+        print_note(f"--expect {source.name}: nothing is missed")
     return bool(misses)
