@@ -43,7 +43,7 @@ class Bandwidth:
     all_reduce as a ring and as a tree, and on CUDA copies between host and device. Each pair is
     held against the others of its class (same core, same or other NUMA node, NVLink, NVSwitch,
     PCIe, other host) and against the catalogue; what slow pairs have in common is named. Data is
-    checked. Whatever ends it leaves what was measured.
+    checked. Ctrl-C leaves what was measured.
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None

@@ -44,7 +44,7 @@ class Collectives:
 
     Columns and formulas are those of nccl-tests; time is the p50 over calls, each as slow as its
     slowest rank. Ranks are pinned, results are checked to the bit, and ratio is the first
-    backend's time divided by this one's. Whatever ends it leaves what was measured.
+    backend's time divided by this one's. Ctrl-C leaves what was measured.
     """
 
     ops: str = "all_reduce"

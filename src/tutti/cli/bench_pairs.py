@@ -39,8 +39,8 @@ class Pairs:
 
     Both sides of a pair do the same work in turns in one process group, and their results are
     compared. Speed-up is the median of the rounds' ratios, its spread their quartiles. A pair that
-    needs what is not here is skipped and says why. Exit code 1: results differ. Whatever ends it
-    leaves what was measured.
+    needs what is not here is skipped and says why. Exit code 1: results differ. Ctrl-C leaves what
+    was measured.
     """
 
     list: bool = False

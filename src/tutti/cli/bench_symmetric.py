@@ -35,7 +35,7 @@ class Symmetric:
 
     Latencies are of calls from Python, p50 and p99 over rounds in which all take turns. One way is
     half of a message there and back. Everything is between ranks 0 and 1, except what all ranks do
-    together; results are checked. Whatever ends it leaves what was measured.
+    together; results are checked. Ctrl-C leaves what was measured.
     """
 
     sizes: str = "1K,64K,1M,16M"

@@ -9,6 +9,7 @@ from tutti.scale.forecast import FARTHEST
 
 _FULL_WIDTH = 80
 _SPEED = 20
+_LOOK = "look at it: tutti profile --trace"
 _NARROW = {"exposed_comm": "exposed"}
 _WIDTHS = {"exposed_comm": 8, "wait": 5, "bubble": 7, "input": 6, "other": 6}
 _MEANING = {
@@ -33,7 +34,8 @@ def lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[str]:
         yield from table(rows, results["unit"], width)
         yield ""
         for text in (*_largest(rows), *_fit(results["fit"]), *_forecast(results["forecast"], rows)):
-            yield from _wrapped(text, width)
+            # A command is there to be copied: it stays in one line.
+            yield from [text] if text.startswith(_LOOK) else _wrapped(text, width)
     yield from note_lines(results["notes"], width)
 
 
@@ -95,7 +97,7 @@ def _largest(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         part = {"host_gap": "gaps"}.get(instead["part"], instead["part"])
         text += f": rank {row['late']['rank']} has {1e3 * instead['seconds']:.1f} ms more of {part}"
     yield f"{text}."
-    yield f"look at it: tutti profile --trace {row['folder']}"
+    yield f"{_LOOK} {row['folder']}"
     yield "speed-up and efficiency are the middle of the ratios within a repeat"
 
 
@@ -138,10 +140,7 @@ def _forecast(forecast: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Itera
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    # A folder is one word, however long: it is there to be copied.
-    return textwrap.wrap(
-        text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
-    )
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _short(value: float) -> str:
