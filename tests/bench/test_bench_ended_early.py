@@ -57,7 +57,8 @@ def started(*words: str | Path, **env: str) -> Iterator["subprocess.Popen[str]"]
 def wait_for(files: list[Path], process: "subprocess.Popen[str]") -> None:
     deadline = time.monotonic() + 60
     while not all(file.exists() for file in files):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{files} did not come"
         time.sleep(0.02)
 
 

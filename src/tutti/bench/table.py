@@ -75,11 +75,9 @@ class Table:
         ranks = f"{row['ranks']} rank{'s' * (row['ranks'] != 1)}"
         self._print(f"# {row['op']}, {ranks}, {row['dtype']}, redop {row['redop']}")
         if self._narrow:
-            columns = self._narrow_columns
-            names = "".join(f" {name:>{_COLUMNS[name][1]}}" for name in columns)
-            units = "".join(
-                f" {unit:>{width}}" for unit, width in (_COLUMNS[name] for name in columns)
-            )
+            columns = {name: _COLUMNS[name] for name in self._narrow_columns}
+            names = "".join(f" {name:>{width}}" for name, (_, width) in columns.items())
+            units = "".join(f" {unit:>{width}}" for unit, width in columns.values())
             self._print(f"# {'size':>6} {'backend':<12}{names}")
             self._print(f"# {'(B)':>6} {'':<12}{units}")
             if self._with_spread and "cv%" not in columns:
