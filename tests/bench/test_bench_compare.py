@@ -182,7 +182,7 @@ def test_a_baseline_allows_for_its_spread(tmp_path: Path) -> None:
     assert expect(MEASURED, source) == [] and notes(MEASURED, source) == []
     (miss,) = expect(slower, source)
     assert "bytes 67108864" in miss.what and miss.expected == "1000 within 6 %"
-    with pytest.raises(UsageError, match="nothing that was measured is in it"):
+    with pytest.raises(UsageError, match="nothing that is measured here is in it"):
         expect(result("collectives", rows=[operation(8, 1.0)]), source)
 
 
@@ -199,7 +199,7 @@ def test_the_catalogue_is_for_what_it_knows() -> None:
     for change in ({"node": 1}, {"ranks_on_device": 2}):
         other = copy.deepcopy(known)
         other["world"]["ranks"][7] |= change
-        with pytest.raises(UsageError, match="has no figure for what was measured"):
+        with pytest.raises(UsageError, match="has no figure for what is measured"):
             expect(other, Source("catalogue"))
     with pytest.raises(UsageError, match="on this machine: give an earlier result"):
         expect(MEASURED, Source("catalogue"))

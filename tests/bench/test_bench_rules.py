@@ -75,6 +75,26 @@ def test_nothing_is_measured_where_expect_is_wrong(bench: str, tmp_path: Path) -
         assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+def test_a_baseline_of_other_flags_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    bench = ["bench", "collectives", "--backends", "gloo", "--device", "cpu"]
+    then = ["--sizes", "1K", "--budget", "0.01", "--json", tmp_path / "then.json"]
+    assert run_tutti(*bench, *then).returncode == 0
+    now = ["--budget", "1000", "--expect", tmp_path / "then.json"]
+    done = run_tutti(*bench, "--sizes", "4K", *now)
+    assert done.returncode == 2 and not done.stdout
+    assert "then.json: nothing that is measured here is in it: use the flags it" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    done = run_tutti(*bench, "--sizes", "1K,4K", "--budget", "0.01", *now[2:])
+    assert done.returncode in (0, 1), done.stderr  # some of it is: fast enough or not
+
+    row = {"name": "grouped", "speedup": 2.0, "spread": {"p25": 1.9, "p75": 2.1}}
+    then = {"schema": "tutti.bench.pairs/1", "rows": [row], "world": {"size": 2}}
+    (tmp_path / "then.json").write_text(json.dumps(then))
+    done = run_tutti("bench", "pairs", "--only", "overlap", "--device", "cpu", *now)
+    assert done.returncode == 2 and not done.stdout
+    assert "then.json: nothing that is measured here is in it" in done.stderr
+
+
 def test_rules_know_what_rows_have(tmp_path: Path) -> None:
     file, result = tmp_path / "t.toml", tmp_path / "r.json"
     file.write_text(

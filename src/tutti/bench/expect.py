@@ -168,7 +168,8 @@ def _missed_baseline(results: Content, baseline: Content, name: str) -> list[Mis
     changes = compare(baseline, results)
     if not any(change.ratio is not None for change in changes):
         raise UsageError(
-            f"--expect {name}: nothing that was measured is in it: use the flags it was made with"
+            f"--expect {name}: nothing that is measured here is in it: use the flags it was made "
+            "with"
         )
     return [
         Miss(
@@ -200,7 +201,7 @@ def _missed_catalogue(results: Content) -> list[Miss]:
     if not judged:
         where = device or "this machine"
         raise UsageError(
-            f"--expect catalogue: it has no figure for what was measured on {where}: give an "
+            f"--expect catalogue: it has no figure for what is measured on {where}: give an "
             "earlier result or a file of thresholds"
         )
     return missed

@@ -15,7 +15,7 @@ from tutti.bench.formulas import OPERATIONS, Operation
 from tutti.bench.sizes import parse_sizes
 from tutti.bench.table import Table
 from tutti.bench.terminal import print_note, usable_width
-from tutti.cli.expectations import expected, missed
+from tutti.cli.expectations import check_plan, expected, missed
 from tutti.cli.flags import parse
 from tutti.cli.kept_files import KeptFiles
 from tutti.cli.mistakes import told_once
@@ -161,12 +161,15 @@ def _measure(
                         raise UsageError(f"--backends: {reasons}")
                 if options.group > 1:
                     found = with_groups(found, options.group, world.device)
+                sweep = Sweep(found, _plan(options), control, world.device, world.nodes == 1)
+                sweep.skipped += missing
+                with told_once(world):
+                    planned = _results(sweep, world, rows, trips) | {"rows": sweep.planned(lines)}
+                    check_plan(_SCHEMA, planned, source)
                 if world.is_first:
                     _print_head(world, rows, options, found, missing)
                     if str(trips):
                         print_note(f"cores: {trips}")
-                sweep = Sweep(found, _plan(options), control, world.device, world.nodes == 1)
-                sweep.skipped += missing
                 placements = {each[0].operation.name: [c.placement for c in each] for each in lines}
                 table = Table(placements, len(_timings(options)), spread=options.spread)
 

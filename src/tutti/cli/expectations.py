@@ -30,6 +30,15 @@ def expected(
     return source
 
 
+def check_plan(schema: str, planned: dict[str, Any], source: Source | None) -> None:
+    """Refuse a baseline or a catalogue that has nothing of what is about to be measured.
+
+    A rule that no row of this run fits is another matter: its file may serve several runs.
+    """
+    if source is not None and source.rules is None:
+        expect({"schema": schema, **planned}, source)
+
+
 def missed(schema: str, results: dict[str, Any], source: Source | None) -> bool:
     """Print what the results of a bench miss of --expect; whether they miss anything.
 
