@@ -141,7 +141,7 @@ def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:
 
 def thresholds(tmp_path: Path, text: str) -> Source:
     (tmp_path / "t.toml").write_text(text)
-    return read_source("--expect", str(tmp_path / "t.toml"))
+    return read_source("--expect", str(tmp_path / "t.toml"), "collectives")
 
 
 MEASURED = result("collectives", rows=[operation(1 << 20, 100.0), operation(1 << 26, 1000.0)])
@@ -165,7 +165,7 @@ def test_thresholds_are_held_against_the_rows_they_name(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("expect = 3", r"a list of \[\[expect\]\] tables"),
-        ('[[expect]]\nop = "all_reduce"', "rule 1 has no bound"),
+        ('[[expect]]\nop = "all_reduce"', "rule 1: it has no bound"),
         ("[[expect]]\nbusbw_gbs = { least = 3 }", "a bound has min, max or both"),
         ("[[expect", "no TOML"),
     ],
@@ -177,12 +177,12 @@ def test_a_file_of_thresholds_that_cannot_be_one(tmp_path: Path, text: str, mess
 
 def test_a_baseline_allows_for_its_spread(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps(MEASURED))
-    source = read_source("--expect", str(tmp_path / "b.json"))
+    source = read_source("--expect", str(tmp_path / "b.json"), "collectives")
     slower = result("collectives", rows=[operation(1 << 20, 103.0), operation(1 << 26, 1500.0)])
     assert expect(MEASURED, source) == [] and notes(MEASURED, source) == []
     (miss,) = expect(slower, source)
     assert "bytes 67108864" in miss.what and miss.expected == "1000 within 6 %"
-    with pytest.raises(UsageError, match="nothing that was measured is in it"):
+    with pytest.raises(UsageError, match="nothing that is measured here is in it"):
         expect(result("collectives", rows=[operation(8, 1.0)]), source)
 
 
@@ -199,7 +199,7 @@ def test_the_catalogue_is_for_what_it_knows() -> None:
     for change in ({"node": 1}, {"ranks_on_device": 2}):
         other = copy.deepcopy(known)
         other["world"]["ranks"][7] |= change
-        with pytest.raises(UsageError, match="has no figure for what was measured"):
+        with pytest.raises(UsageError, match="has no figure for what is measured"):
             expect(other, Source("catalogue"))
     with pytest.raises(UsageError, match="on this machine: give an earlier result"):
         expect(MEASURED, Source("catalogue"))

@@ -338,6 +338,8 @@ def test_the_table_prints_five_at_most_the_largest_first_in_80_columns(tmp_path:
     assert gains == sorted(gains, reverse=True)
     assert sum(line.startswith("- ") for line in printed) == 5
     assert max(map(len, printed)) <= 80
+    for width in (60, 100):
+        assert max(map(len, lines(rows, width))) <= width
 
 
 def test_a_run_that_has_nothing_wrong_gets_no_advice(tmp_path: Path) -> None:

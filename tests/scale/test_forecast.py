@@ -150,7 +150,10 @@ def test_of_one_size_of_message_a_forecast_is_a_best_case_and_says_so(
 
     result = forecast([(1, 1.0), (2, 100 / 120)], (base, two), line, "weak")
     content = {"mode": "weak", "unit": "steps/s", "notes": [], "fit": line.row()}
-    printed = "\n".join(lines(content | {"rows": _rows(), "forecast": result}))
+    results = content | {"rows": _rows(), "forecast": result}
+    printed = "\n".join(lines(results))
+    for width in (60, 80, 100):
+        assert max(map(len, lines(results, width))) <= width
 
     assert result["best_case"] is best
     assert ("at best" in result["reason"]) is best

@@ -51,6 +51,9 @@ class Bandwidth:
     findings: list[Finding] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
+    complete: bool = False  # nothing is missing
+    keep: Callable[[], None] | None = None
+    """Called on a rank that has it whenever there is more: after a pass, an operation, copies."""
 
     def run(self, parts: Sequence[str], tell: Callable[[str], None]) -> None:
         """Measure these parts; `tell` gets progress. Collective."""
@@ -66,6 +69,7 @@ class Bandwidth:
         elif "copies" in parts and not self.stopped:
             tell("copies between hosts and devices")
             self._measure_copies()
+        self.complete = not self.stopped
 
     @property
     def classes(self) -> list[Row]:
@@ -120,7 +124,13 @@ class Bandwidth:
                 "minutes; --together or a smaller --budget is shorter"
             )
         meter = Meter(group, self.control, self.world.device, self.budget)
-        self.stopped = not meter.run(traffic, tell)
+
+        def after_pass() -> None:
+            if self.keep is not None:
+                self._take(traffic)
+                self.keep()
+
+        self.stopped = not meter.run(traffic, tell, after_pass=after_pass)
         self._take(traffic)
         # What disturbed the machine will have gone by; a slow link stays slow.
         for _ in range(_SECOND_LOOKS):
@@ -129,7 +139,7 @@ class Bandwidth:
             if self.stopped or not again:
                 return
             tell(f"another look at {len(slow)} of {len(self.pairs)} pairs, which were slow")
-            self.stopped = not meter.run(again, tell, passes=_PASSES_OF_A_LOOK)
+            self.stopped = not meter.run(again, tell, _PASSES_OF_A_LOOK, after_pass)
             self._take(traffic)
 
     def _pair_traffic(self, size: int) -> Iterator[Traffic]:
@@ -189,7 +199,7 @@ class Bandwidth:
         own = TorchBackend(self.backend, group, "", buffers)
         if "all_to_all" in parts and not self.stopped:
             tell("all to all")
-            self.all_to_all = self._sweep([own], "all_to_all", self.sizes)
+            self._sweep([own], "all_to_all", self.sizes, self.all_to_all)
         if "ring_vs_tree" in parts and not self.stopped:
             tell("all_reduce as a ring, as a tree, and the backend's own")
             written = [
@@ -199,9 +209,11 @@ class Bandwidth:
             sizes = {max(self.sizes)}
             while min(sizes) // 16 >= _SMALLEST_ALL_REDUCE:
                 sizes.add(min(sizes) // 16)
-            self.ring_vs_tree = self._sweep([*written, own], "all_reduce", sorted(sizes))
+            self._sweep([*written, own], "all_reduce", sorted(sizes), self.ring_vs_tree)
 
-    def _sweep(self, contenders: Sequence[Contender], op: str, sizes: Sequence[int]) -> list[Row]:
+    def _sweep(
+        self, contenders: Sequence[Contender], op: str, sizes: Sequence[int], into: list[Row]
+    ) -> None:
         world, operation = self.world, OPERATIONS[op]
         counts = [operation.count(size, _DTYPE.itemsize, world.size) for size in sizes]
         lines = [
@@ -210,21 +222,27 @@ class Bandwidth:
         ]
         plan = Plan(budget=self.budget)
         sweep = Sweep(contenders, plan, self.control, world.device, world.nodes == 1)
-        sweep.run(lines, lambda rows: None)
+
+        def report(rows: list[Row]) -> None:
+            into.extend(rows)
+            if self.keep is not None:
+                self.keep()
+
+        sweep.run(lines, report)
         self.stopped = sweep.stopped
         for each in sweep.skipped:
             self.skipped.append({"name": f"{op}, {each['backend']}", "reason": each["reason"]})
-        return sweep.rows
 
     # ---- Copies ----
 
     def _measure_copies(self) -> None:
         """Ranks one after the other, unless asked for all at once: they may share a link."""
-        world, mine = self.world, []
+        world = self.world
         for turn in range(1 if self.together else world.size):
             if self.control.meet():
                 self.stopped = True
                 break
+            mine: list[Row] = []
             if self.together or turn == world.rank:
                 for size in self.sizes:
                     copies = host_copies(world.device, size)
@@ -234,8 +252,10 @@ class Bandwidth:
                     mine += [copy_row(copy, world.rank) for copy in copies if copy.speeds]
                     if not done:
                         break
+            self.copies += [row for rows in gather_json(mine) for row in rows]
+            if self.keep is not None:
+                self.keep()
         self.stopped = self.control.meet() or self.stopped
-        self.copies = [row for rows in gather_json(mine) for row in rows]
 
 
 def _one_to_all_row(traffic: Traffic) -> Row:

@@ -6,7 +6,7 @@ from tutti.bench.bandwidth import Bandwidth, Row
 from tutti.bench.sizes import format_size
 from tutti.bench.verdict import Finding
 
-_CELL = 8
+_CELL = 9  # two marks, a number such as 0.0246, and a space
 
 
 def lines(measured: Bandwidth, width: int) -> Iterator[str]:
@@ -89,14 +89,15 @@ def _all_to_all(rows: Sequence[Row]) -> Iterator[str]:
 def _ring_vs_tree(rows: Sequence[Row]) -> Iterator[str]:
     names = list(dict.fromkeys(row["backend"] for row in rows))
     if names:
-        heads = "".join(f" {name:>12}" for name in names)
-        yield f"# {'all_reduce, p50 in us':<18} {'size':>6}{heads}  faster"
+        heads = "".join(f" {name:>9}" for name in names)
+        yield f"# {'all_reduce, us':<14} {'size':>5}{heads}  faster"
     for size in dict.fromkeys(row["bytes"] for row in rows):
         times = {row["backend"]: row["time_us"]["p50"] for row in rows if row["bytes"] == size}
-        cells = "".join(f" {times[name]:>12.1f}" if name in times else " -" for name in names)
+        told = (f"{times[name]:.1f}" if name in times else "-" for name in names)
+        cells = "".join(f" {each:>9}" for each in told)
         written = {name: times[name] for name in times if name.endswith((" ring", " tree"))}
         faster = min(written, key=written.__getitem__).split()[-1] if written else ""
-        yield f"  {'':<19} {format_size(size):>6}{cells}  {faster}"
+        yield f"  {'':<14} {format_size(size):>5}{cells}  {faster}"
 
 
 def _copies(rows: Sequence[Row]) -> Iterator[str]:

@@ -83,7 +83,11 @@ class Meter:
         dist.barrier(group)
 
     def run(
-        self, all_traffic: Sequence[Traffic], tell: Callable[[str], None], passes: int = PASSES
+        self,
+        all_traffic: Sequence[Traffic],
+        tell: Callable[[str], None],
+        passes: int = PASSES,
+        after_pass: Callable[[], None] = lambda: None,
     ) -> bool:
         """Measure all, pass by pass; False when somebody asked to stop: less was measured then."""
         said = time.monotonic()
@@ -96,6 +100,7 @@ class Meter:
                     tell(f"pass {number + 1} of {passes}: {where}")
                     said = time.monotonic()
                 self._measure(traffic)
+            after_pass()
         return True
 
     def _measure(self, traffic: Traffic) -> None:

@@ -10,25 +10,32 @@ A file of thresholds has rules; each says which rows it is about, and bounds for
     "time_us.p50" = { max = 400 }
 
 A table with min or max bounds a value, `bytes` and `ranks` in a table choose rows, and everything
-else must be equal. A rule that no row fits is missed: it checked nothing.
+else must be equal. A rule that no row can ever fit is a mistake in the file (rules.py); one that no
+row of this run fits is missed: it checked nothing.
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tutti.bench.compare import compare, differences
-from tutti.bench.measurements import Content, Row, kind_of, read_results, rows_of, value_of
-from tutti.bench.sizes import parse_size
+from tutti.bench.measurements import (
+    Content,
+    Row,
+    kind_of,
+    measurements,
+    read_results,
+    rows_of,
+    value_of,
+)
+from tutti.bench.rules import Rule, Words, bounds, number_of, read_rules, text_of
 from tutti.hardware.catalogue import figure
 from tutti.hardware.environment import describe_environment
 from tutti.world.errors import UsageError
 
 # What a published figure is held against: other machines of a kind are not equal to the digit.
 CATALOGUE_PART = 0.8
-_CHOOSES = ("bytes", "ranks", "count", "src", "dst", "root", "rank")
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Source:
 
     name: str
     baseline: Content | None = None
-    rules: tuple[Mapping[str, Any], ...] | None = None
+    rules: tuple[Rule, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,31 +59,40 @@ class Miss:
         return f"{self.what}: {self.observed}, expected {self.expected}"
 
 
-def read_source(flag: str, text: str) -> Source:
-    """Read what --expect names, before anything is measured."""
+def read_source(flag: str, text: str, bench: str, words: Words | None = None) -> Source:
+    """Read and check what --expect names, before anything is measured.
+
+    `bench` is the kind that is about to measure; `words` are texts in rows that it alone knows.
+    """
     path = Path(text)
     if text == "catalogue":
+        if bench == "pairs":
+            raise UsageError(
+                f"{flag} catalogue: nobody has published speed-ups of pairs: give an earlier JSON "
+                "or a file of thresholds"
+            )
         return Source(text)
     if path.suffix == ".json":
-        return Source(text, baseline=read_results(flag, path))
-    try:
-        content = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"no TOML: {error}"
+        return Source(text, baseline=_read_baseline(flag, path, bench))
+    return Source(text, rules=read_rules(flag, path, bench, words or {}))
+
+
+def _read_baseline(flag: str, path: Path, bench: str) -> Content:
+    baseline = read_results(flag, path)
+    if kind_of(baseline) != bench:
         raise UsageError(
-            f"{flag} {text}: {reason}: give catalogue, a .json that a bench wrote, or a .toml of "
-            "thresholds"
+            f"{flag} {path}: it is a result of bench {kind_of(baseline)}, and this is bench "
+            f"{bench}: give one of the same bench"
+        )
+    try:
+        figures = measurements(baseline)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise UsageError(
+            f"{flag} {path}: its rows are not as a bench writes them ({error}): measure it again"
         ) from None
-    rules = content.get("expect")
-    if not isinstance(rules, list) or not rules or set(content) != {"expect"}:
-        raise UsageError(f"{flag} {text}: a file of thresholds is a list of [[expect]] tables")
-    for number, rule in enumerate(rules, 1):
-        if not any(True for _ in _bounds(rule)):
-            raise UsageError(
-                f"{flag} {text}: rule {number} has no bound: give one, such as "
-                "busbw_gbs = { min = 350 }"
-            )
-    return Source(text, rules=tuple(rules))
+    if not figures:
+        raise UsageError(f"{flag} {path}: it has no figures: give a result that has")
+    return baseline
 
 
 def expect(results: Content, source: Source) -> list[Miss]:
@@ -103,60 +119,39 @@ def notes(results: Content, source: Source) -> list[str]:
 # ---- Rules ----
 
 
-def _missed_rule(rule: Mapping[str, Any], results: Content) -> Iterator[Miss]:
-    bounds = dict(_bounds(rule))
-    chosen = {name: value for name, value in rule.items() if name not in bounds}
+def _missed_rule(rule: Rule, results: Content) -> Iterator[Miss]:
+    asked = bounds(rule)
+    chosen = {name: value for name, value in rule.items() if name not in asked}
     rows = [(part, row) for part, row in rows_of(results) if _fits(chosen, part, row)]
-    about = ", ".join(f"{name} {_text(value)}" for name, value in chosen.items()) or "every row"
+    about = ", ".join(f"{name} {text_of(value)}" for name, value in chosen.items()) or "every row"
     checked = 0
     for _, row in rows:
-        for name, bound in bounds.items():
+        for name, bound in asked.items():
             value = value_of(row, name)
             if value is None:
                 continue
             checked += 1
             low, high = bound.get("min"), bound.get("max")
             if (low is not None and value < low) or (high is not None and value > high):
-                yield Miss(_name(row, chosen), f"{name} is {value:g}", f"{name} {_text(bound)}")
+                yield Miss(_name(row, chosen), f"{name} is {value:g}", f"{name} {text_of(bound)}")
     if not checked:
-        yield Miss(about, "no row fits, nothing was checked", f"{', '.join(bounds)} of some row")
-
-
-def _bounds(rule: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
-    for name, value in rule.items():
-        if isinstance(value, dict) and name not in _CHOOSES:
-            if not value or not set(value) <= {"min", "max"}:
-                raise UsageError(f"--expect: {name} = {_text(value)}: a bound has min, max or both")
-            yield name, value
+        yield Miss(about, "no row fits, nothing was checked", f"{', '.join(asked)} of some row")
 
 
 def _fits(chosen: Mapping[str, Any], part: str, row: Row) -> bool:
     for name, wanted in chosen.items():
         value: Any = part if name == "part" else row.get(name)
         if isinstance(wanted, dict):
-            low, high = (_number(wanted[end]) if end in wanted else None for end in ("min", "max"))
-            if value is None or (low is not None and value < low):
-                return False
-            if high is not None and value > high:
+            ends = {end: number_of(each) for end, each in wanted.items()}
+            if value is None or not ends.get("min", value) <= value <= ends.get("max", value):
                 return False
             continue
         options = wanted if isinstance(wanted, list) else [wanted]
         if name == "bytes":
-            options = [_number(each) for each in options]
+            options = [number_of(each) for each in options]
         if value not in options:
             return False
     return True
-
-
-def _number(value: Any) -> float:
-    return parse_size(value) if isinstance(value, str) else float(value)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        signs = {"min": "at least", "max": "at most"}
-        return " and ".join(f"{signs.get(end, end)} {each}" for end, each in value.items())
-    return " or ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _name(row: Row, chosen: Mapping[str, Any]) -> str:
@@ -173,7 +168,8 @@ def _missed_baseline(results: Content, baseline: Content, name: str) -> list[Mis
     changes = compare(baseline, results)
     if not any(change.ratio is not None for change in changes):
         raise UsageError(
-            f"--expect {name}: nothing that was measured is in it: use the flags it was made with"
+            f"--expect {name}: nothing that is measured here is in it: use the flags it was made "
+            "with"
         )
     return [
         Miss(
@@ -205,7 +201,7 @@ def _missed_catalogue(results: Content) -> list[Miss]:
     if not judged:
         where = device or "this machine"
         raise UsageError(
-            f"--expect catalogue: it has no figure for what was measured on {where}: give an "
+            f"--expect catalogue: it has no figure for what is measured on {where}: give an "
             "earlier result or a file of thresholds"
         )
     return missed

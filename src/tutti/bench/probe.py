@@ -57,7 +57,12 @@ def warm_up(probe: Probe, control: Control, device: torch.device, budget: float)
     return reason
 
 
-def run_probes(probes: Sequence[Probe], control: Control, device: torch.device) -> bool:
+def run_probes(
+    probes: Sequence[Probe],
+    control: Control,
+    device: torch.device,
+    after_round: Callable[[], None],
+) -> bool:
     """Measure all probes in rounds; False when somebody asked to stop: less was measured then."""
     for _ in range(_ROUNDS):
         for probe in probes:
@@ -65,6 +70,7 @@ def run_probes(probes: Sequence[Probe], control: Control, device: torch.device) 
                 return False
             probe.seconds.append(_round(probe, control, device))
             probe.wrong_seen += control.total(probe.wrong())
+        after_round()
     return True
 
 

@@ -38,6 +38,9 @@ class Symmetric:
     rows: list[Row] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
+    complete: bool = False  # nothing is missing
+    keep: Callable[[], None] = lambda: None
+    """Called whenever the rows have changed: after a round of probes, and after a size."""
 
     def run(self, sizes: Sequence[int], report: Callable[[list[Row]], None]) -> None:
         """Measure everything; `report` gets rows as soon as they are known. Collective."""
@@ -45,6 +48,7 @@ class Symmetric:
             self._run_probes(heap, stack, report)
         if not self.stopped:
             self._compare_all_reduces(sizes, report)
+        self.complete = not self.stopped
 
     def _run_probes(
         self, heap: Heap, stack: ExitStack, report: Callable[[list[Row]], None]
@@ -60,10 +64,14 @@ class Symmetric:
                     self.skipped.append({"name": probe.name, "reason": reason})
                 else:
                     probes.append(probe)
-        self.stopped = not run_probes(probes, self.control, self.world.device)
-        rows = [row(probe, heap.backend) for probe in probes if probe.seconds]
-        self.rows += rows
-        report(rows)
+
+        def take() -> None:
+            self.rows = [row(probe, heap.backend) for probe in probes if probe.seconds]
+            self.keep()
+
+        self.stopped = not run_probes(probes, self.control, self.world.device, take)
+        take()
+        report(self.rows)
 
     def _compare_all_reduces(
         self, sizes: Sequence[int], report: Callable[[list[Row]], None]
@@ -99,3 +107,4 @@ class Symmetric:
         ]
         self.rows += rows
         report(rows)
+        self.keep()

@@ -1,35 +1,28 @@
 """The table of a sweep, line by line as it grows: nccl-tests' columns, a line for each backend."""
 
-import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from tutti.bench.sizes import format_size
+from tutti.bench.terminal import print_line, usable_width
 
 Row = dict[str, Any]
 _LEFT_WIDTH = 60
 _PLACEMENT_WIDTH = 41
 _SPREAD_WIDTH = 27
-
-
-def usable_width(stream: TextIO) -> int:
-    """Columns of the terminal; a file or a pipe has no end."""
-    if stream.isatty() or "COLUMNS" in os.environ:
-        return shutil.get_terminal_size().columns
-    return 1000
-
-
-def print_line(line: str, stream: TextIO | None = None) -> None:
-    """Print at once; where the reader has gone (`| head`), measuring goes on without one."""
-    stream = stream or sys.stdout
-    try:
-        print(line, file=stream, flush=True)
-    except BrokenPipeError:
-        # Nothing that is printed from here on, nor what is still buffered, may fail again.
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
+_NARROW_WIDTH = 47  # the least: size, backend, time, busbw and ratio
+# Of the short form, in this order: units and widths.
+_COLUMNS = {
+    "time": ("(us)", 9),
+    "algbw": ("(GB/s)", 7),
+    "busbw": ("(GB/s)", 7),
+    "#wrong": ("", 6),
+    "ratio": ("", 7),
+    "min": ("(us)", 9),
+    "p99": ("(us)", 9),
+    "cv%": ("", 6),
+}
 
 
 class Table:
@@ -57,7 +50,7 @@ class Table:
             self._print_head(rows[0])
         if self._narrow:
             for row in rows:
-                self._print(_narrow_line(row, _baseline(row, rows)))
+                self._print(self._narrow_line(row, _baseline(row, rows)))
             return
         lines: dict[tuple[str, str], dict[str, Row]] = {}
         for row in rows:
@@ -82,8 +75,13 @@ class Table:
         ranks = f"{row['ranks']} rank{'s' * (row['ranks'] != 1)}"
         self._print(f"# {row['op']}, {ranks}, {row['dtype']}, redop {row['redop']}")
         if self._narrow:
-            self._print(f"# {'size':>6} {'backend':<12} {'time':>9} {'busbw':>7} {'ratio':>7}")
-            self._print(f"# {'(B)':>6} {'':<12} {'(us)':>9} {'(GB/s)':>7}")
+            columns = {name: _COLUMNS[name] for name in self._narrow_columns}
+            names = "".join(f" {name:>{width}}" for name, (_, width) in columns.items())
+            units = "".join(f" {unit:>{width}}" for unit, width in columns.values())
+            self._print(f"# {'size':>6} {'backend':<12}{names}")
+            self._print(f"# {'(B)':>6} {'':<12}{units}")
+            if self._with_spread and "cv%" not in columns:
+                self._print("# min, p99 and cv have no room here; files have them")
             return
         timing = f" {'timing':<12}" if self._with_timing else ""
         count, spread, blank = len(self._placements), "", ""
@@ -98,6 +96,38 @@ class Table:
         self._print(f"#{' ' * (len(left) - 1)}{where}".rstrip())
         self._print(f"#{left[1:]}{names}")
         self._print(f"#{'(B)':>9} {'(elements)':>10}{' ' * (len(left) - 21)}{units}".rstrip())
+
+    @property
+    def _narrow_columns(self) -> list[str]:
+        """What there is room for beside the least; what was asked for comes first."""
+        told = 13 * (list(self._placements) != ["in"]) + 13 * self._with_timing
+        room = usable_width(self._stream) - _NARROW_WIDTH - told
+        found = {"time", "busbw", "ratio"}
+        for names in (("min", "p99", "cv%"), ("algbw",), ("#wrong",)):
+            width = sum(1 + _COLUMNS[name][1] for name in names)
+            if width <= room and (self._with_spread or "cv%" not in names):
+                found |= {*names}
+                room -= width
+        return [name for name in _COLUMNS if name in found]
+
+    def _narrow_line(self, row: Row, first: Row) -> str:
+        columns, times = self._narrow_columns, row["time_us"]
+        cells = {
+            "time": _time(times["p50"]),
+            "algbw": f"{row['algbw_gbs']:.2f}",
+            "busbw": f"{row['busbw_gbs']:.2f}",
+            "#wrong": str(row["wrong"]),
+            "ratio": _ratio(row, first),
+            "min": _time(times["min"]),
+            "p99": _time(times["p99"]),
+            "cv%": f"{times['cv']:.1%}",
+        }
+        shown = "".join(f" {cells[name]:>{_COLUMNS[name][1]}}" for name in columns)
+        # What most rows have in common goes without saying.
+        place = "" if row["placement"] == "in" else " out-of-place"
+        timing = "" if row["timing"] == "back-to-back" else f" {row['timing']}"
+        wrong = "" if row["wrong"] == 0 or "#wrong" in columns else f" {row['wrong']} WRONG"
+        return f"{format_size(row['bytes']):>8} {row['backend']:<12}{shown}{place}{timing}{wrong}"
 
     def _line(self, by_placement: dict[str, Row], rows: list[Row]) -> str:
         row = next(iter(by_placement.values()))
@@ -122,18 +152,6 @@ class Table:
 
 
 _PLACES = {"in": "in-place", "out": "out-of-place"}
-
-
-def _narrow_line(row: Row, first: Row) -> str:
-    size, time = format_size(row["bytes"]), _time(row["time_us"]["p50"])
-    # What most rows have in common goes without saying.
-    place = "" if row["placement"] == "in" else " out-of-place"
-    timing = "" if row["timing"] == "back-to-back" else f" {row['timing']}"
-    wrong = "" if row["wrong"] == 0 else f" {row['wrong']} WRONG"
-    return (
-        f"{size:>8} {row['backend']:<12} {time:>9} {row['busbw_gbs']:>7.2f} "
-        f"{_ratio(row, first):>7}{place}{timing}{wrong}"
-    )
 
 
 def _baseline(row: Row, rows: list[Row]) -> Row:

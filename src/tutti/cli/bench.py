@@ -1,8 +1,11 @@
 """tutti bench KIND: measure what this machine does, and check what it did."""
 
+import os
+import signal
 from importlib import import_module
 
 from tutti.world.errors import UsageError, did_you_mean
+from tutti.world.identity import identify
 
 _KINDS = {
     "collectives": ("tutti.cli.bench_collectives", "every backend side by side, as nccl-tests"),
@@ -33,5 +36,17 @@ def main(arguments: list[str]) -> int:
         raise UsageError(f"what should be measured? tutti bench {' or '.join(_KINDS)}, see --help")
     if arguments[0] not in _KINDS:
         raise UsageError(f"no kind {arguments[0]!r}: {did_you_mean(arguments[0], _KINDS)}")
+    if identify(os.environ).launcher != "python":
+        _end_at_once_on_ctrl_c()
     code: int = import_module(_KINDS[arguments[0]][0]).main(arguments[1:])
     return code
+
+
+def _end_at_once_on_ctrl_c() -> None:
+    """In a rank, until it measures and stops in good order (Control.stop_on_signals).
+
+    Python's KeyboardInterrupt may come inside torch's import or a destructor, where it is caught or
+    only printed: this rank would go on and wait at the roll call for the others, who have gone.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored (nohup, `&`) stays ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

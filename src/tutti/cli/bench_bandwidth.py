@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.bench.bandwidth_parts import PARTS
-from tutti.bench.expect import Source, read_source
+from tutti.bench.expect import Source
 from tutti.bench.sizes import parse_sizes
-from tutti.bench.table import print_line, usable_width
-from tutti.cli.expectations import missed
+from tutti.bench.terminal import folded, print_line, print_note, usable_width
+from tutti.cli.expectations import expected, missed
 from tutti.cli.flags import parse
+from tutti.cli.kept_files import KeptFiles
 from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.results import check_writable
 from tutti.hardware.cpus import parse_cpu_list
 from tutti.hardware.environment import describe_environment
 from tutti.hardware.gpus import visible_gpu_count
@@ -122,12 +123,15 @@ def _measure(options: Bandwidth, source: Source | None) -> int:
             world, control, places, backend, sizes, options.budget, options.together
         )
         with control.stop_on_signals():
+            files = KeptFiles(_SCHEMA, options.json)
             if world.is_first:
                 _print_head(world, ranks, backend)
+            if world.is_first and options.json is not None:
+                measured.keep = lambda: files.keep(_results(measured, ranks))
             measured.run(parts, _tell if world.is_first else lambda line: None)
-        results = _results(measured, ranks)
-        if world.is_first:
-            _conclude(measured, options, results)
+            results = _results(measured, ranks)
+            if world.is_first:
+                _conclude(measured, files, results)
     if measured.stopped:
         return _INTERRUPTED
     return int((world.is_first and missed(_SCHEMA, results, source)) or measured.wrong > 0)
@@ -152,7 +156,7 @@ def _check(options: Bandwidth) -> Source | None:
         _cpu_lists(options.pin)
     checked_seconds("--budget", options.budget, example=0.2)
     check_writable("--json", options.json)
-    return None if options.expect is None else read_source("--expect", options.expect)
+    return expected(options.expect, "bandwidth", options.device)
 
 
 def _parts(options: Bandwidth, world: "World") -> list[str]:
@@ -209,12 +213,12 @@ def _print_head(world: "World", ranks: list[dict[str, Any]], backend: str) -> No
     for each in ranks:
         bound = "pinned to CPU" if each["pinned"] else "on CPU"
         where = f"{each['host']}, {each['device']}, {bound} {each['cpus']}"
-        print_line(f"# rank {each['rank']}: {where}")
+        print_note(f"rank {each['rank']}: {where}")
     if world.sharing_note:
-        print_line(f"# note: {world.sharing_note}")
+        print_note(f"note: {world.sharing_note}")
     if backend == "gloo" == world.backend:  # shm is the default: say why it is not
-        print_line(f"# note: no shm: {world.reasons['backend']}")
-    print_line(f"# messages by {backend}; GB/s are 1e9 bytes per second")
+        print_note(f"note: no shm: {world.reasons['backend']}")
+    print_note(f"messages by {backend}; GB/s are 1e9 bytes per second")
 
 
 def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -230,7 +234,7 @@ def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any
         "ring_vs_tree": measured.ring_vs_tree,
         "copies": measured.copies,
         "skipped": measured.skipped,
-        "complete": not measured.stopped,
+        "complete": measured.complete,
         "together": measured.together,
         "timing": "p50 over passes; the receiver's clock, after a first window of messages",
         "places": measured.places,
@@ -238,13 +242,14 @@ def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def _conclude(measured: "Measured", options: Bandwidth, results: dict[str, Any]) -> None:
+def _conclude(measured: "Measured", files: KeptFiles, results: dict[str, Any]) -> None:
     from tutti.bench.bandwidth_table import lines
 
-    for line in lines(measured, usable_width(sys.stdout)):
-        print_line(line)
-    if options.json is not None:
-        write_json(options.json, _SCHEMA, results)
-    print_line(f"# Out of bounds values : {measured.wrong} {'FAILED' if measured.wrong else 'OK'}")
+    width = usable_width(sys.stdout)
+    for line in lines(measured, width):
+        for part in folded(line, width):
+            print_line(part)
+    files.write(results)
+    print_note(f"Out of bounds values : {measured.wrong} {'FAILED' if measured.wrong else 'OK'}")
     if measured.stopped:
-        print_line(f"# stopped: {len(measured.pairs)} pairs were measured")
+        print_note(f"stopped: {len(measured.pairs)} pairs were measured")

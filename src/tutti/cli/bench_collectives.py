@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.bench.csv_rows import write_csv
-from tutti.bench.expect import Source, read_source
+from tutti.bench.backend_names import BACKENDS
+from tutti.bench.expect import Source
 from tutti.bench.formulas import OPERATIONS, Operation
 from tutti.bench.sizes import parse_sizes
-from tutti.bench.table import Table, print_line, usable_width
-from tutti.cli.expectations import missed
+from tutti.bench.table import Table
+from tutti.bench.terminal import print_note, usable_width
+from tutti.cli.expectations import check_plan, expected, missed
 from tutti.cli.flags import parse
+from tutti.cli.kept_files import KeptFiles
 from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.results import check_writable
 from tutti.hardware.gpus import visible_gpu_count
 from tutti.world.errors import UsageError, did_you_mean
 from tutti.world.identity import identify
@@ -26,13 +28,10 @@ from tutti.world.timeouts import checked_seconds
 
 if TYPE_CHECKING:
     from tutti.bench.case import Case, Contender
+    from tutti.bench.round_trips import RoundTrips
     from tutti.bench.sweep import Plan, Sweep
     from tutti.world.world import World
 
-BACKENDS = (
-    *("gloo", "shm", "shm-plain", "shm-compiled", "symmetric", "one-shot", "two-shot", "ring"),
-    *("staged", "mpi", "nccl"),
-)
 # Between Ctrl-C and SIGKILL a round is finished and the files are written.
 _GRACE_SECONDS = 30.0
 _INTERRUPTED = 130
@@ -102,7 +101,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Collectives, "tutti bench collectives", arguments)
     operations, sizes, backends = _check(options)
-    source = None if options.expect is None else read_source("--expect", options.expect)
+    source = expected(options.expect, "collectives", options.device)
     if identify(os.environ).launcher != "python":
         return _measure(options, operations, sizes, backends, source)
     command = [sys.executable, "-m", "tutti", "bench", "collectives", *arguments]
@@ -153,28 +152,39 @@ def _measure(
         with told_once(world):
             check_room(largest, world)
         names, control = backends or _default_backends(world), Control()
-        with control.stop_on_signals(), contenders(names, world, largest) as (found, missing):
-            if not found:
-                reasons = "; ".join(f"{each['backend']}: {each['reason']}" for each in missing)
+        files = KeptFiles(_SCHEMA, options.json, options.csv)
+        with control.stop_on_signals():
+            with contenders(names, world, largest) as (found, missing):
+                if not found:
+                    reasons = "; ".join(f"{each['backend']}: {each['reason']}" for each in missing)
+                    with told_once(world):
+                        raise UsageError(f"--backends: {reasons}")
+                if options.group > 1:
+                    found = with_groups(found, options.group, world.device)
+                sweep = Sweep(found, _plan(options), control, world.device, world.nodes == 1)
+                sweep.skipped += missing
                 with told_once(world):
-                    raise UsageError(f"--backends: {reasons}")
-            if options.group > 1:
-                found = with_groups(found, options.group, world.device)
+                    planned = _results(sweep, world, rows, trips) | {"rows": sweep.planned(lines)}
+                    check_plan(_SCHEMA, planned, source)
+                if world.is_first:
+                    _print_head(world, rows, options, found, missing)
+                    if str(trips):
+                        print_note(f"cores: {trips}")
+                placements = {each[0].operation.name: [c.placement for c in each] for each in lines}
+                table = Table(placements, len(_timings(options)), spread=options.spread)
+
+                def report(measured: list[dict[str, Any]]) -> None:
+                    table.add(measured)
+                    files.keep(_results(sweep, world, rows, trips))
+
+                sweep.run(lines, report if world.is_first else lambda measured: None)
+            trips.again()
+            results = _results(sweep, world, rows, trips)
             if world.is_first:
-                _print_head(world, rows, options, found, missing)
-                if str(trips):
-                    print_line(f"# cores: {trips}")
-            sweep = Sweep(found, _plan(options), control, world.device, world.nodes == 1)
-            sweep.skipped += missing
-            placements = {each[0].operation.name: [c.placement for c in each] for each in lines}
-            table = Table(placements, len(_timings(options)), spread=options.spread)
-            sweep.run(lines, table.add if world.is_first else lambda rows: None)
-        trips.again()
-        results = {**_results(sweep, world, rows), "round_trips": trips.rows()}
-        if world.is_first:
-            if moved := trips.moved():
-                print_line(f"# note: {moved}")
-            _conclude(sweep, options, world, results)
+                if moved := trips.moved():
+                    print_note(f"note: {moved}")
+                files.write(results)
+                _conclude(sweep, options, world)
     if sweep.stopped:
         return _INTERRUPTED
     wrong = any(row["wrong"] for row in sweep.rows)
@@ -265,45 +275,42 @@ def _print_head(
         bound = "pinned to CPU" if options.pin else "on CPU"
         threads = f"{row['threads']} thread{'s' * (row['threads'] != 1)}"
         where = f"{row['host']}, {row['device']}, {bound} {row['cpus']}, {threads}"
-        print_line(f"# rank {row['rank']}: {where}")
+        print_note(f"rank {row['rank']}: {where}")
     if world.sharing_note:
-        print_line(f"# note: {world.sharing_note}")
+        print_note(f"note: {world.sharing_note}")
     for contender in found:
         if contender.about:
-            print_line(f"# {contender.name}: {contender.about}")
+            print_note(f"{contender.name}: {contender.about}")
     for each in missing:
-        print_line(f"# {each['backend']} is left out: {each['reason']}")
+        print_note(f"{each['backend']} is left out: {each['reason']}")
 
 
-def _results(sweep: "Sweep", world: "World", rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _results(
+    sweep: "Sweep", world: "World", rows: list[dict[str, Any]], trips: "RoundTrips"
+) -> dict[str, Any]:
     return {
         "rows": sweep.rows,
         "backends": sweep.about,
         "skipped": sweep.skipped,
-        "complete": not sweep.stopped,
+        "complete": sweep.complete,
         "timing": "p50 over calls, each as slow as its slowest rank",
         "world": {"size": world.size, "ranks": rows, "sharing_note": world.sharing_note},
+        "round_trips": trips.rows(),
     }
 
 
-def _conclude(
-    sweep: "Sweep", options: Collectives, world: "World", results: dict[str, Any]
-) -> None:
+def _conclude(sweep: "Sweep", options: Collectives, world: "World") -> None:
     for each in sweep.skipped:
         if "op" in each:
             what = f"{each['backend']} {each['op']} ({each['placement']} of place)"
-            print_line(f"# {what.replace('in of', 'in')} is left out: {each['reason']}")
-    if options.json is not None:
-        write_json(options.json, _SCHEMA, results)
-    if options.csv is not None:
-        write_csv(options.csv, sweep.rows)
+            print_note(f"{what.replace('in of', 'in')} is left out: {each['reason']}")
     if options.save_paths:
         from tutti.bench.path_table import path_table
         from tutti.comm import paths
 
         table = path_table(sweep.rows, world.device.type, world.size, options.dtype)
-        print_line(f"# paths are kept in {paths.save(table)}")
+        print_note(f"paths are kept in {paths.save(table)}")
     wrong = sum(row["wrong"] for row in sweep.rows)
-    print_line(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    print_note(f"Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     if sweep.stopped:
-        print_line(f"# stopped: {len(sweep.rows)} rows were measured")
+        print_note(f"stopped: {len(sweep.rows)} rows were measured")

@@ -10,10 +10,12 @@ import tyro
 
 from tutti.bench.compare import TOLERANCE, VERDICTS, Change, compare, differences
 from tutti.bench.measurements import read_results
-from tutti.bench.table import print_line
+from tutti.bench.terminal import folded, print_line, print_note, usable_width
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.world.errors import UsageError
+
+_FULL_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -66,20 +68,31 @@ def main(arguments: list[str]) -> int:
 
 def _print(changes: list[Change], show: str) -> None:
     shown = [each for each in changes if show == "all" or each.verdict != "same"]
+    width = usable_width(sys.stdout)
+    spreads = width >= _FULL_WIDTH  # a narrow terminal has no room for them
     if shown:
-        heads = f"{'old':>10} {'±':>6} {'new':>10} {'±':>6} {'ratio':>7} {'same within':>11}"
-        print_line(f"# {'verdict':<7} {heads}  what")
+        one, other = ([f"{'±':>6}"] if spreads else [] for _ in range(2))
+        heads = [f"{'old':>10}", *one, f"{'new':>10}", *other, f"{'ratio':>7}", "same within"]
+        print_line(" ".join([f"# {'verdict':<7}", *heads, " what"]))
     for each in sorted(shown, key=lambda each: VERDICTS.index(each.verdict)):
         ratio = "" if each.ratio is None else f"{each.ratio:.3g}"
         limit = "" if each.limit is None else f"{100 * each.limit:.0f} %"
-        print_line(
-            f"  {each.verdict:<7} {_value(each.old):>10} {_part(each.spread_old):>6} "
-            f"{_value(each.new):>10} {_part(each.spread_new):>6} {ratio:>7} {limit:>11}  "
-            f"{each.metric}: {each.name}"
+        one, other = (
+            [f"{_part(spread):>6}"] if spreads else []
+            for spread in (each.spread_old, each.spread_new)
         )
+        cells = [f"  {each.verdict:<7}", f"{_value(each.old):>10}", *one]
+        cells += [f"{_value(each.new):>10}", *other, f"{ratio:>7}", f"{limit:>11}"]
+        row, what = " ".join(cells), f"{each.metric}: {each.name}"
+        if len(row) + 2 + len(what) <= width:
+            print_line(f"{row}  {what}")
+            continue
+        print_line(row)
+        for line in folded(f"{'':10}{what}", width, " " * 10):
+            print_line(line)
     counts = Counter(each.verdict for each in changes)
     told = ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
-    print_line(f"# {told}")
+    print_note(told)
 
 
 def _value(value: float | None) -> str:

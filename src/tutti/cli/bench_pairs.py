@@ -1,20 +1,22 @@
 """tutti bench pairs: a baseline and its optimized form, in turns in one run, results compared."""
 
+import math
 import os
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.bench.expect import Source, read_source
+from tutti.bench.expect import Source
 from tutti.bench.pairs.catalogue import SHIPPED, Listed, choose
-from tutti.bench.table import print_line, usable_width
-from tutti.cli.expectations import missed
+from tutti.bench.terminal import folded, print_line, print_note, readable_width, usable_width
+from tutti.cli.expectations import check_plan, expected, missed
 from tutti.cli.flags import parse
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.kept_files import KeptFiles
+from tutti.cli.mistakes import told_once
+from tutti.cli.results import check_writable
 from tutti.hardware.gpus import visible_gpu_count
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 _GRACE_SECONDS = 30.0
 _INTERRUPTED = 130
 _SCHEMA = "tutti.bench.pairs/1"
+_FULL_WIDTH = 80
 _NAME_WIDTH = max(map(len, SHIPPED))
 
 
@@ -80,13 +83,16 @@ def main(arguments: list[str]) -> int:
     chosen = choose([] if options.only is None else options.only.split(","), options.file)
     if options.list:
         for listed in chosen:
-            print_line(f"{listed.name:<{_NAME_WIDTH}}  {listed.about}")
+            line, indent = f"{listed.name:<{_NAME_WIDTH}}  {listed.about}", " " * (_NAME_WIDTH + 2)
+            for part in folded(line, usable_width(sys.stdout), indent):
+                print_line(part)
         return 0
     if options.rounds < 1:
         raise UsageError(f"--rounds {options.rounds}: use 1 or more, such as 20")
     checked_seconds("--budget", options.budget, example=4)
     check_writable("--json", options.json)
-    source = None if options.expect is None else read_source("--expect", options.expect)
+    names = {"name": [*SHIPPED, *(listed.name for listed in chosen)]}
+    source = expected(options.expect, "pairs", options.device, names)
     if identify(os.environ).launcher != "python":
         return _measure(options, chosen, source)
     gpus = 0 if options.device == "cpu" else visible_gpu_count()
@@ -122,29 +128,43 @@ def _measure(options: Pairs, chosen: "list[Listed]", source: Source | None) -> i
         control = Control()
         budget = options.budget / 10 if options.quick else options.budget
         duels = Duels(Setting(world, options.quick), control, budget, options.rounds)
+        with told_once(world):
+            # Nothing could find these too slow.
+            fastest = {"speedup": math.inf, "spread": {"p25": 1.0, "p75": 1.0}}
+            planned = [{"name": listed.name, **fastest} for listed in chosen]
+            to_come = _results(duels, options, world, ranks) | {"rows": planned}
+            check_plan(_SCHEMA, to_come, source)
         with control.stop_on_signals():
             width = max(_NAME_WIDTH, *(len(listed.name) for listed in chosen))
+            files = KeptFiles(_SCHEMA, options.json)
             if world.is_first:
                 _print_head(world, ranks, options, width)
-            for listed in chosen:
-                row = duels.run(listed)
-                if row is None:
-                    break
-                if world.is_first:
-                    _print_row(row, width)
-        results = {
-            "rows": duels.rows,
-            "speedup": "median over rounds of baseline / optimized, spread: their quartiles",
-            "quick": options.quick,
-            "complete": not duels.stopped,
-            "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
-        }
-        if world.is_first:
-            _conclude(duels, options, results)
+
+            def report(row: dict[str, Any]) -> None:
+                _print_row(row, width)
+                files.keep(_results(duels, options, world, ranks))
+
+            duels.run(chosen, report if world.is_first else lambda row: None)
+            results = _results(duels, options, world, ranks)
+            if world.is_first:
+                files.write(results)
+                _conclude(duels)
     if duels.stopped:
         return _INTERRUPTED
     wrong = any(_is_wrong(row) for row in duels.rows)
     return int((world.is_first and missed(_SCHEMA, results, source)) or wrong)
+
+
+def _results(
+    duels: "Duels", options: Pairs, world: "World", ranks: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "rows": duels.rows,
+        "speedup": "median over rounds of baseline / optimized, spread: their quartiles",
+        "quick": options.quick,
+        "complete": duels.complete,
+        "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
+    }
 
 
 def _is_wrong(row: dict[str, Any]) -> bool:
@@ -155,14 +175,14 @@ def _print_head(world: "World", ranks: list[dict[str, Any]], options: Pairs, wid
     for each in ranks:
         pinned = "pinned to CPU" if each["pinned"] else "on CPU"
         where = f"{each['host']}, {each['device']}, {each['backend']}, {pinned} {each['cpus']}"
-        print_line(f"# rank {each['rank']}: {where}")
+        print_note(f"rank {each['rank']}: {where}")
     if world.sharing_note:
-        print_line(f"# note: {world.sharing_note}")
+        print_note(f"note: {world.sharing_note}")
     if options.quick:
-        print_line("# note: --quick: the workloads are too small for their figures to be quoted")
+        print_note("note: --quick: the workloads are too small for their figures to be quoted")
+    spread = "" if _narrow() else f" {'(spread)':^13}"
     print_line(
-        f"# {'pair':<{width - 2}} {'baseline':>9} {'optimized':>9} {'speed-up':>8} "
-        f"{'(spread)':^13}  check"
+        f"# {'pair':<{width - 2}} {'baseline':>9} {'optimized':>9} {'speed-up':>8}{spread}  check"
     )
     print_line(f"# {'':<{width - 2}} {'(ms)':>9} {'(ms)':>9}")
 
@@ -170,31 +190,34 @@ def _print_head(world: "World", ranks: list[dict[str, Any]], options: Pairs, wid
 def _print_row(row: dict[str, Any], width: int) -> None:
     name = f"{row['name']:<{width}}"
     if row["speedup"] is None:
-        print_line(f"{name} {row['check']}")
+        for line in folded(f"{name} {row['check']}", usable_width(sys.stdout)):
+            print_line(line)
         return
     spread = f"({row['spread']['p25']:.2f}–{row['spread']['p75']:.2f})"
     times = f"{_ms(row['baseline_ms']):>9} {_ms(row['optimized_ms']):>9}"
-    print_line(f"{name} {times} {row['speedup']:>8.2f} {spread:^13}  {row['check']}")
+    figures = f"{name} {times} {row['speedup']:>8.2f}"
+    print_line(f"{figures if _narrow() else f'{figures} {spread:^13}'}  {row['check']}")
     said = ". ".join(each for each in (row["about"], row["note"]) if each)
-    room = min(100, usable_width(sys.stdout))
-    for line in textwrap.wrap(said, room, initial_indent="#   ", subsequent_indent="#   "):
+    for line in folded(f"#   {said}", readable_width(sys.stdout)):
         print_line(line)
+
+
+def _narrow() -> bool:
+    return usable_width(sys.stdout) < _FULL_WIDTH
 
 
 def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.4f}" if milliseconds < 1 else f"{milliseconds:.2f}"
 
 
-def _conclude(duels: "Duels", options: Pairs, results: dict[str, Any]) -> None:
-    if options.json is not None:
-        write_json(options.json, _SCHEMA, results)
+def _conclude(duels: "Duels") -> None:
     measured = [row for row in duels.rows if row["speedup"] is not None]
     faster = sum(row["verdict"] == "faster" for row in measured)
     if measured:
-        print_line(f"# faster beyond their spread: {faster} of {len(measured)}")
+        print_note(f"faster beyond their spread: {faster} of {len(measured)}")
     wrong = sum(map(_is_wrong, duels.rows))
     if wrong:
-        print_line(f"# {wrong} did not give the same results: FAILED")
+        print_note(f"{wrong} did not give the same results: FAILED")
     if duels.stopped:
         pairs = "1 pair was" if len(measured) == 1 else f"{len(measured)} pairs were"
-        print_line(f"# stopped: {pairs} measured")
+        print_note(f"stopped: {pairs} measured")

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.bench.sizes import format_size, parse_sizes
-from tutti.bench.table import print_line, usable_width
+from tutti.bench.terminal import print_line, print_note, usable_width
 from tutti.cli.flags import parse
+from tutti.cli.kept_files import KeptFiles
 from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.results import check_writable
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
@@ -95,22 +96,25 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
         control = Control()
         measured = Measured(world, control, options.budget)
         with control.stop_on_signals():
+            files = KeptFiles("tutti.bench.symmetric/1", options.json)
             if world.is_first:
                 _print_head(world, ranks)
+                measured.keep = lambda: files.keep(_results(measured, ranks))
             measured.run(sizes, _print_rows if world.is_first else lambda rows: None)
-        if world.is_first:
-            _conclude(measured, options, ranks)
+            if world.is_first:
+                files.write(_results(measured, ranks))
+                _conclude(measured)
     return _INTERRUPTED if measured.stopped else int(any(row["wrong"] for row in measured.rows))
 
 
 def _print_head(world: "World", ranks: list[dict[str, Any]]) -> None:
     for each in ranks:
         pinned = "pinned to CPU" if each["pinned"] else "on CPU"
-        print_line(
-            f"# rank {each['rank']}: {each['host']}, {each['device']}, {pinned} {each['cpus']}"
+        print_note(
+            f"rank {each['rank']}: {each['host']}, {each['device']}, {pinned} {each['cpus']}"
         )
     if world.sharing_note:
-        print_line(f"# note: {world.sharing_note}")
+        print_note(f"note: {world.sharing_note}")
     if _narrow():
         print_line(f"# {'':<{_name_width() - 2}} {'size':>5} {'p50 (us)':>9} {'p99':>9}")
         return
@@ -140,19 +144,20 @@ def _name_width() -> int:
     return max(20, min(42, usable_width(sys.stdout) - 26))
 
 
-def _conclude(measured: "Measured", options: Symmetric, ranks: list[dict[str, Any]]) -> None:
+def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    world = measured.world
+    return {
+        "rows": measured.rows,
+        "skipped": measured.skipped,
+        "complete": measured.complete,
+        "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
+    }
+
+
+def _conclude(measured: "Measured") -> None:
     for each in measured.skipped:
-        print_line(f"# {each['name']} is left out: {each['reason']}")
-    if options.json is not None:
-        world = measured.world
-        results = {
-            "rows": measured.rows,
-            "skipped": measured.skipped,
-            "complete": not measured.stopped,
-            "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
-        }
-        write_json(options.json, "tutti.bench.symmetric/1", results)
+        print_note(f"{each['name']} is left out: {each['reason']}")
     wrong = sum(row["wrong"] for row in measured.rows)
-    print_line(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    print_note(f"Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     if measured.stopped:
-        print_line(f"# stopped: {len(measured.rows)} rows were measured")
+        print_note(f"stopped: {len(measured.rows)} rows were measured")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.bench.sizes import format_size, parse_sizes
-from tutti.bench.table import print_line
+from tutti.bench.terminal import print_line, print_note
 from tutti.cli.flags import parse
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.kept_files import KeptFiles
+from tutti.cli.results import check_writable
 from tutti.hardware.gpus import visible_gpu_count
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
@@ -32,7 +33,7 @@ class Tune:
 
     tutti.comm reads it: where a group has several paths (today all_reduce on CUDA, by NCCL or by
     one-shot kernels on symmetric memory), the table decides by size. It is kept for machines like
-    this one and this number of ranks. Ctrl-C writes nothing.
+    this one and this number of ranks. Ctrl-C writes no table.
     """
 
     sizes: str = "1K:8M:x2"
@@ -95,7 +96,7 @@ def _tune(options: Tune, sizes: list[int]) -> int:
         sweep = _measured(options, sizes, world, paths)
         if sweep.stopped:
             if world.is_first:
-                print_line("# stopped: nothing was written")
+                print_note("stopped: no table was written")
             return _INTERRUPTED
         if world.is_first:
             _conclude(options, world, paths, sweep)
@@ -106,10 +107,11 @@ def _nothing_to_choose(options: Tune, world: "World", path: str) -> int:
     device = world.device.type
     why = f"on {device} a group of {world.size} has one path, that of its backend: {path}"
     if world.is_first:
-        print_line(f"# there is nothing to choose: {why}. No table was written, none is needed.")
+        print_note(f"there is nothing to choose: {why}. No table was written, none is needed.")
         if device == "cpu":
-            print_line("# Which backend is fastest: tutti bench collectives --backends gloo,shm")
-        _write(options, world, {"rows": [], "table": None, "written": None, "reason": why})
+            print_note("Which backend is fastest: tutti bench collectives --backends gloo,shm")
+        nothing: dict[str, Any] = {"rows": [], "table": None, "written": None, "complete": True}
+        _files(options).write({**nothing, "reason": why, **_about(world)})
     return 0
 
 
@@ -134,12 +136,17 @@ def _measured(options: Tune, sizes: list[int], world: "World", paths: tuple[str,
     with control.stop_on_signals(), contenders(names, world, largest) as (found, missing):
         sweep = Sweep(found, Plan(budget=options.budget), control, world.device, world.nodes == 1)
         sweep.skipped += missing
-        report = _print_line_of if world.is_first else lambda rows: None
+        files = _files(options)
+
+        def report(rows: list[dict[str, Any]]) -> None:
+            _print_line_of(rows)
+            files.keep({**_results(sweep, paths), **_about(world)})
+
         if world.is_first:
             if world.sharing_note:
-                print_line(f"# note: {world.sharing_note}")
-            print_line(f"# all_reduce, {world.size} ranks, {options.dtype}, p50 in us")
-        sweep.run(lines, report)
+                print_note(f"note: {world.sharing_note}")
+            print_note(f"all_reduce, {world.size} ranks, {options.dtype}, p50 in us")
+        sweep.run(lines, report if world.is_first else lambda rows: None)
     return sweep
 
 
@@ -159,26 +166,20 @@ def _conclude(options: Tune, world: "World", paths: tuple[str, ...], sweep: "Swe
     chosen = settled(measurements(sweep.rows, device))
     table = fastest(chosen, world.size, options.dtype)
     for line in describe(table):
-        print_line(f"# {line}")
+        print_note(line)
     written = None
     if options.dry_run:
-        print_line("# --dry-run: nothing was written")
+        print_note("--dry-run: nothing was written")
     elif table.rows:
         written = save(table)
-        print_line(f"# written to {written}")
-        print_line(
-            f"# worlds of {world.size} ranks on machines like this one ({table.machine}) go by it "
+        print_note(f"written to {written}")
+        print_note(
+            f"worlds of {world.size} ranks on machines like this one ({table.machine}) go by it "
             "from their next start; delete the file, and the defaults hold again"
         )
     content = {"rows": [asdict(row) for row in table.rows], "machine": table.machine}
-    results = {
-        "rows": sweep.rows,
-        "paths": list(paths),
-        "table": content,
-        "written": None if written is None else str(written),
-        "skipped": sweep.skipped,
-    }
-    _write(options, world, results)
+    made = {"table": content, "written": None if written is None else str(written)}
+    _files(options).write({**_results(sweep, paths), **made, **_about(world)})
 
 
 def describe(table: "Table") -> list[str]:
@@ -190,7 +191,22 @@ def describe(table: "Table") -> list[str]:
     return lines
 
 
-def _write(options: Tune, world: "World", results: dict[str, Any]) -> None:
-    if options.json is not None:
-        about = {"size": world.size, "device": world.device.type, "note": world.sharing_note}
-        write_json(options.json, "tutti.bench.tune/1", {**results, "world": about})
+def _files(options: Tune) -> KeptFiles:
+    return KeptFiles("tutti.bench.tune/1", options.json)
+
+
+def _results(sweep: "Sweep", paths: tuple[str, ...]) -> dict[str, Any]:
+    """What is known before there is a table."""
+    return {
+        "rows": sweep.rows,
+        "paths": list(paths),
+        "table": None,
+        "written": None,
+        "skipped": sweep.skipped,
+        "complete": sweep.complete,
+    }
+
+
+def _about(world: "World") -> dict[str, Any]:
+    about = {"size": world.size, "device": world.device.type, "note": world.sharing_note}
+    return {"world": about}

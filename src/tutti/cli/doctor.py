@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from tutti.bench.terminal import readable_width
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.doctor.checklist import examine
@@ -22,8 +23,6 @@ from tutti.world.timeouts import START_TIMEOUT
 
 if TYPE_CHECKING:
     from tutti.doctor.finding import Finding
-
-_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def _names(arguments: Sequence[str], flag: str) -> bool:
 
 def _conclude(patient: Patient, options: Doctor) -> int:
     findings = examine(patient)
-    for line in report(findings, options.all, _WIDTH):
+    for line in report(findings, options.all, readable_width(sys.stdout)):
         print(line)
     if options.fix:
         lines = list(fixes(findings))

@@ -9,26 +9,28 @@ from tutti.world.errors import UsageError
 
 def show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
     """Print a row for each process, of those given or of all there are; returns the rows."""
-    from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
+
+    from tutti.cli.tables import console, fits
 
     accounts = [_read(pid) for pid in pids] if pids else _all_accounts()
     rows = [_row(account) for account in accounts]
-    console = Console()
+    out = console()
     if not rows:
-        console.print("no process of this user on this host has a ledger", highlight=False)
-        return rows
-    if console.width < 100:  # too narrow for a table: a line for each process
-        for row in rows:
-            line = ", ".join(f"{name} {value}" for name, value in row.items() if value)
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        out.print("no process of this user on this host has a ledger")
         return rows
     table = Table(title="operations, as the ledgers of this host say")
     for name in rows[0]:
-        table.add_column(name, overflow="fold")
+        table.add_column(name)
     for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    console.print(table, markup=False)
+        table.add_row(*(escape(str(value)) for value in row.values()))
+    if fits(table, out):
+        out.print(table)
+        return rows
+    for row in rows:  # a line for each process
+        line = ", ".join(f"{name} {value}" for name, value in row.items() if value)
+        out.print(line, markup=False, soft_wrap=True)
     return rows
 
 

@@ -6,15 +6,14 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
+from tutti.cli.tables import console
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 
 if TYPE_CHECKING:
     from tutti.cli.train import Train
-
 
 Results = dict[tuple[float, int], dict[str, Any]]  # summaries by learning rate and ranks
 
@@ -77,7 +76,7 @@ def print_table(results: Results) -> None:
             right = "" if accuracy is None else f"  {100 * accuracy:.2f} %"
             cells.append(f"{found['final_loss']:.4f}{right}")
         table.add_row(f"{rate:g}", *cells)
-    Console().print(table)
+    console().print(table)
 
 
 def _numbers(text: str, flag: str, kind: type[float] | type[int]) -> list[float]:

@@ -25,18 +25,23 @@ def check_writable(flag: str, path: Path | None) -> None:
 
 
 def write_json(path: Path, schema: str, results: dict[str, Any]) -> None:
-    """Write results atomically: a reader sees the old file or the whole new one."""
+    """Write results atomically."""
     content = {
         "schema": schema,
         "command": ["tutti", *sys.argv[1:]],
-        "environment": describe_environment(),
+        "environment": results.get("environment") or describe_environment(),
         **results,
     }
+    write_whole("--json", path, json.dumps(content, indent=2) + "\n")
+
+
+def write_whole(flag: str, path: Path, text: str) -> None:
+    """Write a file atomically: a reader sees the old one or the whole new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(content, indent=2) + "\n")
+        beside.write_text(text)
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise UsageError(f"--json {path}: {error.strerror}: choose another file") from None
+        raise UsageError(f"{flag} {path}: {error.strerror}: choose another file") from None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from tutti.bench.terminal import readable_width
 from tutti.cli.flags import parse, split_at_dashes
 from tutti.cli.results import check_writable, write_json
 from tutti.world.errors import UsageError
@@ -236,16 +237,16 @@ def _measure(
     campaign = Campaign(job, _schedule(options), out, further)
     campaign.make(turns(sizes, options.repeats, sweep))
     if campaign.runs:
-        swept = any(turn for turn in sweep)
+        swept, width = any(turn for turn in sweep), readable_width(sys.stdout)
         scaling = Scaling(campaign.runs, mode)
         results = scaling.results() | {"notes": [*scaling.notes(), *job.notes(sizes)]}
         if swept:
             results |= {"rows": [], "forecast": _NO_FORECAST}
             results["sweep"] = sweep_rows(campaign.runs, mode)
-            print("\n".join(sweep_lines(results["sweep"], results["notes"])))
+            print("\n".join(sweep_lines(results["sweep"], results["notes"], width)))
         else:
             results["sweep"] = []
-            print("\n".join(lines(results)))
+            print("\n".join(lines(results, width)))
         results["complete"] = not campaign.stopped and campaign.failure is None
         results["runs"] = [run.row() for run in campaign.runs]
         _write(options, out, results)

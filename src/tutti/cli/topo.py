@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from tutti.bench.table import usable_width
+from tutti.bench.terminal import usable_width
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.world.errors import UsageError

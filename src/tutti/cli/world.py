@@ -80,28 +80,28 @@ _COLUMNS = (
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    if console.width < 80:  # too narrow for a table: a line for each rank
+    from tutti.cli.tables import console, fits
+
+    out = console()
+    table = Table(title=f"a world of {len(rows)}")
+    for name in _COLUMNS:
+        table.add_column(name.replace("local_rank", "local"))
+    for row in rows:
+        table.add_row(*(str(row[name]) for name in _COLUMNS))
+    if fits(table, out):
+        out.print(table)
+    else:  # a line for each rank
         for row in rows:
-            cells = ", ".join(f"{name} {row[name]}" for name in _COLUMNS)
-            console.print(cells, highlight=False, markup=False)
-    else:
-        table = Table(title=f"a world of {len(rows)}")
-        for name in _COLUMNS:
-            table.add_column(name.replace("local_rank", "local"), overflow="fold")
-        for row in rows:
-            table.add_row(*(str(row[name]) for name in _COLUMNS))
-        console.print(table)
+            out.print(", ".join(f"{name} {row[name]}" for name in _COLUMNS), markup=False)
     # The reasons are the same on every rank, or nearly so: each is printed once.
     for value in rows[0]["reasons"]:
         by_rank = [row["reasons"].get(value, "") for row in rows]
         for reason in dict.fromkeys(by_rank):
             ranks = [str(rank) for rank, seen in enumerate(by_rank) if seen == reason]
             which = "" if len(ranks) == len(rows) else f" (rank {', '.join(ranks)})"
-            console.print(f"  {value}: {reason}{which}", highlight=False, markup=False)
+            out.print(f"  {value}: {reason}{which}", markup=False)
     sharing = max(row["ranks_on_device"] for row in rows)
     if sharing > 1:
-        console.print(f"note: {sharing} ranks share one GPU", highlight=False)
+        out.print(f"note: {sharing} ranks share one GPU")

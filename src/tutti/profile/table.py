@@ -1,4 +1,4 @@
-"""An explanation as text of at most 80 columns."""
+"""An explanation as text: tables of 80 columns, or of 60; sentences as wide as they may be."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -9,14 +9,22 @@ from tutti.bench.sizes import format_bytes
 from tutti.profile.explain import RATIO_LIMIT
 from tutti.profile.parts import PART_TITLES, PARTS
 
+_FULL_WIDTH = 80
 _MOST_RANKS = 16
 _MOST_ROWS = 8
 _MOST_ADVICE = 5
 _MUCH = 1.1  # of recording's cost: below, the few steps before do not tell
 
 
-def lines(rows: dict[str, Any]) -> Iterator[str]:
+def lines(rows: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[str]:
     """The lines to print."""
+    for line in _lines(rows, width < _FULL_WIDTH):
+        # What is longer is a sentence: tables keep to their width.
+        indent = "    " if line.startswith(" ") else "  "
+        yield from _wrapped(line, width, indent) if len(line) > width else [line]
+
+
+def _lines(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
     ranks = rows["ranks"]
     shown = ranks if len(ranks) <= _MOST_RANKS else _interesting(rows)
     backends = "+".join(sorted({each["backend"] for each in ranks}))
@@ -26,19 +34,34 @@ def lines(rows: dict[str, Any]) -> Iterator[str]:
         f"{_count(len(ranks), 'rank')}, {backends}; the {clock}'s time, in % of the step"
     )
     yield ""
-    yield "rank  step ms" + "".join(f"{PART_TITLES.get(name, name):>8}" for name in PARTS)
+    titles = {name: PART_TITLES.get(name, name) for name in PARTS}
+    room = {name: len(title) + 1 if narrow else 8 for name, title in titles.items()}
+    head = "rank   ms" if narrow else "rank  step ms"
+    yield head + "".join(f"{titles[name]:>{room[name]}}" for name in PARTS)
     for each in shown:
-        shares = "".join(f"{100 * each['parts_share'][name]:8.1f}" for name in PARTS)
-        yield f"{each['rank']:>4}{1e3 * each['step_s']['mean']:>9.2f}{shares}"
+        step, digits = 1e3 * each["step_s"]["mean"], 0 if narrow else 1
+        shares = (f"{100 * each['parts_share'][n]:>{room[n]}.{digits}f}" for n in PARTS)
+        time = f"{_short(step):>5}" if narrow else f"{step:>9.2f}"
+        yield f"{each['rank']:>4}{time}{''.join(shares)}"
     if len(shown) < len(ranks):
         yield f"      … {len(ranks) - len(shown)} more ranks: --json has them"
     yield from _balance(ranks)
     yield ""
-    yield from _communication(rows)
+    yield from _communication(rows, narrow)
     yield from _late(rows)
     yield from _to_try(rows)
     for note in rows["notes"]:
-        yield from wrap(f"note: {note}", 80, subsequent_indent="  ")
+        yield f"note: {note}"
+
+
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
+    return wrap(
+        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -70,7 +93,7 @@ def _range(values: list[float], unit: str) -> str:
     return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
 
 
-def _communication(rows: dict[str, Any]) -> Iterator[str]:
+def _communication(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
     ranks = rows["ranks"]
     if not rows["comm"]:
         yield "nothing is communicated"
@@ -91,15 +114,20 @@ def _communication(rows: dict[str, Any]) -> Iterator[str]:
         )
     yield from _buckets(rows)
     yield ""
-    yield "operation      axis  ranks    size count    p50 ms total ms waits ms busbw GB/s"
+    if narrow:
+        yield "operation      axis      size    p50 ms waits ms busbw GB/s"
+    else:
+        yield "operation      axis  ranks    size count    p50 ms total ms waits ms busbw GB/s"
     for each in rows["comm"][:_MOST_ROWS]:
         size = "?" if each["bytes"] is None else format_bytes(each["bytes"])
         bus = "" if each["busbw_gbs"] is None else f"{each['busbw_gbs']:.3f}"
         moved = each["transfer_s"]
+        group = "" if narrow else f"{each['ranks']:>5}"
+        count = "" if narrow else f"{each['count']:>6}"
+        total = "" if narrow else f"{1e3 * moved['total']:>9.2f}"
         yield (
-            f"{each['op']:<15}{each['axis'] or '?':<6}{each['ranks']:>5}{size:>8}"
-            f"{each['count']:>6}{1e3 * moved['p50']:>10.3f}{1e3 * moved['total']:>9.2f}"
-            f"{1e3 * each['wait_s']['mean']:>9.3f}{bus:>11}"
+            f"{each['op']:<15}{each['axis'] or '?':<6}{group}{size:>8}{count}"
+            f"{1e3 * moved['p50']:>10.3f}{total}{1e3 * each['wait_s']['mean']:>9.3f}{bus:>11}"
         )
     if len(rows["comm"]) > _MOST_ROWS:
         yield f"… {len(rows['comm']) - _MOST_ROWS} more rows: --json has them"
@@ -140,13 +168,7 @@ def _to_try(rows: dict[str, Any]) -> Iterator[str]:
             gain = (
                 f" (-{1e3 * each['gain_s']:.1f} ms, {100 * each['gain_share']:.0f} % of the step)"
             )
-        yield from wrap(
-            f"{each['finding']}; {each['try']}{gain}",
-            80,
-            initial_indent="- ",
-            subsequent_indent="  ",
-            break_on_hyphens=False,
-        )
+        yield f"- {each['finding']}; {each['try']}{gain}"
 
 
 def _late(rows: dict[str, Any]) -> Iterator[str]:

@@ -66,17 +66,19 @@ def _wins(row: dict[str, Any], runs: Sequence[Measured], mode: Mode) -> bool:
     return bool(others)
 
 
-def sweep_lines(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> Iterator[str]:
+def sweep_lines(
+    rows: Sequence[dict[str, Any]], notes: Sequence[str], width: int = 80
+) -> Iterator[str]:
     """One table: a block for each value."""
     if not rows:
         return
-    head, _ = [*table(rows[:1], rows[0]["unit"])]
+    head, _ = [*table(rows[:1], rows[0]["unit"], width)]
     yield head
     for before, row in pairwise([None, *rows]):
         assert row is not None
         if before is None or before["flags"] != row["flags"]:
             yield " ".join(f"--{flag} {value}" for flag, value in row["flags"].items())
-        yield table_line(row)
+        yield table_line(row, width)
     yield ""
     sizes = sorted({row["ranks"] for row in rows})
     for ranks in sizes:
@@ -92,4 +94,4 @@ def sweep_lines(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> Iterato
         else:
             flags = " ".join(f"--{flag} {value}" for flag, value in best["flags"].items())
             yield f"{where} {flags} is best: ahead of every other in its quartiles"
-    yield from note_lines(notes)
+    yield from note_lines(notes, width)

@@ -9,7 +9,7 @@ their lower to their upper quartile: half of all rounds lie within it.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -49,18 +49,21 @@ class Duels:
     def __init__(self, setting: Setting, control: Control, budget: float, rounds: int) -> None:
         self.rows: list[Row] = []
         self.stopped = False
+        self.complete = False  # nothing is missing
         self._setting = setting
         self._control = control
         self._budget = budget
         self._rounds = rounds
 
-    def run(self, listed: Listed) -> Row | None:
-        """Measure a pair; its row, or None when somebody asked to stop. Collective."""
-        row = self._row(listed)
-        if self.stopped:
-            return None
-        self.rows.append(row)
-        return row
+    def run(self, chosen: Iterable[Listed], report: Callable[[Row], None]) -> None:
+        """Measure pairs; `report` gets the row of each as soon as it is known. Collective."""
+        for listed in chosen:
+            row = self._row(listed)
+            if self.stopped:
+                return
+            self.rows.append(row)
+            report(row)
+        self.complete = True
 
     def _row(self, listed: Listed) -> Row:
         named = {"name": listed.name, "about": listed.about}
