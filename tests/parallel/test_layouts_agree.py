@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import tutti
 from tutti.models import GPT, GPTConfig, WideResNet, WideResNetConfig
 from tutti.parallel import EngineOptions, Layout, build_engine
+from tutti.parallel.blocks import compile_blocks
 from tutti.parallel.clipping import clip_by_global_norm
 from tutti.parallel.engine import Engine, Objective
 from tutti.parallel.options import ParallelOptions
@@ -164,6 +165,26 @@ def _gradients(world: tutti.World) -> dict[str, float]:
     return told
 
 
+def _compiled(world: tutti.World) -> dict[str, float]:
+    """As --compile does it, with a backend that writes no C++, which would take a minute.
+
+    Two sizes of batch, as at the end of an epoch.
+    """
+    inputs, targets = _tokens(world.device)
+    told = {}
+    for name, whole in {"dp2": False, "shard2": False, "tp2": False, "tp2, whole": True}.items():
+        layout = name.split(",")[0]
+        options = ParallelOptions(layout=layout, sequence_parallel=not whole)
+        engine = build_engine(_gpt(), world, None, options, example=inputs[:1])
+        compile_blocks(engine.model, backend="aot_eager")
+        for size in (8, 4):
+            x, y = inputs[:size], targets[:size]
+            engine.model.zero_grad()
+            _step(engine, x, y, [size // engine.grid.layout.data_ranks] * 2)
+            told[f"{name}, {size}"] = _error(engine, _plain(_gpt().to(world.device), x, y)[1])
+    return told
+
+
 def _batch_norms(world: tutti.World) -> dict[str, Any]:
     """Sharded, and synchronised over all that have other samples: as one device sees it."""
     told = {}
@@ -271,6 +292,13 @@ def test_recomputing_leaves_running_statistics_alone(four: list[dict[str, Any]])
     for rank in four:
         assert len(rank["recomputed norms"]) == 4
         assert max(rank["recomputed norms"].values()) == 0
+
+
+@pytest.mark.timeout(300)
+def test_compiled_blocks_give_the_gradients_of_one_device() -> None:
+    for rank in in_world(_compiled, 2, timeout=240):
+        assert len(rank) == 8
+        assert not {n: error for n, error in rank.items() if not error < TOLERANCE}
 
 
 def _on_a_gpu(world: tutti.World) -> dict[str, float]:

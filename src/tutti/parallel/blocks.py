@@ -1,6 +1,7 @@
 """The blocks that a model is stacked from: the units that are recomputed, compiled and sharded."""
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -15,11 +16,14 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if block not in nested]
 
 
-def compile_blocks(model: nn.Module) -> None:
+def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
     """Compile block by block, in place: all blocks are alike, so one graph serves them all.
 
     One graph of the whole would also give DDP its gradients all at once, at the end, and nothing
     would be left to overlap.
     """
+    split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     for block in repeated_blocks(model) or [model]:
-        block.compile()
+        # One graph for all sizes of batch cannot be had where matrices are split (RecursionError,
+        # torch 2.13): then each size, of which there are two or three, has its own.
+        block.compile(backend=backend, dynamic=False if split else None)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -63,7 +64,9 @@ def tensor_parallel(
     mesh = grid.mesh["tp"]
     ties = shared_parameters(model)
     for name in _present(model, plan):
-        parallelize_module(model.get_submodule(name), mesh, styles[name])
+        layer = parallelize_module(model.get_submodule(name), mesh, styles[name])
+        if plan[name] == "vocabulary":
+            layer.register_forward_hook(_arrived)
     _tie_again(model, ties)
     place_noise(model, grid, plan, split_stream=sequence_parallel)
 
@@ -116,6 +119,15 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
         output_layouts=Shard(-1) if split_logits else Replicate(),
         use_local_output=not split_logits,
     )
+
+
+def _arrived(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """The stream as a plain tensor, not as one whose parts are still on their way.
+
+    A compiled block that is given such a one sends it a gradient that DTensor cannot read (torch
+    2.13). The copy is small beside all that follows, which would wait for the parts anyway.
+    """
+    return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
 
 
 class Whole(ParallelStyle):
