@@ -261,7 +261,7 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
             return work
         return self._issue(Call(native.BARRIER, opts.asyncOp, opts.timeout))
 
-    # torch 2.11 and 2.12 call these by the names on the left, 2.13 by those on the right.
+    # torch 2.11 and 2.12 call these by the names on the left, later ones by those on the right.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -334,6 +334,10 @@ class PythonGroup(_TorchGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
+        if self not in distributed_c10d._world.pg_map:
+            # By this torch 2.15 knows, while it makes a group, that the group is written in
+            # Python: hooks on its calls would ask for a backend that it does not have.
+            return []
         types = [torch.device("cpu")]
         return [*types, torch.device("cuda")] if self._cuda else types
 
