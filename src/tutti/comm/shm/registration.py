@@ -5,6 +5,7 @@ otherwise `tutti.comm.shm.register()` does the same by hand. Nothing is loaded b
 group is made.
 """
 
+import functools
 import os
 import sys
 import warnings
@@ -144,6 +145,8 @@ def make(
     options = options or ShmOptions()
     # What is missing here is said before anyone waits for this rank.
     core, module = native.core(), _front_module(options)
+    if module is None and options.front == "auto" and (ranks[rank] if ranks else rank) == 0:
+        _say_that_it_is_plain()
     place.add_sink(_note_place)
     place.start_noting_places()
     meeting = meet(
@@ -173,6 +176,13 @@ def make(
         else:  # which owns it
             local.shutdown()
         raise
+
+
+@functools.cache  # once in a process
+def _say_that_it_is_plain() -> None:
+    from tutti.comm.shm.compiled import compiled_front
+
+    print(f"note: shm with its {compiled_front()[1]}", file=sys.stderr)
 
 
 def _note_place(text: str) -> None:
