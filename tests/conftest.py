@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from worlds import standing_processes
 
@@ -26,6 +27,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # For torch's threads, here and in all ranks: those that wait sleep, and leave the cores to others.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Properties are searched without a clock: how long an example takes says nothing of it.
+settings.register_profile("no clock", deadline=None)
+settings.load_profile("no clock")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tutti import comm
 from tutti.bench.path_table import path_table
 from tutti.comm import paths
+from tutti.comm.members import Members
 from tutti.comm.paths import Choice, Measured, Row, Table, choose
 from tutti.comm.shm import ShmOptions
 from tutti.comm.shm.compiled import compiled_front
@@ -233,3 +235,15 @@ def test_on_cuda_small_all_reduces_go_by_symmetric_memory_unless_measured_slower
     for small, large in in_world(_by_size, ranks, gpu=True):
         assert f"goes by nccl: the fastest from 0 bytes when measured with {ranks} ranks" in small
         assert "goes by nccl" in large
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-lazy", "NCCL"])
+def test_whatever_torch_calls_its_nccl_it_is_one_path(name: str) -> None:
+    class Group:
+        def name(self) -> str:
+            return name
+
+    members, group = object.__new__(Members), Group()
+    members._backends = {}
+    members._group = weakref.ref(group)  # type: ignore[arg-type]
+    assert members.backend("cuda") == "nccl"

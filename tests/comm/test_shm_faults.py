@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from forked_ranks import forked
 from shm_cases import group_of, reduce_scatter_flat
-from tutti.comm.shm import compiled, set_where
+from tutti.comm.shm import compiled, registration, set_where
 from tutti.comm.shm.registration import ShmOptions, make
 from tutti.world.errors import UsageError
 from worlds import in_world, run_command
@@ -257,6 +257,17 @@ def test_a_missing_front_is_said_before_any_memory_is_taken(
     with pytest.raises(UsageError, match="front='compiled': it was not built"):
         make(dist.HashStore(), 0, 1, timedelta(seconds=20), "odd", [0], ShmOptions("compiled"))
     assert memory_of_groups() == before
+
+
+def test_rank_0_says_once_that_the_plain_front_serves_in_place_of_the_compiled_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = "plain front: the compiled one is for torch 2.11.0, not 2.15.0"
+    monkeypatch.setattr(compiled, "compiled_front", lambda: (None, reason))
+    registration._say_that_it_is_plain.cache_clear()
+    for name in ("one", "other"):
+        make(dist.HashStore(), 0, 1, timedelta(seconds=20), name).shutdown()
+    assert capsys.readouterr().err == f"note: shm with its {reason}\n"
 
 
 SCRIPT = """

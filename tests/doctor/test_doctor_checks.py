@@ -140,6 +140,12 @@ CASES: list[Case] = [
         lambda: found(replace(plain(), versions={"torch": "2.7.1"})),
     ),
     (
+        "warn",
+        "versions.torch",
+        "machine",
+        lambda: found(replace(plain(), versions={"torch": "3.0.0"})),
+    ),
+    (
         "fail",
         "versions.cuda",
         "machine",

@@ -48,7 +48,8 @@ def main() -> None:
     except KeyboardInterrupt:
         print("tutti: interrupted", file=sys.stderr)
         code = 130
-    gc.freeze()  # or the interpreter's last collections walk all of torch: half a second
+    if "triton" not in sys.modules:  # which complains at length of what is not collected
+        gc.freeze()  # or the interpreter's last collections walk all of torch: half a second
     sys.exit(code)
 
 

@@ -57,7 +57,9 @@ class Members:
                 name = str(group._get_backend(torch.device(device_type)).name())
             else:  # a process group written in Python is its own backend
                 name = str(group.name())
-            self._backends[device_type] = name = name.lower()
+            name = name.lower()
+            # torch 2.15 has three that are NCCL: nccl (its nccl-legacy), nccl2 and nccl-lazy.
+            self._backends[device_type] = name = "nccl" if name.startswith("nccl") else name
         return name
 
     @property

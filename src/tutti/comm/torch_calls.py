@@ -1,4 +1,4 @@
-"""The one place that calls torch's process groups, by the names of torch 2.11 to 2.13.
+"""The one place that calls torch's process groups, by the names of torch 2.11 to 2.15.
 
 2.13 renames _allgather_base, _reduce_scatter_base and alltoall_base to all_gather_single,
 reduce_scatter_single and all_to_all_single, and warns at the old public functions. The methods of

@@ -7,7 +7,7 @@ from tutti.doctor.finding import Skip, Verdict, fail, fine, warn
 from tutti.doctor.known import gpus, parse_version
 from tutti.hardware.machine import Machine
 
-_OLDEST, _NEWEST = (2, 11), (2, 13)
+_OLDEST, _NEWEST = (2, 11), (2, 15)
 _RAS = (2, 24)
 
 
@@ -25,7 +25,7 @@ def _torch(machine: Machine) -> Iterator[Verdict]:
         command = "pip install 'torch>=2.11'"
         yield fail("machine", f"torch {text}", "2.11 or newer", "", command)
     elif version > _NEWEST:
-        yield warn("machine", f"torch {text}", "2.11 to 2.13 are tested", "expect small surprises")
+        yield warn("machine", f"torch {text}", "2.11 to 2.15 are tested", "expect small surprises")
     else:
         yield fine(f"torch {text}")
 
@@ -73,7 +73,7 @@ CHECKS = (
         "versions.torch",
         "the version of torch",
         "tutti uses what torch has had since 2.11",
-        "install a torch from 2.11 to 2.13",
+        "install a torch from 2.11 to 2.15",
         on_machine(_torch),
     ),
     Check(

@@ -15,6 +15,7 @@ split tensors gives one that is split or waits to be summed. Between the layers 
 tensors are plain ones, this rank's part.
 """
 
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -92,11 +93,14 @@ def overlap_matrix_products(grid: Grid, options: ParallelOptions, compiled: bool
         raise UsageError(
             "--async-tp needs CUDA, --compile and --sequence-parallel: add them or leave it out"
         )
-    from torch._inductor import config  # no public name for it in torch 2.11 to 2.13
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    from torch._inductor import config  # no public name for it in torch 2.11 to 2.15
+    from torch.distributed import _symmetric_memory as symmetric
 
     config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(grid.group("tp").group_name)
+    # torch calls this needless already in 2.11, where the compiler still asks whether it was made.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        symmetric.enable_symm_mem_for_group(grid.group("tp").group_name)
 
 
 def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> ParallelStyle:

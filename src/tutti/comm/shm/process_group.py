@@ -204,7 +204,7 @@ class PythonGroup(TorchGroup):
             return work
         return self._issue(Call(native.BARRIER, opts.asyncOp, opts.timeout))
 
-    # torch 2.11 and 2.12 call these by the names on the left, 2.13 by those on the right.
+    # torch 2.11 and 2.12 call these by the names on the left, later ones by those on the right.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

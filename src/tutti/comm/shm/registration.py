@@ -5,6 +5,7 @@ otherwise `tutti.comm.shm.register()` does the same by hand. Nothing is loaded b
 group is made.
 """
 
+import functools
 import os
 import sys
 import warnings
@@ -34,6 +35,10 @@ def register() -> None:
     if not dist.is_available() or hasattr(dist.Backend, "SHM"):
         return
     dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+    # The flight recorder of torch 2.15 records every call of a backend that is not named here: half
+    # as much again as a small all_reduce takes. Our errors say themselves who is late, and where.
+    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add("shm")
 
 
 def autoload() -> None:
@@ -140,6 +145,8 @@ def make(
     options = options or ShmOptions()
     # What is missing here is said before anyone waits for this rank.
     core, module = native.core(), _front_module(options)
+    if module is None and options.front == "auto" and (ranks[rank] if ranks else rank) == 0:
+        _say_that_it_is_plain()
     place.add_sink(_note_place)
     place.start_noting_places()
     meeting = meet(
@@ -169,6 +176,13 @@ def make(
         else:  # which owns it
             local.shutdown()
         raise
+
+
+@functools.cache  # once in a process
+def _say_that_it_is_plain() -> None:
+    from tutti.comm.shm.compiled import compiled_front
+
+    print(f"note: shm with its {compiled_front()[1]}", file=sys.stderr)
 
 
 def _note_place(text: str) -> None:

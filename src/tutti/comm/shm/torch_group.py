@@ -100,6 +100,10 @@ class TorchGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
+        if self not in distributed_c10d._world.pg_map:
+            # By this torch 2.15 knows, while it makes a group, that the group is written in
+            # Python: hooks on its calls would ask for a backend that it does not have.
+            return []
         types = [torch.device("cpu")]
         return [*types, torch.device("cuda")] if self._cuda else types
 
