@@ -5,11 +5,13 @@ the largest gradient of a parameter; 1e-12 catches any wrong factor, sum or sign
 """
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 import tutti
@@ -185,6 +187,31 @@ def _compiled(world: tutti.World) -> dict[str, float]:
     return told
 
 
+def _compiled_and_recomputed(world: tutti.World) -> dict[str, Any]:
+    """Both at once: that it is right is not enough, as an uncompiled block is right as well."""
+    inputs, targets = _tokens(world.device)
+    gradients = _plain(_gpt().to(world.device), inputs, targets)[1]
+    shares = {"dp2": [4, 4], "tp2": [8, 8]}
+    told = {}
+    for layout, what in (("dp2", "full"), ("tp2", "full"), ("tp2", "selective")):
+        torch.compiler.reset()
+        counters.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            quick = functools.partial(compile_blocks, backend="aot_eager")
+            patch.setattr("tutti.parallel.techniques.compile_blocks", quick)
+            options = ParallelOptions(layout=layout)
+            engine = build_engine(
+                *(_gpt(), world, None, options), example=inputs[:1], recompute=what, compile=True
+            )
+        _step(engine, inputs, targets, shares[layout])
+        told[f"{layout}, {what}"] = {
+            "error": _error(engine, gradients),
+            "graphs": counters["stats"]["unique_graphs"],
+            "breaks": len(counters["graph_break"]),
+        }
+    return told
+
+
 def _batch_norms(world: tutti.World) -> dict[str, Any]:
     """Sharded, and synchronised over all that have other samples: as one device sees it."""
     told = {}
@@ -299,6 +326,14 @@ def test_compiled_blocks_give_the_gradients_of_one_device() -> None:
     for rank in in_world(_compiled, 2, timeout=240):
         assert len(rank) == 8
         assert not {n: error for n, error in rank.items() if not error < TOLERANCE}
+
+
+def test_blocks_are_compiled_where_they_are_recomputed_too() -> None:
+    for rank in in_world(_compiled_and_recomputed, 2, timeout=240):
+        assert len(rank) == 3
+        for name, told in rank.items():
+            assert told["error"] < TOLERANCE, name
+            assert (told["graphs"], told["breaks"]) == (1, 0), name  # one for all blocks
 
 
 def _on_a_gpu(world: tutti.World) -> dict[str, float]:
