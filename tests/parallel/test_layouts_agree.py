@@ -20,7 +20,8 @@ from tutti.parallel import EngineOptions, Layout, build_engine
 from tutti.parallel.blocks import compile_blocks
 from tutti.parallel.clipping import clip_by_global_norm
 from tutti.parallel.engine import Engine, Objective
-from tutti.parallel.options import ParallelOptions
+from tutti.parallel.options import ParallelOptions, Recompute
+from tutti.parallel.recompute import recompute_activations
 from tutti.parallel.tensor import loss_context
 from tutti.train.task import Task
 from worlds import in_world
@@ -334,6 +335,20 @@ def test_blocks_are_compiled_where_they_are_recomputed_too() -> None:
         for name, told in rank.items():
             assert told["error"] < TOLERANCE, name
             assert (told["graphs"], told["breaks"]) == (1, 0), name  # one for all blocks
+
+
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_one_rank_compiles_the_whole_with_blocks_that_are_recomputed(what: Recompute) -> None:
+    """As --compile does it on one rank: the compiler meets torch's checkpoint in its own graph."""
+    inputs, targets = _tokens(torch.device("cpu"))
+    gradients = _plain(_gpt(), inputs, targets)[1]
+    torch.compiler.reset()
+    model = _gpt()
+    recompute_activations(model, what)
+    whole = torch.compile(lambda x, y: TASK.loss_sum(model(x), y), backend="aot_eager")
+    (whole(inputs, targets) / targets.numel()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name])
 
 
 def _on_a_gpu(world: tutti.World) -> dict[str, float]:
