@@ -15,7 +15,14 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 import tutti
-from tutti.models import GPT, GPTConfig, WideResNet, WideResNetConfig
+from tutti.models import (
+    GPT,
+    EfficientNet,
+    EfficientNetConfig,
+    GPTConfig,
+    WideResNet,
+    WideResNetConfig,
+)
 from tutti.parallel import EngineOptions, Layout, build_engine
 from tutti.parallel.blocks import compile_blocks
 from tutti.parallel.clipping import clip_by_global_norm
@@ -349,6 +356,16 @@ def test_one_rank_compiles_the_whole_with_blocks_that_are_recomputed(what: Recom
     (whole(inputs, targets) / targets.numel()).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name])
+
+
+def test_a_model_of_many_different_blocks_is_compiled_to_its_end() -> None:
+    model = EfficientNet(EfficientNetConfig(stem_stride=2)).eval()
+    torch.compiler.reset()
+    counters.clear()
+    compile_blocks(model, backend="eager")
+    with torch.no_grad():
+        model(torch.randn(1, 3, 32, 32))
+    assert counters["frames"]["total"] == counters["frames"]["ok"] > 8  # torch's own limit
 
 
 def _on_a_gpu(world: tutti.World) -> dict[str, float]:

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+_SIZES_OF_BATCH = 4  # whole, at the end of an epoch, and both in evaluation
+
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks a model is stacked from: classes of its own in a list, dict or sequence."""
@@ -30,7 +32,11 @@ def compile_blocks(
     # One graph for all sizes of batch cannot be had where matrices are split (RecursionError,
     # torch 2.13): then each size, of which there are two or three, has its own.
     dynamic = False if split else None
-    for block in repeated_blocks(model) or [model]:
+    blocks = repeated_blocks(model) or [model]
+    # Blocks that differ in size have a graph each, and past a limit the compiler would give up.
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, _SIZES_OF_BATCH * len(blocks))
+    for block in blocks:
         if forward_only:
             block.forward = torch.compile(block.forward, backend=backend, dynamic=dynamic)
         else:
