@@ -5,20 +5,30 @@ the largest gradient of a parameter; 1e-12 catches any wrong factor, sum or sign
 """
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 import tutti
-from tutti.models import GPT, GPTConfig, WideResNet, WideResNetConfig
+from tutti.models import (
+    GPT,
+    EfficientNet,
+    EfficientNetConfig,
+    GPTConfig,
+    WideResNet,
+    WideResNetConfig,
+)
 from tutti.parallel import EngineOptions, Layout, build_engine
 from tutti.parallel.blocks import compile_blocks
 from tutti.parallel.clipping import clip_by_global_norm
 from tutti.parallel.engine import Engine, Objective
-from tutti.parallel.options import ParallelOptions
+from tutti.parallel.options import ParallelOptions, Recompute
+from tutti.parallel.recompute import recompute_activations
 from tutti.parallel.tensor import loss_context
 from tutti.train.task import Task
 from worlds import in_world
@@ -185,6 +195,31 @@ def _compiled(world: tutti.World) -> dict[str, float]:
     return told
 
 
+def _compiled_and_recomputed(world: tutti.World) -> dict[str, Any]:
+    """Both at once: that it is right is not enough, as an uncompiled block is right as well."""
+    inputs, targets = _tokens(world.device)
+    gradients = _plain(_gpt().to(world.device), inputs, targets)[1]
+    shares = {"dp2": [4, 4], "tp2": [8, 8]}
+    told = {}
+    for layout, what in (("dp2", "full"), ("tp2", "full"), ("tp2", "selective")):
+        torch.compiler.reset()
+        counters.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            quick = functools.partial(compile_blocks, backend="aot_eager")
+            patch.setattr("tutti.parallel.techniques.compile_blocks", quick)
+            options = ParallelOptions(layout=layout)
+            engine = build_engine(
+                *(_gpt(), world, None, options), example=inputs[:1], recompute=what, compile=True
+            )
+        _step(engine, inputs, targets, shares[layout])
+        told[f"{layout}, {what}"] = {
+            "error": _error(engine, gradients),
+            "graphs": counters["stats"]["unique_graphs"],
+            "breaks": len(counters["graph_break"]),
+        }
+    return told
+
+
 def _batch_norms(world: tutti.World) -> dict[str, Any]:
     """Sharded, and synchronised over all that have other samples: as one device sees it."""
     told = {}
@@ -299,6 +334,38 @@ def test_compiled_blocks_give_the_gradients_of_one_device() -> None:
     for rank in in_world(_compiled, 2, timeout=240):
         assert len(rank) == 8
         assert not {n: error for n, error in rank.items() if not error < TOLERANCE}
+
+
+def test_blocks_are_compiled_where_they_are_recomputed_too() -> None:
+    for rank in in_world(_compiled_and_recomputed, 2, timeout=240):
+        assert len(rank) == 3
+        for name, told in rank.items():
+            assert told["error"] < TOLERANCE, name
+            assert (told["graphs"], told["breaks"]) == (1, 0), name  # one for all blocks
+
+
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_one_rank_compiles_the_whole_with_blocks_that_are_recomputed(what: Recompute) -> None:
+    """As --compile does it on one rank: the compiler meets torch's checkpoint in its own graph."""
+    inputs, targets = _tokens(torch.device("cpu"))
+    gradients = _plain(_gpt(), inputs, targets)[1]
+    torch.compiler.reset()
+    model = _gpt()
+    recompute_activations(model, what)
+    whole = torch.compile(lambda x, y: TASK.loss_sum(model(x), y), backend="aot_eager")
+    (whole(inputs, targets) / targets.numel()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name])
+
+
+def test_a_model_of_many_different_blocks_is_compiled_to_its_end() -> None:
+    model = EfficientNet(EfficientNetConfig(stem_stride=2)).eval()
+    torch.compiler.reset()
+    counters.clear()
+    compile_blocks(model, backend="eager")
+    with torch.no_grad():
+        model(torch.randn(1, 3, 32, 32))
+    assert counters["frames"]["total"] == counters["frames"]["ok"] > 8  # torch's own limit
 
 
 def _on_a_gpu(world: tutti.World) -> dict[str, float]:

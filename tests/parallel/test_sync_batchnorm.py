@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 import tutti
 from splits import ENGINES, Batch, batches, cut, plain_training, sgd, shares, step, worst_error
@@ -208,3 +209,20 @@ def test_what_cannot_be_joined_is_refused_and_nothing_at_all_is_harmless(
         assert "--sync-batchnorm cannot replace _Custom" in custom
         assert "needs more than 1 value per channel" in one_value
         assert nothing == "[0.0, 0.0, 0.0] 0"
+
+
+def _compiled(world: tutti.World) -> list[Any]:
+    grid = Layout(dp=world.size).grid(world)
+    model = nn.Sequential(nn.Linear(4, 4), convert(nn.BatchNorm1d(4), grid), nn.Tanh())
+    compiled = torch.compile(model, backend="aot_eager")
+    told: list[Any] = []
+    for count in (3, 5, 7):
+        x = torch.randn(count + world.rank, 4)
+        told.append(torch.equal(compiled(x), model(x)))
+    return [*told, counters["stats"]["unique_graphs"]]
+
+
+def test_a_joint_norm_is_left_out_of_compiled_graphs() -> None:
+    for *same, graphs in in_world(_compiled, 2):
+        assert all(same)
+        assert graphs <= 4  # before it and after it, for one size and for all others

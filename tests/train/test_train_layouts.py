@@ -137,8 +137,12 @@ def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(
         (["--layout", "dp3"], "layout dp3 needs 3 ranks, this world has 2: use --ranks 3 or dp2"),
         (["--layout", "pp2", "--accumulation", "1"], "use --accumulation 2"),
         (["--layout", "tp2", "--seq-len", "15"], "15 / 2 = 7.5: use --seq-len 16"),
-        (["--layout", "shard2", "--bucket-mb", "3"], "for replicas only"),
-        (["--prefetch", "3"], "--prefetch 3 does nothing in layout dp2, which has no shard"),
+        (["--layout", "shard2", "--bucket-mb", "3"], "say --bucket-mb 25.0 where a file has it"),
+        (
+            ["--prefetch", "3"],
+            "--prefetch 3 does nothing in layout dp2, which has no shard: leave it out, or say "
+            "--prefetch 1 where a file has it",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be_is_one_line_with_the_cure(

@@ -1,7 +1,10 @@
 """The blocks that a model is stacked from: the units that are recomputed, compiled and sharded."""
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+_SIZES_OF_BATCH = 4  # whole, at the end of an epoch, and both in evaluation
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -16,14 +19,25 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if block not in nested]
 
 
-def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
+def compile_blocks(
+    model: nn.Module, backend: str = "inductor", *, forward_only: bool = False
+) -> None:
     """Compile block by block, in place: all blocks are alike, so one graph serves them all.
 
     One graph of the whole would also give DDP its gradients all at once, at the end, and nothing
-    would be left to overlap.
+    would be left to overlap. `forward_only`: what comes around a block's forward afterwards runs as
+    it is, uncompiled.
     """
     split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    for block in repeated_blocks(model) or [model]:
-        # One graph for all sizes of batch cannot be had where matrices are split (RecursionError,
-        # torch 2.13): then each size, of which there are two or three, has its own.
-        block.compile(backend=backend, dynamic=False if split else None)
+    # One graph for all sizes of batch cannot be had where matrices are split (RecursionError,
+    # torch 2.13): then each size, of which there are two or three, has its own.
+    dynamic = False if split else None
+    blocks = repeated_blocks(model) or [model]
+    # Blocks that differ in size have a graph each, and past a limit the compiler would give up.
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, _SIZES_OF_BATCH * len(blocks))
+    for block in blocks:
+        if forward_only:
+            block.forward = torch.compile(block.forward, backend=backend, dynamic=dynamic)
+        else:
+            block.compile(backend=backend, dynamic=dynamic)

@@ -1,5 +1,7 @@
 """From a plain model to an engine: which one, and what is done to the model on the way."""
 
+from dataclasses import fields
+
 import torch
 from torch import nn
 
@@ -9,7 +11,13 @@ from tutti.parallel.engine import Engine
 from tutti.parallel.grid import Grid
 from tutti.parallel.hybrid import Hybrid
 from tutti.parallel.layout import layout_of
-from tutti.parallel.options import EngineOptions, ParallelOptions, Recompute
+from tutti.parallel.options import (
+    EngineOptions,
+    ParallelOptions,
+    Recompute,
+    flag_of,
+    leave_out,
+)
 from tutti.parallel.pipeline.build import build_pipeline
 from tutti.parallel.pipeline.schedule import SPLIT_BACKWARD
 from tutti.parallel.plans import (
@@ -59,11 +67,7 @@ def build_engine(
     if grid.layout.only_replicas:
         techniques.apply(model)
         return _replicas(model, world, options)
-    if options != EngineOptions(sync_batchnorm=options.sync_batchnorm):
-        raise UsageError(
-            f"layout {grid.layout} runs on FSDP2 and DTensor: --engine and the flags of ddp are "
-            f"for replicas only: leave them out or use --layout dp{world.size}"
-        )
+    _check_only_for_replicas(options, grid)
     if grid.layout.pp == 1:
         techniques.apply(model)
         engine: Engine = Hybrid(model, grid)
@@ -75,6 +79,17 @@ def build_engine(
         )
     engine.split_stream = techniques.split_sequence
     return engine
+
+
+def _check_only_for_replicas(options: EngineOptions, grid: Grid) -> None:
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name != "sync_batchnorm" and value != option.default:
+            raise UsageError(
+                f"{flag_of(option.name, value)} is for replicas, layout {grid.layout} runs on "
+                f"FSDP2 and DTensor: {leave_out(option.name, option.default)}, or use --layout "
+                f"dp{grid.layout.size}"
+            )
 
 
 def prepare(

@@ -161,6 +161,11 @@ _USERS: dict[str, tuple[EngineName, ...]] = {
 def flag_of(name: str, value: object) -> str:
     """How a value of an option is written on a command line."""
     words = name.replace("_", "-")
-    if isinstance(value, bool):
+    if isinstance(value, bool) and name != "reshard":  # it has a third value, None
         return f"--{words}" if value else f"--no-{words}"
     return f"--{words} {value}"
+
+
+def leave_out(name: str, default: object) -> str:
+    """The cure for an option that must not be set: it may come from the file of a run."""
+    return f"leave it out, or say {flag_of(name, default)} where a file has it"

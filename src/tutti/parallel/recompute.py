@@ -6,9 +6,10 @@ selective   kept: results of matrix products and of attention, which cost most t
 full        kept: the input of each block; the whole block runs twice, a third more work
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -50,19 +51,44 @@ def recompute_activations(model: nn.Module, what: Recompute) -> None:
     if what == "none":
         return
     for block in repeated_blocks(model):
-        contexts = partial(_contexts, block, what == "selective")
-        again = partial(checkpoint, use_reentrant=False, context_fn=contexts)
-        block.forward = partial(again, block.forward)
+        block.forward = _recomputed(block.forward, _contexts_of(block, what))
+
+
+def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
+    # A function of our own: the compiler looks into it. Torch's it would pass by, with the block.
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return again
+
+
+def _contexts_of(block: nn.Module, what: Recompute) -> Callable[[], Any]:
+    """What makes the contexts of a block: one for all that are alike, as is a compiled graph."""
+    return partial(_contexts, what, block) if _norms(block) else _WITHOUT_NORMS[what]
+
+
+def _norms(block: nn.Module) -> list[_NormBase]:
+    return [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
 def _contexts(
-    block: nn.Module, selective: bool
+    what: Recompute, block: nn.Module | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What is around a block's forward, and around it when it runs again."""
-    if not selective:
-        return nullcontext(), _SecondRun(block)
-    first, second = create_selective_checkpoint_contexts(_keep_what_is_dear)  # type: ignore[no-untyped-call]
-    return first, _SecondRun(block, second)
+    """What is around a block's forward, and around it when it runs again.
+
+    The compiler only asks what to keep: it changes a buffer once, however often it computes.
+    """
+    policy = _keep_what_is_dear if what == "selective" else _keep_nothing
+    if torch.compiler.is_compiling():
+        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return,no-untyped-call]
+    norms = [] if block is None else _norms(block)
+    if what == "full":
+        return nullcontext(), _SecondRun(norms)
+    first, second = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return first, _SecondRun(norms, second)
+
+
+_WITHOUT_NORMS = {what: partial(_contexts, what, None) for what in get_args(Recompute)}
 
 
 class _SecondRun(AbstractContextManager[None]):
@@ -72,10 +98,10 @@ class _SecondRun(AbstractContextManager[None]):
     Backward in two halves, as of zero-bubble, enters it twice: for each half the block runs again.
     """
 
-    def __init__(self, block: nn.Module, inner: AbstractContextManager[Any] | None = None) -> None:
-        self._norms = [
-            m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats
-        ]
+    def __init__(
+        self, norms: list[_NormBase], inner: AbstractContextManager[Any] | None = None
+    ) -> None:
+        self._norms = norms
         self._kept: list[dict[str, torch.Tensor | None]] = []
         self._inner = nullcontext() if inner is None else inner
 
@@ -98,3 +124,7 @@ def _keep_what_is_dear(context: Any, operation: Any, *args: Any, **kwargs: Any) 
     if operation in _DEAR:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE

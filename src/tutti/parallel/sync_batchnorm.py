@@ -74,6 +74,8 @@ class JointBatchNorm(_BatchNorm, ABC):
     """Set while this rank runs a dummy: its inputs must count nowhere, and still it must take part
     in every exchange."""
 
+    # The compiler would cut it at its exchange, into graphs for each number of samples.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.idle and self.training):
             return self._forward(input)

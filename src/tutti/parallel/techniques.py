@@ -33,7 +33,7 @@ class Techniques:
         """Change the model in place; `stages` are parts of it that run on their own, by index.
 
         The order matters. Matrices are split first, so that everything after sees a rank's own
-        layers. Recomputing wraps what the layers do, the compiler sees both in one graph. Sharding
+        layers. Recomputing wraps what the layers do; the compiler sees what is to be kept. Sharding
         comes last: its hooks must gather a block's parameters before any of it runs, also when it
         runs a second time for backward.
         """
@@ -48,9 +48,15 @@ class Techniques:
             )
             if self.options.async_tp:
                 overlap_matrix_products(self.grid, self.options, self.compile)
-        recompute_activations(model, self.recompute)
-        if self.compile:
-            compile_blocks(model)
+        if self.compile and self.recompute == "full":
+            # A compiled graph that runs twice: with split matrices torch 2.13 cannot keep the
+            # inputs of a graph that has both runs in it.
+            compile_blocks(model, forward_only=True)
+            recompute_activations(model, self.recompute)
+        else:
+            recompute_activations(model, self.recompute)
+            if self.compile:
+                compile_blocks(model)
         if layout.data_ranks > 1 and not layout.only_replicas:
             for stage in stages.values() if stages else [model]:
                 shard(stage, self.grid, self.options, mean=self.mean)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, fields
 
 from tutti.parallel.layout import Layout, layout_of
-from tutti.parallel.options import AXIS_OF, flag_of
+from tutti.parallel.options import AXIS_OF, flag_of, leave_out
 from tutti.train.recipe import Recipe
 from tutti.world.errors import UsageError
 
@@ -132,7 +132,7 @@ def _check_layout(recipe: Recipe, layout: Layout) -> None:
         if axis is not None and not there[axis] and value != option.default:
             raise UsageError(
                 f"{flag_of(option.name, value)} does nothing in layout {layout}, which has no "
-                f"{axis}: leave it out"
+                f"{axis}: {leave_out(option.name, option.default)}"
             )
     if layout.only_replicas:
         return
@@ -143,7 +143,7 @@ def _check_layout(recipe: Recipe, layout: Layout) -> None:
     if recipe.batching.split != "even":
         raise UsageError(
             f"--split {recipe.batching.split} is for replicas, layout {layout} cuts batches "
-            "evenly: leave it out"
+            f"evenly: {leave_out('split', 'even')}"
         )
 
 
