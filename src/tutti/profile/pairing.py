@@ -87,6 +87,8 @@ def pair(
         _fill_size(collective, call, ran, ranks_of(collective.group))
         if (said := inner.first_in(call)) is not None:
             size = collective.bytes
+            # What the recorder saw then was gloo between the hosts, beneath shm.
+            collective.sequence = None
             from_parameters(said.arguments, collective)
             collective.bytes = max(size, collective.bytes)
         if (tagged := outer.around(call)) is not None:

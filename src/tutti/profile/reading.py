@@ -216,7 +216,7 @@ class _Reading:
             rank=int(rank),
             world_size=size,
             backend=str(world.get("backend", ours.get("backend", "unknown"))),
-            host=str(about.get("host_name", "")),
+            host=str(about.get("host_name") or ours.get("host", "")),
             base_ns=base,
             on_device=bool(self.kernels),
             steps=self.steps,

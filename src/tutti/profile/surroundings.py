@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import resource
+import socket
 from typing import Any
 
 import torch
@@ -36,9 +37,10 @@ def identity() -> tuple[int, int]:
 
 
 def surroundings() -> dict[str, Any]:
-    """Memory, backend, threads, and the collectives of the flight recorder."""
+    """Host, memory, backend, threads, and the collectives of the flight recorder."""
     about: dict[str, Any] = {
         "backend": "none",
+        "host": socket.gethostname(),  # torch's traces have it, too, but not in 2.11
         "host_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "recorder": [],
         "threads": torch.get_num_threads(),
