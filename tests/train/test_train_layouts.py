@@ -136,6 +136,7 @@ def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(
     [
         (["--layout", "dp3"], "layout dp3 needs 3 ranks, this world has 2: use --ranks 3 or dp2"),
         (["--layout", "pp2", "--accumulation", "1"], "use --accumulation 2"),
+        (["--workers", "1", "--data-on-device"], "leave out --workers or --data-on-device"),
         (["--layout", "tp2", "--seq-len", "15"], "15 / 2 = 7.5: use --seq-len 16"),
         (["--layout", "shard2", "--bucket-mb", "3"], "say --bucket-mb 25.0 where a file has it"),
         (

@@ -73,7 +73,9 @@ class Loader:
         if min(workers, prefetch or 0) < 0:
             raise DataError(f"prefetch {prefetch} and workers {workers}: neither can be negative")
         if data_on_device and workers:
-            raise DataError("data on the device needs no workers: leave out one of the two")
+            raise DataError(
+                "data on the device needs no workers: leave out --workers or --data-on-device"
+            )
         self.rank, self.ranks, self.workers = rank, ranks, workers
         self.device = torch.device(device)
         self.data_on_device = data_on_device

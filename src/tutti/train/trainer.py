@@ -89,7 +89,6 @@ class Trainer:
             compile=recipe.compute.compile and world.size > 1,
         )
         self.model = self.engine.model  # this rank's part; --sync-batchnorm replaces layers
-        grid = self.engine.grid
         # Weights are the same on every rank; from here on ranks draw numbers of their own.
         self.engine.seed_noise(recipe.length.seed)
         self.optimizer = build_optimizer(
@@ -108,26 +107,7 @@ class Trainer:
             measure=recipe.batching.split == "measured",
             arrivals=self.arrivals,
         )
-        self.loader = Loader(
-            dataset.train,
-            self.plan.global_batch,
-            rank=grid.data_rank,
-            ranks=grid.layout.data_ranks,
-            seed=recipe.length.seed,
-            drop_last=recipe.batching.drop_last,
-            shares=self.plan.shares,
-            device=world.device,
-            data_on_device=recipe.data.data_on_device,
-            workers=recipe.data.workers,
-        )
-        self.test_loader = evaluation_loader(
-            dataset.test,
-            self.plan.rank_batch,
-            rank=grid.data_rank,
-            ranks=grid.layout.data_ranks,
-            device=world.device,
-            data_on_device=recipe.data.data_on_device,
-        )
+        self.loader, self.test_loader = together(lambda: self._loaders(dataset))
         runner = GraphRunner if recipe.compute.cuda_graph else EagerRunner
         self.runner = runner(self.stepper, self.loader, self.plan, recipe)
         self.checkpoints = Checkpoints(directory.checkpoints, keep=recipe.length.keep)
@@ -152,6 +132,29 @@ class Trainer:
             check_graph(self.recipe, self.world.device, self.world.size)
         torch.manual_seed(self.recipe.length.seed)
         return dataset, plan, build_model(self.recipe, dataset)
+
+    def _loaders(self, dataset: Dataset) -> tuple[Loader, Loader]:
+        grid, data = self.engine.grid, self.recipe.data
+        loader = Loader(
+            dataset.train,
+            self.plan.global_batch,
+            rank=grid.data_rank,
+            ranks=grid.layout.data_ranks,
+            seed=self.recipe.length.seed,
+            drop_last=self.recipe.batching.drop_last,
+            shares=self.plan.shares,
+            device=self.world.device,
+            data_on_device=data.data_on_device,
+            workers=data.workers,
+        )
+        return loader, evaluation_loader(
+            dataset.test,
+            self.plan.rank_batch,
+            rank=grid.data_rank,
+            ranks=grid.layout.data_ranks,
+            device=self.world.device,
+            data_on_device=data.data_on_device,
+        )
 
     def run(self) -> Outcome:
         """Train to the end, or to a signal."""
