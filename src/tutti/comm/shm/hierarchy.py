@@ -8,9 +8,7 @@ gather, scatter and all_to_all move each byte to one rank only: they go over glo
 uneven all-to-all. A message goes through shared memory where both ranks are on one host.
 """
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future as Job
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -29,10 +27,10 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
     Work,
 )
-from torch.futures import Future
 
 from tutti.comm.shm import native
 from tutti.comm.shm.call import REDUCTIONS, Call
+from tutti.comm.shm.hierarchy_works import CopyingWork, TurnWork
 from tutti.comm.shm.meeting import Meeting
 from tutti.comm.shm.process_group import PythonGroup
 from tutti.comm.shm.seen import elsewhere, here
@@ -281,71 +279,6 @@ class HierarchicalGroup(PythonGroup):
     def _place_of(self, rank: int) -> tuple[int, int]:
         host = next(i for i, ranks in enumerate(self._hosts) if rank in ranks)
         return host, self._hosts[host].index(rank)
-
-
-class TurnWork(Work):
-    """An operation that runs, or waits for its turn, on the group's thread."""
-
-    def __init__(self, call: Call, job: Job[None]) -> None:
-        super().__init__()
-        self._call, self._job = call, job
-        self._future: Future[Any] | None = None
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._job.result(timeout.total_seconds() or None)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._job.done()
-
-    def is_success(self) -> bool:
-        return self._job.done() and self._job.exception() is None
-
-    def exception(self) -> BaseException | None:
-        return self._job.exception() if self._job.done() else None
-
-    def result(self) -> list[Tensor]:
-        return list(self._call.results)
-
-    def get_future(self) -> Future[Any]:
-        if self._future is None:
-            future: Future[Any] = Future()
-            self._future = future
-            self._job.add_done_callback(lambda job: self._complete_elsewhere(future, job))
-        return self._future
-
-    def _complete_elsewhere(self, future: Future[Any], job: Job[None]) -> None:
-        # What hangs on the future may wait for a later operation: not on the thread that runs them.
-        threading.Thread(target=self._complete, args=(future, job), daemon=True).start()
-
-    def _complete(self, future: Future[Any], job: Job[None]) -> None:
-        error = job.exception()
-        if error is None:
-            future.set_result(self.result())
-        elif isinstance(error, Exception):
-            future.set_exception(error)
-
-
-class CopyingWork(Work):
-    """A message into a dense tensor that stands in for the caller's."""
-
-    def __init__(self, work: Work, call: Call) -> None:
-        super().__init__()
-        self._work, self._call = work, call
-        self._copied = False
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._work.wait(timeout)
-        if not self._copied:
-            self._copied = True
-            self._call.copy_back()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._copied  # only a wait copies
 
 
 def _op(name: str) -> Any:

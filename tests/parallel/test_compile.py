@@ -1,0 +1,115 @@
+"""Compiled blocks, in layouts and where they are recomputed: the gradients of one plain loop."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from one_step import (
+    TASK,
+    TOLERANCE,
+    plain_step,
+    small_gpt,
+    some_tokens,
+    step_of,
+    worst_error,
+)
+from torch._dynamo.utils import counters
+
+import tutti
+from tutti.models import EfficientNet, EfficientNetConfig
+from tutti.parallel import build_engine
+from tutti.parallel.blocks import compile_blocks
+from tutti.parallel.options import ParallelOptions, Recompute
+from tutti.parallel.recompute import recompute_activations
+from worlds import in_world
+
+
+def _compiled(world: tutti.World) -> dict[str, float]:
+    """As --compile does it, with a backend that writes no C++, which would take a minute.
+
+    Two sizes of batch, as at the end of an epoch.
+    """
+    inputs, targets = some_tokens(world.device)
+    told = {}
+    for name, whole in {"dp2": False, "shard2": False, "tp2": False, "tp2, whole": True}.items():
+        layout = name.split(",")[0]
+        options = ParallelOptions(layout=layout, sequence_parallel=not whole)
+        engine = build_engine(small_gpt(), world, None, options, example=inputs[:1])
+        compile_blocks(engine.model, backend="aot_eager")
+        for size in (8, 4):
+            x, y = inputs[:size], targets[:size]
+            engine.model.zero_grad()
+            step_of(engine, x, y, [size // engine.grid.layout.data_ranks] * 2)
+            told[f"{name}, {size}"] = worst_error(
+                engine, plain_step(small_gpt().to(world.device), x, y)[1]
+            )
+    return told
+
+
+def _compiled_and_recomputed(world: tutti.World) -> dict[str, Any]:
+    """Both at once: that it is right is not enough, as an uncompiled block is right as well."""
+    inputs, targets = some_tokens(world.device)
+    gradients = plain_step(small_gpt().to(world.device), inputs, targets)[1]
+    shares = {"dp2": [4, 4], "tp2": [8, 8]}
+    told = {}
+    for layout, what in (("dp2", "full"), ("tp2", "full"), ("tp2", "selective")):
+        torch.compiler.reset()
+        counters.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            quick = functools.partial(compile_blocks, backend="aot_eager")
+            patch.setattr("tutti.parallel.techniques.compile_blocks", quick)
+            options = ParallelOptions(layout=layout)
+            engine = build_engine(
+                *(small_gpt(), world, None, options),
+                example=inputs[:1],
+                recompute=what,
+                compile=True,
+            )
+        step_of(engine, inputs, targets, shares[layout])
+        told[f"{layout}, {what}"] = {
+            "error": worst_error(engine, gradients),
+            "graphs": counters["stats"]["unique_graphs"],
+            "breaks": len(counters["graph_break"]),
+        }
+    return told
+
+
+@pytest.mark.timeout(300)
+def test_compiled_blocks_give_the_gradients_of_one_device() -> None:
+    for rank in in_world(_compiled, 2, timeout=240):
+        assert len(rank) == 8
+        assert not {n: error for n, error in rank.items() if not error < TOLERANCE}
+
+
+@pytest.mark.timeout(300)
+def test_blocks_are_compiled_where_they_are_recomputed_too() -> None:
+    for rank in in_world(_compiled_and_recomputed, 2, timeout=240):
+        assert len(rank) == 3
+        for name, told in rank.items():
+            assert told["error"] < TOLERANCE, name
+            assert (told["graphs"], told["breaks"]) == (1, 0), name  # one for all blocks
+
+
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_one_rank_compiles_the_whole_with_blocks_that_are_recomputed(what: Recompute) -> None:
+    """As --compile does it on one rank: the compiler meets torch's checkpoint in its own graph."""
+    inputs, targets = some_tokens(torch.device("cpu"))
+    gradients = plain_step(small_gpt(), inputs, targets)[1]
+    torch.compiler.reset()
+    model = small_gpt()
+    recompute_activations(model, what)
+    whole = torch.compile(lambda x, y: TASK.loss_sum(model(x), y), backend="aot_eager")
+    (whole(inputs, targets) / targets.numel()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name])
+
+
+def test_a_model_of_many_different_blocks_is_compiled_to_its_end() -> None:
+    model = EfficientNet(EfficientNetConfig(stem_stride=2)).eval()
+    torch.compiler.reset()
+    counters.clear()
+    compile_blocks(model, backend="eager")
+    with torch.no_grad():
+        model(torch.randn(1, 3, 32, 32))
+    assert counters["frames"]["total"] == counters["frames"]["ok"] > 8  # torch's own limit
