@@ -107,4 +107,4 @@ def test_kill_9_leaves_what_was_measured(bench: str, victim: str, tmp_path: Path
     assert content["schema"] == f"tutti.bench.{bench}/1" and content["environment"]
     assert all(row.get("wrong", 0) == 0 for row in rows)
     if bench == "collectives":
-        assert len(table.read_text().splitlines()) in (len(rows), len(rows) + 1)  # and its head
+        assert len(table.read_text().splitlines()) >= 1 + len(rows)  # a head; it is written first

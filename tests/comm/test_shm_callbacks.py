@@ -75,16 +75,25 @@ def test_given_a_waiter_inside_a_callback_then_messages_still_move() -> None:
     assert results(calls_back_amid_messages, 2) == [None, None]
 
 
+def send_word(g: Group) -> None:
+    """All callbacks are set: rank 1 may let them begin."""
+    g.run(native.SEND, [np.ones(1)], peer=1, tag=9)
+
+
+def await_word(g: Group) -> None:
+    g.run(native.RECV, [], [np.zeros(1)], peer=0, tag=9)
+
+
 def all_over_at_once(g: Group, waits: bool) -> Any:
     """The callbacks of recvs that end together wait for a later, and for an earlier one."""
-    g.barrier()
     if g.rank == 1:
-        time.sleep(0.3)
+        await_word(g)
         return None  # leaves, and all recvs from it fail
     recvs: list[CalledBack] = []
     recvs.append(recv(g, 1, lambda: recvs[2].wait(20)))
     recvs.append(recv(g, 2, lambda: recvs[0].wait(20)))
     recvs.append(recv(g, 3, lambda: 0))
+    send_word(g)
     if waits:
         recvs[0].wait()
     else:
@@ -104,9 +113,8 @@ def test_given_messages_that_end_together_then_their_callbacks_may_wait_for_each
 
 def one_after_another(g: Group, waits: bool) -> list[int]:
     """The callback of the first waits for the last, those of the others for the first's end."""
-    g.barrier()
     if g.rank == 1:
-        time.sleep(0.3)  # all callbacks are set by then
+        await_word(g)
         for _ in range(4):
             g.run(native.ALL_REDUCE, [np.ones(10)], [np.ones(10)], dtype=native.F64)
         return []
@@ -115,6 +123,7 @@ def one_after_another(g: Group, waits: bool) -> list[int]:
     works.append(reduce(g, lambda: works[0].wait() or works[0].said))
     works.append(reduce(g, lambda: works[2].wait()))  # its own
     works.append(reduce(g, lambda: works[0].wait() or works[0].said))
+    send_word(g)
     if waits:
         works[3].wait()
     return [work.said for work in works]

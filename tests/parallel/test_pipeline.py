@@ -272,6 +272,13 @@ def _refusals(world: tutti.World, grid: Grid) -> list[str]:
             parallel=ParallelOptions(layout="pp2", pipeline_schedule="zbv"),
             recompute="selective",
         ),
+        lambda: build_engine(
+            _gpt(tied=False),
+            world,
+            parallel=ParallelOptions(layout="pp2", pipeline_schedule="zbv"),
+            recompute="full",
+            compile=True,
+        ),
     ):
         try:
             attempt()
@@ -386,3 +393,4 @@ def test_a_pipeline_refuses_what_does_not_fit_it(told: dict[str, list[Any]]) -> 
         assert "use run() or infer()" in said[2]
         assert said[3].startswith("--compile contradicts --pipeline-schedule zbv")
         assert said[4].startswith("--checkpoint-activations selective contradicts --pipeline-sch")
+        assert said[5] == said[3]

@@ -33,8 +33,8 @@ class KeptFiles:
             self._told = True
 
     def write(self, results: dict[str, Any]) -> None:
-        """Write the results; raises UsageError where that cannot be."""
-        if self._json is not None:
-            write_json(self._json, self._schema, results)
+        """Write the results; raises UsageError where that cannot be. The CSV is never behind."""
         if self._csv is not None:
             write_whole("--csv", self._csv, csv_text(results["rows"]))
+        if self._json is not None:
+            write_json(self._json, self._schema, results)

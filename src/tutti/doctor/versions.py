@@ -25,7 +25,9 @@ def _torch(machine: Machine) -> Iterator[Verdict]:
         command = "pip install 'torch>=2.11'"
         yield fail("machine", f"torch {text}", "2.11 or newer", "", command)
     elif version > _NEWEST:
-        yield warn("machine", f"torch {text}", "2.11 to 2.15 are tested", "expect small surprises")
+        yield warn(
+            "machine", f"torch {text}", "2.11 to 2.15 are known to work", "expect small surprises"
+        )
     else:
         yield fine(f"torch {text}")
 

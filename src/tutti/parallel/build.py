@@ -19,7 +19,7 @@ from tutti.parallel.options import (
     leave_out,
 )
 from tutti.parallel.pipeline.build import build_pipeline
-from tutti.parallel.pipeline.schedule import SPLIT_BACKWARD
+from tutti.parallel.pipeline.schedule import SPLIT_BACKWARD, refuse_compiled
 from tutti.parallel.plans import (
     Plan,
     Role,
@@ -123,6 +123,8 @@ def prepare(
         resolve(plan, model)  # a name that does not exist is a mistake in any layout
     check_blocks(model, recompute)
     schedule = parallel.pipeline_schedule
+    if grid.layout.pp > 1 and compile:
+        refuse_compiled(schedule)
     if grid.layout.pp > 1 and recompute == "selective" and schedule in SPLIT_BACKWARD:
         raise UsageError(
             f"--checkpoint-activations selective contradicts --pipeline-schedule {schedule}: what "

@@ -73,7 +73,7 @@ def place_noise(
 def draws(model: nn.Module) -> bool:
     """Whether it has dropout: a layer, or a number by that name, for attention takes a number."""
     return any(
-        isinstance(value, float) and value > 0
+        isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         for module in model.modules()
         for name, value in vars(module).items()
         if "drop" in name or (name == "p" and isinstance(module, _DropoutNd))

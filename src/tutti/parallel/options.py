@@ -122,7 +122,8 @@ class ParallelOptions:
             right = "1 stage" if single else "2 stages or more"
             raise UsageError(
                 f"--stages-per-rank {stages}: --pipeline-schedule {self.pipeline_schedule} has "
-                f"{right} on each rank"
+                f"{right} on each rank: leave --stages-per-rank out, or use --pipeline-schedule "
+                f"{'interleaved' if single else '1f1b'}"
             )
         if self.pipeline_schedule == "zbv" and stages not in (None, 2):
             raise UsageError(

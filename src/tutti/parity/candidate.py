@@ -23,7 +23,13 @@ from tutti.parallel.layout import Layout
 from tutti.parallel.pieces import local
 from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.parity.case import Case
-from tutti.parity.difference import Difference, Scalar, StepDifference, merged
+from tutti.parity.difference import (
+    Difference,
+    Scalar,
+    StepDifference,
+    merged,
+    of_own_samples,
+)
 from tutti.parity.reference import (
     BETAS,
     MOMENTUM,
@@ -112,10 +118,11 @@ def train_under(
             "updates": _compared(updates, record.updates, update_floor),
             "clipped": watch.clipped,
             "buffers": _compared_buffers(engine.model, record.buffers, floor),
+            "data_rank": grid.data_rank,
         }
         ranks = gather_json(mine)
         buffers = _all(ranks, "buffers", record.buffers)
-        own = _own_buffers(engine, buffers, TOLERANCES[options.precision].buffer)
+        own = _own_buffers(engine, ranks, TOLERANCES[options.precision].buffer)
         # Gradients that were made x times too small were divided by a norm x times too large.
         clipped = [each for rank in ranks if (each := rank["clipped"]) is not None]
         norms = [Scalar.between(factor / each if each else math.inf, 1.0) for each in clipped]
@@ -200,15 +207,28 @@ def _compared_buffers(
     """This rank's buffers; a count is compared with itself alone, not with larger values."""
     mine = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in reference}
     numbers = {n for n, b in mine.items() if b.is_floating_point()}
-    largest = max((float(reference[n].abs().max()) for n in numbers), default=0.0)
+    finite = [reference[n][reference[n].isfinite()] for n in numbers]
+    largest = max((float(each.abs().max()) for each in finite if each.numel()), default=0.0)
     return [
-        asdict(difference(n, _full(b), reference[n], floor * largest if n in numbers else 0.0))
+        asdict(
+            _compared_buffer(n, _full(b), reference[n], floor * largest if n in numbers else 0.0)
+        )
         for n, b in mine.items()
     ]
 
 
-def _own_buffers(engine: Engine, buffers: Sequence[Difference], tolerance: float) -> list[str]:
-    """Those that say something of each data rank's own samples, and so differ between ranks.
+def _compared_buffer(name: str, a: Tensor, b: Tensor, least: float) -> Difference:
+    """What is not finite, such as a causal mask's -inf, must be the same in both."""
+    finite = b.isfinite()
+    if not finite.all():
+        if not torch.allclose(a[~finite], b[~finite], rtol=0, atol=0, equal_nan=True):
+            return Difference(name, math.inf)
+        a, b = a[finite], b[finite]
+    return difference(name, a, b, least) if b.numel() else Difference(name, 0.0)
+
+
+def _own_buffers(engine: Engine, ranks: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
+    """Those that say something of each data rank's own samples, and so differ between them.
 
     Not those of batch norms, which are joint here, on this rank or on another stage.
     """
@@ -217,10 +237,9 @@ def _own_buffers(engine: Engine, buffers: Sequence[Difference], tolerance: float
     modules = engine.model.named_modules()
     mine = [name for name, module in modules if isinstance(module, JointBatchNorm)]
     joint = {name for names in gather_json(mine) for name in names}
+    seen = [(rank["data_rank"], [Difference(**each) for each in rank["buffers"]]) for rank in ranks]
     return [
-        each.name
-        for each in buffers
-        if each.spread > tolerance and each.name.rpartition(".")[0] not in joint
+        each for each in of_own_samples(seen, tolerance) if each.rpartition(".")[0] not in joint
     ]
 
 

@@ -93,3 +93,20 @@ def merged(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
         spread = max(max(factors) - min(factors), max(residuals) - min(residuals))
         together.append(Difference(name, bad.error, bad.factor, bad.residual, spread))
     return together
+
+
+def of_own_samples(
+    by_rank: Sequence[tuple[int, Sequence[Difference]]], tolerance: float
+) -> list[str]:
+    """Names of what differs between data ranks, and is the same on all ranks of each.
+
+    `by_rank`: the data rank and what was seen there, for every rank.
+    """
+    apart = {
+        each.name
+        for one in {data_rank for data_rank, _ in by_rank}
+        for each in merged(seen for data_rank, seen in by_rank if data_rank == one)
+        if each.spread > tolerance
+    }
+    everywhere = merged(seen for _, seen in by_rank)
+    return [e.name for e in everywhere if e.spread > tolerance and e.name not in apart]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tutti.parallel.engine import Engine, Objective, Pair, _unnoticed
 from tutti.parallel.grid import Grid
-from tutti.parallel.options import ParallelOptions
+from tutti.parallel.options import ParallelOptions, ScheduleName
 from tutti.parallel.pieces import whole
 from tutti.parallel.pipeline.chain import Chain
 from tutti.parallel.pipeline.filling import Filling
@@ -26,6 +26,7 @@ from tutti.parallel.pipeline.schedule import (
     build_schedule,
     check_microbatches,
     rank_of,
+    refuse_compiled,
 )
 from tutti.parallel.pipeline.tied import Tie, Ties
 from tutti.parallel.tensor import place_gradients
@@ -218,7 +219,7 @@ class Pipeline(Engine):
         return stage == len(self.plan) - 1
 
 
-def _prepare_split_backward(module: nn.Module, schedule: str) -> None:
+def _prepare_split_backward(module: nn.Module, schedule: ScheduleName) -> None:
     """torch looks for the weights' gradients in the graph that forward has left behind.
 
     It would not find the weights there if FSDP had put its shards in their place meanwhile.
@@ -226,12 +227,8 @@ def _prepare_split_backward(module: nn.Module, schedule: str) -> None:
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.set_reshard_after_forward(False, recurse=False)
-        if each._compiled_call_impl is not None:  # set by Module.compile()
-            raise UsageError(
-                f"--compile contradicts --pipeline-schedule {schedule}: a compiled backward cannot "
-                "be split into the inputs' and the weights' gradients: use --pipeline-schedule "
-                "1f1b or interleaved"
-            )
+        if each._compiled_call_impl is not None:  # set by Module.compile(): the caller's own
+            refuse_compiled(schedule)
 
 
 def _ghost(tensor: torch.Tensor) -> torch.Tensor:

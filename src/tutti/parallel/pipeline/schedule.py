@@ -44,6 +44,16 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
+def refuse_compiled(schedule: ScheduleName) -> None:
+    """Raise UsageError, for a compiled model, where the schedule splits backward."""
+    if schedule in SPLIT_BACKWARD:
+        raise UsageError(
+            f"--compile contradicts --pipeline-schedule {schedule}: a compiled backward cannot be "
+            "split into the inputs' and the weights' gradients: use --pipeline-schedule 1f1b or "
+            "interleaved"
+        )
+
+
 class Stage(PipelineStage):
     """torch's stage, with a context `around(number)` of all that it does for a microbatch.
 

@@ -293,11 +293,11 @@ int mail_run(tutti_group *g, const tutti_operation *op, double timeout)
 
 void mail_wake(tutti_group *g)
 {
-    pthread_mutex_lock(&g->mail->lock);
+    begin_inside(g->mail); /* as long as it is in a callback, the group must not close */
     mail_fail(g, atomic_load(&g->broken));
     call_back(g, PASSER);
     relay(g);
-    pthread_mutex_unlock(&g->mail->lock);
+    end_inside(g->mail);
 }
 
 void mail_close(tutti_group *g)
