@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from whole_numbers import check_same, reduced, whole_numbers
 
 from tutti.comm import shm, symmetric
 from tutti.comm.shm.compiled import compiled_front
@@ -42,19 +43,19 @@ def collectives(heap: symmetric.Heap) -> None:
     for op, dtypes in REDUCED.items():
         for dtype in dtypes:
             for count in ODD_COUNTS if heap.size < 4 else (3, 4097):
-                inputs = [_values(count, dtype, rank) for rank in range(heap.size)]
-                expected = _reduced(inputs, op)
+                inputs = [whole_numbers(count, dtype, rank) for rank in range(heap.size)]
+                expected = reduced(inputs, op)
                 with heap.empty(count, dtype) as t, heap.empty(count, dtype) as other:
                     for algorithm in ("auto", "one_shot", "two_shot", "ring"):
                         t.local.copy_(inputs[heap.rank])
                         symmetric.all_reduce(t, op, algorithm)
-                        _same(t.local, expected, f"{op} {dtype} {count} {algorithm}")
+                        check_same(t.local, expected, f"{op} {dtype} {count} {algorithm}")
                     t.local.copy_(inputs[heap.rank])
                     out = symmetric.all_reduce(t, op, out=torch.empty(count, dtype=dtype))
-                    _same(out, expected, f"{op} out of place")
+                    check_same(out, expected, f"{op} out of place")
                     for algorithm in ("one_shot", "two_shot", "ring"):
                         symmetric.all_reduce(t, op, algorithm, out=other)
-                        _same(other.local, expected, f"{op} {algorithm} into the heap")
+                        check_same(other.local, expected, f"{op} {algorithm} into the heap")
                         assert torch.equal(t.local, inputs[heap.rank])
     # Large enough for several chunks, and values whose sum depends on the order of adding.
     torch.manual_seed(heap.rank)
@@ -83,32 +84,6 @@ def collectives(heap: symmetric.Heap) -> None:
         factor = heap.size * (heap.size + 1) / 2
         assert torch.equal(mine, rows[2 * heap.rank : 2 * heap.rank + 2] * factor)
         assert torch.equal(symmetric.reduce_scatter(t, "max"), mine / factor * heap.size)
-
-
-def _values(count: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
-    """Small whole numbers: their sums and products are exact in every dtype."""
-    return ((torch.arange(count) * 7 + rank * 3) % 3 + (dtype != torch.bool)).to(dtype)
-
-
-def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
-    wide = [part.double() if part.is_floating_point() else part for part in parts]
-    total = wide[0]
-    for part in wide[1:]:
-        total = {
-            "sum": torch.add,
-            "mean": torch.add,
-            "product": torch.mul,
-            "min": torch.minimum,
-            "max": torch.maximum,
-            "band": torch.bitwise_and,
-            "bor": torch.bitwise_or,
-            "bxor": torch.bitwise_xor,
-        }[op](total, part)
-    return (total / len(parts) if op == "mean" else total).to(parts[0].dtype)
-
-
-def _same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert torch.equal(found, expected), f"{what}: {found[:8]} is not {expected[:8]}"
 
 
 def staged(world: Any) -> None:

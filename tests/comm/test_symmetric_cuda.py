@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from whole_numbers import check_same, reduced, whole_numbers
 
 from tutti.comm import symmetric
 from tutti.world.errors import RanksDiffer, UsageError
@@ -227,20 +228,22 @@ def collectives(heap: symmetric.Heap, left: int, right: int) -> None:
     for op, dtypes in REDUCED.items():
         for dtype in dtypes:
             for count in ODD_COUNTS:
-                inputs = [_values(count, dtype, rank) for rank in range(heap.size)]
-                expected = _reduced(inputs, op).to(heap.device)
+                inputs = [whole_numbers(count, dtype, rank) for rank in range(heap.size)]
+                expected = reduced(inputs, op).to(heap.device)
                 mine = inputs[heap.rank].to(heap.device)
                 with heap.empty(count, dtype) as t, heap.empty(count, dtype) as other:
                     for algorithm in ("auto", "one_shot", "two_shot", "ring"):
                         t.local.copy_(mine)
                         symmetric.all_reduce(t, op, algorithm)
-                        _same(t.local, expected, f"{op} {dtype} {count} {algorithm}")
+                        check_same(t.local, expected, f"{op} {dtype} {count} {algorithm}")
                     t.local.copy_(mine)
                     out = symmetric.all_reduce(t, op, out=torch.empty_like(mine))
-                    _same(out, expected, f"{op} {dtype} {count} out of place")
+                    check_same(out, expected, f"{op} {dtype} {count} out of place")
                     for algorithm in ("one_shot", "two_shot", "ring"):
                         symmetric.all_reduce(t, op, algorithm, out=other)
-                        _same(other.local, expected, f"{op} {dtype} {count} {algorithm} in heap")
+                        check_same(
+                            other.local, expected, f"{op} {dtype} {count} {algorithm} in heap"
+                        )
                         assert torch.equal(t.local, mine)
     torch.manual_seed(heap.rank)
     with heap.empty(1 << 20) as t:  # values whose sum depends on the order of adding
@@ -276,31 +279,6 @@ def mistakes(heap: symmetric.Heap, left: int, right: int) -> None:
     if heap.size > 1:
         with pytest.raises(RanksDiffer, match=r"rank 0 calls empty\(\(1,\)"):
             heap.empty(1 + heap.rank)
-
-
-def _values(count: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
-    """Small whole numbers: their sums and products are exact in every dtype."""
-    return ((torch.arange(count) * 7 + rank * 3) % 3 + (dtype != torch.bool)).to(dtype)
-
-
-def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
-    wide = [part.double() if part.is_floating_point() else part for part in parts]
-    total = wide[0]
-    for part in wide[1:]:
-        total = {
-            "sum": torch.add,
-            "mean": torch.add,
-            "product": torch.mul,
-            "min": torch.minimum,
-            "max": torch.maximum,
-            "bor": torch.bitwise_or,
-            "bxor": torch.bitwise_xor,
-        }[op](total, part)
-    return (total / len(parts) if op == "mean" else total).to(parts[0].dtype)
-
-
-def _same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert torch.equal(found, expected), f"{what}: {found[:8]} is not {expected[:8]}"
 
 
 def staged(world: Any) -> None:

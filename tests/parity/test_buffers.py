@@ -1,11 +1,12 @@
 """Parity of buffers: statistics that only evaluation reads, and that nothing else would miss."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from planting import instead
 from torch import nn
 
 import tutti
@@ -42,16 +43,6 @@ def instance() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), *blocks, nn.Linear(8, 3))
 
 
-@contextmanager
-def _instead(owner: Any, name: str, planted: Any) -> Iterator[None]:
-    healthy = getattr(owner, name)
-    setattr(owner, name, planted(healthy))
-    try:
-        yield
-    finally:
-        setattr(owner, name, healthy)
-
-
 def _nothing() -> AbstractContextManager[None]:
     return nullcontext()
 
@@ -64,19 +55,19 @@ def _counted_again_when_recomputed() -> AbstractContextManager[None]:
 
         return wrong
 
-    return _instead(_SecondRun, "__init__", planted)
+    return instead(_SecondRun, "__init__", planted)
 
 
 def _biased_variance() -> AbstractContextManager[None]:
     def planted(update: Any) -> Any:
         return lambda self, mean, variance: update(self, mean, variance * 0.9)
 
-    return _instead(CpuBatchNorm, "_update", planted)
+    return instead(CpuBatchNorm, "_update", planted)
 
 
 def _copies_are_samples() -> AbstractContextManager[None]:
     """A pipeline's norms see what its microbatches are filled up with."""
-    return _instead(Filling, "microbatch", lambda _: lambda self, number: nullcontext())
+    return instead(Filling, "microbatch", lambda _: lambda self, number: nullcontext())
 
 
 CASES: dict[str, tuple[str, str, Callable[[], AbstractContextManager[None]]]] = {

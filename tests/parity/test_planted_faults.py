@@ -1,7 +1,7 @@
 """Faults planted in the real engines, in real ranks: parity must see each and say what it is."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from planting import instead
 from torch.distributed.tensor import DTensor, Replicate
 
 import tutti
@@ -31,18 +32,8 @@ from worlds import in_world
 Fault = Callable[[], AbstractContextManager[None]]
 
 
-@contextmanager
-def _instead(owner: Any, name: str, planted: Any) -> Iterator[None]:
-    healthy = getattr(owner, name)
-    setattr(owner, name, planted(healthy))
-    try:
-        yield
-    finally:
-        setattr(owner, name, healthy)
-
-
 def _nothing() -> AbstractContextManager[None]:
-    return _instead(Engine, "run", lambda run: run)
+    return instead(Engine, "run", lambda run: run)
 
 
 def _missing_division_by_microbatches() -> AbstractContextManager[None]:
@@ -55,7 +46,7 @@ def _missing_division_by_microbatches() -> AbstractContextManager[None]:
 
         return wrong
 
-    return _instead(Engine, "run", planted)
+    return instead(Engine, "run", planted)
 
 
 def _doubled_all_reduce() -> AbstractContextManager[None]:
@@ -67,7 +58,7 @@ def _doubled_all_reduce() -> AbstractContextManager[None]:
 
         return wrong
 
-    return _instead(Ddp, "reduce", planted)
+    return instead(Ddp, "reduce", planted)
 
 
 def _norms_not_reduced_over_tp() -> AbstractContextManager[None]:
@@ -81,7 +72,7 @@ def _norms_not_reduced_over_tp() -> AbstractContextManager[None]:
 
         return wrong
 
-    return _instead(hybrid, "place_gradients", planted)
+    return instead(hybrid, "place_gradients", planted)
 
 
 def _dropped_last_sample() -> AbstractContextManager[None]:
@@ -94,7 +85,7 @@ def _dropped_last_sample() -> AbstractContextManager[None]:
 
         return wrong
 
-    return _instead(Step, "__call__", planted)
+    return instead(Step, "__call__", planted)
 
 
 def _half_of_a_tied_gradient() -> AbstractContextManager[None]:
@@ -109,7 +100,7 @@ def _half_of_a_tied_gradient() -> AbstractContextManager[None]:
 
         return wrong
 
-    return _instead(candidate, "build_engine", lambda make: _keywords(planted, make))
+    return instead(candidate, "build_engine", lambda make: _keywords(planted, make))
 
 
 def _keywords(planted: Any, make: Any) -> Any:
@@ -121,7 +112,7 @@ def _keywords(planted: Any, make: Any) -> Any:
 
 def _norm_of_one_part() -> AbstractContextManager[None]:
     """Clipping that knows half of the squares."""
-    return _instead(
+    return instead(
         train_step,
         "clip_by_global_norm",
         lambda clip: lambda engine, most: clip(engine, most * 2**0.5),
@@ -129,12 +120,12 @@ def _norm_of_one_part() -> AbstractContextManager[None]:
 
 
 def _loss_counted_by_every_tp_rank() -> AbstractContextManager[None]:
-    return _instead(Engine, "speaks", lambda speaks: property(lambda self: True))
+    return instead(Engine, "speaks", lambda speaks: property(lambda self: True))
 
 
 def _copies_that_keep_their_own_part() -> AbstractContextManager[None]:
     """The two ends of a pipeline never add up the gradients of the weight they share."""
-    return _instead(Ties, "sum_gradients", lambda add: lambda self, model: None)
+    return instead(Ties, "sum_gradients", lambda add: lambda self, model: None)
 
 
 def _gradients_divided_by_the_schedule() -> AbstractContextManager[None]:
@@ -148,7 +139,7 @@ def _gradients_divided_by_the_schedule() -> AbstractContextManager[None]:
 
         return wrong
 
-    return _instead(pipeline_engine, "build_schedule", planted)
+    return instead(pipeline_engine, "build_schedule", planted)
 
 
 FAULTS: dict[str, tuple[str, bool, Fault]] = {

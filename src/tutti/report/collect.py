@@ -7,6 +7,7 @@ directory becomes a note, and the rest is shown.
 import json
 import re
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ _TRACE = re.compile(r'"(traceEvents|schemaVersion|deviceProperties)"')
 
 
 @dataclass
-class Source:
+class Source(ABC):
     """Something that a page shows, by a name that nothing else on it has."""
 
     name: str
@@ -46,8 +47,9 @@ class Source:
         found = (each.get("command") for each in self._told())
         return next((" ".join(map(str, each)) for each in found if isinstance(each, list)), None)
 
+    @abstractmethod
     def _told(self) -> Sequence[dict[str, Any]]:
-        raise NotImplementedError
+        """The files of it that may say so."""
 
 
 @dataclass
