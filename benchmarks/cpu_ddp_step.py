@@ -121,7 +121,7 @@ def main() -> None:
         command = [sys.executable, *sys.argv]
         sys.exit(LocalWorld(command, options.ranks, device="cpu", show="first").run())
 
-    from tutti.hardware.environment import describe_environment
+    from tutti.machine.environment import describe_environment
 
     found = measure(options.backends.split(","), options.rounds, options.steps)
     if not found["first"]:

@@ -129,7 +129,7 @@ def main() -> None:
         be_a_rank(options.rank)
         return
 
-    from tutti.hardware.environment import describe_environment
+    from tutti.machine.environment import describe_environment
 
     hand, ours = [], []
     for number in range(options.rounds):

@@ -131,7 +131,7 @@ def main() -> None:
         )
         print(json.dumps(rows[-1]), flush=True)
     if options.json:
-        from tutti.hardware.environment import describe_environment
+        from tutti.machine.environment import describe_environment
 
         results = {
             "schema": "tutti.benchmarks.cpu_profile_overhead/1",

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import tutti
 from tutti.data.batch import Batch
 from tutti.data.sampler import Position
-from tutti.hardware.catalogue import peak_flops
-from tutti.hardware.environment import describe_environment
+from tutti.machine.catalogue import peak_flops
+from tutti.machine.environment import describe_environment
 from tutti.models import GPT, GPTConfig, LeNet, LeNetConfig
 from tutti.parallel.single import Single
 from tutti.train.optimizer import build_optimizer

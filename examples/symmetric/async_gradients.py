@@ -15,7 +15,7 @@ import torch
 
 import tutti
 from tutti.comm import symmetric
-from tutti.comm.symmetric.structures import DistributedTensor, ParameterCache
+from tutti.structures import DistributedTensor, ParameterCache
 
 OUTPUTS, INPUTS, STEPS, BATCH, RATE, SLACK = 12, 20, 600, 16, 0.02, 20
 

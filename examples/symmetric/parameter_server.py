@@ -12,7 +12,7 @@ import torch
 
 import tutti
 from tutti.comm import symmetric
-from tutti.comm.symmetric.structures import (
+from tutti.structures import (
     DistributedTensor,
     EndOfStream,
     ParameterCache,

@@ -12,7 +12,7 @@ import torch
 
 import tutti
 from tutti.comm import symmetric
-from tutti.comm.symmetric.structures import RingBuffer
+from tutti.structures import RingBuffer
 
 MICROBATCHES, BATCH, WIDTH = 64, 16, 256
 

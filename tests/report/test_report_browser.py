@@ -25,7 +25,7 @@ RESULTS = (
             "gpu_doctor_h200_20261115.json",
         )
     ),
-    ROOT / "tests/hardware/machines/h100-nvswitch.json",
+    ROOT / "tests/machine/machines/h100-nvswitch.json",
 )
 # A mark that plotly drew: a bar, a point, a line or the image of a heat map.
 MARKS = (

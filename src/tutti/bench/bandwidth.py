@@ -22,7 +22,7 @@ from tutti.bench.scatter import scatter, significant
 from tutti.bench.sweep import Plan, Sweep
 from tutti.bench.torch_calls import TorchBackend
 from tutti.bench.verdict import Finding, judge
-from tutti.hardware.catalogue import Figure, figure
+from tutti.machine.catalogue import Figure, figure
 from tutti.world.exchange import gather_json
 from tutti.world.world import World
 

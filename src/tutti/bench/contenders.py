@@ -97,4 +97,4 @@ class _Maker:
         try:
             return OpenMpi(self._buffers, self._world.size)
         except ImportError as error:
-            raise Unsupported(f"{error}: pip install 'tutti[mpi]'") from None
+            raise Unsupported(f"{error}: pip install 'tutti-torch[mpi]'") from None

@@ -17,7 +17,7 @@ from tutti.bench.bandwidth_traffic import PASSES, pattern
 from tutti.bench.scatter import scatter
 from tutti.bench.timing import no_garbage_collection
 from tutti.bench.verdict import part_verdict
-from tutti.hardware.catalogue import accelerator, figure, link
+from tutti.machine.catalogue import accelerator, figure, link
 
 _COPIES = 16  # between two events, as nvbandwidth: what the host needs to start them is hidden
 HOST_KINDS = (

@@ -40,7 +40,9 @@ _ENDED_BY_SIGNALS = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
 def mpirun_command(ranks: int, command: Sequence[str]) -> list[str]:
     """`command` as an Open MPI job on this host; says what is missing."""
     if importlib.util.find_spec("mpi4py") is None:
-        raise UsageError("--backends mpi needs mpi4py: pip install 'tutti[mpi]', or leave mpi out")
+        raise UsageError(
+            "--backends mpi needs mpi4py: pip install 'tutti-torch[mpi]', or leave mpi out"
+        )
     program = _open_mpi()
     if program is None:
         raise UsageError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tutti.bench.probe import Probe
 from tutti.comm.symmetric import Heap
-from tutti.comm.symmetric.structures import (
+from tutti.structures import (
     AdapterStore,
     DistributedTensor,
     HashMap,

@@ -16,7 +16,7 @@ from typing import Any
 from tutti.bench.bandwidth_places import Place
 from tutti.bench.scatter import significant
 from tutti.bench.verdict_causes import likely_causes
-from tutti.hardware.catalogue import Figure
+from tutti.machine.catalogue import Figure
 
 Row = dict[str, Any]
 Flow = tuple[int, int]

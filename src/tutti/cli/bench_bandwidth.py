@@ -17,9 +17,9 @@ from tutti.cli.flags import parse
 from tutti.cli.kept_files import KeptFiles
 from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable
-from tutti.hardware.cpus import parse_cpu_list
-from tutti.hardware.environment import describe_environment
-from tutti.hardware.gpus import visible_gpu_count
+from tutti.machine.cpus import parse_cpu_list
+from tutti.machine.environment import describe_environment
+from tutti.machine.gpus import visible_gpu_count
 from tutti.world.errors import UsageError, did_you_mean
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld

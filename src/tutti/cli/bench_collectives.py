@@ -20,7 +20,7 @@ from tutti.cli.flags import parse
 from tutti.cli.kept_files import KeptFiles
 from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable
-from tutti.hardware.gpus import visible_gpu_count
+from tutti.machine.gpus import visible_gpu_count
 from tutti.world.errors import UsageError, did_you_mean
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld

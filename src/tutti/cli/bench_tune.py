@@ -13,7 +13,7 @@ from tutti.bench.terminal import print_line, print_note
 from tutti.cli.flags import parse
 from tutti.cli.kept_files import KeptFiles
 from tutti.cli.results import check_writable
-from tutti.hardware.gpus import visible_gpu_count
+from tutti.machine.gpus import visible_gpu_count
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
 from tutti.world.timeouts import checked_seconds

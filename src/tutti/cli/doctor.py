@@ -12,17 +12,17 @@ import tyro
 from tutti.bench.terminal import readable_width
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
-from tutti.doctor.checklist import examine
-from tutti.doctor.patient import Patient, Probes
-from tutti.doctor.table import fixes, report
-from tutti.hardware.record import read_machines, write_machines
+from tutti.machine.checks.checklist import examine
+from tutti.machine.checks.patient import Patient, Probes
+from tutti.machine.checks.table import fixes, report
+from tutti.machine.record import read_machines, write_machines
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
 from tutti.world.timeouts import START_TIMEOUT
 
 if TYPE_CHECKING:
-    from tutti.doctor.finding import Finding
+    from tutti.machine.checks.finding import Finding
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _visit(options: Doctor, arguments: Sequence[str], size: int) -> int:
-    from tutti.doctor.visit import visit_machine, visit_world
+    from tutti.machine.checks.visit import visit_machine, visit_world
 
     if size == 1:
         return _conclude(visit_machine(options.device, options.active), options)

@@ -6,7 +6,7 @@ from typing import Any
 from tutti.bench.expect import Source, expect, notes, read_source
 from tutti.bench.rules import Words
 from tutti.bench.terminal import print_line, print_note
-from tutti.hardware.gpus import visible_gpu_count
+from tutti.machine.gpus import visible_gpu_count
 from tutti.world.errors import UsageError
 
 

@@ -18,7 +18,7 @@ class Report:
 
     Loss and throughput, where a step's time goes on every rank, who waits for whom, scaling with
     its losses, benchmarks, topology, environment and advice: whatever the paths hold. Several runs
-    stand side by side. Needs plotly and jinja2: pip install 'tutti[report]'.
+    stand side by side. Needs plotly and jinja2: pip install 'tutti-torch[report]'.
     """
 
     paths: tyro.conf.Positional[tuple[Path, ...]]

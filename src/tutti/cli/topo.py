@@ -18,7 +18,7 @@ from tutti.world.launch import LocalWorld
 from tutti.world.timeouts import START_TIMEOUT
 
 if TYPE_CHECKING:
-    from tutti.hardware.machine import Machine
+    from tutti.machine.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ def main(arguments: list[str]) -> int:
     if not alone:
         return _show_all_hosts(options)
 
-    from tutti.hardware.observe import observe
+    from tutti.machine.observe import observe
 
     return _show([observe()], options)
 
 
 def recorded_machines(path: Path) -> "list[Machine]":
     """The machines of `--from FILE`."""
-    from tutti.hardware.record import read_machines
+    from tutti.machine.record import read_machines
 
     try:
         return read_machines(path)
@@ -86,8 +86,8 @@ def _show_all_hosts(options: Topo) -> int:
 
     # Nothing is computed on a GPU here: ranks need none of their own.
     with init(device="cpu", start_timeout=options.start_timeout) as world:
-        from tutti.hardware.machine import Machine
-        from tutti.hardware.observe import observe
+        from tutti.machine.machine import Machine
+        from tutti.machine.observe import observe
 
         found = gather_json(observe().to_json() if world.local_rank == 0 else None)
         if world.is_first:
@@ -96,9 +96,9 @@ def _show_all_hosts(options: Topo) -> int:
 
 
 def _show(machines: "Sequence[Machine]", options: Topo) -> int:
-    from tutti.hardware.record import write_machines
-    from tutti.hardware.topology import Topology
-    from tutti.hardware.topology_text import topology_lines
+    from tutti.machine.record import write_machines
+    from tutti.machine.topology import Topology
+    from tutti.machine.topology_text import topology_lines
 
     topologies = [Topology(machine) for machine in machines]
     width = usable_width(sys.stdout)
@@ -109,7 +109,7 @@ def _show(machines: "Sequence[Machine]", options: Topo) -> int:
     if options.json is not None:
         write_json(options.json, "tutti.topo/1", _rows(topologies))
     if options.svg is not None:
-        from tutti.hardware.picture import draw
+        from tutti.machine.picture import draw
 
         _write("--svg", options.svg, draw(topologies))
     if options.record is not None:

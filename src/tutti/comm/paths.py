@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tutti.hardware.environment import describe_environment
+from tutti.machine.environment import describe_environment
 from tutti.world.errors import UsageError
 
 SCHEMA = "tutti.comm.paths/1"

@@ -43,7 +43,7 @@ def check_installed() -> None:
     for package in ("jinja2", "plotly"):
         if find_spec(package) is None:
             raise UsageError(
-                f"{package} is missing, which the page is made with: pip install 'tutti[report]'"
+                f"{package} is missing, which the page is made with: pip install 'tutti-torch[report]'"
             )
 
 

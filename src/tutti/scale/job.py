@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tutti.hardware.cpus import allowed_cpus, cpu_quota
-from tutti.hardware.gpus import visible_gpu_count
+from tutti.machine.cpus import allowed_cpus, cpu_quota
+from tutti.machine.gpus import visible_gpu_count
 from tutti.profile.launch import captured_environment
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti.hardware.environment import versions
+from tutti.machine.environment import versions
 from tutti.train.checkpoint_directory import (
     latest,
     new_folder,

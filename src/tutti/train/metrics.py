@@ -20,7 +20,7 @@ class Metrics:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise UsageError(
-                    "--tensorboard: the package is missing: pip install 'tutti[tensorboard]'"
+                    "--tensorboard: the package is missing: pip install 'tutti-torch[tensorboard]'"
                 ) from None
             if rank == 0:
                 self._board = SummaryWriter(str(tensorboard))

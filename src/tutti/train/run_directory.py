@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tutti.hardware.environment import describe_environment
+from tutti.machine.environment import describe_environment
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 

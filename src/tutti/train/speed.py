@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tutti.hardware.catalogue import peak_flops
+from tutti.machine.catalogue import peak_flops
 from tutti.models.config import GPTConfig
 from tutti.train.pulse import Beat
 from tutti.world.world import World

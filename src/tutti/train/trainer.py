@@ -9,7 +9,7 @@ from torch import nn
 
 from tutti.data import Dataset, Loader, evaluation_loader
 from tutti.data.split import measured_shares
-from tutti.hardware.environment import describe_environment
+from tutti.machine.environment import describe_environment
 from tutti.models.config import GPTConfig
 from tutti.parallel.build import build_engine
 from tutti.parallel.options import EngineOptions

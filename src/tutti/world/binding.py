@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from tutti.hardware.cpus import (
+from tutti.machine.cpus import (
     allowed_cpus,
     cpu_quota,
     format_cpu_list,
     numa_nodes,
     parse_cpu_list,
 )
-from tutti.hardware.gpus import numa_node_of_gpu
+from tutti.machine.gpus import numa_node_of_gpu
 from tutti.world.placement import Place, cpus_for
 from tutti.world.rollcall import Answer
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tutti.hardware.cpus import allowed_cpus, cpu_quota
-from tutti.hardware.gpus import visible_gpu_count
+from tutti.machine.cpus import allowed_cpus, cpu_quota
+from tutti.machine.gpus import visible_gpu_count
 from tutti.world.conductor import Conductor
 from tutti.world.errors import UsageError
 from tutti.world.gpu_sharing import MpsDaemon, shared_gpu_variables

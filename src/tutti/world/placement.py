@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tutti.hardware.cpus import format_cpu_list, parse_cpu_list
+from tutti.machine.cpus import format_cpu_list, parse_cpu_list
 from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:

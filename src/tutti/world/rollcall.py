@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from tutti.hardware.cpus import allowed_cpus, format_cpu_list
-from tutti.hardware.environment import versions
+from tutti.machine.cpus import allowed_cpus, format_cpu_list
+from tutti.machine.environment import versions
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.identity import Identity
 

@@ -6,9 +6,9 @@ be the one that the figures are from.
 
 from collections.abc import Iterator
 
-from tutti.hardware.machine import Machine
-from tutti.hardware.picture import draw
-from tutti.hardware.topology import Topology
+from tutti.machine.machine import Machine
+from tutti.machine.picture import draw
+from tutti.machine.topology import Topology
 from tutti.report.collect import Result
 from tutti.report.figure import Figure, Table
 

@@ -1,0 +1,336 @@
+"""A topology as a picture: NUMA nodes with their NICs and GPUs, PCIe switches, and NVLinks."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+from xml.sax.saxutils import escape
+
+from tutti.machine.accelerator import Accelerator
+from tutti.machine.links import place_of
+from tutti.machine.topology import Interface, Topology
+
+# Sizes in pixels: a device's box with the room around it, then frames and gaps.
+_SLOT, _BOX, _NIC_HEIGHT, _GPU_HEIGHT = 120, 112, 46, 60
+_PAD, _GAP, _HEAD, _TITLE = 12, 56, 76, 64
+_NUMA_WIDTH = 216  # at least: its head has two lines of text
+_MARGIN = 24
+
+# Plain rules without variables: many programs besides browsers know no others.
+_STYLE = """
+  text { font-family: system-ui, "DejaVu Sans", sans-serif; font-size: 12px; fill: #1c2128; }
+  .title { font-size: 17px; font-weight: 600; }
+  .name { font-weight: 600; }
+  .soft { fill: #57606a; font-size: 11px; }
+  .middle { text-anchor: middle; }
+  .page { fill: #ffffff; }
+  .node { fill: #f6f8fa; stroke: #d0d7de; }
+  .root { fill: none; stroke: #8c959f; stroke-dasharray: 4 3; }
+  .switch { fill: #e2e7ec; stroke: #d0d7de; }
+  .gpu { fill: #dafbe1; stroke: #2da44e; }
+  .nic { fill: #ddf4ff; stroke: #218bff; }
+  .off { fill: #f6f8fa; stroke: #8c959f; stroke-dasharray: 2 2; }
+  .bad { fill: #ffebe9; stroke: #cf222e; stroke-width: 2; }
+  .wire { fill: none; stroke: #2da44e; stroke-width: 2; }
+  .broken { stroke: #cf222e; }
+  .between { stroke: #8c959f; stroke-width: 2; }
+"""
+_DARK = """
+  text { fill: #e6edf3; }
+  .soft { fill: #9198a1; }
+  .page { fill: #0d1117; }
+  .node { fill: #161b22; stroke: #30363d; }
+  .root { stroke: #6e7681; }
+  .switch { fill: #262c36; stroke: #30363d; }
+  .gpu { fill: #12361f; stroke: #3fb950; }
+  .nic { fill: #0c2d5a; stroke: #58a6ff; }
+  .off { fill: #161b22; stroke: #6e7681; }
+  .bad { fill: #4b1113; stroke: #ff7b72; }
+  .wire { stroke: #3fb950; }
+  .broken { stroke: #ff7b72; }
+  .between { stroke: #6e7681; }
+"""
+
+
+def draw(topologies: Sequence[Topology], page: Literal["light", "dark", "any"] = "any") -> str:
+    """An SVG of one or more hosts, one below the other: for a light page, for a dark one, or as
+    whoever looks at it prefers.
+    """
+    dark = {"light": "", "dark": _DARK}.get(
+        page, f"@media (prefers-color-scheme: dark) {{{_DARK}}}"
+    )
+    panels = [_Panel(topology) for topology in topologies]
+    width = max(panel.width for panel in panels)
+    parts, top = [], 0
+    for panel in panels:
+        parts.append(f'<g transform="translate(0 {top})">')
+        parts += panel.draw()
+        parts.append("</g>")
+        top += panel.height
+    label = escape(f"Topology of {', '.join(each.machine.host for each in topologies)}")
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '
+            f'viewBox="0 0 {width} {top}" role="img" aria-label="{label}">',
+            f"<style>{_STYLE}{dark}</style>",
+            f'<rect class="page" width="{width}" height="{top}"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """Devices below one switch, or one device alone: NICs above, GPUs below."""
+
+    root: str
+    nics: tuple[Interface, ...]
+    gpus: tuple[Accelerator, ...]
+
+    @property
+    def slots(self) -> int:
+        return max(len(self.nics), len(self.gpus))
+
+    @property
+    def is_switch(self) -> bool:
+        """The ports of one card are functions of one PCI device: no switch is between them."""
+        addresses = [each.pci_address or "" for each in self.nics]
+        addresses += [each.pci_address or "" for each in self.gpus]
+        return len({address.rpartition(".")[0] for address in addresses}) > 1
+
+
+class _Panel:
+    """One host."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        nodes = {node.id: node for node in topology.machine.numa}
+        self.columns: list[tuple[int | None, list[_Cluster]]] = []
+        self.empty: list[int] = []
+        for node in (*nodes, None):
+            # Where there is one node, what does not name its node is on that one.
+            homes = {node, None} if len(nodes) == 1 and node is not None else {node}
+            clusters = [] if node is None and len(nodes) == 1 else self._clusters(homes)
+            # Few nodes are all shown; of many, those without devices would only take room.
+            if clusters or (node is not None and len(nodes) <= 2) or (not nodes and node is None):
+                self.columns.append((node, clusters))
+            elif node is not None:
+                self.empty.append(node)
+        self.places: dict[int, float] = {}  # the middle of each GPU's box
+        widths = [self._node_width(clusters) for _, clusters in self.columns]
+        self.width = int(2 * _MARGIN + sum(widths) + _GAP * (len(widths) - 1))
+        self.width = max(self.width, 640)
+        has_nics = any(cluster.nics for _, each in self.columns for cluster in each)
+        has_gpus = bool(topology.gpus)
+        self.gpu_top = _TITLE + _HEAD + 2 * _PAD + (_NIC_HEIGHT + 10) * has_nics
+        bottom = self.gpu_top + (_GPU_HEIGHT if has_gpus else -10)
+        self.node_bottom = bottom + 2 * _PAD
+        self.switches = any(
+            link.peer_kind == "switch" for gpu in topology.gpus for link in gpu.nvlinks or ()
+        )
+        self.pairs = [link for link in topology.links if link.nvlinks and not self.switches]
+        room = 76 if self.switches else 0
+        if self.pairs:  # the deepest arc: that from the first GPU to the last
+            room = 22 * len(topology.gpus)
+        self.wires_bottom = self.node_bottom + room
+        self.height = int(self.wires_bottom + 30 + 16 * bool(self.empty) + _MARGIN)
+
+    def _clusters(self, homes: set[int | None]) -> list[_Cluster]:
+        """The devices of a node, those below one switch together, in the order of the PCI bus."""
+        topology = self.topology
+        left: list[tuple[tuple[str, ...], str, Interface | Accelerator]] = []
+        for gpu in topology.gpus:
+            if gpu.numa_node in homes:
+                path = place_of(topology.machine, gpu.pci_address, None).path
+                left.append((path, f"GPU{gpu.index}", gpu))
+        for nic in topology.interfaces:
+            if nic.numa_node in homes:
+                path = place_of(topology.machine, nic.pci_address, None).path
+                left.append((path, nic.id, nic))
+        left.sort(key=lambda each: (each[0], each[1]))
+        clusters = []
+        while left:
+            path, name, _ = left[0]
+            same = [each for each in left if topology.word(name, each[1]) in ("X", "PIX")]
+            # NVLink hides the PCIe class of two GPUs: ask for that one.
+            same += [each for each in left if each not in same and self._by_switch(name, each[1])]
+            left = [each for each in left if each not in same]
+            nics = tuple(device for _, _, device in same if isinstance(device, Interface))
+            gpus = tuple(device for _, _, device in same if isinstance(device, Accelerator))
+            clusters.append(_Cluster(path[0] if path else "", nics, gpus))
+        return clusters
+
+    def _by_switch(self, a: str, b: str) -> bool:
+        return any(
+            link.pci_class == "PIX" for link in self.topology.links if {link.a, link.b} == {a, b}
+        )
+
+    @staticmethod
+    def _node_width(clusters: Sequence[_Cluster]) -> float:
+        inside = sum(cluster.slots * _SLOT + _PAD for cluster in clusters)
+        return max(_NUMA_WIDTH, inside + _PAD)
+
+    def draw(self) -> Iterator[str]:
+        machine = self.topology.machine
+        yield _text(_MARGIN, 34, machine.host, "title")
+        count = f"{machine.cpus.packages} × " if (machine.cpus.packages or 1) > 1 else ""
+        product = f"{machine.product}, " if machine.product else ""
+        about = f"{product}{count}{machine.cpus.model}"
+        yield _text(_MARGIN, 53, about.replace("(R)", ""), "soft")
+        left: float = _MARGIN
+        for number, (node, clusters) in enumerate(self.columns):
+            width = self._node_width(clusters)
+            yield from self._draw_node(left, width, node, clusters)
+            if number + 1 < len(self.columns):
+                yield from self._draw_between(left + width, node, self.columns[number + 1][0])
+            left += width + _GAP
+        if self.switches:
+            yield from self._draw_switches()
+        elif self.pairs:
+            yield from self._draw_pairs()
+        yield from self._draw_foot()
+
+    def _draw_node(
+        self, left: float, width: float, node: int | None, clusters: Sequence[_Cluster]
+    ) -> Iterator[str]:
+        yield _box(left, _TITLE, width, self.node_bottom - _TITLE, "node", 10)
+        machine = self.topology.machine
+        found = next((each for each in machine.numa if each.id == node), None)
+        name = "NUMA unknown" if found is None else f"NUMA {found.id}"
+        cpus = machine.cpus.allowed if found is None else found.cpus or "none"
+        memory = machine.memory.total_bytes if found is None else found.memory_bytes
+        yield _text(left + _PAD, _TITLE + 22, name, "name")
+        room = "" if memory is None else f", {memory / (1 << 30):.0f} GiB"
+        yield _text(left + _PAD, _TITLE + 40, f"CPUs {cpus}{room}", "soft")
+        at = left + _PAD
+        for number, cluster in enumerate(clusters):
+            if cluster.root and (number == 0 or clusters[number - 1].root != cluster.root):
+                same = [each for each in clusters if each.root == cluster.root]
+                wide = sum(each.slots * _SLOT + _PAD for each in same) - _PAD
+                top = _TITLE + _HEAD - 4
+                yield _box(at - 5, top, wide + 10, self.node_bottom - top - 6, "root", 8)
+                yield _text(at, top - 4, cluster.root, "soft")
+            yield from self._draw_cluster(at, cluster)
+            at += cluster.slots * _SLOT + _PAD
+
+    def _draw_cluster(self, left: float, cluster: _Cluster) -> Iterator[str]:
+        nic_top = _TITLE + _HEAD + _PAD
+        if cluster.is_switch:
+            height = self.node_bottom - nic_top - _PAD + 2
+            yield _box(left, nic_top - 8, cluster.slots * _SLOT, height, "switch", 6)
+        for number, nic in enumerate(cluster.nics):
+            on = nic.state in ("ACTIVE", "up")
+            mark = " bad" if nic.errors or (nic.ports and not on) else "" if on else " off"
+            rate = "rate unknown" if nic.rate_gbps is None else f"{nic.rate_gbps:g} Gb/s"
+            lines = [f"{nic.id} {nic.name}", rate if on else nic.state]
+            if nic.errors:
+                lines[1] += ", errors"
+            about = ", ".join(f"{name} {count}" for name, count in nic.errors.items())
+            where = (left + number * _SLOT + 4, nic_top)
+            style = f"nic{mark}"
+            yield from _device(where, _NIC_HEIGHT, style, lines, f"{nic.pci_address} {about}")
+        for number, gpu in enumerate(cluster.gpus):
+            x = left + number * _SLOT + 4
+            self.places[gpu.index] = x + _BOX / 2
+            links = gpu.nvlinks or ()
+            lost = sum(not link.active for link in links)
+            name = gpu.name.removeprefix("NVIDIA ")
+            lines = [f"GPU{gpu.index}", name if len(name) < 17 else f"{name[:15]}…"]
+            lines.append(gpu.pci_address or "PCI unknown")
+            if lost and lost < len(links):
+                lines[2] = f"{lost} NVLink{'s' * (lost > 1)} down"
+            bad = 0 < lost < len(links) or any(
+                link.replay_errors or link.recovery_errors or link.crc_errors for link in links
+            )
+            style = "gpu bad" if bad else "gpu"
+            yield from _device((x, self.gpu_top), _GPU_HEIGHT, style, lines, gpu.uuid or "")
+
+    def _draw_between(self, x: float, a: int | None, b: int | None) -> Iterator[str]:
+        nodes = {node.id: node for node in self.topology.machine.numa}
+        if a is None or b is None:
+            return
+        y = _TITLE + 22
+        yield f'<line class="between" x1="{x:g}" y1="{y}" x2="{x + _GAP:g}" y2="{y}"/>'
+        distances = nodes[a].distances
+        if distances is not None:
+            far = str(distances[list(nodes).index(b)])
+            yield _text(x + _GAP / 2, y - 6, far, "soft middle")
+
+    def _draw_switches(self) -> Iterator[str]:
+        top = self.node_bottom + 40
+        ends = list(self.places.values())
+        left, right = min(ends) - _BOX / 2, max(ends) + _BOX / 2
+        usual = max(self._active(gpu) for gpu in self.topology.gpus)
+        for gpu in self.topology.gpus:
+            count = self._active(gpu)
+            if not count:
+                continue
+            x, broken = self.places[gpu.index], " broken" * (count < usual)
+            y = self.gpu_top + _GPU_HEIGHT
+            yield f'<path class="wire{broken}" d="M{x:g} {y:g} V{top}"/>'
+            yield _text(x + 6, top - 10, f"NV{count}", "soft")
+        yield _box(left, top, right - left, 26, "gpu", 6)
+        peers = {link.peer_pci for gpu in self.topology.gpus for link in gpu.nvlinks or ()}
+        name = f"{len(peers - {None})} NVSwitches"
+        yield _text((left + right) / 2, top + 17, name, "name middle")
+
+    @staticmethod
+    def _active(gpu: Accelerator) -> int:
+        return sum(bool(link.active) and link.peer_kind == "switch" for link in gpu.nvlinks or ())
+
+    def _draw_pairs(self) -> Iterator[str]:
+        """An arc for each pair: the farther apart, the deeper."""
+        order = sorted(self.places, key=lambda index: self.places[index])
+        y = self.gpu_top + _GPU_HEIGHT
+        usual = max(link.nvlinks for link in self.pairs)
+        for link in self.pairs:
+            ends = sorted(order.index(int(each.removeprefix("GPU"))) for each in (link.a, link.b))
+            # Arcs that begin at one GPU begin side by side.
+            spread = 8 * (ends[1] - ends[0] - 1)
+            x1, x2 = self.places[order[ends[0]]] + 12 + spread, self.places[order[ends[1]]]
+            x2 -= 12 + spread
+            deep = self.node_bottom + 10 + 30 * (ends[1] - ends[0])
+            broken = " broken" * (link.nvlinks < usual)
+            curve = f"M{x1:g} {y} C{x1:g} {deep} {x2:g} {deep} {x2:g} {y}"
+            yield f'<path class="wire{broken}" d="{curve}"/>'
+            middle, low = (x1 + x2) / 2, y + 0.75 * (deep - y)
+            yield _text(middle, low - 5, link.word, "soft middle")
+
+    def _draw_foot(self) -> Iterator[str]:
+        y = self.wires_bottom + 24
+        if self.empty:
+            nodes = ", ".join(map(str, self.empty))
+            yield _text(_MARGIN, y, f"NUMA {nodes}: CPUs and memory, no GPU or NIC", "soft")
+            y += 16
+        legend = "dashed: a PCIe root complex; grey: a PCIe switch (PIX); a number between nodes:"
+        if any(cluster.root for _, clusters in self.columns for cluster in clusters):
+            yield _text(_MARGIN, y, f"{legend} NUMA distance", "soft")
+        elif reason := self.topology.machine.why("pci"):
+            yield _text(_MARGIN, y, f"PCI paths unknown: {reason}", "soft")
+
+
+def _device(
+    where: tuple[float, float],
+    height: float,
+    style: str,
+    lines: Sequence[str],
+    about: str,
+) -> Iterator[str]:
+    left, top = where
+    yield f"<g><title>{escape(about)}</title>"
+    yield _box(left, top, _BOX, height, style, 5)
+    for number, line in enumerate(lines):
+        kind = "name middle" if number == 0 else "soft middle"
+        yield _text(left + _BOX / 2, top + 18 + 16 * number, line, kind)
+    yield "</g>"
+
+
+def _box(left: float, top: float, width: float, height: float, style: str, round_: int) -> str:
+    return (
+        f'<rect class="{style}" x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" '
+        f'rx="{round_}"/>'
+    )
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    return f'<text class="{style}" x="{x:g}" y="{y:g}">{escape(text)}</text>'

@@ -1,0 +1,193 @@
+"""DistributedTensor: the rows of one large tensor, shared out over the ranks."""
+
+import torch
+
+from tutti.comm.symmetric.heap import Heap
+from tutti.structures import native
+from tutti.structures.rows import Placement, Rows, plain_indices
+from tutti.structures.structure import Structure
+from tutti.world.errors import UsageError
+
+
+class DistributedTensor(Structure):
+    """A table of `rows` × `columns` in the memory of all ranks, read and added to by row index.
+
+    Use it for a table that is too large for one rank, or that all ranks change: embeddings, feature
+    stores, histograms, sums of sparse gradients. Any rank gathers and adds at any time, without its
+    owner's help. Block placement keeps neighbouring rows together; cyclic spreads a hot beginning
+    over the ranks.
+
+    Do not use it where a reader must see a row as one writer left it while others write: that is
+    ParameterCache. Nor for dense sums of whole tensors: an all-reduce is faster.
+
+    `scatter_add` adds every element atomically: concurrent adders lose nothing, in whatever order
+    they come (so float sums may differ in the last bits from run to run). `gather` and `scatter`
+    are plain copies. To see what another rank wrote before now, meet it first: `heap.barrier()` or
+    a signal. On CUDA everything is enqueued on the current stream.
+    """
+
+    def __init__(
+        self,
+        heap: Heap,
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+        placement: Placement = "block",
+    ) -> None:
+        super().__init__(heap)
+        rows, self.columns = shape
+        self.rows = Rows(rows, heap.size, placement)
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self._table = self._zeros((self.rows.per_rank, self.columns), dtype)
+        self._mine = self.rows.of(heap.rank)
+        self._gathered = self._scattered = self._added = 0
+        self._native = None
+        if heap.device.type == "cpu":
+            bases = [self._table.address(rank) for rank in range(heap.size)]
+            row_bytes = self.columns * dtype.itemsize
+            self._core = native.core()
+            self._native = self._core.tutti_rows_create(
+                native.pointers(bases),
+                *(heap.size, heap.rank, rows, row_bytes, row_bytes, self.rows.cyclic),
+            )
+        heap.barrier()
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The rows that lie on this rank, as a view; `local_indices` says which they are."""
+        self._check_open()
+        return self._table.local[: len(self._mine)]
+
+    @property
+    def local_indices(self) -> torch.Tensor:
+        """The indices of `local`'s rows, in its order."""
+        return self._mine
+
+    def owner(self, index: int) -> int:
+        """The rank that holds a row."""
+        return self.rows.owner(index)
+
+    def row(self, index: int) -> torch.Tensor:
+        """One row as a view, wherever it lies."""
+        self._check_open()
+        return self._table.peer(self.rows.owner(index))[self.rows.place(index)]
+
+    def gather(self, indices: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies of the rows at `indices`, of shape (*indices.shape, columns)."""
+        self._check_open()
+        if out is None:
+            shape = (*indices.shape, self.columns)
+            out = torch.empty(shape, dtype=self.dtype, device=self.heap.device)
+        else:
+            self._check_values("out", out, indices)
+        count = indices.numel()
+        self._gathered += count
+        if self._native is None:
+            self._gather_on_device(indices, out)
+            return out
+        target = out if out.is_contiguous() else torch.empty_like(out).contiguous()
+        where = plain_indices(indices)
+        bad = self._core.tutti_rows_gather(self._native, where.data_ptr(), count, target.data_ptr())
+        self._check_indices(where, bad)
+        if target is not out:
+            out.copy_(target)
+        return out
+
+    def scatter(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Store `values[i]` as row `indices[i]`. Two ranks at one row may leave a mixture."""
+        self._check_open()
+        self._check_values("values", values, indices)
+        self._scattered += indices.numel()
+        if self._native is None:
+            for rank, here, there in self._by_owner(indices):
+                self._table.peer(rank)[there] = values.reshape(-1, self.columns)[here]
+            return
+        where, source = plain_indices(indices), values.contiguous()
+        bad = self._core.tutti_rows_scatter(
+            self._native, where.data_ptr(), indices.numel(), source.data_ptr()
+        )
+        self._check_indices(where, bad)
+
+    def scatter_add(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Add `values[i]` to row `indices[i]`; repeated indices and concurrent ranks all count."""
+        self._check_open()
+        self._check_values("values", values, indices)
+        self._added += indices.numel()
+        if self._native is None:
+            from tutti.structures.device_rows import add_rows
+
+            for rank, here, there in self._by_owner(indices):
+                add_rows(self._table.peer(rank), there, values.reshape(-1, self.columns)[here])
+            return
+        code = native.ADDABLE.get(self.dtype)
+        if code is None:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in native.ADDABLE)
+            raise UsageError(f"scatter_add on {self.dtype}: it adds {names} atomically")
+        where, source = plain_indices(indices), values.contiguous()
+        bad = self._core.tutti_rows_scatter_add(
+            self._native, where.data_ptr(), indices.numel(), source.data_ptr(), code
+        )
+        self._check_indices(where, bad)
+
+    def to_full(self) -> torch.Tensor:
+        """All rows in order, as an ordinary tensor on this rank."""
+        self._check_open()
+        full = torch.empty(self.shape, dtype=self.dtype, device=self.heap.device)
+        for rank in range(self.size):
+            indices = self.rows.of(rank)
+            if len(indices):
+                full[indices.to(full.device)] = self._table.peer(rank)[: len(indices)]
+        return full
+
+    def stats(self) -> dict[str, int | str]:
+        """What this rank has done, in rows."""
+        return {
+            "rows": self.rows.rows,
+            "local_rows": len(self._mine),
+            "placement": self.rows.placement,
+            "gathered": self._gathered,
+            "scattered": self._scattered,
+            "added": self._added,
+        }
+
+    def _end(self) -> None:
+        if self._native is not None and not self.closed:
+            self._core.tutti_rows_free(self._native)
+        super()._end()
+
+    def _gather_on_device(self, indices: torch.Tensor, out: torch.Tensor) -> None:
+        target = out.view(-1, self.columns)
+        for rank, here, there in self._by_owner(indices):
+            target[here] = self._table.peer(rank)[there]
+
+    def _by_owner(self, indices: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """For each owner of some of the rows: their positions in `indices`, and in its table."""
+        flat = indices.reshape(-1).to(self.heap.device, torch.int64)
+        if len(flat):
+            self._check_indices(flat, _first_bad(flat, self.rows.rows))
+        divisor = self.size if self.rows.cyclic else self.rows.per_rank
+        quotient, rest = flat // divisor, flat % divisor
+        owners, places = (rest, quotient) if self.rows.cyclic else (quotient, rest)
+        parts = []
+        for rank in range(self.size):
+            here = (owners == rank).nonzero().flatten()
+            if len(here):
+                parts.append((rank, here, places[here]))
+        return parts
+
+    def _check_values(self, name: str, values: torch.Tensor, indices: torch.Tensor) -> None:
+        wanted = (*indices.shape, self.columns)
+        if values.shape != wanted or values.dtype is not self.dtype:
+            raise UsageError(
+                f"{name} is {values.dtype} of shape {tuple(values.shape)}, the indices ask for "
+                f"{self.dtype} of shape {wanted}"
+            )
+
+    def _check_indices(self, indices: torch.Tensor, bad: int) -> None:
+        if bad >= 0:
+            self.rows.check(int(indices.reshape(-1)[bad]))
+
+
+def _first_bad(indices: torch.Tensor, rows: int) -> int:
+    bad = ((indices < 0) | (indices >= rows)).nonzero().flatten()
+    return int(bad[0]) if len(bad) else -1

@@ -1,0 +1,299 @@
+"""HashMap: values of one shape under 64-bit keys, in the memory of all ranks."""
+
+import ctypes
+import math
+from collections.abc import Callable
+
+import torch
+
+from tutti.comm.symmetric.heap import Heap
+from tutti.structures import native
+from tutti.structures.structure import Structure
+from tutti.world.errors import UsageError
+
+_RESERVED = 2**64 - 1
+_empty_like = torch.empty_like  # a global name is found faster: a get takes about a microsecond
+
+
+class Full(RuntimeError):
+    """A shard of a HashMap has no entry left; the message has the numbers and the cure."""
+
+
+class HashMap(Structure):
+    """A dictionary from uint64 keys to tensors of one shape and dtype, shared by all ranks.
+
+    Use it for sparse state that any rank reads and changes: counts by token or user, embeddings of
+    ids that are not row numbers, a directory of who has what. Any rank puts, gets, adds and deletes
+    at any time, without the help of the key's owner; a get takes about a microsecond, waits for no
+    writer and never returns a mixture of two values.
+
+    Do not use it for dense row numbers (DistributedTensor, ParameterCache), for values of different
+    sizes (PooledCache), or for keys that come and go without end: a deleted key keeps its entry for
+    its own return, until `compact()` on all ranks. Values take twice their memory, so that a writer
+    that is killed half way leaves the last value intact.
+
+    `capacity` is the number of keys over all ranks. Keys go to ranks by their hash, and each shard
+    has some room for chance. Key 2^64 - 1 is reserved. Value: `value_shape` and `dtype`, or
+    `value_bytes` for raw bytes (uint8).
+    """
+
+    def __init__(
+        self,
+        heap: Heap,
+        capacity: int,
+        value_shape: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+        value_bytes: int | None = None,
+    ) -> None:
+        super().__init__(heap)
+        self._on_cpu()
+        if capacity < 1:
+            raise UsageError(f"capacity {capacity}: a HashMap needs room for at least one key")
+        if value_bytes is not None:
+            value_shape, dtype = (value_bytes,), torch.uint8
+        self.capacity = capacity
+        self.value_shape = tuple(value_shape)
+        self.dtype = dtype
+        self._core, self._quick = native.core(), native.quick()
+        self._blank = torch.empty(self.value_shape, dtype=dtype)
+        self._value_bytes = self._blank.numel() * dtype.itemsize
+        entries = _entries(capacity, heap.size)
+        memory = self._zeros(
+            (self._core.tutti_map_shard_bytes(entries, self._value_bytes),), torch.uint8
+        )
+        self._native = self._core.tutti_map_create(
+            native.pointers([memory.address(rank) for rank in range(heap.size)]),
+            *(heap.size, heap.rank, entries, self._value_bytes),
+        )
+        self._get = self._quick.tutti_map_get
+        self._writes = self._deletes = 0
+        heap.barrier()
+
+    def get(
+        self, key: int, default: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """A copy of the value, or `default`. With `out`, the copy goes there."""
+        if not 0 <= key < _RESERVED:
+            self._check_key(key)
+        if out is None:
+            out = _empty_like(self._blank)
+        else:
+            self._check_out(out, self.value_shape)
+        found = self._get(self._native, key, out.data_ptr())
+        if found < 0:
+            address = out.data_ptr()
+            found = self._retried(lambda: self._get(self._native, key, address), f"get({key})")
+        return out if found else default
+
+    def put(self, key: int, value: torch.Tensor | float) -> bool:
+        """Store a value; returns whether the key is new. The last of concurrent puts stays."""
+        return self._write(key, value, self._quick.tutti_map_put)
+
+    def add(self, key: int, value: torch.Tensor | float) -> bool:
+        """Add to the value, element by element, or to zeros; returns whether the key is new.
+
+        Concurrent adds to one key all count.
+        """
+        return self._write(key, value, self._quick.tutti_map_add, self._addable())
+
+    def delete(self, key: int) -> bool:
+        """Forget a key; returns whether it was there. Its entry stays reserved for it."""
+        self._check_key(key)
+        self._deletes += 1
+        call = self._quick.tutti_map_delete
+        return bool(self._retried(lambda: call(self._native, key), f"delete({key})"))
+
+    def get_many(
+        self, keys: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values, of shape (*keys.shape, *value_shape), and which were found: the others are 0."""
+        where = self._checked_keys(keys)
+        shape = (*keys.shape, *self.value_shape)
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype)
+        else:
+            self._check_out(out, shape)
+        found = torch.empty(keys.shape, dtype=torch.bool)
+        self._core.tutti_map_get_many(
+            self._native, where.data_ptr(), where.numel(), out.data_ptr(), found.data_ptr()
+        )
+        return out, found
+
+    def put_many(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store `values[i]` under `keys[i]`, each on its own."""
+        self._write_many(keys, values, -1)
+
+    def add_many(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add `values[i]` to the value of `keys[i]`; repeated keys all count."""
+        self._write_many(keys, values, self._addable())
+
+    def owner(self, key: int) -> int:
+        """The rank whose memory holds a key."""
+        self._check_key(key)
+        return int(self._quick.tutti_map_owner(self._native, key))
+
+    def local_items(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (as int64: those above 2^63 are negative) and values in this rank's shard."""
+        self._check_open()
+        room = int(self._core.tutti_map_claimed(self._native, self.rank))
+        keys = torch.empty(room, dtype=torch.int64)
+        values = torch.empty((room, *self.value_shape), dtype=self.dtype)
+        count = self._core.tutti_map_collect(self._native, room, keys.data_ptr(), values.data_ptr())
+        return keys[:count], values[:count]
+
+    def compact(self) -> None:
+        """Give the entries of deleted keys back. Collective: nobody uses the map meanwhile."""
+        self._check_open()
+        self.heap.barrier()
+        code = self._core.tutti_map_compact(self._native)
+        self.heap.barrier()
+        if code < 0:
+            raise MemoryError(f"compact() found no memory for a copy of rank {self.rank}'s shard")
+
+    def __contains__(self, key: int) -> bool:
+        self._check_key(key)
+        return bool(self._quick.tutti_map_has(self._native, key))
+
+    def __getitem__(self, key: int) -> torch.Tensor:
+        value = self.get(key)
+        if value is None:
+            raise KeyError(key)
+        return value
+
+    def __setitem__(self, key: int, value: torch.Tensor | float) -> None:
+        self.put(key, value)
+
+    def __len__(self) -> int:
+        self._check_open()
+        return sum(self._live(rank) for rank in range(self.size))
+
+    def stats(self) -> dict[str, int | list[int]]:
+        """What this rank has done, and how full every rank's shard is."""
+        self._check_open()
+        claimed = [int(self._core.tutti_map_claimed(self._native, r)) for r in range(self.size)]
+        return {
+            "gets": int(self._core.tutti_map_gets(self._native)),
+            "hits": int(self._core.tutti_map_hits(self._native)),
+            "writes": self._writes,
+            "deletes": self._deletes,
+            "retries": int(self._core.tutti_map_retries(self._native)),
+            "keys": [self._live(rank) for rank in range(self.size)],
+            "deleted_keys": [c - self._live(rank) for rank, c in enumerate(claimed)],
+            "limit_per_rank": int(self._core.tutti_map_limit(self._native)),
+        }
+
+    def _end(self) -> None:
+        if not self.closed:
+            self._get = self._refuse
+            self._core.tutti_map_free(self._native)
+        super()._end()
+
+    def _live(self, rank: int) -> int:
+        return int(self._core.tutti_map_live(self._native, rank))
+
+    def _write(
+        self, key: int, value: torch.Tensor | float, call: Callable[..., int], *dtype: int
+    ) -> bool:
+        if not 0 <= key < _RESERVED or self.closed:
+            self._check_key(key)
+        if not isinstance(value, torch.Tensor):
+            value = torch.full(self.value_shape, value, dtype=self.dtype)
+        elif value.shape != self.value_shape or value.dtype is not self.dtype or not value.is_cpu:
+            self._refuse_value("value", value, self.value_shape)
+        source = value if value.is_contiguous() else value.contiguous()
+        address = source.data_ptr()
+        self._writes += 1
+        code = call(self._native, key, address, *dtype)
+        if code < 0:
+            code = self._retried(
+                lambda: call(self._native, key, address, *dtype), f"write of key {key}"
+            )
+        if code == native.FULL:
+            self._refuse_full(key)
+        return bool(code)
+
+    def _write_many(self, keys: torch.Tensor, values: torch.Tensor, dtype: int) -> None:
+        where = self._checked_keys(keys)
+        shape = (*keys.shape, *self.value_shape)
+        if values.shape != shape or values.dtype is not self.dtype or not values.is_cpu:
+            self._refuse_value("values", values, shape)
+        source = values.contiguous()
+        code = ctypes.c_int(0)
+        done = 0
+
+        def go_on() -> int:
+            nonlocal done
+            done += self._core.tutti_map_put_many(
+                self._native,
+                where.data_ptr() + 8 * done,
+                where.numel() - done,
+                source.data_ptr() + self._value_bytes * done,
+                dtype,
+                ctypes.addressof(code),
+            )
+            return code.value
+
+        self._retried(go_on, "write of many keys")
+        self._writes += done
+        if code.value == native.FULL:
+            self._refuse_full(int(where.reshape(-1)[done]) % 2**64)
+
+    def _retried(self, call: Callable[[], int], what: str) -> int:
+        return self._served(
+            call, lambda rank: self._core.tutti_map_declare_dead(self._native, rank), None, what
+        )
+
+    def _addable(self) -> int:
+        code = native.ADDABLE.get(self.dtype)
+        if code is None:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in native.ADDABLE)
+            raise UsageError(f"add on values of {self.dtype}: a HashMap adds {names}")
+        return code
+
+    def _check_key(self, key: int) -> None:
+        self._check_open()
+        if not 0 <= key < _RESERVED:
+            raise UsageError(f"key {key}: keys are 0 to 2^64 - 2")
+
+    def _checked_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        self._check_open()
+        if keys.dtype not in (torch.int64, torch.uint64) or not keys.is_cpu:
+            raise UsageError(f"keys are {keys.dtype} on {keys.device}: give int64 or uint64 on CPU")
+        where = keys.contiguous()
+        if bool((where.view(torch.int64) == -1).any()):
+            raise UsageError("keys hold 2^64 - 1 (as int64: -1), which is reserved")
+        return where
+
+    def _check_out(self, out: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if out.shape != shape or out.dtype is not self.dtype or not out.is_cpu:
+            self._refuse_value("out", out, shape)
+        if not out.is_contiguous():
+            raise UsageError("out is not contiguous: give it a contiguous tensor")
+
+    def _refuse_value(self, name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
+        raise UsageError(
+            f"{name} is {value.dtype} of shape {tuple(value.shape)} on {value.device}, the map "
+            f"takes {self.dtype} of shape {shape} on the CPU"
+        )
+
+    def _refuse_full(self, key: int) -> None:
+        rank = self.owner(key)
+        limit = int(self._core.tutti_map_limit(self._native))
+        live = self._live(rank)
+        raise Full(
+            f"no entry for key {key}: the shard of rank {rank} holds {live} keys and "
+            f"{limit - live} deleted ones, its limit is {limit} (capacity {self.capacity} over "
+            f"{self.size} ranks): make the map with a larger capacity"
+            + (", or call compact() on all ranks" if live < limit else "")
+        )
+
+
+def _entries(capacity: int, size: int) -> int:
+    """Entries of a shard, a power of 2, so that `capacity` keys fit whatever their hashes.
+
+    Keys per shard are binomial: six deviations above the mean are exceeded once in 10^9 maps. An
+    eighth of the entries stays free.
+    """
+    mean = capacity / size
+    most = min(capacity, mean + 6 * math.sqrt(mean) + 1)
+    return max(8, 1 << math.ceil(math.log2(most * 8 / 7 + 1)))

@@ -1,0 +1,130 @@
+"""Variables that are misspelt, renamed or odd are told with their cure; others are let be."""
+
+from dataclasses import replace
+
+import pytest
+from cases import change, found, healthy, plain, with_variables
+
+from tutti.machine.checks.patient import Seat
+from tutti.machine.checks.table import fixes
+from tutti.machine.checks.variables import KNOWN, RENAMED, nearest
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("NCCL_SOCKET_IFNAM", "NCCL_SOCKET_IFNAME"),
+        ("NCCL_SOKCET_IFNAME", "NCCL_SOCKET_IFNAME"),
+        ("NCCL_IB_HAC", "NCCL_IB_HCA"),
+        ("NCLL_DEBUG", "NCCL_DEBUG"),
+        ("nccl_debug", "NCCL_DEBUG"),
+        ("GLOO_SOCKET_IFACE", "GLOO_SOCKET_IFNAME"),
+        ("GLOO_SOCKET_IFNAMES", "GLOO_SOCKET_IFNAME"),
+        ("TORCH_NCCL_BLOCKING_WIAT", "TORCH_NCCL_BLOCKING_WAIT"),
+        ("OMP_NUM_THREAD", "OMP_NUM_THREADS"),
+        ("OMP_NUM_THREADS", None),
+        ("NCCL_OFI_PROTOCOL", None),  # a plugin's
+        ("TORCH_CUDA_ARCH_LIST", None),
+        ("NCCL_MY_OWN_THING", None),
+    ],
+)
+def test_a_slip_of_the_finger_is_told_from_another_name(name: str, meant: str | None) -> None:
+    assert nearest(name) == meant
+
+
+def test_no_known_name_is_taken_for_a_slip() -> None:
+    assert [name for name in sorted(KNOWN | set(RENAMED)) if nearest(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "check"),
+    [
+        ({"NCCL_P2P_DISABLE": "1"}, "env.switched_off"),
+        ({"NCCL_SHM_DISABLE": "1"}, "env.switched_off"),
+        ({"NCCL_IB_DISABLE": "1"}, "env.switched_off"),
+        ({"NCCL_NVLS_ENABLE": "0"}, "env.switched_off"),
+        ({"NCCL_CUMEM_ENABLE": "0"}, "env.switched_off"),
+        ({"NCCL_PROTO": "LL128"}, "env.pinned"),
+        ({"NCCL_MIN_NCHANNELS": "16"}, "env.pinned"),
+        ({"NCCL_BUFFSIZE": "8388608"}, "env.pinned"),
+        ({"NCCL_DEBUG": "INFO"}, "env.debugging"),
+        ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "env.debugging"),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, "env.debugging"),
+        ({"NCCL_DEBUG": "LOUD"}, "env.values"),
+        ({"NCCL_P2P_DISABLE": "true"}, "env.values"),
+        ({"NCCL_IB_TIMEOUT": "5"}, "env.values"),
+        ({"NCCL_IB_RETRY_CNT": "1"}, "env.values"),
+        ({"NCCL_IB_HCA": '"mlx5_0"'}, "env.values"),
+        ({"CUDA_DEVICE_ORDER": "PCI"}, "env.values"),
+        ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, "env.renamed"),
+        ({"NCCL_MIN_NRINGS": "4"}, "env.renamed"),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}, "env.renamed"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "env.renamed"),
+        ({"OMP_NUM_THREADS": "many"}, "env.threads"),
+        ({"NCCL_SOCKET_IFNAME": "lo"}, "network.ifname"),
+        ({"NCCL_SOCKET_IFNAME": "=eth9"}, "network.ifname"),
+        ({"GLOO_SOCKET_IFNAME": "eth"}, "network.ifname"),  # gloo takes whole names only
+        ({"NCCL_IB_HCA": "mlx4"}, "rdma.hca"),
+        ({"CUDA_VISIBLE_DEVICES": "0,0"}, "gpus.visible"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "gpus.visible"),
+    ],
+)
+def test_a_misused_variable_is_told_once_with_a_cure(variables: dict[str, str], check: str) -> None:
+    machine = healthy() if check in ("rdma.hca", "gpus.visible") else plain()
+    said = [each for each in found(with_variables(machine, **variables)) if each.id == check]
+    assert len(said) == 1
+    (name,) = variables
+    assert name in said[0].observed and said[0].cure
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"NCCL_DEBUG": "WARN"},
+        {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/tmp/nccl.%h.%p"},
+        {"NCCL_SOCKET_IFNAME": "eth"},  # NCCL takes prefixes
+        {"NCCL_SOCKET_IFNAME": "^docker,lo"},
+        {"NCCL_SOCKET_IFNAME": "=eth0"},
+        {"GLOO_SOCKET_IFNAME": "eth0"},
+        {"NCCL_P2P_DISABLE": "0"},
+        {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
+        {"TORCH_FR_BUFFER_SIZE": "2000"},
+        {"OMP_NUM_THREADS": "2"},
+        {"NCCL_IB_TIMEOUT": "22"},
+        # Ranks that share a GPU: tutti sets these itself.
+        {"TUTTI_RANKS_PER_GPU": "2", "NCCL_SOCKET_IFNAME": "lo", "NCCL_HOSTID": "a-0"},
+    ],
+)
+def test_what_is_in_order_gets_no_word(variables: dict[str, str]) -> None:
+    assert found(with_variables(plain(), **variables)) == []
+
+
+def test_loopback_is_in_order_where_all_ranks_are_on_one_host() -> None:
+    machine = with_variables(plain(), NCCL_SOCKET_IFNAME="lo")
+    seats = tuple(Seat(rank, 0, machine) for rank in range(2))
+    assert "network.ifname" not in {each.id for each in found(machine, seats=seats)}
+
+
+def test_what_nccl_conf_says_counts_as_the_environment_does() -> None:
+    machine = replace(plain(), nccl_conf={"/etc/nccl.conf": {"NCCL_IB_DISABLE": "1"}})
+    (said,) = found(machine)
+    assert said.id == "env.switched_off" and "nccl.conf" in said.observed
+
+
+def test_fixes_are_commands_and_each_is_printed_once() -> None:
+    machine = with_variables(plain(), NCCL_P2P_DISABLE="1", NCCL_DEBG="WARN")
+    lines = list(fixes(found(machine)))
+    assert "unset NCCL_P2P_DISABLE" in lines
+    assert "export NCCL_DEBUG=WARN" in lines
+    commands = [line for line in lines if not line.startswith("#")]
+    assert len(commands) == len(set(commands))
+
+
+def test_threads_are_counted_against_the_cpus_of_all_ranks() -> None:
+    cpus = [f"{14 * rank}-{14 * rank + 13}" for rank in range(8)]
+    machine = with_variables(healthy(), OMP_NUM_THREADS="14")
+    bound = [change(machine, cpus__allowed=each) for each in cpus]
+    seats = tuple(Seat(rank, 0, each) for rank, each in enumerate(bound))
+    assert "env.threads" not in {each.id for each in found(bound[0], seats=seats)}
+    together = tuple(Seat(rank, 0, bound[0]) for rank in range(8))
+    assert "env.threads" in {each.id for each in found(bound[0], seats=together)}

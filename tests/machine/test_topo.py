@@ -1,0 +1,272 @@
+"""What topo says of recorded machines, by rules of our own, and of the machine it runs on."""
+
+import json
+import os
+import re
+import sys
+from itertools import combinations
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from hosts import hosts_missing, two_hosts
+from tutti.cli import run
+from tutti.machine.links import Place, pci_class
+from tutti.machine.picture import draw
+from tutti.machine.record import read_machines
+from tutti.machine.topology import Topology
+from tutti.machine.topology_text import topology_lines
+from worlds import TUTTI, clean_environment, run_command
+
+MACHINES = Path(__file__).parent / "machines"
+HEALTHY = ("h100-nvswitch", "pcie-box", "vm-hidden-pcie", "cpu-only")
+ALL = (*HEALTHY, "degraded-nvlink", "roce-cluster")
+
+
+def topologies(name: str) -> list[Topology]:
+    return [Topology(machine) for machine in read_machines(MACHINES / f"{name}.json")]
+
+
+def topology(name: str) -> Topology:
+    (only,) = topologies(name)
+    return only
+
+
+def words_between_gpus(topology: Topology) -> dict[tuple[int, int], str]:
+    return {
+        (a.index, b.index): topology.word(f"GPU{a.index}", f"GPU{b.index}")
+        for a, b in combinations(topology.gpus, 2)
+    }
+
+
+def near(topology: Topology) -> list[list[str]]:
+    return [[nic.name for nic in topology.near_nics(gpu)] for gpu in topology.gpus]
+
+
+# --- the rules ---------------------------------------------------------------------------------
+
+# root complex, root port, a switch's port upward, its port downward, device
+SWITCH = ("pci0000:15", "0000:15:01.0", "0000:16:00.0")
+ONE = (*SWITCH, "0000:17:00.0", "0000:18:00.0")
+TWO = (*SWITCH, "0000:17:02.0", "0000:1b:00.0")
+DEEPER = (*SWITCH, "0000:17:03.0", "0000:1c:00.0", "0000:1d:00.0", "0000:1e:00.0")
+OTHER_PORT = ("pci0000:15", "0000:15:05.0", "0000:20:00.0")
+OTHER_ROOT = ("pci0000:97", "0000:97:01.0", "0000:98:00.0")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "nodes", "word"),
+    [
+        (Place(ONE, 0), Place(TWO, 0), 2, "PIX"),
+        (Place(ONE, 0), Place((*ONE[:-1], "0000:18:00.1"), 0), 2, "PIX"),  # two ports of a card
+        (Place(ONE, 0), Place(DEEPER, 0), 2, "PXB"),
+        (Place(ONE, 0), Place(OTHER_PORT, 0), 2, "PHB"),
+        (Place(ONE, 0), Place(OTHER_ROOT, 0), 2, "NODE"),
+        (Place(ONE, 0), Place(OTHER_ROOT, 1), 2, "SYS"),
+        (Place(ONE, None), Place(OTHER_ROOT, None), 1, "NODE"),  # there is no other node
+        (Place(ONE, None), Place(OTHER_ROOT, 1), 2, "?"),
+        (Place((), 0), Place(OTHER_ROOT, 0), 2, "?"),
+    ],
+)
+def test_the_class_of_two_devices_follows_from_their_pci_paths(
+    a: Place, b: Place, nodes: int, word: str
+) -> None:
+    assert pci_class(a, b, nodes)[0] == word
+    assert pci_class(b, a, nodes)[0] == word
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_our_pci_classes_agree_with_those_that_the_driver_gives(name: str) -> None:
+    for each in topologies(name):
+        ours = {(link.a, link.b): link.pci_class for link in each.links}
+        for peer in each.machine.peers:
+            if peer.src < peer.dst:
+                assert ours[f"GPU{peer.src}", f"GPU{peer.dst}"] == (peer.driver_class or "?")
+
+
+# --- recorded machines -------------------------------------------------------------------------
+
+
+def test_behind_nvswitches_all_pairs_have_all_links_and_each_gpu_its_own_nic() -> None:
+    node = topology("h100-nvswitch")
+    assert set(words_between_gpus(node).values()) == {"NV18"}
+    assert near(node) == [[f"mlx5_{index}"] for index in range(8)]
+    assert [node.word(f"GPU{index}", f"NIC{index}") for index in range(8)] == ["PIX"] * 8
+    assert {(link.pci_class, link.nvlink_gbs) for link in node.links if link.nvlinks} == {
+        ("NODE", 478.116),  # 18 × 26.562
+        ("SYS", 478.116),
+    }
+
+
+def test_a_pcie_box_has_no_nvlink_and_tells_switch_host_bridge_and_socket_apart() -> None:
+    box = topology("pcie-box")
+    assert words_between_gpus(box) == {
+        (0, 1): "PXB",
+        (2, 3): "PHB",
+        (0, 2): "SYS",
+        (0, 3): "SYS",
+        (1, 2): "SYS",
+        (1, 3): "SYS",
+    }
+    assert near(box) == [["mlx5_0"], ["mlx5_0"], [], []]
+    # GPU2 and GPU3 are on the socket of the two ordinary ports, but the fast port is far.
+    assert [box.word("GPU2", nic.id) for nic in box.interfaces] == ["SYS", "NODE", "NODE"]
+
+
+def test_a_lost_nvlink_shows_at_its_gpu_and_no_other() -> None:
+    node = topology("degraded-nvlink")
+    for pair, word in words_between_gpus(node).items():
+        assert word == ("NV11" if 3 in pair else "NV12")
+    text = "\n".join(topology_lines(node, 100))
+    assert text.count("11 of 12 NVLinks active") == 1
+    assert text.count("12 of 12 NVLinks active") == 7
+    assert re.findall(r"link \d+:.*", text) == [
+        "link 7: INACTIVE, errors: 1843 replay, 12 recovery, 52011 CRC"
+    ]
+
+
+def test_a_vm_that_hides_pcie_is_unknown_and_never_guessed() -> None:
+    vm = topology("vm-hidden-pcie")
+    assert set(words_between_gpus(vm).values()) == {"?"}
+    assert near(vm) == [[], [], [], []]
+    text = "\n".join(topology_lines(vm, 100))
+    assert "NUMA nodes unknown: /sys/devices/system/node is empty or hidden" in text
+    assert "?     unknown: their PCI paths are hidden" in text
+    assert "a virtual machine (kvm)" in text
+
+
+def test_a_bad_port_of_a_cluster_shows_its_rate_and_errors_and_no_other_does() -> None:
+    first, second = topologies("roce-cluster")
+    assert set(words_between_gpus(first).values()) == {"NV6"}  # without a switch: peer to peer
+    assert [nic.rate_gbps for nic in first.interfaces] == [400, 400, 400, 400, 25]
+    assert [nic.rate_gbps for nic in second.interfaces] == [400, 400, 100, 400, 25]
+    assert not any(nic.errors for nic in first.interfaces)
+    assert [nic.name for nic in second.interfaces if nic.errors] == ["mlx5_2"]
+    text = "\n".join(topology_lines(second, 1000))
+    (line,) = re.findall(r"errors: .*", text)
+    assert "symbol_error 48211" in line and "link_downed 4" in line
+
+
+def test_without_a_gpu_cpus_numa_nodes_and_nics_are_shown() -> None:
+    vm = topology("cpu-only")
+    rows = vm.to_json()
+    assert [(row["kind"], row["cpus"]) for row in rows["devices"]] == [("cpu", "0-1")]
+    assert [row["name"] for row in rows["nics"]] == ["eth0"]
+    assert [row["id"] for row in rows["numa"]] == [0]
+    assert "no GPU: NVML: NVML Shared Library Not Found" in list(topology_lines(vm, 80))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_text_fits_80_columns(name: str) -> None:
+    for each in topologies(name):
+        assert max(map(len, topology_lines(each, 80))) <= 80
+
+
+# --- the picture -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_picture_has_every_device_once_and_marks_what_is_bad(name: str) -> None:
+    hosts = topologies(name)
+    picture = ElementTree.fromstring(draw(hosts))
+    texts = [each.text or "" for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    for host in hosts:
+        for device in [f"GPU{gpu.index}" for gpu in host.gpus]:
+            assert texts.count(device) == len(hosts)
+        for nic in host.interfaces:
+            assert texts.count(f"{nic.id} {nic.name}") == len(hosts)
+    bad = [
+        each
+        for each in picture.iter("{http://www.w3.org/2000/svg}rect")
+        if "bad" in each.attrib["class"].split()
+    ]
+    assert len(bad) == (0 if name in HEALTHY else 1)
+
+
+def test_no_box_of_a_picture_reaches_beyond_its_edge() -> None:
+    for name in ALL:
+        picture = ElementTree.fromstring(draw(topologies(name)))
+        width = float(picture.attrib["width"])
+        for each in picture.iter("{http://www.w3.org/2000/svg}rect"):
+            assert float(each.get("x", 0)) + float(each.attrib["width"]) <= width
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def test_a_recorded_file_gives_the_same_rows_as_the_machine_it_was_made_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, copy = MACHINES / "roce-cluster.json", tmp_path / "copy.json"
+    svg = tmp_path / "picture.svg"
+    first, second = tmp_path / "1.json", tmp_path / "2.json"
+    record = ["--record", str(copy), "--svg", str(svg)]
+    assert run(["topo", "--from", str(source), "--json", str(first), *record]) == 0
+    assert "roce-1" in (out := capsys.readouterr().out) and "roce-2" in out
+    assert run(["topo", "--from", str(copy), "--json", str(second)]) == 0
+    one, two = json.loads(first.read_text()), json.loads(second.read_text())
+    assert one["schema"] == "tutti.topo/1" and one["environment"] and one["command"]
+    for key in ("hosts", "devices", "links", "nics", "numa"):
+        assert one[key] == two[key] and one[key]
+    assert {row["host"] for row in one["links"]} == {"roce-1", "roce-2"}
+    assert read_machines(copy) == read_machines(source)
+    assert "prefers-color-scheme: dark" in svg.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "it is not JSON, line 1"),
+        ('{"schema": "tutti.topo/1"}', "its schema is 'tutti.topo/1', not 'tutti.machine/1'"),
+        ('{"schema": "tutti.machine/1", "machines": []}', "it holds no machines"),
+        (
+            '{"schema": "tutti.machine/1", "machines": [{"host": "a", "gpus": 2}]}',
+            "machine 0: gpus is not a field of Machine",
+        ),
+    ],
+)
+def test_a_file_that_is_no_record_is_refused_with_what_is_wrong(
+    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(content)
+    assert run(["topo", "--from", str(file)]) == 2
+    assert f"--from {file}: {said}" in capsys.readouterr().err
+
+
+def test_topo_describes_this_machine_without_importing_torch(tmp_path: Path) -> None:
+    probe = (
+        "import sys; from tutti.cli import run; code = run(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    file = tmp_path / "this.json"
+    done = run_command([sys.executable, "-c", probe, "topo", "--record", file])
+    assert done.returncode == 0, done.stderr
+    (machine,) = read_machines(file)
+    assert machine.host == os.uname().nodename and machine.host in done.stdout
+    assert machine.kernel == os.uname().release
+    assert machine.cpus.allowed and machine.memory.total_bytes
+
+
+@pytest.mark.skipif(hosts_missing() is not None, reason=str(hosts_missing()))
+def test_under_a_launcher_every_host_is_observed_once_and_the_first_rank_tells(
+    tmp_path: Path,
+) -> None:
+    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "n1"}
+    common |= {"MASTER_PORT": "29411", "GROUP_WORLD_SIZE": "2"}
+    with two_hosts() as hosts:
+        ranks = [
+            host.popen(
+                [*TUTTI, "topo", "--record", str(tmp_path / "all.json")],
+                env=clean_environment() | common | {"RANK": str(rank), "GROUP_RANK": str(rank)},
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        told = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    machines = read_machines(tmp_path / "all.json")
+    assert [machine.host for machine in machines] == ["n1", "n2"]
+    # Each host has the one interface that the test gave it, and its own addresses.
+    assert [[nic.name for nic in each.nics] for each in machines] == [["eth0", "lo"]] * 2
+    assert "n1:" in told[0][0] and "n2:" in told[0][0] and told[1][0] == ""
