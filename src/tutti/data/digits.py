@@ -52,5 +52,6 @@ def _file() -> Path:
         if (file := Path(folder, "datasets", "data", "digits.csv.gz")).is_file():
             return file
     raise DataError(
-        "data set digits comes with scikit-learn, which is not installed: pip install 'tutti-torch[demo]'"
+        "data set digits comes with scikit-learn, which is not installed: "
+        "pip install 'tutti-torch[demo]'"
     )

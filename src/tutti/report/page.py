@@ -43,7 +43,8 @@ def check_installed() -> None:
     for package in ("jinja2", "plotly"):
         if find_spec(package) is None:
             raise UsageError(
-                f"{package} is missing, which the page is made with: pip install 'tutti-torch[report]'"
+                f"tutti report needs {package}, which is not installed: "
+                "pip install 'tutti-torch[report]'"
             )
 
 
