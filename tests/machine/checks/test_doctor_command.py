@@ -112,7 +112,7 @@ def test_what_is_recorded_here_is_judged_alike_from_the_file(tmp_path: Path) -> 
 
 
 def test_the_page_has_the_table_of_the_code() -> None:
-    page = Path(__file__).parent.parent.parent / "docs" / "doctor.md"
+    page = Path(__file__).parents[3] / "docs" / "doctor.md"
     assert markdown_table() in page.read_text()
 
 

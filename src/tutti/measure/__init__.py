@@ -1,0 +1,1 @@
+"""What every command that measures shares: files, units, statistics, timing, tables, terminal."""

@@ -1,0 +1,26 @@
+"""Files that readers see whole or not at all."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace `path` with `content`: write a temporary file in the same folder, then rename it.
+
+    Another process sees the old file or the new one, never a part. Raises OSError, and leaves no
+    temporary file behind, if the folder cannot be written or the disk is full.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "wb") as file:
+            # mkstemp creates mode 0600; the result gets the mode that open() would have given it.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.fchmod(file.fileno(), 0o666 & ~umask)
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
