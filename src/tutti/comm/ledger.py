@@ -19,6 +19,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from tutti.comm import place
+from tutti.machine.system import boot_id
 
 LABEL = "tutti-ledger"
 MAGIC = b"TUTTILED"
@@ -198,8 +199,7 @@ def is_near(address: Mapping[str, Any]) -> bool:
 
 def _machine() -> str:
     """The running system and its view of processes: a container has a view of its own."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def note_place(text: str) -> None:

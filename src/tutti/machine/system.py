@@ -45,6 +45,14 @@ _SYSCTLS = (
 _PACKAGES = ("tutti", "torch", "numpy", "nvidia-ml-py", "triton", "mpi4py")
 
 
+def boot_id() -> str:
+    """The kernel's random id of this boot, the same in every container of the machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux, or /proc is hidden
+        return "unknown"
+
+
 def read_name_resolution() -> str:
     """Where the host's own name leads. The addresses themselves are nobody's business."""
     try:

@@ -1,6 +1,10 @@
-"""Exchange small values between ranks as JSON. Object collectives would unpickle from peers."""
+"""Every rank's value to every rank, as JSON.
+
+torch's object collectives unpickle what a peer sent, which lets a peer run code; JSON does not.
+"""
 
 import json
+import time
 from typing import Any
 
 import torch
@@ -22,3 +26,32 @@ def gather_json(value: Any) -> list[Any]:
         json.loads(bytes(text[: int(length)].numpy()))
         for text, length in zip(texts, lengths, strict=True)
     ]
+
+
+class RanksMissing(Exception):
+    """Some ranks wrote no value within the timeout; `ranks` lists them."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"no value from rank {', '.join(map(str, ranks))}")
+        self.ranks = ranks
+
+
+def gather_json_from_store(
+    store: dist.Store, key: str, value: Any, rank: int, size: int, timeout: float
+) -> list[Any]:
+    """Every rank's value, in rank order, exchanged through `store`: works before any process group.
+
+    All ranks pass the same `key`, and a key is used once. Also a barrier: no rank returns before
+    all have written. Raises RanksMissing after `timeout` seconds.
+    """
+    keys = [f"{key}/{peer}" for peer in range(size)]
+    store.set(keys[rank], json.dumps(value))
+    deadline = time.monotonic() + timeout
+    pause = 0.0002
+    # store.wait() cannot be interrupted by Ctrl-C and does not say which keys are missing.
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            raise RanksMissing([peer for peer, each in enumerate(keys) if not store.check([each])])
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.02)
+    return [json.loads(text) for text in store.multi_get(keys)]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from tutti.machine.cpus import allowed_cpus, format_cpu_list
 from tutti.machine.environment import versions
+from tutti.machine.system import boot_id
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.identity import Identity
 
@@ -64,7 +65,7 @@ def answer_for(
     return Answer(
         rank=identity.rank,
         host=socket.gethostname(),
-        machine=f"{socket.gethostname()}/{_boot_id()}/{os.readlink('/proc/self/ns/net')}",
+        machine=f"{socket.gethostname()}/{boot_id()}/{os.readlink('/proc/self/ns/net')}",
         address=address,
         lines_port=lines_port,
         local_rank=identity.local_rank,
@@ -181,8 +182,3 @@ def refuse_different_versions(answers: Sequence[Answer]) -> None:
                 f"ranks run different versions of {name}: {who}{more}, the other {count} "
                 f"{usual}: install the same everywhere"
             )
-
-
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tutti.comm.shm import native
+from tutti.machine.system import boot_id
 from tutti.world.errors import UsageError
 
 Card = dict[str, Any]
@@ -87,7 +88,7 @@ def meet(
     token = secrets.randbits(8 * _TOKEN_BYTES - 1)
     with _probe(token) as fd:
         host = socket.gethostname()
-        mine = {"host": host, "boot": _boot_id(), "pid": os.getpid(), "fd": fd, "token": token}
+        mine = {"host": host, "boot": boot_id(), "pid": os.getpid(), "fd": fd, "token": token}
         cards = table.share("card", mine)
         seen = [p for p in range(size) if p == rank or can_open(cards[p])]
         sights = table.share("seen", seen)
@@ -211,11 +212,3 @@ def _probe(token: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return "unknown"

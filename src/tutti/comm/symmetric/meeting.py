@@ -1,17 +1,16 @@
 """Ranks of a group tell each other a few values through its store, before memory is shared."""
 
-import json
 import os
 import socket
-import time
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tutti.comm.symmetric.errors import Timeout
+from tutti.machine.system import boot_id
 from tutti.world.errors import RanksDiffer, UsageError
+from tutti.world.exchange import RanksMissing, gather_json_from_store
 
 
 class Meeting:
@@ -31,21 +30,15 @@ class Meeting:
     def tell(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Values travel as JSON."""
         self._rounds += 1
-        keys = [f"{self._rounds}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], json.dumps(value))
-        deadline = time.monotonic() + self.timeout
-        pause = 0.0002
-        # Asking beats the store's own wait: Ctrl-C works, and a timeout can name the late ranks.
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise Timeout(
-                    f"{self._purpose}: rank {self.rank} waited {self.timeout} s for "
-                    f"{_ranks(late)}: call it on every rank of the group"
-                )
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.02)
-        values = [json.loads(self._store.get(key)) for key in keys]
+        try:
+            values = gather_json_from_store(
+                self._store, str(self._rounds), value, self.rank, self.size, self.timeout
+            )
+        except RanksMissing as missing:
+            raise Timeout(
+                f"{self._purpose}: rank {self.rank} waited {self.timeout} s for "
+                f"{_ranks(missing.ranks)}: call it on every rank of the group"
+            ) from None
         if self._rounds > 1:  # all have come to this round, so nobody reads the one before
             self._store.delete_key(f"{self._rounds - 1}/{self.rank}")
         return values
@@ -58,7 +51,7 @@ class Meeting:
             "heap": heap,
             "failure": failure,
             "host": socket.gethostname(),
-            "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            "boot": boot_id(),
             "pid": os.getpid(),
         }
         return self.tell(card | more)

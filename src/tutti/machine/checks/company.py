@@ -6,7 +6,6 @@ found as JSON through the store of the roll call, and talk to each other over pl
 
 import contextlib
 import fcntl
-import json
 import os
 import socket
 import struct
@@ -16,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from tutti.world.errors import UsageError
+from tutti.world.exchange import RanksMissing, gather_json_from_store
 from tutti.world.identity import identify
 from tutti.world.network import local_address_towards
 from tutti.world.rendezvous import meet
@@ -61,23 +61,17 @@ class Company:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank; also a barrier."""
         self._turn += 1
-        keys = [f"{self._turn}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], json.dumps(value))
         try:
-            self.store.wait(keys, timedelta(seconds=_PATIENCE_SECONDS))
-        except Exception:
-            missing = [str(rank) for rank, key in enumerate(keys) if not self._has(key)]
+            return gather_json_from_store(
+                self.store, str(self._turn), value, self.rank, self.size, _PATIENCE_SECONDS
+            )
+        except RanksMissing as missing:
             raise UsageError(
-                f"rank {', '.join(missing)} did not answer for {_PATIENCE_SECONDS:.0f} s: see its "
-                "output, or run tutti doctor on its host alone"
+                f"rank {', '.join(map(str, missing.ranks))} did not answer for "
+                f"{_PATIENCE_SECONDS:.0f} s: see its output, or run tutti doctor on its host alone"
             ) from None
-        return [json.loads(self.store.get(key)) for key in keys]
-
-    def _has(self, key: str) -> bool:
-        try:
-            return bool(self.store.check([key]))
-        except RuntimeError:  # the store went away with rank 0
-            return False
+        except RuntimeError:
+            raise UsageError("the store ended with rank 0: see the output of rank 0") from None
 
     def own_address(self) -> str:
         """The address by which other ranks reach this one."""
