@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tutti import comm
+from tutti.comm.grouping import batches
 from tutti.comm.ledger_reader import read_process
-from tutti.comm.packing import batches
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.world import World
 from worlds import default_group, in_world

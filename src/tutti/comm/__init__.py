@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from tutti.comm.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout
     from tutti.comm.grouping import BlockAbandoned, Summary, group
     from tutti.comm.handle import Handle
+    from tutti.comm.packing import all_reduce_coalesced, broadcast_coalesced
     from tutti.comm.pools import BufferPool, PinnedPool
     from tutti.comm.routes import Explanation, explain
     from tutti.comm.tags import Tag, parse_tag
+    from tutti.world.exchange import gather_json
 
 __all__ = [
     "BlockAbandoned",
@@ -60,15 +62,18 @@ __all__ = [
     "all_gather_uneven",
     "all_ranks",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
     "any_rank",
     "barrier",
     "broadcast",
+    "broadcast_coalesced",
     "debug",
     "explain",
     "gather",
     "gather_compute_reduce",
     "gather_compute_scatter",
+    "gather_json",
     "group",
     "overlapped",
     "parse_tag",
@@ -96,15 +101,18 @@ _HOMES = {
     "all_gather_uneven": "tutti.comm.collectives",
     "all_ranks": "tutti.comm.conditions",
     "all_reduce": "tutti.comm.collectives",
+    "all_reduce_coalesced": "tutti.comm.packing",
     "all_to_all": "tutti.comm.collectives",
     "any_rank": "tutti.comm.conditions",
     "barrier": "tutti.comm.collectives",
     "broadcast": "tutti.comm.collectives",
+    "broadcast_coalesced": "tutti.comm.packing",
     "debug": "tutti.comm.agreement",
     "explain": "tutti.comm.routes",
     "gather": "tutti.comm.collectives",
     "gather_compute_reduce": "tutti.comm.conditions",
     "gather_compute_scatter": "tutti.comm.conditions",
+    "gather_json": "tutti.world.exchange",
     "group": "tutti.comm.grouping",
     "overlapped": "tutti.comm.conditions",
     "parse_tag": "tutti.comm.tags",

@@ -1,115 +1,70 @@
-"""Many small tensors as one message: a message has a fixed cost, whatever its size."""
+"""Send many tensors in few collectives: each collective has a fixed cost, whatever its size."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
-from tutti.comm.operation import Operation
-
-# Above this a message's fixed cost is lost in its transfer, and copying costs more than it saves.
-SMALL_BYTES = 256 << 10
-# A flat message grows to about this size; then another one is begun.
-_FLAT_BYTES = 8 << 20
-
-# What merely moves is packed as bytes, whatever its dtype.
-_MOVES = ("broadcast", "all_gather")
-_REDUCES = ("all_reduce", "reduce", "reduce_scatter")
+from tutti.comm.collectives import all_reduce, broadcast
 
 
-def batches(operations: Sequence[Operation], small: int) -> list[list[Operation]]:
-    """The operations in lists that can travel as one message each, in the order of the first.
+def buckets(tensors: Sequence[torch.Tensor], bucket_bytes: float) -> Iterator[list[torch.Tensor]]:
+    """Put the tensors, in their order, into lists of one dtype and about `bucket_bytes` each.
 
-    Every rank of a group comes to the same lists, since it calls the same operations.
+    Tensors are not split: the tensor that reaches `bucket_bytes` ends its bucket, as in DDP.
     """
-    open_lists: dict[Hashable, list[Operation]] = {}
-    filled: dict[Hashable, int] = {}
-    result: list[list[Operation]] = []
-    for operation in operations:
-        key = _key(operation) if operation.bytes <= small else None
-        if key is None:
-            result.append([operation])
-            continue
-        if key not in open_lists or filled[key] + operation.bytes > _FLAT_BYTES:
-            open_lists[key] = []
-            filled[key] = 0
-            result.append(open_lists[key])
-        open_lists[key].append(operation)
-        filled[key] += operation.bytes
-    return result
-
-
-def _key(operation: Operation) -> Hashable | None:
-    """What operations in one message have in common; None for one that travels by itself."""
-    target, members = operation.target, operation.members
-    if target is None or target.numel() == 0:
-        return None
-    if operation.kind in _MOVES:
-        return operation.kind, id(members), operation.root, target.device
-    if operation.kind in _REDUCES:
-        together = operation.reduction, operation.root, target.dtype, target.device
-        return operation.kind, id(members), together
-    return None
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[torch.Tensor] = []
+        total = 0
+        for tensor in tensors:
+            if tensor.dtype != dtype:
+                continue
+            bucket.append(tensor)
+            total += tensor.nbytes
+            if total >= bucket_bytes:
+                yield bucket
+                bucket, total = [], 0
+        if bucket:
+            yield bucket
 
 
 @torch.no_grad()
-def pack(batch: Sequence[Operation]) -> Operation:
-    """One operation that does the work of all; `unpack` ends theirs."""
-    first = batch[0]
-    size, is_root = first.members.size, first.root == first.members.rank
-    source = None
-    if first.kind in ("all_reduce", "reduce"):
-        target = torch.cat([_target(each).view(-1) for each in batch])
-    elif first.kind == "broadcast":
-        parts = [_bytes(_target(each)) for each in batch]
-        total = sum(part.numel() for part in parts)
-        target = torch.cat(parts) if is_root else parts[0].new_empty(total)
-    elif first.kind == "all_gather":
-        source = torch.cat([_bytes(_source(each)) for each in batch])
-        target = source.new_empty(size * source.numel())
-    else:  # reduce_scatter: what goes to one rank must lie together
-        rows = [_source(each).view(size, -1) for each in batch]
-        source = torch.cat(rows, dim=1).view(-1)
-        target = source.new_empty(source.numel() // size)
-    total = max(target.nbytes, 0 if source is None else source.nbytes)
-    message = Operation(
-        *(first.kind, first.members, target, source, target, None, total),
-        *(first.reduction, first.root, None),
-    )
-    message.op = first.reduction
-    return message
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: str = "sum",
+    *,
+    bucket_bytes: float = float("inf"),
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """All-reduce every tensor in place, with about `bucket_bytes` in each collective."""
+    for bucket in buckets(tensors, bucket_bytes):
+        flat = flatten(bucket)
+        all_reduce(flat, op, group=group)
+        unflatten_into(flat, bucket)
 
 
 @torch.no_grad()
-def unpack(message: Operation, batch: Sequence[Operation]) -> None:
-    """Give every operation of the batch its part of what has arrived."""
-    members, flat = message.members, _target(message)
-    if message.root == members.rank and message.kind == "broadcast":
-        return  # the root has it already
-    if message.kind == "reduce" and message.root != members.rank:
-        return  # only the root gets something
-    if message.kind == "all_gather":
-        columns = flat.view(members.size, -1)
-        sizes = [_source(each).nbytes for each in batch]
-        for each, part in zip(batch, torch.split(columns, sizes, dim=1), strict=True):
-            _bytes(_target(each)).view(members.size, -1).copy_(part)
-        return
-    targets = [_target(each).view(-1) for each in batch]
-    if message.kind == "broadcast":
-        targets = [_bytes(target) for target in targets]
-    sizes = [target.numel() for target in targets]
-    for target, part in zip(targets, torch.split(flat, sizes), strict=True):
-        target.copy_(part)
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor],
+    root: int = 0,
+    *,
+    bucket_bytes: float = float("inf"),
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Replace every tensor by that of the group's rank `root`, one collective for each bucket."""
+    for bucket in buckets(tensors, bucket_bytes):
+        flat = flatten(bucket)
+        broadcast(flat, root, group=group)
+        unflatten_into(flat, bucket)
 
 
-def _target(operation: Operation) -> torch.Tensor:
-    assert operation.target is not None
-    return operation.target
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of all tensors in one new one-dimensional tensor."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def _source(operation: Operation) -> torch.Tensor:
-    assert operation.source is not None
-    return operation.source
-
-
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(torch.uint8)
+def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy consecutive sections of `flat` into the tensors; the inverse of `flatten`."""
+    sections = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, section in zip(tensors, sections, strict=True):
+        tensor.detach().copy_(section.view(tensor.shape))
