@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tutti.bench.spread import spread_us
+from tutti.measure.spread import summarize_us
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
 
@@ -85,7 +85,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for backend, seconds in found["times"].items():
         losses = found["losses"][backend]
-        spread = spread_us(seconds)
+        spread = summarize_us(seconds)
         rows.append(
             {
                 "backend": backend,

@@ -15,8 +15,8 @@ from statistics import median
 import torch
 
 from tutti.bench.copies import Copy, copy_row, host_copies
-from tutti.bench.scatter import scatter
 from tutti.cli.results import write_json
+from tutti.measure.spread import scatter
 
 TURNS = 15
 COPIES = 16

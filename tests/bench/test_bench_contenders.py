@@ -15,9 +15,9 @@ def _measure(world: Any, names: list[str]) -> Any:
     from tutti.bench.case import Case
     from tutti.bench.contenders import contenders
     from tutti.bench.control import Control
-    from tutti.bench.formulas import OPERATIONS
     from tutti.bench.grouped_calls import with_groups
     from tutti.bench.sweep import Plan, Sweep
+    from tutti.measure.bus_bandwidth import OPERATIONS
 
     lines = [
         [

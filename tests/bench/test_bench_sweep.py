@@ -23,8 +23,8 @@ def _measured(world: Any, gloo: Any, missing: Any) -> Any:
     from tutti.bench.attempt import Unsupported
     from tutti.bench.case import Case, Prepared
     from tutti.bench.control import Control
-    from tutti.bench.formulas import OPERATIONS
     from tutti.bench.sweep import Plan, Sweep
+    from tutti.measure.bus_bandwidth import OPERATIONS
 
     calls: list[str] = []
 
@@ -129,8 +129,8 @@ def _turns(world: Any) -> Any:
 
     from tutti.bench.case import Case, Prepared
     from tutti.bench.control import Control
-    from tutti.bench.formulas import OPERATIONS
     from tutti.bench.sweep import Plan, Sweep
+    from tutti.measure.bus_bandwidth import OPERATIONS
 
     called: list[str] = []
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tutti.bench.table import Table
-from tutti.bench.terminal import folded
 from tutti.cli.world import _print_table
 from worlds import TUTTI, run_command
 
@@ -88,11 +87,3 @@ def test_a_sweep_shows_as_much_as_fits(
     assert max(map(len, out.splitlines())) <= max(columns, 52 + place), out
     room = columns >= 74 + place
     assert ("cv%" in out) == room and ("have no room here" in out) != room
-
-
-def test_a_long_line_is_folded_at_words_and_says_that_it_goes_on() -> None:
-    assert list(folded("# short", 60)) == ["# short"]
-    text = "# " + " ".join(["word"] * 30) + " /a/path/that/is/longer/than/all/the/rest/of/the/line"
-    lines = list(folded(text, 40))
-    assert all(line.startswith("#   ") for line in lines[1:]) and max(map(len, lines[:-1])) <= 40
-    assert " ".join(line.lstrip("# ") for line in lines) == text[2:]

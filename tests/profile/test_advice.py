@@ -105,7 +105,7 @@ def test_larger_buckets_are_forecast_as_this_machine_would_run_them(tmp_path: Pa
     assert said["remains_share"] == pytest.approx(_exposed(after), abs=0.01)
     length = [each["ranks"][0]["step_s"]["mean"] for each in (before, after)]
     assert said["gain_s"] == pytest.approx(length[0] - length[1], rel=0.02)
-    assert "buckets of 1 MB (one bucket)" in said["try"] and "at best" not in said["try"]
+    assert "buckets of 1 MiB (one bucket)" in said["try"] and "at best" not in said["try"]
     assert not [each for each in after["advice"] if each["id"] == "buckets"]
 
 

@@ -88,7 +88,7 @@ def test_a_larger_bucket_is_advised_and_gains_what_was_forecast(
     assert _largest(tiny) == "exposed"
     assert said is not None and said["cause"] == "exposed"
     assert said == tiny["advice"][0]
-    assert "buckets of 1 MB (one bucket)" in said["try"]
+    assert "buckets of 1 MiB (one bucket)" in said["try"]
 
     taken = _profile(tmp_path, BUCKET_MB="1", **MANY_LAYERS)
 

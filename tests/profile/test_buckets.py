@@ -98,10 +98,10 @@ def test_buckets_have_rows_in_the_one_timeline(tmp_path: Path) -> None:
     ]
     of_one = [event for event in events if event["id"] == events[0]["id"]]
     assert [(e["ph"], e["name"], round(e["ts"])) for e in of_one] == [
-        ("b", "bucket 0, 3.91 KB", 200),
+        ("b", "bucket 0, 3.91 KiB", 200),
         ("b", "moves", 450),
         ("e", "moves", 600),
-        ("e", "bucket 0, 3.91 KB", 600),
+        ("e", "bucket 0, 3.91 KiB", 600),
     ]
     assert len(events) == 4 * 4
 

@@ -189,7 +189,7 @@ def test_axes_buckets_and_advice_are_shown_where_a_profile_has_them(two_ranks: P
     assert "Communication by axis" in page
     assert "7.0 % of the step, 2.00 ms; 11.0 % would remain of 18.0 %" in page
     (line,) = timeline.figures(material.runs[0])
-    assert [row[5] for row in line.table.rows if row[1] == "buckets"] == ["bucket 0, 4 KB"] * 2
+    assert [row[5] for row in line.table.rows if row[1] == "buckets"] == ["bucket 0, 4 KiB"] * 2
 
 
 def test_live_waiting_is_a_curve_of_every_rank(two_ranks: Path) -> None:

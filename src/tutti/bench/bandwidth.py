@@ -16,13 +16,13 @@ from tutti.bench.case import Buffers, Case, Contender
 from tutti.bench.contenders import process_group
 from tutti.bench.control import Control
 from tutti.bench.copies import copy_row, host_copies, peer_copies, run_copies
-from tutti.bench.formulas import OPERATIONS
 from tutti.bench.point_to_point import PointToPoint
-from tutti.bench.scatter import scatter, significant
 from tutti.bench.sweep import Plan, Sweep
 from tutti.bench.torch_calls import TorchBackend
 from tutti.bench.verdict import Finding, judge
 from tutti.machine.catalogue import Figure, figure
+from tutti.measure.bus_bandwidth import OPERATIONS
+from tutti.measure.spread import relative_mad, round_significant
 from tutti.world.exchange import gather_json
 from tutti.world.world import World
 
@@ -87,7 +87,7 @@ class Bandwidth:
                     "pairs": len(members),
                     "gbs_uni": median(one_way) if one_way else None,
                     "gbs_bi": median(both) if both else None,
-                    "scatter": round(scatter(one_way), 4) if one_way else None,
+                    "scatter": round(relative_mad(one_way), 4) if one_way else None,
                 }
             )
         return rows
@@ -264,14 +264,14 @@ def _one_to_all_row(traffic: Traffic) -> Row:
     return {
         "root": traffic.flows[0][0],
         "bytes": traffic.bytes,
-        "gbs": significant(median(speeds)),
-        "spread": round(scatter(speeds), 4),
+        "gbs": round_significant(median(speeds)),
+        "spread": round(relative_mad(speeds), 4),
         "slowest": slowest[1],
         "wrong": sum(traffic.wrong.values()),
     }
 
 
 def _fill(row: Row, metric: str, speeds: Sequence[float]) -> None:
-    row[metric] = significant(median(speeds))
-    row[f"{metric}_best"] = significant(max(speeds))
-    row["spread"] = max(row["spread"], round(scatter(speeds), 4))
+    row[metric] = round_significant(median(speeds))
+    row[f"{metric}_best"] = round_significant(max(speeds))
+    row["spread"] = max(row["spread"], round(relative_mad(speeds), 4))

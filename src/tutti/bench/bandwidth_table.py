@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from tutti.bench.bandwidth import Bandwidth, Row
-from tutti.bench.sizes import format_size
 from tutti.bench.verdict import Finding
+from tutti.measure.units import format_size
 
 _CELL = 9  # two marks, a number such as 0.0246, and a space
 

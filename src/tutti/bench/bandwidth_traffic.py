@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tutti.bench.control import Control
-from tutti.bench.timing import no_garbage_collection
+from tutti.measure.timing import no_garbage_collection
 
 PASSES = 5
 # Messages under way at once: what a link carries is asked for, not how soon a rank wakes up.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tutti.bench.formulas import Operation
+from tutti.measure.bus_bandwidth import Operation
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tutti.bench.bandwidth_traffic import PASSES, pattern
-from tutti.bench.scatter import scatter
-from tutti.bench.timing import no_garbage_collection
 from tutti.bench.verdict import part_verdict
 from tutti.machine.catalogue import accelerator, figure, link
+from tutti.measure.spread import relative_mad
+from tutti.measure.timing import no_garbage_collection
 
 _COPIES = 16  # between two events, as nvbandwidth: what the host needs to start them is hidden
 HOST_KINDS = (
@@ -109,7 +109,7 @@ def copy_row(copy: Copy, rank: int) -> dict[str, Any]:
         "kind": copy.kind,
         "bytes": size,
         "gbs": round(median(copy.speeds), 3),
-        "spread": round(scatter(copy.speeds), 4),
+        "spread": round(relative_mad(copy.speeds), 4),
         "wrong": copy.wrong,
         "verdict": "unknown" if expected is None else part_verdict(max(copy.speeds), expected[0]),
         "expected_gbs": None if expected is None else expected[0],

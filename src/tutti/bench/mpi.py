@@ -19,7 +19,7 @@ import torch
 
 from tutti.bench.attempt import Unsupported
 from tutti.bench.case import Buffers, Case, Prepared
-from tutti.bench.formulas import uneven_parts
+from tutti.measure.bus_bandwidth import uneven_shards
 from tutti.world.errors import UsageError
 
 _TYPES = {
@@ -184,11 +184,11 @@ class OpenMpi:
                     source=previous,
                 )
             case "all_gather_uneven":
-                shares = uneven_parts(count, case.ranks)
+                shares = uneven_shards(count, case.ranks)
                 sent, received = take("sent", shares[case.rank]), take("received", every)
                 call = partial(world.Allgatherv, of(sent), [received.numpy(), shares, datatype])
             case "all_to_all_uneven":
-                shares = uneven_parts(count, case.ranks)
+                shares = uneven_shards(count, case.ranks)
                 splits = [shares[(case.rank + each) % case.ranks] for each in range(case.ranks)]
                 sent, received = take("sent", every), take("received", every)
                 given = ([each.numpy(), splits, datatype] for each in (sent, received))

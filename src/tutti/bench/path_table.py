@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tutti.bench.formulas import OPERATIONS
 from tutti.comm.paths import OPS, Measured, Table, fastest
+from tutti.measure.bus_bandwidth import OPERATIONS
 
 # What is measured on symmetric tensors says nothing about ordinary ones, which the table is for.
 PATH_OF = {"gloo": "gloo", "shm": "shm", "nccl": "nccl", "staged": "symmetric one-shot"}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tutti.bench.formulas import Operation, uneven_parts
+from tutti.measure.bus_bandwidth import Operation, uneven_shards
 
 _PERIOD = 8191
 _LARGEST_EXACT = {
@@ -68,7 +68,7 @@ def payload(operation: Operation, count: int, dtype: torch.dtype, rank: int, ran
         case "send_recv":
             return Payload(mine, _stretch(tiles[rank - 1], 0, count))
         case "all_gather_uneven":
-            shares = uneven_parts(count, ranks)
+            shares = uneven_shards(count, ranks)
             parts = [_stretch(tile, 0, share) for tile, share in zip(tiles, shares, strict=True)]
             return Payload(parts[rank], torch.cat(parts))
         case "all_to_all_uneven":
@@ -80,7 +80,7 @@ def payload(operation: Operation, count: int, dtype: torch.dtype, rank: int, ran
 
 
 def _sent_to(receiver: int, sender: int, count: int, ranks: int, tile: Tensor) -> Tensor:
-    shares = uneven_parts(count, ranks)
+    shares = uneven_shards(count, ranks)
     lengths = [shares[(sender + each) % ranks] for each in range(ranks)]
     return _stretch(tile, sum(lengths[:receiver]), lengths[receiver])
 

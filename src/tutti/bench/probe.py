@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tutti.bench.attempt import try_on_all
 from tutti.bench.control import Control
-from tutti.bench.spread import spread_us
-from tutti.bench.timing import back_to_back
+from tutti.measure.spread import summarize_us
+from tutti.measure.timing import time_back_to_back
 
 _ROUNDS = 8
 _MOST_CALLS_PER_ROUND = 1000
@@ -77,7 +77,7 @@ def run_probes(
 def row(probe: Probe, backend: str) -> dict[str, Any]:
     """The probe's row for tables and JSON."""
     seconds = torch.cat(probe.seconds)
-    spread = spread_us(seconds.tolist())
+    spread = summarize_us(seconds.tolist())
     return {
         "name": probe.name,
         "backend": backend,
@@ -95,7 +95,7 @@ def _round(probe: Probe, control: Control, device: torch.device) -> Tensor:
     control.meet()
     times = torch.zeros(probe.calls, dtype=torch.float64)
     if probe.call is not _nothing:  # who looks on sleeps at the next meeting
-        times = back_to_back(probe.call, probe.calls, device)
+        times = time_back_to_back(probe.call, probe.calls, device)
     if probe.of == "first" and control.rank != 0:
         times.zero_()
     return control.largest_of(times) / probe.parts

@@ -1,8 +1,8 @@
 """Room for messages in the hosts' memory, looked at before anything is measured."""
 
-from tutti.bench.sizes import format_bytes, format_size
 from tutti.machine.files import Files
 from tutti.machine.numa import read_memory
+from tutti.measure.units import format_bytes, format_size
 from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
 from tutti.world.world import World

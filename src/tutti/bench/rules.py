@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tutti.bench.backend_names import BACKENDS
-from tutti.bench.formulas import OPERATIONS
-from tutti.bench.sizes import parse_size
+from tutti.measure.bus_bandwidth import OPERATIONS
+from tutti.measure.units import parse_size
 from tutti.world.errors import UsageError, did_you_mean
 
 Rule = Mapping[str, Any]

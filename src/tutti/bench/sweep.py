@@ -11,10 +11,10 @@ from torch import Tensor
 from tutti.bench.attempt import try_on_all
 from tutti.bench.case import Case, Contender, Prepared
 from tutti.bench.control import Control
-from tutti.bench.formulas import bandwidth
 from tutti.bench.payload import Payload, payload
-from tutti.bench.spread import spread_us
-from tutti.bench.timing import back_to_back, isolated
+from tutti.measure.bus_bandwidth import bandwidth
+from tutti.measure.spread import summarize_us
+from tutti.measure.timing import time_back_to_back, time_isolated
 
 # Where a call takes longer than this, fewer rounds are enough, and time is short.
 _LONG_CALL_SECONDS = 0.02
@@ -140,7 +140,7 @@ class Sweep:
     def _time(self, entry: _Entry, times: int) -> float:
         """Seconds of one call, as the slowest rank saw it: all ranks agree on it."""
         self._control.meet()
-        seconds = back_to_back(entry.prepared.call, times, self._device)
+        seconds = time_back_to_back(entry.prepared.call, times, self._device)
         return max(1e-7, self._control.largest([float(seconds.mean())])[0])
 
     def _take_turns(
@@ -177,8 +177,8 @@ class Sweep:
         for _ in range(1 if entry.seconds > 1e-3 else 3):
             call()
         if timing == "back-to-back":
-            return self._control.largest_of(back_to_back(call, entry.calls, self._device))
-        began, ended = isolated(call, entry.calls, self._device, self._control.meet)
+            return self._control.largest_of(time_back_to_back(call, entry.calls, self._device))
+        began, ended = time_isolated(call, entry.calls, self._device, self._control.meet)
         if not self._one_host:  # no clock in common
             return self._control.largest_of(ended - began)
         return self._control.largest_of(ended) - self._control.largest_of(began)
@@ -207,7 +207,7 @@ def _refresh(prepared: Prepared, exchanged: Payload) -> None:
 
 
 def _row(case: Case, entry: _Entry, timing: str, seconds: Tensor) -> Row:
-    spread = spread_us(seconds.tolist())
+    spread = summarize_us(seconds.tolist())
     algorithm, bus = bandwidth(case.operation, case.bytes, case.ranks, spread["p50"] / 1e6)
     return {
         **_identity(case, entry.contender.name, timing),

@@ -12,12 +12,12 @@ from tutti.bench.attempt import try_on_all
 from tutti.bench.case import Case
 from tutti.bench.contenders import contenders
 from tutti.bench.control import Control
-from tutti.bench.formulas import OPERATIONS
 from tutti.bench.one_sided import one_sided_probes
 from tutti.bench.probe import Probe, row, run_probes, warm_up
 from tutti.bench.structure_probes import structure_probes
 from tutti.bench.sweep import Plan, Sweep
 from tutti.comm.symmetric import Heap
+from tutti.measure.bus_bandwidth import OPERATIONS
 from tutti.world.world import World
 
 Row = dict[str, Any]

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from tutti.bench.sizes import format_size
-from tutti.bench.terminal import print_line, usable_width
+from tutti.measure.terminal import print_line, terminal_width
+from tutti.measure.units import format_size
 
 Row = dict[str, Any]
 _LEFT_WIDTH = 60
@@ -65,7 +65,7 @@ class Table:
     @property
     def _narrow(self) -> bool:
         left = _LEFT_WIDTH + 13 * self._with_timing
-        return usable_width(self._stream) < left + self._placement_width * len(self._placements)
+        return terminal_width(self._stream) < left + self._placement_width * len(self._placements)
 
     @property
     def _placement_width(self) -> int:
@@ -101,7 +101,7 @@ class Table:
     def _narrow_columns(self) -> list[str]:
         """What there is room for beside the least; what was asked for comes first."""
         told = 13 * (list(self._placements) != ["in"]) + 13 * self._with_timing
-        room = usable_width(self._stream) - _NARROW_WIDTH - told
+        room = terminal_width(self._stream) - _NARROW_WIDTH - told
         found = {"time", "busbw", "ratio"}
         for names in (("min", "p99", "cv%"), ("algbw",), ("#wrong",)):
             width = sum(1 + _COLUMNS[name][1] for name in names)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tutti import comm
 from tutti.bench.case import Buffers, Case, Prepared
-from tutti.bench.formulas import uneven_parts
+from tutti.measure.bus_bandwidth import uneven_shards
 
 # torch 2.13 renamed these two; the old names warn there.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -86,12 +86,12 @@ def prepare(case: Case, group: dist.ProcessGroup, buffers: _Allocates) -> Prepar
             call = partial(exchange, sent, received, following, previous, group)
             return Prepared(sent, received, call)
         case "all_gather_uneven":
-            shares = uneven_parts(count, case.ranks)
+            shares = uneven_shards(count, case.ranks)
             sent = new("sent", max(shares))[: shares[case.rank]]
             received = new("received", case.all_shares)
             return Prepared(sent, received, partial(_gather_uneven, received, sent, group))
         case "all_to_all_uneven":
-            shares = uneven_parts(count, case.ranks)
+            shares = uneven_shards(count, case.ranks)
             # What rank i sends to j is what j sends to i: one list serves both ways.
             splits = [shares[(case.rank + each) % case.ranks] for each in range(case.ranks)]
             sent, received = new("sent", case.all_shares), new("received", case.all_shares)

@@ -14,9 +14,9 @@ from statistics import median, median_high, median_low
 from typing import Any
 
 from tutti.bench.bandwidth_places import Place
-from tutti.bench.scatter import significant
 from tutti.bench.verdict_causes import likely_causes
 from tutti.machine.catalogue import Figure
+from tutti.measure.spread import round_significant
 
 Row = dict[str, Any]
 Flow = tuple[int, int]
@@ -203,8 +203,8 @@ def _finding(
     return Finding(
         what=what,
         verdict=worst(row["verdict"] for row in rows),
-        gbs=significant(median(row["gbs_uni"] for row in rows)),
-        against_gbs=significant(reference),
+        gbs=round_significant(median(row["gbs_uni"] for row in rows)),
+        against_gbs=round_significant(reference),
         against=against,
         pairs=tuple(sorted((row["src"], row["dst"]) for row in rows)),
         causes=tuple(causes),

@@ -10,16 +10,15 @@ import tyro
 
 from tutti.bench.bandwidth_parts import PARTS
 from tutti.bench.expect import Source
-from tutti.bench.sizes import parse_sizes
-from tutti.bench.terminal import folded, print_line, print_note, usable_width
 from tutti.cli.expectations import expected, missed
 from tutti.cli.flags import parse
-from tutti.cli.kept_files import KeptFiles
+from tutti.cli.kept_files import KeptFiles, sizes_flag
 from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable
 from tutti.machine.cpus import parse_cpu_list
 from tutti.machine.environment import describe_environment
 from tutti.machine.gpus import visible_gpu_count
+from tutti.measure.terminal import print_line, print_note, terminal_width, wrap_line
 from tutti.world.errors import UsageError, did_you_mean
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
@@ -110,7 +109,7 @@ def _measure(options: Bandwidth, source: Source | None) -> int:
         ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
         start_timeout=options.start_timeout,
     ) as world:
-        sizes = parse_sizes(options.sizes or ("256M" if world.device.type == "cuda" else "16M"))
+        sizes = sizes_flag(options.sizes or ("256M" if world.device.type == "cuda" else "16M"))
         with told_once(world):
             backend, parts = _backend(options, world), _parts(options, world)
             if world.device.type == "cpu":
@@ -143,7 +142,7 @@ def _check(options: Bandwidth) -> Source | None:
         if part not in PARTS:
             raise UsageError(f"--only: no part {part!r}: {did_you_mean(part, PARTS)}")
     if options.sizes is not None:
-        parse_sizes(options.sizes)
+        sizes_flag(options.sizes)
     if options.backend == "nccl" and options.device == "cpu":
         raise UsageError(
             "--backend nccl moves CUDA tensors only: use --device cuda, or shm or gloo"
@@ -245,9 +244,9 @@ def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any
 def _conclude(measured: "Measured", files: KeptFiles, results: dict[str, Any]) -> None:
     from tutti.bench.bandwidth_table import lines
 
-    width = usable_width(sys.stdout)
+    width = terminal_width(sys.stdout)
     for line in lines(measured, width):
-        for part in folded(line, width):
+        for part in wrap_line(line, width):
             print_line(part)
     files.write(results)
     print_note(f"Out of bounds values : {measured.wrong} {'FAILED' if measured.wrong else 'OK'}")

@@ -11,16 +11,15 @@ import tyro
 
 from tutti.bench.backend_names import BACKENDS
 from tutti.bench.expect import Source
-from tutti.bench.formulas import OPERATIONS, Operation
-from tutti.bench.sizes import parse_sizes
 from tutti.bench.table import Table
-from tutti.bench.terminal import print_note, usable_width
 from tutti.cli.expectations import check_plan, expected, missed
 from tutti.cli.flags import parse
-from tutti.cli.kept_files import KeptFiles
+from tutti.cli.kept_files import KeptFiles, sizes_flag
 from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable
 from tutti.machine.gpus import visible_gpu_count
+from tutti.measure.bus_bandwidth import OPERATIONS, Operation
+from tutti.measure.terminal import print_note, terminal_width
 from tutti.world.errors import UsageError, did_you_mean
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
@@ -110,7 +109,7 @@ def main(arguments: list[str]) -> int:
         from tutti.bench.mpi import mpirun_command, run_job
 
         LocalWorld(command, ranks, options.device).check()
-        return run_job(mpirun_command(ranks, command), usable_width(sys.stdout))
+        return run_job(mpirun_command(ranks, command), terminal_width(sys.stdout))
     return LocalWorld(
         command=command,
         ranks=ranks,
@@ -250,7 +249,7 @@ def _check(options: Collectives) -> tuple[list[Operation], list[int], list[str]]
     checked_seconds("--budget", options.budget, example=0.5)
     check_writable("--json", options.json)
     check_writable("--csv", options.csv)
-    return [OPERATIONS[name] for name in names], parse_sizes(options.sizes), backends
+    return [OPERATIONS[name] for name in names], sizes_flag(options.sizes), backends
 
 
 def _ranks(options: Collectives) -> int:

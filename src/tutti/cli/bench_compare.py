@@ -10,9 +10,9 @@ import tyro
 
 from tutti.bench.compare import TOLERANCE, VERDICTS, Change, compare, differences
 from tutti.bench.measurements import read_results
-from tutti.bench.terminal import folded, print_line, print_note, usable_width
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
+from tutti.measure.terminal import print_line, print_note, terminal_width, wrap_line
 from tutti.world.errors import UsageError
 
 _FULL_WIDTH = 80
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
 def _print(changes: list[Change], show: str) -> None:
     shown = [each for each in changes if show == "all" or each.verdict != "same"]
-    width = usable_width(sys.stdout)
+    width = terminal_width(sys.stdout)
     spreads = width >= _FULL_WIDTH  # a narrow terminal has no room for them
     if shown:
         one, other = ([f"{'±':>6}"] if spreads else [] for _ in range(2))
@@ -88,7 +88,7 @@ def _print(changes: list[Change], show: str) -> None:
             print_line(f"{row}  {what}")
             continue
         print_line(row)
-        for line in folded(f"{'':10}{what}", width, " " * 10):
+        for line in wrap_line(f"{'':10}{what}", width, " " * 10):
             print_line(line)
     counts = Counter(each.verdict for each in changes)
     told = ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])

@@ -11,13 +11,13 @@ import tyro
 
 from tutti.bench.expect import Source
 from tutti.bench.pairs.catalogue import SHIPPED, Listed, choose
-from tutti.bench.terminal import folded, print_line, print_note, readable_width, usable_width
 from tutti.cli.expectations import check_plan, expected, missed
 from tutti.cli.flags import parse
 from tutti.cli.kept_files import KeptFiles
 from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable
 from tutti.machine.gpus import visible_gpu_count
+from tutti.measure.terminal import print_line, print_note, terminal_width, text_width, wrap_line
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
     if options.list:
         for listed in chosen:
             line, indent = f"{listed.name:<{_NAME_WIDTH}}  {listed.about}", " " * (_NAME_WIDTH + 2)
-            for part in folded(line, usable_width(sys.stdout), indent):
+            for part in wrap_line(line, terminal_width(sys.stdout), indent):
                 print_line(part)
         return 0
     if options.rounds < 1:
@@ -190,7 +190,7 @@ def _print_head(world: "World", ranks: list[dict[str, Any]], options: Pairs, wid
 def _print_row(row: dict[str, Any], width: int) -> None:
     name = f"{row['name']:<{width}}"
     if row["speedup"] is None:
-        for line in folded(f"{name} {row['check']}", usable_width(sys.stdout)):
+        for line in wrap_line(f"{name} {row['check']}", terminal_width(sys.stdout)):
             print_line(line)
         return
     spread = f"({row['spread']['p25']:.2f}–{row['spread']['p75']:.2f})"
@@ -198,12 +198,12 @@ def _print_row(row: dict[str, Any], width: int) -> None:
     figures = f"{name} {times} {row['speedup']:>8.2f}"
     print_line(f"{figures if _narrow() else f'{figures} {spread:^13}'}  {row['check']}")
     said = ". ".join(each for each in (row["about"], row["note"]) if each)
-    for line in folded(f"#   {said}", readable_width(sys.stdout)):
+    for line in wrap_line(f"#   {said}", text_width(sys.stdout)):
         print_line(line)
 
 
 def _narrow() -> bool:
-    return usable_width(sys.stdout) < _FULL_WIDTH
+    return terminal_width(sys.stdout) < _FULL_WIDTH
 
 
 def _ms(milliseconds: float) -> str:

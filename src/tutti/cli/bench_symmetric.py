@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.bench.sizes import format_size, parse_sizes
-from tutti.bench.terminal import print_line, print_note, usable_width
 from tutti.cli.flags import parse
-from tutti.cli.kept_files import KeptFiles
+from tutti.cli.kept_files import KeptFiles, sizes_flag
 from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable
+from tutti.measure.terminal import print_line, print_note, terminal_width
+from tutti.measure.units import format_size
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
@@ -59,7 +59,7 @@ class Symmetric:
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Symmetric, "tutti bench symmetric", arguments)
-    sizes = parse_sizes(options.sizes)
+    sizes = sizes_flag(options.sizes)
     checked_seconds("--budget", options.budget, example=0.2)
     check_writable("--json", options.json)
     if identify(os.environ).launcher == "python":
@@ -136,12 +136,12 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def _narrow() -> bool:
-    return usable_width(sys.stdout) < _FULL_WIDTH
+    return terminal_width(sys.stdout) < _FULL_WIDTH
 
 
 def _name_width() -> int:
     """What size and times leave of a narrow terminal, up to the longest name."""
-    return max(20, min(42, usable_width(sys.stdout) - 26))
+    return max(20, min(42, terminal_width(sys.stdout) - 26))
 
 
 def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.bench.sizes import format_size, parse_sizes
-from tutti.bench.terminal import print_line, print_note
 from tutti.cli.flags import parse
-from tutti.cli.kept_files import KeptFiles
+from tutti.cli.kept_files import KeptFiles, sizes_flag
 from tutti.cli.results import check_writable
 from tutti.machine.gpus import visible_gpu_count
+from tutti.measure.terminal import print_line, print_note
+from tutti.measure.units import format_size
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
 from tutti.world.timeouts import checked_seconds
@@ -61,7 +61,7 @@ class Tune:
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Tune, "tutti bench tune", arguments)
-    sizes = parse_sizes(options.sizes)
+    sizes = sizes_flag(options.sizes)
     checked_seconds("--budget", options.budget, example=0.5)
     check_writable("--json", options.json)
     if identify(os.environ).launcher != "python":
@@ -119,10 +119,10 @@ def _measured(options: Tune, sizes: list[int], world: "World", paths: tuple[str,
     from tutti.bench.case import Case
     from tutti.bench.contenders import contenders
     from tutti.bench.control import Control
-    from tutti.bench.formulas import OPERATIONS
     from tutti.bench.path_table import PATH_OF
     from tutti.bench.payload import DTYPES
     from tutti.bench.sweep import Plan, Sweep
+    from tutti.measure.bus_bandwidth import OPERATIONS
 
     operation, dtype = OPERATIONS["all_reduce"], DTYPES[options.dtype]
     counts = dict.fromkeys(operation.count(size, dtype.itemsize, world.size) for size in sizes)

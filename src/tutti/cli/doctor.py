@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from tutti.bench.terminal import readable_width
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.machine.checks.checklist import examine
 from tutti.machine.checks.patient import Patient, Probes
 from tutti.machine.checks.table import fixes, report
 from tutti.machine.record import read_machines, write_machines
+from tutti.measure.terminal import text_width
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
@@ -112,7 +112,7 @@ def _names(arguments: Sequence[str], flag: str) -> bool:
 
 def _conclude(patient: Patient, options: Doctor) -> int:
     findings = examine(patient)
-    for line in report(findings, options.all, readable_width(sys.stdout)):
+    for line in report(findings, options.all, text_width(sys.stdout)):
         print(line)
     if options.fix:
         lines = list(fixes(findings))

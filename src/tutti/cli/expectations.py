@@ -5,8 +5,8 @@ from typing import Any
 
 from tutti.bench.expect import Source, expect, notes, read_source
 from tutti.bench.rules import Words
-from tutti.bench.terminal import print_line, print_note
 from tutti.machine.gpus import visible_gpu_count
+from tutti.measure.terminal import print_line, print_note
 from tutti.world.errors import UsageError
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from tutti.bench.csv_rows import csv_text
 from tutti.cli.results import write_json, write_whole
+from tutti.measure.units import parse_sizes
 from tutti.world.errors import UsageError
 
 
@@ -38,3 +39,11 @@ class KeptFiles:
             write_whole("--csv", self._csv, csv_text(results["rows"]))
         if self._json is not None:
             write_json(self._json, self._schema, results)
+
+
+def sizes_flag(text: str) -> list[int]:
+    """Parse --sizes; raises UsageError."""
+    try:
+        return parse_sizes(text)
+    except ValueError as error:
+        raise UsageError(f"--sizes {text}: {error}") from None

@@ -12,7 +12,7 @@ def show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
     from rich.markup import escape
     from rich.table import Table
 
-    from tutti.cli.tables import console, fits
+    from tutti.measure.terminal import console, table_fits
 
     accounts = [_read(pid) for pid in pids] if pids else _all_accounts()
     rows = [_row(account) for account in accounts]
@@ -25,7 +25,7 @@ def show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
         table.add_column(name)
     for row in rows:
         table.add_row(*(escape(str(value)) for value in row.values()))
-    if fits(table, out):
+    if table_fits(table, out):
         out.print(table)
         return rows
     for row in rows:  # a line for each process

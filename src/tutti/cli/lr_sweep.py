@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from tutti.cli.tables import console
+from tutti.measure.terminal import console
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from time import strftime
 from typing import TYPE_CHECKING
 
-from tutti.bench.terminal import readable_width
 from tutti.cli.flags import parse, split_at_command
 from tutti.cli.results import check_writable, write_json
+from tutti.measure.terminal import text_width
 from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _explain(options: Profile, directory: Path, code: int = 0) -> int:
     if code not in (0, *_STOPPED):  # what ranks do while one of them fails is not training
         rows["advice"] = []
         rows["notes"].append(f"the program failed, with code {code}: see its own words above")
-    print("\n".join(lines(rows, readable_width(sys.stdout))))
+    print("\n".join(lines(rows, text_width(sys.stdout))))
     if options.merge is not None:
         from tutti.profile.timeline import write_timeline
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.bench.terminal import readable_width
 from tutti.cli.flags import parse, split_at_dashes
 from tutti.cli.results import check_writable, write_json
+from tutti.measure.terminal import text_width
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
 
@@ -237,7 +237,7 @@ def _measure(
     campaign = Campaign(job, _schedule(options), out, further)
     campaign.make(turns(sizes, options.repeats, sweep))
     if campaign.runs:
-        swept, width = any(turn for turn in sweep), readable_width(sys.stdout)
+        swept, width = any(turn for turn in sweep), text_width(sys.stdout)
         scaling = Scaling(campaign.runs, mode)
         results = scaling.results() | {"notes": [*scaling.notes(), *job.notes(sizes)]}
         if swept:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from tutti.bench.terminal import usable_width
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
+from tutti.measure.terminal import terminal_width
 from tutti.world.errors import UsageError
 from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
@@ -101,7 +101,7 @@ def _show(machines: "Sequence[Machine]", options: Topo) -> int:
     from tutti.machine.topology_text import topology_lines
 
     topologies = [Topology(machine) for machine in machines]
-    width = usable_width(sys.stdout)
+    width = terminal_width(sys.stdout)
     for number, topology in enumerate(topologies):
         if number:
             print("\n" + "─" * min(width, 80) + "\n")

@@ -82,7 +82,7 @@ _COLUMNS = (
 def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    from tutti.cli.tables import console, fits
+    from tutti.measure.terminal import console, table_fits
 
     out = console()
     table = Table(title=f"a world of {len(rows)}")
@@ -90,7 +90,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         table.add_column(name.replace("local_rank", "local"))
     for row in rows:
         table.add_row(*(str(row[name]) for name in _COLUMNS))
-    if fits(table, out):
+    if table_fits(table, out):
         out.print(table)
     else:  # a line for each rank
         for row in rows:

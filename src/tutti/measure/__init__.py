@@ -1,1 +1,1 @@
-"""What every command that measures shares: files, units, statistics, timing, tables, terminal."""
+"""Shared by every command that measures: units, statistics, timing, terminal output, files."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from tutti.measure.spread import summarize
 from tutti.profile.advice import Case, advise
 from tutti.profile.axes import by_axis, name_axes
 from tutti.profile.buckets import bucket_rows
@@ -15,7 +16,6 @@ from tutti.profile.matching import Meeting, match, without_group
 from tutti.profile.parts import PARTS, StepParts, split_step
 from tutti.profile.rank_trace import RankTrace
 from tutti.profile.reading import read_rank
-from tutti.profile.spread import spread
 from tutti.profile.stragglers import stragglers
 from tutti.profile.trace_file import is_merged
 from tutti.profile.traffic import traffic
@@ -64,7 +64,7 @@ class Explanation:
             "backend": trace.backend,
             "clock_of": "device" if trace.on_device else "host",
             "steps": len(mine),
-            "step_s": spread(lengths),
+            "step_s": summarize(lengths),
             "recording_overhead": trace.about.get("overhead"),
             "parts_s": parts,
             "parts_share": {name: seconds / whole for name, seconds in parts.items()},

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
+from tutti.measure.spread import summarize
 from tutti.profile.collective import SYNCHRONISING
 from tutti.profile.matching import Meeting
 from tutti.profile.parts import StepParts
-from tutti.profile.spread import spread
 
 # A rank is called a straggler from this share of the step that others lose to it.
 NOTABLE = 0.02
@@ -46,13 +46,13 @@ def stragglers(
                 "rank": rank,
                 "straggler": share >= NOTABLE,
                 "steady": sum(cost > NOTABLE * length for cost in costs) > len(costs) / 2,
-                "cost_s": spread(costs),
+                "cost_s": summarize(costs),
                 "cost_share": share,
                 "steps": sum(cost > NOTABLE * length for cost in costs),
                 "of_steps": len(costs),
                 "last": last[rank],
                 "of_collectives": len(timed),
-                "late_by_s": spread(lateness) if lateness else None,
+                "late_by_s": summarize(lateness) if lateness else None,
                 "instead": _instead(rank, steps),
                 "made_wait": {
                     str(each): sum(s.waited_for.get(rank, 0.0) for s in steps if s.rank == each)

@@ -5,7 +5,7 @@ from statistics import median
 from textwrap import wrap
 from typing import Any
 
-from tutti.bench.sizes import format_bytes
+from tutti.measure.units import format_bytes
 from tutti.profile.explain import RATIO_LIMIT
 from tutti.profile.parts import PART_TITLES, PARTS
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tutti.bench.sizes import format_bytes
+from tutti.measure.units import format_bytes
 from tutti.profile.buckets import in_step
 from tutti.profile.explain import Explanation
 from tutti.profile.matching import Meeting

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from tutti.bench.formulas import OPERATIONS, bandwidth
+from tutti.measure.bus_bandwidth import OPERATIONS, bandwidth
+from tutti.measure.spread import summarize
 from tutti.profile.matching import Meeting
 from tutti.profile.rank_trace import RankTrace
-from tutti.profile.spread import spread
 
 
 def traffic(traces: Sequence[RankTrace], meetings: Sequence[Meeting]) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def _row(
         "dtype": dtype,
         "count": len(seen),
         "matched": sum(matched for _, _, matched, _ in seen),
-        "transfer_s": {"total": sum(times), **spread(times)},
+        "transfer_s": {"total": sum(times), **summarize(times)},
         "wait_s": {"mean": sum(wait for _, wait, *_ in seen) / len(seen)},
         "algbw_gbs": algorithm,
         "busbw_gbs": bus,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
-from tutti.bench.sizes import format_bytes
+from tutti.measure.units import format_bytes
 
 # Curves have at most this many points, tables as many rows: a page stays light, and printable.
 MOST_POINTS = 400
@@ -101,12 +101,6 @@ def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         return list(points)
     pieces = [points[at : at + count] for at in range(0, len(points), count)]
     return [(mean(x for x, _ in piece), mean(y for _, y in piece)) for piece in pieces]
-
-
-def spread(values: Sequence[float]) -> float | None:
-    """(largest - smallest) / mean: how unlike ranks are."""
-    middle = mean(values) if values else 0.0
-    return (max(values) - min(values)) / middle if middle else None
 
 
 def milliseconds(seconds: float | None) -> float | None:

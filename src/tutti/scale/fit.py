@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from tutti.bench.formulas import OPERATIONS
+from tutti.measure.bus_bandwidth import OPERATIONS
 from tutti.profile.cost import alpha_beta, error
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tutti.bench.formulas import OPERATIONS
+from tutti.measure.bus_bandwidth import OPERATIONS
 from tutti.scale.causes import Step
 from tutti.scale.fit import Fit
 from tutti.scale.job import Mode

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from tutti.bench.spread import percentile
+from tutti.measure.spread import percentile
 from tutti.scale.causes import LOSS, OTHER, causes, efficiency
 from tutti.scale.fit import Fit, fit, points_in
 from tutti.scale.forecast import Size, forecast

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from tutti.bench.spread import percentile
+from tutti.measure.spread import percentile
 from tutti.scale.job import Mode
 from tutti.scale.measured import Measured
 from tutti.scale.scaling import Scaling

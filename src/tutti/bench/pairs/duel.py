@@ -19,9 +19,9 @@ from tutti.bench.control import Control
 from tutti.bench.pairs.catalogue import Listed
 from tutti.bench.pairs.likeness import difference, snapshot
 from tutti.bench.pairs.pair import Pair, Setting
-from tutti.bench.spread import percentile
-from tutti.bench.timing import no_garbage_collection
 from tutti.bench.unsupported import Unsupported
+from tutti.measure.spread import percentile
+from tutti.measure.timing import no_garbage_collection
 from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
 

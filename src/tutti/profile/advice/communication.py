@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
-from tutti.bench.sizes import format_bytes
+from tutti.measure.units import format_bytes
 from tutti.profile.advice.case import Advice, Case, advice
 from tutti.profile.buckets import in_step
 from tutti.profile.what_if import Cost, WhatIf, fit

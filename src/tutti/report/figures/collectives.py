@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tutti.bench.sizes import format_bytes
+from tutti.measure.units import format_bytes
 from tutti.report.collect import Result
 from tutti.report.figure import Figure, Table, log_axis, size_axis
 from tutti.report.palette import series, sign

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from tutti.measure.spread import relative_range
 from tutti.report.collect import Run
-from tutti.report.figure import Figure, Table, axis, percent, spread
+from tutti.report.figure import Figure, Table, axis, percent
 from tutti.report.figures.ranks import height, left_out, names, shown
 from tutti.report.palette import BLUE, PURPLE, SKY
 
@@ -88,7 +89,7 @@ def figures(run: Run) -> Iterator[Figure]:
 
 
 def _apart(values: list[float]) -> str:
-    apart = spread(values)
+    apart = relative_range(values)
     if len(values) < 2 or apart is None:
         return "there is one rank only" if len(values) < 2 else "nothing to compare"
     return f"ranks are {100 * apart:.1f} % apart"

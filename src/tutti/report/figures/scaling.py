@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from tutti.bench.sizes import format_bytes
+from tutti.measure.units import format_bytes
 from tutti.report.collect import Result
 from tutti.report.figure import (
     Figure,

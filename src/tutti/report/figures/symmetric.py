@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tutti.bench.sizes import format_bytes
+from tutti.measure.units import format_bytes
 from tutti.report.collect import Result
 from tutti.report.figure import Figure, Table, log_axis
 from tutti.report.palette import BLUE

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tutti.bench.sizes import format_bytes
+from tutti.measure.units import format_bytes
 from tutti.profile.explain import Explanation
 from tutti.profile.intervals import Times
 from tutti.profile.parts import StepParts

@@ -1,0 +1,82 @@
+"""Message size, algorithm bandwidth and bus bandwidth of each collective, as in nccl-tests.
+
+S is the larger of the bytes sent and received by the whole operation. `count` is the count argument
+of the NCCL call: the elements of one rank's shard if the tensor is sharded over ranks.
+algbw = S / time. busbw = algbw × the fraction of S that a ring moves over its slowest link, which
+makes it comparable with the speed of that link for any number of ranks. 1 GB/s = 1e9 bytes/s.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How sizes of a collective are counted.
+
+    `sharded`: S is the sum of all ranks' shards, and `count` is the mean shard.
+    """
+
+    name: str
+    sharded: bool
+    reduces: bool
+    # The form that torch.distributed offers: "in" place, or "out" of place into another tensor.
+    native: str
+    placements: tuple[str, ...] = ("out", "in")
+    rooted: bool = False  # rank 0 is the root
+
+    def count(self, size: int, element_bytes: int, ranks: int) -> int:
+        """The count for at most `size` bytes; at least one element, except for a barrier."""
+        if self.name == "barrier":
+            return 0
+        return max(1, size // (element_bytes * (ranks if self.sharded else 1)))
+
+    def bytes(self, count: int, element_bytes: int, ranks: int) -> int:
+        """S for a count."""
+        return count * element_bytes * (ranks if self.sharded else 1)
+
+    def bus_factor(self, ranks: int) -> float:
+        """busbw / algbw."""
+        if self.name == "all_reduce":
+            return 2 * (ranks - 1) / ranks
+        if self.sharded:
+            return (ranks - 1) / ranks
+        return 1.0
+
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation("all_reduce", sharded=False, reduces=True, native="in"),
+        Operation("all_gather", sharded=True, reduces=False, native="out"),
+        Operation("reduce_scatter", sharded=True, reduces=True, native="out"),
+        Operation("all_to_all", sharded=True, reduces=False, native="out", placements=("out",)),
+        Operation("broadcast", sharded=False, reduces=False, native="in", rooted=True),
+        Operation("reduce", sharded=False, reduces=True, native="in", rooted=True),
+        Operation("gather", sharded=True, reduces=False, native="out", rooted=True),
+        Operation("scatter", sharded=True, reduces=False, native="out", rooted=True),
+        Operation("send_recv", sharded=False, reduces=False, native="out", placements=("out",)),
+        Operation("all_gather_uneven", True, False, native="out", placements=("out",)),
+        Operation("all_to_all_uneven", True, False, native="out", placements=("out",)),
+        Operation("barrier", sharded=False, reduces=False, native="out", placements=("out",)),
+    )
+}
+
+
+def uneven_shards(count: int, ranks: int) -> list[int]:
+    """Shard sizes in proportion 1 : 2 : 3 : …, with a mean of `count` elements.
+
+    In all_gather_uneven rank r holds shard r. In all_to_all_uneven rank i sends shard (i + j) mod n
+    to rank j, so every rank sends and receives n × count elements, as in all_to_all.
+    """
+    total, steps = count * ranks, ranks * (ranks + 1)
+    ends = [total * rank * (rank + 1) // steps for rank in range(ranks + 1)]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def bandwidth(operation: Operation, size: int, ranks: int, seconds: float) -> tuple[float, float]:
+    """(algbw, busbw) in GB/s."""
+    if seconds <= 0:
+        return 0.0, 0.0
+    algorithm = size / seconds / 1e9
+    return algorithm, algorithm * operation.bus_factor(ranks)

@@ -1,0 +1,44 @@
+"""Statistics of samples: percentiles, summaries for JSON, and robust measures of spread."""
+
+from collections.abc import Sequence
+from statistics import fmean, median, pstdev
+
+import numpy as np
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the two nearest samples; the samples need not be sorted."""
+    return float(np.percentile(samples, percent))
+
+
+def summarize(values: Sequence[float]) -> dict[str, float]:
+    """Mean, p50, min and max in the unit of the values."""
+    return {"mean": fmean(values), "p50": median(values), "min": min(values), "max": max(values)}
+
+
+def summarize_us(seconds: Sequence[float]) -> dict[str, float]:
+    """p50, p95, p99, min and mean in µs; cv is the standard deviation divided by the mean."""
+    mean = fmean(seconds)
+    p50, p95, p99 = np.percentile(seconds, (50, 95, 99)).tolist()
+    times = {"p50": p50, "p95": p95, "p99": p99, "min": min(seconds), "mean": mean}
+    return {name: round(value * 1e6, 3) for name, value in times.items()} | {
+        "cv": round(pstdev(seconds, mean) / mean, 4) if mean > 0 else 0.0
+    }
+
+
+def relative_mad(samples: Sequence[float]) -> float:
+    """1.4826 × MAD / median: for normally distributed samples σ / mean, but robust to outliers."""
+    middle = median(samples)
+    deviation = median(abs(sample - middle) for sample in samples)
+    return 1.4826 * deviation / abs(middle) if middle else 0.0
+
+
+def relative_range(values: Sequence[float]) -> float | None:
+    """(max - min) / mean: how unequal ranks are; None without values or with a mean of 0."""
+    mean = fmean(values) if values else 0.0
+    return (max(values) - min(values)) / mean if mean else None
+
+
+def round_significant(value: float, digits: int = 5) -> float:
+    """Round to significant digits, so that slow links keep as many digits as fast ones."""
+    return float(f"{value:.{digits}g}")

@@ -1,0 +1,81 @@
+"""Timing repeated calls on this rank: by the CPU's clock, or by CUDA events on the stream.
+
+Back to back: calls follow each other without a pause; a call's time is from the end of the previous
+call to its own end, as in nccl-tests. Isolated: ranks synchronize before each call, and a call's
+time is from the last rank's start to the last rank's end. Start and end times of different ranks
+are comparable on one host only (CLOCK_MONOTONIC).
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Recording a CUDA event costs the host as much as a short collective, so on GPUs a sample is the
+# mean of the calls between two events (nccl-tests takes the mean of all calls).
+_CALLS_PER_EVENT = 10
+
+
+def time_back_to_back(call: Callable[[], Any], times: int, device: torch.device) -> Tensor:
+    """Seconds of each of `times` calls."""
+    if device.type == "cuda":
+        return _time_by_events(call, times)
+    clock = time.perf_counter
+    stamps = [0.0] * (times + 1)
+    with no_garbage_collection():
+        stamps[0] = clock()
+        for number in range(1, times + 1):
+            call()
+            stamps[number] = clock()
+    return torch.tensor(stamps, dtype=torch.float64).diff()
+
+
+def _time_by_events(call: Callable[[], Any], times: int) -> Tensor:
+    starts = range(0, times, _CALLS_PER_EVENT)
+    calls = [min(_CALLS_PER_EVENT, times - start) for start in starts]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]  # type: ignore[no-untyped-call]
+    with no_garbage_collection():
+        events[0].record()
+        for number, count in enumerate(calls, 1):
+            for _ in range(count):
+                call()
+            events[number].record()
+        events[-1].synchronize()
+    counts = torch.tensor(calls)
+    milliseconds = [before.elapsed_time(after) for before, after in pairwise(events)]
+    means = torch.tensor(milliseconds, dtype=torch.float64) / 1e3 / counts
+    return means.repeat_interleave(counts)
+
+
+def time_isolated(
+    call: Callable[[], Any], times: int, device: torch.device, synchronize: Callable[[], Any]
+) -> tuple[Tensor, Tensor]:
+    """Start and end of each of `times` calls on this host's clock, ranks synchronized before."""
+    clock = time.perf_counter
+    starts, ends = [0.0] * times, [0.0] * times
+    with no_garbage_collection():
+        for number in range(times):
+            synchronize()
+            starts[number] = clock()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            ends[number] = clock()
+    return torch.tensor(starts, dtype=torch.float64), torch.tensor(ends, dtype=torch.float64)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Disable Python's garbage collector, whose pauses would be charged to a random call."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

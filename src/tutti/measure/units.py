@@ -1,0 +1,88 @@
+"""Sizes, times and rates: parsing what users type, formatting what was measured.
+
+K, M, G are binary on the command line (64K = 65,536 bytes), as in nccl-tests; output says KiB, MiB,
+GiB. Rates are decimal: 1 GB/s = 1e9 bytes per second.
+"""
+
+import re
+
+_FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Read `64K` as 65,536 bytes; `64KB` and `64KiB` mean the same. Raises ValueError."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:I?B)?", text.strip().upper())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size: write 4, 64K, 1M or 1G (binary units)")
+    return int(match[1]) * _FACTORS[match[2]]
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Read a list of sizes and ranges (`4,1K,64K:1M:x4`) into ascending, distinct byte counts.
+
+    A range is FIRST:LAST:STEP; `x4` multiplies by 4, `+1K` adds 1,024, without STEP: `x2`.
+    Raises ValueError.
+    """
+    sizes: set[int] = set()
+    for item in text.split(","):
+        sizes.update(_parse_range(item) if ":" in item else [parse_size(item)])
+    if min(sizes) < 1:
+        raise ValueError(f"{text}: a message has at least one byte")
+    return sorted(sizes)
+
+
+def _parse_range(item: str) -> list[int]:
+    first_text, last_text, *steps = item.split(":")
+    first, last = parse_size(first_text), parse_size(last_text)
+    match = re.fullmatch(r"([xX*+])?(\w+)", steps[0].strip() if steps else "x2")
+    if len(steps) > 1 or match is None:
+        raise ValueError(f"{item}: write a range as 1K:64M:x4 or 1K:16K:+1K")
+    if not 0 < first <= last:
+        raise ValueError(f"{item}: a range must ascend from 1 byte or more")
+    adds, step = match[1] == "+", parse_size(match[2])
+    if step < (1 if adds else 2):
+        raise ValueError(f"{item}: with the step {steps[0]} the range never ends")
+    if adds and (last - first) // step > 10_000:
+        raise ValueError(f"{item}: more than 10,000 sizes: use a larger step")
+    sizes = [first]
+    while (following := sizes[-1] + step if adds else sizes[-1] * step) <= last:
+        sizes.append(following)
+    return sizes
+
+
+def format_size(size: int) -> str:
+    """Write 65,536 as `64K`; a size that is not a whole number of units is written in bytes."""
+    for unit, factor in reversed(_FACTORS.items()):
+        if size >= factor and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)
+
+
+def format_bytes(size: float) -> str:
+    """Write a measured size with three digits: 517,552 bytes are `505 KiB`."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    for unit in units:
+        if size < 1023.5 or unit == units[-1]:
+            break
+        size /= 1024
+    return f"{_three_digits(size)} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration with three digits: `1.25 s`, `35.1 ms`, `820 µs`, `90 ns`."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if abs(seconds) * factor >= 0.9995:
+            return f"{_three_digits(seconds * factor)} {unit}"
+    return f"{_three_digits(seconds * 1e9)} ns"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Write a rate with three digits in decimal units: `12.5 GB/s`, `940 MB/s`."""
+    if bytes_per_second >= 0.9995e9:
+        return f"{_three_digits(bytes_per_second / 1e9)} GB/s"
+    return f"{_three_digits(bytes_per_second / 1e6)} MB/s"
+
+
+def _three_digits(value: float) -> str:
+    """Without an exponent: 0.0246, 3.21, 396, 3072."""
+    return f"{value:.3g}" if abs(value) < 99.95 else f"{value:.0f}"
