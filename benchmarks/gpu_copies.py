@@ -16,7 +16,7 @@ import torch
 
 from tutti.bench.copies import Copy, copy_row, host_copies
 from tutti.cli.results import write_json
-from tutti.measure.spread import scatter
+from tutti.measure.spread import relative_mad
 
 TURNS = 15
 COPIES = 16
@@ -57,7 +57,7 @@ def main() -> int:
                     plain.append(plain_gbs(copy))
         row = copy_row(copy, 0) | {
             "plain_gbs": round(median(plain), 3),
-            "plain_spread": round(scatter(plain), 4),
+            "plain_spread": round(relative_mad(plain), 4),
             "ratio": round(median(copy.speeds) / median(plain), 4),
         }
         rows.append(row)
