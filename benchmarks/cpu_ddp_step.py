@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tutti.measure.spread import summarize_us
-from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
+from tutti.world.launchers import identify
 
 LAYERS, WIDTH, BATCH = 10, 1024, 32
 

@@ -118,7 +118,7 @@ def _serve(line: socket.socket) -> None:
             os.chdir(folder)
             files = [os.open(name, os.O_WRONLY | os.O_CREAT) for name in (said, complained)]
             starts = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
-            import_module("tutti.world.conductor").subprocess = starts  # type: ignore[attr-defined]
+            import_module("tutti.world.launch").subprocess = starts  # type: ignore[attr-defined]
             _become(command, env, *files)
         line.sendall(b"%d\n" % child)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     from tutti.parallel.parallelize import parallelize
     from tutti.train.checkpoint import Checkpoints
     from tutti.train.own_loop import Meter, loader
-    from tutti.world.consistency import check_same
     from tutti.world.errors import UsageError
-    from tutti.world.start import init
-    from tutti.world.world import World
+    from tutti.world.exchange import check_same
+    from tutti.world.world import World, init
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,8 +35,8 @@ _HOMES = {
     "Meter": "tutti.train.own_loop",
     "UsageError": "tutti.world.errors",
     "World": "tutti.world.world",
-    "check_same": "tutti.world.consistency",
-    "init": "tutti.world.start",
+    "check_same": "tutti.world.exchange",
+    "init": "tutti.world.world",
     "loader": "tutti.train.own_loop",
     "parallelize": "tutti.parallel.parallelize",
 }

@@ -137,7 +137,7 @@ def test_training_with_profile_keeps_its_collectives_from_the_first_group_on(
         seen.append(os.environ.get("TORCH_FR_BUFFER_SIZE"))
         raise UsageError("that is all")
 
-    monkeypatch.setattr("tutti.world.start.init", init)
+    monkeypatch.setattr("tutti.world.world.init", init)
     for flags in ([], ["--profile"]):
         with pytest.raises(UsageError):
             train(["--device", "cpu", *flags, "--out", str(tmp_path)])

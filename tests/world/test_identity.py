@@ -3,7 +3,7 @@
 import pytest
 
 from tutti.world.errors import UsageError
-from tutti.world.identity import clean_of_launchers, identify
+from tutti.world.launchers import identify, without_launcher_variables
 
 PLAIN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 TORCHRUN = {
@@ -173,6 +173,8 @@ def test_a_node_list_that_does_not_parse_is_named() -> None:
 
 
 def test_an_inner_launcher_starts_from_a_clean_environment() -> None:
-    env = clean_of_launchers({**SLURM, **OPENMPI, **TORCHRUN, "PATH": "/bin", "NCCL_DEBUG": "INFO"})
+    env = without_launcher_variables(
+        {**SLURM, **OPENMPI, **TORCHRUN, "PATH": "/bin", "NCCL_DEBUG": "INFO"}
+    )
     assert identify(env).launcher == "python"
     assert env["PATH"] == "/bin" and env["NCCL_DEBUG"] == "INFO"

@@ -12,7 +12,7 @@ import pytest
 
 from hosts import hosts_missing, two_hosts
 from slurm_cluster import SlurmCluster, slurm_cluster, slurm_missing
-from tutti.world.nodelist import expand_hosts
+from tutti.world.launchers import expand_hosts
 from worlds import TUTTI, clean_environment, run_command
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

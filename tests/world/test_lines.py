@@ -8,38 +8,38 @@ from collections.abc import Iterator
 
 import pytest
 
-from tutti.world.lines import Failure, Lines, open_listener
+from tutti.world.liveness import Failure, Liveness, open_listener
 
 HOSTS = ["a", "b", "c"]
 
 
 @pytest.fixture
-def ends() -> Iterator[list[Lines]]:
+def ends() -> Iterator[list[Liveness]]:
     """A hub and two members, in one process."""
     listener = open_listener("127.0.0.1")
     address = listener.getsockname()
-    hub = Lines.hub(listener, HOSTS, "start-1", lambda failure: None)
-    members = [Lines.member(r, address, HOSTS, "start-1", lambda failure: None) for r in (1, 2)]
+    hub = Liveness.hub(listener, HOSTS, "start-1", lambda failure: None)
+    members = [Liveness.member(r, address, HOSTS, "start-1", lambda failure: None) for r in (1, 2)]
     assert hub.all_have_called(5)
     yield [hub, *members]
     for end in [*members, hub]:
         end.leave()
 
 
-def test_the_first_failure_is_what_everybody_hears(ends: list[Lines]) -> None:
+def test_the_first_failure_is_what_everybody_hears(ends: list[Liveness]) -> None:
     first = ends[2].fail(Failure(2, "c", "out of memory"))
     second = ends[1].fail(Failure(1, "b", "lost its peer"))
     assert first == second == Failure(2, "c", "out of memory")
     assert ends[0].wait(lambda: ends[0].first == first, 5)
 
 
-def test_who_leaves_on_purpose_has_not_failed(ends: list[Lines]) -> None:
+def test_who_leaves_on_purpose_has_not_failed(ends: list[Liveness]) -> None:
     ends[1].leave()
     assert ends[2].wait(lambda: {1} <= ends[2].left & ends[2].gone, 5)
     assert ends[0].first is None and ends[2].first is None
 
 
-def test_a_line_that_breaks_is_a_death(ends: list[Lines]) -> None:
+def test_a_line_that_breaks_is_a_death(ends: list[Liveness]) -> None:
     hub_line = next(line for line, peer in ends[1]._peers.items() if peer.rank == 0)
     hub_line.shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that was killed
     assert ends[2].wait(lambda: ends[2].first is not None, 5)
@@ -56,7 +56,7 @@ def test_a_line_that_breaks_is_a_death(ends: list[Lines]) -> None:
         b"x" * 3_000_000,
     ],
 )
-def test_strangers_are_not_believed_and_do_no_harm(ends: list[Lines], words: bytes) -> None:
+def test_strangers_are_not_believed_and_do_no_harm(ends: list[Liveness], words: bytes) -> None:
     assert ends[0]._listener is not None
     with socket.create_connection(ends[0]._listener.getsockname(), timeout=5) as stranger:
         with contextlib.suppress(OSError):  # it may be hung up on already
@@ -67,7 +67,7 @@ def test_strangers_are_not_believed_and_do_no_harm(ends: list[Lines], words: byt
     assert ends[0].wait(lambda: ends[0].first == told, 5)
 
 
-def test_a_forked_helper_does_not_hold_the_line(ends: list[Lines]) -> None:
+def test_a_forked_helper_does_not_hold_the_line(ends: list[Liveness]) -> None:
     before = count_sockets()
     child = os.fork()
     if child == 0:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.world.errors import UsageError
-from tutti.world.nodelist import expand_hosts, expand_tasks_per_node
+from tutti.world.launchers import expand_hosts, expand_tasks_per_node
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tutti.machine.cpus import parse_cpu_list
 from tutti.world.errors import UsageError
 from tutti.world.placement import cpus_for, place
-from tutti.world.rollcall import Answer
+from tutti.world.rendezvous import RankInfo
 
 
 def answer(
@@ -17,13 +17,13 @@ def answer(
     cpus: str = "0-7",
     local_rank: int | None = None,
     boot: str = "",
-) -> Answer:
-    return Answer(
+) -> RankInfo:
+    return RankInfo(
         rank=rank,
         host=host,
         machine=f"{host}/{boot or host + '-boot'}/net:[1]",
         address="",
-        lines_port=0,
+        liveness_port=0,
         local_rank=local_rank,
         local_size=None,
         node=None,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.world.identity import identify
+from tutti.world.launchers import identify
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tutti.machine.cpus import parse_cpu_list
 from tutti.world.exchange import gather_json
-from tutti.world.rollcall import has_shm
+from tutti.world.rendezvous import has_shm
 from tutti.world.world import World
 
 _ROUNDS, _TURNS = 5, 2000

@@ -5,7 +5,7 @@ import signal
 from importlib import import_module
 
 from tutti.world.errors import UsageError, did_you_mean
-from tutti.world.identity import identify
+from tutti.world.launchers import identify
 
 _KINDS = {
     "collectives": ("tutti.cli.bench_collectives", "every backend side by side, as nccl-tests"),

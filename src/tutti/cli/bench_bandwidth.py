@@ -19,10 +19,9 @@ from tutti.machine.cpus import parse_cpu_list
 from tutti.machine.environment import describe_environment
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note, terminal_width, wrap_line
-from tutti.world.errors import UsageError, did_you_mean
-from tutti.world.identity import identify
+from tutti.world.errors import UsageError, checked_seconds, did_you_mean
 from tutti.world.launch import LocalWorld
-from tutti.world.timeouts import checked_seconds
+from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.bench.bandwidth import Bandwidth as Measured
@@ -92,7 +91,7 @@ def main(arguments: list[str]) -> int:
         ranks_per_gpu=options.ranks_per_gpu,
         show="first",
         grace=_GRACE_SECONDS,
-        answers=(1, 2),
+        reported_codes=(1, 2),
     ).run()
 
 
@@ -102,7 +101,7 @@ def _measure(options: Bandwidth, source: Source | None) -> int:
     from tutti.bench.control import Control
     from tutti.bench.room import check_room
     from tutti.world.exchange import gather_json
-    from tutti.world.start import init
+    from tutti.world.world import init
 
     with init(
         device=options.device,

@@ -20,10 +20,9 @@ from tutti.cli.results import check_writable
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.bus_bandwidth import OPERATIONS, Operation
 from tutti.measure.terminal import print_note, terminal_width
-from tutti.world.errors import UsageError, did_you_mean
-from tutti.world.identity import identify
+from tutti.world.errors import UsageError, checked_seconds, did_you_mean
 from tutti.world.launch import LocalWorld
-from tutti.world.timeouts import checked_seconds
+from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.bench.case import Case, Contender
@@ -117,7 +116,7 @@ def main(arguments: list[str]) -> int:
         ranks_per_gpu=options.ranks_per_gpu,
         show="first",
         grace=_GRACE_SECONDS,
-        answers=(1, 2),
+        reported_codes=(1, 2),
     ).run()
 
 
@@ -136,7 +135,7 @@ def _measure(
     from tutti.bench.round_trips import RoundTrips
     from tutti.bench.sweep import Sweep
     from tutti.world.exchange import gather_json
-    from tutti.world.start import init
+    from tutti.world.world import init
 
     with init(
         device=options.device,

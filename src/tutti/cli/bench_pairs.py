@@ -18,10 +18,9 @@ from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note, terminal_width, text_width, wrap_line
-from tutti.world.errors import UsageError
-from tutti.world.identity import identify
+from tutti.world.errors import UsageError, checked_seconds
 from tutti.world.launch import LocalWorld
-from tutti.world.timeouts import checked_seconds
+from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.bench.pairs.duel import Duels
@@ -103,7 +102,7 @@ def main(arguments: list[str]) -> int:
         ranks_per_gpu=options.ranks_per_gpu,
         show="first",
         grace=_GRACE_SECONDS,
-        answers=(1, 2),
+        reported_codes=(1, 2),
     ).run()
 
 
@@ -113,7 +112,7 @@ def _measure(options: Pairs, chosen: "list[Listed]", source: Source | None) -> i
     from tutti.bench.pairs.pair import Setting
     from tutti.bench.pinning import pin
     from tutti.world.exchange import gather_json
-    from tutti.world.start import init
+    from tutti.world.world import init
 
     on_cpu = options.device == "cpu" or visible_gpu_count() == 0
     chosen_backend = "gloo" if on_cpu else None

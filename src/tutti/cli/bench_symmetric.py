@@ -14,10 +14,9 @@ from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable
 from tutti.measure.terminal import print_line, print_note, terminal_width
 from tutti.measure.units import format_size
-from tutti.world.errors import UsageError
-from tutti.world.identity import identify
+from tutti.world.errors import UsageError, checked_seconds
 from tutti.world.launch import LocalWorld
-from tutti.world.timeouts import checked_seconds
+from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.bench.symmetric_rows import Symmetric as Measured
@@ -82,7 +81,7 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
     from tutti.bench.room import check_room
     from tutti.bench.symmetric_rows import Symmetric as Measured
     from tutti.world.exchange import gather_json
-    from tutti.world.start import init
+    from tutti.world.world import init
 
     with init(
         device=options.device,

@@ -14,9 +14,9 @@ from tutti.cli.results import check_writable
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note
 from tutti.measure.units import format_size
-from tutti.world.identity import identify
+from tutti.world.errors import checked_seconds
 from tutti.world.launch import LocalWorld
-from tutti.world.timeouts import checked_seconds
+from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.bench.sweep import Sweep
@@ -81,7 +81,7 @@ def _tune(options: Tune, sizes: list[int]) -> int:
     from tutti.bench.pinning import pin
     from tutti.comm.members import members_of
     from tutti.comm.routes import available_paths
-    from tutti.world.start import init
+    from tutti.world.world import init
 
     with init(
         device=options.device,

@@ -16,10 +16,9 @@ from tutti.machine.checks.patient import Patient, Probes
 from tutti.machine.checks.table import fixes, report
 from tutti.machine.record import read_machines, write_machines
 from tutti.measure.terminal import text_width
-from tutti.world.errors import UsageError
-from tutti.world.identity import identify
+from tutti.world.errors import START_TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld
-from tutti.world.timeouts import START_TIMEOUT
+from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.machine.checks.finding import Finding
@@ -72,7 +71,7 @@ def main(arguments: list[str]) -> int:
             ranks_per_gpu=options.ranks_per_gpu,
             show="first",
             start_timeout=options.start_timeout,
-            answers=(1, 2),  # a check that failed is no rank that did
+            reported_codes=(1, 2),  # a check that failed is no rank that did
         ).run()
     return _visit(options, arguments, identity.size)
 

@@ -16,8 +16,8 @@ from tutti.parallel.layout import Layout
 from tutti.parity.options import ParityOptions, options_of, small_options_of
 from tutti.parity.tolerance import TOLERANCES
 from tutti.world.errors import UsageError
-from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
+from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.parity.case import Case
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
             device=options.device,
             ranks_per_gpu=options.ranks_per_gpu,
             show="first",
-            answers=(1, 2),
+            reported_codes=(1, 2),
         ).run()
     return _check(options, layouts)
 
@@ -121,7 +121,7 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
     from tutti.parity.table import Table
     from tutti.train.together import together
     from tutti.world.exchange import gather_json
-    from tutti.world.start import init
+    from tutti.world.world import init
 
     with init(
         device=options.device,

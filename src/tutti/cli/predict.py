@@ -15,8 +15,8 @@ from tutti.cli.flags import parse
 from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable, write_json
 from tutti.world.errors import UsageError
-from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
+from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.parallel.layout import Layout
@@ -119,7 +119,7 @@ def _predict(options: Predict) -> int:
     from tutti.parallel.layout import layout_of
     from tutti.predict.saved_run import SavedRun
     from tutti.train.together import together
-    from tutti.world.start import init
+    from tutti.world.world import init
 
     with init(
         device=options.device,

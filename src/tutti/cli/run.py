@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 import tyro
 
 from tutti.cli.flags import parse, split_at_command
-from tutti.world.errors import UsageError
+from tutti.world.errors import START_TIMEOUT, TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld
-from tutti.world.timeouts import START_TIMEOUT, TIMEOUT
 
 
 @dataclass(frozen=True)

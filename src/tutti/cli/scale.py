@@ -15,7 +15,7 @@ from tutti.cli.flags import parse, split_at_dashes
 from tutti.cli.results import check_writable, write_json
 from tutti.measure.terminal import text_width
 from tutti.world.errors import UsageError
-from tutti.world.identity import identify
+from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.scale.campaign import Campaign, Turn

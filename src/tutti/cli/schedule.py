@@ -12,8 +12,8 @@ from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.parallel.options import ParallelOptions, ScheduleName
 from tutti.world.errors import UsageError
-from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
+from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.parallel.pipeline.timeline import Timeline
@@ -134,7 +134,7 @@ def _measure(flags: ShowSchedule) -> int:
     from tutti.machine.cpus import allowed_cpus
     from tutti.parallel.pipeline.record import measure
     from tutti.world.exchange import gather_json
-    from tutti.world.start import init
+    from tutti.world.world import init
 
     shared = flags.ranks_per_gpu if flags.ranks_per_gpu > 1 else None
     with init(device=flags.device, ranks_per_gpu=shared) as world:

@@ -12,10 +12,9 @@ import tyro
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.measure.terminal import terminal_width
-from tutti.world.errors import UsageError
-from tutti.world.identity import identify
+from tutti.world.errors import START_TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld
-from tutti.world.timeouts import START_TIMEOUT
+from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.machine.machine import Machine
@@ -82,7 +81,7 @@ def recorded_machines(path: Path) -> "list[Machine]":
 
 def _show_all_hosts(options: Topo) -> int:
     from tutti.world.exchange import gather_json
-    from tutti.world.start import init
+    from tutti.world.world import init
 
     # Nothing is computed on a GPU here: ranks need none of their own.
     with init(device="cpu", start_timeout=options.start_timeout) as world:

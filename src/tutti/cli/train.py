@@ -15,8 +15,8 @@ from tutti.parallel.layout import layout_of
 from tutti.train.recipe import RECIPES, Recipe
 from tutti.train.recipe_file import read_recipe, write_recipe
 from tutti.world.errors import UsageError
-from tutti.world.identity import identify
 from tutti.world.launch import LocalWorld
+from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.train.run_directory import RunDirectory
@@ -102,7 +102,7 @@ def _train(options: Train, base: Recipe) -> int:
     from tutti.train.together import together
     from tutti.train.trainer import LossNotFinite, Trainer
     from tutti.world.exchange import gather_json
-    from tutti.world.start import init
+    from tutti.world.world import init
 
     if options.profile:
         keep_collectives(os.environ)

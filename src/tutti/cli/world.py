@@ -10,9 +10,9 @@ import tyro
 
 from tutti.cli.flags import parse
 from tutti.cli.results import write_json
-from tutti.world.identity import identify
+from tutti.world.errors import START_TIMEOUT
 from tutti.world.launch import LocalWorld
-from tutti.world.timeouts import START_TIMEOUT
+from tutti.world.launchers import identify
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
         ).run()
 
     from tutti.world.exchange import gather_json
-    from tutti.world.start import init
+    from tutti.world.world import init
 
     with init(
         device=options.device,

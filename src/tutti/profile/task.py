@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tutti.world.errors import UsageError
-from tutti.world.identity import identify
+from tutti.world.launchers import identify
 
 # How long the first waits for the others: file systems of clusters show new files late.
 _PATIENCE_SECONDS = 60.0

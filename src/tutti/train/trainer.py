@@ -33,7 +33,7 @@ from tutti.train.speed import Speed
 from tutti.train.step import Step, as_computed
 from tutti.train.task import Task
 from tutti.train.together import together
-from tutti.world.consistency import check_same
+from tutti.world.exchange import check_same
 from tutti.world.world import World
 
 

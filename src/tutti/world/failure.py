@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from tutti.world.errors import RanksDiffer, UsageError
-from tutti.world.lines import Failure, Lines
+from tutti.world.liveness import Failure, Liveness
 
 # How long a rank may take to end by itself once the world has failed.
 _GRACE_SECONDS = 3.0
@@ -43,13 +43,13 @@ class Watch:
         self.rank = rank
         self.host = host
         self.failed = False
-        self._lines: Lines | None = None
+        self._lines: Liveness | None = None
         self._report = report
         self._handled: BaseException | None = None
         self._over = False
         self._previous_hook: _Hook = sys.excepthook
 
-    def start(self, lines: Lines) -> None:
+    def start(self, lines: Liveness) -> None:
         """Begin to watch."""
         self._lines = lines
 

@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tutti.world.addresses import port_candidates
 from tutti.world.errors import UsageError
-from tutti.world.network import port_candidates
 
 _HARMLESS = re.compile(r"[A-Za-z0-9._:,/@%+=\[\]-]+")
 

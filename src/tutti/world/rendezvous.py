@@ -4,26 +4,36 @@ torch's TCPStore listens on every interface, whatever host it is given, and answ
 rank 0 binds the socket itself, to loopback when the world is on one host, and hands it over.
 """
 
+import importlib.util
 import ipaddress
+import json
+import os
 import queue
 import socket
 import threading
 import time
-from dataclasses import dataclass
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from tutti.world.errors import UsageError
-from tutti.world.identity import Identity
-from tutti.world.network import free_port, local_address_towards, port_candidates
+from tutti.machine.cpus import allowed_cpus, format_cpu_list
+from tutti.machine.environment import versions
+from tutti.machine.system import boot_id
+from tutti.world.addresses import free_port, local_address_towards, port_candidates
+from tutti.world.errors import RanksDiffer, UsageError
+from tutti.world.launchers import Identity
 
 _PROBE_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """An open store, and where it listens."""
 
     store: dist.Store
@@ -33,10 +43,10 @@ class Meeting:
     reason: str
 
 
-def meet(identity: Identity, timeout: float) -> Meeting:
+def open_rendezvous(identity: Identity, timeout: float) -> Rendezvous:
     """Open the store that all ranks of this world share, within `timeout` seconds."""
     if identity.size == 1 and not identity.agent_store:
-        return Meeting(dist.HashStore(), "", 0, True, "a world of one needs no port")
+        return Rendezvous(dist.HashStore(), "", 0, True, "a world of one needs no port")
     if identity.master_host is None:
         raise UsageError(
             f"{identity.launcher} started {identity.size} ranks on several hosts and does not say "
@@ -58,7 +68,7 @@ def meet(identity: Identity, timeout: float) -> Meeting:
     return _join(identity, address, reason, deadline)
 
 
-def _host(identity: Identity, name: str, reason: str, timeout: float) -> Meeting:
+def _host(identity: Identity, name: str, reason: str, timeout: float) -> Rendezvous:
     address = _resolve(name, reason)
     is_loopback = ipaddress.ip_address(address).is_loopback
     on_one_host = identity.local_size == identity.size
@@ -89,7 +99,7 @@ def _host(identity: Identity, name: str, reason: str, timeout: float) -> Meeting
         master_listen_fd=listener.detach(),
     )
     store.set(_job_key(identity.job), "here")
-    return Meeting(store, address, port, True, reason)
+    return Rendezvous(store, address, port, True, reason)
 
 
 def _listen(address: str, ports: list[int]) -> tuple[socket.socket, int]:
@@ -110,7 +120,7 @@ def _listen(address: str, ports: list[int]) -> tuple[socket.socket, int]:
     )
 
 
-def _join(identity: Identity, address: str, reason: str, deadline: float) -> Meeting:
+def _join(identity: Identity, address: str, reason: str, deadline: float) -> Rendezvous:
     # A probe with an ordinary socket comes first: torch's client writes a page of C++ frames to
     # standard error for every refused connection.
     ports = [identity.master_port] if identity.master_port else port_candidates(identity.job)
@@ -123,7 +133,7 @@ def _join(identity: Identity, address: str, reason: str, deadline: float) -> Mee
             given = identity.master_port is not None
             if store is not None and (given or store.check([_job_key(identity.job)])):
                 store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
-                return Meeting(store, address, port, False, reason)
+                return Rendezvous(store, address, port, False, reason)
         time.sleep(0.05)
     tried = ", ".join(str(port) for port in ports)
     raise UsageError(
@@ -180,3 +190,160 @@ def _resolve(name: str, reason: str) -> str:
         ) from None
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # IPv4 where there is a choice
     return str(found[0][4][0])
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """What a rank says of itself at the roll call. Travels as JSON, never as a pickle."""
+
+    rank: int
+    host: str
+    # Ranks with the same machine share memory and loopback; a container or a network namespace
+    # of its own counts as another machine, since its loopback is another one.
+    machine: str
+    address: str
+    # Where rank 0 waits for the others' lines; 0 on other ranks.
+    liveness_port: int
+    local_rank: int | None
+    local_size: int | None
+    node: int | None
+    gpus: tuple[str, ...]
+    cpus: str
+    versions: dict[str, str]
+    # Whether torch knows the shared-memory backend here: all ranks must use the same one.
+    shm: bool
+    token: str
+
+
+@dataclass(frozen=True)
+class Roster:
+    """All answers, in rank order, and the name of this start of the world."""
+
+    ranks: tuple[RankInfo, ...]
+    start_id: str
+
+
+def describe_rank(
+    identity: Identity, address: str, gpus: Sequence[str], liveness_port: int = 0
+) -> RankInfo:
+    """What this process says of itself."""
+    return RankInfo(
+        rank=identity.rank,
+        host=socket.gethostname(),
+        machine=f"{socket.gethostname()}/{boot_id()}/{os.readlink('/proc/self/ns/net')}",
+        address=address,
+        liveness_port=liveness_port,
+        local_rank=identity.local_rank,
+        local_size=identity.local_size,
+        node=identity.node,
+        gpus=tuple(gpus),
+        cpus=format_cpu_list(allowed_cpus()),
+        versions=versions() | {"torch": torch.__version__},  # with its CUDA
+        shm=has_shm(),
+        token=uuid.uuid4().hex,
+    )
+
+
+def has_shm() -> bool:
+    """Whether torch knows the shared-memory backend here, and its compiled core is installed."""
+    known = "shm" in dist.Backend.backend_list
+    return known and importlib.util.find_spec("tutti.comm.shm._core") is not None
+
+
+def exchange_rank_info(store: dist.Store, answer: RankInfo, size: int, timeout: float) -> Roster:
+    """Exchange answers with all ranks; returns the same Roster everywhere."""
+    patience = _Patience(store, size, timeout)
+    try:
+        store.set(f"tutti/answer/{answer.rank}", json.dumps(asdict(answer)))
+        return (
+            _lead(store, size, patience) if answer.rank == 0 else _follow(store, answer, patience)
+        )
+    except RuntimeError:
+        raise UsageError(
+            "rank 0, or its host, went away at the roll call: see its output"
+        ) from None
+
+
+class _Patience:
+    """Waits a little between two looks at the store, and says who is missing when time is up."""
+
+    def __init__(self, store: dist.Store, size: int, timeout: float) -> None:
+        self.store = store
+        self.answers = [f"tutti/answer/{rank}" for rank in range(size)]
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout
+        # One store answers all ranks: the more they are, the less often each may ask.
+        self.interval = 0.02 * (1 + size / 64)
+
+    def pause(self, waiting_for: Sequence[str] = ()) -> None:
+        if time.monotonic() < self.deadline:
+            time.sleep(self.interval)
+            return
+        keys = waiting_for or self.answers
+        missing = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
+        raise UsageError(
+            f"rank {', '.join(missing) or '0'} of {len(self.answers)} did not come to the roll "
+            f"call within {self.timeout:g} s: see their output, or give --start-timeout more"
+        )
+
+
+def _lead(store: dist.Store, size: int, patience: _Patience) -> Roster:
+    """Rank 0: publish a list, have it confirmed by all, publish again when an answer changed."""
+    while not store.check(patience.answers):
+        patience.pause()
+    while True:
+        texts = [text.decode() for text in store.multi_get(patience.answers)]
+        start = uuid.uuid4().hex
+        store.set(f"tutti/{start}/roll", json.dumps(texts))
+        store.set("tutti/start", start)
+        confirmations = [f"tutti/{start}/confirmed/{rank}" for rank in range(1, size)]
+        next_look = time.monotonic() + 0.5
+        while confirmations and not store.check(confirmations):
+            patience.pause(confirmations)
+            if time.monotonic() > next_look:
+                if [text.decode() for text in store.multi_get(patience.answers)] != texts:
+                    break
+                next_look = time.monotonic() + 0.5
+        else:
+            store.set(f"tutti/{start}/complete", "yes")
+            return _roll(start, texts)
+
+
+def _follow(store: dist.Store, answer: RankInfo, patience: _Patience) -> Roster:
+    """Other ranks: confirm the first list that holds this very answer, wait until all have."""
+    while not store.check(["tutti/start"]):
+        patience.pause()
+    while True:
+        start = store.get("tutti/start").decode()
+        texts = json.loads(store.get(f"tutti/{start}/roll"))
+        mine = answer.rank < len(texts) and json.loads(texts[answer.rank])["token"] == answer.token
+        if mine:
+            store.set(f"tutti/{start}/confirmed/{answer.rank}", "yes")
+        # A list from before a restart holds another token: rank 0 will write a new one.
+        while store.get("tutti/start").decode() == start:
+            if mine and store.check([f"tutti/{start}/complete"]):
+                return _roll(start, texts)
+            patience.pause()
+
+
+def _roll(start: str, texts: Sequence[str]) -> Roster:
+    answers = []
+    for text in texts:
+        fields = json.loads(text)
+        answers.append(RankInfo(**{**fields, "gpus": tuple(fields["gpus"])}))
+    return Roster(tuple(answers), start)
+
+
+def refuse_different_versions(answers: Sequence[RankInfo]) -> None:
+    """Raise RanksDiffer, naming the odd rank out, unless all ranks run the same versions."""
+    for name in sorted({name for answer in answers for name in answer.versions}):
+        by_rank = [answer.versions.get(name, "none") for answer in answers]
+        usual, count = Counter(by_rank).most_common(1)[0]
+        odd = [answer for answer, seen in zip(answers, by_rank, strict=True) if seen != usual]
+        if odd:
+            who = ", ".join(f"rank {a.rank} on {a.host} has {by_rank[a.rank]}" for a in odd[:4])
+            more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
+            raise RanksDiffer(
+                f"ranks run different versions of {name}: {who}{more}, the other {count} "
+                f"{usual}: install the same everywhere"
+            )

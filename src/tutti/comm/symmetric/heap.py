@@ -13,8 +13,7 @@ from tutti.comm.symmetric.counters import Counters
 from tutti.comm.symmetric.memory import CHANNELS, Gone, Memory
 from tutti.comm.symmetric.shm import ShmMemory
 from tutti.comm.symmetric.tensor import SymmetricTensor
-from tutti.world.errors import UsageError, did_you_mean
-from tutti.world.timeouts import checked_seconds
+from tutti.world.errors import UsageError, checked_seconds, did_you_mean
 
 Backend = Literal["auto", "shm", "cuda", "nvshmem"]
 

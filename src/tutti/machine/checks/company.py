@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from tutti.world.addresses import local_address_towards
 from tutti.world.errors import UsageError
 from tutti.world.exchange import RanksMissing, gather_json_from_store
-from tutti.world.identity import identify
-from tutti.world.network import local_address_towards
-from tutti.world.rendezvous import meet
-from tutti.world.rollcall import Answer, answer_for, call_roll
+from tutti.world.launchers import identify
+from tutti.world.rendezvous import RankInfo, describe_rank, exchange_rank_info, open_rendezvous
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -33,7 +32,7 @@ class Company:
     """All ranks, and who is on which host."""
 
     rank: int
-    answers: Sequence[Answer]
+    answers: Sequence[RankInfo]
     store: "dist.Store"
     hosts: list[int] = field(init=False)
     """For each rank, the number of its host, in the order of their lowest ranks."""
@@ -95,12 +94,12 @@ def gather_company(start_timeout: float) -> Iterator[Company]:
     import torch.distributed as dist
 
     identity = identify(os.environ)
-    meeting = meet(identity, start_timeout)
+    meeting = open_rendezvous(identity, start_timeout)
     address = local_address_towards(meeting.host) if meeting.host else None
-    answer = answer_for(identity, address or "", _visible_gpus())
-    roll = call_roll(meeting.store, answer, identity.size, start_timeout)
-    store = dist.PrefixStore(f"tutti/machine/checks/{roll.start}", meeting.store)
-    company = Company(identity.rank, roll.answers, store)
+    answer = describe_rank(identity, address or "", _visible_gpus())
+    roll = exchange_rank_info(meeting.store, answer, identity.size, start_timeout)
+    store = dist.PrefixStore(f"tutti/machine/checks/{roll.start_id}", meeting.store)
+    company = Company(identity.rank, roll.ranks, store)
     yield company
     # The store goes with rank 0: nobody may still be reading from it.
     store.set(f"bye/{identity.rank}", "")
@@ -111,7 +110,7 @@ def gather_company(start_timeout: float) -> Iterator[Company]:
 
 
 def _visible_gpus() -> list[str]:
-    from tutti.world.binding import visible_gpus
+    from tutti.world.placement import visible_gpus
 
     try:
         return visible_gpus()

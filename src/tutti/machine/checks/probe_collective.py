@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.machine.checks.company import Company
-from tutti.world.network import gloo_interface
+from tutti.world.addresses import gloo_interface
 
 _SECONDS = 30.0
 _ELEMENTS = 100_003

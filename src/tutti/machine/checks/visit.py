@@ -12,7 +12,7 @@ from tutti.machine.observe import observe
 if TYPE_CHECKING:
     from tutti.machine.checks.company import Company
     from tutti.machine.checks.mesh import Place
-    from tutti.world.rollcall import Answer
+    from tutti.world.rendezvous import RankInfo
 
 
 def visit_machine(device: str, active: bool) -> Patient:
@@ -76,10 +76,10 @@ def _probe_alone(probes: Probes, machine: Machine, device: str) -> Probes:
 
     from tutti.machine.checks.company import Company
     from tutti.machine.checks.probe_compute import measure
-    from tutti.world.identity import Identity
-    from tutti.world.rollcall import answer_for
+    from tutti.world.launchers import Identity
+    from tutti.world.rendezvous import describe_rank
 
-    answer = answer_for(Identity("python", 0, 1, 0, 1), "", [])
+    answer = describe_rank(Identity("python", 0, 1, 0, 1), "", [])
     company = Company(0, (answer,), dist.HashStore())
     copies = _copies(device) if device == "cuda" else None
     return replace(
@@ -137,7 +137,7 @@ def _copies(device: str) -> tuple[Copy, ...] | None:
 
 
 def _gpu_of_each(
-    answers: "Sequence[Answer]", hosts: Sequence[int], device: str
+    answers: "Sequence[RankInfo]", hosts: Sequence[int], device: str
 ) -> list[str | None]:
     """The GPU each rank would take: in turn among those it sees, as tutti.init does."""
     if device == "cpu" or not all(answer.gpus for answer in answers):

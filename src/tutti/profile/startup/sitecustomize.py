@@ -36,7 +36,7 @@ def _begin(settings: dict[str, Any]) -> None:
     """torch has been imported: from now on its optimizers' steps are counted."""
     try:
         # A profile is not lost to the way its program ends.
-        atexit.register(_ours("gloo_rest").let_gloo_rest)
+        atexit.register(_ours("liveness").wait_for_gloo_threads)
         _ours("capture").Capture(**settings, replace=False).follow_optimizers()
     except Exception as error:  # the program must run whether or not it can be captured
         print(f"tutti profile: nothing is captured here: {error!r}", file=sys.stderr)

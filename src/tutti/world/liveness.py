@@ -1,4 +1,4 @@
-"""Lines: an idle connection from every rank to rank 0, by which the death of either is known.
+"""Liveness: an idle connection from every rank to rank 0, by which the death of either is known.
 
 When a process dies, however it dies, the kernel closes its connections: the other end knows at
 once, whether or not the dead one had a launcher, was in a collective, or held Python's lock. Rank 0
@@ -15,8 +15,10 @@ import os
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 _KEEP_ALIVE = {
@@ -35,7 +37,7 @@ class Failure:
     summary: str
 
 
-class Lines:
+class Liveness:
     """This rank's end of the lines, served by a thread; `on_failure` is called there once."""
 
     def __init__(
@@ -67,7 +69,7 @@ class Lines:
         hosts: Sequence[str],
         start: str,
         on_failure: Callable[[Failure], None],
-    ) -> "Lines":
+    ) -> "Liveness":
         """Rank 0's end: waits for the others to call."""
         lines = cls(0, hosts, start, on_failure)
         listener.setblocking(False)
@@ -84,7 +86,7 @@ class Lines:
         hosts: Sequence[str],
         start: str,
         on_failure: Callable[[Failure], None],
-    ) -> "Lines":
+    ) -> "Liveness":
         """Another rank's end: calls rank 0."""
         lines = cls(rank, hosts, start, on_failure)
         line = socket.create_connection(address, timeout=30)
@@ -266,3 +268,34 @@ def open_listener(address: str) -> socket.socket:
     listener.bind((address, 0))
     listener.listen(4096)
     return listener
+
+
+_PATIENCE_SECONDS = 5.0  # a thread of the program's own may keep them busy to its very end
+
+
+def wait_for_gloo_threads() -> None:
+    """Wait until gloo's threads rest, some seconds at most; returns at once where there are none.
+
+    A gloo thread lets go of its last operation, and of Python objects with it, a moment after the
+    operation's result is known. Should the interpreter end just then, torch aborts the process
+    ("terminate called without an active exception"), destroy_process_group or not: a DDP model
+    keeps the group, and its threads, alive.
+    """
+    resting, end = 0, time.monotonic() + _PATIENCE_SECONDS
+    while resting < 2 and time.monotonic() < end and (states := _states()):
+        resting = 0 if "R" in states else resting + 1
+        time.sleep(0.01)  # also lets them have Python's lock
+
+
+def _states() -> list[str]:
+    """One letter, as of /proc, for each thread of gloo."""
+    threads = Path("/proc/self/task").glob("*")  # none where there is no /proc
+    gloo = [thread for thread in threads if _read(thread / "comm").startswith("pt_gloo")]
+    return [_read(thread / "stat").rpartition(")")[2].strip()[:1] for thread in gloo]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the thread has ended meanwhile
+        return ""

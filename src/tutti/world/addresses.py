@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
-    from tutti.world.rollcall import Answer
+    from tutti.world.rendezvous import RankInfo
 
 # Outside Linux' ephemeral range (32768 to 60999), so that no outgoing connection takes one.
 _PORTS = range(20000, 30000)
@@ -51,7 +51,7 @@ def local_address_towards(address: str) -> str | None:
 
 
 def gloo_interface(
-    answers: "Sequence[Answer]", rank: int, env: Mapping[str, str]
+    answers: "Sequence[RankInfo]", rank: int, env: Mapping[str, str]
 ) -> tuple[str | None, str]:
     """The interface gloo should use: loopback on one machine, else the one that reaches peers.
 
@@ -74,7 +74,7 @@ def gloo_interface(
     return name, f"it reaches {far[0].host}"
 
 
-def _outside_address(answer: "Answer") -> str | None:
+def _outside_address(answer: "RankInfo") -> str | None:
     return None if answer.address.startswith("127.") else answer.address or None
 
 
