@@ -7,8 +7,7 @@ import torch
 
 from tutti.models import GPT, GPTConfig
 from tutti.train.checkpoint import Checkpoints
-from tutti.train.recipe import RECIPES, Compute, Data
-from tutti.train.recipe_file import write_recipe
+from tutti.train.recipe import RECIPES, Compute, Data, write_recipe
 
 # Small, and with everything that layouts cut: four heads, two of keys and values, three blocks.
 CONFIG = GPTConfig(max_seq_len=12, layers=3, dim=32, heads=4, kv_heads=2)

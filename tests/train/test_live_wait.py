@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from tutti.train.lateness import Lateness
-from tutti.train.pulse import Beat
 from tutti.train.recipe import RECIPES
+from tutti.train.telemetry import Status, Stragglers
 from worlds import default_group, in_world
 
 RANKS, LATE, SLEEP_S = 4, 2, 0.03
@@ -144,40 +143,40 @@ def test_it_is_not_known_where_ranks_meet_inside_forward(runs: list[dict[str, An
     assert all(fractions) and not any(value is not None for each in fractions for value in each)
 
 
-def _beat(first: int, owns: list[tuple[float, ...]], seconds: float = 0.1) -> Beat:
-    return Beat(
+def _status(first: int, owns: list[tuple[float, ...]], seconds: float = 0.1) -> Status:
+    return Status(
         first_step=first,
         losses=(0.0,) * len(owns),
-        broken=None,
+        nonfinite=None,
         stop=False,
         rates=(0.0,) * len(owns[0]),
         seconds=seconds * len(owns),
-        own=tuple((first + step, own) for step, own in enumerate(owns)),
+        own_seconds=tuple((first + step, own) for step, own in enumerate(owns)),
     )
 
 
 def test_shares_are_of_the_step_and_not_known_for_the_first_one() -> None:
-    lateness = Lateness(0)
+    stragglers = Stragglers(0)
 
-    assert lateness.add(_beat(0, [(0.05, 0.09)])) == [None, None]
-    assert lateness.add(_beat(1, [(0.05, 0.07), (0.09, 0.07)])) == pytest.approx([0.1, 0.1])
-    assert lateness.add(_beat(3, [(0.05, math.nan)])) == [None, None]
-    assert lateness.add(_beat(4, [(0.05,)])) == [0.0]  # alone
+    assert stragglers.add(_status(0, [(0.05, 0.09)])) == [None, None]
+    assert stragglers.add(_status(1, [(0.05, 0.07), (0.09, 0.07)])) == pytest.approx([0.1, 0.1])
+    assert stragglers.add(_status(3, [(0.05, math.nan)])) == [None, None]
+    assert stragglers.add(_status(4, [(0.05,)])) == [0.0]  # alone
 
 
 def test_ranks_that_are_late_together_are_named_together_and_not_again_soon() -> None:
-    lateness = Lateness(0)
-    lateness.add(_beat(1, [(0.05, 0.05, 0.07, 0.07)] * 19))
-    assert lateness.warning() is None  # too early to tell
-    lateness.add(_beat(20, [(0.05, 0.05, 0.07, 0.07)]))
+    stragglers = Stragglers(0)
+    stragglers.add(_status(1, [(0.05, 0.05, 0.07, 0.07)] * 19))
+    assert stragglers.warning() is None  # too early to tell
+    stragglers.add(_status(20, [(0.05, 0.05, 0.07, 0.07)]))
 
-    assert lateness.warning() == (
+    assert stragglers.warning() == (
         "ranks 2, 3 are late: the others wait 20 % of the step for them (last 20 steps)"
     )
-    lateness.add(_beat(21, [(0.05, 0.05, 0.07, 0.07)] * 20))
-    assert lateness.warning() is None
-    lateness.add(_beat(2000, [(0.09, 0.05, 0.05, 0.05)] * 20))
-    assert lateness.warning() == (
+    stragglers.add(_status(21, [(0.05, 0.05, 0.07, 0.07)] * 20))
+    assert stragglers.warning() is None
+    stragglers.add(_status(2000, [(0.09, 0.05, 0.05, 0.05)] * 20))
+    assert stragglers.warning() == (
         "rank 0 is late: the others wait 40 % of the step for it (last 20 steps)"
     )
 
@@ -191,7 +190,7 @@ def test_ranks_that_are_late_together_are_named_together_and_not_again_soon() ->
     ],
 )
 def test_noise_is_not_a_late_rank(owns: list[tuple[float, ...]]) -> None:
-    lateness = Lateness(0)
-    lateness.add(_beat(1, owns))
+    stragglers = Stragglers(0)
+    stragglers.add(_status(1, owns))
 
-    assert lateness.warning() is None
+    assert stragglers.warning() is None

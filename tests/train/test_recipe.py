@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tutti.train.recipe import RECIPES, with_values
-from tutti.train.recipe_file import read_recipe, write_recipe
+from tutti.train.recipe import RECIPES, read_recipe, with_values, write_recipe
 from tutti.world.errors import UsageError
 
 

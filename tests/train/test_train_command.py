@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tutti.train.recipe_file import read_recipe
+from tutti.train.recipe import read_recipe
 from worlds import TUTTI, clean_environment, run_command, run_tutti
 
 pytestmark = pytest.mark.timeout(240)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tutti.cli.train import Train, read_flags
 from tutti.scale.job import RANKS, Mode
-from tutti.train.plan import make_plan
+from tutti.train.batch_schedule import make_schedule
 from tutti.world.errors import UsageError
 
 # Samples of a data set that a plan is tried with: the real one is not loaded here.
@@ -45,7 +45,7 @@ class SizedRecipe:
                     "rank's: use --batch, or --mode strong"
                 )
             return None
-        return None if given else make_plan(options.settings, self.sizes[0], _MANY).global_batch
+        return None if given else make_schedule(options.settings, self.sizes[0], _MANY).global_batch
 
 
 def read(flags: Sequence[str], ranks: int) -> Train:
@@ -60,7 +60,7 @@ def read(flags: Sequence[str], ranks: int) -> Train:
 def _planned(options: Train, ranks: int) -> None:
     """Refuse what cannot be trained at this size."""
     try:
-        make_plan(options.settings, ranks, _MANY)
+        make_schedule(options.settings, ranks, _MANY)
     except UsageError as error:
         batch = options.settings.batching.global_batch
         shared = f" (strong scaling: the sizes share {batch} samples)" if batch else ""

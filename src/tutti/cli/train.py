@@ -12,8 +12,7 @@ import tyro
 from tutti.cli.flags import parse
 from tutti.cli.mistakes import told_once
 from tutti.parallel.layout import layout_of
-from tutti.train.recipe import RECIPES, Recipe
-from tutti.train.recipe_file import read_recipe, write_recipe
+from tutti.train.recipe import RECIPES, Recipe, read_recipe, write_recipe
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify

@@ -13,8 +13,7 @@ from tutti.train.checkpoint_directory import saved_steps, step_name
 from tutti.train.checkpoint_index import read_index
 from tutti.train.checkpoint_loading import Loaded
 from tutti.train.durable_file import Damaged
-from tutti.train.recipe import Recipe
-from tutti.train.recipe_file import read_recipe
+from tutti.train.recipe import Recipe, read_recipe
 from tutti.world.errors import UsageError
 
 Precision = Literal["float32", "bf16", "fp16", "float64"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tutti.data.batch import Batch, Part
 from tutti.data.loader import Loader
-from tutti.train.plan import Plan
+from tutti.train.batch_schedule import BatchSchedule
 from tutti.train.recipe import Recipe
 from tutti.train.runner import Runner
 from tutti.train.step import Step
@@ -25,7 +25,7 @@ _ROWS = 1024
 class GraphRunner(Runner):
     """Runs steps by replaying a graph of the whole step; ragged steps run eagerly."""
 
-    def __init__(self, step: Step, loader: Loader, plan: Plan, recipe: Recipe) -> None:
+    def __init__(self, step: Step, loader: Loader, plan: BatchSchedule, recipe: Recipe) -> None:
         super().__init__(step, loader, plan, recipe)
         device = step.device
         self._rank_batch = plan.rank_batch * plan.accumulation

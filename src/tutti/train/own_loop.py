@@ -1,12 +1,12 @@
-"""For one's own training loop: a loader for this rank, and a meter that is exact over all ranks."""
+"""For your own training loop: a loader for this rank, and a meter averaged over all ranks."""
 
 import time
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from tutti import comm
 from tutti.data.dataset import as_samples
 from tutti.data.loader import Loader
 from tutti.world.world import World
@@ -23,11 +23,11 @@ def loader(
     data_on_device: bool = False,
     workers: int = 0,
 ) -> Loader:
-    """Batches of `batch` samples per rank, on this rank's device, each sample on one rank only.
+    """Return batches of `batch` samples per rank, on this rank's device; ranks share no samples.
 
     `dataset` is a torch map-style data set, a pair (inputs, targets) of tensors, or tutti's own.
-    The order depends on seed and epoch alone; `state_dict()` is the position, and resumes exactly,
-    also on another number of ranks.
+    The order depends on seed and epoch only. `state_dict()` is the position; loading it resumes
+    exactly, also with another number of ranks.
     """
     return Loader(
         as_samples(dataset),
@@ -45,7 +45,7 @@ def loader(
 
 @dataclass(frozen=True)
 class Reading:
-    """What a meter saw since it was last read, over all ranks."""
+    """The values of a meter since it was last read, over all ranks."""
 
     mean: float
     count: int
@@ -53,11 +53,11 @@ class Reading:
 
 
 class Meter:
-    """The mean of something over all samples of all ranks, and how many came per second.
+    """The mean of a value over all samples of all ranks, and the samples per second.
 
     meter = tutti.Meter(world)
-    meter.add(loss.detach() * len(x), len(x))      # a sum, and over how many; waits for nothing
-    reading = meter.read()                         # on all ranks at once; waits for the device
+    meter.add(loss.detach() * len(x), len(x))      # a sum and its count; does not synchronise
+    reading = meter.read()                         # collective; waits for the device
     """
 
     def __init__(self, world: World) -> None:
@@ -65,14 +65,14 @@ class Meter:
         self._reset()
 
     def add(self, total: Tensor, count: int) -> None:
-        """Count `count` samples whose values add up to `total`."""
+        """Add `count` samples whose values sum to `total`."""
         self._total += total.detach().double()
         self._count += count
 
     def read(self) -> Reading:
-        """The mean over all ranks since the last reading. A collective: call it on every rank."""
+        """Return the mean over all ranks since the last reading. Collective."""
         both = torch.stack([self._total, torch.full_like(self._total, self._count)])
-        dist.all_reduce(both)
+        comm.all_reduce(both)
         total, count = both.tolist()
         seconds = time.perf_counter() - self._since
         self._reset()

@@ -1,18 +1,18 @@
-"""Run: a directory with all that is needed to repeat a run, and all that it gave."""
+"""Run: the directory with everything needed to repeat a run, and all of its results."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 from tutti.machine.environment import describe_environment
+from tutti.measure.files import write_atomically
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 
 class RunDirectory:
-    """The files of one run. Rank 0 writes what is common, each rank its own metrics."""
+    """The files of one run. Rank 0 writes the common files, each rank its own metrics."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -20,36 +20,34 @@ class RunDirectory:
         self.metrics = path / "metrics"
 
     def check(self, resume: bool) -> None:
-        """Refuse what would overwrite, or a run to resume that is not there. Changes nothing."""
+        """Refuse to overwrite a run, or to resume one that does not exist. Changes nothing."""
         if resume and not self.path.is_dir():
             raise UsageError(f"--resume: there is no run in {self.path}: check --out")
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"--out {self.path} is a file: choose another")
         if not resume and self.path.exists() and any(self.path.iterdir()):
             raise UsageError(
-                f"--out {self.path} exists and is not empty: add --resume to go on with it, or "
-                "choose another"
+                f"--out {self.path} exists and is not empty: add --resume to continue that run, or "
+                "choose another directory"
             )
 
     def create(self) -> None:
-        """Make the directory."""
+        """Create the directory."""
         try:
             self.metrics.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out {self.path}: {error.strerror}: choose another") from None
 
     def write(self, name: str, content: str) -> None:
-        """Write a file whole or not at all."""
-        beside = self.path / f".{name}.{os.getpid()}"
-        beside.write_text(content)
-        beside.replace(self.path / name)
+        """Write a file atomically."""
+        write_atomically(self.path / name, content)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Write a JSON file whole or not at all."""
+        """Write a JSON file atomically."""
         self.write(name, json.dumps(content, indent=2) + "\n")
 
     def write_environment(self, world: World, command: list[str]) -> None:
-        """What the run was made on: machine, versions, world, and the state of the code."""
+        """Write environment.json: command, machine, versions, world, and commit of the code."""
         self.write_json(
             "environment.json",
             {
@@ -63,10 +61,12 @@ class RunDirectory:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """The commit of the code in the current directory, and whether it was changed since."""
+    """The commit of the current directory, and whether its files have changed since."""
     try:
-        commit = _git("rev-parse", "HEAD")
-        return {"commit": commit, "changed": bool(_git("status", "--porcelain"))}
+        return {
+            "commit": _git("rev-parse", "HEAD"),
+            "changed": bool(_git("status", "--porcelain")),
+        }
     except (OSError, subprocess.SubprocessError):
         return None
 

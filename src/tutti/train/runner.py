@@ -12,8 +12,8 @@ from torch.profiler import record_function
 from tutti.comm.tags import profiling
 from tutti.data.batch import Batch
 from tutti.data.loader import Loader
+from tutti.train.batch_schedule import BatchSchedule
 from tutti.train.optimizer import set_lr
-from tutti.train.plan import Plan
 from tutti.train.recipe import Recipe
 from tutti.train.step import Step
 
@@ -23,7 +23,7 @@ _NOTHING = nullcontext()
 class Runner(ABC):
     """Runs steps and counts what went through them."""
 
-    def __init__(self, step: Step, loader: Loader, plan: Plan, recipe: Recipe) -> None:
+    def __init__(self, step: Step, loader: Loader, plan: BatchSchedule, recipe: Recipe) -> None:
         self.step = step
         self.loader = loader
         self.plan = plan

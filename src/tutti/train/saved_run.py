@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tutti.parallel.noise import noise_axes
-from tutti.train.plan import Plan
+from tutti.train.batch_schedule import BatchSchedule
 from tutti.train.recipe import Length
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ def _load(trainer: "Trainer") -> dict[str, Any]:
     return loaded.state
 
 
-def _in_other_steps(plan: Plan, state: dict[str, Any], step: int, length: Length) -> Plan:
+def _in_other_steps(
+    plan: BatchSchedule, state: dict[str, Any], step: int, length: Length
+) -> BatchSchedule:
     """Another number of ranks makes steps of another size: the length of the run and its schedule
     stay what they were, in samples, unless another length is asked for.
     """

@@ -14,24 +14,27 @@ from tutti.models.config import GPTConfig
 from tutti.parallel.build import build_engine
 from tutti.parallel.options import EngineOptions
 from tutti.train.arrivals import Arrivals
+from tutti.train.batch_schedule import BatchSchedule, make_schedule
 from tutti.train.checkpoint import Checkpoints
 from tutti.train.datasets import load_dataset
 from tutti.train.evaluate import Score, evaluate
 from tutti.train.graph import GraphRunner, check_graph
-from tutti.train.lateness import Lateness
-from tutti.train.metrics import Metrics
 from tutti.train.models import build_model, fit
 from tutti.train.optimizer import build_optimizer
-from tutti.train.plan import Plan, make_plan
-from tutti.train.progress import ProgressReport
-from tutti.train.pulse import Beat, Pulse
 from tutti.train.recipe import Recipe
 from tutti.train.run_directory import RunDirectory
 from tutti.train.runner import EagerRunner
 from tutti.train.saved_run import resume_run, save_run
-from tutti.train.speed import Speed
 from tutti.train.step import Step, as_computed
 from tutti.train.task import Task
+from tutti.train.telemetry import (
+    Metrics,
+    ProgressReport,
+    Status,
+    StatusSync,
+    Stragglers,
+    Throughput,
+)
 from tutti.train.together import together
 from tutti.world.exchange import check_same
 from tutti.world.world import World
@@ -115,7 +118,7 @@ class Trainer:
         self.metrics = Metrics(directory.metrics, world.rank, board)
         architecture = fit(recipe.architecture, dataset) if _is_gpt(recipe) else None
         seq_len = dataset.input_shape[0] if architecture else 0
-        self.speed = Speed(world, recipe.compute.precision, architecture, seq_len)
+        self.speed = Throughput(world, recipe.compute.precision, architecture, seq_len)
         self.step = 0
         self.notes: list[str] = []
         self.shares: list[float] | None = None
@@ -125,9 +128,9 @@ class Trainer:
         self._samples_reported = self.runner.samples
         self.metrics.rewind(self.step)
 
-    def _prepare(self) -> tuple[Dataset, Plan, nn.Module]:
+    def _prepare(self) -> tuple[Dataset, BatchSchedule, nn.Module]:
         dataset = load_dataset(self.recipe)
-        plan = make_plan(self.recipe, self.world.size, len(dataset.train))
+        plan = make_schedule(self.recipe, self.world.size, len(dataset.train))
         if self.recipe.compute.cuda_graph:
             check_graph(self.recipe, self.world.device, self.world.size)
         torch.manual_seed(self.recipe.length.seed)
@@ -159,31 +162,31 @@ class Trainer:
     def run(self) -> Outcome:
         """Train to the end, or to a signal."""
         progress = ProgressReport(self.plan.steps, self.step, shown=self.world.is_first)
-        self.pulse = Pulse(self.world.rank, self.world.size, self.step, self.arrivals)
-        self.lateness = Lateness(self.step)
+        self.status_sync = StatusSync(self.world.rank, self.world.size, self.step, self.arrivals)
+        self.stragglers = Stragglers(self.step)
         stopped = False
         loss = float("nan")
         try:
             while self.step < self.plan.steps and not stopped:
                 steps = self._steps_to_next_event()
-                self.pulse.add(self.runner.run(steps), self.stepper.take_forward_seconds())
+                self.status_sync.add(self.runner.run(steps), self.stepper.take_forward_seconds())
                 self.step += steps
                 evaluating, saving = self._due()
                 last = self.step == self.plan.steps
-                if self.step < self.pulse.next_at and not (evaluating or saving or last):
+                if self.step < self.status_sync.next_at and not (evaluating or saving or last):
                     continue
-                beat = self.pulse.beat(self.runner.take_rank_samples())
-                loss, stopped = beat.losses[-1], beat.stop and self.step < self.plan.steps
-                self._report(beat, progress)
+                status = self.status_sync.sync(self.runner.take_rank_samples())
+                loss, stopped = status.losses[-1], status.stop and self.step < self.plan.steps
+                self._report(status, progress)
                 if evaluating and not stopped:
                     self._evaluate(progress)
                 if saving or (stopped and self._saves):
                     save_run(self)
-                self.pulse.resume()
+                self.status_sync.restart_clock()
             self.checkpoints.wait()
         finally:
             # Last: until then a second signal must not end what the first one asked for.
-            self.pulse.close()
+            self.status_sync.close()
             self.runner.close()
             self.test_loader.close()
             progress.close()
@@ -195,7 +198,7 @@ class Trainer:
     def _steps_to_next_event(self) -> int:
         """How many steps may run before anything else is to be done: the same on every rank."""
         length = self.recipe.length
-        events = [self.plan.steps, self.pulse.next_at]
+        events = [self.plan.steps, self.status_sync.next_at]
         events.append(self.step + self.loader.sampler.steps_left(self.loader.position))
         for every in (length.evaluate_every, length.checkpoint_every):
             if every:
@@ -215,32 +218,32 @@ class Trainer:
             saving = self.step % length.checkpoint_every == 0
         return length.evaluate and (evaluating or last), self._saves and (saving or last)
 
-    def _report(self, beat: Beat, progress: ProgressReport) -> None:
-        if beat.broken is not None:
-            step, rank = beat.broken
+    def _report(self, status: Status, progress: ProgressReport) -> None:
+        if status.nonfinite is not None:
+            step, rank = status.nonfinite
             raise LossNotFinite(
                 f"the loss of step {step} is not finite, first on rank {rank}: lower --lr, add "
                 "--clip or --warmup, or look at that step's data"
             )
         samples = self.runner.samples - self._samples_reported
         self._samples_reported = self.runner.samples
-        text = self.speed.describe(beat, samples)
-        for offset, loss in enumerate(beat.losses):
-            self.metrics.write(beat.first_step + offset, loss=loss)
+        text = self.speed.describe(status, samples)
+        for offset, loss in enumerate(status.losses):
+            self.metrics.write(status.first_step + offset, loss=loss)
         self.metrics.write(
-            beat.last_step,
-            seconds_per_step=beat.seconds / len(beat.losses),
-            samples_per_s=samples / beat.seconds,
+            status.last_step,
+            seconds_per_step=status.seconds / len(status.losses),
+            samples_per_s=samples / status.seconds,
             input_seconds=self.runner.take_input_seconds(),
-            wait_fraction=self.lateness.add(beat)[self.world.rank],
+            wait_fraction=self.stragglers.add(status)[self.world.rank],
         )
         self.metrics.flush()
-        progress.show(self.step, f"loss {beat.losses[-1]:.4f}  {text}")
-        if (warning := self.lateness.warning()) is not None:
-            progress.say(f"step {self.step}: {warning}")
-        measured = self.recipe.batching.split == "measured" and beat.first_step > 0
-        if measured and all(rate > 0 for rate in beat.rates):  # the first steps are warm-up
-            self.shares = measured_shares(beat.rates, self.shares)
+        progress.show(self.step, f"loss {status.losses[-1]:.4f}  {text}")
+        if (warning := self.stragglers.warning()) is not None:
+            progress.print(f"step {self.step}: {warning}")
+        measured = self.recipe.batching.split == "measured" and status.first_step > 0
+        if measured and all(rate > 0 for rate in status.rates):  # the first steps are warm-up
+            self.shares = measured_shares(status.rates, self.shares)
             self.loader.set_shares(self.shares)
 
     def _evaluate(self, progress: ProgressReport) -> None:
@@ -251,7 +254,7 @@ class Trainer:
         score = self.score
         self.metrics.write(self.step - 1, test_loss=score.loss, test_accuracy=score.accuracy)
         self.metrics.flush()
-        progress.say(
+        progress.print(
             f"step {self.step}: test loss {score.loss:.4f}, accuracy {100 * score.accuracy:.2f} % "
             f"of {score.count:,}"
         )
@@ -280,7 +283,7 @@ def _engine_options(recipe: Recipe, world: World) -> EngineOptions:
     return EngineOptions(engine="single") if alone else recipe.engine
 
 
-def _meets_once(recipe: Recipe, plan: Plan) -> bool:
+def _meets_once(recipe: Recipe, plan: BatchSchedule) -> bool:
     """Whether ranks wait for each other at the end of backward only: see Arrivals."""
     replicas = plan.layout.only_replicas and plan.layout.dp > 1
     return replicas and not (recipe.engine.sync_batchnorm or recipe.data.padded)

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: batches, steps and learning rate, derived once, each with its reason."""
+"""Batch schedule: batch sizes, steps and learning rates of a run, derived once with reasons."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -10,8 +10,8 @@ from tutti.world.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What follows from a recipe, a number of ranks and a number of samples."""
+class BatchSchedule:
+    """Batch arithmetic of a recipe for a number of ranks and a number of samples."""
 
     layout: Layout
     rank_batch: int
@@ -26,20 +26,20 @@ class Plan:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def lr_at(self, samples: int, recipe: Recipe) -> float:
-        """The learning rate of the step after which `samples` samples will have been seen."""
+        """Return the learning rate of the step that ends after `samples` samples in total."""
         if samples < self.warmup_samples:
             return self.peak_lr * samples / self.warmup_samples
-        done = (samples - self.warmup_samples) / max(1, self.samples - self.warmup_samples)
-        done = min(1.0, done)
+        decayed = (samples - self.warmup_samples) / max(1, self.samples - self.warmup_samples)
+        decayed = min(1.0, decayed)
         final, kind = recipe.optimization.final_lr, recipe.optimization.schedule
         if kind == "cosine":
-            return self.peak_lr * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
+            return self.peak_lr * (final + (1 - final) * (1 + math.cos(math.pi * decayed)) / 2)
         if kind == "linear":
-            return self.peak_lr * (1 - (1 - final) * done)
+            return self.peak_lr * (1 - (1 - final) * decayed)
         return self.peak_lr
 
     def describe(self) -> list[str]:
-        """The run's arithmetic, a line each with its reason."""
+        """Return the values as text, one line each with its reason."""
         return [
             f"layout {self.layout}: {self.reasons['layout']}",
             f"global batch {self.global_batch}: {self.reasons['global_batch']}",
@@ -50,44 +50,48 @@ class Plan:
         ]
 
 
-def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
-    """Derive everything that depends on the number of ranks and the size of the data set."""
+def make_schedule(recipe: Recipe, ranks: int, samples: int) -> BatchSchedule:
+    """Derive all values that depend on the number of ranks and the size of the data set."""
     batching, length = recipe.batching, recipe.length
     _check_numbers(recipe)
     layout = layout_of(recipe.parallel.layout, ranks)
     _check_layout(recipe, layout)
-    asked = recipe.parallel.layout is not None
-    reasons = {"layout": "asked for" if asked else f"a replica on each of {ranks} ranks"}
-    accumulation, why = _accumulation(recipe, layout)
-    parts = layout.data_ranks
-    who = f"{parts} ranks" if layout.only_replicas else f"{parts} data ranks of {layout}"
+    requested = recipe.parallel.layout is not None
+    reasons = {"layout": "requested" if requested else f"a replica on each of {ranks} ranks"}
+    accumulation, reason = _accumulation(recipe, layout)
+    data_ranks = layout.data_ranks
+    ranks_text = f"{data_ranks} ranks"
+    if not layout.only_replicas:
+        ranks_text = f"{data_ranks} data ranks of {layout}"
     if batching.global_batch is None:
         rank_batch = _at_least_one("batch", batching.batch)
-        global_batch = rank_batch * parts * accumulation
-        reasons["global_batch"] = f"batch {rank_batch} × {who} × accumulation {accumulation}{why}"
+        global_batch = rank_batch * data_ranks * accumulation
+        reasons["global_batch"] = (
+            f"batch {rank_batch} × {ranks_text} × accumulation {accumulation}{reason}"
+        )
     else:
         global_batch = _at_least_one("global-batch", batching.global_batch)
-        pieces = parts * accumulation
-        if global_batch % pieces:
-            lower, upper = global_batch // pieces * pieces, -(-global_batch // pieces) * pieces
-            better = f"{lower} or {upper}" if lower else str(upper)
+        divisor = data_ranks * accumulation
+        if global_batch % divisor:
+            lower = global_batch // divisor * divisor
+            nearest = f"{lower} or {lower + divisor}" if lower else str(divisor)
             raise UsageError(
-                f"--global-batch {global_batch} does not divide by {who} × accumulation "
-                f"{accumulation} = {pieces}: use {better}"
+                f"--global-batch {global_batch} does not divide by {ranks_text} × accumulation "
+                f"{accumulation} = {divisor}: use {nearest}"
             )
-        rank_batch = global_batch // pieces
-        reasons["global_batch"] = "asked for"
+        rank_batch = global_batch // divisor
+        reasons["global_batch"] = "requested"
     if batching.drop_last and global_batch > samples:
         raise UsageError(
             f"a global batch of {global_batch} is larger than the data set of {samples} samples, "
-            "and --drop-last leaves nothing: use a smaller --batch, or --no-drop-last"
+            "and --drop-last leaves no step: use a smaller --batch, or --no-drop-last"
         )
     whole, rest = divmod(samples, global_batch)
     steps_per_epoch = whole + (rest > 0 and not batching.drop_last)
     reasons["steps_per_epoch"] = f"{samples} samples / global batch {global_batch}"
     if length.steps is not None:
         steps = _at_least_one("steps", length.steps)
-        reasons["steps"] = "asked for"
+        reasons["steps"] = "requested"
     else:
         if not 0 < length.epochs < 1e9:
             raise UsageError(f"--epochs {length.epochs}: use more than 0")
@@ -96,13 +100,15 @@ def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
     total = _samples_in(steps, steps_per_epoch, samples, global_batch, batching.drop_last)
     peak, reasons["peak_lr"] = _peak_lr(recipe, global_batch)
     if not 0 <= recipe.optimization.warmup < 1:
-        raise UsageError(f"--warmup {recipe.optimization.warmup}: a part of the run, 0 to 1")
-    return Plan(
+        raise UsageError(
+            f"--warmup {recipe.optimization.warmup}: a fraction of the run, use 0 to below 1"
+        )
+    return BatchSchedule(
         layout=layout,
         rank_batch=rank_batch,
         accumulation=accumulation,
         global_batch=global_batch,
-        shares=_shares(batching.split, parts),
+        shares=_shares(batching.split, data_ranks),
         steps_per_epoch=steps_per_epoch,
         steps=steps,
         samples=total,
@@ -113,36 +119,39 @@ def make_plan(recipe: Recipe, ranks: int, samples: int) -> Plan:
 
 
 def _accumulation(recipe: Recipe, layout: Layout) -> tuple[int, str]:
-    """Microbatches per step, and why: a pipeline with few of them mostly waits."""
+    """Return the microbatches per step and the reason.
+
+    A pipeline with p ranks and m microbatches is idle for (p - 1) / (m + p - 1) of a 1F1B step.
+    """
     if recipe.batching.accumulation is not None:
         return _at_least_one("accumulation", recipe.batching.accumulation), ""
     if layout.pp == 1:
         return 1, ""
     stages = layout.pp * recipe.parallel.virtual_stages
-    return max(2 * layout.pp, stages), f" (twice pp{layout.pp}, at least its {stages} stages)"
+    return max(2 * layout.pp, stages), f" (the larger of 2 × pp{layout.pp} and {stages} stages)"
 
 
 def _check_layout(recipe: Recipe, layout: Layout) -> None:
-    """Refuse what the layout would silently ignore, and what only replicas can do."""
+    """Refuse options that the layout would ignore, and options that only replicas support."""
     sharded = layout.data_ranks > 1 and not layout.only_replicas
-    there = {"shard": sharded, "tp": layout.tp > 1, "pp": layout.pp > 1}
+    has_axis = {"shard": sharded, "tp": layout.tp > 1, "pp": layout.pp > 1}
     for option in fields(recipe.parallel):
         axis = AXIS_OF.get(option.name)
         value = getattr(recipe.parallel, option.name)
-        if axis is not None and not there[axis] and value != option.default:
+        if axis is not None and not has_axis[axis] and value != option.default:
             raise UsageError(
-                f"{flag_of(option.name, value)} does nothing in layout {layout}, which has no "
+                f"{flag_of(option.name, value)} has no effect in layout {layout}, which has no "
                 f"{axis}: {leave_out(option.name, option.default)}"
             )
     if layout.only_replicas:
         return
     if recipe.compute.precision == "fp16":
         raise UsageError(
-            f"--precision fp16 scales the loss, which layout {layout} does not: use bf16"
+            f"--precision fp16 needs a loss scaler, which layout {layout} lacks: use bf16"
         )
     if recipe.batching.split != "even":
         raise UsageError(
-            f"--split {recipe.batching.split} is for replicas, layout {layout} cuts batches "
+            f"--split {recipe.batching.split} is for replicas, layout {layout} divides batches "
             f"evenly: {leave_out('split', 'even')}"
         )
 
@@ -156,13 +165,15 @@ def _samples_in(
 
 
 def _peak_lr(recipe: Recipe, global_batch: int) -> tuple[float, str]:
-    """Linear: Goyal et al., arXiv 1706.02677. Square root: for Adam, e.g. arXiv 2205.10287."""
+    """Linear scaling: Goyal et al., arXiv 1706.02677. Square root, for Adam: arXiv 2205.10287."""
     rule, lr = recipe.optimization.lr_scale, recipe.optimization.lr
     reference = recipe.optimization.lr_batch
     if rule == "none":
-        return lr, "asked for, whatever the batch"
+        return lr, "requested, independent of the batch"
     if reference is None:
-        raise UsageError(f"--lr-scale {rule} needs --lr-batch, the batch that --lr was chosen for")
+        raise UsageError(
+            f"--lr-scale {rule} needs --lr-batch, the global batch that --lr was tuned for"
+        )
     _at_least_one("lr-batch", reference)
     ratio = global_batch / reference
     factor = ratio if rule == "linear" else math.sqrt(ratio)
@@ -184,9 +195,9 @@ def _shares(split: str, ranks: int) -> tuple[float, ...] | None:
 
 
 def _check_numbers(recipe: Recipe) -> None:
-    """Refuse numbers that no training can mean; NaN fails every comparison, too."""
+    """Refuse numbers outside their range; NaN fails every comparison and is refused, too."""
     o, length = recipe.optimization, recipe.length
-    right = {
+    valid = {
         f"--lr {o.lr}: use more than 0": 0 < o.lr < math.inf,
         f"--momentum {o.momentum}: use 0 to below 1": 0 <= o.momentum < 1,
         f"--betas {o.betas}: use two, 0 to below 1": (
@@ -203,9 +214,9 @@ def _check_numbers(recipe: Recipe) -> None:
             length.checkpoint_every is None or length.checkpoint_every >= 1
         ),
     }
-    for mistake, is_right in right.items():
-        if not is_right:
-            raise UsageError(mistake)
+    for message, is_valid in valid.items():
+        if not is_valid:
+            raise UsageError(message)
     if recipe.engine.static_graph and (recipe.batching.accumulation or 1) > 1:
         raise UsageError("--static-graph contradicts --accumulation above 1: leave one out")
 

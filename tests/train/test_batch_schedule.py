@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.train.plan import make_plan
+from tutti.train.batch_schedule import make_schedule
 from tutti.train.recipe import RECIPES, Recipe, with_values
 from tutti.world.errors import UsageError
 
@@ -17,27 +17,29 @@ def recipe(**values: object) -> Recipe:
 
 
 def test_the_global_batch_is_derived_and_says_how() -> None:
-    plan = make_plan(recipe(batching={"batch": 32, "accumulation": 3}), ranks=4, samples=10_000)
-    assert plan.global_batch == 32 * 4 * 3
-    assert plan.reasons["global_batch"] == "batch 32 × 4 ranks × accumulation 3"
+    schedule = make_schedule(
+        recipe(batching={"batch": 32, "accumulation": 3}), ranks=4, samples=10_000
+    )
+    assert schedule.global_batch == 32 * 4 * 3
+    assert schedule.reasons["global_batch"] == "batch 32 × 4 ranks × accumulation 3"
 
 
 def test_a_given_global_batch_gives_the_batch_per_rank() -> None:
-    plan = make_plan(recipe(batching={"global_batch": 384, "accumulation": 3}), 4, 10_000)
-    assert plan.rank_batch == 32
+    schedule = make_schedule(recipe(batching={"global_batch": 384, "accumulation": 3}), 4, 10_000)
+    assert schedule.rank_batch == 32
 
 
 def test_a_global_batch_that_does_not_divide_is_refused_with_its_neighbours() -> None:
     with pytest.raises(UsageError, match=r"--global-batch 100 .* 3 ranks .* = 3: use 99 or 102"):
-        make_plan(recipe(batching={"global_batch": 100}), 3, 10_000)
+        make_schedule(recipe(batching={"global_batch": 100}), 3, 10_000)
 
 
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, 4), (True, 3)])
 def test_the_ragged_last_step_of_an_epoch_counts_or_not(drop_last: bool, steps: int) -> None:
     batching = {"batch": 30, "drop_last": drop_last}
-    plan = make_plan(recipe(batching=batching, length={"epochs": 2.0}), 1, 100)
-    assert plan.steps_per_epoch == steps and plan.steps == 2 * steps
-    assert plan.samples == (180 if drop_last else 200)
+    schedule = make_schedule(recipe(batching=batching, length={"epochs": 2.0}), 1, 100)
+    assert schedule.steps_per_epoch == steps and schedule.steps == 2 * steps
+    assert schedule.samples == (180 if drop_last else 200)
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 8.0), ("sqrt", 8**0.5)])
@@ -47,7 +49,7 @@ def test_the_learning_rate_scales_with_the_batch_by_the_stated_rule(
     scaled = recipe(
         optimization={"lr": 0.1, "lr_scale": rule, "lr_batch": 64}, batching={"batch": 128}
     )
-    assert make_plan(scaled, 4, 100_000).peak_lr == pytest.approx(0.1 * factor)
+    assert make_schedule(scaled, 4, 100_000).peak_lr == pytest.approx(0.1 * factor)
 
 
 @given(ranks=st.integers(1, 8), done=st.floats(0, 1))
@@ -57,7 +59,7 @@ def test_the_schedule_counts_samples_and_never_ranks(ranks: int, done: float) ->
         batching={"global_batch": 840},
         length={"epochs": 3.0},
     )
-    alone, many = make_plan(same, 1, 84_000), make_plan(same, ranks, 84_000)
+    alone, many = make_schedule(same, 1, 84_000), make_schedule(same, ranks, 84_000)
     samples = int(done * alone.samples)
     assert many.lr_at(samples, same) == alone.lr_at(samples, same)
     assert 0 <= many.lr_at(samples, same) <= 0.5
@@ -69,12 +71,12 @@ def test_warm_up_rises_and_cosine_falls_to_what_is_left() -> None:
         batching={"batch": 10},
         length={"epochs": 1.0},
     )
-    plan = make_plan(cosine, 1, 1000)
-    assert plan.lr_at(50, cosine) == pytest.approx(0.5)
-    assert plan.lr_at(100, cosine) == pytest.approx(1.0)
+    schedule = make_schedule(cosine, 1, 1000)
+    assert schedule.lr_at(50, cosine) == pytest.approx(0.5)
+    assert schedule.lr_at(100, cosine) == pytest.approx(1.0)
     half = 0.2 + 0.8 * (1 + math.cos(math.pi / 2)) / 2
-    assert plan.lr_at(550, cosine) == pytest.approx(half)
-    assert plan.lr_at(1000, cosine) == pytest.approx(0.2)
+    assert schedule.lr_at(550, cosine) == pytest.approx(half)
+    assert schedule.lr_at(1000, cosine) == pytest.approx(0.2)
 
 
 def test_linear_falls_in_a_straight_line() -> None:
@@ -83,7 +85,7 @@ def test_linear_falls_in_a_straight_line() -> None:
         batching={"batch": 10},
         length={"epochs": 1.0},
     )
-    assert make_plan(linear, 1, 1000).lr_at(250, linear) == pytest.approx(0.75)
+    assert make_schedule(linear, 1, 1000).lr_at(250, linear) == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(
@@ -109,4 +111,4 @@ def test_linear_falls_in_a_straight_line() -> None:
 )
 def test_what_cannot_be_is_refused_in_one_line(values: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        make_plan(recipe(**values), 2, 1000)
+        make_schedule(recipe(**values), 2, 1000)

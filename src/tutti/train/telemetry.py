@@ -1,0 +1,353 @@
+"""Telemetry of a training run: metrics files, progress, status sync, throughput, stragglers.
+
+About once a second all ranks exchange their status in one small collective. The result (`Status`)
+feeds everything else in this module, so between two syncs no rank waits for its device or for
+another rank except inside the step itself.
+"""
+
+import json
+import math
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median_low
+from types import FrameType
+from typing import IO, Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from tutti import comm
+from tutti.machine.catalogue import peak_flops
+from tutti.measure.files import write_atomically
+from tutti.models.config import GPTConfig
+from tutti.train.arrivals import Arrivals
+from tutti.world.errors import UsageError
+from tutti.world.world import World
+
+_SYNC_SECONDS = 1.0
+_MAX_SYNC_STEPS = 1000
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of all ranks at a status sync; identical on every rank."""
+
+    first_step: int
+    losses: tuple[float, ...]
+    # The first step whose loss was not finite, and the rank on which it was found.
+    nonfinite: tuple[int, int] | None
+    stop: bool
+    # Samples per second of each rank's own work, without waiting for other ranks; 0: not measured.
+    rates: tuple[float, ...]
+    seconds: float
+    # For each measured step: its number and every rank's own seconds; see Arrivals.
+    own_seconds: tuple[tuple[int, tuple[float, ...]], ...] = ()
+
+    @property
+    def last_step(self) -> int:
+        return self.first_step + len(self.losses) - 1
+
+
+class StatusSync:
+    """Collects losses on the device and exchanges the status of all ranks about once a second.
+
+    The number of steps between two syncs is computed from exchanged values only, so all ranks sync
+    at the same step. SIGTERM and SIGUSR1 set `stop` in the next status instead of ending the
+    process.
+    """
+
+    def __init__(self, rank: int, size: int, first_step: int, arrivals: Arrivals) -> None:
+        self.rank = rank
+        self.size = size
+        self.next_at = first_step + 1
+        self.arrivals = arrivals
+        self._first = first_step
+        self._losses: list[Tensor] = []
+        self._busy_seconds = 0.0
+        self._since = time.perf_counter()
+        self._stop = False
+        self._previous = {n: signal.signal(n, self._on_signal) for n in _STOP_SIGNALS}
+        self.restart_clock()
+
+    def add(self, losses: Tensor, busy_seconds: float = 0.0) -> None:
+        """Record the losses of steps (this rank's part of the means); does not synchronise."""
+        self._losses.append(losses)
+        self._busy_seconds += busy_seconds
+
+    def restart_clock(self) -> None:
+        """Restart the clock after an evaluation or a checkpoint, which are not training time."""
+        self._since = time.perf_counter()
+        self.arrivals.begin(self.next_at - self._first)
+
+    def sync(self, rank_samples: int = 0) -> Status:
+        """Exchange the status. The only place in the training loop that waits for the device."""
+        losses = torch.cat(self._losses).double().tolist() if self._losses else []
+        now = time.perf_counter()
+        own = self.arrivals.take()
+        steps = len(losses)
+        nonfinite = next((n for n, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        # One vector, summed over all ranks: common values, then one slot per rank, which is zero
+        # on the other ranks.
+        common = [loss if math.isfinite(loss) else 0.0 for loss in losses] + [float(self._stop)]
+        slot = [
+            0.0 if nonfinite is None else nonfinite + 1.0,
+            rank_samples / self._busy_seconds if self._busy_seconds else 0.0,
+            now - self._since,
+            *(seconds for _, seconds in own),
+        ]
+        slots = [0.0] * (self.size * len(slot))
+        slots[self.rank * len(slot) : (self.rank + 1) * len(slot)] = slot
+        total = torch.tensor(common + slots, dtype=torch.float64)
+        comm.all_reduce(total)
+        status = self._decode(total.tolist(), steps, [step for step, _ in own])
+        self._first += steps
+        # At most doubled: the first steps (compilation, warm-up) do not predict the next ones.
+        in_time = int(_SYNC_SECONDS * steps / max(status.seconds, 1e-9))
+        self.next_at = self._first + max(1, min(_MAX_SYNC_STEPS, 2 * steps, in_time))
+        self._losses, self._busy_seconds, self._since = [], 0.0, time.perf_counter()
+        return status
+
+    def close(self) -> None:
+        """Restore the previous signal handlers."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _decode(self, values: Sequence[float], steps: int, measured: Sequence[int]) -> Status:
+        width = 3 + len(measured)
+        by_rank = [tuple(values[steps + 1 + place :: width]) for place in range(width)]
+        nonfinite = [
+            (self._first + int(found) - 1, rank) for rank, found in enumerate(by_rank[0]) if found
+        ]
+        return Status(
+            first_step=self._first,
+            losses=tuple(values[:steps]),
+            nonfinite=min(nonfinite, default=None),
+            stop=values[steps] > 0,
+            rates=by_rank[1],
+            seconds=max(by_rank[2]),
+            own_seconds=tuple(
+                (self._first + step, by_rank[3 + place]) for place, step in enumerate(measured)
+            ),
+        )
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop = True
+
+
+class Throughput:
+    """Samples and tokens per second and MFU; the first sync (compilation, warm-up) is left out."""
+
+    def __init__(self, world: World, precision: str, architecture: object, seq_len: int) -> None:
+        self._world = world
+        self._gpt = architecture if isinstance(architecture, GPTConfig) else None
+        self._seq_len = seq_len
+        self._peak: tuple[float, str] | None = None
+        if self._gpt is not None and world.device.type == "cuda":
+            tf32 = torch.backends.cuda.matmul.allow_tf32
+            self._peak = peak_flops(torch.cuda.get_device_name(world.device), precision, tf32)
+        self._samples = 0
+        self._seconds = 0.0
+        self.samples_per_s: float | None = None
+
+    def describe(self, status: Status, samples: int) -> str:
+        """Add the samples of one sync; returns the text for the progress line."""
+        rate = samples / status.seconds
+        if self.samples_per_s is None:
+            self.samples_per_s = rate  # the only value there is, if no second sync follows
+        else:
+            self._samples += samples
+            self._seconds += status.seconds
+            self.samples_per_s = self._samples / self._seconds
+        text = f"{rate:,.0f} samples/s  {1000 * status.seconds / len(status.losses):.1f} ms/step"
+        if self._gpt is None:
+            return text
+        mfu = self._mfu(rate)
+        mfu_text = "unknown" if mfu is None else f"{100 * mfu:.1f} %"
+        return f"{text}  {rate * self._seq_len:,.0f} tokens/s  MFU {mfu_text}"
+
+    def summary(self) -> dict[str, Any]:
+        """Return tokens per second and MFU with its formula, for summary.json."""
+        if self._gpt is None or self.samples_per_s is None:
+            return {}
+        flops = self._gpt.flops_per_token(self._seq_len)
+        return {
+            "tokens_per_s": self.samples_per_s * self._seq_len,
+            "mfu": self._mfu(self.samples_per_s),
+            "mfu_formula": (
+                f"tokens/s × {flops:,} FLOP per token (6 N + 12 L d s) / "
+                f"({self._world.size} ranks × peak)"
+            ),
+            "mfu_peak": "unknown device" if self._peak is None else self._peak[1],
+        }
+
+    def _mfu(self, samples_per_s: float) -> float | None:
+        if self._gpt is None or self._peak is None:
+            return None
+        flops = self._gpt.flops_per_token(self._seq_len)
+        # Ranks that share a GPU share its peak.
+        devices = self._world.size / self._world.ranks_on_device
+        return samples_per_s * self._seq_len * flops / (devices * self._peak[0])
+
+
+_WINDOW_STEPS = 20  # measured steps that a straggler warning is based on
+_MIN_WAIT_FRACTION = 0.1  # of the step: the waiting time that is worth a warning
+_MIN_LATE_FRACTION = 0.75  # of the window: the steps in which the rank must have been late
+_QUIET_STEPS = 1000  # steps between two warnings
+
+
+class Stragglers:
+    """Computes every rank's waiting time, and warns about ranks that the others wait for."""
+
+    def __init__(self, first_step: int) -> None:
+        self._first = first_step
+        self._window: deque[tuple[int, tuple[float, ...], float]] = deque(maxlen=_WINDOW_STEPS)
+        self._quiet_until = 0
+
+    def add(self, status: Status) -> list[float | None]:
+        """Return for every rank the fraction of the step spent waiting for others; None: unknown.
+
+        The first step is warm-up, which ranks begin at different times: it is not counted.
+        """
+        ranks = len(status.rates)
+        if ranks == 1:
+            return [0.0]
+        known = [each for each in status.own_seconds if all(map(math.isfinite, each[1]))]
+        if status.first_step == self._first or not known:
+            return [None] * ranks
+        seconds = status.seconds / len(status.losses)
+        self._window.extend((step, own, seconds) for step, own in known)
+        waits = [fmean(max(own) - own[rank] for _, own in known) for rank in range(ranks)]
+        return [min(1.0, wait / seconds) for wait in waits]
+
+    def warning(self) -> str | None:
+        """Return a line that names the late ranks, at most once in `_QUIET_STEPS` steps."""
+        if len(self._window) < _WINDOW_STEPS or self._window[-1][0] < self._quiet_until:
+            return None
+        steps = [own for _, own, _ in self._window]
+        means = [fmean(each) for each in zip(*steps, strict=True)]
+        typical, slowest = median_low(means), max(means)
+        # Several ranks may be late together, for example all ranks of a slow host.
+        late = [rank for rank, mean in enumerate(means) if mean - typical > (slowest - typical) / 2]
+        if not late:
+            return None
+        others = fmean(mean for rank, mean in enumerate(means) if rank not in late)
+        delay = fmean(means[rank] for rank in late) - others
+        fraction = delay / fmean(seconds for _, _, seconds in self._window)
+        late_fraction = fmean(
+            min(own[rank] for rank in late) - median_low(own) > delay / 2 for own in steps
+        )
+        if fraction < _MIN_WAIT_FRACTION or late_fraction < _MIN_LATE_FRACTION:
+            return None
+        last = self._window[-1][0]
+        self._quiet_until = last + _QUIET_STEPS
+        who = f"rank {late[0]} is" if len(late) == 1 else f"ranks {', '.join(map(str, late))} are"
+        return (
+            f"{who} late: the others wait {100 * min(fraction, 1.0):.0f} % of the step for "
+            f"{'it' if len(late) == 1 else 'them'} (last {last - self._window[0][0] + 1} steps)"
+        )
+
+
+class Metrics:
+    """Writes one JSON line per step and rank to the run directory, and TensorBoard on request."""
+
+    def __init__(self, directory: Path, rank: int, tensorboard: Path | None = None) -> None:
+        self.path = directory / f"rank{rank}.jsonl"
+        self._file: IO[str] | None = None
+        self._board: Any = None
+        if tensorboard is not None:
+            try:  # on every rank, so that all ranks refuse alike
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UsageError(
+                    "--tensorboard: the package is missing: pip install 'tutti-torch[tensorboard]'"
+                ) from None
+            if rank == 0:
+                self._board = SummaryWriter(str(tensorboard))
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of `step` and later: a resumed run writes them again."""
+        if self.path.exists():
+            lines = self.path.read_text().splitlines()
+            kept = [line for line in lines if _step_of(line) < step]
+            write_atomically(self.path, "".join(f"{line}\n" for line in kept))
+
+    def write(self, step: int, **values: float | int | str | None) -> None:
+        """Add a line; None stands for a value that is not known."""
+        if self._file is None:
+            self._file = self.path.open("a")
+        line = {"step": step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(line) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._board.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """Flush the file, so that other processes can read the lines."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # a line cut off by a kill
+        return 1 << 62
+
+
+_LINE_SECONDS = 5.0
+
+
+class ProgressReport:
+    """Shows step, loss and speed: a bar on a terminal, else a line every 5 s. Rank 0 only."""
+
+    def __init__(self, steps: int, first: int, shown: bool) -> None:
+        self._steps = steps
+        self._shown = shown
+        self._console = Console(stderr=True)
+        self._bar: Progress | None = None
+        self._next_line = time.monotonic()
+        if shown and sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("train"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("train", total=steps, completed=first, text="")
+            self._bar.start()
+
+    def show(self, step: int, text: str) -> None:
+        """Update the bar, or print a line if the last one is old enough."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text=text)
+        elif self._shown and (time.monotonic() >= self._next_line or step == self._steps):
+            print(f"step {step}/{self._steps}: {text}", file=sys.stderr, flush=True)
+            self._next_line = time.monotonic() + _LINE_SECONDS
+
+    def print(self, text: str) -> None:
+        """Print a permanent line, above the bar."""
+        if self._shown:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
