@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 SHM := src/tutti/comm/shm
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard $(SHM)/core/*) $(wildcard $(SHM)/front/*)
@@ -36,6 +36,9 @@ lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+docs: $(VENV)/dev
+	$(BIN)/mkdocs build --strict
 
 test: lint
 	$(BIN)/python -m compileall -q src  # once, not in each of the hundreds of ranks
