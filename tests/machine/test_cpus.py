@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.machine.cpus import allowed_cpus, cpu_quota, format_cpu_list, numa_nodes, parse_cpu_list
+from tutti.machine.cpu_numa import (
+    allowed_cpus,
+    cpu_quota,
+    format_cpu_list,
+    numa_nodes,
+    parse_cpu_list,
+)
 from tutti.machine.environment import describe_environment
 from tutti.machine.gpus import visible_gpu_count
 
@@ -27,9 +33,11 @@ def test_cpu_lists_are_written_as_the_kernel_does() -> None:
 def test_a_containers_quota_is_rounded_up_to_whole_cpus(
     text: str, cpus: int | None, tmp_path: Path
 ) -> None:
-    file = tmp_path / "cpu.max"
-    file.write_text(text)
-    assert cpu_quota(file) == cpus
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    (tmp_path / "sys/fs/cgroup/job").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/cpu.max").write_text(text)  # the limit of the parent group
+    assert cpu_quota(tmp_path) == cpus
 
 
 def test_every_allowed_cpu_is_on_some_numa_node() -> None:

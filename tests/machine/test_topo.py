@@ -12,11 +12,10 @@ import pytest
 
 from hosts import hosts_missing, two_hosts
 from tutti.cli import run
-from tutti.machine.links import Place, pci_class
-from tutti.machine.picture import draw
-from tutti.machine.record import read_machines
-from tutti.machine.topology import Topology
-from tutti.machine.topology_text import topology_lines
+from tutti.cli.topo import topology_lines
+from tutti.machine.device_topology import PciPlace, Topology, pci_class
+from tutti.machine.recording import read_machines
+from tutti.machine.topology_svg import draw
 from worlds import TUTTI, clean_environment, run_command
 
 MACHINES = Path(__file__).parent / "machines"
@@ -35,7 +34,7 @@ def topology(name: str) -> Topology:
 
 def words_between_gpus(topology: Topology) -> dict[tuple[int, int], str]:
     return {
-        (a.index, b.index): topology.word(f"GPU{a.index}", f"GPU{b.index}")
+        (a.index, b.index): topology.link_class(f"GPU{a.index}", f"GPU{b.index}")
         for a, b in combinations(topology.gpus, 2)
     }
 
@@ -58,19 +57,24 @@ OTHER_ROOT = ("pci0000:97", "0000:97:01.0", "0000:98:00.0")
 @pytest.mark.parametrize(
     ("a", "b", "nodes", "word"),
     [
-        (Place(ONE, 0), Place(TWO, 0), 2, "PIX"),
-        (Place(ONE, 0), Place((*ONE[:-1], "0000:18:00.1"), 0), 2, "PIX"),  # two ports of a card
-        (Place(ONE, 0), Place(DEEPER, 0), 2, "PXB"),
-        (Place(ONE, 0), Place(OTHER_PORT, 0), 2, "PHB"),
-        (Place(ONE, 0), Place(OTHER_ROOT, 0), 2, "NODE"),
-        (Place(ONE, 0), Place(OTHER_ROOT, 1), 2, "SYS"),
-        (Place(ONE, None), Place(OTHER_ROOT, None), 1, "NODE"),  # there is no other node
-        (Place(ONE, None), Place(OTHER_ROOT, 1), 2, "?"),
-        (Place((), 0), Place(OTHER_ROOT, 0), 2, "?"),
+        (PciPlace(ONE, 0), PciPlace(TWO, 0), 2, "PIX"),
+        (
+            PciPlace(ONE, 0),
+            PciPlace((*ONE[:-1], "0000:18:00.1"), 0),
+            2,
+            "PIX",
+        ),  # two ports of a card
+        (PciPlace(ONE, 0), PciPlace(DEEPER, 0), 2, "PXB"),
+        (PciPlace(ONE, 0), PciPlace(OTHER_PORT, 0), 2, "PHB"),
+        (PciPlace(ONE, 0), PciPlace(OTHER_ROOT, 0), 2, "NODE"),
+        (PciPlace(ONE, 0), PciPlace(OTHER_ROOT, 1), 2, "SYS"),
+        (PciPlace(ONE, None), PciPlace(OTHER_ROOT, None), 1, "NODE"),  # there is no other node
+        (PciPlace(ONE, None), PciPlace(OTHER_ROOT, 1), 2, "?"),
+        (PciPlace((), 0), PciPlace(OTHER_ROOT, 0), 2, "?"),
     ],
 )
 def test_the_class_of_two_devices_follows_from_their_pci_paths(
-    a: Place, b: Place, nodes: int, word: str
+    a: PciPlace, b: PciPlace, nodes: int, word: str
 ) -> None:
     assert pci_class(a, b, nodes)[0] == word
     assert pci_class(b, a, nodes)[0] == word
@@ -92,7 +96,7 @@ def test_behind_nvswitches_all_pairs_have_all_links_and_each_gpu_its_own_nic() -
     node = topology("h100-nvswitch")
     assert set(words_between_gpus(node).values()) == {"NV18"}
     assert near(node) == [[f"mlx5_{index}"] for index in range(8)]
-    assert [node.word(f"GPU{index}", f"NIC{index}") for index in range(8)] == ["PIX"] * 8
+    assert [node.link_class(f"GPU{index}", f"NIC{index}") for index in range(8)] == ["PIX"] * 8
     assert {(link.pci_class, link.nvlink_gbs) for link in node.links if link.nvlinks} == {
         ("NODE", 478.116),  # 18 × 26.562
         ("SYS", 478.116),
@@ -111,7 +115,7 @@ def test_a_pcie_box_has_no_nvlink_and_tells_switch_host_bridge_and_socket_apart(
     }
     assert near(box) == [["mlx5_0"], ["mlx5_0"], [], []]
     # GPU2 and GPU3 are on the socket of the two ordinary ports, but the fast port is far.
-    assert [box.word("GPU2", nic.id) for nic in box.interfaces] == ["SYS", "NODE", "NODE"]
+    assert [box.link_class("GPU2", nic.id) for nic in box.interfaces] == ["SYS", "NODE", "NODE"]
 
 
 def test_a_lost_nvlink_shows_at_its_gpu_and_no_other() -> None:
@@ -132,7 +136,7 @@ def test_a_vm_that_hides_pcie_is_unknown_and_never_guessed() -> None:
     assert near(vm) == [[], [], [], []]
     text = "\n".join(topology_lines(vm, 100))
     assert "NUMA nodes unknown: /sys/devices/system/node is empty or hidden" in text
-    assert "?     unknown: their PCI paths are hidden" in text
+    assert "?     unknown: /sys does not show" in text
     assert "a virtual machine (kvm)" in text
 
 
@@ -217,9 +221,9 @@ def test_a_recorded_file_gives_the_same_rows_as_the_machine_it_was_made_of(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "it is not JSON, line 1"),
+        ("{", "not JSON, line 1"),
         ('{"schema": "tutti.topo/1"}', "its schema is 'tutti.topo/1', not 'tutti.machine/1'"),
-        ('{"schema": "tutti.machine/1", "machines": []}', "it holds no machines"),
+        ('{"schema": "tutti.machine/1", "machines": []}', "it contains no machines"),
         (
             '{"schema": "tutti.machine/1", "machines": [{"host": "a", "gpus": 2}]}',
             "machine 0: gpus is not a field of Machine",

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from tutti.machine.machine import Machine
-from tutti.machine.observe import observe
-from tutti.machine.record import read_machines
+from tutti.machine.observation import Machine, observe
+from tutti.machine.recording import read_machines
 
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "machines").glob("*.json"))
@@ -47,7 +46,7 @@ def test_where_nothing_can_be_read_all_is_unknown_with_a_reason(tmp_path: Path) 
     machine = observe(tmp_path)
     assert unexplained(machine) == []
     assert machine.pci == () and machine.nics == () and machine.numa == ()
-    assert machine.why("nics") == "/sys/class/net is empty or hidden"
+    assert machine.why("nics") == "/sys/class/net is empty or does not exist"
     assert machine.why("memory.total_bytes") == "/proc/meminfo: No such file or directory"
 
 
@@ -196,7 +195,7 @@ def with_nvml(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     library = folder / "libnvidia-ml.so.1"
     source = HERE / "test_topo_nvml.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
-    code = "import json; from tutti.machine.observe import observe; "
+    code = "import json; from tutti.machine.observation import observe; "
     code += "print(json.dumps(observe().to_json()))"
     done = subprocess.run(
         [sys.executable, "-c", code],

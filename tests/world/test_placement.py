@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.machine.cpus import parse_cpu_list
+from tutti.machine.cpu_numa import parse_cpu_list
 from tutti.world.errors import UsageError
 from tutti.world.placement import cpus_for, place
 from tutti.world.rendezvous import RankInfo

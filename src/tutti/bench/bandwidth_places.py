@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tutti.machine.cpus import numa_nodes, parse_cpu_list
+from tutti.machine.cpu_numa import numa_nodes, parse_cpu_list
 from tutti.machine.gpus import numa_node_of_gpu
-from tutti.machine.observe import observe
+from tutti.machine.observation import observe
 from tutti.world.world import World
 
 Place = dict[str, Any]

@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from tutti.machine.cpus import allowed_cpus, format_cpu_list, parse_cpu_list
+from tutti.machine.cpu_numa import allowed_cpus, format_cpu_list, parse_cpu_list
 from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
 from tutti.world.world import World

@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from tutti.machine.cpus import parse_cpu_list
+from tutti.machine.cpu_numa import parse_cpu_list
 from tutti.world.exchange import gather_json
 from tutti.world.rendezvous import has_shm
 from tutti.world.world import World

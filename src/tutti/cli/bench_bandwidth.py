@@ -15,7 +15,7 @@ from tutti.cli.flags import parse
 from tutti.cli.kept_files import KeptFiles, sizes_flag
 from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable
-from tutti.machine.cpus import parse_cpu_list
+from tutti.machine.cpu_numa import parse_cpu_list
 from tutti.machine.environment import describe_environment
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note, terminal_width, wrap_line

@@ -14,7 +14,7 @@ from tutti.cli.results import check_writable, write_json
 from tutti.machine.checks.checklist import examine
 from tutti.machine.checks.patient import Patient, Probes
 from tutti.machine.checks.table import fixes, report
-from tutti.machine.record import read_machines, write_machines
+from tutti.machine.recording import read_machines, write_machines
 from tutti.measure.terminal import text_width
 from tutti.world.errors import START_TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld

@@ -131,7 +131,7 @@ def show(flags: ShowSchedule, measured: "Timeline | None" = None, note: str | No
 
 
 def _measure(flags: ShowSchedule) -> int:
-    from tutti.machine.cpus import allowed_cpus
+    from tutti.machine.cpu_numa import allowed_cpus
     from tutti.parallel.pipeline.record import measure
     from tutti.world.exchange import gather_json
     from tutti.world.world import init

@@ -1,8 +1,9 @@
-"""tutti topo: the devices of this host or of all hosts, and what connects them."""
+"""tutti topo: the devices of this host, or of all hosts of a world, and the links between them."""
 
 import os
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,39 +12,43 @@ import tyro
 
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
+from tutti.machine.device_topology import LINK_CLASSES, Interface, Topology
+from tutti.machine.observation import Machine, observe
+from tutti.machine.recording import read_machines, write_machines
+from tutti.measure.files import write_atomically
 from tutti.measure.terminal import terminal_width
 from tutti.world.errors import START_TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
-    from tutti.machine.machine import Machine
+    from tutti.machine.gpus import Accelerator
 
 
 @dataclass(frozen=True)
 class Topo:
-    """Show what connects the devices of a host: a matrix of GPUs and NICs, by the words of
-    `nvidia-smi topo -m`, then a line for each device and NUMA node.
+    """Show how the devices of a host are connected: a matrix of GPUs and NICs with the link
+    classes of `nvidia-smi topo -m`, then one line for each device and NUMA node.
 
-    Under torchrun, srun or mpirun every host shows its own.
+    Under torchrun, srun or mpirun, rank 0 shows all hosts.
     """
 
     json: Path | None = None
-    """Write devices, links, NICs and NUMA nodes to this file, too."""
+    """Also write devices, links, NICs and NUMA nodes to this file."""
     svg: Path | None = None
-    """Draw a picture into this file."""
+    """Draw the topology into this SVG file."""
     record: Path | None = None
-    """Record all that is known of the hosts in this file, for --from here and elsewhere."""
+    """Record everything known about the hosts in this file, for --from on any machine."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Show the hosts of a recorded file, not this one."""
+    """Show the hosts of a recorded file instead of this one."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
     """Start this many local ranks, unless a launcher already did."""
     start_timeout: float = START_TIMEOUT
-    """Seconds for all ranks to arrive."""
+    """Seconds to wait for all ranks."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     options = parse(Topo, "tutti topo", arguments)
     for flag in ("json", "svg", "record"):
         check_writable(f"--{flag}", getattr(options, flag))
@@ -58,47 +63,41 @@ def main(arguments: list[str]) -> int:
             show="first",
             start_timeout=options.start_timeout,
         ).run()
-    if not alone:
-        return _show_all_hosts(options)
-
-    from tutti.machine.observe import observe
-
-    return _show([observe()], options)
+    return _show([observe()], options) if alone else _show_all_hosts(options)
 
 
-def recorded_machines(path: Path) -> "list[Machine]":
+def recorded_machines(path: Path) -> list[Machine]:
     """The machines of `--from FILE`."""
-    from tutti.machine.record import read_machines
-
     try:
         return read_machines(path)
     except OSError as error:
-        said = error.strerror or str(error)
-        raise UsageError(f"--from {path}: {said}: name a file that --record wrote") from None
+        reason = error.strerror or str(error)
+        raise UsageError(f"--from {path}: {reason}: use a file that --record wrote") from None
     except ValueError as error:
         raise UsageError(f"--from {path}: {error}") from None
+
+
+def record_machines(path: Path, machines: Sequence[Machine], note: str) -> None:
+    """Write the machines to `--record FILE`."""
+    try:
+        write_machines(path, machines, ["tutti", *sys.argv[1:]], note)
+    except OSError as error:
+        raise UsageError(f"--record {path}: {error.strerror}: choose another file") from None
 
 
 def _show_all_hosts(options: Topo) -> int:
     from tutti.world.exchange import gather_json
     from tutti.world.world import init
 
-    # Nothing is computed on a GPU here: ranks need none of their own.
+    # device="cpu": no GPU work is done here, so ranks need no GPU of their own.
     with init(device="cpu", start_timeout=options.start_timeout) as world:
-        from tutti.machine.machine import Machine
-        from tutti.machine.observe import observe
-
         found = gather_json(observe().to_json() if world.local_rank == 0 else None)
         if world.is_first:
             _show([Machine.from_json(each) for each in found if each is not None], options)
     return 0
 
 
-def _show(machines: "Sequence[Machine]", options: Topo) -> int:
-    from tutti.machine.record import write_machines
-    from tutti.machine.topology import Topology
-    from tutti.machine.topology_text import topology_lines
-
+def _show(machines: Sequence[Machine], options: Topo) -> int:
     topologies = [Topology(machine) for machine in machines]
     width = terminal_width(sys.stdout)
     for number, topology in enumerate(topologies):
@@ -106,22 +105,24 @@ def _show(machines: "Sequence[Machine]", options: Topo) -> int:
             print("\n" + "─" * min(width, 80) + "\n")
         print("\n".join(topology_lines(topology, width)))
     if options.json is not None:
-        write_json(options.json, "tutti.topo/1", _rows(topologies))
+        write_json(options.json, "tutti.topo/1", _json_rows(topologies))
     if options.svg is not None:
-        from tutti.machine.picture import draw
+        from tutti.machine.topology_svg import draw
 
-        _write("--svg", options.svg, draw(topologies))
+        try:
+            write_atomically(options.svg, draw(topologies))
+        except OSError as error:
+            raise UsageError(
+                f"--svg {options.svg}: {error.strerror}: choose another file"
+            ) from None
     if options.record is not None:
         note = "observed by tutti" if options.from_ is None else f"copied from {options.from_}"
-        try:
-            write_machines(options.record, machines, ["tutti", *sys.argv[1:]], note)
-        except OSError as error:
-            raise UsageError(f"--record {options.record}: {error.strerror}") from None
+        record_machines(options.record, machines, note)
     return 0
 
 
-def _rows(topologies: Sequence[Any]) -> dict[str, Any]:
-    """All hosts' rows together; each row names its host."""
+def _json_rows(topologies: Sequence[Topology]) -> dict[str, Any]:
+    """The rows of all hosts; each row has the key `host`."""
     rows: dict[str, Any] = {
         "hosts": [
             {
@@ -141,8 +142,171 @@ def _rows(topologies: Sequence[Any]) -> dict[str, Any]:
     return rows
 
 
-def _write(flag: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UsageError(f"{flag} {path}: {error.strerror}: choose another file") from None
+# --- text ----------------------------------------------------------------------------------------
+
+
+def topology_lines(topology: Topology, width: int) -> Iterator[str]:
+    """Matrix, devices, NUMA nodes and legend, in lines of at most `width` columns if possible."""
+    for line in _unwrapped_lines(topology, width):
+        yield from textwrap.wrap(line, width, subsequent_indent=" " * 6) or [""]
+
+
+def _unwrapped_lines(topology: Topology, width: int) -> Iterator[str]:
+    machine = topology.machine
+    yield from _host_lines(topology)
+    if topology.gpus:
+        yield ""
+        yield from _matrix_lines(topology, width)
+        yield ""
+        for number, gpu in enumerate(topology.gpus):
+            yield from _gpu_lines(topology, gpu, machine.why(f"accelerators[{number}].nvlinks"))
+    elif reason := machine.why("accelerators"):
+        yield f"no GPU: {reason}"
+    yield ""
+    yield from _numa_lines(machine)
+    yield ""
+    for nic in topology.interfaces:
+        yield from _nic_lines(topology, nic)
+    if not topology.interfaces:
+        yield f"no NIC: {machine.why('nics') or 'only virtual interfaces'}"
+    if topology.gpus:
+        yield ""
+        yield from _legend_lines(topology)
+
+
+def _host_lines(topology: Topology) -> Iterator[str]:
+    machine = topology.machine
+    cpus = machine.cpus
+    parts = [
+        f"{cpus.packages} × {cpus.model}" if (cpus.packages or 1) > 1 else f"{cpus.model}",
+        f"{cpus.cores} cores" if cpus.cores is not None else None,
+        f"{cpus.threads} threads" if cpus.threads is not None else None,
+        _gib(machine.memory.total_bytes),
+    ]
+    product = f" ({machine.product})" if machine.product else ""
+    yield f"{machine.host}{product}: {machine.system or 'system unknown'}, {machine.kernel}"
+    yield f"  {', '.join(each for each in parts if each)}"
+    for name in dict.fromkeys(gpu.name for gpu in topology.gpus):
+        same = [gpu for gpu in topology.gpus if gpu.name == name]
+        driver = machine.versions.get("driver", "unknown")
+        yield f"  {len(same)} × {name}, {_gib(same[0].memory_bytes)} each, driver {driver}"
+    if machine.virtualisation not in ("none", None):
+        note = ": links are as the hypervisor shows them, which may differ from the hardware"
+        yield f"  a virtual machine ({machine.virtualisation}){note if topology.gpus else ''}"
+
+
+def _matrix_lines(topology: Topology, width: int) -> Iterator[str]:
+    """GPUs against GPUs and NICs, in blocks of as many columns as fit the width."""
+    rows = [f"GPU{gpu.index}" for gpu in topology.gpus]
+    columns = [*rows, *(nic.id for nic in topology.interfaces)]
+    left = max(map(len, rows)) + 1
+    classes = [topology.link_class(a, b) for a in rows for b in columns]
+    cell = max(map(len, [*columns, *classes]))
+    fitting = max(1, (width - left) // (cell + 1))
+    # If not all columns fit, NICs start a new block.
+    groups = [columns] if len(columns) <= fitting else [rows, columns[len(rows) :]]
+    blocks = [
+        group[start : start + fitting]
+        for group in groups
+        for start in range(0, len(group), fitting)
+    ]
+    for number, block in enumerate(blocks):
+        if number:
+            yield ""
+        yield " " * left + " ".join(f"{name:<{cell}}" for name in block).rstrip()
+        for row in rows:
+            cells = " ".join(f"{topology.link_class(row, name):<{cell}}" for name in block)
+            yield f"{row:<{left}}{cells}".rstrip()
+
+
+def _gpu_lines(
+    topology: Topology, gpu: "Accelerator", unknown_nvlinks: str | None
+) -> Iterator[str]:
+    parts = [gpu.pci_address or "PCI unknown", _pcie(gpu), _numa(gpu.numa_node)]
+    if gpu.cpus:
+        parts.append(f"CPUs {gpu.cpus}")
+    if near := topology.near_nics(gpu):
+        parts.append(f"near {', '.join(nic.id for nic in near)}")
+    yield f"GPU{gpu.index}  {', '.join(parts)}"
+    if gpu.nvlinks is None:
+        yield f"      NVLink unknown: {unknown_nvlinks}"
+    elif gpu.nvlinks:
+        yield f"      {_nvlinks(gpu)}"
+        any_active = any(link.active for link in gpu.nvlinks)
+        for link in gpu.nvlinks:
+            counts = {
+                "replay": link.replay_errors,
+                "recovery": link.recovery_errors,
+                "CRC": link.crc_errors,
+            }
+            errors = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+            # If all links are inactive, none is in use: a single GPU in a virtual machine.
+            if (not link.active and any_active) or errors:
+                state = "active" if link.active else "INACTIVE"
+                yield f"      link {link.index}: {state}{', errors: ' * bool(errors)}{errors}"
+
+
+def _nvlinks(gpu: "Accelerator") -> str:
+    links = gpu.nvlinks or ()
+    active = [link for link in links if link.active]
+    text = f"{len(active)} of {len(links)} NVLinks active"
+    speeds = [link.speed_mbs for link in active if link.speed_mbs is not None]
+    if speeds and len(speeds) == len(active):
+        text += f", {sum(speeds) / 1000:.0f} GB/s one way"
+    peers = {"switch": "NVSwitches", "gpu": "GPUs", "cpu": "the CPU"}
+    kinds = sorted({peers[link.peer_kind] for link in active if link.peer_kind})
+    return f"{text}, to {' and '.join(kinds)}" if kinds else text
+
+
+def _pcie(gpu: "Accelerator") -> str:
+    link = gpu.pcie
+    if link is None or link.width is None:
+        return "PCIe unknown"
+    text = f"PCIe {link.generation} x{link.width}"
+    if (link.generation, link.width) != (link.max_generation, link.max_width):
+        text += f" of {link.max_generation} x{link.max_width}"
+    return text
+
+
+def _numa_lines(machine: Machine) -> Iterator[str]:
+    if not machine.numa:
+        yield f"NUMA nodes unknown: {machine.why('numa')}"
+        yield f"CPUs {machine.cpus.allowed} may be used"
+    for node in machine.numa:
+        parts = [f"CPUs {node.cpus or 'none'}", _gib(node.memory_bytes)]
+        parts.append(f"{_gib(node.free_bytes)} free")
+        if node.distances is not None:
+            parts.append(f"distances {' '.join(map(str, node.distances))}")
+        yield f"NUMA {node.id}  {', '.join(parts)}"
+
+
+def _nic_lines(topology: Topology, nic: Interface) -> Iterator[str]:
+    netdev = f" ({nic.netdev.name})" if nic.netdev and nic.ports else ""
+    layer = nic.ports[0].link_layer or "RDMA" if nic.ports else None
+    kind = {None: nic.netdev.driver if nic.netdev else "", "Ethernet": "RoCE"}.get(layer, layer)
+    rate = "rate unknown" if nic.rate_gbps is None else f"{nic.rate_gbps:g} Gb/s"
+    parts = [f"{nic.name}{netdev}", kind or "", nic.state, rate, _numa(nic.numa_node)]
+    parts.append(nic.pci_address or "PCI unknown")
+    if near := topology.near_gpus(nic):
+        parts.append(f"near {', '.join(f'GPU{gpu.index}' for gpu in near)}")
+    yield f"{nic.id}  {', '.join(part for part in parts if part)}"
+    if nic.errors:
+        yield f"      errors: {', '.join(f'{name} {count}' for name, count in nic.errors.items())}"
+
+
+def _legend_lines(topology: Topology) -> Iterator[str]:
+    shown = [link for link in topology.links if link.a.startswith("GPU")]
+    used = {"NV#" if link.nvlinks else link.link_class for link in shown} | {"X"}
+    # The reason for an unknown class is usually the same for all pairs: the first is shown.
+    unknown = next((f": {link.reason}" for link in shown if link.link_class == "?"), "")
+    for link_class, meaning in LINK_CLASSES.items():
+        if link_class in used:
+            yield f"{link_class:<5} {meaning}{unknown if link_class == '?' else ''}"
+
+
+def _numa(node: int | None) -> str:
+    return "NUMA unknown" if node is None else f"NUMA {node}"
+
+
+def _gib(count: int | None) -> str:
+    return "memory unknown" if count is None else f"{count / (1 << 30):.0f} GiB"

@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from tutti.comm import place
-from tutti.machine.system import boot_id
+from tutti.machine.environment import boot_id
 
 LABEL = "tutti-ledger"
 MAGIC = b"TUTTILED"

@@ -1,6 +1,5 @@
-"""Nic and RdmaPort: the interfaces to the network."""
+"""Nic and RdmaPort: network interfaces, and the ports of InfiniBand and RoCE devices."""
 
-import contextlib
 import fcntl
 import re
 import socket
@@ -8,15 +7,15 @@ import struct
 from dataclasses import dataclass
 from typing import Literal
 
-from tutti.machine.files import Files
 from tutti.machine.pci import read_numa_node
+from tutti.machine.sysfs import SysFiles
 
 NicKind = Literal["physical", "bond", "bridge", "vlan", "loopback", "virtual"]
 
 
 @dataclass(frozen=True)
 class Nic:
-    """A network interface. Addresses are left out: only which families it has."""
+    """A network interface. IP addresses are not recorded, only the families it has."""
 
     name: str
     kind: NicKind
@@ -29,10 +28,10 @@ class Nic:
     pci_address: str | None
     numa_node: int | None
     families: tuple[str, ...] | None
-    """Of ipv4 and ipv6; link-local addresses do not count."""
+    """Any of ipv4 and ipv6; link-local addresses are ignored."""
     default_route: bool | None
     master: str | None
-    """The bond or bridge that it is a part of; "" for none."""
+    """The bond or bridge it belongs to; "" for none."""
     rdma: str | None
     """Its RDMA device, such as mlx5_0; "" for none."""
     rx_errors: int | None
@@ -54,21 +53,22 @@ class RdmaPort:
     driver: str | None
     firmware: str | None
     link_layer: str | None
-    """InfiniBand or Ethernet (RoCE)."""
+    """InfiniBand, or Ethernet for RoCE."""
     state: str | None
     """ACTIVE, DOWN, INIT, ARMED."""
     physical_state: str | None
     """LinkUp, Disabled, Polling."""
     rate_gbps: float | None
     rate: str | None
-    """As the kernel writes it: 400 Gb/sec (4X NDR)."""
+    """In the kernel's format: 400 Gb/sec (4X NDR)."""
     gid_types: tuple[str, ...] | None
     """The distinct types of its GIDs: IB/RoCE v1, RoCE v2."""
     counters: dict[str, int]
-    """Error counters by the kernel's names, from counters/ and hw_counters/."""
+    """Error and congestion counters by kernel name, from counters/ and hw_counters/."""
 
 
 _SIOCGIFADDR = 0x8915
+_ARPHRD_LOOPBACK = 772
 _NET, _RDMA = "/sys/class/net", "/sys/class/infiniband"
 _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _COUNTERS = (
@@ -81,109 +81,119 @@ _COUNTERS = (
 )
 
 
-def read_nics(files: Files) -> tuple[Nic, ...]:
-    """Every network interface of this network namespace."""
+def interface_address(name: str) -> str | None:
+    """The IPv4 address of an interface; None if it does not exist or has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        try:
+            reply = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(reply[20:24])
+
+
+# --- network interfaces --------------------------------------------------------------------------
+
+
+def read_nics(files: SysFiles) -> tuple[Nic, ...]:
+    """All interfaces of this network namespace."""
     names = [name for name in files.names(_NET) if files.exists(f"{_NET}/{name}/mtu")]
     if not names:
-        files.unknown["nics"] = f"{_NET} is empty or hidden"
-    families = _families(files)
-    default = _default_routes(files)
+        files.unknown["nics"] = f"{_NET} is empty or does not exist"
+    families = _address_families(files)
+    default_routes = _default_routes(files)
     return tuple(
-        _read_nic(files, name, f"nics[{number}]", families, default)
+        _read_nic(files, name, f"nics[{number}]", families, default_routes)
         for number, name in enumerate(names)
     )
 
 
 def _read_nic(
-    files: Files,
+    files: SysFiles,
     name: str,
     field: str,
     families: dict[str, set[str]] | None,
-    default: set[str] | None,
+    default_routes: set[str] | None,
 ) -> Nic:
-    where = f"{_NET}/{name}"
+    directory = f"{_NET}/{name}"
     kind = _kind(files, name)
-    device = files.target(f"{where}/device")
-    driver = files.target(f"{where}/device/driver")
-    master = files.target(f"{where}/master")
-    rdma = files.names(f"{where}/device/infiniband")
-    carrier = files.number(f"{where}/carrier", f"{field}.carrier")  # unreadable while it is down
+    device = files.target(f"{directory}/device")
+    rdma = files.names(f"{directory}/device/infiniband")
+    carrier = files.number(f"{directory}/carrier", f"{field}.carrier")  # an error if it is down
     if families is None:
-        files.unknown[f"{field}.families"] = "the addresses could not be listed"
-    if default is None:
-        files.unknown[f"{field}.default_route"] = "/proc/net/route could not be read"
+        files.unknown[f"{field}.families"] = "addresses can only be listed on the running system"
+    if default_routes is None:
+        files.unknown[f"{field}.default_route"] = "/proc/net/route cannot be read"
     if not device:
-        files.unknown[f"{field}.pci_address"] = f"{name} is {kind}: no device stands behind it"
-        files.unknown[f"{field}.numa_node"] = f"{name} is {kind}: no device stands behind it"
+        for unknown in ("pci_address", "numa_node"):
+            files.unknown[f"{field}.{unknown}"] = f"{name} ({kind}) has no hardware device"
+    counts = {
+        counter: files.number(f"{directory}/statistics/{counter}", f"{field}.{counter}")
+        for counter in ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
+    }
     return Nic(
         name=name,
         kind=kind,
-        driver=driver.rpartition("/")[2] if driver else "",
-        state=files.text(f"{where}/operstate", f"{field}.state"),
+        driver=files.target_name(f"{directory}/device/driver"),
+        state=files.text(f"{directory}/operstate", f"{field}.state"),
         carrier=None if carrier is None else carrier == 1,
-        speed_mbps=_speed(files, f"{where}/speed", f"{field}.speed_mbps"),
-        mtu=files.number(f"{where}/mtu", f"{field}.mtu"),
+        speed_mbps=_speed(files, f"{directory}/speed", f"{field}.speed_mbps"),
+        mtu=files.number(f"{directory}/mtu", f"{field}.mtu"),
         pci_address=_pci_address(files, device, f"{field}.pci_address"),
         numa_node=_numa_node(files, device, f"{field}.numa_node"),
         families=None if families is None else tuple(sorted(families.get(name, ()))),
-        default_route=None if default is None else name in default,
-        master=master.rpartition("/")[2] if master else "",
+        default_route=None if default_routes is None else name in default_routes,
+        master=files.target_name(f"{directory}/master"),
         rdma=rdma[0] if rdma else "",
-        rx_errors=files.number(f"{where}/statistics/rx_errors", f"{field}.rx_errors"),
-        tx_errors=files.number(f"{where}/statistics/tx_errors", f"{field}.tx_errors"),
-        rx_dropped=files.number(f"{where}/statistics/rx_dropped", f"{field}.rx_dropped"),
-        tx_dropped=files.number(f"{where}/statistics/tx_dropped", f"{field}.tx_dropped"),
+        **counts,
     )
 
 
-def _kind(files: Files, name: str) -> NicKind:
-    where = f"{_NET}/{name}"
-    if files.number(f"{where}/type") == 772:  # ARPHRD_LOOPBACK
+def _kind(files: SysFiles, name: str) -> NicKind:
+    directory = f"{_NET}/{name}"
+    if files.number(f"{directory}/type") == _ARPHRD_LOOPBACK:
         return "loopback"
-    if files.exists(f"{where}/bonding"):
+    if files.exists(f"{directory}/bonding"):
         return "bond"
-    if files.exists(f"{where}/bridge"):
+    if files.exists(f"{directory}/bridge"):
         return "bridge"
     if files.exists(f"/proc/net/vlan/{name}"):
         return "vlan"
-    return "physical" if files.exists(f"{where}/device") else "virtual"
+    return "physical" if files.exists(f"{directory}/device") else "virtual"
 
 
-def _speed(files: Files, path: str, field: str) -> int | None:
+def _speed(files: SysFiles, path: str, field: str) -> int | None:
     speed = files.number(path, field)
-    if speed is not None and speed <= 0:  # virtual interfaces, and links that are down
-        files.unknown[field] = f"{path} says {speed}"
+    if speed is not None and speed <= 0:  # a virtual interface, or a link that is down
+        files.unknown[field] = f"{path} is {speed}"
         return None
     return speed
 
 
-def _pci_address(files: Files, device: str | None, field: str) -> str | None:
+def _pci_address(files: SysFiles, device: str | None, field: str) -> str | None:
     if device is None:
         return None
-    # virtio devices are one step below their PCI device: pci0000:00/0000:00:03.0/virtio2
+    # A virtio device is one level below its PCI device: pci0000:00/0000:00:03.0/virtio2
     found = [part for part in device.split("/") if _PCI_ADDRESS.fullmatch(part)]
     if not found:
         files.unknown[field] = f"{device} is not on a PCI bus"
     return found[-1] if found else None
 
 
-def _numa_node(files: Files, device: str | None, field: str) -> int | None:
+def _numa_node(files: SysFiles, device: str | None, field: str) -> int | None:
     while device and device.count("/") > 2 and not files.exists(f"{device}/numa_node"):
         device = device.rpartition("/")[0]
     return read_numa_node(files, device, field) if device else None
 
 
-def _families(files: Files) -> dict[str, set[str]] | None:
-    """Which interface has addresses of which family; link-local ones connect no hosts."""
-    if not files.root.samefile("/"):  # another machine's files: they do not hold IPv4 addresses
+def _address_families(files: SysFiles) -> dict[str, set[str]] | None:
+    """The address families of each interface, without link-local addresses."""
+    if not files.root.samefile("/"):  # files of another machine: /proc has no IPv4 addresses
         return None
     found: dict[str, set[str]] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                reply = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if not reply[20:24].startswith(b"\xa9\xfe"):  # 169.254.0.0/16
-                    found.setdefault(name, set()).add("ipv4")
+    for _, name in socket.if_nameindex():
+        address = interface_address(name)
+        if address is not None and not address.startswith("169.254."):
+            found.setdefault(name, set()).add("ipv4")
     for line in (files.text("/proc/net/if_inet6") or "").splitlines():
         _, _, _, scope, _, name = line.split()
         if scope != "20":  # link-local
@@ -191,7 +201,8 @@ def _families(files: Files) -> dict[str, set[str]] | None:
     return found
 
 
-def _default_routes(files: Files) -> set[str] | None:
+def _default_routes(files: SysFiles) -> set[str] | None:
+    """The interfaces that have a default route."""
     text = files.text("/proc/net/route")
     if text is None:
         return None
@@ -199,61 +210,67 @@ def _default_routes(files: Files) -> set[str] | None:
     names = {row[0] for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"}
     for line in (files.text("/proc/net/ipv6_route") or "").splitlines():
         row = line.split()
-        # Destination ::/0, but not the kernel's own "unreachable", which stands on lo.
+        # Destination ::/0. The kernel's own "unreachable" route has the interface lo.
         if len(row) == 10 and row[0] == "0" * 32 and row[1] == "00" and row[9] != "lo":
             names.add(row[9])
     return names
 
 
-def read_rdma(files: Files) -> tuple[RdmaPort, ...]:
-    """Every port of every RDMA device; () where there is none."""
-    places = [
+# --- RDMA ports ----------------------------------------------------------------------------------
+
+
+def read_rdma(files: SysFiles) -> tuple[RdmaPort, ...]:
+    """All ports of all RDMA devices; () without any."""
+    ports = [
         (device, port)
         for device in files.names(_RDMA)
         for port in files.names(f"{_RDMA}/{device}/ports")
     ]
     return tuple(
         _read_port(files, device, int(port), f"rdma[{number}]")
-        for number, (device, port) in enumerate(places)
+        for number, (device, port) in enumerate(ports)
     )
 
 
-def _read_port(files: Files, device: str, port: int, field: str) -> RdmaPort:
-    where = f"{_RDMA}/{device}/ports/{port}"
-    behind = files.target(f"{_RDMA}/{device}/device")
-    driver = files.target(f"{_RDMA}/{device}/device/driver")
-    rate = files.text(f"{where}/rate", f"{field}.rate")
+def _read_port(files: SysFiles, name: str, port: int, field: str) -> RdmaPort:
+    directory = f"{_RDMA}/{name}/ports/{port}"
+    device = files.target(f"{_RDMA}/{name}/device")
+    rate = files.text(f"{directory}/rate", f"{field}.rate")
     if rate is None:
         files.unknown[f"{field}.rate_gbps"] = files.unknown[f"{field}.rate"]
-    if behind is None:
-        files.unknown[f"{field}.pci_address"] = f"{device} names no device behind it"
-        files.unknown[f"{field}.numa_node"] = f"{device} names no device behind it"
-    found = re.match(r"[\d.]+", rate or "")
-    types = {
-        files.text(f"{where}/gid_attrs/types/{index}")
-        for index in files.names(f"{where}/gid_attrs/types")
+    if device is None:
+        for unknown in ("pci_address", "numa_node"):
+            files.unknown[f"{field}.{unknown}"] = f"{name} has no hardware device"
+    rate_gbps = re.match(r"[\d.]+", rate or "")
+    gid_types = {
+        files.text(f"{directory}/gid_attrs/types/{index}")
+        for index in files.names(f"{directory}/gid_attrs/types")
     }
-    netdevs = files.names(f"{_RDMA}/{device}/device/net")
+    netdevs = files.names(f"{_RDMA}/{name}/device/net")
     counters = {}
     for folder in ("counters", "hw_counters"):
-        for name in files.names(f"{where}/{folder}"):
-            value = files.number(f"{where}/{folder}/{name}") if name in _COUNTERS else None
+        for counter in files.names(f"{directory}/{folder}"):
+            value = (
+                files.number(f"{directory}/{folder}/{counter}") if counter in _COUNTERS else None
+            )
             if value is not None:
-                counters[name] = value
+                counters[counter] = value
     return RdmaPort(
-        device=device,
+        device=name,
         port=port,
         netdev=netdevs[0] if netdevs else "",
-        pci_address=_pci_address(files, behind, f"{field}.pci_address"),
-        numa_node=_numa_node(files, behind, f"{field}.numa_node"),
-        driver=driver.rpartition("/")[2] if driver else "",
-        firmware=files.text(f"{_RDMA}/{device}/fw_ver", f"{field}.firmware"),
-        link_layer=files.text(f"{where}/link_layer", f"{field}.link_layer"),
-        state=_after_colon(files.text(f"{where}/state", f"{field}.state")),
-        physical_state=_after_colon(files.text(f"{where}/phys_state", f"{field}.physical_state")),
-        rate_gbps=float(found[0]) if found else None,
+        pci_address=_pci_address(files, device, f"{field}.pci_address"),
+        numa_node=_numa_node(files, device, f"{field}.numa_node"),
+        driver=files.target_name(f"{_RDMA}/{name}/device/driver"),
+        firmware=files.text(f"{_RDMA}/{name}/fw_ver", f"{field}.firmware"),
+        link_layer=files.text(f"{directory}/link_layer", f"{field}.link_layer"),
+        state=_after_colon(files.text(f"{directory}/state", f"{field}.state")),
+        physical_state=_after_colon(
+            files.text(f"{directory}/phys_state", f"{field}.physical_state")
+        ),
+        rate_gbps=float(rate_gbps[0]) if rate_gbps else None,
         rate=rate,
-        gid_types=tuple(sorted(each for each in types if each)),
+        gid_types=tuple(sorted(each for each in gid_types if each)),
         counters=counters,
     )
 

@@ -1,15 +1,15 @@
-"""PciDevice: GPUs, NICs and the bridges above them, as /sys shows them without any driver."""
+"""PciDevice: GPUs, NICs, NVSwitches and the bridges above them, read from /sys without a driver."""
 
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-from tutti.machine.files import Files
+from tutti.machine.sysfs import SysFiles
 
 
 @dataclass(frozen=True)
 class PcieLink:
-    """The link above a PCI device. An idle GPU lowers its generation, never its width."""
+    """The PCIe link of a device. An idle GPU lowers the generation but not the width."""
 
     generation: int | None
     width: int | None
@@ -22,69 +22,73 @@ Kind = Literal["gpu", "nic", "nvswitch", "bridge"]
 
 @dataclass(frozen=True)
 class PciDevice:
-    """A GPU, NIC or NVSwitch, or a bridge above one, as /sys shows it (no driver is needed)."""
+    """A GPU, NIC or NVSwitch, or a bridge above one."""
 
     address: str
-    """As the kernel writes it: 0000:18:00.0."""
+    """In the kernel's format: 0000:18:00.0."""
     kind: Kind
     path: tuple[str, ...]
-    """From the root complex (pci0000:15) over its bridges to the device itself."""
+    """From the root complex (pci0000:15) through the bridges to the device itself."""
     vendor: str | None
     driver: str | None
-    """"" for none."""
+    """"" if no driver is bound."""
     numa_node: int | None
     local_cpus: str | None
     link: PcieLink | None
     iommu_type: str | None
-    """identity, DMA, DMA-FQ; none where no IOMMU group holds the device."""
+    """identity, DMA, DMA-FQ; none if the device is in no IOMMU group."""
     acs_redirect: bool | None
-    """Whether ACS sends traffic between peers up to the root complex; only bridges do."""
+    """Whether ACS redirects peer-to-peer traffic to the root complex; False except for bridges."""
     correctable_errors: int | None
     uncorrectable_errors: int | None
-    """Advanced error reporting, non-fatal and fatal, since boot."""
+    """From Advanced Error Reporting: non-fatal plus fatal errors since boot."""
 
 
 _DEVICES = "/sys/bus/pci/devices"
 _NVIDIA, _AMD = "0x10de", "0x1002"
+# GT/s per lane → PCIe generation.
 _GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6, "128.0": 7}
+_ACS_CAPABILITY = 0x000D
+_ACS_REDIRECT = 0b1100  # P2P request redirect and completion redirect, in the control register
 
 
-def read_pci(files: Files) -> tuple[PciDevice, ...]:
-    """The devices that matter to communication, and every bridge above one of them."""
+def read_pci(files: SysFiles) -> tuple[PciDevice, ...]:
+    """All GPUs, NICs and NVSwitches, and every bridge above one of them."""
     kinds: dict[str, Kind] = {}
     addresses = files.names(_DEVICES)
     if not addresses:
-        files.unknown["pci"] = f"{_DEVICES} is empty or hidden"
+        files.unknown["pci"] = f"{_DEVICES} is empty or does not exist"
     for address in addresses:
         kind = _kind(files, address)
         if kind is not None:
             kinds[address] = kind
     for address in list(kinds):
-        for above in pci_path(files, address)[1:-1]:
-            kinds.setdefault(above, "bridge")
+        for bridge in _path(files, address)[1:-1]:
+            kinds.setdefault(bridge, "bridge")
     return tuple(
-        _read(files, address, kinds[address], f"pci[{number}]")
+        _read_device(files, address, kinds[address], f"pci[{number}]")
         for number, address in enumerate(sorted(kinds))
     )
 
 
-def pci_path(files: Files, address: str) -> tuple[str, ...]:
-    """From the root complex down to the device; () where /sys does not show it."""
-    parts = (files.target(f"{_DEVICES}/{address}") or "").split("/")
-    roots = [place for place, part in enumerate(parts) if re.match(r"pci[0-9a-f]{4,}:", part)]
-    return tuple(parts[roots[0] :]) if roots else ()
-
-
-def read_numa_node(files: Files, directory: str, field: str) -> int | None:
-    """A device's NUMA node. The kernel writes -1 for "not told by the firmware"."""
+def read_numa_node(files: SysFiles, directory: str, field: str) -> int | None:
+    """The NUMA node of a device. The kernel writes -1 if the firmware does not report it."""
     node = files.number(f"{directory}/numa_node", field)
     if node is not None and node < 0:
-        files.unknown[field] = f"{directory}/numa_node says {node}: the firmware does not tell"
+        files.unknown[field] = f"{directory}/numa_node is {node}: not reported by the firmware"
         return None
     return node
 
 
-def _kind(files: Files, address: str) -> Kind | None:
+def _path(files: SysFiles, address: str) -> tuple[str, ...]:
+    """From the root complex to the device; () if /sys does not show the device."""
+    parts = (files.target(f"{_DEVICES}/{address}") or "").split("/")
+    roots = [index for index, part in enumerate(parts) if re.match(r"pci[0-9a-f]{4,}:", part)]
+    return tuple(parts[roots[0] :]) if roots else ()
+
+
+def _kind(files: SysFiles, address: str) -> Kind | None:
+    """By PCI class code: 0300/0302 display, 1200 accelerator, 0680 NVSwitch, 02xx network."""
     code = (files.text(f"{_DEVICES}/{address}/class") or "")[2:6]
     vendor = files.text(f"{_DEVICES}/{address}/vendor")
     if code in ("0300", "0302", "1200") and vendor in (_NVIDIA, _AMD):
@@ -94,67 +98,67 @@ def _kind(files: Files, address: str) -> Kind | None:
     return "nic" if code.startswith("02") else None
 
 
-def _read(files: Files, address: str, kind: Kind, field: str) -> PciDevice:
-    where = f"{_DEVICES}/{address}"
-    driver = files.target(f"{where}/driver")
-    group = files.exists(f"{where}/iommu_group")
+def _read_device(files: SysFiles, address: str, kind: Kind, field: str) -> PciDevice:
+    directory = f"{_DEVICES}/{address}"
+    iommu_type: str | None = "none"
+    if files.exists(f"{directory}/iommu_group"):
+        iommu_type = files.text(f"{directory}/iommu_group/type", f"{field}.iommu_type")
+    acs_redirect: bool | None = False
+    if kind == "bridge":
+        acs_redirect = _read_acs_redirect(files, f"{directory}/config", f"{field}.acs_redirect")
     return PciDevice(
         address=address,
         kind=kind,
-        path=pci_path(files, address),
-        vendor=files.text(f"{where}/vendor", f"{field}.vendor"),
-        driver=driver.rpartition("/")[2] if driver else "",
-        numa_node=read_numa_node(files, where, f"{field}.numa_node"),
-        local_cpus=files.text(f"{where}/local_cpulist", f"{field}.local_cpus"),
-        link=_read_link(files, where, f"{field}.link"),
-        iommu_type=(
-            files.text(f"{where}/iommu_group/type", f"{field}.iommu_type") if group else "none"
+        path=_path(files, address),
+        vendor=files.text(f"{directory}/vendor", f"{field}.vendor"),
+        driver=files.target_name(f"{directory}/driver"),
+        numa_node=read_numa_node(files, directory, f"{field}.numa_node"),
+        local_cpus=files.text(f"{directory}/local_cpulist", f"{field}.local_cpus"),
+        link=_read_link(files, directory, f"{field}.link"),
+        iommu_type=iommu_type,
+        acs_redirect=acs_redirect,
+        correctable_errors=_count_errors(
+            files, directory, f"{field}.correctable_errors", "correctable"
         ),
-        acs_redirect=(
-            _acs_redirect(files, f"{where}/config", f"{field}.acs_redirect")
-            if kind == "bridge"
-            else False
-        ),
-        correctable_errors=_aer(files, where, f"{field}.correctable_errors", "correctable"),
-        uncorrectable_errors=_aer(
-            files, where, f"{field}.uncorrectable_errors", "nonfatal", "fatal"
+        uncorrectable_errors=_count_errors(
+            files, directory, f"{field}.uncorrectable_errors", "nonfatal", "fatal"
         ),
     )
 
 
-def _read_link(files: Files, where: str, field: str) -> PcieLink | None:
-    if files.text(f"{where}/max_link_speed", field) is None:
+def _read_link(files: SysFiles, directory: str, field: str) -> PcieLink | None:
+    if files.text(f"{directory}/max_link_speed", field) is None:
         return None  # a virtual device has no link
-    return PcieLink(
-        generation=_generation(files, f"{where}/current_link_speed", f"{field}.generation"),
-        width=_width(files, f"{where}/current_link_width", f"{field}.width"),
-        max_generation=_generation(files, f"{where}/max_link_speed", f"{field}.max_generation"),
-        max_width=_width(files, f"{where}/max_link_width", f"{field}.max_width"),
-    )
+    values = {}
+    for prefix, name in (("current", ""), ("max", "max_")):
+        speed, width = f"{directory}/{prefix}_link_speed", f"{directory}/{prefix}_link_width"
+        values[f"{name}generation"] = _generation(files, speed, f"{field}.{name}generation")
+        values[f"{name}width"] = _width(files, width, f"{field}.{name}width")
+    return PcieLink(**values)
 
 
-def _generation(files: Files, path: str, field: str) -> int | None:
+def _generation(files: SysFiles, path: str, field: str) -> int | None:
     text = files.text(path, field)  # "32.0 GT/s PCIe", or "Unknown" in a virtual machine
     if text is None:
         return None
     generation = _GENERATIONS.get(text.partition(" GT/s")[0])
     if generation is None:
-        files.unknown[field] = f"{path} says {text!r}"
+        files.unknown[field] = f"{path} contains {text!r}"
     return generation
 
 
-def _width(files: Files, path: str, field: str) -> int | None:
+def _width(files: SysFiles, path: str, field: str) -> int | None:
     width = files.number(path, field)
-    if width in (0, 255):  # the link is down, or the machine is virtual
-        files.unknown[field] = f"{path} says {width}"
+    if width in (0, 255):  # 0: the link is down; 255: a virtual machine without a real link
+        files.unknown[field] = f"{path} is {width}"
         return None
     return width
 
 
-def _aer(files: Files, where: str, field: str, *severities: str) -> int | None:
+def _count_errors(files: SysFiles, directory: str, field: str, *severities: str) -> int | None:
     total = 0
     for severity in severities:
-        text = files.text(f"{where}/aer_dev_{severity}", field)
+        text = files.text(f"{directory}/aer_dev_{severity}", field)
         if text is None:
             return None
         found = re.search(r"TOTAL_ERR_\w+ (\d+)", text)
@@ -162,21 +166,19 @@ def _aer(files: Files, where: str, field: str, *severities: str) -> int | None:
     return total
 
 
-_ACS, _REDIRECT = 0x000D, 0b1100  # P2P request and completion redirect, in the control word
-
-
-def _acs_redirect(files: Files, path: str, field: str) -> bool | None:
-    """Walk the extended capabilities: the configuration space of PCI Express from byte 256 on."""
+def _read_acs_redirect(files: SysFiles, path: str, field: str) -> bool | None:
+    """Find ACS in the list of extended capabilities, which starts at byte 256 of config space."""
     config = files.bytes(path, field)
     if config is None:
         return None
     if len(config) <= 64:
-        files.unknown[field] = "only root reads the configuration space beyond 64 bytes"
+        files.unknown[field] = "only root can read PCI configuration space beyond 64 bytes"
         return None
-    place, seen = 0x100, 0
-    while 0x100 <= place <= len(config) - 8 and seen < 64:
-        header = int.from_bytes(config[place : place + 4], "little")
-        if header & 0xFFFF == _ACS:
-            return bool(int.from_bytes(config[place + 6 : place + 8], "little") & _REDIRECT)
-        place, seen = header >> 20, seen + 1
+    offset, visited = 0x100, 0
+    while 0x100 <= offset <= len(config) - 8 and visited < 64:
+        header = int.from_bytes(config[offset : offset + 4], "little")
+        if header & 0xFFFF == _ACS_CAPABILITY:
+            control = int.from_bytes(config[offset + 6 : offset + 8], "little")
+            return bool(control & _ACS_REDIRECT)
+        offset, visited = header >> 20, visited + 1
     return False

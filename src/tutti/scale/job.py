@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tutti.machine.cpus import allowed_cpus, cpu_quota
+from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
 from tutti.machine.gpus import visible_gpu_count
 from tutti.profile.launch import captured_environment
 from tutti.world.errors import UsageError

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Literal, TextIO
 
-from tutti.machine.cpus import allowed_cpus, cpu_quota
+from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
 from tutti.machine.gpus import visible_gpu_count
 from tutti.world.addresses import free_port
 from tutti.world.errors import START_TIMEOUT, TIMEOUT, UsageError, checked_seconds

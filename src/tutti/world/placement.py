@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tutti.machine.cpus import format_cpu_list, parse_cpu_list
+from tutti.machine.cpu_numa import format_cpu_list, parse_cpu_list
 from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ import math
 import os
 from typing import Any
 
-from tutti.machine.cpus import (
+from tutti.machine.cpu_numa import (
     allowed_cpus,
     cpu_quota,
     numa_nodes,

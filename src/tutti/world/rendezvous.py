@@ -21,9 +21,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tutti.machine.cpus import allowed_cpus, format_cpu_list
-from tutti.machine.environment import versions
-from tutti.machine.system import boot_id
+from tutti.machine.cpu_numa import allowed_cpus, format_cpu_list
+from tutti.machine.environment import boot_id, versions
 from tutti.world.addresses import free_port, local_address_towards, port_candidates
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.launchers import Identity

@@ -9,8 +9,8 @@ from typing import Any
 from tutti.machine.checks.checklist import examine
 from tutti.machine.checks.finding import Finding
 from tutti.machine.checks.patient import Patient, Probes, Seat
-from tutti.machine.machine import Machine
-from tutti.machine.record import read_machines
+from tutti.machine.observation import Machine
+from tutti.machine.recording import read_machines
 
 RECORDED = Path(__file__).parent.parent / "machines"
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from cases import change, first, found, healthy, of_gpu, plain, recorded, with_variables
 
-from tutti.machine.accelerator import Xid
 from tutti.machine.checks.checklist import CHECKS
 from tutti.machine.checks.finding import Finding
 from tutti.machine.checks.patient import Call, Copy, Offset, Probes, Rate, Seat
-from tutti.machine.machine import Machine
+from tutti.machine.environment import Xid
+from tutti.machine.observation import Machine
 
 GIB = 1 << 30
 

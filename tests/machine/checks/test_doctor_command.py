@@ -14,7 +14,7 @@ from cases import RECORDED, plain, with_variables
 from hosts import Host, _ip, hosts_missing, network
 from tutti.cli import run
 from tutti.machine.checks.checklist import CHECKS
-from tutti.machine.record import write_machines
+from tutti.machine.recording import write_machines
 from worlds import TUTTI, clean_environment, run_command
 
 KEYS = {"id", "scope", "status", "observed", "expected", "cure"}

@@ -9,7 +9,7 @@ from tutti.machine.checks.check import Check, on_machine
 from tutti.machine.checks.checklist import CHECKS, examine
 from tutti.machine.checks.finding import Finding, Verdict
 from tutti.machine.checks.patient import Patient, Probes, Rate, Seat
-from tutti.machine.machine import Machine
+from tutti.machine.observation import Machine
 
 
 @pytest.mark.parametrize(

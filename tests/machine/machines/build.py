@@ -27,11 +27,10 @@ from parts import (  # this file's own folder
     virtual,
 )
 
-from tutti.machine.cpus import Cpus
-from tutti.machine.machine import Machine
-from tutti.machine.numa import NumaNode
+from tutti.machine.cpu_numa import Cpus, NumaNode
+from tutti.machine.observation import Machine
 from tutti.machine.pci import PcieLink
-from tutti.machine.record import write_machines
+from tutti.machine.recording import write_machines
 
 HERE = Path(__file__).parent
 NOTE = "written by hand from knowledge of such machines, not observed"

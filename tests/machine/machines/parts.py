@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 from uuid import NAMESPACE_DNS, uuid5
 
-from tutti.machine.accelerator import Accelerator, Clocks, Ecc, NvLink, PeerAccess
-from tutti.machine.cpus import Cpus
-from tutti.machine.limits import Limits
-from tutti.machine.machine import Machine
+from tutti.machine.cpu_numa import Cpus, Memory, NumaNode
+from tutti.machine.gpus import Accelerator, Clocks, Ecc, NvLink, PeerAccess
 from tutti.machine.nics import Nic, RdmaPort
-from tutti.machine.numa import Memory, NumaNode
+from tutti.machine.observation import Machine
 from tutti.machine.pci import PciDevice, PcieLink
+from tutti.machine.process_limits import Limits
 
 GIB = 1 << 30
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tutti.bench.pairs.pair import Pair, Setting
 from tutti.comm.pools import PinnedPool
 from tutti.comm.unified import through_pinned_copies, through_unified_memory
-from tutti.machine.cpus import allowed_cpus, numa_nodes
+from tutti.machine.cpu_numa import allowed_cpus, numa_nodes
 
 _BYTES, _QUICK_BYTES = 64 << 20, 1 << 20
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tutti.comm.shm import native
-from tutti.machine.system import boot_id
+from tutti.machine.environment import boot_id
 from tutti.world.errors import UsageError
 
 Card = dict[str, Any]

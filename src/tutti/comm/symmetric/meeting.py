@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tutti.comm.symmetric.errors import Timeout
-from tutti.machine.system import boot_id
+from tutti.machine.environment import boot_id
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.exchange import RanksMissing, gather_json_from_store
 

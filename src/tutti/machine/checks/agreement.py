@@ -8,7 +8,7 @@ from tutti.machine.checks.environment import settings, shares_gpus
 from tutti.machine.checks.finding import Skip, Verdict, fail, fine, warn
 from tutti.machine.checks.known import gibibytes
 from tutti.machine.checks.patient import Patient
-from tutti.machine.machine import Machine
+from tutti.machine.observation import Machine
 
 # Each process' own, or a host's: these differ by nature.
 _OWN = {

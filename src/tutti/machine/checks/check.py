@@ -6,7 +6,7 @@ from typing import Literal
 
 from tutti.machine.checks.finding import Finding, Skip, Verdict
 from tutti.machine.checks.patient import Patient
-from tutti.machine.machine import Machine
+from tutti.machine.observation import Machine
 
 Judge = Callable[[Patient, int], Iterable[Verdict]]
 

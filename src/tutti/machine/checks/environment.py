@@ -6,8 +6,8 @@ from tutti.machine.checks.check import Check, on_machine
 from tutti.machine.checks.finding import Verdict, fail, fine, warn
 from tutti.machine.checks.patient import Patient
 from tutti.machine.checks.variables import RENAMED, nearest
-from tutti.machine.cpus import parse_cpu_list
-from tutti.machine.machine import Machine
+from tutti.machine.cpu_numa import parse_cpu_list
+from tutti.machine.observation import Machine
 
 Variables = Mapping[str, str]
 

@@ -7,7 +7,7 @@ from tutti.machine.checks.check import Check, on_machine, on_world
 from tutti.machine.checks.finding import Skip, Verdict, fail, fine, warn
 from tutti.machine.checks.known import gibibytes, gpus, of_gpus
 from tutti.machine.checks.patient import Patient
-from tutti.machine.machine import Machine
+from tutti.machine.observation import Machine
 
 _NVIDIA = "0x10de"
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from tutti.machine.checks.finding import Skip
-from tutti.machine.machine import Machine
+from tutti.machine.observation import Machine
 
 if TYPE_CHECKING:
-    from tutti.machine.accelerator import Accelerator
+    from tutti.machine.gpus import Accelerator
 
 Value = TypeVar("Value")
 

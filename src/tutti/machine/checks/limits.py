@@ -6,7 +6,7 @@ from tutti.machine.checks.check import Check, on_machine
 from tutti.machine.checks.finding import Skip, Verdict, fail, fine, warn
 from tutti.machine.checks.known import gibibytes, known
 from tutti.machine.checks.patient import Patient
-from tutti.machine.machine import Machine
+from tutti.machine.observation import Machine
 
 _MANY_FILES = 65536
 _FEW_FILES = 1024

@@ -6,8 +6,8 @@ from tutti.machine.checks.check import Check, on_machine
 from tutti.machine.checks.finding import Skip, Verdict, fail, fine, warn
 from tutti.machine.checks.known import gibibytes, gpus, known
 from tutti.machine.checks.patient import Patient
-from tutti.machine.cpus import format_cpu_list, parse_cpu_list
-from tutti.machine.machine import Machine
+from tutti.machine.cpu_numa import format_cpu_list, parse_cpu_list
+from tutti.machine.observation import Machine
 
 _MIB, _GIB = 1 << 20, 1 << 30
 

@@ -10,7 +10,7 @@ from tutti.machine.checks.finding import Skip, Verdict, fail, fine, warn
 from tutti.machine.checks.known import known
 from tutti.machine.checks.limits import has_rdma
 from tutti.machine.checks.patient import Patient
-from tutti.machine.machine import Machine
+from tutti.machine.observation import Machine
 
 if TYPE_CHECKING:
     from tutti.machine.nics import Nic

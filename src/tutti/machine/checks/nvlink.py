@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from tutti.machine.checks.check import Check, on_machine
 from tutti.machine.checks.finding import Skip, Verdict, fail, fine, warn
 from tutti.machine.checks.known import gpus, of_gpus
-from tutti.machine.machine import Machine
+from tutti.machine.observation import Machine
 
 # Boards that always have all their links; a PCIe card has some only with a bridge.
 _LINKS = (("V100-SXM", 6), ("A100-SXM", 12), ("H100 80GB HBM3", 18), ("B200", 18))

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tutti.machine.cpus import parse_cpu_list
-from tutti.machine.machine import Machine
+from tutti.machine.cpu_numa import parse_cpu_list
+from tutti.machine.observation import Machine
 
 
 @dataclass(frozen=True)

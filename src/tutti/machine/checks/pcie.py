@@ -8,7 +8,7 @@ from tutti.machine.checks.environment import settings
 from tutti.machine.checks.finding import Skip, Verdict, fail, fine, warn
 from tutti.machine.checks.known import gpus
 from tutti.machine.checks.limits import has_rdma
-from tutti.machine.machine import Machine
+from tutti.machine.observation import Machine
 
 if TYPE_CHECKING:
     from tutti.machine.pci import PcieLink

@@ -10,7 +10,7 @@ import torch
 from tutti.machine.checks.company import Company
 from tutti.machine.checks.outliers import slow_ones
 from tutti.machine.checks.patient import Rate
-from tutti.machine.cpus import allowed_cpus
+from tutti.machine.cpu_numa import allowed_cpus
 
 _ATTEMPTS = 5
 _CONFIRMATIONS = 2

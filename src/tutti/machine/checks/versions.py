@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from tutti.machine.checks.check import Check, on_machine
 from tutti.machine.checks.finding import Skip, Verdict, fail, fine, warn
 from tutti.machine.checks.known import gpus, parse_version
-from tutti.machine.machine import Machine
+from tutti.machine.observation import Machine
 
 _OLDEST, _NEWEST = (2, 11), (2, 15)
 _RAS = (2, 24)

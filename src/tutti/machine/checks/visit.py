@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tutti.machine.checks.patient import Copy, Patient, Probes, Seat
-from tutti.machine.machine import Machine
-from tutti.machine.observe import observe
+from tutti.machine.observation import Machine, observe
 
 if TYPE_CHECKING:
     from tutti.machine.checks.company import Company

@@ -6,9 +6,9 @@ be the one that the figures are from.
 
 from collections.abc import Iterator
 
-from tutti.machine.machine import Machine
-from tutti.machine.picture import draw
-from tutti.machine.topology import Topology
+from tutti.machine.device_topology import Topology
+from tutti.machine.observation import Machine
+from tutti.machine.topology_svg import draw
 from tutti.report.collect import Result
 from tutti.report.figure import Figure, Table
 

@@ -1,21 +1,20 @@
-"""A topology as a picture: NUMA nodes with their NICs and GPUs, PCIe switches, and NVLinks."""
+"""draw(): an SVG of NUMA nodes with their NICs and GPUs, PCIe switches, NVSwitches and NVLinks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from xml.sax.saxutils import escape
 
-from tutti.machine.accelerator import Accelerator
-from tutti.machine.links import place_of
-from tutti.machine.topology import Interface, Topology
+from tutti.machine.device_topology import Interface, Topology, pci_place
+from tutti.machine.gpus import Accelerator
 
-# Sizes in pixels: a device's box with the room around it, then frames and gaps.
+# Sizes in pixels. A slot is the width of a device's box plus the space around it.
 _SLOT, _BOX, _NIC_HEIGHT, _GPU_HEIGHT = 120, 112, 46, 60
 _PAD, _GAP, _HEAD, _TITLE = 12, 56, 76, 64
-_NUMA_WIDTH = 216  # at least: its head has two lines of text
+_NUMA_WIDTH = 216  # minimum width, for two lines of text
 _MARGIN = 24
 
-# Plain rules without variables: many programs besides browsers know no others.
+# No CSS variables: many SVG viewers other than browsers do not support them.
 _STYLE = """
   text { font-family: system-ui, "DejaVu Sans", sans-serif; font-size: 12px; fill: #1c2128; }
   .title { font-size: 17px; font-weight: 600; }
@@ -52,8 +51,9 @@ _DARK = """
 
 
 def draw(topologies: Sequence[Topology], page: Literal["light", "dark", "any"] = "any") -> str:
-    """An SVG of one or more hosts, one below the other: for a light page, for a dark one, or as
-    whoever looks at it prefers.
+    """An SVG of one or more hosts, one below the other.
+
+    `page` any: light or dark colours by the viewer's `prefers-color-scheme`.
     """
     dark = {"light": "", "dark": _DARK}.get(
         page, f"@media (prefers-color-scheme: dark) {{{_DARK}}}"
@@ -81,7 +81,7 @@ def draw(topologies: Sequence[Topology], page: Literal["light", "dark", "any"] =
 
 @dataclass(frozen=True)
 class _Cluster:
-    """Devices below one switch, or one device alone: NICs above, GPUs below."""
+    """The devices below one PCIe switch, or a single device. NICs are drawn above GPUs."""
 
     root: str
     nics: tuple[Interface, ...]
@@ -93,14 +93,14 @@ class _Cluster:
 
     @property
     def is_switch(self) -> bool:
-        """The ports of one card are functions of one PCI device: no switch is between them."""
+        """False for the ports of one card: they are functions of one PCI device."""
         addresses = [each.pci_address or "" for each in self.nics]
         addresses += [each.pci_address or "" for each in self.gpus]
         return len({address.rpartition(".")[0] for address in addresses}) > 1
 
 
 class _Panel:
-    """One host."""
+    """The drawing of one host."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -108,15 +108,15 @@ class _Panel:
         self.columns: list[tuple[int | None, list[_Cluster]]] = []
         self.empty: list[int] = []
         for node in (*nodes, None):
-            # Where there is one node, what does not name its node is on that one.
-            homes = {node, None} if len(nodes) == 1 and node is not None else {node}
-            clusters = [] if node is None and len(nodes) == 1 else self._clusters(homes)
-            # Few nodes are all shown; of many, those without devices would only take room.
+            # With a single node, devices of unknown NUMA node are drawn in that node.
+            members = {node, None} if len(nodes) == 1 and node is not None else {node}
+            clusters = [] if node is None and len(nodes) == 1 else self._clusters(members)
+            # Nodes without devices are drawn only if there are at most two nodes.
             if clusters or (node is not None and len(nodes) <= 2) or (not nodes and node is None):
                 self.columns.append((node, clusters))
             elif node is not None:
                 self.empty.append(node)
-        self.places: dict[int, float] = {}  # the middle of each GPU's box
+        self.centers: dict[int, float] = {}  # x of the centre of each GPU's box
         widths = [self._node_width(clusters) for _, clusters in self.columns]
         self.width = int(2 * _MARGIN + sum(widths) + _GAP * (len(widths) - 1))
         self.width = max(self.width, 640)
@@ -129,39 +129,37 @@ class _Panel:
             link.peer_kind == "switch" for gpu in topology.gpus for link in gpu.nvlinks or ()
         )
         self.pairs = [link for link in topology.links if link.nvlinks and not self.switches]
-        room = 76 if self.switches else 0
-        if self.pairs:  # the deepest arc: that from the first GPU to the last
-            room = 22 * len(topology.gpus)
-        self.wires_bottom = self.node_bottom + room
+        wires_height = 76 if self.switches else 0
+        if self.pairs:  # the deepest arc goes from the first GPU to the last
+            wires_height = 22 * len(topology.gpus)
+        self.wires_bottom = self.node_bottom + wires_height
         self.height = int(self.wires_bottom + 30 + 16 * bool(self.empty) + _MARGIN)
 
-    def _clusters(self, homes: set[int | None]) -> list[_Cluster]:
-        """The devices of a node, those below one switch together, in the order of the PCI bus."""
+    def _clusters(self, numa_nodes: set[int | None]) -> list[_Cluster]:
+        """The devices of these NUMA nodes in PCI order, grouped by PCIe switch."""
         topology = self.topology
         left: list[tuple[tuple[str, ...], str, Interface | Accelerator]] = []
         for gpu in topology.gpus:
-            if gpu.numa_node in homes:
-                path = place_of(topology.machine, gpu.pci_address, None).path
+            if gpu.numa_node in numa_nodes:
+                path = pci_place(topology.machine, gpu.pci_address, None).path
                 left.append((path, f"GPU{gpu.index}", gpu))
         for nic in topology.interfaces:
-            if nic.numa_node in homes:
-                path = place_of(topology.machine, nic.pci_address, None).path
+            if nic.numa_node in numa_nodes:
+                path = pci_place(topology.machine, nic.pci_address, None).path
                 left.append((path, nic.id, nic))
         left.sort(key=lambda each: (each[0], each[1]))
         clusters = []
         while left:
             path, name, _ = left[0]
-            same = [each for each in left if topology.word(name, each[1]) in ("X", "PIX")]
-            # NVLink hides the PCIe class of two GPUs: ask for that one.
-            same += [each for each in left if each not in same and self._by_switch(name, each[1])]
+            same = [each for each in left if self._below_one_switch(name, each[1])]
             left = [each for each in left if each not in same]
             nics = tuple(device for _, _, device in same if isinstance(device, Interface))
             gpus = tuple(device for _, _, device in same if isinstance(device, Accelerator))
             clusters.append(_Cluster(path[0] if path else "", nics, gpus))
         return clusters
 
-    def _by_switch(self, a: str, b: str) -> bool:
-        return any(
+    def _below_one_switch(self, a: str, b: str) -> bool:
+        return a == b or any(
             link.pci_class == "PIX" for link in self.topology.links if {link.a, link.b} == {a, b}
         )
 
@@ -200,8 +198,8 @@ class _Panel:
         cpus = machine.cpus.allowed if found is None else found.cpus or "none"
         memory = machine.memory.total_bytes if found is None else found.memory_bytes
         yield _text(left + _PAD, _TITLE + 22, name, "name")
-        room = "" if memory is None else f", {memory / (1 << 30):.0f} GiB"
-        yield _text(left + _PAD, _TITLE + 40, f"CPUs {cpus}{room}", "soft")
+        size = "" if memory is None else f", {memory / (1 << 30):.0f} GiB"
+        yield _text(left + _PAD, _TITLE + 40, f"CPUs {cpus}{size}", "soft")
         at = left + _PAD
         for number, cluster in enumerate(clusters):
             if cluster.root and (number == 0 or clusters[number - 1].root != cluster.root):
@@ -231,7 +229,7 @@ class _Panel:
             yield from _device(where, _NIC_HEIGHT, style, lines, f"{nic.pci_address} {about}")
         for number, gpu in enumerate(cluster.gpus):
             x = left + number * _SLOT + 4
-            self.places[gpu.index] = x + _BOX / 2
+            self.centers[gpu.index] = x + _BOX / 2
             links = gpu.nvlinks or ()
             lost = sum(not link.active for link in links)
             name = gpu.name.removeprefix("NVIDIA ")
@@ -258,14 +256,14 @@ class _Panel:
 
     def _draw_switches(self) -> Iterator[str]:
         top = self.node_bottom + 40
-        ends = list(self.places.values())
+        ends = list(self.centers.values())
         left, right = min(ends) - _BOX / 2, max(ends) + _BOX / 2
         usual = max(self._active(gpu) for gpu in self.topology.gpus)
         for gpu in self.topology.gpus:
             count = self._active(gpu)
             if not count:
                 continue
-            x, broken = self.places[gpu.index], " broken" * (count < usual)
+            x, broken = self.centers[gpu.index], " broken" * (count < usual)
             y = self.gpu_top + _GPU_HEIGHT
             yield f'<path class="wire{broken}" d="M{x:g} {y:g} V{top}"/>'
             yield _text(x + 6, top - 10, f"NV{count}", "soft")
@@ -279,22 +277,22 @@ class _Panel:
         return sum(bool(link.active) and link.peer_kind == "switch" for link in gpu.nvlinks or ())
 
     def _draw_pairs(self) -> Iterator[str]:
-        """An arc for each pair: the farther apart, the deeper."""
-        order = sorted(self.places, key=lambda index: self.places[index])
+        """An arc for each pair of GPUs; the farther apart they are, the deeper the arc."""
+        order = sorted(self.centers, key=lambda index: self.centers[index])
         y = self.gpu_top + _GPU_HEIGHT
         usual = max(link.nvlinks for link in self.pairs)
         for link in self.pairs:
             ends = sorted(order.index(int(each.removeprefix("GPU"))) for each in (link.a, link.b))
-            # Arcs that begin at one GPU begin side by side.
+            # Arcs that start at the same GPU start side by side.
             spread = 8 * (ends[1] - ends[0] - 1)
-            x1, x2 = self.places[order[ends[0]]] + 12 + spread, self.places[order[ends[1]]]
+            x1, x2 = self.centers[order[ends[0]]] + 12 + spread, self.centers[order[ends[1]]]
             x2 -= 12 + spread
             deep = self.node_bottom + 10 + 30 * (ends[1] - ends[0])
             broken = " broken" * (link.nvlinks < usual)
             curve = f"M{x1:g} {y} C{x1:g} {deep} {x2:g} {deep} {x2:g} {y}"
             yield f'<path class="wire{broken}" d="{curve}"/>'
             middle, low = (x1 + x2) / 2, y + 0.75 * (deep - y)
-            yield _text(middle, low - 5, link.word, "soft middle")
+            yield _text(middle, low - 5, link.link_class, "soft middle")
 
     def _draw_foot(self) -> Iterator[str]:
         y = self.wires_bottom + 24
@@ -302,7 +300,7 @@ class _Panel:
             nodes = ", ".join(map(str, self.empty))
             yield _text(_MARGIN, y, f"NUMA {nodes}: CPUs and memory, no GPU or NIC", "soft")
             y += 16
-        legend = "dashed: a PCIe root complex; grey: a PCIe switch (PIX); a number between nodes:"
+        legend = "dashed: PCIe root complex; grey: PCIe switch (PIX); number between nodes:"
         if any(cluster.root for _, clusters in self.columns for cluster in clusters):
             yield _text(_MARGIN, y, f"{legend} NUMA distance", "soft")
         elif reason := self.topology.machine.why("pci"):

@@ -1,0 +1,130 @@
+"""Machine: one host as one frozen value. `observe()` reads this host; a file can record it."""
+
+import platform
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tutti.machine import environment
+from tutti.machine.cpu_numa import Cpus, Memory, NumaNode, read_cpus, read_memory, read_numa
+from tutti.machine.environment import Xid
+from tutti.machine.gpus import Accelerator, PeerAccess, read_accelerators
+from tutti.machine.nics import Nic, RdmaPort, read_nics, read_rdma
+from tutti.machine.pci import PciDevice, read_pci
+from tutti.machine.process_limits import Limits, read_limits
+from tutti.machine.recording import from_json, to_json
+from tutti.machine.sysfs import SysFiles
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One host. None means unknown, and `unknown` gives the reason.
+
+    Keys of `unknown` are paths such as `accelerators[0].ecc.enabled`; a reason for a path holds
+    for all fields below the path.
+    """
+
+    host: str
+    observed_at: str | None
+    """UTC, ISO 8601."""
+    name_resolution: str | None
+    """What the host's own name resolves to: outside, loopback or nothing."""
+    system: str | None
+    kernel: str | None
+    architecture: str | None
+    product: str | None
+    virtualisation: str | None
+    """none, or the hypervisor: kvm, microsoft, xen, vmware, …"""
+    container: str | None
+    """none, or the kind: docker, podman, kubernetes, …"""
+    cpus: Cpus
+    numa: tuple[NumaNode, ...]
+    memory: Memory
+    accelerators: tuple[Accelerator, ...]
+    peers: tuple[PeerAccess, ...]
+    pci: tuple[PciDevice, ...]
+    nics: tuple[Nic, ...]
+    rdma: tuple[RdmaPort, ...]
+    limits: Limits
+    iommu_groups: int | None
+    kernel_parameters: tuple[str, ...] | None
+    """Only those about IOMMU, PCI, NUMA, huge pages and isolated CPUs."""
+    kernel_modules: tuple[str, ...] | None
+    """Only drivers of GPUs and RDMA NICs, such as nvidia_peermem."""
+    sysctls: dict[str, str]
+    nccl_conf: dict[str, dict[str, str]]
+    """The settings in /etc/nccl.conf and ~/.nccl.conf, by file."""
+    variables: dict[str, str]
+    """Environment variables on an allow-list."""
+    versions: dict[str, str]
+    """python, torch, cuda (of torch), cuda_driver (the newest it supports), driver, nccl, …"""
+    xids: tuple[Xid, ...] | None
+    """None if the kernel log cannot be read."""
+    unknown: dict[str, str] = field(default_factory=dict)
+
+    def why(self, path: str) -> str | None:
+        """Why a field is unknown: the reason of the field or of one that contains it."""
+        while path:
+            if path in self.unknown:
+                return self.unknown[path]
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        return None
+
+    def pci_device(self, address: str | None) -> PciDevice | None:
+        """The PCI device at an address; None if /sys does not show it."""
+        return next((each for each in self.pci if each.address == address), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        values: dict[str, Any] = to_json(self)
+        return values
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Machine":
+        """Inverse of to_json. A missing field is unknown; a wrong key or type is a ValueError."""
+        missing: dict[str, str] = {}
+        machine = from_json(cls, values, "", missing)
+        machine.unknown.update(missing)
+        return machine
+
+
+def observe(root: Path = Path("/")) -> Machine:
+    """This host, from /sys, /proc and the GPU driver. Never fails: what cannot be read is unknown.
+
+    `root` is the directory that contains /sys and /proc, for tests.
+    """
+    unknown: dict[str, str] = {}
+    files = SysFiles(unknown, root)
+    pci = read_pci(files)
+    versions = environment.read_versions(files)
+    accelerators, peers = read_accelerators(files, pci, versions)
+    return Machine(
+        host=platform.node(),
+        observed_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        name_resolution=environment.read_name_resolution(),
+        system=environment.read_system(files),
+        kernel=platform.release(),
+        architecture=platform.machine(),
+        product=environment.read_product(files),
+        virtualisation=environment.read_virtualisation(files),
+        container=environment.read_container(files),
+        cpus=read_cpus(files),
+        numa=read_numa(files),
+        memory=read_memory(files),
+        accelerators=accelerators,
+        peers=peers,
+        pci=pci,
+        nics=read_nics(files),
+        rdma=read_rdma(files),
+        limits=read_limits(files),
+        iommu_groups=environment.read_iommu_groups(files),
+        kernel_parameters=environment.read_kernel_parameters(files),
+        kernel_modules=environment.read_kernel_modules(files),
+        sysctls=environment.read_sysctls(files),
+        nccl_conf=environment.read_nccl_conf(files),
+        variables=environment.read_variables(),
+        versions=versions,
+        xids=environment.read_xids(files),
+        unknown=unknown,
+    )

@@ -1,0 +1,75 @@
+"""SysFiles: read /sys and /proc. A value that cannot be read is None, with a recorded reason."""
+
+import os
+from pathlib import Path
+
+
+class SysFiles:
+    """Reads files below `root`.
+
+    `unknown` maps the path of a Machine field, such as `nics[0].mtu`, to the reason why the field
+    could not be read. Methods with a `field` argument add to it.
+    """
+
+    def __init__(self, unknown: dict[str, str] | None = None, root: Path = Path("/")) -> None:
+        self.unknown = {} if unknown is None else unknown
+        self.root = root
+
+    def text(self, path: str, field: str | None = None) -> str | None:
+        """The content of a file, stripped of white space."""
+        try:
+            return self._local(path).read_text(errors="replace").strip()
+        except OSError as error:
+            self._note(field, f"{path}: {error.strerror}")
+            return None
+
+    def number(self, path: str, field: str | None = None) -> int | None:
+        """The integer in a file."""
+        text = self.text(path, field)
+        if text is None:
+            return None
+        try:
+            return int(text, 0)
+        except ValueError:
+            self._note(field, f"{path} contains {text[:40]!r}")
+            return None
+
+    def bytes(self, path: str, field: str | None = None) -> bytes | None:
+        """The raw content of a file."""
+        try:
+            return self._local(path).read_bytes()
+        except OSError as error:
+            self._note(field, f"{path}: {error.strerror}")
+            return None
+
+    def names(self, path: str) -> list[str]:
+        """The sorted entries of a directory; [] if it does not exist."""
+        try:
+            return sorted(os.listdir(self._local(path)))
+        except OSError:
+            return []
+
+    def exists(self, path: str) -> bool:
+        """Whether a file or directory exists."""
+        return self._local(path).exists()
+
+    def target(self, path: str) -> str | None:
+        """The path below the root that a symbolic link resolves to."""
+        local = self._local(path)
+        if not local.exists():
+            return None
+        try:
+            return "/" + str(local.resolve().relative_to(self.root.resolve()))
+        except ValueError:
+            return None
+
+    def target_name(self, path: str) -> str:
+        """The last part of a link's target, such as the name of a driver; "" without a link."""
+        return (self.target(path) or "").rpartition("/")[2]
+
+    def _local(self, path: str) -> Path:
+        return self.root / path.lstrip("/")
+
+    def _note(self, field: str | None, reason: str) -> None:
+        if field is not None:
+            self.unknown[field] = reason
