@@ -77,11 +77,25 @@ def command_page(words: list[str]) -> tuple[str, str]:
     if example:
         lines += ["```", f"tutti {example}", "```", ""]
     lines += [text.strip(), ""]
-    for title, rows in _sections(kind, default, "Flags"):
+    sections = list(_sections(kind, default, "Flags"))
+    if words == ["train"]:
+        sections += _architectures()
+    for title, rows in sections:
         lines += [f"## {title}", "", "| flag | default | meaning |", "| --- | --- | --- |"]
         lines += [f"| `{flag}` | {value} | {_cell(help_)} |" for flag, value, help_ in rows]
         lines += [""]
     return "\n".join(lines), about
+
+
+def _architectures() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """The flags of each recipe's model; the default recipe's are on the page already."""
+    from tutti.train.recipe import RECIPES
+
+    for name, recipe in RECIPES.items():
+        if name != "lenet":
+            yield from _sections(
+                type(recipe.architecture), recipe.architecture, f"Architecture with --recipe {name}"
+            )
 
 
 def _sections(kind: type, default: Any, title: str) -> Iterator[tuple[str, list[tuple[str, ...]]]]:

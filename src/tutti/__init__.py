@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tutti.world.exchange import check_same
     from tutti.world.world import World, init
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Checkpoints",
     "Layout",
