@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tutti
-from tutti.data.batch import Batch
+from tutti.data.loader import Batch
 from tutti.data.sampler import Position
 from tutti.machine.catalogue import peak_flops
 from tutti.machine.environment import describe_environment

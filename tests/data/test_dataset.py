@@ -1,4 +1,4 @@
-"""What a data set is: a batch of indices in, (inputs, targets) out."""
+"""Datasets: a batch of indices in, (inputs, targets) out."""
 
 import subprocess
 import sys
@@ -18,11 +18,11 @@ from tutti.data import (
     as_dataset,
     as_samples,
 )
-from tutti.data.pixels import Standardise
+from tutti.data.image_datasets import Standardise
 
 
 class Squares(MapDataset[tuple[Tensor, int]]):
-    """A user's data set: sample i is (i², i)."""
+    """A user's dataset: sample i is (i², i)."""
 
     def __len__(self) -> int:
         return 10
@@ -31,7 +31,7 @@ class Squares(MapDataset[tuple[Tensor, int]]):
         return torch.tensor([float(index**2)]), index
 
 
-def test_importing_the_room_imports_neither_torch_nor_numpy() -> None:
+def test_importing_tutti_data_imports_neither_torch_nor_numpy() -> None:
     code = (
         "import sys, tutti.data, tutti.data.split;"
         "print([m for m in ('torch', 'numpy', 'sklearn') if m in sys.modules])"
@@ -57,7 +57,7 @@ def test_tensors_are_fetched_by_a_batch_of_indices() -> None:
     assert samples.batch([])[0].shape == (0, 2)
 
 
-def test_bytes_become_numbers_channel_by_channel() -> None:
+def test_standardise_works_per_channel() -> None:
     images = torch.randint(0, 256, (5, 2, 3, 3), dtype=torch.uint8)
     ready = Standardise(mean=(0.5, 0.25), std=(0.5, 0.125))(images)
     for channel, (mean, std) in enumerate([(0.5, 0.5), (0.25, 0.125)]):
@@ -67,7 +67,7 @@ def test_bytes_become_numbers_channel_by_channel() -> None:
     assert images.dtype == torch.uint8
 
 
-def test_resident_samples_are_prepared_once_and_the_same() -> None:
+def test_samples_on_the_device_are_prepared_once() -> None:
     images = torch.randint(0, 256, (6, 1, 2, 2), dtype=torch.uint8)
     samples = TensorSamples(images, torch.arange(6), Standardise((0.3,), (0.4,)))
     resident = samples.on(torch.device("cpu"))
@@ -129,20 +129,20 @@ class Endless(IterableDataset[int]):
         return iter(())
 
 
-def test_what_cannot_be_cut_exactly_is_refused() -> None:
+def test_unsuitable_data_is_refused() -> None:
     with pytest.raises(DataError, match="Endless has no length"):
         as_samples(Endless())
-    with pytest.raises(DataError, match="int is no data"):
+    with pytest.raises(DataError, match="int is not a dataset"):
         as_samples(3)
-    with pytest.raises(DataError, match="3 inputs against 2 targets"):
+    with pytest.raises(DataError, match="3 inputs but 2 targets"):
         TensorSamples(torch.zeros(3), torch.zeros(2))
     with pytest.raises(DataError, match=r"mine is \(Tensor\[3\], Tensor\[3\]\)"):
         as_dataset((torch.zeros(3), torch.zeros(3)), "mine")
-    with pytest.raises(DataError, match="cannot be kept on the device"):
+    with pytest.raises(DataError, match="cannot be stored on the device"):
         as_samples(Squares()).on(torch.device("cpu"))
 
 
-def test_a_collate_that_gives_no_pair_is_refused_with_what_it_gave() -> None:
+def test_a_collate_that_returns_no_pair_is_refused_with_the_shapes() -> None:
     class Triples(Squares):
         def __getitem__(self, index: int) -> tuple[Tensor, int, int]:  # type: ignore[override]
             return torch.zeros(2), index, index
@@ -153,6 +153,6 @@ def test_a_collate_that_gives_no_pair_is_refused_with_what_it_gave() -> None:
     assert len(pair.batch([0, 1])[0]) == 2
 
 
-def test_a_dataset_knows_what_a_model_needs() -> None:
+def test_a_dataset_has_the_input_shape_of_its_model() -> None:
     samples = TensorSamples(torch.zeros(4, 1, 28, 28, dtype=torch.uint8), torch.zeros(4))
     assert Dataset("d", samples, samples, classes=10).input_shape == (1, 28, 28)

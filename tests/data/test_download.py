@@ -1,4 +1,4 @@
-"""Downloads from a real server that breaks off, lies, or is not there."""
+"""Downloads from a real server that disconnects, sends wrong data, or is not there."""
 
 import fcntl
 import hashlib
@@ -97,16 +97,16 @@ def test_a_file_is_downloaded_checked_and_named_once(
     assert len(notes) == 1
 
 
-def test_a_broken_connection_is_taken_up_where_it_ended(server: Server, tmp_path: Path) -> None:
+def test_a_broken_connection_is_resumed(server: Server, tmp_path: Path) -> None:
     server.break_after = [1_000_003]
     ensure([remote(server)], tmp_path, cure=CURE)
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
     assert server.asked[1:] == [("/file.bin", "bytes=1000003-")]
 
 
-def test_a_run_that_was_stopped_is_taken_up_by_the_next(server: Server, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_resumed_by_the_next_run(server: Server, tmp_path: Path) -> None:
     server.break_after = [10, 20, 30]
-    with pytest.raises(DataError, match=r"connection ended after 30 of .*; put it there yourself"):
+    with pytest.raises(DataError, match=r"connection ended at 30 of .*; put it there yourself"):
         ensure([remote(server)], tmp_path, cure=CURE)
     assert files(tmp_path) == ["file.bin.part"]
     ensure([remote(server)], tmp_path, cure=CURE)
@@ -121,14 +121,14 @@ def test_a_server_without_ranges_starts_over(server: Server, tmp_path: Path) -> 
     assert len(server.asked) == 2  # the second answer was used, and not put after the first
 
 
-def test_a_part_that_is_already_whole_needs_only_its_name(server: Server, tmp_path: Path) -> None:
+def test_a_complete_partial_file_is_only_renamed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.bin.part").write_bytes(CONTENT)
     ensure([remote(server)], tmp_path, cure=CURE)
     assert files(tmp_path) == ["file.bin"]
 
 
 @pytest.mark.parametrize("stale", [b"of another version", CONTENT + b"longer", CONTENT[:-1] + b"x"])
-def test_a_part_of_another_version_is_thrown_away(
+def test_a_partial_file_of_another_version_is_discarded(
     server: Server, tmp_path: Path, stale: bytes
 ) -> None:
     (tmp_path / "file.bin.part").write_bytes(stale)
@@ -145,7 +145,7 @@ def test_a_wrong_checksum_leaves_nothing_behind(server: Server, tmp_path: Path) 
     assert len(server.asked) == 1
 
 
-def test_a_refusal_is_told_with_the_cure(server: Server, tmp_path: Path) -> None:
+def test_a_server_error_is_reported_with_the_cure(server: Server, tmp_path: Path) -> None:
     server.status = 404
     with pytest.raises(DataError, match=r"cannot download http.*: Not Found; put it there"):
         ensure([remote(server)], tmp_path, cure=CURE)
@@ -201,7 +201,7 @@ def at_once(file: Remote, directory: Path, count: int) -> list[str]:
     return said
 
 
-def test_processes_that_start_together_download_once(server: Server, tmp_path: Path) -> None:
+def test_concurrent_processes_download_once(server: Server, tmp_path: Path) -> None:
     assert at_once(remote(server), tmp_path, 4) == ["complete"] * 4
     assert server.asked == [("/file.bin", None)]
 
@@ -221,7 +221,7 @@ def wait_and_tell(
     ensure_or_tell(file, directory, outcome)
 
 
-def test_who_waited_for_a_failure_fails_with_its_reason_and_asks_no_more(
+def test_a_process_that_waited_for_a_failed_download_fails_with_the_same_error(
     server: Server, tmp_path: Path
 ) -> None:
     context = multiprocessing.get_context("fork")
@@ -242,7 +242,7 @@ def test_who_waited_for_a_failure_fails_with_its_reason_and_asks_no_more(
     assert at_once(remote(server), tmp_path, 1) == ["complete"]
 
 
-def test_the_lock_of_a_process_that_was_killed_is_free(server: Server, tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_released(server: Server, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     # Given a server that stops in the midst of the file, and a process killed while it waits
     release = threading.Event()

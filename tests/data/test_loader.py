@@ -1,4 +1,4 @@
-"""A rank's batches: in the order of the sampler, with a position that counts what was received."""
+"""A rank's batches: in the sampler's order, with a position that counts received batches."""
 
 import gc
 import json
@@ -28,13 +28,13 @@ from tutti.data import (
 
 
 def numbered(size: int) -> TensorSamples:
-    """Sample i has input [i] and target -i: a batch tells which samples it has."""
+    """Sample i has input [i] and target -i, so a batch shows which samples it holds."""
     numbers = torch.arange(size)
     return TensorSamples(numbers.view(-1, 1), -numbers)
 
 
 class Counting(Samples):
-    """Numbered samples that note what was fetched, and fail at `fails`."""
+    """Numbered samples that count fetches and fail at fetch number `fails`."""
 
     def __init__(self, size: int, fails: int | None = None) -> None:
         self.size, self.fails = size, fails
@@ -91,7 +91,7 @@ def test_batches_come_in_the_order_of_the_sampler(prefetch: int) -> None:
 @given(
     st.integers(1, 60), st.integers(1, 30), st.integers(1, 5), st.sampled_from([0, 2]), st.data()
 )
-def test_the_ranks_together_take_each_step_whole(
+def test_the_ranks_together_take_every_sample_of_each_step(
     size: int, batch: int, ranks: int, prefetch: int, data: st.DataObject
 ) -> None:
     shares = data.draw(
@@ -122,7 +122,9 @@ def test_the_ranks_together_take_each_step_whole(
 
 @settings(max_examples=40)
 @given(st.data())
-def test_a_run_resumed_with_other_ranks_goes_on_with_the_same_samples(data: st.DataObject) -> None:
+def test_a_run_resumed_with_other_ranks_continues_with_the_same_samples(
+    data: st.DataObject,
+) -> None:
     size, batch, prefetch = data.draw(st.integers(12, 50)), 6, data.draw(st.sampled_from([0, 3]))
     ranks, others = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
 
@@ -145,7 +147,7 @@ def test_a_run_resumed_with_other_ranks_goes_on_with_the_same_samples(data: st.D
     first = world(ranks)
     before = run(first, steps)
     states = [json.dumps(loader.state_dict()) for loader in first]
-    assert len(set(states)) == 1  # any rank's state is everybody's
+    assert len(set(states)) == 1  # the state is the same on every rank
     second = world(others)
     for loader in second:
         loader.load_state_dict(json.loads(states[0]))
@@ -162,22 +164,22 @@ def test_the_position_counts_what_was_received_and_not_what_was_fetched() -> Non
         while step == 1 and samples.fetches < 5:  # the thread runs ahead, the position does not
             fetched_ahead.wait(0.001)
     assert loader.position == Position(epoch=1, sample=0)
-    assert samples.fetches == 10  # and not ahead into an epoch that nobody asked for
+    assert samples.fetches == 10  # not into the next epoch
 
 
-def test_at_most_so_many_batches_are_made_ahead() -> None:
+def test_at_most_prefetch_batches_are_made_ahead() -> None:
     samples = Counting(1000)
     loader = Loader(samples, 10, prefetch=3)
     stream = loader.stream()
     next(stream)
     while samples.fetches < 4:
         threading.Event().wait(0.001)
-    threading.Event().wait(0.05)  # time in which a thread without a bound would run on
+    threading.Event().wait(0.05)  # time in which an unbounded thread would fetch more
     assert samples.fetches == 4
     stream.close()
 
 
-def test_a_loop_that_is_broken_off_ends_its_thread_and_can_be_taken_up() -> None:
+def test_leaving_a_loop_ends_its_thread_and_a_new_loop_continues() -> None:
     loader = Loader(Counting(100), 10, prefetch=2)
     for _ in loader:
         assert threads() == {"tutti-data-rank0"}
@@ -207,7 +209,7 @@ def test_an_abandoned_loop_and_an_unused_loader_leave_nothing() -> None:
     assert threads() == set()
 
 
-def test_close_ends_the_loop_that_is_under_way() -> None:
+def test_close_ends_the_running_loop() -> None:
     loader = Loader(Counting(100), 10, prefetch=2)
     stream = loader.stream()
     next(stream)
@@ -223,13 +225,13 @@ def test_a_second_loop_ends_the_first_and_no_batch_is_given_twice(prefetch: int)
     first, second = loader.stream(), loader.stream()
     seen = [next(first).inputs, next(second).inputs]
     assert [s.flatten().tolist() for s in seen] == drawn(100, 10)[:2]
-    with pytest.raises(RuntimeError, match="another was begun"):
+    with pytest.raises(RuntimeError, match="another loop was started"):
         next(first)
     assert next(second).inputs.flatten().tolist() == drawn(100, 10)[2]
     second.close()
 
 
-def test_an_error_in_the_thread_comes_out_at_its_place_with_its_traceback() -> None:
+def test_an_error_in_the_thread_is_raised_in_the_loop_with_its_traceback() -> None:
     loader = Loader(Counting(100, fails=3), 10, prefetch=5)
     seen = []
     with pytest.raises(OSError, match="the disk is gone") as error:
@@ -238,13 +240,15 @@ def test_an_error_in_the_thread_comes_out_at_its_place_with_its_traceback() -> N
     assert seen == drawn(100, 10)[:2]
     where = "".join(traceback.format_tb(error.value.__traceback__))
     assert 'raise OSError("the disk is gone")' in where
-    assert loader.position == Position(0, 20)  # what was received; the rest can be tried again
+    assert loader.position == Position(
+        0, 20
+    )  # the received batches; the others can be fetched again
     assert threads() == set()
     assert taken(loader) == drawn(100, 10)[2:]
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_new_shares_hold_from_the_next_step_on_for_every_rank(prefetch: int) -> None:
+def test_new_shares_apply_from_the_next_step_on_every_rank(prefetch: int) -> None:
     loaders = [Loader(Counting(400), 40, rank=r, ranks=2, prefetch=prefetch) for r in range(2)]
     counts, steps = [], []
     streams = [loader.stream(1) for loader in loaders]
@@ -255,10 +259,10 @@ def test_new_shares_hold_from_the_next_step_on_for_every_rank(prefetch: int) -> 
             for loader in loaders:
                 loader.set_shares([3, 1])
     assert counts == [[20, 20]] * 4 + [[30, 10]] * 6
-    assert steps == drawn(400, 40)  # nothing lost, nothing doubled by what was fetched ahead
+    assert steps == drawn(400, 40)  # batches made ahead are neither lost nor duplicated
 
 
-def test_shares_leave_every_rank_a_sample() -> None:
+def test_every_rank_gets_at_least_one_sample() -> None:
     batch = next(iter(Loader(numbered(100), 10, rank=1, ranks=2, shares=[1000, 1])))
     assert batch.count == 1
 
@@ -279,7 +283,7 @@ def test_evaluation_sees_each_sample_once_and_all_ranks_step_alike(
         assert seen == list(range(size))
 
 
-def test_resident_data_gives_the_same_batches_without_a_thread() -> None:
+def test_data_on_the_device_gives_the_same_batches_without_a_thread() -> None:
     samples = TensorSamples(torch.arange(50).view(-1, 1), -torch.arange(50), lambda x: x * 1)
     loader = Loader(samples, 8, data_on_device=True)
     stream = loader.stream(1)
@@ -288,12 +292,12 @@ def test_resident_data_gives_the_same_batches_without_a_thread() -> None:
     assert [first.inputs.flatten().tolist(), *taken(stream)] == drawn(50, 8)
 
 
-def test_parts_are_the_same_steps_without_the_data() -> None:
+def test_indices_are_those_of_the_batches() -> None:
     loader = Loader(numbered(50), 8, rank=1, ranks=2)
-    parts = list(loader.parts(1))
-    assert [part.indices.tolist() for part in parts] == [step[4:] for step in drawn(50, 8)]
+    drawn_indices = list(loader.indices(1))
+    assert [each.indices.tolist() for each in drawn_indices] == [step[4:] for step in drawn(50, 8)]
     assert loader.position == Position(1, 0)
-    assert parts[0].global_count == 8
+    assert drawn_indices[0].global_count == 8
 
 
 def test_batches_are_prepared() -> None:
@@ -304,7 +308,7 @@ def test_batches_are_prepared() -> None:
 
 
 class Heavy(MapDataset[tuple[int, int]]):
-    """A user's data set; its samples tell which process made them."""
+    """A user's dataset; the target of a sample is the id of the process that made it."""
 
     def __init__(self, fails: int = -1) -> None:
         self.fails = fails
@@ -334,7 +338,7 @@ def test_workers_give_the_same_batches_from_other_processes(prefetch: int) -> No
     assert len(processes) == 2
     assert os.getpid() not in processes
     assert [b.after.sample for b in batches] == [4, 8, 12, 16, 20, 0]
-    # torch's own generator is as it was: a resumed run draws the same dropout as one that was not.
+    # torch's global generator is unchanged: a resumed run draws the same dropout masks.
     assert torch.equal(torch.get_rng_state(), generator)
     assert children() == 0
 
@@ -353,24 +357,26 @@ def test_workers_end_with_the_loop_and_with_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ranks": 2, "rank": 2}, "rank 2 is not one of 2"),
+        ({"ranks": 2, "rank": 2}, "rank 2 of 2 ranks"),
         ({"ranks": 11}, "10 samples for 11 ranks.*use 10 ranks or fewer"),
         ({"ranks": 5}, "batch of 4 leaves some of 5 ranks without.*at least 5"),
         ({"ranks": 2, "shares": [1, 2, 3]}, "3 shares for 2 ranks"),
         ({"ranks": 2, "shares": [1, 0]}, "rank 1 has 0"),
-        ({"prefetch": -1}, "negative"),
-        ({"workers": -1}, "negative"),
-        ({"workers": 1, "data_on_device": True}, "needs no workers"),
+        ({"prefetch": -1}, "--prefetch -1: use 0 or more"),
+        ({"workers": -1}, "--workers -1: use 0 or more"),
+        ({"workers": 1, "data_on_device": True}, "--workers 1 with --data-on-device"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(options: dict[str, object], message: str) -> None:
+def test_wrong_options_are_refused_by_the_constructor(
+    options: dict[str, object], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         Loader(numbered(10), 4, **options)  # type: ignore[arg-type]
 
 
-def test_a_position_of_another_data_set_is_refused_and_changes_nothing() -> None:
+def test_a_position_of_another_dataset_is_refused_and_changes_nothing() -> None:
     loader = Loader(numbered(10), 4)
     other = Loader(numbered(11), 4).state_dict()
-    with pytest.raises(DataError, match="size 11, this data set has 10"):
+    with pytest.raises(DataError, match="size 11, this dataset has 10"):
         loader.load_state_dict(other)
     assert loader.position == Position()

@@ -1,4 +1,4 @@
-"""The way to a GPU: pinned memory, a copy stream, resident data, and gathering in a CUDA graph."""
+"""Batches on a GPU: pinned memory, copy stream, data on the device, gathers in a CUDA graph."""
 
 import threading
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tutti.data import Loader, TensorSamples, TokenSamples, evaluation_loader, synthetic_dataset
-from tutti.data.pixels import Standardise
+from tutti.data.image_datasets import Standardise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +55,7 @@ def test_a_slow_step_never_reads_memory_that_the_next_copy_wrote() -> None:
     loader = Loader(samples, 64, device="cuda", prefetch=2)
     busy = torch.randn(4096, 4096, device="cuda")
     sums, expected = [], []
-    for part, batch in zip(Loader(samples, 64).parts(1), loader, strict=True):
+    for part, batch in zip(Loader(samples, 64).indices(1), loader, strict=True):
         for _ in range(3):
             busy = (busy @ busy).clamp(-1, 1)  # the GPU falls behind, the thread runs ahead
         sums.append((batch.inputs + 0 * busy[:64]).double().sum())
@@ -83,7 +83,7 @@ def test_a_step_can_gather_resident_data_inside_a_cuda_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         inputs, targets = loader.samples.batch(indices)
-    for part, batch in zip(loader.parts(1), Loader(samples, 32), strict=True):
+    for part, batch in zip(loader.indices(1), Loader(samples, 32), strict=True):
         indices.copy_(part.indices)
         graph.replay()
         close(inputs, batch.inputs)

@@ -1,4 +1,4 @@
-"""How a batch is cut: exact sums, whatever the ranks and shares."""
+"""Dividing a batch: exact sums for any ranks and shares."""
 
 import math
 from itertools import pairwise
@@ -15,7 +15,7 @@ some_shares = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=64)
 
 
 @given(counts, some_ranks)
-def test_an_even_cut_loses_nothing_and_differs_by_at_most_one(count: int, ranks: int) -> None:
+def test_an_even_division_loses_nothing_and_differs_by_at_most_one(count: int, ranks: int) -> None:
     parts = split.even(count, ranks)
     assert len(parts) == ranks
     assert sum(parts) == count
@@ -23,7 +23,7 @@ def test_an_even_cut_loses_nothing_and_differs_by_at_most_one(count: int, ranks:
 
 
 @given(counts, some_shares, st.integers(0, 3))
-def test_a_weighted_cut_sums_to_the_batch_and_keeps_the_minimum(
+def test_a_weighted_division_sums_to_the_batch_and_keeps_the_minimum(
     count: int, shares: list[float], minimum: int
 ) -> None:
     parts = split.weighted(count, shares, minimum)
@@ -33,7 +33,7 @@ def test_a_weighted_cut_sums_to_the_batch_and_keeps_the_minimum(
 
 
 @given(counts, some_shares)
-def test_a_weighted_cut_stays_within_one_sample_of_the_exact_share(
+def test_a_weighted_division_stays_within_one_sample_of_the_exact_share(
     count: int, shares: list[float]
 ) -> None:
     for part, share in zip(split.weighted(count, shares), shares, strict=True):
@@ -49,7 +49,7 @@ def test_a_rank_with_a_larger_share_never_gets_less(count: int, shares: list[flo
 
 
 @given(counts, some_ranks, st.floats(1e-3, 1e3))
-def test_equal_shares_cut_evenly(count: int, ranks: int, share: float) -> None:
+def test_equal_shares_divide_evenly(count: int, ranks: int, share: float) -> None:
     assert split.weighted(count, [share] * ranks) == split.even(count, ranks)
 
 
@@ -85,12 +85,6 @@ def test_a_rank_half_as_fast_comes_to_a_third_of_the_batch() -> None:
     assert split.weighted(300, shares, minimum=1) == [200, 100]
 
 
-@given(st.integers(0, 300), st.integers(1, 40))
-def test_shards_are_a_partition_also_with_more_ranks_than_samples(count: int, ranks: int) -> None:
-    seen = [i for rank in range(ranks) for i in split.shard(count, rank, ranks)]
-    assert seen == list(range(count))
-
-
 @given(counts, st.integers(1, 9))
 def test_microbatches_weigh_by_samples(count: int, accumulation: int) -> None:
     sizes = split.microbatches(count, accumulation)
@@ -98,21 +92,19 @@ def test_microbatches_weigh_by_samples(count: int, accumulation: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_a_share_that_is_no_share_is_named(bad: float) -> None:
+def test_a_share_that_is_not_positive_and_finite_is_reported(bad: float) -> None:
     with pytest.raises(DataError, match="rank 1 has"):
         split.weighted(10, [1.0, bad])
     with pytest.raises(DataError, match="samples/s: rank 1 has"):
         split.measured_shares([1.0, bad])
 
 
-def test_impossible_cuts_are_refused() -> None:
-    with pytest.raises(DataError, match="among 0 ranks"):
+def test_impossible_divisions_are_refused() -> None:
+    with pytest.raises(DataError, match="over 0 ranks"):
         split.even(10, 0)
     with pytest.raises(DataError, match="-1 samples"):
         split.even(-1, 2)
     with pytest.raises(DataError, match="one per rank"):
         split.weighted(10, [])
-    with pytest.raises(DataError, match="rank 3 is not one of 3"):
-        split.shard(10, 3, 3)
-    with pytest.raises(DataError, match="2 measured ranks against 3"):
+    with pytest.raises(DataError, match="2 measured ranks but 3"):
         split.measured_shares([1, 1], [1, 1, 1])

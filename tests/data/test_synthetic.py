@@ -36,7 +36,7 @@ def test_inputs_have_mean_0_and_variance_1_and_labels_are_spread() -> None:
     assert (len(dataset.train), len(dataset.test), dataset.classes) == (5000, 10, 7)
 
 
-def test_there_may_be_more_samples_than_any_memory_holds() -> None:
+def test_memory_does_not_grow_with_the_number_of_samples() -> None:
     train = synthetic_dataset((3, 32, 32), classes=100, size=10**12).train
     inputs, targets = train.batch([0, 10**12 - 1])
     assert not torch.equal(inputs[0], inputs[1])
@@ -55,14 +55,14 @@ def test_text_targets_are_the_inputs_one_further() -> None:
 
 
 @pytest.mark.parametrize("dataset", [synthetic_dataset((2, 3), 5), synthetic_text_dataset(6, 9)])
-def test_resident_data_is_the_same_data(dataset: object) -> None:
+def test_synthetic_data_on_the_device_is_the_same(dataset: object) -> None:
     train = dataset.train  # type: ignore[attr-defined]
     resident = train.on(torch.device("cpu"))
     for mine, theirs in zip(train.batch([5, 7]), resident.batch([5, 7]), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_nothing_of_nothing_is_refused() -> None:
+def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(DataError, match="1 or more"):
         synthetic_dataset((3, 0), classes=10)
     with pytest.raises(DataError, match="1 or more"):

@@ -13,7 +13,7 @@ from planting import instead
 from torch.distributed.tensor import DTensor, Replicate
 
 import tutti
-from tutti.data.batch import Batch
+from tutti.data.loader import Batch
 from tutti.models.config import GPTConfig
 from tutti.parallel import hybrid
 from tutti.parallel.ddp import Ddp

@@ -1,17 +1,19 @@
-"""Data: sets of samples, which of them a step takes, how a batch is cut among ranks, loading.
+"""Datasets, sampling and loading: from files to each rank's batch on its device.
 
-This room imports no other. Importing it imports neither torch nor numpy: names are fetched when
-they are used. (`tutti.data.split`, pure arithmetic, is used as a module: `split.even(10, 3)`.)
+This package imports no other part of tutti. Importing it imports neither torch nor numpy: every
+name except DataError is loaded on first use. `tutti.data.split` is used as a module:
+`split.even(10, 3)`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tutti.data.errors import DataError
+
+class DataError(ValueError):
+    """The data, or the request for it, is wrong; the one-line message names the cure."""
+
 
 if TYPE_CHECKING:
-    from tutti.data.batch import Batch, Part
-    from tutti.data.cifar100 import cifar100_dataset
     from tutti.data.dataset import (
         Dataset,
         MapSamples,
@@ -20,12 +22,11 @@ if TYPE_CHECKING:
         as_dataset,
         as_samples,
     )
-    from tutti.data.digits import digits_dataset
-    from tutti.data.fashion_mnist import fashion_mnist_dataset
-    from tutti.data.loader import Loader, evaluation_loader
+    from tutti.data.image_datasets import cifar100_dataset, digits_dataset, fashion_mnist_dataset
+    from tutti.data.loader import Batch, BatchIndices, Loader, evaluation_loader
     from tutti.data.sampler import Draw, GlobalSampler, Position
     from tutti.data.synthetic import synthetic_dataset, synthetic_text_dataset
-    from tutti.data.text import (
+    from tutti.data.text_datasets import (
         TokenSamples,
         byte_dataset,
         save_tokens,
@@ -33,41 +34,26 @@ if TYPE_CHECKING:
         token_dataset,
     )
 
-_HOMES = {
-    "Batch": "batch",
-    "Part": "batch",
-    "cifar100_dataset": "cifar100",
-    "Dataset": "dataset",
-    "MapSamples": "dataset",
-    "Samples": "dataset",
-    "TensorSamples": "dataset",
-    "as_dataset": "dataset",
-    "as_samples": "dataset",
-    "digits_dataset": "digits",
-    "fashion_mnist_dataset": "fashion_mnist",
-    "Loader": "loader",
-    "evaluation_loader": "loader",
-    "Draw": "sampler",
-    "GlobalSampler": "sampler",
-    "Position": "sampler",
-    "synthetic_dataset": "synthetic",
-    "synthetic_text_dataset": "synthetic",
-    "TokenSamples": "text",
-    "byte_dataset": "text",
-    "save_tokens": "text",
-    "stdlib_dataset": "text",
-    "token_dataset": "text",
+_NAMES_OF_MODULE = {
+    "dataset": ("Dataset", "MapSamples", "Samples", "TensorSamples", "as_dataset", "as_samples"),
+    "image_datasets": ("cifar100_dataset", "digits_dataset", "fashion_mnist_dataset"),
+    "loader": ("Batch", "BatchIndices", "Loader", "evaluation_loader"),
+    "sampler": ("Draw", "GlobalSampler", "Position"),
+    "synthetic": ("synthetic_dataset", "synthetic_text_dataset"),
+    "text_datasets": (
+        *("TokenSamples", "byte_dataset", "save_tokens", "stdlib_dataset", "token_dataset"),
+    ),
 }
 
 __all__ = [
     "Batch",
+    "BatchIndices",
     "DataError",
     "Dataset",
     "Draw",
     "GlobalSampler",
     "Loader",
     "MapSamples",
-    "Part",
     "Position",
     "Samples",
     "TensorSamples",
@@ -88,6 +74,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _NAMES_OF_MODULE.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

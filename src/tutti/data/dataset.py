@@ -1,8 +1,8 @@
-"""What a data set is here: samples that are fetched many at a time, for training and for test.
+"""Datasets: a training and a test set of samples, fetched a batch at a time.
 
-`fetch` takes a whole batch of indices, because a Python call per sample is what makes loaders slow.
-`prepare` turns what was fetched into what a model takes. The two are apart so that bytes travel to
-the device as bytes (a quarter of the traffic of float32) and become numbers there.
+`fetch` takes a whole batch of indices, because one Python call per sample makes a loader slow.
+`prepare` converts a fetched batch to the model's input. The two are separate so that image bytes
+are copied to the device as bytes (a quarter of float32) and are converted there.
 """
 
 from abc import ABC, abstractmethod
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils.data import Dataset as MapDataset
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from tutti.data.errors import DataError
+from tutti.data import DataError
 
 Pair = tuple[Tensor, Tensor]
 
 
 class Samples(ABC):
-    """A fixed number of (input, target) samples. Subclass it for data of one's own."""
+    """A fixed number of (input, target) samples. Subclass it for your own data."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -31,30 +31,30 @@ class Samples(ABC):
         """The samples at `indices` (1-D, int64, possibly empty), stacked along dim 0."""
 
     def prepare(self, inputs: Tensor, targets: Tensor) -> Pair:
-        """What a model sees of a fetched batch, on the batch's device. A fixed function."""
+        """Convert a fetched batch to the model's input, on the batch's device. Deterministic."""
         return inputs, targets
 
     def batch(self, indices: Tensor | Sequence[int]) -> Pair:
-        """Fetched and prepared: for looking at samples and for tests; training uses a Loader."""
+        """Fetch and prepare `indices`, for inspection and tests; training uses a Loader."""
         return self.prepare(*self.fetch(torch.as_tensor(indices, dtype=torch.int64)))
 
     def on(self, device: torch.device) -> "Samples":
-        """The same samples, resident on `device`: fetch then takes and gives tensors there."""
+        """The same samples stored on `device`; `fetch` then works on that device."""
         raise DataError(
-            f"{type(self).__name__} cannot be kept on the device, as it is no tensor in memory: "
-            "leave out --data-on-device"
+            f"--data-on-device: {type(self).__name__} is not a tensor in memory, so it cannot be "
+            "stored on the device: leave out the flag"
         )
 
 
 class TensorSamples(Samples):
-    """Samples that lie in memory: `inputs[i]`, `targets[i]`."""
+    """Samples held in memory as two tensors: sample i is `inputs[i]`, `targets[i]`."""
 
     def __init__(
         self, inputs: Tensor, targets: Tensor, transform: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         if len(inputs) != len(targets):
             raise DataError(
-                f"{len(inputs)} inputs against {len(targets)} targets: each input needs its target"
+                f"{len(inputs)} inputs but {len(targets)} targets: give one target per input"
             )
         self.inputs, self.targets, self.transform = inputs, targets, transform
 
@@ -68,22 +68,22 @@ class TensorSamples(Samples):
         return (self.transform(inputs) if self.transform else inputs), targets
 
     def on(self, device: torch.device) -> Self:
-        """On `device` and prepared once for all, so that a step is a single gather."""
+        """Copy to `device` and prepare once, so that fetching a batch is a single gather."""
         try:
             inputs, targets = self.prepare(self.inputs.to(device), self.targets.to(device))
         except torch.OutOfMemoryError as error:
             raise DataError(
-                f"{len(self)} samples do not fit into the memory of {device}: "
-                "leave out --data-on-device"
+                f"--data-on-device: {len(self)} samples do not fit into the memory of {device}: "
+                "leave out the flag"
             ) from error
         return type(self)(inputs, targets)
 
 
 class MapSamples(Samples):
-    """Any torch map-style data set: `dataset[i]` gives (input, target), `collate` stacks them.
+    """A torch map-style dataset: `dataset[i]` returns (input, target), `collate` stacks them.
 
-    A random transform inside it draws from the global generator, which is no part of the data
-    position: a resumed run then sees the same samples, but transformed anew.
+    A random transform inside the dataset draws from torch's global generator, whose state is not
+    saved with the data position: a resumed run gets the same samples with other random transforms.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class MapSamples(Samples):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise DataError(
-                f"{type(dataset).__name__} has no length and no index, so it cannot be cut exactly "
-                "among ranks: give a map-style data set with __len__ and __getitem__"
+                f"{type(dataset).__name__} has no length and no index, so it cannot be split "
+                "exactly among ranks: give a map-style dataset with __len__ and __getitem__"
             )
         self.dataset, self.collate = dataset, collate
 
@@ -100,28 +100,29 @@ class MapSamples(Samples):
         return len(cast(Any, self.dataset))
 
     def fetch(self, indices: Tensor) -> Pair:
-        wanted = indices.tolist()
-        if not wanted:  # nothing to collate, yet shape and dtype must be those of the others
+        positions = indices.tolist()
+        if not positions:  # collate needs a sample to find the shape and dtype of an empty batch
             inputs, targets = self.fetch(torch.zeros(1, dtype=torch.int64))
             return inputs[:0], targets[:0]
-        many = getattr(self.dataset, "__getitems__", None)
-        pair = self.collate(many(wanted) if many else [self.dataset[i] for i in wanted])
+        fetch_many = getattr(self.dataset, "__getitems__", None)
+        samples = fetch_many(positions) if fetch_many else [self.dataset[i] for i in positions]
+        pair = self.collate(samples)
         if not (
             isinstance(pair, tuple | list)
             and len(pair) == 2
-            and all(isinstance(part, Tensor) and len(part) == len(wanted) for part in pair)
+            and all(isinstance(part, Tensor) and len(part) == len(positions) for part in pair)
         ):
             raise DataError(
-                f"{type(self.dataset).__name__}: {len(wanted)} samples collate to "
-                f"{_describe(pair)}, expected (inputs, targets): give a collate function that "
-                "returns two tensors with the batch as dim 0"
+                f"{type(self.dataset).__name__}: {len(positions)} samples collate to "
+                f"{_describe(pair)}, expected (inputs, targets): return (input, target) tensors "
+                "from __getitem__, or wrap the dataset in tutti.data.MapSamples(dataset, collate)"
             )
         return pair[0], pair[1]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A named data set. Images have `classes`, text has a `vocabulary`."""
+    """A named dataset. Image datasets set `classes`, text datasets set `vocabulary`."""
 
     name: str
     train: Samples
@@ -136,7 +137,7 @@ class Dataset:
 
 
 def as_samples(data: object) -> Samples:
-    """Samples from what a user may have: Samples, (inputs, targets) tensors or a torch Dataset."""
+    """Convert Samples, a pair of (inputs, targets) tensors or a torch Dataset to Samples."""
     if isinstance(data, Samples):
         return data
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
@@ -148,8 +149,8 @@ def as_samples(data: object) -> Samples:
     if isinstance(data, MapDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return MapSamples(cast(MapDataset[Any], data))
     raise DataError(
-        f"{_describe(data)} is no data: give (inputs, targets) tensors, a torch map-style Dataset "
-        "or a tutti.data.Samples"
+        f"{_describe(data)} is not a dataset: give (inputs, targets) tensors, a torch map-style "
+        "Dataset or a tutti.data.Samples"
     )
 
 
@@ -163,7 +164,7 @@ def as_dataset(
         isinstance(part, Tensor) for part in data
     ):
         raise DataError(
-            f"data set {name} is {_describe(data)}: give a tutti.data.Dataset or a pair "
+            f"dataset {name} is {_describe(data)}: return a tutti.data.Dataset or a pair "
             "(train, test)"
         )
     train, test = (as_samples(part) for part in data)

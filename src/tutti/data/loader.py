@@ -1,42 +1,84 @@
-"""A rank's batches: drawn globally, cut for this rank, on the device before the step needs them.
+"""Each rank's batches: drawn globally, divided among ranks, on the device before the step needs it.
 
-The way of a batch: the sampler draws a step for all ranks → this rank takes its part → `fetch`
-gathers it → pinned memory → the copy stream takes it to the device → `prepare` there → the loop.
-All but the last arrow happens in one thread, ahead of the loop. Where the data already lies on the
-device, fetching is one gather there and no thread is needed.
+The path of a batch: GlobalSampler draws a step for all ranks → this rank takes its indices →
+`fetch` gathers the samples → pinned memory → a CUDA copy stream moves them to the device →
+`prepare` converts them there → the training loop. Everything before the loop runs in one thread,
+ahead of the loop. If the dataset is stored on the device, fetching is one gather there and needs
+no thread.
 """
 
+import threading
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as MapDataset
 
-from tutti.data.batch import Batch, Part
+from tutti.data import DataError
 from tutti.data.dataset import Pair, Samples, TensorSamples
-from tutti.data.errors import DataError
-from tutti.data.prefetch import Prefetcher
 from tutti.data.sampler import GlobalSampler, Position
 from tutti.data.split import bounds, even, weighted
-from tutti.data.workers import WorkerFetches
 
-# What a loop draws from: a batch, and the event that its copy to the device is done.
-_Made = tuple[Batch, torch.cuda.Event | None]
-_Source = Generator[_Made, None, None] | Prefetcher[_Made]
+_LOOP_CLOSED = "this loop over the data was closed, or another loop was started"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One rank's samples of a step; `inputs, targets = batch` unpacks it.
+
+    A rank may get no sample in the short last batch of an epoch: the tensors then have length 0,
+    and the rank must still take part in the step's collectives.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    global_count: int  # samples of this step over all ranks: the divisor of the loss
+    start: Position
+    after: Position
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield self.inputs
+        yield self.targets
+
+    @property
+    def count(self) -> int:
+        """Samples of this step on this rank."""
+        return len(self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchIndices:
+    """The indices of one rank's samples of a step, before the samples are fetched."""
+
+    indices: Tensor
+    global_count: int
+    start: Position
+    after: Position
+
+
+# A batch, and the CUDA event after its copy to the device.
+_CopiedBatch = tuple[Batch, torch.cuda.Event | None]
 
 
 class Loader:
     """Batches for one of `ranks` data-parallel ranks, from a position that can be saved.
 
-    `global_batch` counts the samples of a step over all ranks. `shares` weighs the ranks; without
-    them they are even. A loop over the loader runs to the end of the epoch; `stream` runs on.
-    `position` counts what the loop has received, not what was fetched ahead.
+    `global_batch` counts the samples of a step over all ranks. `shares` weights the ranks; without
+    shares all ranks take the same number. Iterating runs to the end of the epoch; `stream` runs on.
+    `position` counts the batches that the loop has received, not those fetched ahead.
 
-    `data_on_device` keeps the whole data set there. `prefetch` is how many batches are made ahead,
-    None for the default: 2, or 0 where there is nothing to wait for. `workers` are processes, for
-    data sets that are heavy on Python; they draw nothing from torch's global generator.
+    `data_on_device` stores the whole dataset on the device. `prefetch` is the number of batches
+    made ahead; by default 2, or 0 if the samples are tensors on the same device. `workers` is the
+    number of processes that fetch, for datasets that spend much time in Python; the workers do not
+    draw from torch's global generator.
 
-    On CUDA the thread allocates and copies while the loop runs. A loop that captures CUDA graphs
-    must capture with capture_error_mode="thread_local", or with the data on the device.
+    On CUDA the prefetch thread allocates and copies while the loop runs. A loop that captures CUDA
+    graphs must capture with capture_error_mode="thread_local", or use `data_on_device`.
     """
 
     def __init__(
@@ -56,13 +98,13 @@ class Loader:
         workers: int = 0,
     ) -> None:
         if not 0 <= rank < ranks:
-            raise DataError(f"rank {rank} is not one of {ranks} ranks")
-        # A loader that keeps both the order and the tail is an evaluation's, which may leave a
-        # rank without a sample; in training it would be a rank without a gradient.
+            raise DataError(f"rank {rank} of {ranks} ranks: a rank is 0 to {ranks - 1}")
+        # Only an evaluation keeps both the order and the short last batch. It may leave a rank
+        # without a sample; in training that would be a rank without a gradient.
         training = shuffle or drop_last
         if training and len(samples) < ranks:
             raise DataError(
-                f"the data set has {len(samples)} samples for {ranks} ranks, each needs at least "
+                f"the dataset has {len(samples)} samples for {ranks} ranks, each needs at least "
                 f"one: use {len(samples)} ranks or fewer"
             )
         if training and global_batch < ranks:
@@ -70,77 +112,79 @@ class Loader:
                 f"a global batch of {global_batch} leaves some of {ranks} ranks without a sample: "
                 f"use a global batch of at least {ranks}"
             )
-        if min(workers, prefetch or 0) < 0:
-            raise DataError(f"prefetch {prefetch} and workers {workers}: neither can be negative")
+        for flag, value in (("--workers", workers), ("--prefetch", prefetch or 0)):
+            if value < 0:
+                raise DataError(f"{flag} {value}: use 0 or more")
         if data_on_device and workers:
             raise DataError(
-                "data on the device needs no workers: leave out --workers or --data-on-device"
+                f"--workers {workers} with --data-on-device: data on the device is fetched without "
+                "workers: leave out one of the flags"
             )
         self.rank, self.ranks, self.workers = rank, ranks, workers
         self.device = torch.device(device)
         self.data_on_device = data_on_device
         self.samples = samples.on(self.device) if data_on_device else samples
-        here = data_on_device or (isinstance(samples, TensorSamples) and self.device.type == "cpu")
-        self.prefetch = (0 if here and not workers else 2) if prefetch is None else prefetch
+        local = data_on_device or (isinstance(samples, TensorSamples) and self.device.type == "cpu")
+        self.prefetch = (0 if local and not workers else 2) if prefetch is None else prefetch
         self.sampler = GlobalSampler(
             len(samples), global_batch, seed=seed, shuffle=shuffle, drop_last=drop_last
         )
         self.position = Position()
         self._shares: tuple[float, ...] | None = None
-        self._source: _Source | None = None
-        self._stale = False  # the source must be opened anew, at another position or other shares
-        self._copies: torch.cuda.Stream | None = None
+        self._source: Generator[_CopiedBatch, None, None] | Prefetcher[_CopiedBatch] | None = None
+        self._stale = False  # position or shares changed: discard the batches made ahead
+        self._copy_stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda" and not (data_on_device and self.prefetch == 0):
-            self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+            self._copy_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
         self.set_shares(shares)
 
-    # -- where we are -----------------------------------------------------------------------------
+    # -- position ---------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Steps in a whole epoch, the same on every rank."""
         return len(self.sampler)
 
     def state_dict(self) -> dict[str, int | bool]:
-        """The position, fit for JSON, the same on every rank and for any number of ranks."""
+        """The position as JSON values, the same on every rank and for any number of ranks."""
         return self.sampler.state_dict(self.position)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Goes on where the state was saved; also a loop that is under way does, at its next."""
+        """Continue at a saved position; a running loop continues there with its next batch."""
         self.position = self.sampler.position(state)
         self._stale = True
 
     def set_shares(self, shares: Sequence[float] | None) -> None:
-        """Cuts by other shares from the very next batch on; to be called at the same step by all.
+        """Divide by other shares from the next batch on. All ranks must call it at the same step.
 
-        What was fetched ahead under the old shares is thrown away and fetched anew: were it used,
-        a rank that is further ahead would take samples that another takes as well.
+        Batches made ahead with the old shares are discarded and fetched again: otherwise a rank
+        that is further ahead would take samples that another rank takes too.
         """
         if shares is not None and len(shares) != self.ranks:
             raise DataError(f"{len(shares)} shares for {self.ranks} ranks: give one per rank")
         if shares is not None:
-            weighted(0, shares)  # says what is wrong with them, if anything
+            weighted(0, shares)  # raises DataError for shares that are not finite and positive
         self._shares = None if shares is None else tuple(shares)
         self._stale = True
 
-    # -- the loop ---------------------------------------------------------------------------------
+    # -- iteration --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
         """The rest of the current epoch."""
         return self.stream(epochs=1)
 
     def stream(self, epochs: int | None = None) -> Generator[Batch, None, None]:
-        """Batches to the end of `epochs` epochs, the current one counted, or without end.
+        """Batches to the end of `epochs` epochs, counting the current one; None: without end.
 
-        One loop at a time: a new one closes the one before.
+        One loop at a time: starting a loop closes the previous one.
         """
         self.close()
         until = None if epochs is None else self.position.epoch + epochs
-        source: _Source | None = None
+        source = None
         try:
             while until is None or self.position.epoch < until:
                 if source is not self._source:
-                    raise RuntimeError("this loop over the data was closed, or another was begun")
+                    raise RuntimeError(_LOOP_CLOSED)
                 if source is None or self._stale:
                     self.close()
                     source = self._source = self._open(until)
@@ -152,80 +196,84 @@ class Loader:
             if source is self._source:
                 self.close()
 
-    def parts(self, epochs: int | None = None) -> Iterator[Part]:
-        """As `stream`, but only which samples: for a loop that gathers inside a CUDA graph.
+    def indices(self, epochs: int | None = None) -> Iterator[BatchIndices]:
+        """As `stream`, but only the indices: for a loop that gathers inside a CUDA graph.
 
-        Gather them with `loader.samples`, which lie on the device with `data_on_device`.
+        Gather with `loader.samples`, which are on the device with `data_on_device`.
         """
         self.close()
         until = None if epochs is None else self.position.epoch + epochs
         while until is None or self.position.epoch < until:
-            part = next(self._parts(self.position, None))
-            self.position = part.after
-            yield part
+            drawn = next(self._draw(self.position, None))
+            self.position = drawn.after
+            yield drawn
 
     def close(self) -> None:
-        """Ends the loop that is under way, its thread and its workers. A new one may be begun."""
+        """End the running loop, its thread and its workers. A new loop may be started."""
         source, self._source = self._source, None
         if source is not None:
             source.close()
 
-    # -- how a batch is made ----------------------------------------------------------------------
+    # -- making a batch ---------------------------------------------------------------------------
 
-    def _open(self, until: int | None) -> _Source:
-        parts = self._parts(self.position, until)
-        fetched: Iterator[tuple[Part, Pair]]
+    def _open(
+        self, until: int | None
+    ) -> "Generator[_CopiedBatch, None, None] | Prefetcher[_CopiedBatch]":
+        drawn = self._draw(self.position, until)
+        fetched: Iterator[tuple[BatchIndices, Pair]]
         if self.workers:
-            # Here and not in the thread: processes are best forked by the thread of the loop.
-            fetched = WorkerFetches(self.samples, parts, self.workers, self.sampler.order.seed)
+            # Started here, not in the prefetch thread: forking is safest from the loop's thread.
+            fetched = WorkerFetches(self.samples, drawn, self.workers, self.sampler.order.seed)
         else:
-            fetched = ((part, self._fetch(part)) for part in parts)
-        made = self._made(fetched)
+            fetched = ((each, self._fetch(each)) for each in drawn)
+        batches = self._batches(fetched)
         if not self.prefetch:
-            return made
-        return Prefetcher(made, self.prefetch, name=f"tutti-data-rank{self.rank}")
+            return batches
+        return Prefetcher(batches, self.prefetch, name=f"tutti-data-rank{self.rank}")
 
-    def _parts(self, at: Position, until: int | None) -> Iterator[Part]:
+    def _draw(self, at: Position, until: int | None) -> Iterator[BatchIndices]:
         while until is None or at.epoch < until:
             draw = self.sampler.draw(at)
             count = len(draw.indices)
             if self._shares is None:
-                cut = even(count, self.ranks)
+                counts = even(count, self.ranks)
             else:
-                cut = weighted(count, self._shares, minimum=1)
-            start, stop = bounds(cut, self.rank)
+                counts = weighted(count, self._shares, minimum=1)
+            start, stop = bounds(counts, self.rank)
             indices = torch.from_numpy(draw.indices[start:stop])
-            yield Part(indices, count, draw.start, draw.after)
+            yield BatchIndices(indices, count, draw.start, draw.after)
             at = draw.after
 
-    def _fetch(self, part: Part) -> Pair:
-        indices = part.indices
+    def _fetch(self, drawn: BatchIndices) -> Pair:
+        indices = drawn.indices
         if self.data_on_device and self.device.type == "cuda":
             indices = indices.pin_memory().to(self.device, non_blocking=True)
         elif self.data_on_device:
             indices = indices.to(self.device)
         return self.samples.fetch(indices)
 
-    def _made(self, fetched: Iterator[tuple[Part, Pair]]) -> Generator[_Made, None, None]:
+    def _batches(
+        self, fetched: Iterator[tuple[BatchIndices, Pair]]
+    ) -> Generator[_CopiedBatch, None, None]:
         try:
             while True:
-                # On the copy stream from first to last; this also selects the device, which is the
-                # thread's own: pinning from a new thread would else wake up device 0. Left before
-                # the yield, since without prefetch the loop runs in this thread.
-                with torch.cuda.stream(self._copies) if self._copies else nullcontext():
+                # The stream context also selects the device, which is a property of the thread:
+                # pinning from a new thread would otherwise initialise device 0. The context ends
+                # before the yield, because without prefetch the training loop runs in this thread.
+                with torch.cuda.stream(self._copy_stream) if self._copy_stream else nullcontext():
                     item = next(fetched, None)
                     if item is None:
                         return
-                    made = self._on_device(*item)
-                yield made
+                    batch = self._to_device(*item)
+                yield batch
         finally:
             if isinstance(fetched, WorkerFetches):
                 fetched.close()
 
-    def _on_device(self, part: Part, pair: Pair) -> _Made:
+    def _to_device(self, drawn: BatchIndices, pair: Pair) -> _CopiedBatch:
         copied = None
-        if self._copies:
-            # The pinned memory may be let go at once: torch reuses it only after the copy.
+        if self._copy_stream:
+            # The pinned memory may be freed at once: torch reuses it only after the copy.
             pair = tuple(  # type: ignore[assignment]
                 t.pin_memory().to(self.device, non_blocking=True) if t.device.type == "cpu" else t
                 for t in pair
@@ -233,15 +281,15 @@ class Loader:
         else:
             pair = pair[0].to(self.device), pair[1].to(self.device)
         inputs, targets = self.samples.prepare(*pair)
-        if self._copies:
+        if self._copy_stream:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._copies)
-        return Batch(inputs, targets, part.global_count, part.start, part.after), copied
+            copied.record(self._copy_stream)
+        return Batch(inputs, targets, drawn.global_count, drawn.start, drawn.after), copied
 
     def _received(self, batch: Batch, copied: torch.cuda.Event | None) -> Batch:
         if copied is not None:
-            # The step waits on the device for the copy, the host does not. And the memory, which
-            # belongs to the copy stream, must not be used again before the step is done with it.
+            # The device waits for the copy, not the host. record_stream keeps the allocator from
+            # reusing the memory, which belongs to the copy stream, before the step has read it.
             step = torch.cuda.current_stream(self.device)
             step.wait_event(copied)
             for tensor in batch:
@@ -260,7 +308,7 @@ def evaluation_loader(
     prefetch: int | None = None,
     workers: int = 0,
 ) -> Loader:
-    """A loader whose epoch has each sample exactly once over all ranks, however uneven.
+    """A loader whose epoch has each sample exactly once over all ranks, for any number of samples.
 
     All ranks take the same number of steps, some perhaps with an empty last batch, so that models
     with collectives inside (sharded, tensor-parallel) can be evaluated too.
@@ -277,3 +325,117 @@ def evaluation_loader(
         prefetch=prefetch,
         workers=workers,
     )
+
+
+Item = TypeVar("Item")
+
+
+class Prefetcher(Generic[Item]):
+    """The items of an iterator, made in a thread at most `depth` items ahead.
+
+    An exception in the thread is raised in the loop in place of its item, with the thread's
+    traceback. `close` ends and joins the thread. The thread holds no reference to the loop, so an
+    abandoned loop is garbage-collected and then closes the thread.
+    """
+
+    def __init__(self, items: Iterator[Item], depth: int, name: str) -> None:
+        self._depth = depth
+        self._ready: deque[Item] = deque()
+        self._end: BaseException | None = None  # raised after the last ready item
+        self._closed = False
+        self._changed = threading.Condition()
+        # Daemon: a process that exits in the middle of a loop must not wait for its data.
+        self._thread = threading.Thread(target=self._work, args=(items,), name=name, daemon=True)
+        self._thread.start()
+
+    def _work(self, items: Iterator[Item]) -> None:
+        end: BaseException | None = None
+        while end is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+                if self._closed:
+                    break
+            try:
+                item = next(items)
+            except BaseException as error:  # StopIteration too: the loop ends as the iterator did
+                end = error
+            with self._changed:
+                if end is None:
+                    self._ready.append(item)
+                self._end = end
+                self._changed.notify_all()
+        close = getattr(items, "close", None)
+        if close:  # a generator: its `finally` must run in the thread that ran the generator
+            close()
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._ready or self._end)
+            if self._closed:
+                raise RuntimeError(_LOOP_CLOSED)
+            if self._ready:
+                self._changed.notify_all()
+                return self._ready.popleft()
+            assert self._end is not None
+            raise self._end
+
+    def close(self) -> None:
+        """End the thread after the item that it is making, and wait for that."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+
+class WorkerFetches(Iterator[tuple[BatchIndices, Pair]]):
+    """Samples fetched by the worker processes of torch's DataLoader, in the order of `drawn`."""
+
+    def __init__(
+        self, samples: Samples, drawn: Iterator[BatchIndices], workers: int, seed: int
+    ) -> None:
+        self._requested: deque[BatchIndices] = deque()
+
+        def requests() -> Iterator[list[int]]:
+            for each in drawn:
+                self._requested.append(each)
+                yield each.indices.tolist()
+
+        loader = DataLoader(
+            _BatchFetch(samples),
+            batch_sampler=requests(),
+            num_workers=workers,
+            collate_fn=_unchanged,
+            # Without its own generator DataLoader draws the workers' seed from the global one,
+            # and a resumed run would differ from an uninterrupted one.
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self._pairs: Any = iter(loader)
+
+    def __next__(self) -> tuple[BatchIndices, Pair]:
+        inputs, targets = next(self._pairs)
+        return self._requested.popleft(), (inputs, targets)
+
+    def close(self) -> None:
+        """End the worker processes. An exception's frames may keep the iterator alive, so dropping
+        the reference is not enough."""
+        if self._pairs is not None:
+            self._pairs._shutdown_workers()
+        self._pairs = None
+
+
+class _BatchFetch(MapDataset[Any]):
+    """Samples as torch's DataLoader reads them: `__getitems__` fetches a whole batch."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __getitems__(self, indices: list[int]) -> Pair:
+        return self.samples.fetch(torch.tensor(indices, dtype=torch.int64))
+
+
+def _unchanged(pair: Any) -> Any:
+    return pair

@@ -1,20 +1,118 @@
-"""Which samples a step takes: the next `global_batch` of the epoch's order, whatever the ranks.
+"""Which samples a step takes: the next `global_batch` positions of the epoch's permutation.
 
-The sampler knows nothing of ranks. A step is drawn globally and cut afterwards (split.py), so the
-samples of a step are the same for 1 rank and for 512, and a position is a single number: how many
-samples of the epoch have been taken by all ranks together.
+The sampler knows nothing of ranks. A step is drawn globally and divided afterwards (split.py), so
+the samples of a step are the same for 1 rank and for 512, and a data position is one number: how
+many samples of the epoch all ranks together have taken.
+
+The permutation is computed, not stored: the sample at a position is a function of (seed, epoch,
+position). So all ranks agree without communication, resuming costs nothing anywhere in an epoch,
+and a dataset of 10⁹ samples needs no list of 10⁹ indices. It also depends on no library's random
+generator, so a library upgrade cannot change the order under a checkpoint.
+
+Algorithm: a position is (row, column) in a rows × columns grid with rows · columns >= size. Each
+round adds a hash of the column to the row, then a hash of the row to the column (a Feistel network
+with modular addition instead of exclusive or). Each half round is invertible, so any number of
+rounds is a permutation of the grid. A position that lands outside `size` is mapped again until it
+lands inside (cycle walking), which keeps the result a permutation of range(size).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tutti.data.errors import DataError
-from tutti.data.order import Indices, Order
+import numpy as np
+import numpy.typing as npt
+
+from tutti.data import DataError
+
+Indices = npt.NDArray[np.int64]
+
+# Measured over many seeds: the distributions of (position, sample) and of neighbouring samples are
+# uniform from 6 rounds on, even for 7 samples; with 4 rounds only from 50 samples on.
+ROUNDS = 8
+
+
+def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of splitmix64, a 64-bit hash with good avalanche, element by element."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def hash_integers(*values: int) -> int:
+    """One 64-bit hash of several integers; their order matters."""
+    state = np.zeros(1, dtype=np.uint64)
+    for value in values:
+        low = np.array([value & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
+        state = splitmix64(state ^ splitmix64(low))
+    return int(state[0])
+
+
+def shuffled(positions: Indices, size: int, seed: int, epoch: int) -> Indices:
+    """The sample at each of `positions` of an epoch: a permutation of range(size)."""
+    columns = math.isqrt(size - 1) + 1  # √size, rounded up
+    rows = -(-size // columns)
+    keys = splitmix64(
+        np.arange(2 * ROUNDS, dtype=np.uint64) + np.uint64(hash_integers(seed, epoch))
+    )
+    values = positions.astype(np.uint64)
+    result = np.empty_like(values)
+    outside = np.arange(len(values))  # positions whose value is not below `size` yet
+    while len(outside):
+        values = _feistel(values, rows, columns, keys)
+        inside = values < np.uint64(size)
+        result[outside[inside]] = values[inside]
+        outside, values = outside[~inside], values[~inside]
+    return result.astype(np.int64)
+
+
+def _feistel(
+    values: npt.NDArray[np.uint64], rows: int, columns: int, keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    row, column = np.divmod(values, np.uint64(columns))
+    for first, second in keys.reshape(-1, 2):
+        row = (row + splitmix64(column ^ first)) % np.uint64(rows)
+        column = (column + splitmix64(row ^ second)) % np.uint64(columns)
+    return row * np.uint64(columns) + column
+
+
+class EpochOrder:
+    """The order of the samples in every epoch of a dataset of `size` samples."""
+
+    # A numpy call costs microseconds however short the array, so the order is computed in blocks;
+    # 64 Ki positions take 0.5 MB.
+    BLOCK = 1 << 16
+
+    def __init__(self, size: int, seed: int = 0, shuffle: bool = True) -> None:
+        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self._block: tuple[int, int, Indices] | None = None  # (epoch, first position, samples)
+
+    def samples(self, epoch: int, start: int, stop: int) -> Indices:
+        """The samples at positions start..stop of an epoch."""
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        slices = []
+        while start < stop:
+            first, block = self._block_at(epoch, start)
+            slices.append(block[start - first : stop - first])
+            start += len(slices[-1])
+        return np.concatenate(slices) if slices else np.empty(0, dtype=np.int64)
+
+    def _block_at(self, epoch: int, position: int) -> tuple[int, Indices]:
+        first = position - position % self.BLOCK
+        # Read the attribute once: a loader's thread and its loop may share this object.
+        cached = self._block
+        if cached is None or cached[:2] != (epoch, first):
+            positions = np.arange(first, min(first + self.BLOCK, self.size), dtype=np.int64)
+            cached = (epoch, first, shuffled(positions, self.size, self.seed, epoch))
+            self._block = cached
+        return first, cached[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a run has come: `sample` samples of epoch `epoch` are taken, over all ranks."""
+    """A data position: all ranks together have taken `sample` samples of epoch `epoch`."""
 
     epoch: int = 0
     sample: int = 0
@@ -30,10 +128,9 @@ class Draw:
 
 
 class GlobalSampler:
-    """Draws the steps of a run from a data set of `size` samples.
+    """Draws the steps of a run from a dataset of `size` samples.
 
-    The order is a function of (seed, epoch). With `drop_last` an epoch ends where no full batch is
-    left; without it, the last batch is shorter.
+    With `drop_last` an epoch ends when no full batch is left; without it the last batch is shorter.
     """
 
     def __init__(
@@ -46,16 +143,16 @@ class GlobalSampler:
         drop_last: bool = True,
     ) -> None:
         if size < 1:
-            raise DataError("the data set is empty: 0 samples")
+            raise DataError("the dataset is empty: it has 0 samples")
         if global_batch < 1:
-            raise DataError(f"a global batch of {global_batch} samples takes nothing: use >= 1")
+            raise DataError(f"a global batch of {global_batch} samples: use 1 or more")
         if drop_last and global_batch > size:
             raise DataError(
-                f"the global batch of {global_batch} samples is larger than the data set of {size}:"
-                f" use a batch of at most {size}, or keep the last, shorter batch"
+                f"the global batch of {global_batch} samples is larger than the dataset of {size}: "
+                f"use a batch of at most {size}, or keep the last, shorter batch"
             )
         self.size, self.global_batch, self.drop_last = size, global_batch, drop_last
-        self.order = Order(size, seed, shuffle)
+        self.order = EpochOrder(size, seed, shuffle)
 
     def __len__(self) -> int:
         """Steps in a whole epoch."""
@@ -66,19 +163,19 @@ class GlobalSampler:
         rest = self.size - at.sample
         return rest // self.global_batch if self.drop_last else -(-rest // self.global_batch)
 
-    def settle(self, at: Position) -> Position:
-        """`at`, or the start of the next epoch where this one has no batch left."""
+    def normalise(self, at: Position) -> Position:
+        """`at`, or the start of the next epoch if this epoch has no batch left."""
         return at if self.steps_left(at) > 0 else Position(at.epoch + 1, 0)
 
     def draw(self, at: Position) -> Draw:
-        """The step at `at`. Nothing is remembered: the same position gives the same step."""
-        start = self.settle(at)
+        """The step at position `at`. Stateless: the same position gives the same step."""
+        start = self.normalise(at)
         stop = min(start.sample + self.global_batch, self.size)
         indices = self.order.samples(start.epoch, start.sample, stop)
-        return Draw(indices, start, self.settle(Position(start.epoch, stop)))
+        return Draw(indices, start, self.normalise(Position(start.epoch, stop)))
 
     def state_dict(self, at: Position) -> dict[str, int | bool]:
-        """A position with what it means, small and fit for JSON. It holds nothing of ranks."""
+        """A position and the order it refers to, as JSON values. Independent of ranks."""
         return {
             "size": self.size,
             "seed": self.order.seed,
@@ -88,27 +185,27 @@ class GlobalSampler:
         }
 
     def position(self, state: Mapping[str, object]) -> Position:
-        """The position in a state_dict, which must be of the same data in the same order.
+        """The position in a state_dict, which must be of the same dataset in the same order.
 
-        The global batch may be another: the rest of the epoch is then the same samples in the same
+        The global batch may differ: the rest of the epoch is then the same samples in the same
         order, in steps of another size.
         """
         mine = self.state_dict(Position())
         for name, cure in (
-            ("size", "resume with the data set that the run was started with"),
+            ("size", "resume with the dataset that the run was started with"),
             ("seed", "resume with the same seed"),
             ("shuffle", "resume with the same shuffling"),
         ):
             if state.get(name) != mine[name]:
                 raise DataError(
                     f"the saved data position has {name} {state.get(name)}, "
-                    f"this data set has {mine[name]}: {cure}"
+                    f"this dataset has {mine[name]}: {cure}"
                 )
         epoch, sample = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(sample, int) and epoch >= 0):
             raise DataError(f"the saved data position is damaged: epoch {epoch}, position {sample}")
         if not 0 <= sample <= self.size:
             raise DataError(
-                f"the saved data position {sample} is outside the data set of {self.size} samples"
+                f"the saved data position {sample} is outside the dataset of {self.size} samples"
             )
-        return self.settle(Position(epoch, sample))
+        return self.normalise(Position(epoch, sample))

@@ -1,8 +1,8 @@
-"""Data of any shape that costs nearly nothing: for benchmarks, where the data must not be the news.
+"""Synthetic data of any shape at nearly no cost, for benchmarks that should not measure loading.
 
-A sample is a window into a pool of noise; which window and which label is a function of the seed
-and the sample's index alone, so any number of ranks sees the same data. The memory is the pool: one
-sample and 65,536 numbers more, however many samples there are.
+A sample is a window into a pool of random numbers. The window and the label are functions of the
+seed and the sample's index, so any number of ranks gets the same data. The memory is that of the
+pool: one sample plus 65,536 numbers, for any number of samples.
 """
 
 import math
@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tutti.data import DataError
 from tutti.data.dataset import Dataset, Pair, Samples
-from tutti.data.errors import DataError
-from tutti.data.order import key, mix
+from tutti.data.sampler import hash_integers, splitmix64
 
-# Two periods without a common divisor: a pair of window and label comes again after 2³² samples.
+# Coprime periods: a pair of window and label repeats only after 2³² samples.
 WINDOWS = 1 << 16
 LABELS = WINDOWS + 1
 
 
 class SyntheticSamples(Samples):
-    """`size` samples cut from `pool` at `offsets[i]`; labels, or for text the next tokens."""
+    """`size` samples: sample i is the window of `pool` at `offsets[i]`, with its label."""
 
     def __init__(
         self, size: int, shape: tuple[int, ...], pool: Tensor, offsets: Tensor, labels: Tensor
@@ -38,17 +38,17 @@ class SyntheticSamples(Samples):
         return windows.reshape(-1, *self.shape), self.labels[indices % LABELS]
 
     def _windows(self, length: int, indices: Tensor) -> Tensor:
-        # A view of all windows costs nothing; indexing copies those wanted at the speed of memory.
+        # A view of all windows takes no memory; indexing copies the selected ones.
         return self.pool.unfold(0, length, 1)[self.offsets[indices % WINDOWS]]
 
     def on(self, device: torch.device) -> "SyntheticSamples":
-        """The pool and its tables on `device`."""
+        """The pool, offsets and labels on `device`."""
         tensors = (t.to(device) for t in (self.pool, self.offsets, self.labels))
         return type(self)(self.size, self.shape, *tensors)
 
 
 class SyntheticTokens(SyntheticSamples):
-    """The same for text: the target is the input, one token further on."""
+    """Windows of tokens: the target is the input shifted by one token."""
 
     def fetch(self, indices: Tensor) -> Pair:
         windows = self._windows(self.shape[0] + 1, indices)
@@ -62,8 +62,8 @@ def synthetic_dataset(
     _check(size, test, classes, *shape)
 
     def samples(split: int, count: int) -> SyntheticSamples:
-        bits = _noise(math.prod(shape) + WINDOWS, seed, split, 0)
-        # Uniform on ±√3, which has variance 1; 2⁶⁴ is the range of the bits.
+        bits = _random_bits(math.prod(shape) + WINDOWS, seed, split, 0)
+        # Uniform on ±√3, which has variance 1; the bits range over 2⁶⁴.
         pool = torch.from_numpy(bits * (2 * math.sqrt(3) / 2**64) - math.sqrt(3)).float()
         return SyntheticSamples(count, tuple(shape), pool, *_tables(classes, seed, split))
 
@@ -73,7 +73,7 @@ def synthetic_dataset(
 def synthetic_text_dataset(
     seq_len: int, vocabulary: int, *, size: int = 60_000, test: int = 10_000, seed: int = 0
 ) -> Dataset:
-    """Windows of `seq_len` tokens below `vocabulary`, and the same one token further on."""
+    """Windows of `seq_len` tokens below `vocabulary`; targets are shifted by one token."""
     _check(size, test, vocabulary, seq_len)
 
     def samples(split: int, count: int) -> SyntheticTokens:
@@ -88,11 +88,11 @@ def _tables(classes: int, seed: int, split: int) -> tuple[Tensor, Tensor]:
 
 
 def _below(limit: int, count: int, *parts: int) -> Tensor:
-    return torch.from_numpy((_noise(count, *parts) % np.uint64(limit)).astype(np.int64))
+    return torch.from_numpy((_random_bits(count, *parts) % np.uint64(limit)).astype(np.int64))
 
 
-def _noise(count: int, *parts: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    return mix(np.arange(count, dtype=np.uint64) + np.uint64(key(*parts)))
+def _random_bits(count: int, *parts: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    return splitmix64(np.arange(count, dtype=np.uint64) + np.uint64(hash_integers(*parts)))
 
 
 def _check(size: int, test: int, classes: int, *shape: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tutti.data.text import BYTES
+from tutti.data.text_datasets import BYTES
 from tutti.models.config import GPTConfig
 from tutti.predict.decoder import Decoder
 from tutti.predict.result_file import gather_text

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tutti.data.order import key
+from tutti.data.sampler import hash_integers
 from tutti.world.errors import UsageError
 
 Row = npt.NDArray[np.float64]
@@ -64,4 +64,4 @@ class Sampling:
 
 def uniform(seed: int, prompt: int, position: int) -> float:
     """A number from 0 to below 1, the same on every machine."""
-    return (key(seed, prompt, position) >> 11) / (1 << 53)
+    return (hash_integers(seed, prompt, position) >> 11) / (1 << 53)

@@ -8,8 +8,7 @@ the loss goes. A step is then a single launch, and the host has nothing else to 
 import torch
 from torch import Tensor
 
-from tutti.data.batch import Batch, Part
-from tutti.data.loader import Loader
+from tutti.data.loader import Batch, BatchIndices, Loader
 from tutti.train.batch_schedule import BatchSchedule
 from tutti.train.recipe import Recipe
 from tutti.train.runner import Runner
@@ -33,14 +32,14 @@ class GraphRunner(Runner):
         self._rates = torch.zeros(_ROWS, device=device)
         self._losses = torch.zeros(_ROWS, device=device)
         self._row = torch.zeros(1, dtype=torch.int64, device=device)
-        self._parts = loader.parts()
+        self._parts = loader.indices()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._eager_steps = 0
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, steps: int) -> Tensor:
         losses: list[Tensor] = []
-        waiting: list[tuple[Part, float]] = []
+        waiting: list[tuple[BatchIndices, float]] = []
         for _ in range(steps):
             part = next(self._parts)
             self.samples += part.global_count
@@ -64,7 +63,7 @@ class GraphRunner(Runner):
     def close(self) -> None:
         self._graph = None
 
-    def _eager(self, part: Part, rate: float) -> Tensor:
+    def _eager(self, part: BatchIndices, rate: float) -> Tensor:
         # On the side stream, as capture demands of the steps before it.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -76,7 +75,7 @@ class GraphRunner(Runner):
         self._eager_steps += 1
         return loss
 
-    def _replay(self, steps: list[tuple[Part, float]]) -> Tensor:
+    def _replay(self, steps: list[tuple[BatchIndices, float]]) -> Tensor:
         count = len(steps)
         self._indices[:count] = torch.stack([part.indices for part, _ in steps]).to(
             self._indices.device
@@ -89,7 +88,7 @@ class GraphRunner(Runner):
             self._graph.replay()
         return self._losses[:count].clone()
 
-    def _capture(self, like: Part) -> torch.cuda.CUDAGraph:
+    def _capture(self, like: BatchIndices) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             indices = self._indices.index_select(0, self._row).view(-1)
@@ -103,7 +102,7 @@ class GraphRunner(Runner):
         for group in self.step.optimizer.param_groups:
             group["lr"].copy_(rate)
 
-    def _batch(self, indices: Tensor, count: int, part: Part) -> Batch:
+    def _batch(self, indices: Tensor, count: int, part: BatchIndices) -> Batch:
         inputs, targets = self.loader.samples.prepare(*self.loader.samples.fetch(indices))
         return Batch(inputs, targets, count, part.start, part.after)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from tutti.comm.tags import profiling
-from tutti.data.batch import Batch
-from tutti.data.loader import Loader
+from tutti.data.loader import Batch, Loader
 from tutti.train.batch_schedule import BatchSchedule
 from tutti.train.optimizer import set_lr
 from tutti.train.recipe import Recipe

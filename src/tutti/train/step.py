@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from tutti.data.batch import Batch
+from tutti.data.loader import Batch
 from tutti.data.split import microbatches
 from tutti.parallel.clipping import clip_by_global_norm
 from tutti.parallel.engine import Engine, Objective

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from tutti.data.errors import DataError
+from tutti.data import DataError
 from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
 

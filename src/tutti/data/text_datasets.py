@@ -1,17 +1,17 @@
-"""Text: bytes (vocabulary 256), or tokens that somebody made before, in memory or memory-mapped.
+"""Text datasets: bytes of files (vocabulary 256), or a directory of token files, memory-mapped.
 
-A sample is a fixed window: sample i is tokens[i·L .. i·L + L] with L = seq_len, the input is all of
-it but the last token, the target all but the first. Windows share that one token and nothing else,
-so each token is predicted exactly once per epoch, and an index always means the same window.
+A sample is a fixed window: sample i is tokens[i·L .. i·L + L] with L = seq_len; the input is the
+window without its last token, the target the window without its first. Neighbouring windows share
+one token, so each token is predicted exactly once per epoch.
 
 A directory of tokens:
 
-    train.bin     the tokens, raw and little-endian, nothing else
-    test.bin      likewise (or val.bin)
+    train.bin     the tokens, raw and little-endian, without a header
+    test.bin      the same (or val.bin)
     tokens.json   {"dtype": "uint16", "vocabulary": 50257, "tokens": {"train.bin": 900, …}}
 
-dtype is uint8, uint16 or uint32; `tokens`, the counts, is optional and finds truncation. So raw
-uint16 files from elsewhere need only a tokens.json beside them.
+dtype is uint8, uint16 or uint32. The counts in `tokens` are optional and detect truncation. Raw
+uint16 files from other tools need only a tokens.json beside them.
 """
 
 import json
@@ -26,8 +26,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tutti.data import DataError
 from tutti.data.dataset import Dataset, Pair, Samples
-from tutti.data.errors import DataError
 
 DTYPES: dict[str, type[np.unsignedinteger[Any]]] = {
     "uint8": np.uint8,
@@ -42,20 +42,20 @@ Tokens = npt.NDArray[Any]
 
 
 class TokenSamples(Samples):
-    """Windows of `seq_len` tokens, and the same one further on, from a row of tokens."""
+    """Windows of `seq_len` tokens from a 1-D array; targets are shifted by one token."""
 
     def __init__(self, tokens: Tokens | Tensor, seq_len: int, vocabulary: int, name: str) -> None:
         if seq_len < 1:
-            raise DataError(f"a sequence length of {seq_len} leaves no window: use >= 1")
+            raise DataError(f"a sequence length of {seq_len}: use 1 or more")
         if len(tokens) < seq_len + 1:
             raise DataError(
-                f"{name} has {len(tokens)} tokens, one window of sequence length {seq_len} takes "
+                f"{name} has {len(tokens)} tokens, one window of sequence length {seq_len} needs "
                 f"{seq_len + 1}: use a shorter sequence or more text"
             )
         self.seq_len, self.vocabulary, self.name = seq_len, vocabulary, name
         if isinstance(tokens, np.ndarray):
-            # torch computes little with uint16 and uint32: the bits travel as signed numbers, and
-            # the sign is masked off again where they are widened.
+            # torch supports few operations on uint16 and uint32: the bits are stored as signed
+            # integers, and the sign extension is masked off when they are widened.
             signed = {1: np.uint8, 2: np.int16, 4: np.int32}[tokens.dtype.itemsize]
             tokens = torch.from_numpy(tokens.view(signed))
         self.tokens: Tensor = tokens
@@ -64,30 +64,30 @@ class TokenSamples(Samples):
         return (len(self.tokens) - 1) // self.seq_len
 
     def fetch(self, indices: Tensor) -> Pair:
-        # A view of all windows costs nothing; indexing copies those wanted, and nothing else.
+        # A view of all windows takes no memory; indexing copies the selected ones.
         windows = self.tokens.unfold(0, self.seq_len + 1, self.seq_len)[indices]
         wide = windows.long() & ((1 << 8 * windows.element_size()) - 1)
-        # On a GPU the check would wait for the result at each step; there it was made once, in on.
+        # On a GPU the check would synchronise at each step; on() has checked all tokens once.
         if wide.device.type == "cpu" and wide.numel():
             self._check(wide)
         return wide[:, :-1].contiguous(), wide[:, 1:].contiguous()
 
     def on(self, device: torch.device) -> "TokenSamples":
-        """The tokens on `device`, as narrow as they are stored."""
+        """The tokens on `device`, in the stored integer type."""
         if device.type != "cpu":
-            for piece in torch.split(self.tokens, 1 << 24):
-                self._check(piece.long() & ((1 << 8 * piece.element_size()) - 1))
+            for chunk in torch.split(self.tokens, 1 << 24):
+                self._check(chunk.long() & ((1 << 8 * chunk.element_size()) - 1))
         try:
             tokens = self.tokens.to(device)
         except torch.OutOfMemoryError as error:
             raise DataError(
-                f"{self.tokens.nbytes} bytes of tokens do not fit into the memory of {device}: "
-                "leave out --data-on-device"
+                f"--data-on-device: {self.tokens.nbytes} bytes of tokens do not fit into {device}: "
+                "leave out the flag"
             ) from error
         return TokenSamples(tokens, self.seq_len, self.vocabulary, self.name)
 
     def _check(self, wide: Tensor) -> None:
-        # Else the embedding fails, on a GPU with an assertion that names neither file nor token.
+        # The embedding's own error, a CUDA assertion on a GPU, names neither file nor token.
         if (largest := int(wide.max())) >= self.vocabulary:
             raise DataError(
                 f"{self.name} has token {largest}, but a vocabulary of {self.vocabulary}: "
@@ -96,76 +96,77 @@ class TokenSamples(Samples):
 
 
 def token_dataset(directory: Path | str, seq_len: int) -> Dataset:
-    """Tokens from a directory in the layout above, memory-mapped: they may exceed the memory."""
+    """Tokens from a directory in the format above, memory-mapped: they may exceed the memory."""
     directory = Path(directory)
     if not directory.is_dir():
+        problem = "is a file" if directory.is_file() else "does not exist"
         raise DataError(
-            f"token directory {directory} does not exist: give one with train.bin, test.bin and "
+            f"token directory {directory} {problem}: give a directory with train.bin, test.bin and "
             "tokens.json"
         )
-    about = _read_about(directory / "tokens.json")
+    metadata = _read_metadata(directory / "tokens.json")
     test = directory / "test.bin"
     test = test if test.is_file() else directory / "val.bin"
     train, held_out = (
-        TokenSamples(_map(path, about), seq_len, about["vocabulary"], str(path))
+        TokenSamples(_map(path, metadata), seq_len, metadata["vocabulary"], str(path))
         for path in (directory / "train.bin", test)
     )
-    return Dataset(directory.name, train, held_out, vocabulary=about["vocabulary"])
+    return Dataset(directory.name, train, held_out, vocabulary=metadata["vocabulary"])
 
 
 def save_tokens(
     directory: Path | str, train: Tokens, test: Tokens, vocabulary: int, dtype: str = "uint16"
 ) -> None:
-    """Writes a directory that token_dataset reads."""
+    """Write a directory that token_dataset reads."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     files = {"train.bin": np.asarray(train), "test.bin": np.asarray(test)}
     for name, tokens in files.items():
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
             raise DataError(
-                f"{name} would have tokens {tokens.min()} to {tokens.max()} in a vocabulary of "
-                f"{vocabulary}"
+                f"{name} would have tokens {tokens.min()} to {tokens.max()}: outside a vocabulary "
+                f"of {vocabulary}"
             )
         if vocabulary - 1 > np.iinfo(DTYPES[dtype]).max:
             raise DataError(f"a vocabulary of {vocabulary} does not fit {dtype}: use uint32")
         little_endian = np.dtype(DTYPES[dtype]).newbyteorder("<")
         (directory / name).write_bytes(tokens.astype(little_endian).tobytes())
     counts = {name: len(tokens) for name, tokens in files.items()}
-    about = {"dtype": dtype, "vocabulary": vocabulary, "tokens": counts}
-    (directory / "tokens.json").write_text(json.dumps(about) + "\n")
+    metadata = {"dtype": dtype, "vocabulary": vocabulary, "tokens": counts}
+    (directory / "tokens.json").write_text(json.dumps(metadata) + "\n")
 
 
-def _read_about(path: Path) -> dict[str, Any]:
+def _read_metadata(path: Path) -> dict[str, Any]:
     example = '{"dtype": "uint16", "vocabulary": 50257}'
     try:
-        about = json.loads(path.read_bytes())
-        dtype, vocabulary = about["dtype"], about["vocabulary"]
+        metadata = json.loads(path.read_bytes())
+        dtype, vocabulary = metadata["dtype"], metadata["vocabulary"]
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist: write it, such as {example}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is not as expected, such as {example}: {error!r}") from error
+        raise DataError(f"{path} does not parse ({error!r}): write it as in {example}") from error
     if dtype not in DTYPES or type(vocabulary) is not int or vocabulary < 1:
         raise DataError(
             f"{path} has dtype {dtype!r} and vocabulary {vocabulary!r}, expected one of "
             f"{', '.join(DTYPES)} and a number above 0"
         )
-    return dict(about)
+    return dict(metadata)
 
 
-def _map(path: Path, about: Mapping[str, Any]) -> Tokens:
-    dtype = np.dtype(DTYPES[about["dtype"]]).newbyteorder("<")
+def _map(path: Path, metadata: Mapping[str, Any]) -> Tokens:
+    dtype = np.dtype(DTYPES[metadata["dtype"]]).newbyteorder("<")
     try:
         size = path.stat().st_size
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     count, rest = divmod(size, dtype.itemsize)
-    expected = dict(about.get("tokens") or {}).get(path.name, count)
+    expected = dict(metadata.get("tokens") or {}).get(path.name, count)
     if rest or count != expected or not count:
         raise DataError(
             f"{path} is truncated or of another dtype: {size} bytes, expected {expected} tokens of "
             f"{dtype.itemsize} bytes: write it again"
         )
-    # Copy-on-write: torch wants memory that it may write, and the file must not change.
+    # Copy-on-write: torch needs writable memory, and the file must not change.
     return np.memmap(path, dtype=dtype, mode="c").view(dtype.newbyteorder("="))
 
 
@@ -174,7 +175,7 @@ def byte_dataset(
 ) -> Dataset:
     """The bytes of a file, or of all files below a directory in the order of their paths.
 
-    The test split is the end of the text. Names that begin with a dot are left out.
+    The test set is the end of the text. Names that begin with a dot are skipped.
     """
     path = Path(path)
     if path.is_file():
@@ -186,26 +187,26 @@ def byte_dataset(
     else:
         raise DataError(f"text {path} does not exist: give a file or a directory")
     if not 0 < test_fraction < 1:
-        raise DataError(f"a test fraction of {test_fraction} is outside 0 to 1")
+        raise DataError(f"a test fraction of {test_fraction}: it must be in (0, 1)")
     window = seq_len + 1
     if len(text) < 2 * window:
         raise DataError(
-            f"{path} has {len(text)} bytes, a window for training and one for test take "
+            f"{path} has {len(text)} bytes, one window for training and one for test need "
             f"2 × {window}: use a shorter sequence or more text"
         )
-    # At least one window of each, even of a short text.
+    # At least one window in each set, even for a short text.
     end = len(text) - min(max(round(len(text) * test_fraction), window), len(text) - window)
     return _splits(path.name, text[:end], text[end:], seq_len)
 
 
 def stdlib_dataset(seq_len: int, *, limit: int = STDLIB_LIMIT) -> Dataset:
-    """The source of the installed Python's standard library: real text that is always there.
+    """The source code of Python's standard library: real text that needs no download.
 
-    The same bytes on all machines with the same Python, `limit` at most. Every twentieth module is
-    test: the end of the library would be other kinds of modules than the rest.
+    The same bytes on all machines with the same Python version, at most `limit`. Every twentieth
+    module is in the test set: the last modules in path order would differ in kind from the rest.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    modules = [path for path in _files(root, _left_out) if path.suffix == ".py"]
+    modules = [path for path in _files(root, _skipped_in_stdlib) if path.suffix == ".py"]
     every = round(1 / TEST_FRACTION)
     held_out = set(modules[every - 1 :: every])
     train = [path for path in modules if path not in held_out]
@@ -218,9 +219,9 @@ def stdlib_dataset(seq_len: int, *, limit: int = STDLIB_LIMIT) -> Dataset:
     )
 
 
-def _left_out(name: str) -> bool:
-    """Installed packages and tests are not the library, tables of code points are hardly text, and
-    what a build noted about itself differs from machine to machine."""
+def _skipped_in_stdlib(name: str) -> bool:
+    """Skip installed packages, tests, tables of code points, and build files, which differ between
+    machines."""
     outside = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
     return name in outside or name.startswith(("config-", "_sysconfigdata", "."))
 
@@ -229,11 +230,11 @@ def _hidden(name: str) -> bool:
     return name.startswith(".")
 
 
-def _files(root: Path, left_out: Callable[[str], bool] = _hidden) -> Iterator[Path]:
-    """All files below `root`, in an order that no file system has a say in."""
+def _files(root: Path, skipped: Callable[[str], bool] = _hidden) -> Iterator[Path]:
+    """All files below `root`, sorted, so that the order does not depend on the file system."""
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not left_out(name))
-        paths = (Path(folder, name) for name in sorted(names) if not left_out(name))
+        folders[:] = sorted(name for name in folders if not skipped(name))
+        paths = (Path(folder, name) for name in sorted(names) if not skipped(name))
         yield from (path for path in paths if path.is_file())
 
 

@@ -1,10 +1,10 @@
-"""Reads a pickle of plain data and byte arrays, and refuses to run anything.
+"""Reads a pickle of plain data and byte arrays without executing code from the file.
 
-A pickle is a program that may import any name and call it. Here the importing is ours: the few
-names that an array of bytes needs are answered with the stand-ins below, which only note down what
-they are given; any other name is an error. Not even numpy's own code sees the pickle's numbers
-before they are checked. What remains are the built-in dict, list, tuple, bytes, str and numbers,
-which the unpickler makes by itself.
+A pickle is a program that may import any name and call it. This unpickler resolves only the few
+names that an array of bytes needs, and resolves them to the stand-in classes below, which record
+their arguments; any other name is an error. numpy's own code never sees the pickle's values before
+they are checked. Everything else in the file can only be a dict, list, tuple, bytes, str or number,
+which the unpickler makes itself.
 """
 
 import io
@@ -16,21 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from tutti.data.errors import DataError
+from tutti.data import DataError
 
 
-def load_plain(content: bytes, where: Path) -> object:
-    """The data in a pickle; `where` names it in errors."""
+def load_plain(content: bytes, path: Path) -> object:
+    """The data in a pickle; `path` names the file in errors."""
     try:
-        return _plain(_Unpickler(io.BytesIO(content), encoding="bytes").load())
+        return _to_arrays(_Unpickler(io.BytesIO(content), encoding="bytes").load())
     except DataError as error:
-        raise DataError(f"{where} is refused: {error}") from error
+        raise DataError(f"{path} is refused: {error}") from error
     except Exception as error:  # a damaged pickle makes the unpickler raise nearly anything
-        raise DataError(f"{where} is a damaged pickle ({error!r}): fetch it again") from error
+        raise DataError(f"{path} is a damaged pickle ({error!r}): download it again") from error
 
 
 class _Dtype:
-    """Stands in for numpy.dtype: of all the types there are, bytes are let through."""
+    """Stands in for numpy.dtype; accepts unsigned bytes only."""
 
     def __init__(self, code: object, *_: object) -> None:
         if code not in ("u1", b"u1"):
@@ -40,7 +40,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands in for numpy.ndarray, and for the functions that rebuild one."""
+    """Stands in for numpy.ndarray and for the functions that rebuild one."""
 
     def __init__(self, *_: object) -> None:
         self.shape: tuple[int, ...] = (0,)
@@ -49,7 +49,7 @@ class _Array:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, self.shape, dtype, fortran, self.content = state
         if not isinstance(dtype, _Dtype) or fortran:
-            raise DataError("an array that is not of bytes in row order")
+            raise DataError("an array that is not of bytes in row-major order")
 
     @classmethod
     def from_buffer(cls, content: bytes, dtype: object, shape: tuple[int, ...], order: str) -> Any:
@@ -67,14 +67,14 @@ class _Array:
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """Stands in for _codecs.encode, by which Python 3 writes bytes into the old protocols."""
+    """Stands in for _codecs.encode, with which Python 3 writes bytes into old pickle protocols."""
     return text.encode("latin1")
 
 
-ADMITTED: dict[tuple[str, str], Callable[..., Any]] = {
+ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Dtype,
-    # numpy 1 and numpy 2 have them in different places.
+    # numpy 1 and numpy 2 name their modules differently.
     ("numpy.core.multiarray", "_reconstruct"): _Array,
     ("numpy._core.multiarray", "_reconstruct"): _Array,
     ("numpy.core.numeric", "_frombuffer"): _Array.from_buffer,
@@ -85,17 +85,17 @@ ADMITTED: dict[tuple[str, str], Callable[..., Any]] = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
-        admitted = ADMITTED.get((module, name))
-        if admitted is None:
+        allowed = ALLOWED.get((module, name))
+        if allowed is None:
             raise DataError(
-                f"its pickle asks for {module}.{name}, which plain data has no need of: "
-                "do not trust this file, fetch the published one"
+                f"its pickle imports {module}.{name}, which plain data does not need: "
+                "do not trust this file, download the published one"
             )
-        return admitted
+        return allowed
 
 
-def _plain(value: object) -> object:
-    """Stand-ins turned into arrays, at the top and in a dictionary: deeper ones are not needed."""
+def _to_arrays(value: object) -> object:
+    """Replace stand-ins by arrays, at the top level and in a dict; deeper ones do not occur."""
     if isinstance(value, dict):
         return {k: v.numpy() if isinstance(v, _Array) else v for k, v in value.items()}
     return value.numpy() if isinstance(value, _Array) else value

@@ -1,4 +1,4 @@
-"""Text: an index always means the same window, and each token is a target once per epoch."""
+"""Text datasets: an index is always the same window; each token is a target once per epoch."""
 
 import json
 import sysconfig
@@ -24,7 +24,7 @@ from tutti.data import (
 def test_windows_predict_each_token_once_and_in_order(count: int, seq_len: int) -> None:
     tokens = np.arange(count, dtype=np.uint16)
     if count < seq_len + 1:
-        with pytest.raises(DataError, match=f"{count} tokens.*takes {seq_len + 1}"):
+        with pytest.raises(DataError, match=f"{count} tokens.*needs {seq_len + 1}"):
             TokenSamples(tokens, seq_len, count, "t")
         return
     samples = TokenSamples(tokens, seq_len, count, "t")
@@ -51,7 +51,7 @@ def test_the_widest_token_of_each_type_survives(tmp_path: Path, dtype: str, larg
     assert len(dataset.test) == 1
 
 
-def test_raw_little_endian_uint16_needs_only_a_sidecar(tmp_path: Path) -> None:
+def test_raw_uint16_files_need_only_a_tokens_json(tmp_path: Path) -> None:
     (tmp_path / "train.bin").write_bytes(bytes([1, 0, 2, 1, 3, 0]))  # 1, 258, 3
     (tmp_path / "val.bin").write_bytes(bytes([4, 0, 5, 0]))
     (tmp_path / "tokens.json").write_text('{"dtype": "uint16", "vocabulary": 300}')
@@ -69,7 +69,7 @@ def test_token_files_are_mapped_and_never_changed(tmp_path: Path) -> None:
     assert (tmp_path / "train.bin").read_bytes() == before
 
 
-def test_resident_tokens_stay_narrow_and_give_the_same_windows() -> None:
+def test_tokens_on_the_device_keep_their_type_and_give_the_same_windows() -> None:
     samples = TokenSamples(np.arange(60_000, 60_101, dtype=np.uint16), 10, 65536, "t")
     resident = samples.on(torch.device("cpu"))
     assert resident.tokens.element_size() == 2
@@ -96,7 +96,7 @@ def write_three(directory: Path, **about: object) -> None:
         ({"tokens": {"train.bin": 51}}, "100 bytes, expected 51 tokens of 2 bytes"),
     ],
 )
-def test_a_sidecar_that_does_not_fit_is_named(
+def test_a_wrong_tokens_json_is_reported(
     tmp_path: Path, about: dict[str, object], message: str
 ) -> None:
     write_three(tmp_path, **about)
@@ -117,7 +117,7 @@ def test_missing_and_truncated_token_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train\.bin cannot be read: No such file"):
         token_dataset(tmp_path, 4)
     (tmp_path / "tokens.json").write_text("{")
-    with pytest.raises(DataError, match="not as expected"):
+    with pytest.raises(DataError, match="does not parse"):
         token_dataset(tmp_path, 4)
 
 
@@ -125,11 +125,11 @@ def test_a_token_outside_the_vocabulary_is_named_before_an_embedding_sees_it() -
     samples = TokenSamples(np.array([1, 2, 300], dtype=np.uint16), 2, 256, "mine.bin")
     with pytest.raises(DataError, match=r"mine\.bin has token 300, but a vocabulary of 256"):
         samples.batch([0])
-    with pytest.raises(DataError, match="tokens 0 to 11 in a vocabulary of 11"):
+    with pytest.raises(DataError, match="tokens 0 to 11: outside a vocabulary of 11"):
         save_tokens(Path("unused"), np.arange(12), np.arange(3), vocabulary=11)
 
 
-def test_a_file_is_its_bytes_and_its_end_is_the_test(tmp_path: Path) -> None:
+def test_a_file_is_read_as_bytes_and_its_end_is_the_test_set(tmp_path: Path) -> None:
     text = bytes(i % 251 for i in range(1000))
     (tmp_path / "a.txt").write_bytes(text)
     dataset = byte_dataset(tmp_path / "a.txt", seq_len=9, test_fraction=0.1)
@@ -149,7 +149,7 @@ def test_a_directory_is_its_files_in_the_order_of_their_paths(tmp_path: Path) ->
     assert bytes(dataset.test.batch([0])[0][0].tolist()) == whole[6:9]
 
 
-def test_too_little_text_is_told_with_its_numbers(tmp_path: Path) -> None:
+def test_too_little_text_is_reported_with_its_size(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("short")
     (tmp_path / "empty").write_text("")
     with pytest.raises(DataError, match=r"short has 5 bytes.*2 × 4"):
@@ -160,7 +160,7 @@ def test_too_little_text_is_told_with_its_numbers(tmp_path: Path) -> None:
         byte_dataset(tmp_path / "nowhere", seq_len=3)
 
 
-def test_the_standard_library_is_text_that_is_always_there() -> None:
+def test_stdlib_dataset_reads_the_installed_library() -> None:
     dataset = stdlib_dataset(seq_len=256)
     train, test = dataset.train, dataset.test
     assert isinstance(train, TokenSamples)
@@ -179,7 +179,7 @@ def test_the_standard_library_is_text_that_is_always_there() -> None:
     assert torch.equal(again.tokens, train.tokens)
 
 
-def test_the_standard_library_can_be_had_in_part() -> None:
+def test_stdlib_dataset_has_a_limit() -> None:
     dataset = stdlib_dataset(seq_len=16, limit=100_000)
     assert isinstance(dataset.train, TokenSamples)
     assert isinstance(dataset.test, TokenSamples)
