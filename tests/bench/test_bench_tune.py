@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tutti.bench.path_table import measurements, settled
-from tutti.comm.paths import Measured, choose, fastest, load, save
+from tutti.comm.path_selection import Measured, choose, fastest, load, save
 from worlds import TUTTI, run_command, run_tutti
 
 NCCL, ONE_SHOT = "nccl", "symmetric one-shot"

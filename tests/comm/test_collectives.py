@@ -1,4 +1,4 @@
-"""Given ranks with known tensors, when they call a collective, then all hold the exact result."""
+"""Collectives give every rank the exact result, for every dtype, size, reduction and backend."""
 
 import json
 import subprocess
@@ -239,16 +239,16 @@ def _mistakes(world: World) -> None:
     refused(beyond, lambda: comm.broadcast(ints, world.size))
     refused("op='average' is no reduction", lambda: comm.all_reduce(floats, "average"))
     refused("op='meen' is no reduction: did you mean mean", lambda: comm.all_reduce(floats, "meen"))
-    refused("mean' of int64 would cut", lambda: comm.all_reduce(ints, "mean"))
-    refused("band' of float32 has no meaning", lambda: comm.all_reduce(floats, "band"))
-    refused("uint16 is moved but not", lambda: comm.all_reduce(ints.to(torch.uint16)))
+    refused("mean' of int64 would truncate", lambda: comm.all_reduce(ints, "mean"))
+    refused("band' is not defined for float32", lambda: comm.all_reduce(floats, "band"))
+    refused("uint16 cannot be reduced", lambda: comm.all_reduce(ints.to(torch.uint16)))
     refused(r"out has shape \[3\]", lambda: comm.all_reduce(floats, out=torch.ones(3)))
     refused("this rank itself", lambda: comm.send(ints, world.rank))
     refused("no process group: give one", lambda: comm.barrier(group="all"))  # type: ignore[arg-type]
     refused("this rank is not in the group", lambda: comm.barrier(group=-100))  # type: ignore[arg-type]
     if world.size > 1:
         odd = torch.ones(world.size + 1)
-        refused("cannot be cut along dim 0", lambda: comm.reduce_scatter(odd))
+        refused("cannot be split along dim 0", lambda: comm.reduce_scatter(odd))
         refused(
             "add up to the 2 rows", lambda: comm.all_to_all(ints, in_splits=[1] * world.size)
         ) if world.size != 2 else None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tutti import comm
-from tutti.comm.grouping import batches
+from tutti.comm.grouping import flat_batches
 from tutti.comm.ledger_reader import read_process
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.world import World
@@ -239,15 +239,15 @@ def test_a_block_works_in_a_world_of_one() -> None:
 
 
 def test_a_flat_message_does_not_grow_without_end() -> None:
-    class Call:  # what batches() looks at
+    class Call:  # what flat_batches() looks at
         kind, root, reduction = "all_reduce", -1, "sum"
-        members = object()
+        comm_group = object()
         bytes = 1 << 20
         target = torch.empty(1)
 
     calls: list[Any] = [Call() for _ in range(20)]
-    assert [len(batch) for batch in batches(calls, small=1 << 20)] == [8, 8, 4]
-    assert [len(batch) for batch in batches(calls, small=1000)] == [1] * 20
+    assert [len(batch) for batch in flat_batches(calls, small=1 << 20)] == [8, 8, 4]
+    assert [len(batch) for batch in flat_batches(calls, small=1000)] == [1] * 20
 
 
 def _nccl(world: World) -> str:

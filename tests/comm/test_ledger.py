@@ -1,9 +1,10 @@
-"""Given ranks that communicate or hang, when one looks from outside, then the ledger tells."""
+"""The ledger: what ranks communicate and where they hang can be read from another process."""
 
 import contextlib
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,77 +19,119 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tutti import comm
-from tutti.comm import lateness, ledger, place
-from tutti.comm.ledger_reader import processes, read_process
+from tutti.comm import failures, ledger, shm
+from tutti.comm.ledger import GroupLedger
+from tutti.comm.ledger_reader import ProcessLedger, processes, read_process
 from tutti.world.world import World
 from worlds import TUTTI, clean_environment, in_world, run_command
 
 
-def _begin(sequence: int, kind: str = "all_reduce", group: int = 0) -> int:
-    site, line = ledger.caller(sys._getframe())
-    number = ledger.KINDS.index(kind)
-    return ledger.begin(number, group, sequence, 64, "torch.int8", -1, site, line, ledger.WAITING)
+def _begin(group: GroupLedger, sequence: int, kind: str = "all_reduce") -> int:
+    site = ledger.call_site(sys._getframe())
+    number, dtype = ledger.KINDS.index(kind), ledger.DTYPES.index("int8")
+    return group.begin(number, dtype, 0, -1, 0, ledger.WAITING, sequence, 64, site)
 
 
-def test_a_reader_sees_the_last_256_operations_with_their_places_and_states() -> None:
-    ledger.introduce(3, 8, "here")
-    group = ledger.add_group("mesh_dp", "17", 1, 4)
-    numbers = [_begin(sequence, group=group) for sequence in range(1, 401)]
+def _read_own() -> ProcessLedger:
+    process = read_process(os.getpid())
+    assert process is not None
+    return process
+
+
+def test_a_reader_sees_the_last_256_operations_with_their_call_sites_and_states() -> None:
+    group = GroupLedger("mesh_dp", "17", 1, 1024)
+    numbers = [_begin(group, sequence) for sequence in range(1, 401)]
     for number in numbers[:-1]:
-        ledger.mark(number, ledger.DONE)
-    message = _begin(5, "recv", group)
-    ledger.mark(message, ledger.FAILED)
+        group.mark(number, ledger.DONE)
+    message = _begin(group, 5, "recv")
+    group.mark(message, ledger.FAILED)
 
-    account = read_process(os.getpid())
-    assert account is not None
-    assert (account.rank, account.size, account.host) == (3, 8, "here")
-    circle = account.circle("17")
-    assert circle is not None
-    assert (circle.label, circle.rank, circle.size) == ("mesh_dp", 1, 4)
-    assert (circle.collectives, circle.messages) == (400, 5)
-    assert len(account.records) == 256
-    assert [record.sequence for record in account.records[:-1]] == list(range(146, 401))
-    *done, waiting, failed = account.records
+    process = _read_own()
+    assert (process.rank, process.size) == (1, 1024)
+    records = [record for record in process.records if record.group_name == "17"]
+    assert len(records) == 256
+    assert [record.sequence for record in records[:-1]] == list(range(146, 401))
+    *done, waiting, failed = records
     assert {record.state for record in done} == {"done"}
     assert all(record.ended is not None for record in done)
     assert (failed.operation, failed.state) == ("recv", "failed")
-    assert waiting is account.current and waiting.state == "waiting" and waiting.ended is None
+    assert waiting is process.current and waiting.state == "waiting" and waiting.ended is None
     assert str(waiting) == "all_reduce 400 of group mesh_dp (int8, 64 bytes)"
     line = _begin.__code__.co_firstlineno + 1
-    assert waiting.where == f"{place.shown_path(__file__)}:{line} in _begin"
+    assert waiting.where == f"{ledger.shown_path(__file__)}:{line} in _begin"
     assert os.getpid() in processes()
 
 
-def test_more_names_than_there_is_room_for_are_unknown_and_harm_nothing() -> None:
-    for number in range(ledger.NAMES + 10):
-        ledger.begin(1, 0, number, 4, f"torch.dtype{number}", -1, 0, 0, ledger.WAITING)
-    account = read_process(os.getpid())
-    assert account is not None and account.records[-1].dtype == "?"
-    ledger._forget()
+def test_marking_an_operation_that_was_overwritten_changes_nothing() -> None:
+    group = GroupLedger("marked", "18", 0, 2048)
+    first = _begin(group, 1)
+    for sequence in range(2, ledger.ENTRIES + 2):
+        _begin(group, sequence)
+    group.mark(first, ledger.FAILED)
+    assert "failed" not in {record.state for record in _read_own().records}
+    assert group.seconds_since_begin(first) == 0.0
 
 
-def test_a_long_name_keeps_its_end() -> None:
-    group = ledger.add_group("x" * 100 + "end", "name", 0, 1)
-    _begin(1, group=group)
-    account = read_process(os.getpid())
-    assert account is not None and account.records[-1].group.endswith("xend")
+def test_a_long_call_site_keeps_its_end() -> None:
+    name = "f" * 200 + "end"
+    code = compile(f"def {name}(): return call_site(_getframe())", "long.py", "exec")
+    scope: dict[str, Any] = {"call_site": ledger.call_site, "_getframe": sys._getframe}
+    exec(code, scope)  # noqa: S102
+    site = scope[name]()
+    assert len(site) < 96 and site.endswith(b"ffend")
 
 
-def test_a_forked_child_has_a_ledger_of_its_own() -> None:
-    _begin(7)
+def test_the_ledger_of_a_destroyed_group_is_gone() -> None:
+    group = GroupLedger("short", "19", 0, 4096)
+    _begin(group, 1)
+    assert _read_own().size == 4096
+    del group
+    process = read_process(os.getpid())
+    assert process is None or process.size != 4096
+
+
+def test_a_forked_child_writes_to_ledgers_of_its_own() -> None:
+    group = GroupLedger("parent", "20", 0, 4096)
+    _begin(group, 7)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         none_at_first = read_process(os.getpid()) is None
-        _begin(1)
-        account = read_process(os.getpid())
-        told = [none_at_first, account is not None and account.records[-1].sequence]
-        os.write(writing, json.dumps(told).encode())
+        _begin(group, 8)  # goes nowhere: the group is the parent's
+        own = GroupLedger("child", "21", 0, 1)
+        _begin(own, 1)
+        sequences = [record.sequence for record in _read_own().records]
+        os.write(writing, json.dumps([none_at_first, sequences]).encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert json.loads(os.read(reading, 100)) == [True, 1]
-    account = read_process(os.getpid())
-    assert account is not None and account.records[-1].sequence == 7
+    assert json.loads(os.read(reading, 100)) == [True, [1]]
+    mine = [record.sequence for record in _read_own().records if record.group_name == "20"]
+    assert mine == [7]
+
+
+def test_the_vocabulary_has_the_order_of_the_enums_of_the_shm_core() -> None:
+    header = Path(shm.__file__).with_name("core") / "tutti_shm.h"
+    text = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.DOTALL)
+
+    def names(enum: str) -> list[str]:
+        found = re.search(rf"enum {enum} \{{(.*?)\}}", text, re.DOTALL)
+        assert found is not None
+        return [name.strip().removeprefix("TUTTI_").lower() for name in found[1].split(",")]
+
+    short = {
+        "float": "f",
+        "bfloat": "bf",
+        "int": "i",
+        "uint": "u",
+        "bool": "bool",
+        "bytes": "bytes",
+    }
+    dtypes = [re.sub(r"^[a-z]+", lambda m: short[m[0]], name) for name in ledger.DTYPES]
+    assert names("tutti_kind") == list(ledger.KINDS)
+    assert names("tutti_dtype") == dtypes
+    assert names("tutti_reduce") == [
+        "avg" if name == "mean" else name for name in ledger.REDUCTIONS
+    ]
 
 
 def test_a_process_without_a_ledger_has_no_account() -> None:
@@ -133,7 +176,7 @@ def _dawdle() -> None:
 
 
 def test_a_timeout_names_who_is_late_at_which_operation_and_where() -> None:
-    here = place.shown_path(__file__)
+    here = ledger.shown_path(__file__)
     texts = in_world(_late, 4)
     assert texts[2:] == ["late", "wrong"] and texts[:2] != ["lost", "lost"]
     for rank, text in enumerate(texts[:2]):
@@ -176,23 +219,25 @@ def test_on_shm_a_wrong_call_is_told_at_once_and_a_late_rank_at_the_timeout() ->
 
 
 def test_what_is_said_of_ranks_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Members:
+    class Group:
         ranks = (0, 10, 20, 30)
         label = "dp"
+        name = "dp"
 
-    near = json.loads(ledger.address())
+    near = json.loads(ledger.process_address())
     gone = subprocess.Popen(["true"])
     gone.wait()
     store = dist.HashStore()
     store.set("tutti/ledger/10", json.dumps({**near, "pid": gone.pid}))
     store.set("tutti/ledger/20", json.dumps({**near, "machine": "other", "host": "node7"}))
     store.set("tutti/ledger/30", json.dumps({**near, "pid": 1}))
-    monkeypatch.setattr(lateness.c10d, "_get_default_store", lambda: store)
-    never, ended, away, closed = (lateness.absence_of(Members(), rank) for rank in range(4))  # type: ignore[arg-type]
+    monkeypatch.setattr(failures.c10d, "_get_default_store", lambda: store)
+    never, ended, away, closed = (failures._process_of(Group(), rank) for rank in range(4))  # type: ignore[arg-type]
+    assert isinstance(never, str) and isinstance(ended, str) and isinstance(closed, str)
     assert never.startswith("has not called tutti.comm yet")
     assert ended.startswith(f"has ended (pid {gone.pid} on ")
-    assert away == "is on host node7: `tutti world --ledger` there shows where"
-    assert closed.startswith("(pid 1) keeps its ledger from us")
+    assert away == "is on host node7: run `tutti world --ledger` there"
+    assert closed.startswith("(pid 1) has no ledger")
 
 
 _STUCK = """
@@ -302,11 +347,11 @@ def test_the_segments_of_the_shm_backend_are_read_from_outside_only() -> None:
         account = read_process(process.pid)
         process.communicate("")
     assert account is not None
-    assert (account.rank, account.size, account.place) == (0, 1, "train.py:88 in step")
+    assert (account.rank, account.size, account.location) == (0, 1, "train.py:88 in step")
     first, second = account.records
     assert (first.operation, first.group, first.sequence) == ("all_reduce", "mesh_tp", 1)
     assert (second.dtype, second.bytes, second.state) == ("float32", 16, "done")
-    assert second.where == "b.py:2 in second" and second.written_by == "shm"
+    assert second.where == "b.py:2 in second" and second.written_by == "tutti-shm"
 
 
 @pytest.mark.parametrize(
@@ -320,4 +365,4 @@ def test_the_segments_of_the_shm_backend_are_read_from_outside_only() -> None:
     ],
 )
 def test_places_inside_tutti_comm_and_torch_are_skipped(filename: str, ours: bool) -> None:
-    assert place.is_ours(filename) == ours
+    assert ledger.is_internal(filename) == ours

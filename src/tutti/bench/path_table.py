@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tutti.comm.paths import OPS, Measured, Table, fastest
+from tutti.comm.ledger import KINDS
+from tutti.comm.path_selection import Measured, Table, fastest
 from tutti.measure.bus_bandwidth import OPERATIONS
 
 # What is measured on symmetric tensors says nothing about ordinary ones, which the table is for.
@@ -26,7 +27,7 @@ def measurements(rows: Iterable[dict[str, Any]], device: str) -> list[Measured]:
         if row["backend"] in PATH_OF
         and row["timing"] == "back-to-back"
         and row["wrong"] == 0
-        and row["op"] in OPS
+        and row["op"] in KINDS
         and row["placement"] == OPERATIONS[row["op"]].native
     ]
 

@@ -304,10 +304,10 @@ def _conclude(sweep: "Sweep", options: Collectives, world: "World") -> None:
             print_note(f"{what.replace('in of', 'in')} is left out: {each['reason']}")
     if options.save_paths:
         from tutti.bench.path_table import path_table
-        from tutti.comm import paths
+        from tutti.comm import path_selection
 
         table = path_table(sweep.rows, world.device.type, world.size, options.dtype)
-        print_note(f"paths are kept in {paths.save(table)}")
+        print_note(f"paths are kept in {path_selection.save(table)}")
     wrong = sum(row["wrong"] for row in sweep.rows)
     print_note(f"Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     if sweep.stopped:

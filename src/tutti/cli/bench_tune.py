@@ -20,7 +20,7 @@ from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.bench.sweep import Sweep
-    from tutti.comm.paths import Table
+    from tutti.comm.path_selection import Table
     from tutti.world.world import World
 
 _GRACE_SECONDS = 30.0
@@ -79,8 +79,8 @@ def main(arguments: list[str]) -> int:
 
 def _tune(options: Tune, sizes: list[int]) -> int:
     from tutti.bench.pinning import pin
-    from tutti.comm.members import members_of
-    from tutti.comm.routes import available_paths
+    from tutti.comm.operation import comm_group_of
+    from tutti.comm.path_selection import available_paths
     from tutti.world.world import init
 
     with init(
@@ -90,7 +90,7 @@ def _tune(options: Tune, sizes: list[int]) -> int:
     ) as world:
         if options.pin:
             pin(world)
-        paths = available_paths(members_of(None), world.device.type)
+        paths = available_paths(comm_group_of(None), world.device.type)
         if len(paths) == 1:
             return _nothing_to_choose(options, world, paths[0])
         sweep = _measured(options, sizes, world, paths)
@@ -160,7 +160,7 @@ def _print_line_of(rows: list[dict[str, Any]]) -> None:
 
 def _conclude(options: Tune, world: "World", paths: tuple[str, ...], sweep: "Sweep") -> None:
     from tutti.bench.path_table import measurements, settled
-    from tutti.comm.paths import fastest, save
+    from tutti.comm.path_selection import fastest, save
 
     device = world.device.type
     chosen = settled(measurements(sweep.rows, device))

@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Show, "tutti world", arguments)
     if options.ledger is not None:
-        from tutti.cli.ledger import show_ledgers
+        from tutti.cli.world_ledger import show_ledgers
 
         rows = show_ledgers(options.ledger)
         if options.json is not None:

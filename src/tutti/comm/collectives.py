@@ -1,9 +1,9 @@
 """The collectives: the same calls and the same results on gloo, shm and NCCL.
 
 Ranks (`root`, `to`, `source`) are ranks in the group, not in the world. All ranks of the group make
-every call but send and recv, in the same order. A call returns its result, or with `wait=False` a
-Handle at once. Tensors may have gaps (a column of a matrix, say) and any dtype that torch has;
-reductions are sum, mean, product, min, max, band, bor and bxor.
+every call except send and recv, in the same order. A call returns its result, or with `wait=False`
+a Handle at once. Tensors may be non-contiguous and of any dtype that torch has; reductions are sum,
+mean, product, min, max, band, bor and bxor.
 """
 
 import math
@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm.members import Members, members_of
-from tutti.comm.operation import Operation, current_block, perform
-from tutti.comm.wire import PLAIN, Reducing, check_out, moving, receiving
+from tutti.comm.backend_calls import PLAIN, ReduceForm, check_out, receive_form, send_form
+from tutti.comm.operation import CommGroup, Operation, comm_group_of, current_block, perform
 from tutti.world.errors import UsageError
 
 Group = dist.ProcessGroup | None
@@ -30,18 +29,20 @@ def all_reduce(
     group: Group = None,
     wait: bool = True,
 ) -> Result:
-    """Reduce over all ranks; every rank has the result, in place or in `out`."""
-    members = members_of(group)
-    result = tensor if out is None else _copied(tensor, out)
+    """Reduce over all ranks; every rank gets the result, in place or in `out`."""
+    comm_group = comm_group_of(group)
+    result = tensor if out is None else _copy_to_out(tensor, out)
     finish = None
     if (result.dtype, op) in PLAIN and result.is_contiguous() and not result.is_neg():
         wire, reduction = result, op
     else:
-        form = Reducing(result.dtype, op, members.backend(result.device.type))
+        form = ReduceForm(result.dtype, op, comm_group.backend(result.device.type))
         wire, reduction = form.wire(result), form.reduction
-        finish = form.finish(wire, result, members.size)
+        finish = form.finish(wire, result, comm_group.size)
     size = result.nbytes
-    call = Operation("all_reduce", members, tensor, None, wire, result, size, reduction, -1, finish)
+    call = Operation(
+        "all_reduce", comm_group, tensor, None, wire, result, size, reduction, -1, finish
+    )
     call.op = op
     return perform(call, wait)
 
@@ -55,21 +56,21 @@ def reduce(
     group: Group = None,
     wait: bool = True,
 ) -> Result:
-    """Reduce over all ranks; the root has the result, in place or in `out`, the others None.
+    """Reduce over all ranks; the root gets the result, in place or in `out`, the others None.
 
-    Tensors of the other ranks keep their values.
+    The tensors of the other ranks keep their values.
     """
-    members = members_of(group)
-    is_root = members.check_rank("root", root) == members.rank
-    result = tensor if out is None or not is_root else _copied(tensor, out)
-    backend = members.backend(tensor.device.type)
-    form = Reducing(tensor.dtype, op, backend)
+    comm_group = comm_group_of(group)
+    is_root = comm_group.check_rank("root", root) == comm_group.rank
+    result = tensor if out is None or not is_root else _copy_to_out(tensor, out)
+    backend = comm_group.backend(tensor.device.type)
+    form = ReduceForm(tensor.dtype, op, backend)
     wire = form.wire(result)
     if not is_root and backend == "gloo" and wire.data_ptr() == tensor.data_ptr():
-        wire = wire.clone()  # gloo leaves partial sums in it
-    finish = form.finish(wire, result, members.size) if is_root else None
+        wire = wire.clone()  # gloo overwrites it with partial sums
+    finish = form.finish(wire, result, comm_group.size) if is_root else None
     call = Operation(
-        *("reduce", members, tensor, None, wire, result if is_root else None, tensor.nbytes),
+        *("reduce", comm_group, tensor, None, wire, result if is_root else None, tensor.nbytes),
         *(form.reduction, root, finish),
     )
     call.op = op
@@ -85,14 +86,14 @@ def broadcast(
     wait: bool = True,
 ) -> Result:
     """Give every rank the root's tensor, in place or in `out`."""
-    members = members_of(group)
-    is_root = members.check_rank("root", root) == members.rank
+    comm_group = comm_group_of(group)
+    is_root = comm_group.check_rank("root", root) == comm_group.rank
     result = tensor
     if out is not None:
-        result = _copied(tensor, out) if is_root else check_out(out, tensor.shape, tensor)
-    target, finish = receiving(result)
+        result = _copy_to_out(tensor, out) if is_root else check_out(out, tensor.shape, tensor)
+    target, finish = receive_form(result)
     call = Operation(
-        *("broadcast", members, tensor, None, target, result, tensor.nbytes),
+        *("broadcast", comm_group, tensor, None, target, result, tensor.nbytes),
         *("", root, None if is_root else finish),
     )
     return perform(call, wait)
@@ -105,12 +106,12 @@ def all_gather(
     group: Group = None,
     wait: bool = True,
 ) -> Result:
-    """Give every rank the tensors of all, one after the other along dim 0, in rank order."""
-    members = members_of(group)
-    result = _output(tensor, _stacked(tensor, members.size), out)
-    target, finish = receiving(result)
+    """Concatenate the tensors of all ranks along dim 0, in rank order, on every rank."""
+    comm_group = comm_group_of(group)
+    result = _output(tensor, _concatenated_shape(tensor, comm_group.size), out)
+    target, finish = receive_form(result)
     call = Operation(
-        *("all_gather", members, tensor, moving(tensor), target, result, result.nbytes),
+        *("all_gather", comm_group, tensor, send_form(tensor), target, result, result.nbytes),
         finish=finish,
     )
     return perform(call, wait)
@@ -124,14 +125,14 @@ def reduce_scatter(
     group: Group = None,
     wait: bool = True,
 ) -> Result:
-    """Reduce over all ranks; each rank has its part of the result, cut along dim 0."""
-    members = members_of(group)
-    result = _output(tensor, _cut("tensor", tensor, members), out)
-    form = Reducing(tensor.dtype, op, members.backend(tensor.device.type))
+    """Reduce over all ranks; each rank gets its part of the result, split along dim 0."""
+    comm_group = comm_group_of(group)
+    result = _output(tensor, _part_shape("tensor", tensor, comm_group), out)
+    form = ReduceForm(tensor.dtype, op, comm_group.backend(tensor.device.type))
     target = form.wire(result)
     call = Operation(
-        *("reduce_scatter", members, tensor, form.wire(tensor), target, result, tensor.nbytes),
-        *(form.reduction, -1, form.finish(target, result, members.size)),
+        *("reduce_scatter", comm_group, tensor, form.wire(tensor), target, result, tensor.nbytes),
+        *(form.reduction, -1, form.finish(target, result, comm_group.size)),
     )
     call.op = op
     return perform(call, wait)
@@ -145,15 +146,15 @@ def gather(
     group: Group = None,
     wait: bool = True,
 ) -> Result:
-    """Give the root the tensors of all, one after the other along dim 0; the others get None."""
-    members = members_of(group)
+    """Concatenate the tensors of all ranks along dim 0 at the root; the others get None."""
+    comm_group = comm_group_of(group)
     result = target = finish = None
-    if members.check_rank("root", root) == members.rank:
-        result = _output(tensor, _stacked(tensor, members.size), out)
-        target, finish = receiving(result)
+    if comm_group.check_rank("root", root) == comm_group.rank:
+        result = _output(tensor, _concatenated_shape(tensor, comm_group.size), out)
+        target, finish = receive_form(result)
     call = Operation(
-        *("gather", members, tensor, moving(tensor), target, result),
-        *(tensor.nbytes * members.size, "", root, finish),
+        *("gather", comm_group, tensor, send_form(tensor), target, result),
+        *(tensor.nbytes * comm_group.size, "", root, finish),
     )
     return perform(call, wait)
 
@@ -166,25 +167,27 @@ def scatter(
     group: Group = None,
     wait: bool = True,
 ) -> Result:
-    """Cut the root's tensor along dim 0 and give each rank its part.
+    """Split the root's tensor along dim 0 and give each rank its part.
 
-    The other ranks give `out`, since they cannot know what is coming; the root may.
+    `out` is required on the other ranks, which cannot know the shape; on the root it is optional.
     """
-    members = members_of(group)
+    comm_group = comm_group_of(group)
     source = None
-    if members.check_rank("root", root) == members.rank:
+    if comm_group.check_rank("root", root) == comm_group.rank:
         if tensor is None:
             raise UsageError(f"scatter: rank {root} is the root and must give the tensor")
-        result = _output(tensor, _cut("tensor", tensor, members), out)
-        source = moving(tensor)
+        result = _output(tensor, _part_shape("tensor", tensor, comm_group), out)
+        source = send_form(tensor)
     elif out is None:
-        raise UsageError(f"scatter: rank {members.rank} is not the root {root} and must give out")
+        raise UsageError(
+            f"scatter: rank {comm_group.rank} is not the root {root} and must give out"
+        )
     else:
         result = out
-    target, finish = receiving(result)
+    target, finish = receive_form(result)
     call = Operation(
-        *("scatter", members, result, source, target, result),
-        *(result.nbytes * members.size, "", root, finish),
+        *("scatter", comm_group, result, source, target, result),
+        *(result.nbytes * comm_group.size, "", root, finish),
     )
     return perform(call, wait)
 
@@ -198,30 +201,30 @@ def all_to_all(
     group: Group = None,
     wait: bool = True,
 ) -> Result:
-    """Send each rank its part of the tensor, cut along dim 0, and receive one from each.
+    """Send each rank its part of the tensor, split along dim 0, and receive a part from each.
 
-    Parts are equal unless `in_splits` says how many rows go to each rank. `out_splits`, how many
-    rows come from each, is asked of the ranks in a small exchange of its own if it is left out.
+    Parts are equal unless `in_splits` gives the number of rows for each rank. If `out_splits`, the
+    number of rows from each rank, is left out, the ranks exchange it in a small collective first.
     """
-    members = members_of(group)
+    comm_group = comm_group_of(group)
     if in_splits is None and out_splits is None:
-        _cut("tensor", tensor, members)
+        _part_shape("tensor", tensor, comm_group)
         splits = None
         shape = tuple(tensor.shape)
     else:
-        ins = _checked_splits("in_splits", in_splits, members, len(tensor))
-        outs = list(out_splits) if out_splits is not None else _exchanged(ins, members)
-        splits = ins, _checked_splits("out_splits", outs, members, sum(outs))
+        ins = _checked_splits("in_splits", in_splits, comm_group, len(tensor))
+        outs = list(out_splits) if out_splits is not None else _exchange_splits(ins, comm_group)
+        splits = ins, _checked_splits("out_splits", outs, comm_group, sum(outs))
         shape = (sum(outs), *tensor.shape[1:])
     result = _output(tensor, shape, out)
-    target, finish = receiving(result)
-    source = moving(tensor)
+    target, finish = receive_form(result)
+    source = send_form(tensor)
     call = Operation(
-        *("all_to_all", members, tensor, source, target, result, tensor.nbytes),
+        *("all_to_all", comm_group, tensor, source, target, result, tensor.nbytes),
         finish=finish,
     )
     if splits is not None:
-        # The wire is flat, and where no backend knows the dtype it is bytes.
+        # The wire form is flat, and bytes where the backends do not support the dtype.
         row = math.prod(tensor.shape[1:]) * (tensor.itemsize // source.itemsize)
         call.splits = [part * row for part in splits[0]], [part * row for part in splits[1]]
     return perform(call, wait)
@@ -231,9 +234,11 @@ def send(
     tensor: torch.Tensor, to: int, tag: int = 0, *, group: Group = None, wait: bool = True
 ) -> Result:
     """Send a tensor to one rank, which must receive it."""
-    members = members_of(group)
-    _refuse_self("to", members.check_rank("to", to), members)
-    call = Operation(*("send", members, tensor, moving(tensor), None, None, tensor.nbytes, "", to))
+    comm_group = comm_group_of(group)
+    _refuse_self("to", comm_group.check_rank("to", to), comm_group)
+    call = Operation(
+        *("send", comm_group, tensor, send_form(tensor), None, None, tensor.nbytes, "", to)
+    )
     call.tag = tag
     return perform(call, wait)
 
@@ -248,15 +253,14 @@ def recv(
 ) -> Result:
     """Receive a tensor from one rank into `out`, which is also returned.
 
-    source=None takes what comes first from any rank (not on NCCL); the Handle's `source` says
-    who it was.
+    source=None receives from any rank (not on NCCL); the Handle's `source` is then the sender.
     """
-    members = members_of(group)
+    comm_group = comm_group_of(group)
     if source is not None:
-        _refuse_self("source", members.check_rank("source", source), members)
-    target, finish = receiving(out)
+        _refuse_self("source", comm_group.check_rank("source", source), comm_group)
+    target, finish = receive_form(out)
     call = Operation(
-        *("recv", members, out, None, target, out, out.nbytes, ""),
+        *("recv", comm_group, out, None, target, out, out.nbytes, ""),
         *(-1 if source is None else source, finish),
     )
     call.tag = tag
@@ -264,39 +268,39 @@ def recv(
 
 
 def barrier(*, group: Group = None, wait: bool = True) -> Result:
-    """Wait until every rank has come here."""
-    return perform(Operation("barrier", members_of(group), None, None, None, None, 0), wait)
+    """Wait until every rank of the group has called it."""
+    return perform(Operation("barrier", comm_group_of(group), None, None, None, None, 0), wait)
 
 
 def all_gather_uneven(tensor: torch.Tensor, *, group: Group = None) -> list[torch.Tensor]:
     """The tensors of all ranks, in rank order, where dim 0 may differ from rank to rank.
 
-    It takes two collectives: the lengths, then rows padded to the longest.
+    This takes two collectives: the lengths, then the rows, padded to the longest.
     """
-    members = members_of(group)
+    comm_group = comm_group_of(group)
     if tensor.dim() == 0:
         raise UsageError("all_gather_uneven: a tensor without dims has no rows: use all_gather")
-    refuse_block("all_gather_uneven")
-    rows = torch.tensor([len(tensor)], device=members.small_device)
+    refuse_in_block("all_gather_uneven")
+    rows = torch.tensor([len(tensor)], device=comm_group.small_device)
     lengths = all_gather(rows, group=group).tolist()
     padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
     padded[: len(tensor)] = tensor.detach()
-    everything = all_gather(padded, group=group).view(members.size, *padded.shape)
+    everything = all_gather(padded, group=group).view(comm_group.size, *padded.shape)
     return [part[:length] for part, length in zip(everything, lengths, strict=True)]
 
 
-def _stacked(tensor: torch.Tensor, size: int) -> tuple[int, ...]:
+def _concatenated_shape(tensor: torch.Tensor, size: int) -> tuple[int, ...]:
     return (size * len(tensor), *tensor.shape[1:]) if tensor.dim() else (size,)
 
 
-def _cut(name: str, tensor: torch.Tensor, members: Members) -> tuple[int, ...]:
+def _part_shape(name: str, tensor: torch.Tensor, comm_group: CommGroup) -> tuple[int, ...]:
     """The shape of one rank's part."""
-    if tensor.dim() == 0 or len(tensor) % members.size:
+    if tensor.dim() == 0 or len(tensor) % comm_group.size:
         raise UsageError(
-            f"{name} of shape {list(tensor.shape)} cannot be cut along dim 0 into {members.size} "
-            f"equal parts, one for each rank of group {members.label}: pad it"
+            f"{name} of shape {list(tensor.shape)} cannot be split along dim 0 into "
+            f"{comm_group.size} equal parts, one for each rank of group {comm_group.label}: pad it"
         )
-    return (len(tensor) // members.size, *tensor.shape[1:])
+    return (len(tensor) // comm_group.size, *tensor.shape[1:])
 
 
 def _output(tensor: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
@@ -304,40 +308,40 @@ def _output(tensor: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | No
 
 
 @torch.no_grad()
-def _copied(tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _copy_to_out(tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return check_out(out, tuple(tensor.shape), tensor).copy_(tensor)
 
 
 def _checked_splits(
-    name: str, splits: Sequence[int] | None, members: Members, rows: int
+    name: str, splits: Sequence[int] | None, comm_group: CommGroup, rows: int
 ) -> list[int]:
     if splits is None:
-        raise UsageError(f"all_to_all: {name} is missing: how many rows go to each rank?")
-    if len(splits) != members.size or min(splits) < 0 or sum(splits) != rows:
+        raise UsageError(f"all_to_all: {name} is missing: give the number of rows for each rank")
+    if len(splits) != comm_group.size or min(splits) < 0 or sum(splits) != rows:
         raise UsageError(
-            f"{name}={list(splits)}: give {members.size} numbers, one for each rank of group "
-            f"{members.label}, that add up to the {rows} rows"
+            f"{name}={list(splits)}: give {comm_group.size} numbers, one for each rank of group "
+            f"{comm_group.label}, that add up to the {rows} rows"
         )
     return list(splits)
 
 
-def _exchanged(ins: list[int], members: Members) -> list[int]:
+def _exchange_splits(ins: list[int], comm_group: CommGroup) -> list[int]:
     """How many rows every rank sends to this one."""
-    refuse_block("all_to_all without out_splits")
-    counts = torch.tensor(ins, device=members.small_device)
-    result: list[int] = all_to_all(counts, group=members.group).tolist()
+    refuse_in_block("all_to_all without out_splits")
+    counts = torch.tensor(ins, device=comm_group.small_device)
+    result: list[int] = all_to_all(counts, group=comm_group.process_group).tolist()
     return result
 
 
-def refuse_block(what: str) -> None:
-    """Raise UsageError inside comm.group(), for what needs an answer from other ranks now."""
+def refuse_in_block(what: str) -> None:
+    """Raise UsageError inside comm.group(), for calls that need values from other ranks now."""
     if current_block.get() is not None:
         raise UsageError(
-            f"{what} must know what other ranks have before it can go on, and inside comm.group() "
+            f"{what} needs values from other ranks before it can return, and inside comm.group() "
             "nothing is sent yet: call it before the block"
         )
 
 
-def _refuse_self(name: str, rank: int, members: Members) -> None:
-    if rank == members.rank:
+def _refuse_self(name: str, rank: int, comm_group: CommGroup) -> None:
+    if rank == comm_group.rank:
         raise UsageError(f"{name}={rank} is this rank itself: copy the tensor instead")

@@ -1,4 +1,8 @@
-"""`with comm.group():` many operations, sent as few messages when the block ends."""
+"""`with comm.group():` collects many operations and sends them in few messages at the block's end.
+
+On the CPU small operations that are alike are packed into one flat message: a message has a fixed
+cost, whatever its size. On NCCL operations of one kind become one NCCL group.
+"""
 
 import sys
 from collections import Counter
@@ -10,36 +14,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm import agreement, ledger
+from tutti.comm import ledger, operation
+from tutti.comm.backend_calls import issue
 from tutti.comm.collectives import all_gather
-from tutti.comm.errors import CollectiveError
-from tutti.comm.handle import Handle
-from tutti.comm.lateness import failure
-from tutti.comm.members import members_of
-from tutti.comm.operation import Operation, current_block, enter, send_off
-from tutti.comm.torch_calls import issue
+from tutti.comm.operation import (
+    CollectiveError,
+    Handle,
+    Operation,
+    comm_group_of,
+    current_block,
+    failed,
+    record,
+    send,
+)
 from tutti.world.errors import UsageError
 
-# Above this a message's fixed cost is lost in its transfer, and copying costs more than it saves.
+# Above this size the fixed cost of a message is small, and packing costs more than it saves.
 SMALL_BYTES = 256 << 10
 # A flat message grows to about this size; then another one is begun.
 _FLAT_BYTES = 8 << 20
 
-# What merely moves is packed as bytes, whatever its dtype.
+# Operations that only move data are packed as bytes, whatever their dtype.
 _MOVES = ("broadcast", "all_gather")
 _REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 
-# What NCCL takes between the start and the end of a group.
+# What NCCL allows between the start and the end of a group.
 _COALESCED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send", "recv")
 
 
 class BlockAbandoned(CollectiveError):
-    """Another rank left the block by an exception, so that no rank sent anything."""
+    """Another rank left the block by an exception, so no rank sent anything."""
 
 
 @dataclass
 class Summary:
-    """What a block did: how many operations became how many messages."""
+    """How many operations of a block became how many messages."""
 
     operations: int = 0
     messages: int = 0
@@ -57,18 +66,17 @@ class Summary:
 def group(
     *, agree: bool = False, among: dist.ProcessGroup | None = None, small: int = SMALL_BYTES
 ) -> "Block":
-    """Collect the operations called in a `with` block and send them as few messages at its end.
+    """Collect the operations called in a `with` block and send them in few messages at its end.
 
-    Inside the block nothing is sent; results, and handles from `wait=False`, are right after it.
-    No operation may use what another one in the block writes. On CPU, operations of up to `small`
-    bytes that are alike (same kind, group and reduction) travel in one flat message; on NCCL,
-    operations of a kind are one NCCL group. A block within a block belongs to the outer one.
+    Inside the block nothing is sent; results, and handles from `wait=False`, are valid after it.
+    No operation may use memory that another one in the block writes. On the CPU, operations of up
+    to `small` bytes that are alike (same kind, group and reduction) travel in one flat message; on
+    NCCL, operations of a kind are one NCCL group. A block within a block belongs to the outer one.
 
-    An exception inside the block means that this rank sends nothing of it; other ranks then wait
-    for it until their timeout, or until the world ends. With agree=True the ranks of `among` (all,
-    unless given) first tell each other, in one tiny message, whether they came through: if one
-    did not, the others raise BlockAbandoned, and nobody sends anything. `summary` tells what was
-    done.
+    If the block raises on this rank, this rank sends nothing of it; the other ranks then wait until
+    their timeout, or until the world ends. With agree=True the ranks of `among` (default: all)
+    first exchange, in one tiny message, whether they completed the block: if one did not, the
+    others raise BlockAbandoned, and no rank sends anything. `summary` says what was sent.
     """
     return Block(agree, among, small)
 
@@ -90,9 +98,9 @@ class Block:
         return self._summary if self._outer is None else self._outer.summary
 
     def add(self, operation: Operation, wait: bool) -> Any:
-        """Take a call in; returns the tensor that will hold its result, or its handle."""
+        """Collect a call; returns the tensor that will hold its result, or its handle."""
         handle = Handle(operation, None, 0)
-        handle.hold("is sent when its comm.group() block ends: wait for it after the block")
+        handle.refuse_wait("is sent when its comm.group() block ends: wait for it after the block")
         self._calls.append((operation, handle))
         return operation.result if wait else handle
 
@@ -113,187 +121,188 @@ class Block:
         if self._outer is not None:
             return
         current_block.reset(self._token)
-        site = ledger.caller(sys._getframe(1))
+        site = ledger.call_site(sys._getframe(1))
         try:
             if self._agree:
-                self._refuse_unless_all_came(error)
+                self._refuse_unless_all_completed(error)
             if error is None:
                 self._send(site)
         finally:
             for _, handle in self._calls:
                 if not handle.is_done():
-                    handle.hold("was not sent, or not to its end: its comm.group() block failed")
+                    handle.refuse_wait("was not sent or not completed: its comm.group() failed")
             self._calls = []
 
-    def _refuse_unless_all_came(self, error: BaseException | None) -> None:
-        members = members_of(self._among)
-        flag = torch.tensor([error is not None], dtype=torch.uint8, device=members.small_device)
-        failed = all_gather(flag, group=self._among).nonzero().view(-1).tolist()
-        if failed and error is None:
-            ranks = ", ".join(map(str, failed))
+    def _refuse_unless_all_completed(self, error: BaseException | None) -> None:
+        comm_group = comm_group_of(self._among)
+        flag = torch.tensor([error is not None], dtype=torch.uint8, device=comm_group.small_device)
+        failed_ranks = all_gather(flag, group=self._among).nonzero().view(-1).tolist()
+        if failed_ranks and error is None:
+            ranks = ", ".join(map(str, failed_ranks))
             raise BlockAbandoned(
                 f"nothing of this comm.group() block was sent: rank {ranks} of group "
-                f"{members.label} left it by an exception"
+                f"{comm_group.label} left it by an exception"
             )
 
-    def _send(self, site: tuple[int, int]) -> None:
-        operations = [operation for operation, _ in self._calls]
+    def _send(self, site: bytes) -> None:
+        operations = [each for each, _ in self._calls]
         _refuse_overlaps(operations)
-        if agreement.enabled:
-            agreement.check(operations)
+        if operation.compare_calls is not None:
+            operation.compare_calls(operations)
         works: dict[int, Any] = {}
-        # Everything is under way before anything is waited for.
-        sent = [self._begin(batch, site) for batch in _plan(operations, self._small)]
+        # All messages are started before any is waited for.
+        sent = [self._begin(batch, site) for batch in _batches(operations, self._small)]
         for handles, batch in sent:
             for handle in handles:
                 handle.wait()
             if len(handles) < len(batch):
-                unpack(handles[0].operation, batch)
-                for operation in batch:
-                    if operation.finish is not None:
-                        operation.finish()
+                _unpack(handles[0].operation, batch)
+                for each in batch:
+                    if each.finish is not None:
+                        each.finish()
             works |= {id(each): handles[-1].work for each in batch}
         event = None
-        if any(operation.is_on_stream for operation in operations):
+        if any(each.is_on_stream for each in operations):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        for operation, handle in self._calls:
-            handle.settle(works[id(operation)], event if operation.is_on_stream else None)
+        for each, handle in self._calls:
+            handle.complete(works[id(each)], event if each.is_on_stream else None)
 
-    def _begin(
-        self, batch: list[Operation], site: tuple[int, int]
-    ) -> tuple[list[Handle], list[Operation]]:
-        """Send a batch off: as one NCCL group, as one flat message, or by itself."""
+    def _begin(self, batch: list[Operation], site: bytes) -> tuple[list[Handle], list[Operation]]:
+        """Start a batch: as one NCCL group, as one flat message, or as the single operation."""
         self._summary.operations += len(batch)
         self._summary.messages += 1
-        self._summary.bytes += sum(operation.bytes for operation in batch)
-        self._summary.kinds.update(operation.kind for operation in batch)
+        self._summary.bytes += sum(each.bytes for each in batch)
+        self._summary.kinds.update(each.kind for each in batch)
         if len(batch) == 1:
-            return [send_off(batch[0], wait=False)], batch
+            return [send(batch[0], wait=False)], batch
         if batch[0].is_on_stream:
-            return _coalesced(batch), batch
-        message = pack(batch)
-        message.site, message.line = site
-        return [send_off(message, wait=False)], batch
+            return _nccl_group(batch), batch
+        message = _pack(batch)
+        message.site = site
+        return [send(message, wait=False)], batch
 
 
-def _plan(operations: Sequence[Operation], small: int) -> list[list[Operation]]:
-    """Which operations go together: the same lists, in the same order, on every rank."""
-    streamed: dict[Any, list[Operation]] = {}
+def _batches(operations: Sequence[Operation], small: int) -> list[list[Operation]]:
+    """Operations that are sent together: the same lists, in the same order, on every rank."""
+    by_nccl: dict[Any, list[Operation]] = {}
     others = []
-    for operation in operations:
-        tensor = operation.tensor
-        if tensor is not None and tensor.is_cuda and operation.kind in _COALESCED:
-            is_nccl = operation.members.backend("cuda") == "nccl"
-            kind = "messages" if operation.is_message else operation.kind
-            if is_nccl:
-                key = kind, id(operation.members), tensor.device
-                streamed.setdefault(key, []).append(operation)
-                continue
-        others.append(operation)
-    return [*streamed.values(), *batches(others, small)]
+    for each in operations:
+        tensor = each.tensor
+        if (
+            tensor is not None
+            and tensor.is_cuda
+            and each.kind in _COALESCED
+            and each.comm_group.backend("cuda") == "nccl"
+        ):
+            kind = "messages" if each.is_message else each.kind
+            by_nccl.setdefault((kind, id(each.comm_group), tensor.device), []).append(each)
+        else:
+            others.append(each)
+    return [*by_nccl.values(), *flat_batches(others, small)]
 
 
-def _coalesced(batch: list[Operation]) -> list[Handle]:
+def _nccl_group(batch: list[Operation]) -> list[Handle]:
     """Several operations of one kind as one NCCL group."""
-    process_group: Any = batch[0].members.group
+    process_group: Any = batch[0].comm_group.process_group
     device = batch[0].tensor.device  # type: ignore[union-attr]
-    numbers = [enter(operation, ledger.BEGUN) for operation in batch]
+    numbers = [record(each, ledger.BEGUN) for each in batch]
     process_group._start_coalescing(device)
     try:
-        for operation in batch:
-            issue(operation, asynchronous=True)
+        for each in batch:
+            issue(each, asynchronous=True)
     except RuntimeError as error:
-        raise failure(batch[0], numbers[0], error) from error
+        raise failed(batch[0], numbers[0], error) from error
     finally:
         work = process_group._end_coalescing(device)
-    return [
-        Handle(operation, work, number) for operation, number in zip(batch, numbers, strict=True)
-    ]
+    return [Handle(each, work, number) for each, number in zip(batch, numbers, strict=True)]
 
 
 def _refuse_overlaps(operations: Sequence[Operation]) -> None:
-    """Raise UsageError if an operation writes what another one uses: their order is not kept."""
+    """Raise UsageError if an operation writes memory that another one uses: no order is kept."""
     spans = []
-    for number, operation in enumerate(operations):
-        used = {id(t): (t, False) for t in (operation.tensor, operation.source) if t is not None}
-        used |= {id(t): (t, True) for t in (operation.target, operation.result) if t is not None}
+    for number, each in enumerate(operations):
+        used = {id(t): (t, False) for t in (each.tensor, each.source) if t is not None}
+        used |= {id(t): (t, True) for t in (each.target, each.result) if t is not None}
         for tensor, is_written in used.values():
             if tensor.is_contiguous() and tensor.numel():
                 start = tensor.data_ptr()
                 spans.append((start, start + tensor.nbytes, is_written, number))
-    furthest = written = (0, -1)
+    furthest = written = (0, -1)  # the end of the span that reaches furthest, and its operation
     for start, end, is_written, number in sorted(spans):
         for reach, other in (written, furthest) if is_written else (written,):
             if start < reach and other != number:
-                first, second = sorted((number, other))
+                first, second = (operations[n] for n in sorted((number, other)))
                 raise UsageError(
-                    f"{operations[second].kind} at {operations[second].place} uses the memory of "
-                    f"{operations[first].kind} at {operations[first].place}, in the same "
-                    "comm.group() block, where no order is kept: end the block between them"
+                    f"{second.kind} at {second.where} uses the memory of {first.kind} at "
+                    f"{first.where}, in the same comm.group() block, where no order is kept: end "
+                    "the block between them"
                 )
         furthest = max(furthest, (end, number))
         if is_written:
             written = max(written, (end, number))
 
 
-def batches(operations: Sequence[Operation], small: int) -> list[list[Operation]]:
+# ---- Flat messages ----
+
+
+def flat_batches(operations: Sequence[Operation], small: int) -> list[list[Operation]]:
     """The operations in lists that can travel as one message each, in the order of the first.
 
-    Every rank of a group comes to the same lists, since it calls the same operations.
+    Every rank of a group computes the same lists, since it calls the same operations.
     """
     open_lists: dict[Hashable, list[Operation]] = {}
-    filled: dict[Hashable, int] = {}
+    packed_bytes: dict[Hashable, int] = {}
     result: list[list[Operation]] = []
-    for operation in operations:
-        key = _key(operation) if operation.bytes <= small else None
+    for each in operations:
+        key = _batch_key(each) if each.bytes <= small else None
         if key is None:
-            result.append([operation])
+            result.append([each])
             continue
-        if key not in open_lists or filled[key] + operation.bytes > _FLAT_BYTES:
+        if key not in open_lists or packed_bytes[key] + each.bytes > _FLAT_BYTES:
             open_lists[key] = []
-            filled[key] = 0
+            packed_bytes[key] = 0
             result.append(open_lists[key])
-        open_lists[key].append(operation)
-        filled[key] += operation.bytes
+        open_lists[key].append(each)
+        packed_bytes[key] += each.bytes
     return result
 
 
-def _key(operation: Operation) -> Hashable | None:
+def _batch_key(each: Operation) -> Hashable | None:
     """What operations in one message have in common; None for one that travels by itself."""
-    target, members = operation.target, operation.members
+    target = each.target
     if target is None or target.numel() == 0:
         return None
-    if operation.kind in _MOVES:
-        return operation.kind, id(members), operation.root, target.device
-    if operation.kind in _REDUCES:
-        together = operation.reduction, operation.root, target.dtype, target.device
-        return operation.kind, id(members), together
+    if each.kind in _MOVES:
+        return each.kind, id(each.comm_group), each.root, target.device
+    if each.kind in _REDUCES:
+        reduction = each.reduction, each.root, target.dtype, target.device
+        return each.kind, id(each.comm_group), reduction
     return None
 
 
 @torch.no_grad()
-def pack(batch: Sequence[Operation]) -> Operation:
-    """One operation that does the work of all; `unpack` ends theirs."""
+def _pack(batch: Sequence[Operation]) -> Operation:
+    """One operation that does the work of all; `_unpack` distributes its result."""
     first = batch[0]
-    size, is_root = first.members.size, first.root == first.members.rank
+    size, is_root = first.comm_group.size, first.root == first.comm_group.rank
     source = None
     if first.kind in ("all_reduce", "reduce"):
         target = torch.cat([_target(each).view(-1) for each in batch])
     elif first.kind == "broadcast":
-        parts = [_bytes(_target(each)) for each in batch]
+        parts = [_target(each).view(torch.uint8) for each in batch]
         total = sum(part.numel() for part in parts)
         target = torch.cat(parts) if is_root else parts[0].new_empty(total)
     elif first.kind == "all_gather":
-        source = torch.cat([_bytes(_source(each)) for each in batch])
+        source = torch.cat([_source(each).view(torch.uint8) for each in batch])
         target = source.new_empty(size * source.numel())
-    else:  # reduce_scatter: what goes to one rank must lie together
+    else:  # reduce_scatter: the parts for one rank must be contiguous
         rows = [_source(each).view(size, -1) for each in batch]
         source = torch.cat(rows, dim=1).view(-1)
         target = source.new_empty(source.numel() // size)
     total = max(target.nbytes, 0 if source is None else source.nbytes)
     message = Operation(
-        *(first.kind, first.members, target, source, target, None, total),
+        *(first.kind, first.comm_group, target, source, target, None, total),
         *(first.reduction, first.root, None),
     )
     message.op = first.reduction
@@ -301,36 +310,32 @@ def pack(batch: Sequence[Operation]) -> Operation:
 
 
 @torch.no_grad()
-def unpack(message: Operation, batch: Sequence[Operation]) -> None:
-    """Give every operation of the batch its part of what has arrived."""
-    members, flat = message.members, _target(message)
-    if message.root == members.rank and message.kind == "broadcast":
-        return  # the root has it already
-    if message.kind == "reduce" and message.root != members.rank:
-        return  # only the root gets something
+def _unpack(message: Operation, batch: Sequence[Operation]) -> None:
+    """Copy to every operation of the batch its part of the message."""
+    comm_group, flat = message.comm_group, _target(message)
+    if message.root == comm_group.rank and message.kind == "broadcast":
+        return  # the root has the data already
+    if message.kind == "reduce" and message.root != comm_group.rank:
+        return  # only the root gets a result
     if message.kind == "all_gather":
-        columns = flat.view(members.size, -1)
+        columns = flat.view(comm_group.size, -1)
         sizes = [_source(each).nbytes for each in batch]
         for each, part in zip(batch, torch.split(columns, sizes, dim=1), strict=True):
-            _bytes(_target(each)).view(members.size, -1).copy_(part)
+            _target(each).view(torch.uint8).view(comm_group.size, -1).copy_(part)
         return
     targets = [_target(each).view(-1) for each in batch]
     if message.kind == "broadcast":
-        targets = [_bytes(target) for target in targets]
+        targets = [target.view(torch.uint8) for target in targets]
     sizes = [target.numel() for target in targets]
     for target, part in zip(targets, torch.split(flat, sizes), strict=True):
         target.copy_(part)
 
 
-def _target(operation: Operation) -> torch.Tensor:
-    assert operation.target is not None
-    return operation.target
+def _target(each: Operation) -> torch.Tensor:
+    assert each.target is not None
+    return each.target
 
 
-def _source(operation: Operation) -> torch.Tensor:
-    assert operation.source is not None
-    return operation.source
-
-
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(torch.uint8)
+def _source(each: Operation) -> torch.Tensor:
+    assert each.source is not None
+    return each.source

@@ -1,11 +1,16 @@
-"""The ledger: what this rank communicates, in memory that other processes can read.
+"""The ledger: which operations this rank has called, in memory that other processes can read.
 
-gloo keeps no record of what it does, and a process that hangs cannot be asked. So every call goes
-into a ring of records in a memfd named "tutti-ledger": no file, no lock, nothing left behind. A
-reader opens it through /proc/PID/fd, whatever the process is doing (ledger_reader.py).
+gloo keeps no record of its operations, and a process that hangs cannot be asked. So every call of
+tutti.comm is written to a ring of entries, one ring per process group, in a memfd that is named
+"tutti-ledger:LABEL": no file, no lock, nothing to clean up. Another process opens it through
+/proc/PID/fd, whatever this process is doing (ledger_reader.py).
 
-Writing must cost next to nothing: a record is one struct.pack_into, names are written once and
-referred to by number. A reader that meets a record just being written reads it again.
+The layout is that of the ledger in a segment of the shm backend (shm/core/ledger.h), which records
+what torch itself calls there (DDP, say): one format, one reader. Little-endian, no pointers; times
+are nanoseconds of CLOCK_MONOTONIC unless a name says realtime.
+
+Writing an entry is one struct.pack_into. A reader that meets an entry that is just being written
+reads it again.
 """
 
 import itertools
@@ -13,226 +18,243 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
 from time import monotonic_ns
 from types import CodeType, FrameType
 from typing import Any
 
-from tutti.comm import place
 from tutti.machine.environment import boot_id
 
-LABEL = "tutti-ledger"
-MAGIC = b"TUTTILED"
-VERSION = 1
-
+# The vocabulary of operations, in the order of the enums in shm/core/tutti_shm.h.
 KINDS = (
     *("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather"),
     *("scatter", "all_to_all", "send", "recv"),
 )
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8"),
+    *("bool", "bytes"),  # bytes: every other dtype
+)
+REDUCTIONS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
 # streamed: handed to a CUDA stream; when it ends there, only the stream knows.
-STATES = ("none", "begun", "waiting", "done", "failed", "streamed")
-BEGUN, WAITING, DONE, FAILED, STREAMED = range(1, 6)
+STATES = ("begun", "waiting", "done", "failed", "streamed")
+BEGUN, WAITING, DONE, FAILED, STREAMED = range(5)
 
-# Where everything lies. Numbers are little-endian; times are of CLOCK_MONOTONIC, in nanoseconds.
-HEADER = struct.Struct("<8sIiiiq64s")  # magic, version, pid, rank, size, start, host
-PLACE_AT, PLACE = 128, struct.Struct("<Qq240s")  # changes (odd: being written), when, text
-GROUPS_AT, GROUP_BYTES, GROUPS = 1024, 128, 64
-GROUP = struct.Struct("<QQii40s40s")  # collectives, messages, rank, size, label, name
-RECORDS_AT, RECORD_BYTES, RECORDS = 16384, 64, 256
-# number, sequence, began, ended, bytes, site, line, peer or root, group, dtype, kind, state
-RECORD = struct.Struct("<QQqqQIIiHHBB")
-ENDED_AT, STATE_AT = 24, 57
-_pack = RECORD.pack_into
-NAMES_AT, NAME_BYTES, NAMES = 32768, 160, 512
-BYTES = NAMES_AT + NAME_BYTES * NAMES
+LABEL = "tutti-ledger"
+MAGIC = b"TUTTISHM"
+# magic, abi, entries, rank, size, pid, token, bytes, ledger offset, entry bytes, location offset,
+# created (realtime), group name
+HEADER = struct.Struct("<8sIIiiqQQQQQq128s")
+# number (from 1; entry at (number - 1) % entries), sequence, kind, dtype, reduction, root or peer,
+# tag, state, bytes, begun, begun (realtime), ended, fingerprint, call site
+ENTRY = struct.Struct("<QQIIIiIIQQQQQ16x96s")
+LOCATION = struct.Struct("<QQ256s")  # version (odd while being written), time, text
+ENTRIES = 256
+_LOCATION_AT, _ENTRIES_AT = 256, 1024
+_BYTES = _ENTRIES_AT + ENTRIES * ENTRY.size
+_STATE_AT, _BEGUN_AT, _ENDED_AT = 36, 48, 64
+_pack = ENTRY.pack_into
+_REALTIME_OFFSET = time.time_ns() - monotonic_ns()
 
 
-class _Book:
-    """The memory of one process's ledger."""
+class GroupLedger:
+    """The ring of entries of one process group in this process."""
 
-    def __init__(self) -> None:
-        self.file = os.memfd_create(LABEL, os.MFD_CLOEXEC)
-        os.ftruncate(self.file, BYTES)
-        self.memory = mmap.mmap(self.file, BYTES)
-        self.words = memoryview(self.memory).cast("B").cast("q")
-        self.numbers = itertools.count(1)
-        self.names: dict[object, int] = {}
-        self.sites: dict[int, tuple[int, CodeType]] = {}
-        self.groups: dict[str, int] = {}
-        self.place_changes = 0
-        self.name("?")
-        self.introduce(-1, 0, "")
+    def __init__(self, label: str, name: str, rank: int, size: int) -> None:
+        self._file = os.memfd_create(f"{LABEL}:{label[:200]}", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, _BYTES)
+        self._map(mmap.mmap(self._file, _BYTES))
+        self._numbers = itertools.count(1)
+        self._location_version = 0
+        # fmt: off
+        HEADER.pack_into(
+            self._memory, 0, MAGIC, 0, ENTRIES, rank, size, os.getpid(), 0, _BYTES, _ENTRIES_AT,
+            ENTRY.size, _LOCATION_AT, time.time_ns(), _clipped(name, 128),
+        )
+        # fmt: on
+        _open_ledgers.add(self)
 
-    def introduce(self, rank: int, size: int, host: str) -> None:
-        me = (MAGIC, VERSION, os.getpid(), rank, size, monotonic_ns(), _text(host, 64))
-        HEADER.pack_into(self.memory, 0, *me)
-
-    def name(self, name: object) -> int:
-        """The number of a name, which is written when it is first seen; 0 once there are 512."""
-        number = self.names.get(name)
-        if number is None:
-            if len(self.names) == NAMES:
-                return 0
-            number = self.names[name] = len(self.names)
-            at = NAMES_AT + number * NAME_BYTES
-            self.memory[at : at + NAME_BYTES] = _text(str(name), NAME_BYTES).ljust(
-                NAME_BYTES, b"\0"
-            )
+    def begin(
+        self,
+        kind: int,
+        dtype: int,
+        reduction: int,
+        root: int,
+        tag: int,
+        state: int,
+        sequence: int,
+        size: int,
+        site: bytes,
+    ) -> int:
+        """Write that an operation of `size` bytes has begun; returns its number, for `mark`."""
+        number = next(self._numbers)
+        now = monotonic_ns()
+        # fmt: off
+        _pack(self._memory, _ENTRIES_AT + (number - 1) % 256 * 192, number, sequence, kind, dtype,
+              reduction, root, tag, state, size, now, now + _REALTIME_OFFSET, 0, 0, site)
+        # fmt: on
         return number
 
-    def site(self, code: CodeType) -> int:
-        """The number of a place in the code, -1 where it is not the user's."""
-        number = -1
-        if not place.is_ours(code.co_filename):
-            number = self.name(f"{place.shown_path(code.co_filename)} in {code.co_name}")
-        # The code object is kept, so that its address never comes to mean another. Code that is
-        # made anew for every call must not be kept without end.
-        if len(self.sites) > 4096:
-            self.sites.clear()
-        self.sites[id(code)] = number, code
-        return number
+    def mark(self, number: int, state: int) -> None:
+        """Write that an operation is now waited for, done or failed."""
+        at = _ENTRIES_AT + (number - 1) % ENTRIES * 192
+        if self._words[at // 8] == number:  # else a later operation has overwritten the entry
+            if state != WAITING:
+                self._words[(at + _ENDED_AT) // 8] = monotonic_ns()
+            self._memory[at + _STATE_AT] = state
+
+    def seconds_since_begin(self, number: int) -> float:
+        """How long ago an operation began; 0 if it is no longer in the ring."""
+        at = (_ENTRIES_AT + (number - 1) % ENTRIES * ENTRY.size) // 8
+        if self._words[at] != number:
+            return 0.0
+        return (monotonic_ns() - self._words[at + _BEGUN_AT // 8]) / 1e9
+
+    def write_location(self, text: str) -> None:
+        """Write where in its code the main thread is."""
+        self._location_version += 2
+        entry = (monotonic_ns(), _clipped(text, 256))
+        LOCATION.pack_into(self._memory, _LOCATION_AT, self._location_version - 1, *entry)
+        self._words[_LOCATION_AT // 8] = self._location_version
+
+    def _map(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._words = memoryview(memory).cast("B").cast("q")
+
+    def detach(self) -> None:
+        """In a forked child: leave the parent's memory, and write where nobody reads."""
+        os.close(self._file)
+        self._file = -1
+        self._map(mmap.mmap(-1, _BYTES))
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", -1) >= 0:
+            os.close(self._file)
 
 
-_book: _Book | None = None
+_open_ledgers: "weakref.WeakSet[GroupLedger]" = weakref.WeakSet()
 
 
-def begin(
-    kind: int,
-    group: int,
-    sequence: int,
-    size: int,
-    dtype: object,
-    peer: int,
-    site: int,
-    line: int,
-    state: int,
-) -> int:
-    """Write that an operation has begun; returns its number, for `mark`."""
-    book = _book or _open()
-    number = next(book.numbers)
-    named = book.names.get(dtype)
-    if named is None:
-        named = book.name(dtype)
-    at = RECORDS_AT + number % RECORDS * RECORD_BYTES
-    now = monotonic_ns()
-    # fmt: off
-    _pack(book.memory, at, number, sequence, now, 0, size, site, line, peer, group, named, kind,
-          state)
-    # fmt: on
-    # The group's count of collectives, or of messages (send 9, recv 10).
-    book.words[(GROUPS_AT // 8 + (kind >= 9)) + group * (GROUP_BYTES // 8)] = sequence
-    return number
+def _detach_all() -> None:
+    for ledger in list(_open_ledgers):
+        ledger.detach()
 
 
-def mark(number: int, state: int) -> None:
-    """Write that an operation is now waited for, done or failed."""
-    book = _book
-    if book is None:
-        return
-    at = RECORDS_AT + number % RECORDS * RECORD_BYTES
-    if book.words[at // 8] == number:  # else later operations have taken its place
-        if state != WAITING:
-            book.words[(at + ENDED_AT) // 8] = monotonic_ns()
-        book.memory[at + STATE_AT] = state
+os.register_at_fork(after_in_child=_detach_all)
 
 
-def seconds_since_begin(number: int) -> float:
-    """How long ago an operation began; 0 if it is no longer in the ledger."""
-    book = _book or _open()
-    at = (RECORDS_AT + number % RECORDS * RECORD_BYTES) // 8
-    return (monotonic_ns() - book.words[at + 2]) / 1e9 if book.words[at] == number else 0.0
+# The ledger of the default group: it also holds the location of the main thread, and stays open
+# when the group is destroyed.
+_world_ledger: GroupLedger | None = None
 
 
-def caller(frame: FrameType | None) -> tuple[int, int]:
-    """The place outside tutti.comm and torch that a call came from: its number and line."""
-    sites = (_book or _open()).sites
-    while frame is not None:
-        code = frame.f_code
-        known = sites.get(id(code))
-        number = known[0] if known is not None else (_book or _open()).site(code)
-        if number >= 0:
-            return number, frame.f_lineno
-        frame = frame.f_back
-    return 0, 0
+def record_locations_in(ledger: GroupLedger) -> None:
+    """Write the location of the main thread to this ledger, once a second, from now on."""
+    global _world_ledger
+    _world_ledger = ledger
+    record_location(_write_world_location)
 
 
-def site_text(site: int, line: int) -> str:
-    """`train.py:88 in step`, from what `caller` returned."""
-    book = _book or _open()
-    at = NAMES_AT + site * NAME_BYTES
-    name = bytes(book.memory[at : at + NAME_BYTES]).rstrip(b"\0").decode(errors="replace")
-    return placed(name, line)
+def _write_world_location(text: str) -> None:
+    if _world_ledger is not None:
+        _world_ledger.write_location(text)
 
 
-def placed(name: str, line: int) -> str:
-    """Put the line number where it belongs: `train.py in step`, 88 → `train.py:88 in step`."""
-    path, within, function = name.rpartition(" in ")
-    return f"{path}:{line} in {function}" if within else name
-
-
-def add_group(label: str, name: str, rank: int, size: int) -> int:
-    """Enter a group; returns its number. The last of 64 stands for all that come later."""
-    book = _book or _open()
-    number = book.groups.setdefault(name, min(len(book.groups), GROUPS - 1))
-    entry = GROUP.pack(0, 0, rank, size, _text(label, 40), _text(name, 40))
-    at = GROUPS_AT + number * GROUP_BYTES
-    book.memory[at : at + GROUP.size] = entry
-    return number
-
-
-def introduce(rank: int, size: int, host: str) -> None:
-    """Write who this process is in its world."""
-    (_book or _open()).introduce(rank, size, host)
-
-
-def address() -> str:
-    """Where another process of this host finds the ledger, as JSON."""
-    book = _book or _open()
+def process_address() -> str:
+    """How another process finds the ledgers of this one, as JSON."""
     where = {"host": os.uname().nodename, "machine": _machine()}
-    return json.dumps({**where, "pid": os.getpid(), "fd": book.file})
+    return json.dumps({**where, "pid": os.getpid()})
 
 
-def is_near(address: Mapping[str, Any]) -> bool:
-    """Whether the process at this address (read from JSON) can be looked at from here."""
+def is_on_this_machine(address: Mapping[str, Any]) -> bool:
+    """Whether the process at this address can be looked at from here."""
     return bool(address["machine"] == _machine())
 
 
 def _machine() -> str:
-    """The running system and its view of processes: a container has a view of its own."""
+    """The running system and its PID namespace: a container has a namespace of its own."""
     return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
 
 
-def note_place(text: str) -> None:
-    """Write where the main thread is."""
-    book = _book
-    if book is not None:
-        book.place_changes += 2
-        entry = (monotonic_ns(), _text(text, 240))
-        PLACE.pack_into(book.memory, PLACE_AT, book.place_changes - 1, *entry)
-        book.words[PLACE_AT // 8] = book.place_changes
-
-
-def _open() -> _Book:
-    global _book
-    if _book is None:
-        _book = _Book()
-        place.add_sink(note_place)
-        place.start_noting_places()
-    return _book
-
-
-def _forget() -> None:
-    """In a forked child: the ledger is the parent's, and stays so."""
-    global _book
-    if _book is not None:
-        os.close(_book.file)
-        _book = None
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-def _text(text: str, limit: int) -> bytes:
-    """The text in at most `limit` bytes; of a longer one the end, which says more."""
+def _clipped(text: str, limit: int) -> bytes:
+    """The text in fewer than `limit` bytes; of a longer one the end, which is more specific."""
     raw = text.encode(errors="replace")
     return raw if len(raw) < limit else "…".encode() + raw[-(limit - 4) :]
+
+
+# Call sites and the location of the main thread, both as `train.py:88 in step`.
+
+_COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = f"{os.sep}torch{os.sep}"
+_LOCATION_SECONDS = 1.0
+
+# By the id of a code object, which is kept so that the id never comes to mean another one: the
+# texts of its lines, or None for code of tutti.comm or torch.
+_sites: dict[int, tuple[CodeType, dict[int, bytes] | None]] = {}
+_location_sinks: list[Callable[[str], None]] = []
+_recording_process: int | None = None  # whose thread records locations: a forked child has none
+
+
+def call_site(frame: FrameType | None) -> bytes:
+    """The innermost place outside tutti.comm and torch that a call came from."""
+    while frame is not None:
+        code = frame.f_code
+        known = _sites.get(id(code))
+        lines = known[1] if known is not None else _add_site(code)
+        if lines is not None:
+            line = frame.f_lineno
+            text = lines.get(line)
+            if text is None:
+                path = shown_path(code.co_filename)
+                text = lines[line] = _clipped(f"{path}:{line} in {code.co_name}", 96)
+            return text
+        frame = frame.f_back
+    return b""
+
+
+def _add_site(code: CodeType) -> dict[int, bytes] | None:
+    if len(_sites) > 4096:  # code that is generated for every call must not be kept for ever
+        _sites.clear()
+    lines: dict[int, bytes] | None = None if is_internal(code.co_filename) else {}
+    _sites[id(code)] = code, lines
+    return lines
+
+
+def is_internal(filename: str) -> bool:
+    """Whether a file belongs to tutti.comm, torch or Python's start: nobody's bug is there."""
+    return filename.startswith((_COMM, "<frozen")) or _TORCH in filename
+
+
+def shown_path(filename: str) -> str:
+    """A path relative to the working directory where it is below that, else absolute."""
+    try:
+        here = os.getcwd() + os.sep
+    except FileNotFoundError:
+        return filename
+    return filename.removeprefix(here)
+
+
+def record_location(sink: Callable[[str], None]) -> None:
+    """Call `sink` once a second, from a thread, with the location of the main thread.
+
+    The location goes where other processes can read it, so that a timeout can name the line at
+    which a late rank is.
+    """
+    global _recording_process
+    if sink not in _location_sinks:
+        _location_sinks.append(sink)
+    if _recording_process != os.getpid():
+        _recording_process = os.getpid()
+        threading.Thread(target=_record_locations, name="tutti-locations", daemon=True).start()
+
+
+def _record_locations() -> None:
+    main = threading.main_thread().ident
+    while main is not None:
+        text = call_site(sys._current_frames().get(main)).decode(errors="replace") or "unknown"
+        for sink in list(_location_sinks):
+            sink(text)
+        time.sleep(_LOCATION_SECONDS)

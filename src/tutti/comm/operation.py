@@ -1,41 +1,188 @@
-"""One call of a collective: what it moves, and the steps that all of them take."""
+"""One operation from call to result: its process group, its tensors, its Handle, its trace name."""
 
+import re
 import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from tutti.comm import agreement, ledger
-from tutti.comm.handle import Handle
-from tutti.comm.lateness import failure
-from tutti.comm.members import Members
-from tutti.comm.routes import carrier
-from tutti.comm.tags import profiling, span
-from tutti.comm.torch_calls import issue
-from tutti.comm.wire import Finish
+from tutti.comm import ledger
+from tutti.comm.backend_calls import Finish, dtype_name, issue
+from tutti.world.errors import RanksDiffer, UsageError
+
+if TYPE_CHECKING:
+    from tutti.comm.path_selection import Table
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(ledger.KINDS)}
+_SEND = _KIND_NUMBERS["send"]
+_REDUCTION_NUMBERS = {name: number for number, name in enumerate(ledger.REDUCTIONS)}
+_BYTES_DTYPE = ledger.DTYPES.index("bytes")
+_DTYPE_NUMBERS: dict[torch.dtype | None, int] = {
+    getattr(torch, name): number for number, name in enumerate(ledger.DTYPES[:_BYTES_DTYPE])
+}
+
+# True in a thread that a profiler records. The call costs 0.05 µs.
+profiling = torch._C._autograd._profiler_enabled
+
+
+class CollectiveError(RuntimeError):
+    """An operation failed; the message has the operation, its line and the backend's message."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """Ranks did not arrive in time; the message says which, at which operation, and where."""
+
+
+class CollectiveMismatch(CollectiveError, RanksDiffer):
+    """Ranks called different operations, and the backend noticed."""
+
+
+class CommGroup:
+    """A process group as this rank sees it, with the counts and choices that tutti.comm keeps.
+
+    It holds no strong reference to the group: torch ends a group's threads with its last one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._backends: dict[str, str] = {}
+        self.name = str(group.group_name)
+        self.label = _label(group)
+        self.rank = group.rank()
+        self.size = group.size()
+        self.ranks = dist.get_process_group_ranks(group)
+        self.collectives = 0  # begun so far: the same number on every rank
+        self.messages = 0  # sends and receives begun: each rank counts its own
+        self.comparisons = 0  # made in debug mode
+        self.path_tables: dict[str, Table | None] = {}  # rank 0's, by device (path_selection.py)
+        self.has_symmetric_memory: bool | None = None  # of CUDA; None: not looked up yet
+        self.symmetric_stream: int | None = None  # the stream on which symmetric memory is used
+        self.ledger = ledger.GroupLedger(self.label, self.name, self.rank, self.size)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """torch's process group."""
+        group = self._group()
+        if group is None:
+            raise UsageError(f"group {self.label} has been destroyed: make a new one")
+        return group
+
+    @property
+    def store(self) -> dist.Store:
+        """The group's part of the store."""
+        store: dist.Store = c10d._world.pg_map[self.process_group][1]
+        return store
+
+    def backend(self, device_type: str) -> str:
+        """The name of the backend for tensors on such a device: gloo, shm, nccl."""
+        name = self._backends.get(device_type)
+        if name is None:
+            group = self.process_group
+            if type(group) is dist.ProcessGroup:
+                name = str(group._get_backend(torch.device(device_type)).name())
+            else:  # a process group written in Python is its own backend
+                name = str(group.name())
+            name = name.lower()
+            # torch 2.15 has three that are NCCL: nccl (its nccl-legacy), nccl2 and nccl-lazy.
+            self._backends[device_type] = name = "nccl" if name.startswith("nccl") else name
+        return name
+
+    @property
+    def device_types(self) -> set[str]:
+        """The devices whose tensors the group moves: cpu, cuda."""
+        return {device.type for device in getattr(self.process_group, "_device_types", [])}
+
+    @property
+    def small_device(self) -> torch.device:
+        """Where to put a tensor of a few bytes: on the CPU if the group has a CPU backend."""
+        types = self.device_types
+        if not types or "cpu" in types:
+            return torch.device("cpu")
+        return torch.device(types.pop(), torch.accelerator.current_device_index())
+
+    def check_rank(self, argument: str, rank: int) -> int:
+        """The rank, if the group has it."""
+        if not 0 <= rank < self.size:
+            raise UsageError(
+                f"{argument}={rank}: group {self.label} has ranks 0 to {self.size - 1} "
+                f"(ranks in the group, not in the world): choose one of them"
+            )
+        return rank
+
+
+# By the id of the process group; an entry is removed when its group is destroyed.
+_known_groups: dict[int, CommGroup] = {}
+_announced_world: "weakref.ref[dist.ProcessGroup] | None" = None
+
+
+def comm_group_of(group: dist.ProcessGroup | None) -> CommGroup:
+    """The CommGroup of a process group; None is the default group, all ranks of the world."""
+    process_group = c10d.GroupMember.WORLD if group is None else group
+    known = _known_groups.get(id(process_group))
+    return known if known is not None else _add_group(process_group)
+
+
+def _add_group(group: object) -> CommGroup:
+    if group is None:
+        raise UsageError("no process group in this process: call tutti.init() first")
+    if isinstance(group, int):
+        raise UsageError("this rank is not in the group: call collectives on its ranks only")
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(
+            f"group={group!r} is no process group: give one from dist.new_group() or "
+            "mesh.get_group()"
+        )
+    key = id(group)
+    comm_group = _known_groups[key] = CommGroup(group)
+    weakref.finalize(group, _known_groups.pop, key, None).atexit = False
+    _announce()
+    return comm_group
+
+
+def _announce() -> None:
+    """Tell the other ranks, through the store, which process this rank is, for their errors."""
+    global _announced_world
+    world = c10d.GroupMember.WORLD
+    if world is None or (_announced_world is not None and _announced_world() is world):
+        return
+    _announced_world = weakref.ref(world)
+    ledger.record_locations_in(comm_group_of(None).ledger)
+    c10d._get_default_store().set(f"tutti/ledger/{dist.get_rank()}", ledger.process_address())
+
+
+def _label(group: dist.ProcessGroup) -> str:
+    described = str(getattr(group, "group_desc", "") or "undefined")
+    if described == "default_pg":
+        return "default"
+    label = f"group-{group.group_name}" if described == "undefined" else described
+    return label.replace("|", "/")
 
 
 class Operation:
-    """A call: kind, group and tensors as they travel, and what is left to do at the end.
+    """A call: kind, group, tensors in wire form, and what is left to do at the end.
 
-    source and target are in wire form (contiguous, in a dtype that every backend knows); `tensor`
-    is what the caller gave, `result` what the caller gets, and `finish` turns the one's wire form
-    into the other once the operation is done.
+    `tensor` is the caller's input and `result` what the caller gets. `source` and `target` are in
+    wire form (contiguous, in a dtype that every backend has), and `finish` converts the wire form
+    into the result once the operation is complete.
     """
 
-    op = ""  # the reduction that was asked for; `reduction` is what makes it on the wire
+    op = ""  # the reduction that was asked for; `reduction` is the one made on the wire
     tag = 0
-    splits: tuple[list[int], list[int]] | None = None  # all_to_all: elements to and from each
+    splits: tuple[list[int], list[int]] | None = None  # all_to_all: elements to and from each rank
     sequence = 0
-    site = line = 0  # where the call is in the user's code, as the ledger numbers it
+    site = b""  # the call site, as `train.py:88 in step`
 
     def __init__(
         self,
         kind: str,
-        members: Members,
+        comm_group: CommGroup,
         tensor: torch.Tensor | None,
         source: torch.Tensor | None,
         target: torch.Tensor | None,
@@ -46,8 +193,7 @@ class Operation:
         finish: Finish | None = None,
     ) -> None:
         self.kind = kind
-        self.dtype = None if tensor is None else tensor.dtype
-        self.members = members
+        self.comm_group = comm_group
         self.tensor = tensor
         self.source = source
         self.target = target
@@ -59,89 +205,280 @@ class Operation:
 
     @property
     def is_message(self) -> bool:
-        """Whether it concerns two ranks only."""
+        """Whether it is between two ranks only."""
         return self.kind in ("send", "recv")
 
     @property
     def is_on_stream(self) -> bool:
-        """Whether a CUDA stream carries it out: the host goes on before it is done."""
+        """Whether it runs on a CUDA stream: the host goes on before it is complete."""
         return self.tensor is not None and self.tensor.is_cuda
 
     @property
     def dtype_name(self) -> str:
         """Such as float32; empty for a barrier."""
-        return "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        return "" if self.tensor is None else dtype_name(self.tensor.dtype)
 
     @property
-    def place(self) -> str:
-        """Where the call is in the user's code: `train.py:88 in step`."""
-        return ledger.site_text(self.site, self.line)
+    def where(self) -> str:
+        """The call site: `train.py:88 in step`."""
+        return self.site.decode(errors="replace") or "unknown"
+
+    def trace_name(self, phase: str) -> str:
+        """The name of the call in a profiler's trace; see Tag."""
+        return (
+            f"tutti::{self.kind}|phase={phase}|group={self.comm_group.label}|bytes={self.bytes}"
+            f"|dtype={self.dtype_name}|seq={self.sequence}|ranks={self.comm_group.size}"
+        )
 
     def __str__(self) -> str:
-        about = [f"to {self.root}" if self.kind == "send" else ""]
-        about += [f"from {self.root}" if self.kind == "recv" else ""]
-        about += [self.op, self.dtype_name, f"{self.bytes} bytes"]
-        words = ", ".join(word for word in about if word)
-        return f"{self.kind} {self.sequence} of group {self.members.label} ({words})"
+        details = [f"to {self.root}" if self.kind == "send" else ""]
+        details += [f"from {self.root}" if self.kind == "recv" else ""]
+        details += [self.op, self.dtype_name, f"{self.bytes} bytes"]
+        listed = ", ".join(detail for detail in details if detail)
+        return f"{self.kind} {self.sequence} of group {self.comm_group.label} ({listed})"
 
 
-class Block(Protocol):
-    """What collects operations instead of sending them (grouping.py)."""
+class OperationCollector(Protocol):
+    """Collects operations instead of sending them: a comm.group() block (grouping.py)."""
 
     def add(self, operation: Operation, wait: bool) -> Any: ...
 
 
-# The block of `with comm.group()` that this thread is in.
-current_block: ContextVar[Block | None] = ContextVar("current_block", default=None)
+# The comm.group() block that this thread is in.
+current_block: ContextVar[OperationCollector | None] = ContextVar("current_block", default=None)
+# Set by comm.debug(True): compares the calls of all ranks before they are sent (failures.py).
+compare_calls: Callable[[Sequence[Operation]], None] | None = None
 
 
 def perform(operation: Operation, wait: bool) -> Any:
-    """Send the operation, now or with the block it is in; returns its result, or its Handle."""
-    operation.site, operation.line = ledger.caller(sys._getframe(2))
+    """Send the operation, now or at the end of its block; returns its result, or its Handle."""
+    operation.site = ledger.call_site(sys._getframe(2))
     block = current_block.get()
     if block is not None:
         return block.add(operation, wait)
-    if agreement.enabled:
-        agreement.check([operation])
-    return send_off(operation, wait)
+    if compare_calls is not None:
+        compare_calls([operation])
+    return send(operation, wait)
 
 
-def send_off(operation: Operation, wait: bool) -> Any:
-    """Enter the operation in the ledger, hand it to torch and, if asked, wait for it."""
-    number = enter(operation, ledger.WAITING if wait else ledger.BEGUN)
-    is_streamed = operation.is_on_stream
-    send = carrier(operation) if is_streamed and wait else issue
+def send(operation: Operation, wait: bool) -> Any:
+    """Record the operation in the ledger, hand it to torch and, if asked, wait for it."""
+    number = record(operation, ledger.WAITING if wait else ledger.BEGUN)
+    on_stream = operation.is_on_stream
     try:
+        call: Callable[[Operation, bool], Any] = issue
+        if on_stream:
+            from tutti.comm.path_selection import sender_of
+
+            call = sender_of(operation)
         if profiling():
-            with span(operation, "run" if wait else "issue"):
-                work = send(operation, not wait)
+            name = operation.trace_name("run" if wait else "issue")
+            with torch.profiler.record_function(name):
+                work = call(operation, not wait)
                 if wait and work is not None:
                     work.wait()
         else:
-            work = send(operation, not wait)
+            work = call(operation, not wait)
             if wait and work is not None:
                 work.wait()
     except RuntimeError as error:
-        raise failure(operation, number, error) from error
+        raise failed(operation, number, error) from error
     except Exception:
-        ledger.mark(number, ledger.FAILED)
+        operation.comm_group.ledger.mark(number, ledger.FAILED)
         raise
     if not wait:
         return Handle(operation, work, number)
     if operation.finish is not None:
         operation.finish()
-    ledger.mark(number, ledger.STREAMED if is_streamed else ledger.DONE)
+    operation.comm_group.ledger.mark(number, ledger.STREAMED if on_stream else ledger.DONE)
     return operation.result
 
 
-def enter(operation: Operation, state: int) -> int:
-    """Count the operation and write it into the ledger; returns its number there."""
-    members, kind = operation.members, _KIND_NUMBERS[operation.kind]
-    if kind < 9:
-        members.sequence = operation.sequence = members.sequence + 1
+def record(operation: Operation, state: int) -> int:
+    """Count the operation and write it to the ledger; returns its number there."""
+    comm_group, kind = operation.comm_group, _KIND_NUMBERS[operation.kind]
+    if kind < _SEND:
+        comm_group.collectives = sequence = comm_group.collectives + 1
     else:
-        members.messages = operation.sequence = members.messages + 1
+        comm_group.messages = sequence = comm_group.messages + 1
+    operation.sequence = sequence
+    tensor = operation.tensor
     # fmt: off
-    return ledger.begin(kind, members.book, operation.sequence, operation.bytes, operation.dtype,
-                        operation.root, operation.site, operation.line, state)
+    return comm_group.ledger.begin(
+        kind, _BYTES_DTYPE if tensor is None else _DTYPE_NUMBERS.get(tensor.dtype, _BYTES_DTYPE),
+        _REDUCTION_NUMBERS.get(operation.op, 0), operation.root, operation.tag, state, sequence,
+        operation.bytes, operation.site,
+    )
     # fmt: on
+
+
+def failed(operation: Operation, number: int, error: Exception) -> Exception:
+    """The error to raise for a backend's error: names the operation, its line and late ranks."""
+    from tutti.comm.failures import collective_error
+
+    seconds = operation.comm_group.ledger.seconds_since_begin(number)
+    operation.comm_group.ledger.mark(number, ledger.FAILED)
+    return collective_error(operation, seconds, error)
+
+
+class Handle:
+    """An operation that has been started. It keeps the operation's tensors alive.
+
+    Wait for it before you read the result or write the input. The first wait also does what is left
+    after the transfer (the division of a mean, the copy into a non-contiguous tensor); waiting
+    again costs nothing and changes nothing.
+
+    On CUDA waiting does not block the host: it makes a stream wait, the current one or the one
+    given, and `event()` is for streams that should wait by themselves.
+    """
+
+    def __init__(self, operation: Operation, work: Any, number: int) -> None:
+        self.operation = operation
+        self.work = work
+        self._number = number
+        self._is_finished = False
+        self._cannot_wait = ""  # why: the operation is in a comm.group() block, or in a failed one
+        self._event: torch.cuda.Event | None = None
+        self._error: Exception | None = None
+
+    @property
+    def result(self) -> torch.Tensor | None:
+        """What the operation returns, after a wait; None where this rank gets nothing."""
+        return self.wait()
+
+    @property
+    def source(self) -> int:
+        """Of a receive from any rank: the rank in the group that sent. Waits."""
+        self.wait()
+        sender = self.operation.root
+        return sender if sender >= 0 else int(self.work._source_rank())
+
+    def wait(self, stream: "torch.cuda.Stream | None" = None) -> torch.Tensor | None:
+        """Wait for the result and return it; on CUDA `stream`, or the current one, waits."""
+        if self._cannot_wait:
+            call = f"{self.operation.kind} at {self.operation.where}"
+            raise UsageError(f"{call} {self._cannot_wait}")
+        if self._error is not None:
+            raise self._error
+        if self.operation.is_on_stream:
+            self._wait_on(stream or torch.cuda.current_stream(self._device))
+        elif stream is not None:
+            raise UsageError("wait(stream=…) is for CUDA tensors: this operation is on the CPU")
+        elif not self._is_finished:
+            self._finish()
+        return self.operation.result
+
+    def is_done(self) -> bool:
+        """Whether a wait would return at once; on CUDA, whether the stream has completed it."""
+        if self._cannot_wait:
+            return False
+        if self._event is not None:
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._is_finished or self.work is None or bool(self.work.is_completed())
+
+    def event(self) -> "torch.cuda.Event":
+        """A CUDA event that fires when the result is complete; makes no other stream wait."""
+        if not self.operation.is_on_stream:
+            raise UsageError("event() is for CUDA tensors: use wait() on the CPU")
+        if self._event is None:
+            self._wait_on(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        assert self._event is not None
+        return self._event
+
+    def refuse_wait(self, reason: str) -> None:
+        """Refuse to wait, for this reason: the operation is in a block that has not been sent."""
+        self._cannot_wait = reason
+
+    def complete(self, work: Any, event: "torch.cuda.Event | None") -> None:
+        """The block was sent, and the result is complete; on CUDA when the event fires."""
+        self.work, self._event = work, event
+        self._is_finished, self._cannot_wait = True, ""
+
+    @property
+    def _device(self) -> torch.device | None:
+        tensor = self.operation.tensor
+        return None if tensor is None else tensor.device
+
+    def _wait_on(self, stream: "torch.cuda.Stream") -> None:
+        if self._event is not None:
+            stream.wait_event(self._event)
+        else:
+            with torch.cuda.stream(stream):
+                self._finish()
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._event.record(stream)
+        # The allocator must not reuse the memory while this stream may still read it.
+        for tensor in (self.operation.source, self.operation.target, self.operation.result):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)
+
+    def _finish(self) -> None:
+        operation = self.operation
+        entries = operation.comm_group.ledger
+        entries.mark(self._number, ledger.WAITING)
+        try:
+            if self.work is not None:
+                if profiling():
+                    with torch.profiler.record_function(operation.trace_name("wait")):
+                        self.work.wait()
+                else:
+                    self.work.wait()
+        except RuntimeError as error:
+            self._error = failed(operation, self._number, error)
+            raise self._error from error
+        if operation.finish is not None:
+            operation.finish()
+        self._is_finished = True
+        entries.mark(self._number, ledger.STREAMED if operation.is_on_stream else ledger.DONE)
+
+    def __del__(self) -> None:
+        # Dropping the handle of an in-place operation is common and harmless, unless a step that
+        # only wait() performs is missing from the result.
+        has_failed = self._error is not None or self._cannot_wait
+        if not self._is_finished and self.operation.finish is not None and not has_failed:
+            warnings.warn(
+                f"the handle of {self.operation} was dropped without a wait: its result is "
+                "not complete: keep the handle and call wait()",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def __repr__(self) -> str:
+        state = self._cannot_wait or ("done" if self.is_done() else "under way")
+        return f"Handle({self.operation}: {state})"
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What the name of an event in a profiler's trace says about a call of tutti.comm.
+
+        tutti::all_reduce|phase=run|group=default|bytes=4096|dtype=float32|seq=12|ranks=4
+
+    The name is the same for gloo, shm and NCCL, and holds everything: a trace shows the arguments
+    of a record_function only if shapes were recorded, too. `phase` is run for a call that waits,
+    issue and wait for the two halves of one that does not. `bytes` counts the larger side of the
+    operation, as nccl-tests does. `seq` counts the collectives of a group, the same on every rank;
+    sends and receives count by themselves.
+    """
+
+    operation: str
+    phase: str
+    group: str
+    bytes: int
+    dtype: str
+    sequence: int
+    ranks: int
+
+
+_TAG = re.compile(
+    r"tutti::(\w+)\|phase=(\w+)\|group=([^|]*)\|bytes=(\d+)\|dtype=(\w*)\|seq=(\d+)\|ranks=(\d+)"
+)
+
+
+def parse_tag(name: str) -> Tag | None:
+    """Read the name of an event in a trace; None if it is not one of tutti.comm."""
+    found = _TAG.fullmatch(name)
+    if found is None:
+        return None
+    operation, phase, group, size, dtype, sequence, ranks = found.groups()
+    return Tag(operation, phase, group, int(size), dtype, int(sequence), int(ranks))

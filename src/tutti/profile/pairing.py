@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tutti.profile.collective import Collective, element_bytes, elements, from_parameters
 
 if TYPE_CHECKING:
-    from tutti.comm.tags import Tag
+    from tutti.comm.operation import Tag
 
 # gloo says all_reduce for what it builds out of all_reduce.
 _RUN_AS = {"reduce_scatter": ("reduce_scatter", "all_reduce")}

@@ -144,7 +144,7 @@ class _Reading:
             self.has_loader_workers |= "_MultiProcessing" in name
         elif name.startswith("tutti::"):
             # Imports torch, so only for traces that have them.
-            from tutti.comm.tags import parse_tag
+            from tutti.comm.operation import parse_tag
 
             if (tag := parse_tag(name)) is not None:
                 self.talking[event.get("tid")].add(start, end)

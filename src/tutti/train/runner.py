@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from tutti.comm.tags import profiling
+from tutti.comm.operation import profiling
 from tutti.data.loader import Batch, Loader
 from tutti.train.batch_schedule import BatchSchedule
 from tutti.train.optimizer import set_lr

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tutti.bench.pairs.pair import Pair, Setting
-from tutti.comm.pools import PinnedPool
-from tutti.comm.unified import through_pinned_copies, through_unified_memory
+from tutti.bench.pairs.unified_memory import through_pinned_copies, through_unified_memory
 from tutti.machine.cpu_numa import allowed_cpus, numa_nodes
 
 _BYTES, _QUICK_BYTES = 64 << 20, 1 << 20
@@ -33,13 +32,13 @@ def pinned(setting: Setting) -> Pair:
 def unified(setting: Setting) -> Pair:
     """The same work on the GPU: copied there and back, or where pages come as they are touched."""
     setting.need(setting.on_gpu, "unified memory is a GPU's: use --device cuda")
-    data, pool = _numbers(setting), PinnedPool()
+    data = _numbers(setting)
 
     def work(on_gpu: Tensor) -> Tensor:
         return on_gpu * 2 + 1
 
     return Pair(
-        baseline=partial(through_pinned_copies, data, work, pool=pool),
+        baseline=partial(through_pinned_copies, data, work),
         optimized=partial(through_unified_memory, data, work, prefetch=True),
         reason=f"{_about(data)} there and back; unified memory is prefetched",
     )

@@ -136,7 +136,7 @@ def make(
     options: ShmOptions | None = None,
 ) -> Any:
     """A c10d backend, or a process group written in Python where there is no compiled front."""
-    from tutti.comm import place
+    from tutti.comm.ledger import record_location
     from tutti.comm.shm import native
     from tutti.comm.shm.hierarchy import HierarchicalGroup
     from tutti.comm.shm.meeting import meet, shares_memory
@@ -147,8 +147,7 @@ def make(
     core, module = native.core(), _front_module(options)
     if module is None and options.front == "auto" and (ranks[rank] if ranks else rank) == 0:
         _say_that_it_is_plain()
-    place.add_sink(_note_place)
-    place.start_noting_places()
+    record_location(_note_place)
     meeting = meet(
         store,
         rank,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tutti.comm.symmetric.counters import Counters
     from tutti.comm.symmetric.errors import PeerDied, PeerLeft, Timeout
     from tutti.comm.symmetric.heap import Heap
-    from tutti.comm.symmetric.staged import all_reduce_staged
+    from tutti.comm.symmetric.staged_all_reduce import all_reduce_staged
     from tutti.comm.symmetric.tensor import SymmetricTensor
 
 __all__ = [
@@ -38,7 +38,7 @@ _HOMES = {
     "Timeout": "errors",
     "all_gather": "collectives",
     "all_reduce": "collectives",
-    "all_reduce_staged": "staged",
+    "all_reduce_staged": "staged_all_reduce",
     "available": "availability",
     "reduce_scatter": "collectives",
 }

@@ -1,9 +1,9 @@
 """Unified memory against explicit copies: the same work on a GPU, once each way.
 
-Unified memory is one address for CPU and GPU; pages move when they are touched, one fault at a
+Unified memory is one address for CPU and GPU; pages migrate when they are accessed, one fault at a
 time, unless they are prefetched. Explicit copies go through page-locked memory at the full speed of
-the link. `through_unified_memory` is the baseline and `through_pinned_copies` the optimized form:
-same arguments, same result.
+the link. `through_unified_memory` and `through_pinned_copies` take the same arguments and return
+the same result.
 """
 
 import ctypes
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from tutti.comm.pools import PinnedPool
 from tutti.world.errors import UsageError
 
 Work = Callable[[torch.Tensor], torch.Tensor]
@@ -30,7 +29,7 @@ def through_unified_memory(
 ) -> torch.Tensor:
     """Put `data` into unified memory, do `work` on the GPU there, and return its result on the CPU.
 
-    With `prefetch` the pages are sent ahead instead of being fetched one fault at a time.
+    With `prefetch` the pages are migrated ahead instead of one fault at a time.
     """
     memory = Managed(data.shape, data.dtype)
     memory.on_cpu.copy_(data)
@@ -45,19 +44,17 @@ def through_unified_memory(
     return landed.on_cpu.clone()
 
 
-def through_pinned_copies(
-    data: torch.Tensor, work: Work, *, pool: PinnedPool | None = None
-) -> torch.Tensor:
-    """Copy `data` to the GPU by page-locked memory, do `work`, and return its result on the CPU."""
-    pool = pool or PinnedPool()
-    with pool.take(data.shape, data.dtype) as staged:
-        staged.copy_(data)
-        on_gpu = staged.to("cuda", non_blocking=True)
-    result = work(on_gpu)
-    with pool.take(result.shape, result.dtype) as staged:
-        staged.copy_(result, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        return staged.clone()
+def through_pinned_copies(data: torch.Tensor, work: Work) -> torch.Tensor:
+    """Copy `data` to the GPU by page-locked memory, do `work`, and return its result on the CPU.
+
+    torch caches page-locked memory: after the first call these allocations cost microseconds.
+    """
+    staged = torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data)
+    result = work(staged.to("cuda", non_blocking=True))
+    landed = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    landed.copy_(result, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return landed.clone()
 
 
 class Managed:
@@ -77,7 +74,7 @@ class Managed:
         self.on_gpu = raw_gpu.view(dtype).view(tuple(shape))
 
     def prefetch(self, to: str) -> None:
-        """Send the pages ahead to "cpu" or "cuda", on the current stream."""
+        """Migrate the pages to "cpu" or "cuda", on the current stream."""
         if to not in ("cpu", "cuda"):
             raise UsageError(f"prefetch to {to!r}: give cpu or cuda")
         device = _CPU_DEVICE if to == "cpu" else self._block.device
@@ -108,7 +105,7 @@ class _Block:
 
     def as_array(self) -> "ctypes.Array[ctypes.c_ubyte]":
         array = (ctypes.c_ubyte * self.bytes).from_address(self.address)
-        array._keeps = self  # type: ignore[attr-defined]
+        array._owner = self  # type: ignore[attr-defined]
         return array
 
 
@@ -121,7 +118,7 @@ class _Location(ctypes.Structure):
 def _prefetch(address: int, size: int, device: int, stream: int) -> None:
     pointer, count = ctypes.c_void_p(address), ctypes.c_size_t(size)
     on_stream = ctypes.c_void_p(stream)
-    if int(str(torch.version.cuda).split(".")[0]) >= 13:  # takes a place instead of a device
+    if int(str(torch.version.cuda).split(".")[0]) >= 13:  # takes a location instead of a device
         kind = _LOCATION_HOST if device == _CPU_DEVICE else _LOCATION_DEVICE
         place = _Location(kind, max(device, 0))
         code = _cudart().cudaMemPrefetchAsync(pointer, count, place, ctypes.c_uint(0), on_stream)
@@ -136,19 +133,19 @@ def _free(address: int) -> None:
 
 def _check(code: int, size: int) -> None:
     if code != 0:
-        words = _cudart().cudaGetErrorString
-        words.restype = ctypes.c_char_p
-        raise UsageError(f"unified memory of {size} bytes: CUDA says {words(code).decode()}")
+        message = _cudart().cudaGetErrorString
+        message.restype = ctypes.c_char_p
+        raise UsageError(f"unified memory of {size} bytes: {message(code).decode()}")
 
 
 @cache
 def _cudart() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded: another one would have a context of its own."""
+    """The CUDA runtime that torch has loaded: a second one would have its own context."""
     maps = Path("/proc/self/maps").read_text()
     found = re.search(r"(/\S*libcudart[^/\s]*\.so\S*)", maps)
     if found is None:
         raise UsageError(
-            "unified memory needs the CUDA runtime that torch uses, and torch has loaded none as a "
-            "library of its own"
+            "unified memory needs the CUDA runtime that torch uses, and torch has not loaded it "
+            "as a shared library"
         )
     return ctypes.CDLL(found[1])

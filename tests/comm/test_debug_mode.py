@@ -1,4 +1,4 @@
-"""Given debug mode, when ranks call different things, then all learn of it and nothing is sent."""
+"""Debug mode: different calls on different ranks raise on all ranks before anything is sent."""
 
 import warnings
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tutti import comm
-from tutti.comm import agreement
+from tutti.comm import operation
 from tutti.world.errors import RanksDiffer
 from tutti.world.world import World
 from worlds import in_world
@@ -38,7 +38,7 @@ def _compare(world: World) -> dict[str, str]:
     outs = [1] * (world.size - 1) + [2 if world.rank == 1 else 1]
     rows = torch.ones(world.size, 2)
     told["splits"] = _differs(lambda: comm.all_to_all(rows, in_splits=ins, out_splits=outs))
-    # Nothing was sent by all this: what follows is right.
+    # Nothing was sent so far: the next results are correct.
     tensor = torch.ones(3)
     comm.all_reduce(tensor)
     assert tensor.tolist() == [world.size] * 3
@@ -48,7 +48,7 @@ def _compare(world: World) -> dict[str, str]:
         told["group"] = _differs(lambda: comm.broadcast(torch.ones(1), world.rank, group=pair))
         comm.all_reduce(tensor, group=pair)
     store = dist.distributed_c10d._get_default_store()
-    kept = [n for n in range(1, 9) if store.check([f"default_pg/tutti/agree/{n}/0"])]
+    kept = [n for n in range(1, 9) if store.check([f"default_pg/tutti/compare/{n}/0"])]
     assert len(kept) <= 1
     comm.debug(False)
     if first:
@@ -64,7 +64,7 @@ def test_a_difference_names_the_ranks_both_calls_and_both_lines() -> None:
     everyone = in_world(_compare, 3)
     assert everyone[1] == everyone[0] and "group" not in everyone[2]
     told = everyone[0]
-    here = "test_agreement.py:"
+    here = "test_debug_mode.py:"
     assert "rank 0: all_reduce of [4] float32, sum at " in told["shape"]
     assert "ranks 1, 2: all_reduce of [5] float32, sum at " in told["shape"]
     assert told["shape"].count(here) == 2 and told["shape"].count(" in <lambda>") == 2
@@ -100,18 +100,18 @@ def _elsewhere() -> None:
         time.sleep(0.02)
 
 
-def test_a_rank_that_does_not_come_is_named_with_its_place() -> None:
+def test_a_rank_that_does_not_arrive_is_named_with_its_location() -> None:
     text = in_world(_absent, 2)[0]
     assert text.startswith("all_reduce of [2] float32, sum of group default, at ")
-    assert "waits for others to compare with, 2 s by now: rank 1 has not come (pid " in text
+    assert "has waited 2 s to compare" in text and "rank 1 has not arrived (pid " in text
     assert "last barrier 1, done " in text and " in _elsewhere, seen " in text
-    assert "Is comm.debug(True) set there, too?" in text
+    assert "comm.debug(True) on every rank" in text
 
 
-def test_debug_is_off_until_asked_for() -> None:
+def test_debug_mode_is_off_by_default() -> None:
     warnings.simplefilter("error")
-    assert not agreement.enabled
+    assert operation.compare_calls is None
     comm.debug(True)
-    assert agreement.enabled
+    assert operation.compare_calls is not None
     comm.debug(False)
-    assert not agreement.enabled
+    assert operation.compare_calls is None

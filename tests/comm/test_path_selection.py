@@ -1,4 +1,4 @@
-"""Given a table of measured paths, when an operation has a choice, then the table decides."""
+"""The table of measured paths decides where an operation has a choice of paths."""
 
 import dataclasses
 import json
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tutti import comm
 from tutti.bench.path_table import path_table
-from tutti.comm import paths
-from tutti.comm.members import Members
-from tutti.comm.paths import Choice, Measured, Row, Table, choose
+from tutti.comm import path_selection
+from tutti.comm.operation import CommGroup
+from tutti.comm.path_selection import Choice, Measured, Row, Table, choose
 from tutti.comm.shm import ShmOptions
 from tutti.comm.shm.compiled import compiled_front
 from tutti.world.errors import UsageError
@@ -38,12 +38,12 @@ def _table(*rows: Row) -> Table:
 
 def test_with_one_path_there_is_no_choice() -> None:
     assert choose("all_reduce", 8, "cpu", ("gloo",), None) == Choice(
-        "gloo", "the only one there is"
+        "gloo", "the only path available"
     )
     table = _table(Row("all_reduce", "cpu", "shm", 0, None))
     assert choose("all_reduce", 8, "cpu", ("gloo",), table) == Choice(
         "gloo",
-        "the only one there is; shm is the fastest from 0 bytes when measured with 2 ranks on "
+        "the only path available; shm is the fastest from 0 bytes when measured with 2 ranks on "
         "2026-01-02",
     )
 
@@ -98,40 +98,42 @@ _measurements = st.lists(
 @given(_measurements)
 def test_a_table_names_the_fastest_path_at_every_size_measured(measured: list[Measured]) -> None:
     known = [each for each in measured if each.path != "mpi"]  # not a path of ours
-    table = paths.fastest(measured, ranks=2)
-    assert paths.parse(table.to_json()) == table
+    table = path_selection.fastest(measured, ranks=2)
+    assert path_selection.parse(table.to_json()) == table
     for each in known:
         rivals = [m for m in known if (m.op, m.bytes) == (each.op, each.bytes)]
         fastest = {m.path for m in rivals if m.time_us == min(r.time_us for r in rivals)}
-        row = table.row(each.op, "cpu", each.bytes, paths.PATHS)
+        row = table.row(each.op, "cpu", each.bytes, path_selection.PATHS)
         assert row is not None and row.path in fastest
     for op in {each.op for each in known}:  # no gaps: every size has a path
-        assert all(table.row(op, "cpu", size, paths.PATHS) for size in (0, 7, 3000, 1 << 40))
+        assert all(
+            table.row(op, "cpu", size, path_selection.PATHS) for size in (0, 7, 3000, 1 << 40)
+        )
 
 
 def test_a_table_is_kept_for_each_machine_and_number_of_ranks(tmp_path: Path) -> None:
-    assert paths.load(4) is None
-    table = paths.fastest([Measured("all_reduce", "cpu", "shm", 1024, 2.5)], ranks=4)
-    file = paths.save(table)
+    assert path_selection.load(4) is None
+    table = path_selection.fastest([Measured("all_reduce", "cpu", "shm", 1024, 2.5)], ranks=4)
+    file = path_selection.save(table)
     assert file.parent == tmp_path / "tutti" / "paths"
-    assert file.name == f"{paths.machine_key()}-4.json"
+    assert file.name == f"{path_selection.machine_key()}-4.json"
     assert json.loads(file.read_text())["schema"] == "tutti.comm.paths/1"
-    assert paths.load(4) == table and paths.load(2) is None
+    assert path_selection.load(4) == table and path_selection.load(2) is None
     assert list(file.parent.iterdir()) == [file]
 
 
 def test_what_is_measured_later_replaces_the_same_operation_on_the_same_device_only() -> None:
     def measured(op: str, device: str, path: str, date: str) -> Table:
-        table = paths.fastest([Measured(op, device, path, 1024, 2.5)], ranks=4)
+        table = path_selection.fastest([Measured(op, device, path, 1024, 2.5)], ranks=4)
         return dataclasses.replace(table, measured=date)
 
-    paths.file_for(4).parent.mkdir(parents=True)
-    paths.file_for(4).write_text("damaged")
-    paths.save(measured("all_reduce", "cuda", "nccl", "2026-01-01"))
-    paths.save(measured("all_reduce", "cpu", "gloo", "2026-01-02"))
-    paths.save(measured("all_gather", "cpu", "shm", "2026-01-03"))
-    paths.save(measured("all_reduce", "cpu", "shm", "2026-01-04"))
-    table = paths.load(4)
+    path_selection.file_for(4).parent.mkdir(parents=True)
+    path_selection.file_for(4).write_text("damaged")
+    path_selection.save(measured("all_reduce", "cuda", "nccl", "2026-01-01"))
+    path_selection.save(measured("all_reduce", "cpu", "gloo", "2026-01-02"))
+    path_selection.save(measured("all_gather", "cpu", "shm", "2026-01-03"))
+    path_selection.save(measured("all_reduce", "cpu", "shm", "2026-01-04"))
+    table = path_selection.load(4)
     assert table is not None and table.measured == "2026-01-04"
     assert [(row.op, row.device, row.path, row.measured) for row in table.rows] == [
         ("all_reduce", "cuda", "nccl", "2026-01-01"),
@@ -161,11 +163,11 @@ def test_only_the_form_that_torch_has_counts_in_a_sweep() -> None:
     ],
 )
 def test_a_damaged_table_is_named_with_its_cure(text: str, why: str) -> None:
-    file = paths.file_for(2)
+    file = path_selection.file_for(2)
     file.parent.mkdir(parents=True)
     file.write_text(text)
     with pytest.raises(UsageError) as caught:
-        paths.load(2)
+        path_selection.load(2)
     said = str(caught.value)
     assert str(file) in said and why in said and "delete it, or measure again" in said
 
@@ -175,13 +177,13 @@ def test_a_row_that_makes_no_sense_is_refused(field: dict[str, Any]) -> None:
     row = {"op": "all_reduce", "device": "cpu", "path": "shm", "from_bytes": 0, "to_bytes": None}
     content = {"machine": "m", "ranks": 2, "measured": "today", "rows": [{**row, **field}]}
     with pytest.raises(ValueError, match="it has"):
-        paths.parse(json.dumps({"schema": paths.SCHEMA, **content}))
+        path_selection.parse(json.dumps({"schema": path_selection.SCHEMA, **content}))
 
 
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     with pytest.raises(UsageError, match="set XDG_CACHE_HOME to a directory"):
-        paths.save(_table())
+        path_selection.save(_table())
 
 
 def _explained(world: World) -> dict[str, str]:
@@ -194,7 +196,7 @@ def _explained(world: World) -> dict[str, str]:
     for words, arguments in {
         "op='allreduce' is no operation: did you mean all_reduce": ("allreduce", 8),
         "bytes=-1: give 0 or more": ("all_reduce", -1),
-        "device='cuda': group default serves cpu only": ("all_reduce", 8, "cuda"),
+        "device='cuda': group default serves cpu: use one": ("all_reduce", 8, "cuda"),
     }.items():
         with pytest.raises(UsageError, match=words):
             comm.explain(*arguments[:2], device=arguments[2] if arguments[2:] else None)
@@ -207,8 +209,8 @@ def test_explain_says_which_path_and_why() -> None:
     for told in in_world(_explained, 2):
         for group, text in told.items():
             assert text == (
-                f"all_reduce of 64 bytes on cpu in group {group} goes by {expected[group]}: the "
-                "only one there is"
+                f"all_reduce of 64 bytes on cpu in group {group} uses {expected[group]}: the "
+                "only path available"
             )
 
 
@@ -229,12 +231,14 @@ def test_on_cuda_small_all_reduces_go_by_symmetric_memory_unless_measured_slower
     ranks: int,
 ) -> None:
     for small, large in in_world(_by_size, ranks, gpu=True):
-        assert "goes by symmetric one-shot: the default: measure" in small, small
-        assert "goes by nccl: the default" in large, large
-    paths.save(paths.fastest([Measured("all_reduce", "cuda", "nccl", 1024, 1.0)], ranks))
+        assert "uses symmetric one-shot: the default: measure" in small, small
+        assert "uses nccl: the default" in large, large
+    path_selection.save(
+        path_selection.fastest([Measured("all_reduce", "cuda", "nccl", 1024, 1.0)], ranks)
+    )
     for small, large in in_world(_by_size, ranks, gpu=True):
-        assert f"goes by nccl: the fastest from 0 bytes when measured with {ranks} ranks" in small
-        assert "goes by nccl" in large
+        assert f"uses nccl: the fastest from 0 bytes when measured with {ranks} ranks" in small
+        assert "uses nccl" in large
 
 
 @pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-lazy", "NCCL"])
@@ -243,7 +247,7 @@ def test_whatever_torch_calls_its_nccl_it_is_one_path(name: str) -> None:
         def name(self) -> str:
             return name
 
-    members, group = object.__new__(Members), Group()
-    members._backends = {}
-    members._group = weakref.ref(group)  # type: ignore[arg-type]
-    assert members.backend("cuda") == "nccl"
+    comm_group, group = object.__new__(CommGroup), Group()
+    comm_group._backends = {}
+    comm_group._group = weakref.ref(group)  # type: ignore[arg-type]
+    assert comm_group.backend("cuda") == "nccl"

@@ -1,0 +1,225 @@
+"""How an operation is handed to a torch process group: the wire form of its tensors, and the call.
+
+Wire form. gloo and NCCL neither move nor reduce some dtypes that torch has (int16, float8), differ
+in what bool and complex mean, and need contiguous memory. Data that is only moved travels as bytes;
+data that is reduced is converted to a dtype and reduction that give the same result on every
+backend.
+
+Calls. This is the one place that calls torch's process groups, by the names of torch 2.11 to 2.15.
+The methods of the process group are called instead of the functions of torch.distributed, which
+take ranks of the world where tutti.comm takes ranks of the group, and cost several microseconds.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from tutti.comm.ledger import REDUCTIONS
+from tutti.world.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from tutti.comm.operation import Operation
+
+Finish = Callable[[], None]
+
+_BITWISE = ("band", "bor", "bxor")
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+_SUPPORTED = frozenset((*_FLOATS, *_INTEGERS))  # by every backend
+# Reductions of bool as reductions of the bytes 0 and 1 that give 0 or 1 again.
+_ON_BOOL = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "min"}
+_ON_BOOL |= {"band": "min", "bxor": "bxor"}
+# Bitwise reductions where each bit travels as one byte; the lowest bit of a sum is the xor.
+_ON_BITS = {"band": "min", "bor": "max", "bxor": "sum"}
+
+# Needs no conversion at all: the common case, found by one lookup.
+PLAIN = frozenset((dtype, op) for dtype in _SUPPORTED for op in ("sum", "product", "min", "max"))
+
+
+def send_form(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a form that every backend moves: flat, and as bytes if the dtype needs it.
+
+    The result shares memory with a contiguous tensor, so that it can also be received into, unless
+    the tensor is a lazy conjugate or negative view.
+    """
+    flat = _resolved(tensor).contiguous().view(-1)
+    return flat if flat.dtype in _SUPPORTED else flat.view(torch.uint8)
+
+
+def receive_form(out: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
+    """A buffer to receive `out` into, and the copy to make afterwards (None if not needed)."""
+    target = send_form(out)
+    if target.data_ptr() == out.data_ptr():
+        return target, None
+
+    @torch.no_grad()
+    def finish() -> None:
+        out.copy_(target.view(out.dtype).view(out.shape))
+
+    return target, finish
+
+
+class ReduceForm:
+    """How tensors of one dtype are reduced by one operation on one backend."""
+
+    def __init__(self, dtype: torch.dtype, op: str, backend: str) -> None:
+        _check_reduction(dtype, op)
+        self.dtype = dtype
+        # NCCL has no bitwise reductions.
+        self.by_bits = op in _BITWISE and backend == "nccl"
+        self.widens = dtype == torch.int16 and backend != "shm" and not self.by_bits
+        # Not every version of gloo has a mean; NCCL and shm divide while they reduce.
+        self.divides = op == "mean" and backend not in ("nccl", "shm")
+        if self.divides:
+            op = "sum"
+        if self.by_bits:
+            self.reduction = _ON_BITS[op]
+        else:
+            self.reduction = _ON_BOOL[op] if dtype == torch.bool else op
+
+    def wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is reduced: its own memory where possible, else a copy."""
+        values = _resolved(tensor)
+        if self.by_bits:
+            integers = values.to(torch.uint8) if self.dtype == torch.bool else values
+            return ((integers.unsqueeze(-1) >> self._bits(tensor)) & 1).to(torch.uint8)
+        if self.dtype.is_complex:
+            return torch.view_as_real(values.contiguous())
+        if self.dtype == torch.bool:
+            return values.contiguous().view(torch.uint8)
+        return values.to(torch.int32) if self.widens else values.contiguous()
+
+    def finish(self, wire: torch.Tensor, result: torch.Tensor, ranks: int) -> Finish | None:
+        """A function that converts the reduced wire form into the result; None if not needed."""
+        must_copy = wire.data_ptr() != result.data_ptr()
+        if not must_copy and not self.divides:
+            return None
+
+        @torch.no_grad()
+        def finish() -> None:
+            if self.divides:
+                wire.div_(ranks)
+            if must_copy:
+                result.copy_(self._from_wire(wire))
+
+        return finish
+
+    def _bits(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.arange(8 * self.dtype.itemsize, device=like.device)
+
+    def _from_wire(self, wire: torch.Tensor) -> torch.Tensor:
+        if self.by_bits:
+            return ((wire & 1).to(torch.int64) << self._bits(wire)).sum(-1).to(self.dtype)
+        if self.dtype.is_complex:
+            return torch.view_as_complex(wire)
+        return wire.view(torch.bool) if self.dtype == torch.bool else wire
+
+
+def _check_reduction(dtype: torch.dtype, op: str) -> None:
+    has_fractions = dtype.is_floating_point or dtype.is_complex
+    if op not in REDUCTIONS:
+        raise UsageError(f"op={op!r} is no reduction: {did_you_mean(op, REDUCTIONS)}")
+    if op in _BITWISE and has_fractions:
+        raise UsageError(f"op={op!r} is not defined for {dtype_name(dtype)}: view it as integers")
+    if op == "mean" and not has_fractions:
+        raise UsageError(
+            f"op='mean' of {dtype_name(dtype)} would truncate: use sum, or cast it to float32"
+        )
+    if dtype.is_complex and op not in ("sum", "mean"):
+        raise UsageError(f"op={op!r} of {dtype_name(dtype)}: complex numbers have sum and mean")
+    if not dtype.is_complex and dtype not in {*_SUPPORTED, torch.bool, torch.int16}:
+        raise UsageError(f"{dtype_name(dtype)} cannot be reduced: cast it to float32 first")
+
+
+def check_out(out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """`out`, if it has the shape, dtype and device that the operation will write."""
+    if tuple(out.shape) != tuple(shape) or out.dtype != like.dtype or out.device != like.device:
+        raise UsageError(
+            f"out has shape {list(out.shape)}, {dtype_name(out.dtype)} on {out.device}, and must "
+            f"have {list(shape)}, {dtype_name(like.dtype)} on {like.device}"
+        )
+    return out
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The values themselves in memory: backends know nothing of lazy conjugates and negatives."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+# torch 2.13 renamed these methods of the process group, and warns at the old names.
+_new_names = hasattr(dist.ProcessGroup, "all_gather_single")
+_ALL_GATHER = "all_gather_single" if _new_names else "_allgather_base"
+_REDUCE_SCATTER = "reduce_scatter_single" if _new_names else "_reduce_scatter_base"
+_ALL_TO_ALL = "all_to_all_single" if _new_names else "alltoall_base"
+
+_OPTION_TYPES: dict[str, Any] = {
+    "all_reduce": c10d.AllreduceOptions,
+    "reduce": c10d.ReduceOptions,
+    "broadcast": c10d.BroadcastOptions,
+    "all_gather": c10d.AllgatherOptions,
+    "reduce_scatter": c10d.ReduceScatterOptions,
+    "gather": c10d.GatherOptions,
+    "scatter": c10d.ScatterOptions,
+    "all_to_all": c10d.AllToAllOptions,
+}
+# Backends read options and never write them, so one object serves all calls that are alike.
+_options_cache: dict[tuple[str, bool, str, int], Any] = {}
+
+
+def issue(call: "Operation", asynchronous: bool) -> Any:
+    """Hand the operation to torch; returns its Work, or None if it is already complete."""
+    kind, group = call.kind, call.comm_group.process_group
+    if kind == "send":
+        return group.send([call.source], call.root, call.tag)  # type: ignore[list-item]
+    if kind == "recv":
+        if call.root < 0:
+            return group.recv_anysource([call.target], call.tag)  # type: ignore[list-item]
+        return group.recv([call.target], call.root, call.tag)  # type: ignore[list-item]
+    if kind == "barrier":
+        return dist.barrier(group, async_op=asynchronous)
+    key = (kind, asynchronous, call.reduction, call.root)
+    options = _options_cache.get(key) or _options(key)
+    if kind == "all_reduce":
+        return group.allreduce([call.target], options)  # type: ignore[list-item]
+    if kind == "all_gather":
+        return getattr(group, _ALL_GATHER)(call.target, call.source, options)
+    if kind == "reduce_scatter":
+        return getattr(group, _REDUCE_SCATTER)(call.target, call.source, options)
+    if kind == "broadcast":
+        return group.broadcast([call.target], options)  # type: ignore[list-item]
+    if kind == "reduce":
+        return group.reduce([call.target], options)  # type: ignore[list-item]
+    if kind == "all_to_all":
+        ins, outs = call.splits or ([], [])
+        return getattr(group, _ALL_TO_ALL)(call.target, call.source, outs, ins, options)
+    size = call.comm_group.size
+    if kind == "gather":
+        parts = [] if call.target is None else [_equal_parts(call.target, size)]
+        return group.gather(parts, [call.source], options)  # type: ignore[list-item]
+    parts = [] if call.source is None else [_equal_parts(call.source, size)]
+    return group.scatter([call.target], parts, options)  # type: ignore[list-item]
+
+
+def _options(key: tuple[str, bool, str, int]) -> Any:
+    kind, asynchronous, reduction, root = key
+    options = _options_cache[key] = _OPTION_TYPES[kind]()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = asynchronous
+    if reduction:
+        name = "AVG" if reduction == "mean" else reduction.upper()
+        options.reduceOp = getattr(dist.ReduceOp, name)
+    if root >= 0:
+        options.rootRank = root
+    return options
+
+
+def _equal_parts(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
+    return list(tensor.view(size, -1).unbind(0))

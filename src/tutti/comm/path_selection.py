@@ -1,0 +1,373 @@
+"""Which path an operation takes, by its size: a table that is measured once for each machine.
+
+`tutti bench tune` writes what it measured to
+
+    $XDG_CACHE_HOME/tutti/paths/MACHINE-RANKS.json      (~/.cache where that is not set)
+
+Every group that has a choice of paths reads it once; rank 0's table is used on all ranks, so that
+all ranks take the same path. Without a table, DEFAULTS are used. A table that cannot be read is an
+error where it is asked for (`load`), and in a running job a warning: a damaged cache must not end
+a job.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from tutti.comm import ledger
+from tutti.comm.backend_calls import issue
+from tutti.comm.ledger import KINDS
+from tutti.comm.operation import CommGroup, Operation, comm_group_of
+from tutti.machine.environment import describe_environment
+from tutti.measure.files import write_atomically
+from tutti.world.errors import UsageError, did_you_mean
+
+SCHEMA = "tutti.comm.paths/1"
+PATHS = ("gloo", "shm", "hierarchical", "nccl", "symmetric one-shot")
+
+# What torch's one-shot kernels reduce.
+_ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
+
+
+# ---- The table ----
+
+
+@dataclass(frozen=True)
+class Row:
+    """In this range of sizes, this path is the fastest for this operation."""
+
+    op: str
+    device: str  # cpu or cuda
+    path: str
+    from_bytes: int
+    to_bytes: int | None  # exclusive; None: no upper limit
+    time_us: float | None = None  # at the smallest size measured in the range
+    dtype: str | None = None
+    measured: str | None = None  # the date, if it is not the table's
+
+    def covers(self, op: str, device: str, size: int) -> bool:
+        """Whether the row is about this operation at this size."""
+        end = float("inf") if self.to_bytes is None else self.to_bytes
+        return (self.op, self.device) == (op, device) and self.from_bytes <= size < end
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was measured on a machine with so many ranks."""
+
+    machine: str
+    ranks: int
+    measured: str  # the date of the last measurement
+    rows: tuple[Row, ...]
+
+    def row(self, op: str, device: str, size: int, among: Collection[str]) -> Row | None:
+        """The row for an operation, if it names one of these paths."""
+        rows = (row for row in self.rows if row.covers(op, device, size) and row.path in among)
+        return next(rows, None)
+
+    def to_json(self) -> str:
+        """The content of the file."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measurement: an operation of some size on one path."""
+
+    op: str
+    device: str
+    path: str
+    bytes: int
+    time_us: float
+
+
+# Used where nothing was measured. On 4 to 8 GPUs of one host one-shot kernels on symmetric memory
+# are faster up to 512 KiB; above that, for tensors that must be copied there first, NCCL is. On the
+# CPU a group has one path.
+DEFAULTS = (
+    Row("all_reduce", "cuda", "symmetric one-shot", 0, 512 << 10),
+    *(Row(op, "cuda", "nccl", 0, None) for op in KINDS),
+)
+
+
+def fastest(measurements: Iterable[Measured], ranks: int, dtype: str | None = None) -> Table:
+    """The table of the fastest paths; a path is used up to the next size that was measured."""
+    best: dict[tuple[str, str, int], Measured] = {}
+    for each in measurements:
+        key = (each.op, each.device, each.bytes)
+        if each.path in PATHS and (key not in best or each.time_us < best[key].time_us):
+            best[key] = each
+    rows: list[Row] = []
+    for (op, device, size), each in sorted(best.items()):
+        start = 0
+        if rows and (rows[-1].op, rows[-1].device) == (op, device):
+            if rows[-1].path == each.path:
+                continue
+            rows[-1] = replace(rows[-1], to_bytes=size)
+            start = size
+        rows.append(Row(op, device, each.path, start, None, each.time_us, dtype))
+    return Table(machine_key(), ranks, time.strftime("%Y-%m-%d"), tuple(rows))
+
+
+def machine_key() -> str:
+    """A name for machines like this one: processor, number of CPUs, GPUs."""
+    about = describe_environment()
+    gpus = [gpu["name"] for gpu in about["gpus"]]
+    parts = [about["cpu"], platform.machine(), str(os.cpu_count()), *gpus]
+    short = re.sub(r"[^a-z0-9]+", "-", (gpus[0] if gpus else str(about["cpu"])).lower())
+    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
+    return f"{short.strip('-')[:40]}-{digest}"
+
+
+def file_for(ranks: int) -> Path:
+    """The file of the table for this machine and so many ranks."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "tutti" / "paths" / f"{machine_key()}-{ranks}.json"
+
+
+def save(table: Table) -> Path:
+    """Store a table for later runs; returns the file.
+
+    Rows that are stored for other operations and devices stay; a damaged file is replaced.
+    """
+    path = file_for(table.ranks)
+    with contextlib.suppress(UsageError):
+        stored = load(table.ranks)
+        if stored is not None:
+            renewed = {(row.op, row.device) for row in table.rows}
+            kept = (row for row in stored.rows if (row.op, row.device) not in renewed)
+            dated = (replace(row, measured=row.measured or stored.measured) for row in kept)
+            table = replace(table, rows=(*dated, *table.rows))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, table.to_json() + "\n")
+    except OSError as error:
+        raise UsageError(
+            f"the table of paths cannot be written to {path}: {error.strerror}: set "
+            "XDG_CACHE_HOME to a directory that can be"
+        ) from None
+    return path
+
+
+def load(ranks: int) -> Table | None:
+    """The table of this machine and so many ranks; None if nothing was measured."""
+    path = file_for(ranks)
+    try:
+        return parse(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{path} is no table of paths ({error}): delete it, or measure again with "
+            "`tutti bench tune`"
+        ) from None
+
+
+def parse(text: str) -> Table:
+    """Read a table from JSON; ValueError says what is wrong with it."""
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"its schema is not {SCHEMA}")
+    try:
+        rows = tuple(_checked(Row(**row)) for row in content["rows"])
+        return Table(str(content["machine"]), int(content["ranks"]), str(content["measured"]), rows)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a field is wrong or missing: {error}") from None
+
+
+def _checked(row: Row) -> Row:
+    sizes: list[Any] = [row.from_bytes, 0 if row.to_bytes is None else row.to_bytes]
+    if row.path not in PATHS or row.op not in KINDS or row.device not in ("cpu", "cuda"):
+        raise ValueError(f"it has a row for {row.op} on {row.device} by {row.path}")
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ValueError(f"it has sizes {row.from_bytes} to {row.to_bytes}")
+    return row
+
+
+# ---- The choice ----
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A path and the reason for it."""
+
+    path: str
+    reason: str
+
+
+def choose(
+    op: str, size: int, device: str, available: Collection[str], table: Table | None
+) -> Choice:
+    """Choose one of the available paths for an operation of `size` bytes."""
+    if len(available) == 1:
+        reason = "the only path available"
+        if table is not None and (row := table.row(op, device, size, PATHS)) is not None:
+            reason += f"; {row.path} is {_figures(row, table)}"
+        return Choice(next(iter(available)), reason)
+    if table is not None and (row := table.row(op, device, size, available)) is not None:
+        return Choice(row.path, _figures(row, table))
+    for row in DEFAULTS:
+        if row.covers(op, device, size) and row.path in available:
+            return Choice(row.path, "the default: measure with `tutti bench tune`")
+    return Choice(next(iter(available)), "the first path available: nothing was measured")
+
+
+def _figures(row: Row, table: Table) -> str:
+    end = "" if row.to_bytes is None else f" to {row.to_bytes}"
+    figure = "" if row.time_us is None else f", {row.time_us:.1f} µs at the low end"
+    when = f"with {table.ranks} ranks on {row.measured or table.measured}"
+    return f"the fastest from {row.from_bytes} bytes{end} when measured {when}{figure}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which path an operation takes, and why. As text, a sentence."""
+
+    op: str
+    bytes: int
+    group: str
+    device: str
+    path: str
+    reason: str
+    others: tuple[str, ...]
+
+    def __str__(self) -> str:
+        also = f" (also available: {', '.join(self.others)})" if self.others else ""
+        return (
+            f"{self.op} of {self.bytes} bytes on {self.device} in group {self.group} uses "
+            f"{self.path}: {self.reason}{also}"
+        )
+
+
+def explain(
+    op: str, bytes: int, *, group: dist.ProcessGroup | None = None, device: str | None = None
+) -> Explanation:
+    """Which path an operation of so many bytes takes in this group, and why.
+
+    device is cpu or cuda; by default cuda where the group serves it. Not a collective.
+    """
+    comm_group = comm_group_of(group)
+    if op not in KINDS:
+        raise UsageError(f"op={op!r} is no operation: {did_you_mean(op, KINDS)}")
+    if bytes < 0:
+        raise UsageError(f"bytes={bytes}: give 0 or more")
+    served = comm_group.device_types
+    if device is None:
+        device = "cuda" if "cuda" in served and torch.cuda.is_available() else "cpu"
+    if device not in served:
+        raise UsageError(
+            f"device={device!r}: group {comm_group.label} serves {' and '.join(sorted(served))}: "
+            "use one of these"
+        )
+    paths = available_paths(comm_group, device)
+    problem = ""
+    try:
+        table = comm_group.path_tables.get(device) or load(comm_group.size)
+    except UsageError as error:
+        table, problem = None, f"; {error}"
+    choice = choose(op, bytes, device, paths, table)
+    others = tuple(path for path in paths if path != choice.path)
+    reason = choice.reason + problem
+    return Explanation(op, bytes, comm_group.label, device, choice.path, reason, others)
+
+
+def available_paths(comm_group: CommGroup, device: str) -> tuple[str, ...]:
+    """The paths of a group for tensors on such a device, its own backend's first."""
+    from tutti.comm.shm.registration import hosts
+
+    own = comm_group.backend(device)
+    if own == "shm" and hosts(comm_group.process_group) > 1:
+        return ("hierarchical",)
+    if device == "cuda" and own == "nccl" and _has_symmetric_memory(comm_group):
+        return own, "symmetric one-shot"
+    return (own,)
+
+
+def _has_symmetric_memory(comm_group: CommGroup) -> bool:
+    """Whether torch has symmetric memory for CUDA and all ranks of the group are on this host."""
+    if comm_group.has_symmetric_memory is None:
+        from tutti.comm.symmetric import available
+
+        comm_group.has_symmetric_memory = (
+            comm_group.size > 1 and available("cuda")["cuda"][0] and _is_on_one_host(comm_group)
+        )
+    return comm_group.has_symmetric_memory
+
+
+def _is_on_one_host(comm_group: CommGroup) -> bool:
+    # Every rank announces its process when it first uses tutti.comm: wait for all of them.
+    keys = [f"tutti/ledger/{rank}" for rank in comm_group.ranks]
+    store = c10d._get_default_store()
+    store.wait(keys)
+    return all(ledger.is_on_this_machine(json.loads(text)) for text in store.multi_get(keys))
+
+
+# ---- Sending an operation on CUDA ----
+
+
+def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
+    """The function that sends an operation on a GPU: torch's, or one-shot on symmetric memory."""
+    from tutti.comm.symmetric.staged_all_reduce import STAGED_BYTES
+
+    if operation.kind != "all_reduce" or operation.bytes > STAGED_BYTES:
+        return issue
+    if operation.reduction != "sum" or operation.target.dtype not in _ONE_SHOT_DTYPES:  # type: ignore[union-attr]
+        return issue
+    comm_group = operation.comm_group
+    paths = available_paths(comm_group, "cuda")
+    if len(paths) == 1:
+        return issue
+    if "cuda" not in comm_group.path_tables:
+        comm_group.path_tables["cuda"] = _table_of_rank_0(comm_group)
+    table = comm_group.path_tables["cuda"]
+    chosen = choose(operation.kind, operation.bytes, "cuda", paths, table)
+    if chosen.path == "symmetric one-shot" and _is_on_its_stream(comm_group):
+        return _one_shot
+    return issue
+
+
+def _table_of_rank_0(comm_group: CommGroup) -> Table | None:
+    """Rank 0's table, on every rank: ranks that choose different paths would wait for ever."""
+    key = "tutti/paths"
+    if comm_group.rank != 0:
+        text = comm_group.store.get(key).decode()  # waits for rank 0, which makes the same call
+        return parse(text) if text else None
+    try:
+        table = load(comm_group.size)
+    except UsageError as error:
+        warnings.warn(f"{error}. The defaults are used instead.", stacklevel=2)
+        table = None
+    comm_group.store.set(key, "" if table is None else table.to_json())
+    return table
+
+
+def _is_on_its_stream(comm_group: CommGroup) -> bool:
+    """Whether the current stream is the first on which the group used symmetric memory.
+
+    The kernels of the ranks wait for each other, and from two streams they could deadlock.
+    """
+    stream = torch.cuda.current_stream().cuda_stream
+    if comm_group.symmetric_stream is None:
+        comm_group.symmetric_stream = stream
+    return comm_group.symmetric_stream == stream
+
+
+def _one_shot(operation: Operation, asynchronous: bool) -> None:
+    """All-reduce through a buffer in symmetric memory, on the current stream."""
+    from tutti.comm.symmetric import all_reduce_staged
+
+    assert operation.target is not None
+    all_reduce_staged(operation.target, "sum", operation.comm_group.process_group)
