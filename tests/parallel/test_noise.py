@@ -18,7 +18,7 @@ from tutti.parallel import Layout, build_engine
 from tutti.parallel.engine import Engine, Objective
 from tutti.parallel.options import ParallelOptions, Recompute
 from tutti.parallel.tensor import loss_context
-from tutti.train.rng import rng_state, set_rng_state
+from tutti.train.checkpoint.training_state import rng_state, set_rng_state
 from tutti.train.task import Task
 from worlds import in_world
 

@@ -1,4 +1,4 @@
-"""Checkpoints of one process: what is saved comes back, and nothing else is harmed."""
+"""Checkpoints of one process: save, load, resume bit for bit, keep N, refuse other models."""
 
 import json
 import random
@@ -12,21 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from tutti.train import checkpoint_writer
-from tutti.train.checkpoint import Checkpoints
-from tutti.train.checkpoint_directory import latest, saved_steps
-from tutti.train.tensor_file import DTYPES
+from tutti.train.checkpoint import Checkpoints, save
+from tutti.train.checkpoint.format import DTYPES, saved_steps
 from tutti.world.errors import UsageError
 
 
-class Kinds(nn.Module):
-    """A buffer of every dtype, with random bits: a matrix, a number and an empty one."""
+class AllDtypes(nn.Module):
+    """Buffers of random bits in every dtype: a matrix, a scalar and an empty tensor."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         for kind, dtype in DTYPES.items():
-            for form, shape in {"matrix": (3, 5), "number": (), "empty": (0, 4)}.items():
+            for form, shape in {"matrix": (3, 5), "scalar": (), "empty": (0, 4)}.items():
                 count = torch.Size(shape).numel() * dtype.itemsize
                 high = 2 if dtype == torch.bool else 256
                 raw = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
@@ -44,7 +42,7 @@ def bits(model: nn.Module) -> dict[str, list[int]]:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """A step whose data come from all generators: torch's, Python's and numpy's."""
+    """A training step that draws from the generators of torch, Python and numpy."""
     optimizer.zero_grad()
     scale = random.gauss(1, 0.1) + float(np.random.normal())
     loss = (model(torch.randn(16, 4) * scale) - 1).pow(2).mean()
@@ -66,8 +64,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def test_all_dtypes_come_back_bit_for_bit(tmp_path: Path) -> None:
-    saved, loaded = Kinds(1), Kinds(2)
+def test_all_dtypes_are_restored_bit_for_bit(tmp_path: Path) -> None:
+    saved, loaded = AllDtypes(1), AllDtypes(2)
     assert bits(saved) != bits(loaded)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, saved)
@@ -79,7 +77,7 @@ def test_all_dtypes_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("stop", [0, 3])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, stop: int) -> None:
+def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, kind: str, stop: int) -> None:
     torch.manual_seed(1)
     model = small_model()
     optimizer = OPTIMIZERS[kind](model.parameters())
@@ -91,7 +89,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, stop: int)
     resumed = small_model()
     again = OPTIMIZERS[kind](resumed.parameters())
     for group in again.param_groups:
-        group["lr"] = group["lr"] * 3  # the saved one counts
+        group["lr"] = group["lr"] * 3  # the saved learning rate must replace this one
     train_step(resumed, again)
     loaded = Checkpoints(tmp_path).load(resumed, again)
     assert loaded.state == {"position": [stop, 7]} and loaded.step == stop
@@ -99,7 +97,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, stop: int)
     assert bits(resumed) == bits(model)
 
 
-def test_state_that_is_no_tensor_comes_back(tmp_path: Path) -> None:
+def test_optimizer_state_that_is_not_a_tensor_is_restored(tmp_path: Path) -> None:
     class Counting(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
@@ -119,15 +117,15 @@ def test_state_that_is_no_tensor_comes_back(tmp_path: Path) -> None:
     assert [again.state[p]["count"] for p in resumed.parameters()] == [1] * 6
 
 
-def test_a_save_does_not_see_later_updates(tmp_path: Path, monkeypatch: Any) -> None:
-    go_on = threading.Event()
-    real = checkpoint_writer.write_tensor_file
+def test_a_save_does_not_include_later_updates(tmp_path: Path, monkeypatch: Any) -> None:
+    proceed = threading.Event()
+    real = save.save_file
 
-    def slow(*arguments: Any) -> Any:
-        assert go_on.wait(30)
+    def delayed(*arguments: Any) -> Any:
+        assert proceed.wait(30)
         return real(*arguments)
 
-    monkeypatch.setattr(checkpoint_writer, "write_tensor_file", slow)
+    monkeypatch.setattr(save, "save_file", delayed)
     model, state = small_model(), {"list": [1]}
     before = bits(model)
     with Checkpoints(tmp_path) as checkpoints:
@@ -135,38 +133,37 @@ def test_a_save_does_not_see_later_updates(tmp_path: Path, monkeypatch: Any) -> 
         for parameter in model.parameters():
             parameter.data.zero_()
         state["list"].append(2)
-        assert latest(tmp_path) is None  # it is being written only now
-        go_on.set()
+        assert saved_steps(tmp_path) == []  # the file is not written before `proceed` is set
+        proceed.set()
     loaded = Checkpoints(tmp_path).load(model)
     assert bits(model) == before and loaded.state == {"list": [1]}
 
 
-def test_the_memory_of_snapshots_is_used_again(tmp_path: Path) -> None:
+def test_the_memory_of_snapshots_is_reused(tmp_path: Path) -> None:
     model = small_model()
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, model)
         checkpoints.wait()
-        first = checkpoints._staging._data.data_ptr()
+        first = checkpoints._snapshot.tensors["model.0.weight"].data_ptr()
         checkpoints.save(2, model)
-        assert checkpoints._staging._data.data_ptr() == first
+        assert checkpoints._snapshot.tensors["model.0.weight"].data_ptr() == first
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (None, [1, 2, 3, 4, 5])])
-def test_the_newest_stay(tmp_path: Path, keep: int | None, left: list[int]) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int | None, left: list[int]) -> None:
     with Checkpoints(tmp_path, keep=keep) as checkpoints:
         for step in range(1, 6):
             checkpoints.save(step, small_model())
     assert saved_steps(tmp_path) == left == checkpoints.steps()
-    assert latest(tmp_path) == tmp_path / "step-00000005"
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_to_keep_none_at_all_is_a_mistake(tmp_path: Path) -> None:
+def test_keep_zero_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keep=0"):
         Checkpoints(tmp_path, keep=0)
 
 
-def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, small_model(), state={"try": 1})
         checkpoints.save(1, small_model(), state={"try": 2})
@@ -175,7 +172,7 @@ def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {".writer", "step-00000001"}
 
 
-def test_after_going_back_the_future_that_was_given_up_is_not_loaded(tmp_path: Path) -> None:
+def test_after_resuming_from_an_earlier_step_the_later_ones_are_superseded(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(step, small_model())
@@ -186,7 +183,7 @@ def test_after_going_back_the_future_that_was_given_up_is_not_loaded(tmp_path: P
     assert (tmp_path / "step-00000030.superseded").is_dir()
 
 
-def test_an_earlier_run_that_lives_on_cannot_write_any_more(tmp_path: Path, capsys: Any) -> None:
+def test_an_earlier_run_that_is_still_alive_cannot_write(tmp_path: Path, capsys: Any) -> None:
     old, new = Checkpoints(tmp_path), Checkpoints(tmp_path)
     for number, checkpoints in enumerate([old, new, old]):
         checkpoints.save(number, small_model())
@@ -196,7 +193,7 @@ def test_an_earlier_run_that_lives_on_cannot_write_any_more(tmp_path: Path, caps
     assert "step-00000002 was not written: rank 0: another run" in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_another_model_touches_nothing(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, small_model())
     others = {
@@ -216,7 +213,7 @@ def test_a_checkpoint_of_another_model_touches_nothing(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_of_another_optimizer_touches_nothing(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     model = small_model()
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, model, torch.optim.SGD(model.parameters(), lr=1))
@@ -225,7 +222,7 @@ def test_a_checkpoint_of_another_optimizer_touches_nothing(tmp_path: Path) -> No
     head, tail = other[0].parameters(), other[1:].parameters()
     for complaint, optimizer in {
         "its optimizer is SGD, this one AdamW": torch.optim.AdamW(other.parameters()),
-        "has 1 groups of parameters, this one 2": torch.optim.SGD(
+        "has 1 parameter groups, this one 2": torch.optim.SGD(
             [{"params": head}, {"params": tail}], lr=1
         ),
     }.items():
@@ -234,7 +231,7 @@ def test_a_checkpoint_of_another_optimizer_touches_nothing(tmp_path: Path) -> No
         assert bits(other) == before and not optimizer.state
 
 
-def test_a_checkpoint_without_an_optimizer_says_so(tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_optimizer_is_refused(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, small_model())
     model = small_model()
@@ -242,7 +239,7 @@ def test_a_checkpoint_without_an_optimizer_says_so(tmp_path: Path) -> None:
         Checkpoints(tmp_path).load(model, torch.optim.SGD(model.parameters(), lr=1))
 
 
-def test_no_checkpoint_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error_that_lists_the_existing_ones(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no checkpoint in"):
         Checkpoints(tmp_path / "absent").load(small_model())
     with Checkpoints(tmp_path) as checkpoints:
@@ -251,7 +248,7 @@ def test_no_checkpoint_is_a_clear_error(tmp_path: Path) -> None:
         Checkpoints(tmp_path).load(small_model(), step=4)
 
 
-def test_wrappers_leave_no_mark_on_names(tmp_path: Path) -> None:
+def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     plain = small_model()
@@ -297,7 +294,7 @@ def test_another_precision_is_converted_and_noted(tmp_path: Path) -> None:
     assert torch.equal(half.weight, model.weight.bfloat16())
 
 
-def test_layouts_in_memory_do_not_matter(tmp_path: Path) -> None:
+def test_memory_formats_and_strides_do_not_matter(tmp_path: Path) -> None:
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     model.bias = nn.Parameter(torch.arange(8.0)[::2])
     with Checkpoints(tmp_path) as checkpoints:
@@ -307,12 +304,12 @@ def test_layouts_in_memory_do_not_matter(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, model.bias)
 
 
-def test_state_that_json_cannot_hold_is_refused_at_once(tmp_path: Path) -> None:
+def test_state_that_is_not_json_is_refused_immediately(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         Checkpoints(tmp_path).save(1, small_model(), state={"tensor": torch.ones(2)})
 
 
-def test_random_generators_can_be_left_alone(tmp_path: Path) -> None:
+def test_rng_false_does_not_change_the_generators(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, small_model())
     model = small_model()
@@ -323,20 +320,20 @@ def test_random_generators_can_be_left_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_an_exception_in_the_training_gives_a_save_up_that_waits_for_others(
+def test_an_exception_in_the_training_abandons_a_save_that_waits_for_other_ranks(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer.Save, "_write", lambda save, snapshot: None)
+    monkeypatch.setattr(save.Save, "_write_tensors", lambda self, snapshot: None)
     with pytest.raises(KeyError), Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, small_model())
         raise KeyError("the training fails")
     assert saved_steps(tmp_path) == []
 
 
-def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(checkpoint_writer.Save, "_write", lambda save, snapshot: None)
+def test_a_rank_that_does_not_write_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(save.Save, "_write_tensors", lambda self, snapshot: None)
     checkpoints = Checkpoints(tmp_path, timeout=0.1)
     checkpoints.save(1, small_model())
     checkpoints.wait()
-    assert "rank 0 had not written its part after 0 s" in checkpoints.failed[1]
+    assert "rank 0 had not written its file after 0 s" in checkpoints.failed[1]
     assert not list(tmp_path.glob("step-*"))

@@ -1,4 +1,4 @@
-"""Damage and malice: found in any byte of any file, named, and the checkpoint before it used."""
+"""Damaged and forged checkpoints are detected, named, and the previous checkpoint is used."""
 
 import ast
 import hashlib
@@ -14,11 +14,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 from tutti.train.checkpoint import Checkpoints
-from tutti.train.checkpoint_directory import saved_steps
-from tutti.train.checkpoint_reader import verify_share
+from tutti.train.checkpoint.format import Damaged, open_tensors, saved_steps
+from tutti.train.checkpoint.load import verify
 from tutti.world.errors import UsageError
 
 FILES = ("rank0.safetensors", "index.json", "SHA256SUMS")
@@ -43,7 +44,7 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(two_checkpoints: Path, tmp_path: Path) -> Path:
-    """A copy of its own for a test: weights of 1 in step 1, of 2 in step 2."""
+    """A copy of the two checkpoints: all weights are 1 in step 1 and 2 in step 2."""
     return Path(shutil.copytree(two_checkpoints, tmp_path / "copy"))
 
 
@@ -60,12 +61,12 @@ def loaded_value(directory: Path) -> float:
     return values.pop()
 
 
-def is_found(checkpoint: Path) -> bool:
-    return isinstance(verify_share(checkpoint, 0, 1), str)
+def is_detected(checkpoint: Path) -> bool:
+    return isinstance(verify(checkpoint, 0, 1), str)
 
 
-def test_undamaged_the_newest_is_used(directory: Path, newest: Path) -> None:
-    assert not is_found(newest)
+def test_an_undamaged_newest_checkpoint_is_used(directory: Path, newest: Path) -> None:
+    assert not is_detected(newest)
     assert loaded_value(directory) == 2
 
 
@@ -74,24 +75,26 @@ def test_undamaged_the_newest_is_used(directory: Path, newest: Path) -> None:
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_a_flipped_bit_anywhere_is_found(newest: Path, file: str, place: float, bit: int) -> None:
+def test_a_flipped_bit_anywhere_is_detected(
+    newest: Path, file: str, place: float, bit: int
+) -> None:
     content = bytearray((newest / file).read_bytes())
     offset = int(place * len(content))
     content[offset] ^= 1 << bit
     (newest / file).write_bytes(content)
-    assert is_found(newest)
+    assert is_detected(newest)
     content[offset] ^= 1 << bit
     (newest / file).write_bytes(content)
-    assert not is_found(newest)
+    assert not is_detected(newest)
 
 
-def test_every_flipped_bit_of_the_checksums_is_found(newest: Path) -> None:
+def test_every_flipped_bit_of_the_checksums_is_detected(newest: Path) -> None:
     whole = (newest / "SHA256SUMS").read_bytes()
     for bit in range(8 * len(whole)):
         content = bytearray(whole)
         content[bit // 8] ^= 1 << (bit % 8)
         (newest / "SHA256SUMS").write_bytes(content)
-        assert is_found(newest), bit
+        assert is_detected(newest), bit
 
 
 def flip(path: Path) -> None:
@@ -116,7 +119,7 @@ def link(path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "flipped": flip,
-    "cut": cut,
+    "truncated": cut,
     "emptied": lambda path: os.truncate(path, 0),
     "extended": add,
     "removed": lambda path: path.unlink(),
@@ -126,33 +129,33 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_named_and_the_one_before_it_used(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
     directory: Path, newest: Path, file: str, damage: str, capsys: Any
 ) -> None:
     DAMAGES[damage](newest / file)
     assert loaded_value(directory) == 1
-    said = capsys.readouterr().err
-    assert "step-00000002 is damaged: " in said and "trying the one before it" in said
-    # A damaged list of checksums may accuse the file that it is wrong about.
-    assert file in said or file == "SHA256SUMS"
+    errors = capsys.readouterr().err
+    assert "step-00000002 is damaged: " in errors and errors.count("\n") == 1
+    # A flipped bit in a checksum is reported for the file whose checksum it is.
+    assert file in errors or file == "SHA256SUMS"
 
 
-def test_if_none_is_whole_nothing_is_touched(directory: Path) -> None:
+def test_if_all_checkpoints_are_damaged_nothing_is_changed(directory: Path) -> None:
     for path in directory.glob("step-*/rank0.safetensors"):
         flip(path)
     model = constant_model(7)
-    with pytest.raises(UsageError, match=r"no checkpoint .* is whole: step-00000001 is damaged: r"):
+    with pytest.raises(UsageError, match=r"no complete .*: step-00000001 is damaged: rank0"):
         Checkpoints(directory).load(model)
     assert torch.equal(model.weight, constant_model(7).weight)
 
 
-def test_a_damaged_one_that_was_asked_for_is_an_error(directory: Path, newest: Path) -> None:
+def test_a_requested_step_that_is_damaged_is_an_error(directory: Path, newest: Path) -> None:
     cut(newest / "index.json")
     with pytest.raises(UsageError, match=r"step-00000002 is damaged: index\.json"):
         Checkpoints(directory).load(constant_model(0), step=2)
 
 
-def test_a_damaged_one_does_not_push_a_whole_one_out(directory: Path, newest: Path) -> None:
+def test_a_damaged_checkpoint_does_not_count_for_keep(directory: Path, newest: Path) -> None:
     flip(newest / "rank0.safetensors")
     with Checkpoints(directory, keep=1) as checkpoints:
         step = checkpoints.load(constant_model(0)).step
@@ -167,19 +170,19 @@ def loaded_weight(directory: Path) -> float:
     return float(model.weight.detach()[0, 0])
 
 
-def test_what_was_left_unfinished_is_ignored_then_removed(directory: Path, newest: Path) -> None:
+def test_an_unfinished_checkpoint_is_ignored_then_removed(directory: Path, newest: Path) -> None:
     leftover = directory / "step-00000009.0123abcd.tmp"
     shutil.copytree(newest, leftover)
-    (directory / "step-00000009.backup").mkdir()  # somebody's own: none of our business
+    (directory / "step-00000009.backup").mkdir()  # not a name that tutti writes: must stay
     assert loaded_value(directory) == 2
-    assert leftover.exists()  # to load is only to read
+    assert leftover.exists()  # loading changes nothing
     with Checkpoints(directory) as checkpoints:
         checkpoints.save(3, constant_model(3))
     assert not leftover.exists() and (directory / "step-00000009.backup").exists()
     assert saved_steps(directory) == [1, 2, 3]
 
 
-# From here on the checksums are right: somebody has made the files to do harm.
+# From here on the checksums are valid: the files are forged, not damaged.
 
 
 def forge(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -229,16 +232,16 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
         ]
     ),
     "missing chunks": lambda i: weight(i).update(chunks=[]),
-    "sizes that are no numbers": lambda i: first_chunk(i).update(sizes=["2", 3.0]),
+    "sizes that are not numbers": lambda i: first_chunk(i).update(sizes=["2", 3.0]),
     "an unknown dtype": lambda i: weight(i).update(dtype="OBJECT"),
     "another dtype": lambda i: weight(i).update(dtype="I32"),
-    "tensors that are a list": lambda i: i.update(tensors=[1, 2]),
+    "a list of tensors": lambda i: i.update(tensors=[1, 2]),
     "no state": lambda i: i.pop("state"),
     "a state that is a number": lambda i: i.update(state=7),
     "another schema": lambda i: i.update(schema="tutti.checkpoint/999"),
-    "a step that is no number": lambda i: i.update(step=True),
-    "an optimizer of another form": lambda i: i.update(optimizer=[]),
-    "ranks beyond counting": lambda i: i.update(ranks=-1),
+    "a step that is not a number": lambda i: i.update(step=True),
+    "a malformed optimizer": lambda i: i.update(optimizer=[]),
+    "negative ranks": lambda i: i.update(ranks=-1),
 }
 
 
@@ -270,7 +273,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_pickle_in_a_files_place_is_refused_and_not_executed(
+def test_a_pickle_in_place_of_a_file_is_refused_and_not_executed(
     directory: Path, newest: Path, tmp_path: Path, file: str
 ) -> None:
     content = pickle.dumps(Bomb(tmp_path / "exploded"))
@@ -283,9 +286,9 @@ def test_a_pickle_in_a_files_place_is_refused_and_not_executed(
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_forged_random_state_is_refused(directory: Path, newest: Path) -> None:
-    """numpy would read wherever the position in its state points."""
-    from tutti.train.rng import rng_state, set_rng_state
+def test_a_forged_random_state_is_refused() -> None:
+    """numpy does not check the position in its state and would read out of bounds."""
+    from tutti.train.checkpoint.training_state import rng_state, set_rng_state
 
     state = rng_state()
     state["numpy"][624] = 1 << 30
@@ -293,10 +296,10 @@ def test_a_forged_random_state_is_refused(directory: Path, newest: Path) -> None
         set_rng_state({"numpy": state["numpy"]})
 
 
-def test_nothing_in_the_room_can_unpickle() -> None:
-    room = Path(__file__).parents[2] / "src" / "tutti" / "train"
+def test_no_module_of_train_can_unpickle() -> None:
+    folder = Path(__file__).parents[2] / "src" / "tutti" / "train"
     modules = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
-    for path in room.glob("*.py"):
+    for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
@@ -306,3 +309,25 @@ def test_nothing_in_the_room_can_unpickle() -> None:
                 assert not node.attr.endswith(("_object", "_object_list")), path.name
             if isinstance(node, ast.Name):
                 assert node.id not in ("eval", "exec"), path.name
+
+
+def test_malformed_tensor_files_are_refused(tmp_path: Path) -> None:
+    """Truncated at any byte, no JSON header, overlapping tensors, a directory, a pipe, a link."""
+    whole = tmp_path / "whole"
+    save_file({"a": torch.ones(5), "b": torch.ones(2, 2)}, whole)
+    assert sorted(open_tensors(whole).keys()) == ["a", "b"]
+    content = whole.read_bytes()
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    headers = [b"", b"[]", b"{" * 50, json.dumps({"a": entry, "b": entry}).encode()]
+    cases = [content[:length] for length in range(len(content))]
+    cases += [len(header).to_bytes(8, "little") + header + bytes(8) for header in headers]
+    for case in cases:
+        (tmp_path / "file").write_bytes(case)
+        with pytest.raises(Damaged, match="file"):
+            open_tensors(tmp_path / "file")
+    (tmp_path / "link").symlink_to(whole)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("link", "pipe", "folder", "absent"):
+        with pytest.raises(Damaged, match=name):
+            open_tensors(tmp_path / name)

@@ -24,7 +24,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"capturable": True}, {}])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, bool]) -> None:
+def test_a_resumed_run_continues_bit_for_bit_on_a_gpu(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
     model = model_on("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     train_step(model, optimizer)
@@ -39,22 +41,22 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, bo
         assert old["step"].device == new["step"].device
 
 
-def test_a_snapshot_is_taken_before_what_the_stream_does_next(tmp_path: Path) -> None:
+def test_a_snapshot_is_copied_before_later_work_on_the_stream(tmp_path: Path) -> None:
     model = nn.Linear(4096, 4096, device="cuda")
     nn.init.constant_(model.weight, 1.0)
     with Checkpoints(tmp_path) as checkpoints:
         for step in range(1, 4):
             checkpoints.save(step, model)
-            assert checkpoints._staging._data.is_pinned()
+            assert checkpoints._snapshot.tensors["model.weight"].is_pinned()
             with torch.no_grad():
-                model.weight.add_(1.0)  # in the queue while the copy is still on its way
+                model.weight.add_(1.0)  # queued on the stream behind the copy
         checkpoints.wait()
         for step in range(1, 4):
             checkpoints.load(model, step=step)
             assert bool((model.weight == step).all())
 
 
-def test_what_a_gpu_saved_loads_on_the_cpu_and_back(tmp_path: Path) -> None:
+def test_a_checkpoint_moves_from_gpu_to_cpu_and_back(tmp_path: Path) -> None:
     first, second, third = model_on("cuda"), model_on("cpu"), model_on("cuda")
     optimizers = [
         torch.optim.AdamW(first.parameters(), fused=True),

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks, which are real processes: shared work, other sizes, failures."""
+"""Checkpoints of several ranks (real processes): resharding, one writer per shard, failures."""
 
 import json
 import os
@@ -17,16 +17,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import tutti
 import worlds
-from tutti.train import checkpoint_writer
-from tutti.train.checkpoint import Checkpoints
-from tutti.train.checkpoint_directory import saved_steps
+from tutti.train.checkpoint import Checkpoints, format, save
+from tutti.train.checkpoint.format import saved_steps
 from tutti.world.errors import RanksDiffer, UsageError
 
-ROWS, COLUMNS = 7, 5  # divided evenly by none of the worlds below
+ROWS, COLUMNS = 7, 5  # not divisible by the number of ranks of any world below
 
 
 def mixed_model(seed: int, sharded: bool = True) -> nn.Module:
-    """Weights sharded over rows and over columns, and replicated ones; all plain if not sharded."""
+    """Weights sharded by rows and by columns, and replicated; plain tensors if not sharded."""
     torch.manual_seed(seed)
     model = nn.Module()
     by_row, by_column, both = (torch.randn(ROWS, COLUMNS) for _ in range(3))
@@ -42,13 +41,13 @@ def mixed_model(seed: int, sharded: bool = True) -> nn.Module:
 def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
-        for parameter in model.parameters():  # its own gradient: exact, however it is sharded
+        for parameter in model.parameters():  # elementwise: the same for every sharding
             parameter.grad = parameter.detach() * 2
         optimizer.step()
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All values of the model and the optimizer, whole."""
+    """All values of the model and the optimizer, as full tensors."""
     values = {}
     for name, parameter in model.named_parameters():
         slots = {"value": parameter.detach(), **optimizer.state[parameter]}
@@ -65,51 +64,51 @@ def save_sharded(world: tutti.World, directory: str) -> Any:
     torch.manual_seed(100 + world.rank)
     with Checkpoints(directory) as checkpoints:
         checkpoints.save(2, model, optimizer, {"samples": 64})
-    noise = torch.rand(2).tolist()
+    drawn = torch.rand(2).tolist()
     saved = everything(model, optimizer)
     train_steps(model, optimizer, 1)
-    return saved, everything(model, optimizer), noise
+    return saved, everything(model, optimizer), drawn
 
 
-def load_and_go_on(world: tutti.World | None, directory: str) -> Any:
-    """Resume in another world, or in none, and save again in the parts of this one."""
+def load_and_continue(world: tutti.World | None, directory: str) -> Any:
+    """Resume in another world, or without one, and save again in its shards."""
     model = mixed_model(seed=2, sharded=world is not None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     with Checkpoints(directory) as checkpoints:
         loaded = checkpoints.load(model, optimizer)
         checkpoints.save(loaded.step, model, optimizer, loaded.state)
-    noise = torch.rand(2).tolist()
+    drawn = torch.rand(2).tolist()
     values = everything(model, optimizer)
     kinds = {isinstance(slots["exp_avg"], DTensor) for slots in optimizer.state.values()}
     train_steps(model, optimizer, 1)
     following = everything(model, optimizer)
-    return [values, following, noise, loaded.notes, loaded.state, loaded.ranks, sorted(kinds)]
+    return [values, following, drawn, loaded.notes, loaded.state, loaded.ranks, sorted(kinds)]
 
 
-def test_two_ranks_to_three_to_one(tmp_path: Path) -> None:
+def test_two_ranks_then_three_then_one(tmp_path: Path) -> None:
     directory = str(tmp_path)
-    [(saved, following, *noises), (*_, other)] = worlds.in_world(save_sharded, 2, directory)
-    noises.append(other)
+    [(saved, following, *drawn), (*_, other)] = worlds.in_world(save_sharded, 2, directory)
+    drawn.append(other)
 
-    three = worlds.in_world(load_and_go_on, 3, directory)
+    three = worlds.in_world(load_and_continue, 3, directory)
     for values, next_values, _, _, state, ranks, kinds in three:
         assert values == saved and next_values == following
         assert state == {"samples": 64} and ranks == 2 and kinds == [False, True]
-    assert [result[2] for result in three[:2]] == noises
-    assert three[2][2] not in noises
+    assert [result[2] for result in three[:2]] == drawn
+    assert three[2][2] not in drawn
     assert [result[3] for result in three[:2]] == [[], []]
     [note] = three[2][3]
-    assert note.startswith("rank 2: no saved state of the random generators cpu, python, numpy: s")
+    assert note.startswith("rank 2: no saved state of the random number generators cpu, python")
 
-    values, next_values, noise, notes, _, ranks, kinds = load_and_go_on(None, directory)
+    values, next_values, first, notes, _, ranks, kinds = load_and_continue(None, directory)
     assert values == saved and next_values == following
-    assert ranks == 3 and kinds == [False] and notes == () and noise == noises[0]
+    assert ranks == 3 and kinds == [False] and notes == () and first == drawn[0]
 
 
 def save_replicas(world: tutti.World, directory: str) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.BatchNorm1d(64))
-    nn.init.constant_(model[6].running_mean, world.rank + 1)  # each rank saw other samples
+    nn.init.constant_(model[6].running_mean, world.rank + 1)  # the ranks have different statistics
     wrapped = nn.parallel.DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (2, 1))
     grid = distribute_tensor(torch.ones(8, 64), mesh, [Replicate(), Shard(0)])
@@ -119,7 +118,7 @@ def save_replicas(world: tutti.World, directory: str) -> None:
         checkpoints.save(2, wrapped)
 
 
-def test_replicas_are_written_once_and_by_all(tmp_path: Path) -> None:
+def test_replicas_are_written_once_and_divided_over_ranks(tmp_path: Path) -> None:
     worlds.in_world(save_replicas, 2, str(tmp_path))
     checkpoint = tmp_path / "step-00000002"
     index = json.loads((checkpoint / "index.json").read_text())
@@ -128,7 +127,7 @@ def test_replicas_are_written_once_and_by_all(tmp_path: Path) -> None:
     sizes = [(checkpoint / f"rank{rank}.safetensors").stat().st_size for rank in range(2)]
     one_weight = 64 * 64 * 4
     assert max(sizes) - min(sizes) < 1.5 * one_weight, sizes
-    # What differs between ranks is the first rank's, as for DDP, and not somebody's.
+    # Buffers that differ between ranks are saved from rank 0, as in DDP.
     bare = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.BatchNorm1d(64))
     bare.register_parameter("grid", nn.Parameter(torch.zeros(8, 64)))
     Checkpoints(tmp_path).load(bare)
@@ -141,7 +140,7 @@ def load_damaged(world: tutti.World, directory: str) -> Any:
     with Checkpoints(directory) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, mixed_model(step))
-    if world.rank == 0:  # one file for each rank to find
+    if world.rank == 0:  # rank 0 verifies one of the files, rank 1 the other
         for step, rank in ((2, 0), (3, 1)):
             file = Path(directory, f"step-0000000{step}", f"rank{rank}.safetensors")
             content = bytearray(file.read_bytes())
@@ -157,7 +156,7 @@ def load_damaged(world: tutti.World, directory: str) -> Any:
         return step, same, str(error)
 
 
-def test_what_one_rank_finds_all_ranks_heed(tmp_path: Path) -> None:
+def test_a_problem_found_by_one_rank_is_known_to_all(tmp_path: Path) -> None:
     [first, second] = worlds.in_world(load_damaged, 2, str(tmp_path))
     assert first == second
     step, same, complaint = first
@@ -171,14 +170,16 @@ def die_while_writing(world: tutti.World, directory: str, victim: int) -> None:
         checkpoints.save(1, model)
         checkpoints.wait()
         if world.rank == victim:
-            # The file is written but not on the disk yet, the note is missing.
-            checkpoint_writer.sync_directory = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+            # After the tensor file is written, before the note of this rank.
+            save.sync_path = lambda path: os.kill(os.getpid(), signal.SIGKILL)
         checkpoints.save(2, model)
         checkpoints.wait()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_while_writing_the_old_one_is_intact(tmp_path: Path, victim: int) -> None:
+def test_a_rank_killed_while_writing_leaves_the_previous_checkpoint(
+    tmp_path: Path, victim: int
+) -> None:
     with pytest.raises(AssertionError, match=f"rank {victim} on .* killed by SIGKILL"):
         worlds.in_world(die_while_writing, 2, str(tmp_path), victim)
     assert saved_steps(tmp_path) == [1]
@@ -192,17 +193,17 @@ def test_killed_while_writing_the_old_one_is_intact(tmp_path: Path, victim: int)
 
 def fill_the_disk(world: tutti.World, directory: str) -> Any:
     small, large = nn.Linear(10, 10), nn.Linear(700, 700)  # 2 MB, of which one rank has most
-    seen = []
+    failures = []
     with Checkpoints(directory) as checkpoints:
         checkpoints.save(1, small, state={"step": 1})
         checkpoints.save(2, large)
-        checkpoints.save(3, small, state={"step": 3})  # there is room again
-        seen.append({**checkpoints.failed})
+        checkpoints.save(3, small, state={"step": 3})  # the disk has space again
+        failures.append({**checkpoints.failed})
         checkpoints.save(4, large)
         checkpoints.wait()
-        seen.append({**checkpoints.failed})
+        failures.append({**checkpoints.failed})
         dist.barrier()
-        return seen, saved_steps(Path(directory)), checkpoints.load(small).state
+        return failures, saved_steps(Path(directory)), checkpoints.load(small).state
 
 
 def can_mount() -> bool:
@@ -212,7 +213,7 @@ def can_mount() -> bool:
     return subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode == 0
 
 
-def test_a_full_disk_is_reported_and_the_training_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_training_continues(tmp_path: Path) -> None:
     if not can_mount():
         pytest.skip("needs the right to mount")
     results = tmp_path / "results"
@@ -225,9 +226,9 @@ def test_a_full_disk_is_reported_and_the_training_goes_on(tmp_path: Path) -> Non
     done = worlds.run_command(["unshare", "-m", "sh", "-c", mount, directory, *run])
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        seen, steps, state = json.loads((results / str(rank)).read_text())
-        assert [[*failed] for failed in seen] == [["2"], ["2", "4"]]
-        assert all("No space left on device" in reason for reason in seen[1].values())
+        failures, steps, state = json.loads((results / str(rank)).read_text())
+        assert [[*failed] for failed in failures] == [["2"], ["2", "4"]]
+        assert all("No space left on device" in reason for reason in failures[1].values())
         assert steps == [1, 3] and state == {"step": 3}
     assert "checkpoint step-00000002 was not written: rank" in done.stderr
     assert "step-00000001 is the newest" in done.stderr
@@ -238,7 +239,7 @@ def save_a_file_too_large(world: tutti.World, directory: str) -> Any:
 
     large = nn.Linear(700, 700)
     with Checkpoints(directory) as checkpoints:
-        if world.rank == 1:  # the share of rank 1 does not fit, that of rank 0 does
+        if world.rank == 1:  # the file of rank 1 exceeds its limit, rank 0 has none
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         checkpoints.save(1, large)
         checkpoints.wait()
@@ -248,8 +249,8 @@ def save_a_file_too_large(world: tutti.World, directory: str) -> Any:
             return checkpoints.failed, str(error)
 
 
-def test_a_rank_that_cannot_write_stops_the_save_for_all_at_once(tmp_path: Path) -> None:
-    # Without a word to the others rank 0 would wait for ten minutes.
+def test_a_rank_that_cannot_write_ends_the_save_on_all_ranks(tmp_path: Path) -> None:
+    # Otherwise rank 0 would wait for the timeout of 600 s.
     [first, second] = worlds.in_world(save_a_file_too_large, 2, str(tmp_path), timeout=60)
     assert first == second
     failed, differ = first
@@ -265,7 +266,7 @@ def test_a_full_disk_of_a_single_process_is_reported(tmp_path: Path, monkeypatch
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, nn.Linear(2, 2))
         checkpoints.wait()
-        monkeypatch.setattr(checkpoint_writer, "write_new", full)
+        monkeypatch.setattr(format, "write_synced", full)
         checkpoints.save(2, nn.Linear(2, 2))
         checkpoints.wait()
     assert "No space left" in checkpoints.failed[2] and saved_steps(tmp_path) == [1]

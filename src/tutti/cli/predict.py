@@ -21,7 +21,7 @@ from tutti.world.launchers import identify
 if TYPE_CHECKING:
     from tutti.parallel.layout import Layout
     from tutti.predict.saved_run import SavedRun
-    from tutti.train.checkpoint_loading import Loaded
+    from tutti.train.checkpoint import Loaded
     from tutti.world.world import World
 
 _FOR_DATA = ("split", "dataset", "data_dir", "limit")

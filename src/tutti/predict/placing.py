@@ -11,7 +11,7 @@ from tutti.parallel.layout import Layout
 from tutti.parallel.options import ParallelOptions
 from tutti.predict.decoder import Decoder
 from tutti.predict.saved_run import SavedRun
-from tutti.train.checkpoint_loading import Loaded
+from tutti.train.checkpoint import Loaded
 from tutti.world.world import World
 
 

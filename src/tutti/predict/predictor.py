@@ -17,7 +17,7 @@ from tutti.predict.placing import place
 from tutti.predict.result_file import ResultFile, gather_text
 from tutti.predict.rows import Sums, rows
 from tutti.predict.saved_run import SavedRun
-from tutti.train.checkpoint_loading import Loaded
+from tutti.train.checkpoint import Loaded
 from tutti.train.datasets import load_dataset
 from tutti.train.evaluate import Score
 from tutti.train.models import build_model

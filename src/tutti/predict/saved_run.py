@@ -8,11 +8,8 @@ import torch
 
 from tutti.models.config import GPTConfig
 from tutti.parallel.engine import Engine
-from tutti.train.checkpoint import Checkpoints
-from tutti.train.checkpoint_directory import saved_steps, step_name
-from tutti.train.checkpoint_index import read_index
-from tutti.train.checkpoint_loading import Loaded
-from tutti.train.durable_file import Damaged
+from tutti.train.checkpoint import Checkpoints, Loaded
+from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step_name
 from tutti.train.recipe import Recipe, read_recipe
 from tutti.world.errors import UsageError
 

@@ -19,7 +19,9 @@ from tutti.world.world import World
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Every rank's value, in rank order, on every rank."""
+    """Every rank's value, in rank order, on every rank; [value] without a process group."""
+    if not dist.is_initialized():
+        return [value]
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     length = torch.tensor([len(text)])
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
