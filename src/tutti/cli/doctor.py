@@ -1,67 +1,84 @@
-"""tutti doctor: health and configuration checks, each with its cure."""
+"""tutti doctor: checks of hardware and configuration, each with its cure."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
-from tutti.machine.checks.checklist import examine
-from tutti.machine.checks.patient import Patient, Probes
-from tutti.machine.checks.table import fixes, report
-from tutti.machine.recording import read_machines, write_machines
+from tutti.cli.topo import record_machines, recorded_machines
+from tutti.machine.checks.checklist import fix_commands, report, run_checks
+from tutti.machine.checks.collect import collect_from_ranks, collect_this_host, recorded_cluster
+from tutti.machine.checks.probe_network import Peers
+from tutti.machine.nics import interface_address
+from tutti.machine.observation import observe
 from tutti.measure.terminal import text_width
+from tutti.world.addresses import gloo_interface, local_address_towards
 from tutti.world.errors import START_TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld
-from tutti.world.launchers import identify
+from tutti.world.launchers import Identity, identify
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tutti.machine.checks.cluster import Cluster
     from tutti.machine.checks.finding import Finding
+    from tutti.world.rendezvous import RankInfo
+
+# A rank may be busy with a probe for this long before it exchanges its results.
+_GATHER_SECONDS = 120.0
+_ALL_REDUCE_SECONDS = 30.0
+_ALL_REDUCE_ELEMENTS = 100_003
 
 
 @dataclass(frozen=True)
 class Doctor:
     """Check this machine, or all hosts of a world: tutti doctor, or torchrun … -m tutti doctor
 
-    Tells what was observed, what is expected and the cure. Exit code 1 if a check failed; warnings
-    alone are 0. It changes nothing.
+    Reports what was observed, what is expected and the cure. The exit code is 1 if a check failed;
+    warnings alone give 0. Nothing is changed.
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
     """Start this many local ranks, unless a launcher already did."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where active tests compute."""
+    """The device that --active measures."""
     ranks_per_gpu: int = 1
     """How many ranks may share one GPU."""
     active: bool = False
-    """Also measure: compute, memory, links between ranks, copies between GPUs, a collective.
-    Takes some seconds. The default is to do so if there is more than one rank."""
+    """Also measure compute, memory, links between ranks, copies between GPUs and a collective,
+    which takes some seconds. With more than one rank this is on unless --no-active is given."""
     fix: bool = False
-    """Print the commands that would cure what was found. They are never run."""
+    """Print the commands that cure the findings. They are never run."""
     all: bool = False
-    """Show what passed and what was skipped, too."""
+    """Also show checks that passed or were skipped."""
     record: Path | None = None
-    """Write what was observed, one machine per host, to this file."""
+    """Write the observed machines, one per host, to this file."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Judge the machines that were recorded in this file, and not this one."""
+    """Check the machines recorded in this file instead of this one."""
     json: Path | None = None
-    """Write the findings to this file, too."""
+    """Also write the findings to this file."""
     start_timeout: float = START_TIMEOUT
-    """Seconds for all ranks to arrive."""
+    """Seconds to wait for all ranks."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     options = parse(Doctor, "tutti doctor", arguments)
     check_writable("--json", options.json)
     check_writable("--record", options.record)
     if options.from_ is not None:
-        return _conclude(_recorded(options), options)
+        for flag in ("active", "record", "ranks"):
+            if getattr(options, flag):
+                raise UsageError(f"--from checks a recorded machine: remove --{flag}")
+        return _conclude(recorded_cluster(recorded_machines(options.from_)), options)
     identity = identify(os.environ)
     if options.ranks is not None and identity.size == 1 and identity.launcher == "python":
         return LocalWorld(
@@ -71,67 +88,174 @@ def main(arguments: list[str]) -> int:
             ranks_per_gpu=options.ranks_per_gpu,
             show="first",
             start_timeout=options.start_timeout,
-            reported_codes=(1, 2),  # a check that failed is no rank that did
+            reported_codes=(1, 2),  # a check failed or wrong usage: not a crash of a rank
         ).run()
-    return _visit(options, arguments, identity.size)
+    if identity.size == 1:
+        return _conclude(collect_this_host(options.device, options.active), options)
+    decided = any(each.partition("=")[0] in ("--active", "--no-active") for each in arguments)
+    cluster = _collect_world(identity, options, active=options.active or not decided)
+    # All ranks exit with the same code.
+    return _conclude(cluster, options) if identity.rank == 0 else _exit_code(run_checks(cluster))
 
 
-def _visit(options: Doctor, arguments: Sequence[str], size: int) -> int:
-    from tutti.machine.checks.visit import visit_machine, visit_world
-
-    if size == 1:
-        return _conclude(visit_machine(options.device, options.active), options)
-    active = options.active or not _names(arguments, "active")
-    patient, is_first = visit_world(options.device, active, options.start_timeout)
-    if is_first:
-        return _conclude(patient, options)
-    return _code(examine(patient))  # all ranks end alike
-
-
-def _recorded(options: Doctor) -> Patient:
-    for flag in ("active", "record", "ranks"):
-        if getattr(options, flag):
-            raise UsageError(f"--from judges a recorded machine: leave --{flag} out")
-    assert options.from_ is not None
-    try:
-        machines = tuple(read_machines(options.from_))
-    except OSError as error:
-        raise UsageError(f"--from {options.from_}: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"--from {options.from_}: {error}") from None
-    live = ("calls", "offsets", "compute", "bandwidth", "links", "copies", "results")
-    reasons = dict.fromkeys(live, "a recorded machine cannot be tried")
-    return Patient(machines, (), Probes(reasons=reasons))
-
-
-def _names(arguments: Sequence[str], flag: str) -> bool:
-    """Whether a switch was given either way."""
-    return any(each.partition("=")[0] in (f"--{flag}", f"--no-{flag}") for each in arguments)
-
-
-def _conclude(patient: Patient, options: Doctor) -> int:
-    findings = examine(patient)
+def _conclude(cluster: "Cluster", options: Doctor) -> int:
+    findings = run_checks(cluster)
     for line in report(findings, options.all, text_width(sys.stdout)):
         print(line)
     if options.fix:
-        lines = list(fixes(findings))
-        print("\n".join(["", *(lines or ["# nothing to cure"])]))
+        print("\n".join(["", *(list(fix_commands(findings)) or ["# nothing to cure"])]))
     if options.record is not None:
         note = "observed by tutti doctor, one machine per host"
-        try:
-            write_machines(options.record, patient.machines, ["tutti", *sys.argv[1:]], note)
-        except OSError as error:
-            raise UsageError(f"--record {options.record}: {error.strerror}") from None
+        record_machines(options.record, cluster.machines, note)
     if options.json is not None:
         results = {
             "checks": [finding.to_json() for finding in findings],
-            "hosts": [machine.host for machine in patient.machines],
-            "ranks": len(patient.seats),
+            "hosts": [machine.host for machine in cluster.machines],
+            "ranks": len(cluster.ranks),
             "from": None if options.from_ is None else str(options.from_),
         }
         write_json(options.json, "tutti.doctor/1", results)
-    return _code(findings)
+    return _exit_code(findings)
 
 
-def _code(findings: "Sequence[Finding]") -> int:
+def _exit_code(findings: "Sequence[Finding]") -> int:
     return int(any(finding.status == "fail" for finding in findings))
+
+
+# --- all ranks of a world ------------------------------------------------------------------------
+
+
+def _collect_world(identity: Identity, options: Doctor, active: bool) -> "Cluster":
+    """Observe and probe all ranks, through the rendezvous store only.
+
+    No process group is created before the hosts are known to reach each other: a fault in the
+    network would hang it.
+    """
+    machine = observe()  # before anything here changes variables, threads or CPU affinity
+
+    def progress(text: str) -> None:
+        if identity.rank == 0:
+            print(f"tutti doctor: {text}", file=sys.stderr, flush=True)
+
+    with _rendezvous(identity, options.start_timeout) as (ranks, store):
+        return collect_from_ranks(
+            _peers(identity.rank, ranks, store),
+            machine,
+            _gpu_of_each(ranks, options.device),
+            options.device,
+            (lambda: _all_reduce_error(identity.rank, ranks, store)) if active else None,
+            progress,
+        )
+
+
+@contextlib.contextmanager
+def _rendezvous(
+    identity: Identity, start_timeout: float
+) -> "Iterator[tuple[Sequence[RankInfo], dist.Store]]":
+    """All ranks that the launcher started, and a store of this start of the world."""
+    import torch.distributed as dist
+
+    from tutti.world.placement import visible_gpus
+    from tutti.world.rendezvous import describe_rank, exchange_rank_info, open_rendezvous
+
+    try:
+        gpus = visible_gpus()
+    except RuntimeError:  # a driver that does not start is reported by the checks
+        gpus = []
+    rendezvous = open_rendezvous(identity, start_timeout)
+    address = local_address_towards(rendezvous.host) if rendezvous.host else None
+    own = describe_rank(identity, address or "", gpus)
+    roster = exchange_rank_info(rendezvous.store, own, identity.size, start_timeout)
+    store = dist.PrefixStore(f"tutti/doctor/{roster.start_id}", rendezvous.store)
+    yield roster.ranks, store
+    # The store ends with rank 0, so rank 0 leaves last.
+    store.set(f"finished/{identity.rank}", "")
+    if identity.rank == 0:
+        with contextlib.suppress(RuntimeError):
+            keys = [f"finished/{rank}" for rank in range(identity.size)]
+            store.wait(keys, timedelta(seconds=10))
+
+
+def _peers(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> Peers:
+    from tutti.world.exchange import RanksMissing, gather_json_from_store
+
+    count = 0
+
+    def gather(value: Any) -> list[Any]:
+        nonlocal count
+        count += 1
+        try:
+            return gather_json_from_store(
+                store, str(count), value, rank, len(ranks), _GATHER_SECONDS
+            )
+        except RanksMissing as missing:
+            raise UsageError(
+                f"rank {', '.join(map(str, missing.ranks))} did not answer for "
+                f"{_GATHER_SECONDS:.0f} s: see its output, or run tutti doctor on its host alone"
+            ) from None
+        except RuntimeError:
+            raise UsageError("the store ended with rank 0: see the output of rank 0") from None
+
+    machines = list(dict.fromkeys(each.machine for each in ranks))
+    hosts = [machines.index(each.machine) for each in ranks]
+    return Peers(rank, hosts, gather, _own_address(rank, ranks))
+
+
+def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
+    """The address at which other ranks reach this one."""
+    own = ranks[rank]
+    remote = [each for each in ranks if each.machine != own.machine]
+    if not remote:
+        return "127.0.0.1"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface and (address := interface_address(interface.split(",")[0])):
+        return address
+    if own.address and not own.address.startswith("127."):
+        return own.address
+    # Ranks on the store's host only know loopback; the route to a remote rank gives the address.
+    known = [each.address for each in remote if each.address and each.address[:4] != "127."]
+    return (known and local_address_towards(known[0])) or own.host
+
+
+def _gpu_of_each(ranks: "Sequence[RankInfo]", device: str) -> list[str | None]:
+    """The GPU that tutti.init would give each rank: the visible ones in turn, per host."""
+    if device == "cpu" or not all(each.gpus for each in ranks):
+        return [None] * len(ranks)
+    machines = [each.machine for each in ranks]
+    return [
+        each.gpus[machines[:rank].count(each.machine) % len(each.gpus)]
+        for rank, each in enumerate(ranks)
+    ]
+
+
+def _all_reduce_error(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> str:
+    """Run an all_reduce with gloo as a job would; returns "" if the result is exact."""
+    import torch
+    import torch.distributed as dist
+
+    interface, _ = gloo_interface(ranks, rank, os.environ)
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    size = len(ranks)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("gloo", store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=_ALL_REDUCE_SECONDS),
+        )
+        # Integers below 2^24: float32 sums of them are exact in any order.
+        index = torch.arange(_ALL_REDUCE_ELEMENTS) % 1000
+        value = (index + rank).float()
+        dist.all_reduce(value)
+        expected = index * size + size * (size - 1) // 2
+        wrong = int((value != expected).sum())
+        return f"{wrong} of {_ALL_REDUCE_ELEMENTS} elements are wrong" if wrong else ""
+    except Exception as error:
+        return f"gloo: {str(error).splitlines()[0]}"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if interface:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tutti.machine.checks.checklist import examine
+from tutti.machine.checks.checklist import run_checks
+from tutti.machine.checks.cluster import Cluster, ProbeResults, RankObservation
 from tutti.machine.checks.finding import Finding
-from tutti.machine.checks.patient import Patient, Probes, Seat
 from tutti.machine.observation import Machine
 from tutti.machine.recording import read_machines
 
@@ -31,10 +31,10 @@ def plain() -> Machine:
 
 
 def found(
-    *machines: Machine, probes: Probes | None = None, seats: tuple[Seat, ...] = ()
+    *machines: Machine, probes: ProbeResults | None = None, ranks: tuple[RankObservation, ...] = ()
 ) -> list[Finding]:
     """What is wrong: warnings and failures."""
-    findings = examine(Patient(machines, seats, probes or Probes()))
+    findings = run_checks(Cluster(machines, ranks, probes or ProbeResults()))
     return [each for each in findings if each.status in ("warn", "fail")]
 
 

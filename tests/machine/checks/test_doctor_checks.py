@@ -7,8 +7,15 @@ import pytest
 from cases import change, first, found, healthy, of_gpu, plain, recorded, with_variables
 
 from tutti.machine.checks.checklist import CHECKS
+from tutti.machine.checks.cluster import (
+    ClockOffset,
+    Connection,
+    GpuCopy,
+    MeasuredRate,
+    ProbeResults,
+    RankObservation,
+)
 from tutti.machine.checks.finding import Finding
-from tutti.machine.checks.patient import Call, Copy, Offset, Probes, Rate, Seat
 from tutti.machine.environment import Xid
 from tutti.machine.observation import Machine
 
@@ -71,12 +78,12 @@ def small_buffers(machine: Machine) -> Machine:
     return replace(machine, sysctls=machine.sysctls | {"net.ipv4.tcp_rmem": "4096 131072 262144"})
 
 
-def seats_on(machine: Machine, *gpus: str | None) -> tuple[Seat, ...]:
-    return tuple(Seat(rank, 0, machine, gpu) for rank, gpu in enumerate(gpus))
+def seats_on(machine: Machine, *gpus: str | None) -> tuple[RankObservation, ...]:
+    return tuple(RankObservation(rank, 0, machine, gpu) for rank, gpu in enumerate(gpus))
 
 
-def rates(kind: str, *values: float, name: str = "rank:{}") -> tuple[Rate, ...]:
-    return tuple(Rate(name.format(i), 0, kind, value) for i, value in enumerate(values))
+def rates(kind: str, *values: float, name: str = "rank:{}") -> tuple[MeasuredRate, ...]:
+    return tuple(MeasuredRate(name.format(i), 0, kind, value) for i, value in enumerate(values))
 
 
 Case = tuple[str, str, str, Callable[[], list[Finding]]]
@@ -301,7 +308,9 @@ CASES: list[Case] = [
         "warn",
         "clocks.skew",
         "world",
-        lambda: found(*two(plain()), probes=Probes(offsets=(Offset(1, 0.25, 1e-4),))),
+        lambda: found(
+            *two(plain()), probes=ProbeResults(clock_offsets=(ClockOffset(1, 0.25, 1e-4),))
+        ),
     ),
     (
         "fail",
@@ -337,7 +346,10 @@ CASES: list[Case] = [
         "network.calls",
         "link:0-1",
         lambda: found(
-            *two(plain()), probes=Probes(calls=(Call(0, 1, "no answer"), Call(1, 0, None)))
+            *two(plain()),
+            probes=ProbeResults(
+                connections=(Connection(0, 1, "no answer"), Connection(1, 0, None))
+            ),
         ),
     ),
     (
@@ -405,19 +417,21 @@ CASES: list[Case] = [
         "fail",
         "agreement.gpus",
         "rank:1",
-        lambda: found(healthy(), seats=seats_on(healthy(), "GPU-a", "GPU-a")),
+        lambda: found(healthy(), ranks=seats_on(healthy(), "GPU-a", "GPU-a")),
     ),
     (
         "fail",
         "active.compute",
         "rank:2",
-        lambda: found(plain(), probes=Probes(compute=rates("fp32", 10e9, 11e9, 4e9, 10e9))),
+        lambda: found(plain(), probes=ProbeResults(compute=rates("fp32", 10e9, 11e9, 4e9, 10e9))),
     ),
     (
         "warn",
         "active.memory",
         "rank:1",
-        lambda: found(plain(), probes=Probes(bandwidth=rates("copy", 10e9, 8e9, 10e9, 10.1e9))),
+        lambda: found(
+            plain(), probes=ProbeResults(bandwidth=rates("copy", 10e9, 8e9, 10e9, 10.1e9))
+        ),
     ),
     (
         "fail",
@@ -425,10 +439,10 @@ CASES: list[Case] = [
         "link:0-1",
         lambda: found(
             plain(),
-            seats=seats_on(plain(), None, None, None),
-            probes=Probes(
+            ranks=seats_on(plain(), None, None, None),
+            probes=ProbeResults(
                 links=tuple(
-                    Rate(name, 0, "loopback", 1e8 if name in ("0-1", "1-0") else 3e9)
+                    MeasuredRate(name, 0, "loopback", 1e8 if name in ("0-1", "1-0") else 3e9)
                     for name in ("0-1", "1-0", "0-2", "2-0", "1-2", "2-1")
                 )
             ),
@@ -440,14 +454,16 @@ CASES: list[Case] = [
         "pair:0-1",
         lambda: found(
             healthy(),
-            probes=Probes(copies=((Copy(0, 1, "corrupt", 20.0), Copy(1, 0, "ok", 20.0)),)),
+            probes=ProbeResults(
+                copies=((GpuCopy(0, 1, "corrupt", 20.0), GpuCopy(1, 0, "ok", 20.0)),)
+            ),
         ),
     ),
     (
         "fail",
         "active.collective",
         "rank:1",
-        lambda: found(plain(), probes=Probes(results=("", "3 of 10 elements are wrong"))),
+        lambda: found(plain(), probes=ProbeResults(all_reduce=("", "3 of 10 elements are wrong"))),
     ),
 ]
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from cases import change, found, healthy, plain, with_variables
 
-from tutti.machine.checks.patient import Seat
-from tutti.machine.checks.table import fixes
-from tutti.machine.checks.variables import KNOWN, RENAMED, nearest
+from tutti.machine.checks.checklist import fix_commands
+from tutti.machine.checks.cluster import RankObservation
+from tutti.machine.checks.nccl_environment import KNOWN, RENAMED, closest_known
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ from tutti.machine.checks.variables import KNOWN, RENAMED, nearest
     ],
 )
 def test_a_slip_of_the_finger_is_told_from_another_name(name: str, meant: str | None) -> None:
-    assert nearest(name) == meant
+    assert closest_known(name) == meant
 
 
 def test_no_known_name_is_taken_for_a_slip() -> None:
-    assert [name for name in sorted(KNOWN | set(RENAMED)) if nearest(name)] == []
+    assert [name for name in sorted(KNOWN | set(RENAMED)) if closest_known(name)] == []
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_what_is_in_order_gets_no_word(variables: dict[str, str]) -> None:
 
 def test_loopback_is_in_order_where_all_ranks_are_on_one_host() -> None:
     machine = with_variables(plain(), NCCL_SOCKET_IFNAME="lo")
-    seats = tuple(Seat(rank, 0, machine) for rank in range(2))
-    assert "network.ifname" not in {each.id for each in found(machine, seats=seats)}
+    seats = tuple(RankObservation(rank, 0, machine) for rank in range(2))
+    assert "network.ifname" not in {each.id for each in found(machine, ranks=seats)}
 
 
 def test_what_nccl_conf_says_counts_as_the_environment_does() -> None:
@@ -113,7 +113,7 @@ def test_what_nccl_conf_says_counts_as_the_environment_does() -> None:
 
 def test_fixes_are_commands_and_each_is_printed_once() -> None:
     machine = with_variables(plain(), NCCL_P2P_DISABLE="1", NCCL_DEBG="WARN")
-    lines = list(fixes(found(machine)))
+    lines = list(fix_commands(found(machine)))
     assert "unset NCCL_P2P_DISABLE" in lines
     assert "export NCCL_DEBUG=WARN" in lines
     commands = [line for line in lines if not line.startswith("#")]
@@ -124,7 +124,7 @@ def test_threads_are_counted_against_the_cpus_of_all_ranks() -> None:
     cpus = [f"{14 * rank}-{14 * rank + 13}" for rank in range(8)]
     machine = with_variables(healthy(), OMP_NUM_THREADS="14")
     bound = [change(machine, cpus__allowed=each) for each in cpus]
-    seats = tuple(Seat(rank, 0, each) for rank, each in enumerate(bound))
-    assert "env.threads" not in {each.id for each in found(bound[0], seats=seats)}
-    together = tuple(Seat(rank, 0, bound[0]) for rank in range(8))
-    assert "env.threads" in {each.id for each in found(bound[0], seats=together)}
+    seats = tuple(RankObservation(rank, 0, each) for rank, each in enumerate(bound))
+    assert "env.threads" not in {each.id for each in found(bound[0], ranks=seats)}
+    together = tuple(RankObservation(rank, 0, bound[0]) for rank in range(8))
+    assert "env.threads" in {each.id for each in found(bound[0], ranks=together)}

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 from cases import change, found, healthy, names, of_gpu, plain, recorded, with_variables
 
-from tutti.machine.checks.check import Check, on_machine
-from tutti.machine.checks.checklist import CHECKS, examine
-from tutti.machine.checks.finding import Finding, Verdict
-from tutti.machine.checks.patient import Patient, Probes, Rate, Seat
+from tutti.machine.checks.checklist import CHECKS, run_checks
+from tutti.machine.checks.cluster import Cluster, MeasuredRate, ProbeResults, RankObservation
+from tutti.machine.checks.finding import Finding, Verdict, machine_check
 from tutti.machine.observation import Machine
 
 
@@ -59,8 +58,8 @@ def test_a_check_that_raises_is_skipped_with_the_reason_and_the_others_go_on() -
     def broken(machine: Machine) -> list[Verdict]:
         raise FileNotFoundError(2, "No such file", "/sys/nowhere")
 
-    check = Check("x.broken", "", "", "", on_machine(broken))
-    said = examine(Patient((plain(),)), (check, *CHECKS))
+    check = machine_check("x.broken", "", "", "")(broken)
+    said = run_checks(Cluster((plain(),)), (check, *CHECKS))
     assert len({each.id for each in said}) == len(CHECKS) + 1
     (skip,) = [each for each in said if each.id == "x.broken"]
     assert skip.status == "skip"
@@ -86,7 +85,7 @@ def test_nothing_known_of_a_machine_is_no_fault() -> None:
             "versions": {},
         }
     )
-    said = examine(Patient((blank,)))
+    said = run_checks(Cluster((blank,)))
     assert {each.status for each in said} <= {"pass", "skip"}
     assert not any("the check itself failed" in each.observed for each in said)
 
@@ -99,7 +98,7 @@ def test_gpus_of_which_the_driver_tells_nothing_are_no_fault() -> None:
             if key not in ("index", "name", "clocks", "ecc"):
                 del gpu[key]
         gpu["clocks"], gpu["ecc"] = {}, {}
-    said = examine(Patient((Machine.from_json(told | {"pci": [], "peers": []}),)))
+    said = run_checks(Cluster((Machine.from_json(told | {"pci": [], "peers": []}),)))
     assert not any("the check itself failed" in each.observed for each in said)
     assert [each for each in said if each.status == "fail"] == []
 
@@ -112,8 +111,8 @@ def test_one_bad_gpu_is_named_and_no_other() -> None:
     }
 
 
-def _seats(*machines: Machine) -> tuple[Seat, ...]:
-    return tuple(Seat(rank, rank, machine) for rank, machine in enumerate(machines))
+def _seats(*machines: Machine) -> tuple[RankObservation, ...]:
+    return tuple(RankObservation(rank, rank, machine) for rank, machine in enumerate(machines))
 
 
 def _hosts(count: int) -> list[Machine]:
@@ -127,7 +126,7 @@ def _agreement(findings: list[Finding]) -> list[Finding]:
 def test_the_rank_with_another_torch_is_the_odd_one_out() -> None:
     hosts = _hosts(4)
     hosts[2] = replace(hosts[2], versions={**hosts[2].versions, "torch": "2.12.0+cpu"})
-    (odd,) = _agreement(found(*hosts, seats=_seats(*hosts)))
+    (odd,) = _agreement(found(*hosts, ranks=_seats(*hosts)))
     assert (odd.status, odd.id, odd.scope, odd.host) == (
         "fail",
         "agreement.versions",
@@ -140,7 +139,7 @@ def test_the_rank_with_another_torch_is_the_odd_one_out() -> None:
 def test_the_rank_that_lacks_a_variable_is_the_odd_one_out() -> None:
     hosts = [with_variables(each, NCCL_IB_SL="1") for each in _hosts(3)]
     hosts[1] = _hosts(3)[1]
-    (odd,) = _agreement(found(*hosts, seats=_seats(*hosts)))
+    (odd,) = _agreement(found(*hosts, ranks=_seats(*hosts)))
     assert (odd.id, odd.scope) == ("agreement.variables", "rank:1")
     assert "not set" in odd.observed
 
@@ -150,7 +149,7 @@ def test_what_differs_by_nature_is_no_difference() -> None:
         with_variables(each, RANK=str(n), CUDA_VISIBLE_DEVICES=str(n), NCCL_HOSTID=f"h{n}")
         for n, each in enumerate(_hosts(3))
     ]
-    assert _agreement(found(*hosts, seats=_seats(*hosts))) == []
+    assert _agreement(found(*hosts, ranks=_seats(*hosts))) == []
 
 
 def test_the_host_that_lost_a_gpu_is_named() -> None:
@@ -167,25 +166,25 @@ def test_a_rank_on_cpus_far_from_its_gpu_is_named() -> None:
     machine = healthy()
     near, far = (change(machine, cpus__allowed=cpus) for cpus in ("0-55", "56-111"))
     gpu = str(machine.accelerators[0].uuid).removeprefix("GPU-")  # as torch writes it
-    seats = (Seat(0, 0, near, gpu), Seat(1, 0, far, gpu))
-    said = [each for each in found(machine, seats=seats) if each.id == "memory.affinity"]
+    seats = (RankObservation(0, 0, near, gpu), RankObservation(1, 0, far, gpu))
+    said = [each for each in found(machine, ranks=seats) if each.id == "memory.affinity"]
     assert [each.scope for each in said] == ["rank:1"]
 
 
 def test_ranks_that_a_launcher_bound_to_a_cpu_each_have_enough_together() -> None:
     bound = [change(plain(), cpus__allowed=cpus) for cpus in ("0", "1")]
-    seats = tuple(Seat(rank, 0, machine) for rank, machine in enumerate(bound))
-    assert names(found(bound[0], seats=seats)) == set()
-    both_on_one = tuple(Seat(rank, 0, bound[0]) for rank in range(2))
-    (said,) = [f for f in found(bound[0], seats=both_on_one) if f.id == "limits.cpus"]
+    seats = tuple(RankObservation(rank, 0, machine) for rank, machine in enumerate(bound))
+    assert names(found(bound[0], ranks=seats)) == set()
+    both_on_one = tuple(RankObservation(rank, 0, bound[0]) for rank in range(2))
+    (said,) = [f for f in found(bound[0], ranks=both_on_one) if f.id == "limits.cpus"]
     assert "1 CPU for 2 ranks" in said.observed and "--bind-to none" in said.cure
 
 
 def test_a_gpu_that_cannot_be_measured_is_told_and_the_others_are_compared() -> None:
-    rates = [Rate(f"rank:{rank}", 0, "bf16", 7e14) for rank in range(4)]
-    rates[1] = Rate("rank:1", 0, "cuda:1", 0.0, error="CUDA out of memory")
-    rates[3] = Rate("rank:3", 0, "bf16", 3e14)
-    said = found(plain(), probes=Probes(compute=tuple(rates)))
+    rates = [MeasuredRate(f"rank:{rank}", 0, "bf16", 7e14) for rank in range(4)]
+    rates[1] = MeasuredRate("rank:1", 0, "cuda:1", 0.0, error="CUDA out of memory")
+    rates[3] = MeasuredRate("rank:3", 0, "bf16", 3e14)
+    said = found(plain(), probes=ProbeResults(compute=tuple(rates)))
     assert names(said) == {
         ("fail", "active.compute", "rank:1"),
         ("fail", "active.compute", "rank:3"),
@@ -193,13 +192,16 @@ def test_a_gpu_that_cannot_be_measured_is_told_and_the_others_are_compared() -> 
 
 
 def test_a_product_that_changes_from_run_to_run_is_told() -> None:
-    rates = (Rate("gpu:0", 0, "bf16", 7e14), Rate("gpu:1", 0, "bf16", 7e14, ok=False))
-    (said,) = found(plain(), probes=Probes(compute=rates))
+    rates = (
+        MeasuredRate("gpu:0", 0, "bf16", 7e14),
+        MeasuredRate("gpu:1", 0, "bf16", 7e14, reproducible=False),
+    )
+    (said,) = found(plain(), probes=ProbeResults(compute=rates))
     assert (said.status, said.scope) == ("fail", "gpu:1") and "different" in said.observed
 
 
 def test_limits_of_a_daemon_that_differ_are_named() -> None:
     hosts = _hosts(3)
     hosts[2] = change(hosts[2], limits__stack_bytes=1 << 20)
-    (odd,) = _agreement(found(*hosts, seats=_seats(*hosts)))
+    (odd,) = _agreement(found(*hosts, ranks=_seats(*hosts)))
     assert (odd.id, odd.scope) == ("agreement.limits", "rank:2")

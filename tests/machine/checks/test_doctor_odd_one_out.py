@@ -4,35 +4,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.machine.checks.active import slow_links
-from tutti.machine.checks.outliers import FLOOR, slow_ones
-from tutti.machine.checks.patient import Rate
-from tutti.machine.checks.probe_network import link_pairs, turns
+from tutti.machine.checks.cluster import MeasuredRate
+from tutti.machine.checks.outliers import MIN_DIFFERENCE, slow_links, slow_outliers
+from tutti.machine.checks.probe_network import concurrent_pairs, link_pairs
 
 
 def test_one_slow_of_many_is_named() -> None:
-    assert slow_ones({"a": 10, "b": 10.2, "c": 7, "d": 9.9, "e": 10.1}) == ["c"]
+    assert slow_outliers({"a": 10, "b": 10.2, "c": 7, "d": 9.9, "e": 10.1}) == ["c"]
 
 
 def test_less_than_the_floor_is_not_worth_a_word() -> None:
-    assert slow_ones({"a": 10, "b": 10, "c": 9.2, "d": 10, "e": 10}) == []
+    assert slow_outliers({"a": 10, "b": 10, "c": 9.2, "d": 10, "e": 10}) == []
 
 
 def test_where_all_differ_nobody_is_odd() -> None:
-    assert slow_ones({"a": 10, "b": 7, "c": 14, "d": 5.5, "e": 12}) == []
+    assert slow_outliers({"a": 10, "b": 7, "c": 14, "d": 5.5, "e": 12}) == []
 
 
 def test_the_slowest_comes_first() -> None:
-    assert slow_ones({"a": 10, "b": 5, "c": 10, "d": 2, "e": 10, "f": 10}) == ["d", "b"]
+    assert slow_outliers({"a": 10, "b": 5, "c": 10, "d": 2, "e": 10, "f": 10}) == ["d", "b"]
 
 
 @pytest.mark.parametrize(("values", "slow"), [((10, 6), []), ((10, 4), ["b"]), ((3, 10), ["a"])])
 def test_of_two_only_half_the_speed_is_told(values: tuple[float, float], slow: list[str]) -> None:
-    assert slow_ones(dict(zip("ab", values, strict=True))) == slow
+    assert slow_outliers(dict(zip("ab", values, strict=True))) == slow
 
 
 def test_one_alone_is_never_odd() -> None:
-    assert slow_ones({"a": 0.0}) == [] and slow_ones({}) == []
+    assert slow_outliers({"a": 0.0}) == [] and slow_outliers({}) == []
 
 
 @given(
@@ -43,11 +42,11 @@ def test_nobody_at_or_above_the_median_is_slow_whatever_the_unit(
     values: list[float], unit: float
 ) -> None:
     named = {str(i): value for i, value in enumerate(values)}
-    slow = slow_ones(named)
+    slow = slow_outliers(named)
     middle = sorted(values)[len(values) // 2]
-    assert all(named[name] < middle * (1 - FLOOR) * (1 + 1e-9) for name in slow)
+    assert all(named[name] < middle * (1 - MIN_DIFFERENCE) * (1 + 1e-9) for name in slow)
     assert len(slow) <= len(values) // 2
-    assert slow_ones({name: value * unit for name, value in named.items()}) == slow
+    assert slow_outliers({name: value * unit for name, value in named.items()}) == slow
 
 
 @given(st.lists(st.floats(1e9, 1.05e9), min_size=4, max_size=20), st.data())
@@ -56,12 +55,12 @@ def test_a_tenth_of_the_speed_is_always_named_and_no_other(
 ) -> None:
     odd = data.draw(st.integers(0, len(values) - 1))
     named = {str(i): value * (0.1 if i == odd else 1) for i, value in enumerate(values)}
-    assert slow_ones(named) == [str(odd)]
+    assert slow_outliers(named) == [str(odd)]
 
 
-def _links(hosts: int, speed: dict[tuple[int, int], float]) -> list[Rate]:
+def _links(hosts: int, speed: dict[tuple[int, int], float]) -> list[MeasuredRate]:
     return [
-        Rate(f"{src}-{dst}", src, "network", speed.get((src, dst), 3e9))
+        MeasuredRate(f"{src}-{dst}", src, "network", speed.get((src, dst), 3e9))
         for src in range(hosts)
         for dst in range(hosts)
         if src != dst
@@ -102,7 +101,7 @@ def test_good_links_are_not_named_beside_noise() -> None:
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=14))
 def test_every_pair_has_its_turn_and_no_host_two_at_once(hosts: list[int]) -> None:
     pairs = link_pairs(hosts)
-    order = turns(pairs, hosts)
+    order = concurrent_pairs(pairs, hosts)
     assert sorted(pair for turn in order for pair in turn) == sorted(pairs)
     for turn in order:
         busy = [host for low, high in turn for host in {hosts[low], hosts[high]}]

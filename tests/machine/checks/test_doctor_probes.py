@@ -6,22 +6,25 @@ import time
 
 import pytest
 
-from tutti.machine.checks.mesh import Caller, Place, Service
-from tutti.machine.checks.patient import Copy
-from tutti.machine.checks.probe_copies import copy_between_gpus, read_copies
-from tutti.machine.checks.probe_network import _call
-from tutti.machine.checks.watched import run_watched
+from tutti.machine.checks.cluster import GpuCopy
+from tutti.machine.checks.probe_devices import copy_between_gpus, parse_copies, run_with_timeout
+from tutti.machine.checks.probe_network import (
+    Endpoint,
+    ProbeClient,
+    ProbeServer,
+    connection_error,
+)
 
 pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.mark.parametrize("ahead", [0.0, 2.5, -3600.0])
 def test_a_clock_that_is_off_is_measured_over_a_connection(ahead: float) -> None:
-    service = Service("127.0.0.1", clock=lambda: time.time() + ahead)
+    service = ProbeServer("127.0.0.1", clock=lambda: time.time() + ahead)
     try:
-        with Caller(service.place) as caller:
+        with ProbeClient(service.endpoint) as caller:
             caller.hello()
-            offset, round_trip = caller.offset()
+            offset, round_trip = caller.clock_offset()
     finally:
         service.close()
     # Cristian's estimate is sure to half the round trip; plus the clock's own grain.
@@ -29,9 +32,9 @@ def test_a_clock_that_is_off_is_measured_over_a_connection(ahead: float) -> None
 
 
 def test_both_ways_of_a_link_are_measured() -> None:
-    service = Service("127.0.0.1")
+    service = ProbeServer("127.0.0.1")
     try:
-        with Caller(service.place) as caller:
+        with ProbeClient(service.endpoint) as caller:
             caller.hello()
             assert caller.send_rate() > 0 and caller.receive_rate() > 0
             caller.hello()  # and the two are still in step
@@ -42,28 +45,28 @@ def test_both_ways_of_a_link_are_measured() -> None:
 def test_a_closed_port_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    said = _call(Place("127.0.0.1", port, "token"))
+    said = connection_error(Endpoint("127.0.0.1", port, "token"))
     assert said is not None and "refused" in said and str(port) in said
 
 
 def test_a_stranger_at_the_port_is_not_taken_for_a_rank() -> None:
-    service = Service("127.0.0.1")
+    service = ProbeServer("127.0.0.1")
     try:
-        other = Place("127.0.0.1", service.place.port, "another world's token")
-        said = _call(other)
-        assert said is not None and "somebody else" in said
-        assert _call(service.place) is None
+        other = Endpoint("127.0.0.1", service.endpoint.port, "another world's token")
+        said = connection_error(other)
+        assert said is not None and "another program" in said
+        assert connection_error(service.endpoint) is None
     finally:
         service.close()
 
 
 def test_garbage_does_not_end_the_service() -> None:
-    service = Service("127.0.0.1")
+    service = ProbeServer("127.0.0.1")
     try:
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"x" * 4096, b'{"kind": 3}\n'):
-            with socket.create_connection(("127.0.0.1", service.place.port), 5) as stranger:
+            with socket.create_connection(("127.0.0.1", service.endpoint.port), 5) as stranger:
                 stranger.sendall(garbage)
-        assert _call(service.place) is None
+        assert connection_error(service.endpoint) is None
     finally:
         service.close()
 
@@ -78,12 +81,12 @@ time.sleep(3600)
 
 def test_a_copy_that_hangs_is_killed_and_named() -> None:
     copies = copy_between_gpus([sys.executable, "-c", HANGS], seconds=1.5)
-    assert copies == (Copy(0, 1, "ok", 20.0), Copy(1, 0, "hung"))
+    assert copies == (GpuCopy(0, 1, "ok", 20.0), GpuCopy(1, 0, "hung"))
 
 
 def test_a_copy_that_crashes_is_named() -> None:
     lines = ['{"src": 0, "dst": 1}', "a library's warning", '{"src": ']
-    (copy,) = read_copies(lines, -11)
+    (copy,) = parse_copies(lines, -11)
     assert (copy.src, copy.dst, copy.status) == (0, 1, "error") and "-11" in copy.message
 
 
@@ -96,7 +99,7 @@ time.sleep(600)
 
 
 def test_helpers_of_a_watched_process_end_with_it() -> None:
-    (pid,), code = run_watched([sys.executable, "-c", HAS_A_HELPER], 1.5)
+    (pid,), code = run_with_timeout([sys.executable, "-c", HAS_A_HELPER], 1.5)
     assert code is None
     deadline = time.monotonic() + 5
     while _alive(int(pid)) and time.monotonic() < deadline:

@@ -1,47 +1,119 @@
-"""All checks, in the order of reading, and the examination that runs them."""
+"""All checks in order, the function that runs them, and the report as text."""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from tutti.machine.checks import (
-    active,
-    agreement,
-    clocks,
-    environment,
-    gpus,
-    limits,
-    memory,
-    network,
-    nvlink,
-    pcie,
+    cpu_memory_limits,
+    gpu_clocks,
+    gpu_health,
+    nccl_environment,
+    network_interfaces,
+    nvlink_pcie,
+    outliers,
+    rank_agreement,
     rdma,
-    versions,
+    software_versions,
 )
-from tutti.machine.checks.check import Check
-from tutti.machine.checks.finding import ORDER, Finding
-from tutti.machine.checks.patient import Patient
+from tutti.machine.checks.cluster import Cluster
+from tutti.machine.checks.finding import Check, Finding
 
 CHECKS: tuple[Check, ...] = (
-    *environment.CHECKS,
-    *versions.CHECKS,
-    *limits.CHECKS,
-    *memory.CHECKS,
-    *gpus.CHECKS,
-    *nvlink.CHECKS,
-    *pcie.CHECKS,
-    *clocks.CHECKS,
-    *network.CHECKS,
+    *nccl_environment.CHECKS,
+    *software_versions.CHECKS,
+    *cpu_memory_limits.CHECKS,
+    *gpu_health.CHECKS,
+    *nvlink_pcie.CHECKS,
+    *gpu_clocks.CHECKS,
+    *network_interfaces.CHECKS,
     *rdma.CHECKS,
-    *agreement.CHECKS,
-    *active.CHECKS,
+    *rank_agreement.CHECKS,
+    *outliers.CHECKS,
 )
+_STATUS_ORDER = ("fail", "warn", "pass", "skip")
 
 
-def examine(patient: Patient, checks: tuple[Check, ...] = CHECKS) -> list[Finding]:
-    """Run every check; what hurts most comes first, and then the order of the checks."""
-    found = [finding for check in checks for finding in check.findings(patient)]
-    return sorted(found, key=lambda finding: ORDER.index(finding.status))
+def run_checks(cluster: Cluster, checks: Sequence[Check] = CHECKS) -> list[Finding]:
+    """Run all checks; failures come first, then warnings, each in the order of the checks."""
+    found = [finding for check in checks for finding in check.findings(cluster)]
+    return sorted(found, key=lambda finding: _STATUS_ORDER.index(finding.status))
 
 
-def markdown_table() -> str:
-    """The table of docs/doctor.md, made from the checks so that the two never disagree."""
-    rows = ["| id | looks at | why | cure |", "| --- | --- | --- | --- |"]
-    rows += [f"| `{c.id}` | {c.about} | {c.why} | {c.cure} |" for c in CHECKS]
-    return "\n".join(rows)
+# --- text ----------------------------------------------------------------------------------------
+
+_ID_WIDTH, _SCOPE_WIDTH, _INDENT = 19, 18, 6
+
+
+def report(findings: Sequence[Finding], show_all: bool, width: int = 80) -> Iterator[str]:
+    """Failures and warnings, or all findings, and a summary, in lines of `width` columns."""
+    several_hosts = len({each.host for each in findings} - {""}) > 1
+    shown = [each for each in findings if show_all or each.status in ("warn", "fail")]
+    if shown:
+        yield f"{'':4}  {'check':<{_ID_WIDTH}} {'scope':<{_SCOPE_WIDTH}} observed"
+    for finding in shown:
+        yield from _finding_lines(finding, several_hosts, width)
+    yield from textwrap.wrap(_summary(findings), width, subsequent_indent="  ")
+
+
+def _finding_lines(finding: Finding, several_hosts: bool, width: int) -> Iterator[str]:
+    status = finding.status.upper() if finding.status in ("warn", "fail") else finding.status
+    scope = finding.scope
+    if several_hosts and finding.host:
+        scope = finding.host if scope == "machine" else f"{finding.host} {scope}"
+    head = f"{status:<4}  {finding.id:<{_ID_WIDTH}} {scope:<{_SCOPE_WIDTH}} "
+    # A long scope leaves no space on its line: the text then starts on the next line.
+    starts_here = width - len(head) > 20
+    indent = " " * (len(head) if starts_here else _INDENT)
+    lines = [indent + line for line in _wrap(finding.observed, width - len(indent))]
+    if starts_here:
+        lines[0] = f"{head}{lines[0].lstrip()}"
+    else:
+        yield head.rstrip()
+    yield from lines
+    for label, text in (("expected", finding.expected), ("cure", finding.cure)):
+        for number, line in enumerate(_wrap(text, width - _INDENT - 10) if text else ()):
+            yield f"{'':{_INDENT}}{label if number == 0 else '':<9} {line}"
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, max(width, 20), break_on_hyphens=False) or [""]
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    """Counts checks, not findings: a check that fails for one GPU of eight has failed.
+
+    `63 checks: 1 failed (rdma.rate), 2 warnings (…), 39 passed, 21 skipped (no GPU: 12; …)`
+    """
+    worst: dict[str, Finding] = {}
+    for finding in findings:  # sorted: the first finding of a check is its worst
+        worst.setdefault(finding.id, finding)
+    ids: dict[str, list[str]] = {status: [] for status in _STATUS_ORDER}
+    for finding in worst.values():
+        ids[finding.status].append(finding.id)
+    parts = []
+    if ids["fail"]:
+        parts.append(f"{len(ids['fail'])} failed ({', '.join(ids['fail'])})")
+    if ids["warn"]:
+        plural = "s" * (len(ids["warn"]) > 1)
+        parts.append(f"{len(ids['warn'])} warning{plural} ({', '.join(ids['warn'])})")
+    parts.append(f"{len(ids['pass'])} passed")
+    if ids["skip"]:
+        reasons = Counter(each.observed for each in worst.values() if each.status == "skip")
+        text = "; ".join(f"{reason}: {count}" for reason, count in reasons.most_common(4))
+        more = "; …" if len(reasons) > 4 else ""
+        parts.append(f"{len(ids['skip'])} skipped ({text}{more})")
+    return f"{len(worst)} checks: {', '.join(parts)}"
+
+
+def fix_commands(findings: Sequence[Finding]) -> Iterator[str]:
+    """Shell commands that cure the findings, each once, below a comment with the finding."""
+    printed: set[str] = set()
+    for finding in findings:
+        if finding.status not in ("warn", "fail"):
+            continue
+        commands = [each for each in finding.commands if each not in printed]
+        printed.update(commands)
+        host = f" on {finding.host}" if finding.host else ""
+        yield f"# {finding.id}, {finding.scope}{host}: {finding.observed}"
+        yield from commands or [f"#   {finding.cure}"]

@@ -1,36 +1,306 @@
-"""The odd one out: by median and median absolute deviation, which the odd one cannot shift."""
+"""Checks active.*: ranks, GPUs and links that are slower than the others or compute wrong results.
+
+An outlier is found by median and median absolute deviation (MAD), which a single slow value cannot
+shift.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-# Iglewicz and Hoaglin's modified z-score: 0.6745 makes the MAD that of a normal distribution.
-_Z = 3.5
-_NORMAL = 0.6745
-# What differs by less is not worth a word, however regular the others are.
-FLOOR = 0.10
-# Of three or four, one that is disturbed widens the deviation until nobody is odd; what does less
-# than a quarter of the usual is odd whatever the others do.
-_FAR = 0.25
-# Two have no majority: only when one does less than half of the other is it named.
-_OF_TWO = 0.5
+from tutti.machine.checks.cluster import Cluster, MeasuredRate
+from tutti.machine.checks.finding import Skip, Verdict, cluster_check, fail, passed, warn
+from tutti.machine.checks.nccl_environment import settings
+from tutti.machine.checks.network_interfaces import external_nics, selected_nics
+from tutti.measure.units import format_rate
+
+# --- outliers ------------------------------------------------------------------------------------
+
+# Modified z-score of Iglewicz and Hoaglin; 0.6745 scales the MAD to a normal distribution.
+_Z_SCORE, _MAD_OF_NORMAL = 3.5, 0.6745
+# A smaller difference is not reported, however regular the other values are.
+MIN_DIFFERENCE = 0.10
+# With three or four values one disturbed value widens the MAD so much that nothing is an outlier;
+# a value below a quarter of the median always is.
+_ALWAYS_SLOW = 0.25
+# Two values have no majority: one is reported only below half of the other.
+_SLOW_OF_TWO = 0.5
+# Below half of the usual speed something is broken (fail); above, it may be disturbed (warn).
+_BROKEN = 0.5
+# One TCP stream depends on the CPU at either end, so up to 20 % is not the fault of the link.
+_MIN_LINK_DIFFERENCE = 0.2
 
 
-def slow_ones(values: Mapping[str, float], floor: float = FLOOR) -> list[str]:
-    """The names whose value is too low beside the others', the lowest first.
+def slow_outliers(values: Mapping[str, float], min_difference: float = MIN_DIFFERENCE) -> list[str]:
+    """The names whose value is too low compared with the others, the lowest first.
 
-    Deviations are those of logarithms, since speeds differ by factors: a link at a hundredth
-    stands out even where the good ones differ by half.
+    Deviations are computed on logarithms, because speeds differ by factors: a link at 1 % of the
+    usual speed is found even if the good ones differ by half.
     """
     if len(values) < 2:
         return []
     if len(values) == 2:
         best = max(values.values())
-        return [name for name, value in values.items() if value < _OF_TWO * best]
+        return [name for name, value in values.items() if value < _SLOW_OF_TWO * best]
     logs = {name: math.log(max(value, 1e-9)) for name, value in values.items()}
     middle = median(logs.values())
-    deviation = median(abs(each - middle) for each in logs.values())
-    enough = -math.log(1 - floor)
-    too_far = min(_Z * deviation / _NORMAL, -math.log(_FAR))
-    slow = [name for name, each in logs.items() if middle - each > max(enough, too_far)]
+    mad = median(abs(each - middle) for each in logs.values())
+    threshold = max(
+        -math.log(1 - min_difference),
+        min(_Z_SCORE * mad / _MAD_OF_NORMAL, -math.log(_ALWAYS_SLOW)),
+    )
+    slow = [name for name, each in logs.items() if middle - each > threshold]
     return sorted(slow, key=lambda name: values[name])
+
+
+def slow_links(
+    rates: Sequence[MeasuredRate], host_of_rank: Mapping[str, int]
+) -> tuple[list[int], list[str]]:
+    """Hosts whose links are all slow, and the slow links between the other hosts.
+
+    A host is judged by its best outgoing and its best incoming link. If one link is slow, the best
+    link of its hosts is still fast, and the link is reported. If all links of one host are slow,
+    they may be the majority of all links, so hosts are compared first.
+    """
+    between_hosts = [
+        (rate.value, [host_of_rank[rank] for rank in rate.name.split("-")])
+        for rate in rates
+        if rate.kind == "network"
+    ]
+    slow_hosts: set[int] = set()
+    if len({host for _, pair in between_hosts for host in pair}) >= 3:
+        for end in (0, 1):
+            best: dict[str, float] = {}
+            for value, pair in between_hosts:
+                name = str(pair[end])
+                best[name] = max(best.get(name, 0.0), value)
+            slow_hosts |= {int(name) for name in slow_outliers(best, _MIN_LINK_DIFFERENCE)}
+    rest = [
+        rate
+        for rate in rates
+        if rate.kind != "network"
+        or not slow_hosts & {host_of_rank[rank] for rank in rate.name.split("-")}
+    ]
+    slow = [
+        name
+        for same in _by_kind(rest).values()
+        for name in slow_outliers({rate.name: rate.value for rate in same}, _MIN_LINK_DIFFERENCE)
+    ]
+    return sorted(slow_hosts), slow
+
+
+def _by_kind(rates: Sequence[MeasuredRate]) -> dict[str, list[MeasuredRate]]:
+    kinds: dict[str, list[MeasuredRate]] = {}
+    for rate in rates:
+        kinds.setdefault(rate.kind, []).append(rate)
+    return kinds
+
+
+# --- ranks and GPUs ------------------------------------------------------------------------------
+
+
+def _probed(cluster: Cluster, name: str) -> tuple[MeasuredRate, ...]:
+    rates: tuple[MeasuredRate, ...] | None = getattr(cluster.probes, name)
+    if rates is None:
+        raise _skip(cluster, name)
+    return rates
+
+
+def _skip(cluster: Cluster, name: str) -> Skip:
+    return Skip(cluster.probes.skipped.get(name, "only with --active"))
+
+
+def _compare_rates(
+    cluster: Cluster, rates: Sequence[MeasuredRate], unit: str, scale: float
+) -> Iterator[Verdict]:
+    for rate in rates:
+        if rate.error:
+            host = cluster.machines[rate.host].host
+            yield fail(rate.name, f"not measured: {rate.error}", "a measured rate", host=host)
+    for kind, same in _by_kind([rate for rate in rates if not rate.error]).items():
+        values = {rate.name: rate.value for rate in same}
+        usual = median(values.values())
+        slow = slow_outliers(values)
+        for rate in same:
+            host = cluster.machines[rate.host].host
+            if not rate.reproducible:
+                observed = f"repeating the same computation gave different results ({kind})"
+                cure = "replace the device"
+                yield fail(rate.name, observed, "the same bits every time", cure=cure, host=host)
+            elif rate.name in slow:
+                say = fail if rate.value < _BROKEN * usual else warn
+                observed = f"{rate.value / scale:.3g} {unit} ({kind})"
+                expected = f"about {usual / scale:.3g} {unit}, the median of {len(same)}"
+                yield say(rate.name, observed, expected, host=host)
+        if not slow and all(rate.reproducible for rate in same):
+            low, high = min(values.values()) / scale, max(values.values()) / scale
+            span = f"{low:.3g}" if len(same) == 1 else f"{low:.3g} to {high:.3g}"
+            yield passed(f"{span} {unit} ({kind}, {len(same)} measured)", "world")
+
+
+@cluster_check(
+    "active.compute",
+    "a matrix product on every rank or GPU, compared with the others",
+    "at every step all ranks wait for the slowest",
+    "check its clocks, temperature and other processes on its CPUs; replace it",
+)
+def compute_rate(cluster: Cluster) -> Iterator[Verdict]:
+    yield from _compare_rates(cluster, _probed(cluster, "compute"), "TFLOP/s", 1e12)
+
+
+@cluster_check(
+    "active.memory",
+    "a memory copy on every rank or GPU, compared with the others",
+    "a missing memory module or remote NUMA memory shows here",
+    "check its NUMA binding, its memory modules, or the memory errors of the GPU",
+)
+def memory_rate(cluster: Cluster) -> Iterator[Verdict]:
+    yield from _compare_rates(cluster, _probed(cluster, "bandwidth"), "GB/s", 1e9)
+
+
+# --- links between ranks -------------------------------------------------------------------------
+
+
+@cluster_check(
+    "active.links",
+    "TCP transfers in both directions between all ranks (between all hosts of a large world)",
+    "the slowest link limits every ring",
+    "check cable, port, switch and traffic shaping (tc) of the link",
+)
+def link_rates(cluster: Cluster) -> Iterator[Verdict]:
+    rates = _probed(cluster, "links")
+    if not rates:
+        raise Skip("one rank: no links")
+    host_of = {str(rank.rank): rank.host for rank in cluster.ranks}
+    slow_hosts, slow = slow_links(rates, host_of)
+    reported = set()
+    for host in slow_hosts:
+        network = [rate for rate in rates if rate.kind == "network"]
+        own = [rate for rate in network if host in map(host_of.get, rate.name.split("-"))]
+        others = [rate.value for rate in network if rate not in own]
+        low = min(rate.value for rate in own)
+        usual = median(others or [rate.value for rate in own])
+        reported |= {frozenset(rate.name.split("-")) for rate in own}
+        say = fail if low < _BROKEN * usual else warn
+        observed = f"every link of this host is slow, down to {format_rate(low)}"
+        expected = f"about {format_rate(usual)}, as between other hosts"
+        yield say("machine", observed, expected, host=cluster.machines[host].host)
+    # A slow link is reported once, not for both directions.
+    by_name = {rate.name: rate for rate in rates}
+    for name in slow:
+        pair = frozenset(name.split("-"))
+        if pair not in reported:
+            reported.add(pair)
+            rate = by_name[name]
+            usual = median(other.value for other in rates if other.kind == rate.kind)
+            say = fail if rate.value < _BROKEN * usual else warn
+            expected = f"about {format_rate(usual)}"
+            yield say(_link_scope(name), _describe_link(cluster, host_of, rate), expected)
+    for rate in rates:
+        pair = frozenset(rate.name.split("-"))
+        src, dst = (host_of[rank] for rank in rate.name.split("-"))
+        least = _least_rate(cluster, src, dst)
+        if rate.kind == "network" and rate.value < least and pair not in reported:
+            reported.add(pair)
+            expected = f"at least {format_rate(least)}, a tenth of the interface's speed"
+            yield fail(_link_scope(rate.name), _describe_link(cluster, host_of, rate), expected)
+    if not reported:
+        for kind, same in _by_kind(rates).items():
+            low, high = min(r.value for r in same), max(r.value for r in same)
+            span = f"{format_rate(low)} to {format_rate(high)}"
+            yield passed(f"{span} over {kind}, {len(same)} measured", "world")
+
+
+def _link_scope(name: str) -> str:
+    low, high = sorted(name.split("-"), key=int)
+    return f"link:{low}-{high}"
+
+
+def _describe_link(cluster: Cluster, host_of: Mapping[str, int], rate: MeasuredRate) -> str:
+    src, dst = rate.name.split("-")
+    one, other = (cluster.machines[host_of[rank]].host for rank in (src, dst))
+    hosts = f"{one} to {other}" if one != other else f"inside {one}"
+    return f"rank {src} to rank {dst} ({hosts}): {format_rate(rate.value)}"
+
+
+def _least_rate(cluster: Cluster, src: int, dst: int) -> float:
+    """A tenth of the slower interface's speed, at most 100 MB/s; 0 if the speed is unknown.
+
+    Even a slow CPU reaches 100 MB/s on one stream, and no protocol overhead takes 90 % of a link.
+    """
+    speeds = []
+    for host in (src, dst):
+        machine = cluster.machines[host]
+        name = settings(machine).get("GLOO_SOCKET_IFNAME")
+        nics = external_nics(machine)
+        if name:
+            nics = selected_nics("GLOO_SOCKET_IFNAME", name, machine.nics)
+        known_speeds = [nic.speed_mbps for nic in nics if nic.speed_mbps]
+        if not known_speeds:
+            return 0.0
+        speeds.append(min(known_speeds) * 1e6 / 8)
+    return min(*speeds, 1e9) / 10
+
+
+# --- copies and collectives ----------------------------------------------------------------------
+
+_COPY_FAULTS = {
+    "corrupt": (
+        "the data arrived changed",
+        "disable ACS and IOMMU translation (pcie.acs, pcie.iommu), update the driver",
+    ),
+    "hung": (
+        "the copy did not end within 90 s",
+        "disable ACS and IOMMU translation; until then set NCCL_P2P_DISABLE=1",
+    ),
+}
+
+
+@cluster_check(
+    "active.p2p",
+    "copies between all GPUs of a host, with the data compared, in a separate process",
+    "wrong routing corrupts data or hangs, and NCCL does not notice",
+    "disable ACS and IOMMU translation",
+)
+def gpu_copies(cluster: Cluster) -> Iterator[Verdict]:
+    if cluster.probes.copies is None:
+        raise _skip(cluster, "copies")
+    if not any(cluster.probes.copies):
+        raise Skip("no host with two GPUs")
+    for machine, copies in zip(cluster.machines, cluster.probes.copies, strict=True):
+        speeds = {}
+        for copy in copies or ():
+            scope = f"pair:{copy.src}-{copy.dst}"
+            if copy.status == "ok":
+                if copy.gbs is not None:
+                    speeds[scope] = copy.gbs
+                continue
+            default = (copy.message, "see nvidia-smi topo -p2p r and the kernel log (dmesg)")
+            observed, cure = _COPY_FAULTS.get(copy.status, default)
+            command = "nvidia-smi topo -p2p r"
+            yield fail(scope, observed, "the same bits", command, cure=cure, host=machine.host)
+        for scope in slow_outliers(speeds):
+            usual = median(speeds.values())
+            say = fail if speeds[scope] < _BROKEN * usual else warn
+            observed = f"{speeds[scope]:.3g} GB/s"
+            yield say(scope, observed, f"about {usual:.3g} GB/s", host=machine.host)
+
+
+@cluster_check(
+    "active.collective",
+    "an all_reduce over all ranks with gloo, compared bit by bit",
+    "it uses the ports, names and interfaces that a job would use",
+    "see network.calls, network.name and network.ifname",
+)
+def all_reduce_result(cluster: Cluster) -> Iterator[Verdict]:
+    results = cluster.probes.all_reduce
+    if results is None:
+        raise _skip(cluster, "all_reduce")
+    for rank, error in enumerate(results):
+        if error:
+            yield fail(f"rank:{rank}", error, "the exact sum over all ranks")
+    if not any(results):
+        yield passed(f"all_reduce over {len(results)} ranks is exact", "world")
+
+
+CHECKS = (compute_rate, memory_rate, link_rates, gpu_copies, all_reduce_result)

@@ -1,159 +1,380 @@
-"""Live probes between ranks: calls between hosts, their clocks, and the rate of every link."""
+"""Probes between ranks over TCP sockets: open ports, clock offsets and the rate of every link.
 
-from collections.abc import Sequence
+A fault in the network would hang gloo or NCCL, so the probes use neither. Every rank runs a small
+server on a port that the kernel picks, as gloo and NCCL do. A request is one line of JSON with a
+token that only ranks of this world know. Every wait has a timeout.
+"""
+
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
-from tutti.machine.checks.active import slow_links
-from tutti.machine.checks.company import Company
-from tutti.machine.checks.mesh import Caller, Place, Service
-from tutti.machine.checks.patient import Call, Offset, Rate
+from tutti.machine.checks.cluster import ClockOffset, Connection, MeasuredRate
+from tutti.machine.checks.outliers import slow_links
 
-# Above this many ranks one of each host speaks for it: pairs grow with the square.
-_ALL_PAIRS = 8
-_ROUNDS = 3
-_CONFIRMATIONS = 3
+_CONNECT_SECONDS = 3.0
+_REPLY_SECONDS = 10.0
+_MAX_LINE = 512
+_BLOCK = 1 << 20
+_MAX_REQUEST_BYTES = 1 << 30
+_TIMESTAMPS = struct.Struct("!dd")
+_ROUND_TRIPS = 32
+# A first transfer gives the order of magnitude; the measured one then takes about 40 ms.
+_FIRST_BYTES, _MAX_BYTES, _TRANSFER_SECONDS = 1 << 18, 1 << 26, 0.04
+# Above this many ranks only one rank per host is measured with other hosts.
+_MAX_RANKS_ALL_PAIRS = 8
+_ROUNDS, _REPEATS_OF_SLOW = 3, 3
+
+Clock = Callable[[], float]
 
 
-def open_mesh(company: Company) -> tuple[Service, list[Place]]:
-    """Start this rank's service; returns it and where everybody's is."""
-    service = Service(company.own_address())
-    return service, [Place(**place) for place in company.gather(asdict(service.place))]
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of a world as probes need them."""
+
+    rank: int
+    hosts: Sequence[int]
+    """For each rank the index of its host; hosts are numbered by their lowest rank."""
+    gather: Callable[[Any], list[Any]]
+    """Every rank's JSON value to every rank, in rank order; also a barrier."""
+    address: str = "127.0.0.1"
+    """The address at which other ranks reach this one."""
+
+    @property
+    def host(self) -> int:
+        """The host of this rank."""
+        return self.hosts[self.rank]
+
+    @property
+    def first_ranks(self) -> list[int]:
+        """The lowest rank of each host."""
+        return [self.hosts.index(host) for host in range(max(self.hosts) + 1)]
 
 
-def call_hosts(company: Company, places: Sequence[Place]) -> tuple[Call, ...]:
-    """Let every host call every other, all at once."""
-    found: list[Call] = []
-    if company.leads:
-        src = company.hosts[company.rank]
-        others = [rank for rank in company.leaders if rank != company.rank]
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the probe server of a rank listens, and its token."""
+
+    address: str
+    port: int
+    token: str
+
+
+# --- server and client ---------------------------------------------------------------------------
+
+
+class ProbeServer:
+    """Answers requests in threads until it is closed."""
+
+    def __init__(self, address: str, clock: Clock = time.time) -> None:
+        self._clock = clock
+        self._listener = socket.create_server(("", 0))
+        port = self._listener.getsockname()[1]
+        self.endpoint = Endpoint(address, port, secrets.token_hex(16))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop accepting connections."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            connection.settimeout(_REPLY_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                while request := _read_request(connection):
+                    if request.get("token") != self.endpoint.token:
+                        return
+                    self._answer(connection, request)
+            except (OSError, ValueError):  # the client disconnected, or is not a rank
+                return
+
+    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        size = min(int(request.get("bytes", 0)), _MAX_REQUEST_BYTES)
+        if request["kind"] == "hello":
+            connection.sendall(b"y")
+        elif request["kind"] == "time":
+            received = self._clock()
+            connection.sendall(_TIMESTAMPS.pack(received, self._clock()))
+        elif request["kind"] == "receive":
+            _receive_bytes(connection, size)
+            connection.sendall(b"y")
+        elif request["kind"] == "send":
+            _send_bytes(connection, size)
+
+
+class ProbeClient:
+    """A connection to the probe server of another rank."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._token = endpoint.token
+        address = (endpoint.address, endpoint.port)
+        self._socket = socket.create_connection(address, _CONNECT_SECONDS)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def __enter__(self) -> "ProbeClient":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.close()
+
+    def hello(self) -> None:
+        """Check that the right process answers; raises OSError otherwise."""
+        self._request("hello")
+        if self._socket.recv(1) != b"y":
+            raise OSError("another program listens there")
+        self._socket.settimeout(_REPLY_SECONDS)
+
+    def clock_offset(self) -> tuple[float, float]:
+        """How far the server's clock is ahead of this one, and the round trip, in seconds.
+
+        Cristian's algorithm: in the fastest of 32 round trips, the server's timestamp was taken
+        half-way, with an error of at most half the round trip.
+        """
+        best = (0.0, float("inf"))
+        for _ in range(_ROUND_TRIPS):
+            sent = time.time()
+            self._request("time")
+            received, answered = _TIMESTAMPS.unpack(_read_exactly(self._socket, _TIMESTAMPS.size))
+            returned = time.time()
+            round_trip = (returned - sent) - (answered - received)
+            if round_trip < best[1]:
+                best = (((received - sent) + (answered - returned)) / 2, round_trip)
+        return best
+
+    def send_rate(self) -> float:
+        """Bytes per second from this rank to the server."""
+        return self._measure(self._send)
+
+    def receive_rate(self) -> float:
+        """Bytes per second from the server to this rank."""
+        return self._measure(self._receive)
+
+    def _measure(self, transfer: Callable[[int], None]) -> float:
+        start = time.perf_counter()
+        transfer(_FIRST_BYTES)
+        seconds = max(time.perf_counter() - start, 1e-6)
+        size = int(_FIRST_BYTES * _TRANSFER_SECONDS / seconds)
+        size = min(max(_FIRST_BYTES, size), _MAX_BYTES)
+        start = time.perf_counter()
+        transfer(size)
+        return size / max(time.perf_counter() - start, 1e-9)
+
+    def _send(self, size: int) -> None:
+        self._request("receive", size)
+        _send_bytes(self._socket, size)
+        _read_exactly(self._socket, 1)  # the server has received the last byte
+
+    def _receive(self, size: int) -> None:
+        self._request("send", size)
+        _receive_bytes(self._socket, size)
+
+    def _request(self, kind: str, size: int = 0) -> None:
+        line = json.dumps({"token": self._token, "kind": kind, "bytes": size})
+        self._socket.sendall(line.encode() + b"\n")
+
+
+def _read_request(connection: socket.socket) -> dict[str, Any]:
+    """A line of JSON; {} at the end of the connection. Read bytewise, because data may follow."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte or len(line) > _MAX_LINE:
+            return {}
+        line += byte
+    request = json.loads(line)
+    is_valid = isinstance(request, dict) and isinstance(request.get("kind"), str)
+    return request if is_valid else {}
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise OSError("the peer closed the connection")
+        data += part
+    return data
+
+
+def _send_bytes(connection: socket.socket, size: int) -> None:
+    block = memoryview(bytes(min(size, _BLOCK)))
+    while size > 0:
+        part = block[: min(size, _BLOCK)]
+        connection.sendall(part)
+        size -= len(part)
+
+
+def _receive_bytes(connection: socket.socket, size: int) -> None:
+    block = memoryview(bytearray(min(max(size, 1), _BLOCK)))
+    while size > 0:
+        count = connection.recv_into(block[: min(size, _BLOCK)])
+        if count == 0:
+            raise OSError("the peer closed the connection")
+        size -= count
+
+
+# --- probes --------------------------------------------------------------------------------------
+
+
+def start_servers(peers: Peers) -> tuple[ProbeServer, list[Endpoint]]:
+    """Start the server of this rank; returns it and the endpoints of all ranks."""
+    server = ProbeServer(peers.address)
+    return server, [Endpoint(**each) for each in peers.gather(asdict(server.endpoint))]
+
+
+def connect_hosts(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[Connection, ...]:
+    """Connect from every host to every other, all at once."""
+    found: list[Connection] = []
+    if peers.rank in peers.first_ranks:
+        others = [rank for rank in peers.first_ranks if rank != peers.rank]
         with ThreadPoolExecutor(16) as pool:
-            errors = pool.map(lambda rank: _call(places[rank]), others)
+            errors = pool.map(lambda rank: connection_error(endpoints[rank]), others)
             found = [
-                Call(src, company.hosts[rank], error)
+                Connection(peers.host, peers.hosts[rank], error)
                 for rank, error in zip(others, errors, strict=True)
             ]
-    gathered = company.gather([asdict(call) for call in found])
-    return tuple(Call(**call) for calls in gathered for call in calls)
+    gathered = peers.gather([asdict(each) for each in found])
+    return tuple(Connection(**each) for connections in gathered for each in connections)
 
 
-def _call(place: Place) -> str | None:
+def connection_error(endpoint: Endpoint) -> str | None:
+    """Why an endpoint cannot be reached; None if the right process answers."""
     try:
-        with Caller(place) as caller:
-            caller.hello()
+        with ProbeClient(endpoint) as client:
+            client.hello()
     except TimeoutError:
-        return f"no answer at {place.address} port {place.port}"
+        return f"no answer at {endpoint.address} port {endpoint.port}"
     except OSError as error:
-        return f"{error.strerror or error} at {place.address} port {place.port}"
+        return f"{error.strerror or error} at {endpoint.address} port {endpoint.port}"
     return None
 
 
-def compare_clocks(company: Company, places: Sequence[Place]) -> tuple[Offset, ...]:
-    """Each host asks the first host's clock, one after the other: a busy clock answers late."""
-    found: list[Offset] = []
-    for leader in company.leaders[1:]:
-        if company.rank == leader:
+def measure_clock_offsets(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[ClockOffset, ...]:
+    """Compare each host's clock with host 0's, one at a time to keep round trips short."""
+    found: list[ClockOffset] = []
+    for rank in peers.first_ranks[1:]:
+        if peers.rank == rank:
             try:
-                with Caller(places[0]) as caller:
-                    caller.hello()
-                    ahead, round_trip = caller.offset()
-                found.append(Offset(company.hosts[leader], -ahead, round_trip))
+                with ProbeClient(endpoints[0]) as client:
+                    client.hello()
+                    ahead, round_trip = client.clock_offset()
+                found.append(ClockOffset(peers.host, -ahead, round_trip))
             except OSError:
-                pass  # the calls between hosts tell why
-        company.gather(None)
-    gathered = company.gather([asdict(each) for each in found])
-    return tuple(Offset(**each) for offsets in gathered for each in offsets)
+                pass  # reported by the connections between hosts
+        peers.gather(None)
+    gathered = peers.gather([asdict(each) for each in found])
+    return tuple(ClockOffset(**each) for offsets in gathered for each in offsets)
 
 
 def measure_links(
-    company: Company, places: Sequence[Place], calls: Sequence[Call] = ()
-) -> tuple[Rate, ...]:
-    """Both ways between every two ranks, the best of several rounds.
+    peers: Peers, endpoints: Sequence[Endpoint], connections: Sequence[Connection] = ()
+) -> tuple[MeasuredRate, ...]:
+    """The rate between ranks in both directions, the best of several rounds.
 
-    Whoever looks slow is measured again: noise hits somebody else next time, a bad link stays bad.
-    Hosts that could not call each other have been named for that, and are left out.
+    Slow links are measured again: interference moves to other links, a bad link stays slow.
+    Hosts that cannot connect to each other are left out; they have been reported.
     """
-    cut = {frozenset((call.src, call.dst)) for call in calls if call.error is not None}
+    hosts = peers.hosts
+    disconnected = {frozenset((c.src, c.dst)) for c in connections if c.error is not None}
     pairs = [
         (low, high)
-        for low, high in link_pairs(company.hosts)
-        if frozenset((company.hosts[low], company.hosts[high])) not in cut
+        for low, high in link_pairs(hosts)
+        if frozenset((hosts[low], hosts[high])) not in disconnected
     ]
-    hosts = {str(rank): host for rank, host in enumerate(company.hosts)}
+    host_of_rank = {str(rank): host for rank, host in enumerate(hosts)}
     best: dict[str, float] = {}
     for _ in range(_ROUNDS):
-        _measure(company, places, pairs, best)
-    for _ in range(_CONFIRMATIONS):
-        bad, slow = slow_links(_rates(best, company), hosts)
+        _measure_pairs(peers, endpoints, pairs, best)
+    for _ in range(_REPEATS_OF_SLOW):
+        slow_hosts, slow = slow_links(_link_rates(best, hosts), host_of_rank)
         again = [
             (low, high)
             for low, high in pairs
             if {f"{low}-{high}", f"{high}-{low}"} & set(slow)
-            or {company.hosts[low], company.hosts[high]} & set(bad)
+            or {hosts[low], hosts[high]} & set(slow_hosts)
         ]
         if not again:
             break
-        _measure(company, places, again, best)
-    return _rates(best, company)
+        _measure_pairs(peers, endpoints, again, best)
+    return _link_rates(best, hosts)
 
 
 def link_pairs(hosts: Sequence[int]) -> list[tuple[int, int]]:
-    """Every two ranks; in a large world every two hosts, and neighbours on each."""
+    """All pairs of ranks; in a large world pairs of hosts, and adjacent ranks of a host."""
     ranks = range(len(hosts))
-    everybody = [(low, high) for low in ranks for high in ranks if low < high]
-    if len(hosts) <= _ALL_PAIRS:
-        return everybody
-    leaders = {hosts.index(host) for host in hosts}
-    members = {host: [r for r in ranks if hosts[r] == host] for host in hosts}
-    near = {pair for each in members.values() for pair in pairwise(each)}
-    return [pair for pair in everybody if set(pair) <= leaders or pair in near]
+    all_pairs = [(low, high) for low in ranks for high in ranks if low < high]
+    if len(hosts) <= _MAX_RANKS_ALL_PAIRS:
+        return all_pairs
+    first_ranks = {hosts.index(host) for host in hosts}
+    ranks_of = {host: [rank for rank in ranks if hosts[rank] == host] for host in hosts}
+    adjacent = {pair for each in ranks_of.values() for pair in pairwise(each)}
+    return [pair for pair in all_pairs if set(pair) <= first_ranks or pair in adjacent]
 
 
-def _measure(
-    company: Company,
-    places: Sequence[Place],
+def _measure_pairs(
+    peers: Peers,
+    endpoints: Sequence[Endpoint],
     pairs: Sequence[tuple[int, int]],
     best: dict[str, float],
 ) -> None:
-    for turn in turns(pairs, company.hosts):
+    """Measure pairs and keep the best rate of each direction in `best`."""
+    for concurrent in concurrent_pairs(pairs, peers.hosts):
         found: dict[str, float] = {}
-        for low, high in turn:
-            if company.rank != low:
+        for low, high in concurrent:
+            if peers.rank != low:
                 continue
             try:
-                with Caller(places[high]) as caller:
-                    caller.hello()
+                with ProbeClient(endpoints[high]) as client:
+                    client.hello()
                     found = {
-                        f"{low}-{high}": caller.send_rate(),
-                        f"{high}-{low}": caller.receive_rate(),
+                        f"{low}-{high}": client.send_rate(),
+                        f"{high}-{low}": client.receive_rate(),
                     }
             except OSError:
                 found = {f"{low}-{high}": 0.0, f"{high}-{low}": 0.0}
-        for rates in company.gather(found):
+        for rates in peers.gather(found):
             for name, value in rates.items():
                 best[name] = max(best.get(name, 0.0), value)
 
 
-def turns(pairs: Sequence[tuple[int, int]], hosts: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Pairs that may go at once: no host takes part in two of them."""
-    left, order = list(pairs), []
-    while left:
+def concurrent_pairs(
+    pairs: Sequence[tuple[int, int]], hosts: Sequence[int]
+) -> list[list[tuple[int, int]]]:
+    """Group pairs so that no host takes part in two pairs of a group."""
+    rest, groups = list(pairs), []
+    while rest:
         busy: set[int] = set()
-        turn = []
-        for pair in left:
-            taken = {hosts[rank] for rank in pair}
-            if not taken & busy:
-                busy |= taken
-                turn.append(pair)
-        left = [pair for pair in left if pair not in turn]
-        order.append(turn)
-    return order
+        group = []
+        for pair in rest:
+            needed = {hosts[rank] for rank in pair}
+            if not needed & busy:
+                busy |= needed
+                group.append(pair)
+        rest = [pair for pair in rest if pair not in group]
+        groups.append(group)
+    return groups
 
 
-def _rates(best: dict[str, float], company: Company) -> tuple[Rate, ...]:
+def _link_rates(best: dict[str, float], hosts: Sequence[int]) -> tuple[MeasuredRate, ...]:
     rates = []
     for name, value in best.items():
-        src, dst = (company.hosts[int(rank)] for rank in name.split("-"))
-        rates.append(Rate(name, src, "loopback" if src == dst else "network", value))
+        src, dst = (hosts[int(rank)] for rank in name.split("-"))
+        rates.append(MeasuredRate(name, src, "loopback" if src == dst else "network", value))
     return tuple(rates)

@@ -1,89 +1,96 @@
-"""RDMA: InfiniBand and RoCE ports, their rates, errors and addresses, and the way to GPU memory."""
+"""Checks rdma.*: state, rate, errors and GIDs of InfiniBand and RoCE ports, and GPUDirect RDMA."""
 
 from collections import Counter
 from collections.abc import Iterator
 from statistics import median
-from typing import TYPE_CHECKING
 
-from tutti.machine.checks.check import Check, on_machine, on_world
-from tutti.machine.checks.environment import settings
-from tutti.machine.checks.finding import Skip, Verdict, fail, fine, warn
-from tutti.machine.checks.known import gpus, parse_version
-from tutti.machine.checks.limits import has_rdma
-from tutti.machine.checks.patient import Patient
+from tutti.machine.checks.cluster import Cluster
+from tutti.machine.checks.finding import (
+    Skip,
+    Verdict,
+    cluster_check,
+    fail,
+    gpus_of,
+    has_rdma,
+    machine_check,
+    parse_version,
+    passed,
+    warn,
+)
+from tutti.machine.checks.nccl_environment import settings
+from tutti.machine.nics import RdmaPort
 from tutti.machine.observation import Machine
 
-if TYPE_CHECKING:
-    from tutti.machine.nics import RdmaPort
 
-
-def _all_ports(patient: Patient) -> "list[tuple[Machine, RdmaPort]]":
-    found = [(machine, port) for machine in patient.machines for port in machine.rdma]
+def _ports(cluster: Cluster) -> list[tuple[Machine, RdmaPort]]:
+    found = [(machine, port) for machine in cluster.machines for port in machine.rdma]
     if not found:
         raise Skip("no RDMA device")
     return found
 
 
-def _scope(port: "RdmaPort") -> str:
-    return f"nic:{port.device}"
-
-
-def _state(patient: Patient) -> Iterator[Verdict]:
-    """Down on one host and up on the others, or down among neighbours that are up."""
-    ports = _all_ports(patient)
+@cluster_check(
+    "rdma.state",
+    "whether every RDMA port is active, against other ports of the host and other hosts",
+    "NCCL does not use a port that is down, so a whole rail may be missing",
+    "check cable, transceiver, switch port and subnet manager",
+)
+def port_state(cluster: Cluster) -> Iterator[Verdict]:
+    ports = _ports(cluster)
     active = Counter((port.device, port.port) for _, port in ports if port.state == "ACTIVE")
     for machine, port in ports:
         if port.state in (None, "ACTIVE"):
             continue
+        others_active = any(
+            other.state == "ACTIVE" and other.device != port.device for other in machine.rdma
+        )
+        scope, command = f"nic:{port.device}", f"ibstat {port.device}; ibdev2netdev"
         observed = f"port {port.port} is {port.state} ({port.physical_state})"
-        command = f"ibstat {port.device}; ibdev2netdev"
-        cure = "look at cable, transceiver and switch port; ip link set … up; a subnet manager"
         if active[port.device, port.port]:
-            expected = "ACTIVE, as on the other hosts"
-            yield fail(_scope(port), observed, expected, cure, command, host=machine.host)
-        elif port.physical_state != "Disabled" and any(
-            near.state == "ACTIVE" and near.device != port.device for near in machine.rdma
-        ):
-            expected = "ACTIVE, as its neighbours"
-            yield warn(_scope(port), observed, expected, cure, command, host=machine.host)
+            yield fail(scope, observed, "ACTIVE, as on other hosts", command, host=machine.host)
+        elif port.physical_state != "Disabled" and others_active:
+            expected = "ACTIVE, as other ports of this host"
+            yield warn(scope, observed, expected, command, host=machine.host)
 
 
-def _rate(patient: Patient) -> Iterator[Verdict]:
-    """Against the same port on other hosts, and against neighbours on the same kind of slot."""
-    ports = [(m, p) for m, p in _all_ports(patient) if p.state == "ACTIVE" and p.rate_gbps]
+@cluster_check(
+    "rdma.rate",
+    "the rate of every RDMA port, against other ports of the host and other hosts",
+    "one port at half the rate slows every ring through it",
+    "replace the cable or transceiver; check the setting of the switch port",
+)
+def port_rate(cluster: Cluster) -> Iterator[Verdict]:
+    ports = [(m, p) for m, p in _ports(cluster) if p.state == "ACTIVE" and p.rate_gbps]
     if not ports:
         raise Skip("no active RDMA port")
     for machine, port in ports:
-        elsewhere = [p.rate_gbps or 0 for _, p in ports if p.device == port.device]
-        neighbours = [
+        other_hosts = [p.rate_gbps or 0 for _, p in ports if p.device == port.device]
+        same_host = [
             p.rate_gbps or 0
             for m, p in ports
             if m is machine and _slot(m, p) == _slot(machine, port)
         ]
-        expected = max(median(neighbours), max(elsewhere))
+        expected = max(median(same_host), max(other_hosts))
         if (port.rate_gbps or 0) < expected:
-            observed = f"{port.rate_gbps:g} Gbit/s"
             yield fail(
-                _scope(port),
-                observed,
-                f"{expected:g} Gbit/s as its peers",
-                "",
+                f"nic:{port.device}",
+                f"{port.rate_gbps:g} Gbit/s",
+                f"{expected:g} Gbit/s, as other ports",
                 f"ibstat {port.device}",
                 host=machine.host,
             )
 
 
-def _slot(machine: Machine, port: "RdmaPort") -> tuple[object, ...]:
-    """What tells a card for data from one for management beside it."""
+def _slot(machine: Machine, port: RdmaPort) -> tuple[object, ...]:
+    """Equal for ports of the same kind; a management card has another slot or driver."""
     device = machine.pci_device(port.pci_address)
-    link = device.link if device is not None else None
-    if link is None:
+    if device is None or device.link is None:
         return (port.device,)
-    return (port.driver, port.link_layer, link.max_generation, link.max_width)
+    return (port.driver, port.link_layer, device.link.max_generation, device.link.max_width)
 
 
-# Counts since boot that are still normal: links are plugged, switches restarted.
-_TOLERATED = {
+# Counts since boot that are normal, because cables are plugged and switches restarted.
+_NORMAL_COUNTS = {
     "symbol_error": 100,
     "link_downed": 5,
     "link_error_recovery": 5,
@@ -100,120 +107,93 @@ _TOLERATED = {
 }
 
 
-def _errors(patient: Patient) -> Iterator[Verdict]:
-    ports = _all_ports(patient)
+@cluster_check(
+    "rdma.errors",
+    "error counters of RDMA ports, against other ports",
+    "a port that retransmits packets stalls the whole job",
+    "clean or replace the cable; on RoCE check flow control (PFC, ECN) on the path",
+)
+def port_errors(cluster: Cluster) -> Iterator[Verdict]:
+    ports = _ports(cluster)
+    usual = {name: median(p.counters.get(name, 0) for _, p in ports) for name in _NORMAL_COUNTS}
     for machine, port in ports:
-        high = []
-        for name, tolerated in _TOLERATED.items():
-            count = port.counters.get(name, 0)
-            usual = median(p.counters.get(name, 0) for _, p in ports)
-            if count > max(tolerated, 10 * usual):
-                high.append(f"{name} {count}")
+        high = [
+            f"{name} {port.counters[name]}"
+            for name, normal in _NORMAL_COUNTS.items()
+            if port.counters.get(name, 0) > max(normal, 10 * usual[name])
+        ]
         if high:
             observed = f"{', '.join(high)} since boot"
             command = f"grep . /sys/class/infiniband/{port.device}/ports/{port.port}/*counters/*"
-            expected = "near 0, as its peers"
-            yield warn(_scope(port), observed, expected, "", command, host=machine.host)
+            expected = "near 0, as other ports"
+            yield warn(f"nic:{port.device}", observed, expected, command, host=machine.host)
 
 
-def _gid(machine: Machine) -> Iterator[Verdict]:
+@machine_check(
+    "rdma.gid",
+    "whether RoCE ports have a RoCE v2 GID",
+    "RoCE v1 is not routed, and NCCL prefers v2",
+    "give the interface an IP address; set NCCL_IB_ROCE_VERSION_NUM=2",
+)
+def roce_gid(machine: Machine) -> Iterator[Verdict]:
     roce = [p for p in machine.rdma if p.link_layer == "Ethernet" and p.state == "ACTIVE"]
     if not roce:
         raise Skip("no RoCE")
     for port in roce:
         if port.gid_types is not None and "RoCE v2" not in port.gid_types:
-            observed = f"its addresses are {', '.join(port.gid_types) or 'none'}"
-            yield fail(_scope(port), observed, "one of type RoCE v2", "")
+            observed = f"its GID types are {', '.join(port.gid_types) or 'none'}"
+            yield fail(f"nic:{port.device}", observed, "RoCE v2", "ibv_devinfo -v | grep GID")
     index = settings(machine).get("NCCL_IB_GID_INDEX")
     if index is not None and machine.versions.get("nccl"):
-        yield fine(f"NCCL_IB_GID_INDEX={index} (since 2.21 NCCL finds RoCE v2 by itself)")
+        yield passed(f"NCCL_IB_GID_INDEX={index} (NCCL 2.21 and newer select RoCE v2 themselves)")
 
 
-def _hca(machine: Machine) -> Iterator[Verdict]:
+@machine_check(
+    "rdma.hca",
+    "NCCL_IB_HCA against the existing RDMA devices",
+    "NCCL falls back to TCP without a message at the default log level",
+    "unset the variable, or name devices that exist",
+)
+def hca_variable(machine: Machine) -> Iterator[Verdict]:
     value = settings(machine).get("NCCL_IB_HCA")
     if value is None:
         raise Skip("NCCL_IB_HCA is not set")
-    bare = value.removeprefix("^")
-    exact, bare = bare.startswith("="), bare.removeprefix("=")
-    names = {port.device for port in machine.rdma}
-    for word in bare.split(","):
-        device = word.partition(":")[0]
-        if not any(name == device if exact else name.startswith(device) for name in names):
-            expected = f"of {', '.join(sorted(names)) or 'no RDMA device at all'}"
-            yield fail(
-                "machine",
-                f"NCCL_IB_HCA={value}: there is no {device}",
-                expected,
-                "",
-                "unset NCCL_IB_HCA",
-            )
+    names = value.removeprefix("^")
+    exact, names = names.startswith("="), names.removeprefix("=")
+    devices = sorted({port.device for port in machine.rdma})
+    for entry in names.split(","):
+        name = entry.partition(":")[0]
+        if not any(each == name if exact else each.startswith(name) for each in devices):
+            observed = f"NCCL_IB_HCA={value}: there is no device {name}"
+            expected = f"one of {', '.join(devices)}" if devices else "not set: no RDMA device"
+            yield fail("machine", observed, expected, "unset NCCL_IB_HCA")
 
 
-def _gpu_direct(machine: Machine) -> Iterator[Verdict]:
-    gpus(machine)
+@machine_check(
+    "rdma.gpu_direct",
+    "whether NICs can access GPU memory directly (GPUDirect RDMA)",
+    "otherwise each message is copied through host memory, at half the rate or less",
+    "load nvidia_peermem, or use the open kernel modules (DMA-BUF)",
+)
+def gpu_direct(machine: Machine) -> Iterator[Verdict]:
+    gpus_of(machine)
     if not has_rdma(machine):
         raise Skip("no active RDMA port")
     if machine.kernel_modules is None:
-        raise Skip(machine.why("kernel_modules") or "kernel modules are not told")
+        raise Skip(machine.why("kernel_modules") or "the loaded kernel modules are unknown")
     loaded = {"nvidia_peermem", "nv_peer_mem"} & set(machine.kernel_modules)
     kernel = parse_version(machine.kernel or "")
     module = machine.versions.get("kernel_module", "unknown")
     if loaded:
-        yield fine(f"{loaded.pop()} is loaded")
+        yield passed(f"{loaded.pop()} is loaded")
     elif kernel[:2] >= (5, 12) and module == "open":
-        yield fine("by DMA-BUF: open kernel modules, and a kernel that has it")
+        yield passed("DMA-BUF: open kernel modules and a kernel that supports it")
     elif module == "unknown":
-        raise Skip("nvidia_peermem is not loaded; whether DMA-BUF serves is not told")
+        raise Skip("nvidia_peermem is not loaded; whether DMA-BUF works is unknown")
     else:
-        command = "sudo modprobe nvidia_peermem"
-        observed = f"nvidia_peermem is not loaded, and {module} modules do without DMA-BUF"
-        yield warn("machine", observed, "NICs reach GPU memory directly", "", command)
+        observed = f"nvidia_peermem is not loaded, and {module} kernel modules lack DMA-BUF"
+        expected = "nvidia_peermem or DMA-BUF"
+        yield warn("machine", observed, expected, "sudo modprobe nvidia_peermem")
 
 
-CHECKS = (
-    Check(
-        "rdma.state",
-        "whether every RDMA port is up, against its neighbours and the other hosts",
-        "NCCL leaves a port that is down out, and a whole rail with it",
-        "look at cable, transceiver, switch port and subnet manager",
-        on_world(_state),
-        "world",
-    ),
-    Check(
-        "rdma.rate",
-        "the rate of every RDMA port, against its neighbours and the other hosts",
-        "one port at half rate slows every ring through it",
-        "replace the cable or transceiver; check the switch port's setting",
-        on_world(_rate),
-        "world",
-    ),
-    Check(
-        "rdma.errors",
-        "error counters of RDMA ports, against the other ports",
-        "a port that repeats packets stalls the whole job",
-        "clean or replace the cable; on RoCE check flow control (PFC, ECN) on the way",
-        on_world(_errors),
-        "world",
-    ),
-    Check(
-        "rdma.gid",
-        "whether RoCE ports have a RoCE v2 address",
-        "RoCE v1 does not pass routers, and NCCL prefers v2",
-        "give the interface an IP address; set NCCL_IB_ROCE_VERSION_NUM=2",
-        on_machine(_gid),
-    ),
-    Check(
-        "rdma.hca",
-        "NCCL_IB_HCA against the devices there are",
-        "NCCL falls back to TCP without a word at the usual log level",
-        "unset it, or name devices that exist",
-        on_machine(_hca),
-    ),
-    Check(
-        "rdma.gpu_direct",
-        "whether NICs can reach GPU memory directly",
-        "otherwise each message is copied through host memory, at half the rate or less",
-        "load nvidia_peermem, or use the open kernel modules (DMA-BUF)",
-        on_machine(_gpu_direct),
-    ),
-)
+CHECKS = (port_state, port_rate, port_errors, roce_gid, hca_variable, gpu_direct)

@@ -1,0 +1,113 @@
+"""Cluster: the hosts, the ranks on them and the probe results that checks look at."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tutti.machine.cpu_numa import parse_cpu_list
+from tutti.machine.observation import Machine
+
+
+@dataclass(frozen=True)
+class RankObservation:
+    """A rank and the machine as that rank sees it: variables and limits differ per process."""
+
+    rank: int
+    host: int
+    """Index of its host in Cluster.machines."""
+    machine: Machine
+    gpu: str | None = None
+    """UUID of the GPU it would use."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """An attempt of one host to connect to another, on a port as gloo and NCCL choose them."""
+
+    src: int
+    dst: int
+    error: str | None
+    """None if the right process answered."""
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """How far a host's clock is ahead of host 0's, in seconds, with an error of ± round_trip/2."""
+
+    host: int
+    seconds: float
+    round_trip: float
+
+
+@dataclass(frozen=True)
+class MeasuredRate:
+    """A measured speed: the best of several attempts, because interference only slows down."""
+
+    name: str
+    """rank:0, gpu:3, or 0-1 for data from rank 0 to rank 1."""
+    host: int
+    kind: str
+    """Only rates of the same kind are compared."""
+    value: float
+    reproducible: bool = True
+    """Whether every attempt computed the same bits."""
+    error: str = ""
+    """Why nothing could be measured."""
+
+
+@dataclass(frozen=True)
+class GpuCopy:
+    """A pattern that was copied from one GPU to another and compared there."""
+
+    src: int
+    dst: int
+    status: Literal["ok", "corrupt", "hung", "error"]
+    gbs: float | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class ProbeResults:
+    """What probes measured. None: not probed, and `skipped` has the reason under the same name."""
+
+    connections: tuple[Connection, ...] | None = None
+    clock_offsets: tuple[ClockOffset, ...] | None = None
+    compute: tuple[MeasuredRate, ...] | None = None
+    """FLOP/s."""
+    bandwidth: tuple[MeasuredRate, ...] | None = None
+    """Bytes read plus written per second."""
+    links: tuple[MeasuredRate, ...] | None = None
+    """Bytes per second in one direction."""
+    copies: tuple[tuple[GpuCopy, ...] | None, ...] | None = None
+    """For each host; None for a host with fewer than two GPUs."""
+    all_reduce: tuple[str, ...] | None = None
+    """For each rank the error of an all_reduce; "" if the result was exact."""
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+PROBES = tuple(name for name in ProbeResults.__dataclass_fields__ if name != "skipped")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Everything that checks look at."""
+
+    machines: tuple[Machine, ...]
+    """One per host."""
+    ranks: tuple[RankObservation, ...] = ()
+    """() if no world was started."""
+    probes: ProbeResults = field(default_factory=ProbeResults)
+
+    def ranks_on(self, host: int) -> int:
+        """The number of ranks on a host; 0 if no world was started."""
+        return sum(each.host == host for each in self.ranks)
+
+    def cpus_on(self, host: int) -> int:
+        """The number of CPUs that all ranks of a host may use; mpirun binds each to its own."""
+        views = [each.machine for each in self.ranks if each.host == host]
+        masks = [each.cpus.allowed for each in views or [self.machines[host]]]
+        return len({cpu for mask in masks for cpu in parse_cpu_list(mask)})
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether a world was started and all its ranks are on one host."""
+        return bool(self.ranks) and len(self.machines) == 1

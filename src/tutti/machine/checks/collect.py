@@ -1,0 +1,132 @@
+"""Collect what checks look at: observations of this host or of all ranks, and probe results.
+
+This module knows nothing of launchers and process groups: the caller passes the peers and a way to
+exchange JSON with them (`Peers.gather`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tutti.machine.checks.cluster import PROBES, Cluster, GpuCopy, ProbeResults, RankObservation
+from tutti.machine.checks.probe_network import (
+    Endpoint,
+    Peers,
+    connect_hosts,
+    measure_clock_offsets,
+    measure_links,
+    start_servers,
+)
+from tutti.machine.observation import Machine, observe
+
+
+def recorded_cluster(machines: Sequence[Machine]) -> Cluster:
+    """Machines of a recorded file, which cannot be probed."""
+    skipped = dict.fromkeys(PROBES, "a recorded machine cannot be probed")
+    return Cluster(tuple(machines), (), ProbeResults(skipped=skipped))
+
+
+def collect_this_host(device: str, active: bool) -> Cluster:
+    """Observe this host alone; with `active`, measure its CPU or its GPUs."""
+    machine = observe()
+    skipped = dict.fromkeys(("connections", "clock_offsets"), "needs a world on several hosts")
+    skipped |= dict.fromkeys(("links", "all_reduce"), "needs several ranks: --ranks or a launcher")
+    probes = ProbeResults(skipped=skipped)
+    if active:
+        from tutti.machine.checks.probe_devices import measure_bandwidth, measure_compute
+
+        used = _usable_device(device)
+        alone = Peers(0, [0], lambda value: [value])
+        probes = replace(
+            probes,
+            compute=measure_compute(alone, used),
+            bandwidth=measure_bandwidth(alone, used),
+            copies=(_copies(used),),
+        )
+    return Cluster((machine,), (), probes)
+
+
+def collect_from_ranks(
+    peers: Peers,
+    machine: Machine,
+    gpus: Sequence[str | None],
+    device: str,
+    all_reduce: Callable[[], str] | None,
+    progress: Callable[[str], None],
+) -> Cluster:
+    """Observe all ranks and connect their hosts; returns the same on every rank. Collective.
+
+    `machine` is this rank's own observation and `gpus` the GPU that each rank would use.
+    `all_reduce` runs a collective over all ranks and returns its error ("" if the result was
+    exact); None leaves all measurements out.
+    """
+    views = [Machine.from_json(each) for each in peers.gather(machine.to_json())]
+    ranks = tuple(
+        RankObservation(rank, host, view, gpu)
+        for rank, (host, view, gpu) in enumerate(zip(peers.hosts, views, gpus, strict=True))
+    )
+    server, endpoints = start_servers(peers)
+    try:
+        probes = ProbeResults()
+        if len(peers.first_ranks) > 1:
+            progress("connecting every host to every other")
+            connections = connect_hosts(peers, endpoints)
+            offsets = measure_clock_offsets(peers, endpoints)
+            probes = replace(probes, connections=connections, clock_offsets=offsets)
+        if all_reduce is not None:
+            probes = _measure_ranks(probes, peers, endpoints, device, all_reduce, progress)
+    finally:
+        peers.gather(None)  # no rank closes its server while another may still connect to it
+        server.close()
+    return Cluster(tuple(views[rank] for rank in peers.first_ranks), ranks, probes)
+
+
+def _measure_ranks(
+    probes: ProbeResults,
+    peers: Peers,
+    endpoints: Sequence[Endpoint],
+    device: str,
+    all_reduce: Callable[[], str],
+    progress: Callable[[str], None],
+) -> ProbeResults:
+    from tutti.machine.checks.probe_devices import measure_bandwidth, measure_compute
+
+    used = "cuda" if all(peers.gather(_usable_device(device) == "cuda")) else "cpu"
+    connections = probes.connections or ()
+    if any(each.error for each in connections):
+        skipped = {"all_reduce": "some hosts cannot connect to each other"}
+        probes = replace(probes, skipped=probes.skipped | skipped)
+    else:
+        progress("all_reduce over all ranks")
+        probes = replace(probes, all_reduce=tuple(peers.gather(all_reduce())))
+    progress("transfers between all ranks")
+    links = measure_links(peers, endpoints, connections)
+    progress(f"compute and memory of every rank ({used})")
+    compute = measure_compute(peers, used)
+    bandwidth = measure_bandwidth(peers, used)
+    # One rank of each host copies between its GPUs while the other ranks are idle.
+    own = _copies(used) if peers.rank in peers.first_ranks else None
+    gathered = peers.gather(None if own is None else [vars(copy) for copy in own])
+    copies = tuple(
+        None if gathered[rank] is None else tuple(GpuCopy(**each) for each in gathered[rank])
+        for rank in peers.first_ranks
+    )
+    return replace(probes, compute=compute, bandwidth=bandwidth, links=links, copies=copies)
+
+
+def _usable_device(device: str) -> str:
+    """cpu or cuda; auto and cuda fall back to cpu without a GPU."""
+    if device == "cpu":
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _copies(device: str) -> tuple[GpuCopy, ...] | None:
+    if device != "cuda":
+        return None
+    import torch
+
+    from tutti.machine.checks.probe_devices import copy_between_gpus
+
+    return copy_between_gpus() if torch.cuda.device_count() > 1 else None

@@ -1,0 +1,256 @@
+"""Checks limits.* and memory.*: ulimits, CPUs for the ranks, /dev/shm, host memory, NUMA."""
+
+from collections.abc import Iterator
+
+from tutti.machine.checks.cluster import Cluster
+from tutti.machine.checks.finding import (
+    Skip,
+    Verdict,
+    fail,
+    gpus_of,
+    has_rdma,
+    host_check,
+    known,
+    machine_check,
+    passed,
+    warn,
+)
+from tutti.machine.cpu_numa import format_cpu_list, parse_cpu_list
+from tutti.machine.observation import Machine
+from tutti.measure.units import format_bytes
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_MORE_CPUS = "request more CPUs (srun --cpus-per-task, mpirun --bind-to none)"
+
+# --- limits of the process -----------------------------------------------------------------------
+
+
+@machine_check(
+    "limits.memlock",
+    "the limit of locked memory, on machines with RDMA",
+    "NCCL registers its buffers with the NIC; a limit of a few MiB makes it fail or use TCP",
+    "set memlock to unlimited",
+)
+def memlock(machine: Machine) -> Iterator[Verdict]:
+    limit = known(machine, "limits.memlock_bytes", machine.limits.memlock_bytes)
+    if limit == "unlimited" or machine.limits.ipc_lock or not has_rdma(machine):
+        size = format_bytes(limit) if isinstance(limit, int) else limit
+        yield passed(f"memlock {size}{'' if has_rdma(machine) else '; no RDMA needs more'}")
+        return
+    assert isinstance(limit, int)
+    yield fail(
+        "machine",
+        f"memlock is {format_bytes(limit)}, but RDMA locks its buffers in memory",
+        "unlimited",
+        "echo '* - memlock unlimited' | sudo tee /etc/security/limits.d/90-memlock.conf",
+        "docker run --ulimit memlock=-1 …",
+        cure="raise it for login shells and for the daemon that starts jobs (slurmd: LimitMEMLOCK)",
+    )
+
+
+@host_check(
+    "limits.open_files",
+    "the limit of open files",
+    "each rank has a connection to every other rank, and data loaders open many files",
+    "raise the soft limit (ulimit -n, LimitNOFILE)",
+)
+def open_files(cluster: Cluster, host: int) -> Iterator[Verdict]:
+    machine = cluster.machines[host]
+    limit = known(machine, "limits.open_files", machine.limits.open_files)
+    needed = 65536 if has_rdma(machine) or len(cluster.ranks) > 64 else 1024
+    if isinstance(limit, int) and limit < needed:
+        yield warn("machine", f"{limit} open files", f"at least {needed}", f"ulimit -n {needed}")
+    else:
+        yield passed(f"{limit} open files")
+
+
+@machine_check(
+    "limits.processes",
+    "the limit of processes and threads",
+    "NCCL, gloo, OpenMP and data loaders start dozens of threads per rank",
+    "raise the soft limit (ulimit -u)",
+)
+def processes(machine: Machine) -> Iterator[Verdict]:
+    limit = known(machine, "limits.processes", machine.limits.processes)
+    observed = f"{limit} processes and threads"
+    if isinstance(limit, int) and limit < 4096:
+        yield warn("machine", observed, "at least 4096", "ulimit -u 4096")
+    else:
+        yield passed(observed)
+
+
+@host_check(
+    "limits.cpus",
+    "CPUs in the affinity mask and the cgroup quota against the number of ranks",
+    "a rank needs one CPU to launch work and one to move data; above the quota all threads stop",
+    "request more CPUs, or use fewer ranks and threads",
+)
+def cpus_for_ranks(cluster: Cluster, host: int) -> Iterator[Verdict]:
+    machine = cluster.machines[host]
+    ranks = cluster.ranks_on(host) or len(machine.accelerators)
+    allowed = cluster.cpus_on(host)
+    usable = float(allowed)
+    quota = machine.limits.cgroup_cpus
+    if isinstance(quota, int | float) and quota < allowed:
+        usable = quota
+        if quota < allowed / 2:
+            yield warn(
+                "machine",
+                f"{allowed} CPUs are visible, but the cgroup quota is {quota:g} CPUs",
+                "a quota of as many CPUs as are visible",
+                f"export OMP_NUM_THREADS={max(1, int(quota) // max(1, ranks))}",
+                cure="choose threads and loader workers by the quota, or raise it (docker --cpus)",
+            )
+    cpus = f"{usable:g} CPU{'s' * (usable != 1)}"
+    if ranks > 1 and usable < ranks:
+        cure = f"use fewer ranks, or {_MORE_CPUS}"
+        expected = "at least one CPU per rank, better two"
+        yield warn("machine", f"{cpus} for {ranks} ranks", expected, cure=cure)
+    elif ranks > 1 and machine.accelerators and usable < 2 * ranks:
+        observed = f"{cpus} for {ranks} ranks with one GPU each"
+        yield warn("machine", observed, "two CPUs per rank", cure=_MORE_CPUS)
+
+
+@machine_check(
+    "limits.governor",
+    "the CPU frequency governor",
+    "powersave delays every kernel launch (except with the intel_pstate driver, which passes)",
+    "select the governor performance",
+)
+def governor(machine: Machine) -> Iterator[Verdict]:
+    governors = known(machine, "cpus.governors", machine.cpus.governors)
+    if not governors:
+        raise Skip("the machine has no frequency governor")
+    if "powersave" in governors and machine.cpus.model and "Intel" not in machine.cpus.model:
+        command = "sudo cpupower frequency-set -g performance"
+        yield warn("machine", "the CPU governor is powersave", "performance", command)
+    else:
+        yield passed(f"governor {', '.join(governors)}")
+
+
+@machine_check(
+    "limits.memory",
+    "the cgroup's memory limit",
+    "buffers, data loaders and checkpoints need host memory; above the limit ranks are killed",
+    "raise the limit (docker run --memory, Slurm --mem)",
+)
+def cgroup_memory(machine: Machine) -> Iterator[Verdict]:
+    limit = known(machine, "limits.cgroup_memory_bytes", machine.limits.cgroup_memory_bytes)
+    if not isinstance(limit, int):
+        yield passed("no cgroup memory limit")
+        return
+    # Pinned buffers, loader workers and a checkpoint on its way to disk need about the memory of
+    # one GPU.
+    largest = max((gpu.memory_bytes or 0 for gpu in machine.accelerators), default=0)
+    needed = max(2 * _GIB, largest)
+    observed = f"the cgroup memory limit is {format_bytes(limit)}"
+    if limit < needed:
+        yield warn("machine", observed, f"at least {format_bytes(needed)}")
+    else:
+        yield passed(observed)
+
+
+# --- memory of the host --------------------------------------------------------------------------
+
+
+@machine_check(
+    "memory.shm",
+    "size and free space of /dev/shm",
+    "NCCL ranks of a host and data-loader workers exchange data through it",
+    "enlarge /dev/shm to 1 GiB or more, or free space in it",
+)
+def shared_memory(machine: Machine) -> Iterator[Verdict]:
+    size = known(machine, "limits.shm_bytes", machine.limits.shm_bytes)
+    free = known(machine, "limits.shm_free_bytes", machine.limits.shm_free_bytes)
+    commands: tuple[str, ...] = ("sudo mount -o remount,size=8G /dev/shm",)
+    if machine.container not in (None, "none"):
+        commands = ("docker run --shm-size=8g …", "docker run --ipc=host …")
+    free_space = f"{format_bytes(free)} of {format_bytes(size)} are free in /dev/shm"
+    if size < _GIB:
+        say = fail if size <= 64 * _MIB else warn
+        default = ", docker's default" if size == 64 * _MIB else ""
+        observed = f"/dev/shm has {format_bytes(size)}{default}"
+        yield say("machine", observed, "at least 1 GiB", *commands)
+    elif free < 256 * _MIB:
+        cure = "delete files that dead jobs left in /dev/shm"
+        yield warn("machine", free_space, "at least 256 MiB free", "ls -lt /dev/shm", cure=cure)
+    else:
+        yield passed(free_space)
+
+
+@machine_check(
+    "memory.available",
+    "available host memory",
+    "without free memory the kernel kills ranks or swaps them out",
+    "end the processes that use it",
+)
+def available_memory(machine: Machine) -> Iterator[Verdict]:
+    total = known(machine, "memory.total_bytes", machine.memory.total_bytes)
+    free = known(machine, "memory.available_bytes", machine.memory.available_bytes)
+    observed = f"{format_bytes(free)} of {format_bytes(total)} host memory are available"
+    if free < total * 0.05:
+        yield warn("machine", observed, "at least 5 %", "ps aux --sort=-rss | head")
+    else:
+        yield passed(observed)
+
+
+@host_check(
+    "memory.affinity",
+    "whether ranks may run on CPUs of their GPU's NUMA node",
+    "kernel launches and copies from the other socket are slower and load the socket interconnect",
+    "bind ranks by GPU (tutti.init does; srun --cpu-bind, docker --cpuset-cpus)",
+)
+def gpu_affinity(cluster: Cluster, host: int) -> Iterator[Verdict]:
+    """Ranks of a world with the GPU that each would use; without a world, all GPUs."""
+    machine = cluster.machines[host]
+    local_cpus = {
+        _bare_uuid(gpu.uuid): (gpu.index, set(parse_cpu_list(gpu.cpus)))
+        for gpu in gpus_of(machine)
+        if gpu.cpus
+    }
+    if not local_cpus:
+        raise Skip(machine.why("accelerators[0].cpus") or "the CPUs of the GPUs' nodes are unknown")
+    if len(machine.numa) < 2:
+        raise Skip("one NUMA node")
+    ranks = [r for r in cluster.ranks if r.host == host and _bare_uuid(r.gpu) in local_cpus]
+    for rank in ranks:
+        index, cpus = local_cpus[_bare_uuid(rank.gpu)]
+        if not cpus & set(parse_cpu_list(rank.machine.cpus.allowed)):
+            observed = f"CPUs {rank.machine.cpus.allowed}, none of them on the node of GPU {index}"
+            expected = f"some of CPUs {format_cpu_list(cpus)}"
+            yield warn(f"rank:{rank.rank}", observed, expected)
+    if not ranks:
+        allowed = set(parse_cpu_list(machine.cpus.allowed))
+        for index, cpus in local_cpus.values():
+            if not cpus & allowed:
+                observed = f"this process may use only CPUs {machine.cpus.allowed}"
+                expected = f"some of CPUs {format_cpu_list(cpus)} on its NUMA node"
+                yield warn(f"gpu:{index}", observed, expected)
+
+
+def _bare_uuid(uuid: str | None) -> str:
+    """NVML writes GPU-… before the UUID, torch does not."""
+    return (uuid or "").removeprefix("GPU-")
+
+
+@machine_check(
+    "memory.numa",
+    "free memory on each NUMA node",
+    "if a node is full, its CPUs silently get memory of another node",
+    "drop the page cache, or end the processes that fill the node",
+)
+def numa_memory(machine: Machine) -> Iterator[Verdict]:
+    if len(machine.numa) < 2:
+        raise Skip("one NUMA node")
+    for node in machine.numa:
+        free, total = node.free_bytes, node.memory_bytes
+        if total and free is not None and free < min(total * 0.01, 512 * _MIB):
+            observed = f"NUMA node {node.id} has {format_bytes(free)} free"
+            command = "echo 1 | sudo tee /proc/sys/vm/drop_caches"
+            yield warn("machine", observed, "memory for the pinned buffers of ranks", command)
+
+
+CHECKS = (
+    *(memlock, open_files, processes, cpus_for_ranks, governor, cgroup_memory),
+    *(shared_memory, available_memory, gpu_affinity, numa_memory),
+)

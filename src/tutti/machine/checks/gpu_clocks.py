@@ -1,0 +1,135 @@
+"""Checks clocks.*: throttling, temperature, power limits and locked clocks of GPUs; clock skew."""
+
+from collections.abc import Iterator
+
+from tutti.machine.checks.cluster import Cluster
+from tutti.machine.checks.finding import (
+    Skip,
+    Verdict,
+    cluster_check,
+    fail,
+    machine_check,
+    passed,
+    read_gpus,
+    warn,
+)
+from tutti.machine.observation import Machine
+from tutti.measure.units import format_seconds
+
+_HARDWARE_SLOWDOWN = {
+    "hw_slowdown": "the hardware lowers its clocks by half or more",
+    "hw_thermal": "the hardware lowers its clocks because of heat",
+    "hw_power_brake": "the power supply requests lower clocks",
+}
+
+
+@machine_check(
+    "clocks.throttle",
+    "reasons for lowered GPU clocks (idle and the normal power cap are ignored)",
+    "one hot or underpowered GPU slows down all ranks",
+    "check cooling and power supply",
+)
+def throttling(machine: Machine) -> Iterator[Verdict]:
+    for gpu, reasons in read_gpus(machine, "clocks.throttle", lambda g: g.clocks.throttle):
+        scope = f"gpu:{gpu.index}"
+        heat = f", {gpu.temperature_c} °C" if gpu.temperature_c is not None else ""
+        command = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.index}"
+        # hw_slowdown is reported together with its cause, if the cause is known.
+        causes = [r for r in reasons if r in _HARDWARE_SLOWDOWN and r != "hw_slowdown"]
+        for reason in causes or [r for r in reasons if r == "hw_slowdown"]:
+            cure = "check power supply and cables" if "power" in reason else "check cooling"
+            observed = f"{reason}: {_HARDWARE_SLOWDOWN[reason]}{heat}"
+            yield fail(scope, observed, "no slowdown", command, cure=cure)
+        if "sw_thermal" in reasons and not causes:
+            observed = f"sw_thermal: the driver lowers its clocks because of heat{heat}"
+            yield warn(scope, observed, "no slowdown", command, cure="check cooling")
+
+
+@machine_check(
+    "clocks.heat",
+    "temperature against the slowdown temperature",
+    "the GPU will throttle under load",
+    "check fans, filters and airflow",
+)
+def temperature(machine: Machine) -> Iterator[Verdict]:
+    temperatures = read_gpus(machine, "temperature_c", lambda g: g.temperature_c)
+    for gpu, heat in temperatures:
+        if gpu.slowdown_c is not None and heat >= gpu.slowdown_c - 3:
+            observed = f"{heat} °C; it slows down at {gpu.slowdown_c} °C"
+            command = f"nvidia-smi -q -d TEMPERATURE -i {gpu.index}"
+            yield warn(f"gpu:{gpu.index}", observed, f"below {gpu.slowdown_c - 3} °C", command)
+    values = [heat for _, heat in temperatures]
+    yield passed(f"{min(values)} to {max(values)} °C")
+
+
+@machine_check(
+    "clocks.power",
+    "the power limit against the default limit",
+    "a GPU with a lower limit is slower than the others",
+    "restore the default limit, or set the same limit on all GPUs",
+)
+def power_limit(machine: Machine) -> Iterator[Verdict]:
+    for gpu, limit in read_gpus(machine, "power_limit_w", lambda g: g.power_limit_w):
+        default = gpu.default_power_limit_w
+        if default is not None and limit < 0.99 * default:
+            observed, expected = f"power limit {limit:.0f} W", f"{default:.0f} W, the default"
+            command = f"sudo nvidia-smi -i {gpu.index} -pl {default:.0f}"
+            yield warn(f"gpu:{gpu.index}", observed, expected, command)
+
+
+@machine_check(
+    "clocks.locked",
+    "whether clocks are locked on some GPUs only",
+    "the faster GPUs wait for the slower ones",
+    "reset the clocks (nvidia-smi -rac, -rgc), or lock all GPUs alike",
+)
+def locked_clocks(machine: Machine) -> Iterator[Verdict]:
+    reasons = read_gpus(machine, "clocks.throttle", lambda g: g.clocks.throttle)
+
+    def reset(index: int) -> str:
+        return f"sudo nvidia-smi -i {index} -rac; sudo nvidia-smi -i {index} -rgc"
+
+    locked = [gpu.index for gpu, each in reasons if "application_clocks" in each]
+    if len(locked) < len(reasons):
+        for index in locked:
+            observed = "its clocks are locked, those of other GPUs are not"
+            yield warn(f"gpu:{index}", observed, "the same on all GPUs", reset(index))
+    maxima = {gpu.clocks.max_sm_mhz for gpu, _ in reasons if gpu.clocks.max_sm_mhz}
+    if len(maxima) > 1 and len({gpu.name for gpu, _ in reasons}) == 1:
+        for gpu, _ in reasons:
+            if gpu.clocks.max_sm_mhz and gpu.clocks.max_sm_mhz < max(maxima):
+                observed = f"its maximum SM clock is {gpu.clocks.max_sm_mhz} MHz"
+                expected = f"{max(maxima)} MHz, as on other GPUs"
+                yield warn(f"gpu:{gpu.index}", observed, expected, reset(gpu.index))
+
+
+@cluster_check(
+    "clocks.skew",
+    "the offset between the clocks of the hosts, measured by round trips",
+    "above 1 ms the traces of ranks do not line up; above 5 s logs do not either",
+    "run chrony or ntpd on every host",
+)
+def clock_skew(cluster: Cluster) -> Iterator[Verdict]:
+    offsets = cluster.probes.clock_offsets
+    if offsets is None:
+        raise Skip(cluster.probes.skipped.get("clock_offsets", "needs a world on several hosts"))
+    for offset in offsets:
+        certain = max(0.0, abs(offset.seconds) - offset.round_trip / 2)
+        if certain > 1e-3:
+            host, first = (cluster.machines[i].host for i in (offset.host, 0))
+            direction = "ahead of" if offset.seconds > 0 else "behind"
+            affected = "logs and certificates" if certain > 5 else "traces"
+            size = format_seconds(abs(offset.seconds))
+            yield warn(
+                "world",
+                f"{host} is {size} {direction} {first}: {affected} do not line up",
+                "within 1 ms",
+                f"chronyc tracking  # on {host}",
+                f"sudo chronyc makestep  # on {host}",
+            )
+    if offsets:
+        largest = max(abs(offset.seconds) for offset in offsets)
+        yield passed(f"offset at most {format_seconds(largest)}", "world")
+
+
+CHECKS = (throttling, temperature, power_limit, locked_clocks, clock_skew)

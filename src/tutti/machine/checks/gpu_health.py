@@ -1,0 +1,289 @@
+"""Checks gpus.*: number, models, memory errors, modes, other processes and Xid errors of GPUs."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from tutti.machine.checks.cluster import Cluster
+from tutti.machine.checks.finding import (
+    Skip,
+    Verdict,
+    cluster_check,
+    fail,
+    gpus_of,
+    is_virtual,
+    known,
+    machine_check,
+    passed,
+    read_gpus,
+    warn,
+)
+from tutti.machine.observation import Machine
+from tutti.measure.units import format_bytes
+
+_NVIDIA = "0x10de"
+
+
+def _reset(index: int) -> str:
+    return f"sudo nvidia-smi --gpu-reset -i {index}"
+
+
+@machine_check(
+    "gpus.count",
+    "GPUs on the PCI bus against GPUs that the driver reports",
+    "a GPU that fell off the bus is missing without an error message",
+    "reset the GPU or reboot; check power and seating",
+)
+def count(machine: Machine) -> Iterator[Verdict]:
+    on_bus = [each for each in machine.pci if each.kind == "gpu" and each.vendor == _NVIDIA]
+    reported = {each.pci_address for each in machine.accelerators}
+    if not on_bus:
+        raise Skip(machine.why("pci") or "no GPU")
+    if not machine.accelerators:
+        yield fail(
+            "machine",
+            f"{len(on_bus)} NVIDIA GPUs on the PCI bus, but the driver reports none",
+            f"{len(on_bus)} GPUs",
+            "nvidia-smi",
+            "docker run --gpus all …",
+            cure="install or load the NVIDIA driver; start the container with --gpus all",
+        )
+        return
+    for device in on_bus:
+        if device.address not in reported:
+            yield fail(
+                "machine",
+                f"the GPU at {device.address} is on the PCI bus, but the driver does not report it",
+                f"{len(on_bus)} GPUs",
+                f"sudo dmesg | grep -i -e xid -e {device.address.rpartition(':')[0]}",
+                "sudo reboot",
+                cure="it fell off the bus: look for Xid 79, reset it or reboot, check its power",
+            )
+    if len(reported) == len(on_bus):
+        yield passed(f"{len(on_bus)} GPUs")
+
+
+@machine_check(
+    "gpus.visible",
+    "CUDA_VISIBLE_DEVICES against the installed GPUs",
+    "CUDA ignores the list after the first entry that does not exist",
+    "correct the list, or unset the variable",
+)
+def visible_devices(machine: Machine) -> Iterator[Verdict]:
+    installed = len(gpus_of(machine))
+    value = machine.variables.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        yield passed("CUDA_VISIBLE_DEVICES is not set: all GPUs are visible")
+        return
+    unset = "unset CUDA_VISIBLE_DEVICES"
+    entries = [each.strip() for each in value.split(",") if each.strip()]
+    uuids = [gpu.uuid or "" for gpu in machine.accelerators]
+    for position, entry in enumerate(entries):
+        exists = (
+            int(entry) < installed
+            if entry.isdecimal()
+            else entry.startswith("MIG-") or any(each.startswith(entry) for each in uuids)
+        )
+        if not exists:
+            observed = f"CUDA_VISIBLE_DEVICES={value}: GPU {entry} does not exist"
+            expected = f"0 to {installed - 1}; CUDA uses only the {position} entries before it"
+            yield fail("machine", observed, expected, unset)
+            return
+    for entry, times in Counter(entries).items():
+        if times > 1:
+            observed = f"CUDA_VISIBLE_DEVICES={value}: GPU {entry} is listed {times} times"
+            yield fail("machine", observed, "each GPU once", unset)
+            return
+    if not entries:
+        observed = f"CUDA_VISIBLE_DEVICES={value!r} hides all {installed} GPUs"
+        yield warn("machine", observed, "not set", unset)
+    else:
+        yield passed(f"CUDA_VISIBLE_DEVICES={value}")
+
+
+@cluster_check(
+    "gpus.alike",
+    "whether all GPUs of all hosts are the same model",
+    "the slowest GPU limits the speed of a job, the smallest its size",
+    "exclude the others (CUDA_VISIBLE_DEVICES, a Slurm constraint)",
+)
+def same_model(cluster: Cluster) -> Iterator[Verdict]:
+    models = Counter(gpu.name for machine in cluster.machines for gpu in machine.accelerators)
+    if not models:
+        raise Skip("no GPU")
+    usual, number = models.most_common(1)[0]
+    if len(models) == 1:
+        yield passed(f"{number} × {usual}", "world")
+    for machine in cluster.machines:
+        for gpu in machine.accelerators:
+            if gpu.name != usual:
+                expected = f"{usual}, like {number} others"
+                yield warn(f"gpu:{gpu.index}", gpu.name, expected, host=machine.host)
+
+
+@machine_check(
+    "gpus.ecc",
+    "uncorrectable memory errors, and whether ECC is enabled on all GPUs",
+    "uncorrectable errors lead to wrong gradients",
+    "drain the host and reset the GPU; replace it if errors recur",
+)
+def ecc_errors(machine: Machine) -> Iterator[Verdict]:
+    counts = read_gpus(machine, "ecc.volatile_uncorrected", lambda g: g.ecc.volatile_uncorrected)
+    for gpu, errors in counts:
+        if errors:
+            observed = f"{errors} uncorrectable memory errors since the driver was loaded"
+            yield fail(f"gpu:{gpu.index}", observed, "0", _reset(gpu.index))
+    if {gpu.ecc.enabled for gpu, _ in counts} == {True, False}:
+        off = [str(gpu.index) for gpu, _ in counts if not gpu.ecc.enabled]
+        observed = f"ECC is disabled on GPU {', '.join(off)} and enabled on the others"
+        command = f"sudo nvidia-smi -i {','.join(off)} -e 1"
+        cure = "enable ECC and reset these GPUs"
+        yield warn("machine", observed, "enabled on all", command, cure=cure)
+
+
+@machine_check(
+    "gpus.remap",
+    "memory rows that wait to be remapped, or could not be",
+    "the bad row stays in use until the GPU is reset",
+    "reset the GPU when it is idle",
+)
+def row_remapping(machine: Machine) -> Iterator[Verdict]:
+    pending = read_gpus(
+        machine,
+        "ecc.remap_pending",
+        lambda g: (
+            None
+            if g.ecc.remap_pending is None and g.ecc.retired_pages_pending is None
+            else bool(g.ecc.remap_pending or g.ecc.retired_pages_pending)
+        ),
+    )
+    for gpu, is_pending in pending:
+        scope = f"gpu:{gpu.index}"
+        if gpu.ecc.remap_failed:
+            observed = "a bad memory row could not be remapped"
+            yield fail(scope, observed, "no failed remapping", cure="replace the GPU")
+        elif is_pending:
+            observed = "a bad memory row will be remapped at the next reset"
+            yield warn(scope, observed, "no pending remapping", _reset(gpu.index))
+
+
+_RECOVERY_CURES = {
+    "gpu_reset": "reset the GPU",
+    "node_reboot": "reboot the host",
+    "drain_p2p": "end the jobs that use peer access, then reset the GPU",
+    "drain_and_reset": "end the jobs on the GPU, then reset it",
+}
+
+
+@machine_check(
+    "gpus.recovery",
+    "the recovery action that the driver requests after an error",
+    "until then the GPU may be slow or compute wrong results",
+    "do the requested action",
+)
+def recovery_action(machine: Machine) -> Iterator[Verdict]:
+    for gpu, action in read_gpus(machine, "recovery_action", lambda g: g.recovery_action):
+        if action != "none":
+            command = "sudo reboot" if action == "node_reboot" else _reset(gpu.index)
+            cure = _RECOVERY_CURES.get(action, "")
+            observed = f"the driver requests {action}"
+            yield fail(f"gpu:{gpu.index}", observed, "none", command, cure=cure)
+
+
+@machine_check(
+    "gpus.mode",
+    "compute mode and MIG",
+    "an exclusive GPU refuses a second process; a MIG slice has no peer access",
+    "set the compute mode to default and disable MIG",
+)
+def compute_mode(machine: Machine) -> Iterator[Verdict]:
+    for gpu in gpus_of(machine):
+        scope, command = f"gpu:{gpu.index}", f"sudo nvidia-smi -i {gpu.index}"
+        if gpu.compute_mode == "prohibited":
+            observed = "compute mode prohibited: no process can use it"
+            yield fail(scope, observed, "default", f"{command} -c DEFAULT")
+        elif gpu.compute_mode == "exclusive_process":
+            observed = "compute mode exclusive_process: one process at a time"
+            yield warn(scope, observed, "default", f"{command} -c DEFAULT")
+        if gpu.mig and len(machine.accelerators) > 1:
+            observed = "MIG is enabled: its slices cannot access other GPUs"
+            yield warn(scope, observed, "disabled for jobs on several GPUs", f"{command} -mig 0")
+
+
+@machine_check(
+    "gpus.persistence",
+    "persistence mode (not in virtual machines)",
+    "without it the driver unloads between jobs, and every start takes seconds longer",
+    "enable persistence mode",
+)
+def persistence_mode(machine: Machine) -> Iterator[Verdict]:
+    modes = read_gpus(machine, "persistence", lambda g: g.persistence)
+    off = [str(gpu.index) for gpu, on in modes if not on]
+    if off and not is_virtual(machine):
+        observed = f"persistence mode is disabled on GPU {', '.join(off)}"
+        yield warn("machine", observed, "enabled", "sudo nvidia-smi -pm 1")
+
+
+@machine_check(
+    "gpus.processes",
+    "other processes on the GPUs, and memory that no process owns",
+    "they take memory and time from the job",
+    "end the processes, or ask their owner to",
+)
+def other_processes(machine: Machine) -> Iterator[Verdict]:
+    for gpu, number in read_gpus(machine, "processes", lambda g: g.processes):
+        scope, used = f"gpu:{gpu.index}", gpu.used_bytes or 0
+        if number:
+            processes = f"{number} process{'es' * (number > 1)}"
+            command = "nvidia-smi --query-compute-apps=gpu_bus_id,pid,used_memory --format=csv"
+            yield warn(scope, f"{processes}, {format_bytes(used)} used", "no process", command)
+        elif gpu.memory_bytes and used > 0.1 * gpu.memory_bytes:
+            observed = f"{format_bytes(used)} are used, but no process owns them"
+            expected = f"less than 10 % of {format_bytes(gpu.memory_bytes)} used"
+            cure = "the context of a dead job is left: reset the GPU"
+            yield warn(scope, observed, expected, _reset(gpu.index), cure=cure)
+
+
+# Xid errors of the hardware. Application faults (13, 31, 43, 45) are not listed.
+_XIDS = {
+    48: "uncorrectable memory error",
+    61: "internal microcontroller breakpoint",
+    62: "internal microcontroller halt",
+    63: "memory row remapped",
+    64: "memory row remapping failed",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    92: "high rate of corrected memory errors",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "GPU system processor timeout",
+    120: "GPU system processor error",
+    140: "unrecovered memory error",
+    143: "GPU initialisation failed",
+    **dict.fromkeys(range(144, 151), "NVLink error"),
+}
+_XIDS_THAT_WARN = (63, 92, 94)
+_RECENT_S = 24 * 3600
+
+
+@machine_check(
+    "gpus.xid",
+    "Xid errors of the driver in the kernel log in the last 24 h",
+    "failing hardware is first reported there",
+    "drain the host and reset the GPU; replace it if the error recurs",
+)
+def xid_errors(machine: Machine) -> Iterator[Verdict]:
+    errors = known(machine, "xids", machine.xids)
+    index = {gpu.pci_address: gpu.index for gpu in machine.accelerators}
+    recent = {(x.pci_address, x.code) for x in errors if x.age_s is None or x.age_s < _RECENT_S}
+    for (address, code), times in Counter((x.pci_address, x.code) for x in errors).items():
+        if code in _XIDS and (address, code) in recent:
+            scope = f"gpu:{index[address]}" if address in index else "machine"
+            observed = f"Xid {code} × {times} at {address}: {_XIDS[code]}"
+            say = warn if code in _XIDS_THAT_WARN else fail
+            yield say(scope, observed, "none in the last 24 h", "sudo dmesg | grep -i xid")
+
+
+CHECKS = (
+    *(count, visible_devices, same_model, ecc_errors, row_remapping, recovery_action),
+    *(compute_mode, persistence_mode, other_processes, xid_errors),
+)

@@ -1,0 +1,350 @@
+"""Checks nvlink.* and pcie.*: links that are down, slow or faulty, peer access, ACS and IOMMU."""
+
+from collections.abc import Iterator
+
+from tutti.machine.checks.finding import (
+    Skip,
+    Verdict,
+    fail,
+    gpus_of,
+    has_rdma,
+    is_virtual,
+    machine_check,
+    passed,
+    read_gpus,
+    warn,
+)
+from tutti.machine.checks.nccl_environment import settings
+from tutti.machine.observation import Machine
+from tutti.machine.pci import PciDevice, PcieLink
+
+# Boards with a fixed number of NVLinks; PCIe cards have links only with a bridge.
+_BOARD_LINKS = (("V100-SXM", 6), ("A100-SXM", 12), ("H100 80GB HBM3", 18), ("B200", 18))
+_RESTART_FABRIC_MANAGER = "sudo systemctl restart nvidia-fabricmanager"
+
+# --- NVLink --------------------------------------------------------------------------------------
+
+
+@machine_check(
+    "nvlink.active",
+    "the number of active NVLinks of each GPU, against other GPUs and its board",
+    "the GPU with the fewest links limits every ring",
+    "reset the GPU or restart fabric manager; if that does not help, service the board",
+)
+def active_nvlinks(machine: Machine) -> Iterator[Verdict]:
+    nvlinks = read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
+    active = {gpu.index: sum(link.active is True for link in links) for gpu, links in nvlinks}
+    expected, source = max(active.values()), "as on other GPUs"
+    for gpu, _ in nvlinks:
+        for board, links_of_board in _BOARD_LINKS:
+            # A single GPU of such a board in a virtual machine may have no links.
+            if board in gpu.name and links_of_board > expected and len(nvlinks) > 1:
+                expected, source = links_of_board, f"as every {gpu.name} has"
+    if expected == 0:
+        raise Skip("no active NVLink on any GPU")
+    for gpu, links in nvlinks:
+        if active[gpu.index] < expected:
+            down = [str(link.index) for link in links if link.active is False]
+            which = f" (down: {', '.join(down)})" if down else ""
+            yield fail(
+                f"gpu:{gpu.index}",
+                f"{active[gpu.index]} of {expected} NVLinks are active{which}",
+                f"{expected}, {source}",
+                f"nvidia-smi nvlink -s -i {gpu.index}",
+                _RESTART_FABRIC_MANAGER,
+                f"sudo nvidia-smi --gpu-reset -i {gpu.index}",
+            )
+    if set(active.values()) == {expected}:
+        yield passed(f"{expected} NVLinks active on each of {len(nvlinks)} GPUs")
+
+
+@machine_check(
+    "nvlink.speed",
+    "the trained speed of each NVLink",
+    "one slow link slows all traffic of its GPU",
+    "reset the GPU",
+)
+def nvlink_speed(machine: Machine) -> Iterator[Verdict]:
+    speeds = [
+        (gpu.index, link.index, link.speed_mbs)
+        for gpu, links in read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
+        for link in links
+        if link.active and link.speed_mbs
+    ]
+    if not speeds:
+        raise Skip("no NVLink with a known speed")
+    best = max(speed for _, _, speed in speeds)
+    for gpu, link, speed in speeds:
+        if speed < 0.95 * best:
+            observed = f"NVLink {link} runs at {speed / 1000:.1f} GB/s"
+            expected = f"{best / 1000:.1f} GB/s, as other links"
+            yield fail(f"gpu:{gpu}", observed, expected, f"sudo nvidia-smi --gpu-reset -i {gpu}")
+
+
+@machine_check(
+    "nvlink.errors",
+    "replay, recovery and CRC errors of NVLinks",
+    "a link with errors is slow and likely to fail",
+    "run a load and see whether the counts grow; if they do, service the link",
+)
+def nvlink_errors(machine: Machine) -> Iterator[Verdict]:
+    nvlinks = read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
+    if not any(links for _, links in nvlinks):
+        raise Skip("no NVLink")
+    for gpu, links in nvlinks:
+        for link in links:
+            errors = {
+                "replays": link.replay_errors or 0,
+                "recoveries": link.recovery_errors or 0,
+                "CRC errors": link.crc_errors or 0,
+            }
+            if any(errors.values()):
+                counts = ", ".join(f"{count} {name}" for name, count in errors.items() if count)
+                # A recovery takes the link down for a moment; a replay only repeats a packet.
+                say = fail if errors["recoveries"] else warn
+                observed = f"NVLink {link.index}: {counts} since the driver was loaded"
+                yield say(f"gpu:{gpu.index}", observed, "0", f"nvidia-smi nvlink -e -i {gpu.index}")
+
+
+@machine_check(
+    "nvlink.fabric",
+    "state and health of the NVSwitch fabric",
+    "without fabric manager, CUDA does not start on NVSwitch boards or works without NVLink",
+    "restart nvidia-fabricmanager",
+)
+def nvswitch_fabric(machine: Machine) -> Iterator[Verdict]:
+    states = read_gpus(machine, "fabric_state", lambda g: g.fabric_state)
+    if all(state == "not_supported" for _, state in states):
+        raise Skip("no NVSwitch fabric to set up")
+    for gpu, state in states:
+        scope = f"gpu:{gpu.index}"
+        if state not in ("completed", "not_supported"):
+            cure = "start the fabric manager of the driver's version (for a VM: on its host)"
+            observed = f"fabric state {state}"
+            yield fail(scope, observed, "completed", _RESTART_FABRIC_MANAGER, cure=cure)
+        elif gpu.fabric_healthy is False:
+            observed = "the fabric reports degraded bandwidth or a degraded route"
+            yield fail(scope, observed, "healthy", _RESTART_FABRIC_MANAGER)
+
+
+_PEER_ACCESS = {
+    "CNS": "not supported by the chipset",
+    "GNS": "not supported by the GPU",
+    "TNS": "not supported by the topology",
+    "DR": "disabled by a registry key of the driver",
+    "NS": "not supported",
+    "U": "unknown",
+}
+
+
+@machine_check(
+    "nvlink.peers",
+    "peer access between GPUs that share NVLink or a PCIe switch",
+    "without peer access all traffic goes through host memory",
+    "disable ACS and IOMMU translation (pcie.acs, pcie.iommu); update the driver",
+)
+def peer_access(machine: Machine) -> Iterator[Verdict]:
+    if len(gpus_of(machine)) < 2:
+        raise Skip("one GPU")
+    if not machine.peers:
+        raise Skip(machine.why("peers") or "the driver does not report peer access")
+    has_nvlink = {
+        gpu.index: any(link.active for link in gpu.nvlinks or ()) for gpu in machine.accelerators
+    }
+    for pair in machine.peers:
+        status = next((each for each in (pair.read, pair.write) if each not in (None, "OK")), None)
+        if pair.src > pair.dst or status is None:
+            continue
+        scope, command = f"pair:{pair.src}-{pair.dst}", "nvidia-smi topo -p2p r"
+        observed = f"no peer access ({status}: {_PEER_ACCESS.get(status, 'unknown reason')})"
+        linked = all(has_nvlink.get(index, True) for index in (pair.src, pair.dst))
+        if linked or pair.nvlink == "OK":
+            yield fail(scope, observed, "OK over NVLink", command)
+        elif pair.driver_class in ("PIX", "PXB") and status != "GNS":
+            expected = f"OK: both are below a common PCIe switch ({pair.driver_class})"
+            yield warn(scope, observed, expected, command)
+
+
+# --- PCIe ----------------------------------------------------------------------------------------
+
+
+def _pcie_links(machine: Machine) -> list[tuple[str, str, PcieLink]]:
+    """Scope, address and link of every GPU and every RDMA NIC."""
+    links = [
+        (f"gpu:{gpu.index}", gpu.pci_address or "", gpu.pcie)
+        for gpu in machine.accelerators
+        if gpu.pcie is not None
+    ]
+    for port in machine.rdma:
+        device = machine.pci_device(port.pci_address)
+        if device is not None and device.link is not None:
+            links.append((f"nic:{port.device}", device.address, device.link))
+    if not links:
+        gpus_of(machine)
+        raise Skip(machine.why("accelerators[0].pcie") or "the PCIe links of GPUs are unknown")
+    return links
+
+
+def _show_link(address: str) -> str:
+    return f"sudo lspci -vv -s {address} | grep -i lnk"
+
+
+@machine_check(
+    "pcie.width",
+    "PCIe lanes in use against the maximum",
+    "half the lanes give half the speed of every copy",
+    "reseat the card; check riser, slot and its BIOS setting",
+)
+def pcie_width(machine: Machine) -> Iterator[Verdict]:
+    links = [link for link in _pcie_links(machine) if link[2].width and link[2].max_width]
+    if not links:
+        raise Skip(machine.why("accelerators[0].pcie.width") or "the PCIe widths are unknown")
+    for scope, address, link in links:
+        if (link.width or 0) < (link.max_width or 0):
+            observed, expected = f"{address} uses {link.width} lanes", f"{link.max_width} lanes"
+            yield fail(scope, observed, expected, _show_link(address))
+
+
+@machine_check(
+    "pcie.generation",
+    "the PCIe generation under load",
+    "each lower generation halves the speed",
+    "check the BIOS setting of the slot, risers and retimers",
+)
+def pcie_generation(machine: Machine) -> Iterator[Verdict]:
+    """An idle GPU lowers its generation to save power, so only GPUs in use are checked."""
+    idle = {f"gpu:{gpu.index}" for gpu in machine.accelerators if not gpu.processes}
+    links = [
+        (scope, address, link)
+        for scope, address, link in _pcie_links(machine)
+        if link.generation and link.max_generation and scope not in idle
+    ]
+    if not links:
+        raise Skip("idle GPUs lower their PCIe generation: run tutti doctor during a job")
+    for scope, address, link in links:
+        if (link.generation or 0) < (link.max_generation or 0):
+            observed = f"{address} runs PCIe {link.generation} under load"
+            yield warn(scope, observed, f"PCIe {link.max_generation}", _show_link(address))
+
+
+@machine_check(
+    "pcie.errors",
+    "PCIe errors since boot",
+    "a bad contact first causes retransmissions, then failures",
+    "reseat the card; if the counts grow, service it",
+)
+def pcie_errors(machine: Machine) -> Iterator[Verdict]:
+    devices = [each for each in machine.pci if each.kind != "bridge"]
+    if not devices:
+        raise Skip(machine.why("pci") or "no GPU or NIC on the PCI bus")
+    scopes = {nic.pci_address: f"nic:{nic.name}" for nic in reversed(machine.nics)}
+    scopes |= {gpu.pci_address: f"gpu:{gpu.index}" for gpu in machine.accelerators}
+    for device in devices:
+        scope = scopes.get(device.address, f"pci:{device.address}")
+        command = f"cat /sys/bus/pci/devices/{device.address}/aer_dev_*"
+        if device.uncorrectable_errors:
+            observed = f"{device.uncorrectable_errors} uncorrectable errors since boot"
+            yield fail(scope, observed, "0", command)
+        elif (device.correctable_errors or 0) > 100:
+            observed = f"{device.correctable_errors} corrected errors since boot"
+            yield warn(scope, observed, "at most 100", command)
+    for gpu in machine.accelerators:
+        if (gpu.pcie_replays or 0) > 100:
+            observed = f"{gpu.pcie_replays} packets were sent again"
+            yield warn(f"gpu:{gpu.index}", observed, "at most 100", "nvidia-smi -q -d PCI")
+
+
+def _peers_use_pcie(machine: Machine) -> bool:
+    """Whether devices exchange data over PCIe: GPUs without NVLink, or RDMA NICs with GPUs."""
+    linked = all(any(link.active for link in gpu.nvlinks or ()) for gpu in machine.accelerators)
+    return (len(machine.accelerators) > 1 and not linked) or has_rdma(machine)
+
+
+def _pci_devices_of_gpus(machine: Machine) -> list[PciDevice]:
+    devices = [machine.pci_device(gpu.pci_address) for gpu in machine.accelerators]
+    return [device for device in devices if device is not None]
+
+
+@machine_check(
+    "pcie.acs",
+    "access control (ACS) on the bridges above GPUs, on bare metal",
+    "it sends traffic between devices through the CPU: slow, and corrupt or stuck on some boards",
+    "disable ACS in the BIOS, or on each bridge after every boot",
+)
+def acs(machine: Machine) -> Iterator[Verdict]:
+    gpus_of(machine)
+    if is_virtual(machine):
+        raise Skip("a virtual machine: its host configures the PCIe bridges")
+    if not _peers_use_pcie(machine):
+        raise Skip("no traffic between PCIe devices")
+    above = {bridge for device in _pci_devices_of_gpus(machine) for bridge in device.path[1:-1]}
+    bridges = [each for each in machine.pci if each.kind == "bridge" and each.address in above]
+    if all(each.acs_redirect is None for each in bridges):
+        number = next((i for i, each in enumerate(machine.pci) if each.kind == "bridge"), 0)
+        reason = machine.why(f"pci[{number}].acs_redirect")
+        raise Skip(reason or "the ACS setting of bridges above GPUs is unknown: run as root")
+    enabled = [each.address for each in bridges if each.acs_redirect]
+    if enabled:
+        shown = ", ".join(enabled[:3]) + (" …" if len(enabled) > 3 else "")
+        commands = [f"sudo setpci -s {address} ECAP_ACS+0x6.w=0000" for address in enabled]
+        observed = f"ACS redirects peer traffic to the root complex at {shown}"
+        yield warn("machine", observed, "disabled on bare metal", *commands)
+
+
+@machine_check(
+    "pcie.iommu",
+    "whether the IOMMU translates addresses of GPUs, on bare metal",
+    "peer access through a translating IOMMU is slow, and corrupt or stuck on some boards",
+    "boot with iommu=pt, or disable VT-d / AMD-Vi in the BIOS",
+)
+def iommu(machine: Machine) -> Iterator[Verdict]:
+    gpus_of(machine)
+    if is_virtual(machine):
+        raise Skip("a virtual machine: its host configures the IOMMU")
+    kinds = {each.iommu_type for each in _pci_devices_of_gpus(machine) if each.iommu_type}
+    if not kinds:
+        raise Skip("the kernel does not report the IOMMU type of GPUs")
+    names = ", ".join(sorted(kinds))
+    if kinds & {"DMA", "DMA-FQ"} and _peers_use_pcie(machine):
+        command = "sudo grubby --update-kernel=ALL --args=iommu=pt"
+        observed = f"the IOMMU translates the addresses of GPUs ({names})"
+        yield warn("machine", observed, "disabled, or pass-through (iommu=pt)", command)
+    else:
+        yield passed(f"IOMMU {names}")
+
+
+@machine_check(
+    "pcie.hidden",
+    "whether PCIe switches, speeds and NUMA nodes of GPUs are visible",
+    "NCCL builds its rings from them; virtual machines often hide them",
+    "give NCCL the provider's topology file: NCCL_TOPO_FILE",
+)
+def hidden_topology(machine: Machine) -> Iterator[Verdict]:
+    if len(gpus_of(machine)) < 2:
+        raise Skip("one GPU")
+    if "NCCL_TOPO_FILE" in settings(machine):
+        yield passed(f"NCCL_TOPO_FILE={settings(machine)['NCCL_TOPO_FILE']}")
+        return
+    hidden = []
+    for gpu in machine.accelerators:
+        device = machine.pci_device(gpu.pci_address)
+        no_bridges = device is None or len(device.path) <= 2
+        speed = gpu.pcie and gpu.pcie.max_generation
+        width = device and device.link and device.link.width
+        if no_bridges and (gpu.numa_node is None or not (speed or width)):
+            hidden.append(str(gpu.index))
+    if hidden:
+        kind = f"this virtual machine ({machine.virtualisation})"
+        yield warn(
+            "machine",
+            f"{kind if is_virtual(machine) else 'this machine'} hides the PCIe topology of GPU "
+            f"{', '.join(hidden)}",
+            "visible switches, speeds and NUMA nodes",
+            "export NCCL_TOPO_FILE=/path/to/topology.xml",
+        )
+
+
+CHECKS = (
+    *(active_nvlinks, nvlink_speed, nvlink_errors, nvswitch_fabric, peer_access),
+    *(pcie_width, pcie_generation, pcie_errors, acs, iommu, hidden_topology),
+)

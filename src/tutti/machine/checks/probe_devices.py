@@ -1,0 +1,229 @@
+"""Probes of every rank or GPU: a matrix product, a memory copy, and copies between GPUs.
+
+Copies between GPUs can hang in the driver. They run in a process of their own, which is this
+module run with `python -m`; the process is killed after a timeout.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+import torch
+
+from tutti.machine.checks.cluster import GpuCopy, MeasuredRate
+from tutti.machine.checks.outliers import slow_outliers
+from tutti.machine.checks.probe_network import Peers
+from tutti.machine.cpu_numa import allowed_cpus
+
+_ATTEMPTS = 5
+_REPEATS_OF_SLOW = 2
+_COPY_SECONDS = 90.0
+
+# --- compute and memory --------------------------------------------------------------------------
+
+# A probe prepares its tensors on a device and returns the work, its amount (FLOPs or bytes) and
+# its name.
+Probe = Callable[[torch.device], tuple[Callable[[], torch.Tensor], float, str]]
+
+
+def measure_compute(peers: Peers, device: str) -> tuple[MeasuredRate, ...]:
+    """FLOP/s of a matrix product on every rank, or on every GPU if there is one rank."""
+    return _measure(peers, device, _matrix_product)
+
+
+def measure_bandwidth(peers: Peers, device: str) -> tuple[MeasuredRate, ...]:
+    """Bytes read plus written per second by a memory copy, on every rank or GPU."""
+    return _measure(peers, device, _memory_copy)
+
+
+def _matrix_product(device: torch.device) -> tuple[Callable[[], torch.Tensor], float, str]:
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (
+        torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2)
+    )
+    name = "bf16" if dtype is torch.bfloat16 else "fp32"
+    return lambda: a @ b, 2.0 * size**3, f"{name} product"
+
+
+def _memory_copy(device: torch.device) -> tuple[Callable[[], torch.Tensor], float, str]:
+    count = 1 << 28 if device.type == "cuda" else 1 << 24  # 1 GiB, 64 MiB
+    source = torch.arange(count, device=device, dtype=torch.float32)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source), 2.0 * 4 * count, "copy"
+
+
+def _measure(peers: Peers, device: str, probe: Probe) -> tuple[MeasuredRate, ...]:
+    """All ranks at once, as in training; slow ones are measured again."""
+    if device != "cuda" and "OMP_NUM_THREADS" not in os.environ:
+        ranks_on_host = list(peers.hosts).count(peers.host)
+        torch.set_num_threads(max(1, len(allowed_cpus()) // ranks_on_host))
+    devices = _own_devices(peers, device)
+    best: dict[str, MeasuredRate] = {}
+    slow: set[str] | None = None
+    for _ in range(1 + _REPEATS_OF_SLOW):
+        own = [
+            asdict(_try_rate(name, peers.host, each, probe))
+            for name, each in devices.items()
+            if slow is None or name in slow
+        ]
+        for rates in peers.gather(own):
+            for rate in (MeasuredRate(**each) for each in rates):
+                before = best.get(rate.name)
+                if before is None or rate.value > before.value:
+                    same = rate.reproducible and (before is None or before.reproducible)
+                    best[rate.name] = replace(rate, reproducible=same)
+        measured = [rate for rate in best.values() if not rate.error]
+        slow = {
+            name
+            for kind in {rate.kind for rate in measured}
+            for name in slow_outliers({r.name: r.value for r in measured if r.kind == kind})
+        }
+        if not slow:
+            break
+    return tuple(best.values())
+
+
+def _own_devices(peers: Peers, device: str) -> dict[str, torch.device]:
+    """The devices that this rank measures: its own, or all GPUs if there is one rank."""
+    if device != "cuda":
+        return {f"rank:{peers.rank}": torch.device("cpu")}
+    count = torch.cuda.device_count()
+    if len(peers.hosts) == 1:
+        return {f"gpu:{index}": torch.device("cuda", index) for index in range(count)}
+    local_rank = list(peers.hosts[: peers.rank]).count(peers.host)
+    return {f"rank:{peers.rank}": torch.device("cuda", local_rank % count)}
+
+
+def _try_rate(name: str, host: int, device: torch.device, probe: Probe) -> MeasuredRate:
+    """The rate; an error such as out of memory is part of the report, not the end of it."""
+    try:
+        return _rate(name, host, device, probe)
+    except RuntimeError as error:
+        message = str(error).splitlines()[0]
+        return MeasuredRate(name, host, str(device), 0.0, error=message)
+
+
+def _rate(name: str, host: int, device: torch.device, probe: Probe) -> MeasuredRate:
+    work, amount, what = probe(device)
+    reference = work().clone()
+    fastest, reproducible = float("inf"), True
+    for _ in range(_ATTEMPTS):
+        seconds, result = _time(work, device)
+        fastest = min(fastest, seconds)
+        reproducible = reproducible and torch.equal(result, reference)
+    if device.type == "cuda":
+        kind = f"{what}, {torch.cuda.get_device_name(device)}"
+    else:
+        kind = f"{what}, CPU × {torch.get_num_threads()}"
+    return MeasuredRate(name, host, kind, amount / fastest, reproducible)
+
+
+def _time(work: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, torch.Tensor]:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        result = work()
+        return time.perf_counter() - began, result
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        result = work()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / 1e3, result
+
+
+# --- copies between GPUs -------------------------------------------------------------------------
+
+
+def copy_between_gpus(
+    command: Sequence[str] | None = None, seconds: float = _COPY_SECONDS
+) -> tuple[GpuCopy, ...]:
+    """Copies between all GPUs of this host, in both directions. `command` is for tests."""
+    lines, code = run_with_timeout(command or [sys.executable, "-m", __name__], seconds)
+    return parse_copies(lines, code)
+
+
+def parse_copies(lines: Sequence[str], code: int | None) -> tuple[GpuCopy, ...]:
+    """Read the output of the process. A pair that was started and not finished hung or crashed."""
+    found: dict[tuple[int, int], GpuCopy] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+            pair = (row["src"], row["dst"])
+        except (ValueError, KeyError, TypeError):  # a truncated line, or output of a library
+            continue
+        if "status" in row:
+            found[pair] = GpuCopy(*pair, row["status"], row.get("gbs"), row.get("message", ""))
+        elif code is None:
+            found[pair] = GpuCopy(*pair, "hung")
+        else:
+            found[pair] = GpuCopy(*pair, "error", message=f"the process exited with code {code}")
+    return tuple(found.values())
+
+
+def run_with_timeout(command: Sequence[str], seconds: float) -> tuple[list[str], int | None]:
+    """Run a command; returns the lines it wrote and its exit code, None if it was killed."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            # A process that is stuck in the driver may not die; it is left behind after 5 s.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5.0)
+        output.seek(0)
+        return output.read().splitlines(), code
+
+
+def main() -> None:
+    """Copy between all pairs of GPUs. Each pair is printed before it is tried and after."""
+    pattern = torch.randint(0, 256, (1 << 26,), dtype=torch.uint8)
+    for src in range(torch.cuda.device_count()):
+        source = pattern.to(f"cuda:{src}")
+        for dst in range(torch.cuda.device_count()):
+            if src == dst:
+                continue
+            row: dict[str, object] = {"src": src, "dst": dst}
+            print(json.dumps(row), flush=True)
+            try:
+                gbs, same = _copy(source, pattern, dst)
+                row |= {"status": "ok" if same else "corrupt", "gbs": gbs}
+            except RuntimeError as error:
+                row |= {"status": "error", "message": str(error).splitlines()[0]}
+            print(json.dumps(row), flush=True)
+
+
+def _copy(source: torch.Tensor, pattern: torch.Tensor, dst: int) -> tuple[float, bool]:
+    """GB/s of the fastest of five copies, and whether all of them arrived unchanged."""
+    expected = pattern.to(f"cuda:{dst}")  # through host memory
+    target = torch.zeros_like(expected)
+    fastest, same = float("inf"), True
+    for _ in range(5):
+        target.zero_()
+        torch.cuda.synchronize(dst)
+        seconds, _result = _time(lambda: target.copy_(source), source.device)
+        torch.cuda.synchronize(dst)
+        fastest = min(fastest, seconds)
+        same = same and torch.equal(target, expected)
+    return source.numel() / fastest / 1e9, same
+
+
+if __name__ == "__main__":
+    main()

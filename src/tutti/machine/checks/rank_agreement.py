@@ -1,0 +1,163 @@
+"""Checks agreement.*: versions, variables, limits and hardware that all ranks should share.
+
+The value of the majority is expected; ranks or hosts with another value are named.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from tutti.machine.checks.cluster import Cluster
+from tutti.machine.checks.finding import Skip, Verdict, cluster_check, fail, passed, warn
+from tutti.machine.checks.nccl_environment import settings, shares_gpus
+from tutti.machine.observation import Machine
+from tutti.measure.units import format_bytes
+
+# These differ between processes or hosts by design.
+_PER_PROCESS = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "CUDA_VISIBLE_DEVICES", "NCCL_HOSTID"),
+    *("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE"),
+    *("NCCL_DEBUG_FILE", "SLURM_STEP_ID", "SLURM_JOB_ID", "NCCL_TOPO_DUMP_FILE", "SLURM_PROCID"),
+    *("TORCHELASTIC_ERROR_FILE", "TORCH_FR_DUMP_TEMP_FILE", "CUDA_MPS_PIPE_DIRECTORY"),
+}
+_PER_PROCESS_PREFIXES = ("TUTTI_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
+
+Facts = Callable[[Machine], Mapping[str, str]]
+
+
+def _differences(
+    cluster: Cluster, facts: Facts, must_agree: Sequence[str] = ()
+) -> Iterator[Verdict]:
+    """For each fact, the ranks or hosts whose value is not the most common one.
+
+    A difference in a fact of `must_agree` is a failure, otherwise a warning.
+    """
+    if len(cluster.ranks) < 2 and len(cluster.machines) < 2:
+        raise Skip("one rank on one host: nothing to compare")
+    # Processes of one host may differ, so ranks are compared if there are any; otherwise hosts.
+    views: list[tuple[int | None, Machine]] = [(r.rank, r.machine) for r in cluster.ranks]
+    views = views or [(None, machine) for machine in cluster.machines]
+    values_of = [facts(machine) for _, machine in views]
+    for key in dict.fromkeys(key for values in values_of for key in values):
+        values = [each.get(key, "not set") for each in values_of]
+        counts = Counter(values)
+        # In a tie the value of the first rank is expected.
+        usual, number = max(counts.items(), key=lambda item: (item[1], item[0] == values[0]))
+        for value in sorted(counts, key=lambda value: counts[value]):
+            if value == usual:
+                continue
+            odd = [view for view, each in zip(views, values, strict=True) if each == value]
+            hosts = list(dict.fromkeys(machine.host for _, machine in odd))
+            scope = "machine" if len(hosts) == 1 else "world"
+            if len(odd) == 1 and odd[0][0] is not None:
+                scope = f"rank:{odd[0][0]}"
+            yield (fail if key in must_agree else warn)(
+                scope,
+                f"{_names(odd, hosts)}: {key} {value}",
+                f"{usual}, as {number} other{'s' * (number > 1)}",
+                host=hosts[0] if len(hosts) == 1 else "",
+            )
+
+
+def _names(odd: Sequence[tuple[int | None, Machine]], hosts: Sequence[str]) -> str:
+    ranks = [str(rank) for rank, _ in odd if rank is not None]
+    names = ", ".join(hosts[:3]) + (" …" if len(hosts) > 3 else "")
+    if not ranks:
+        return names
+    return f"{names} (rank {', '.join(ranks[:6])}{' …' if len(ranks) > 6 else ''})"
+
+
+@cluster_check(
+    "agreement.versions",
+    "versions of torch, CUDA, NCCL, driver, Python and kernel on all ranks",
+    "ranks with different code hang or compute different results",
+    "install the same versions on every host",
+)
+def same_versions(cluster: Cluster) -> Iterator[Verdict]:
+    def facts(machine: Machine) -> Mapping[str, str]:
+        system = {"kernel": machine.kernel, "architecture": machine.architecture}
+        return machine.versions | {k: v for k, v in system.items() if v}
+
+    yield from _differences(cluster, facts, ("torch", "nccl", "cuda", "tutti"))
+
+
+@cluster_check(
+    "agreement.variables",
+    "variables of NCCL, torch and gloo on all ranks",
+    "ranks that select different algorithms or transports wait for each other forever",
+    "export the same variables everywhere (srun --export, mpirun -x)",
+)
+def same_variables(cluster: Cluster) -> Iterator[Verdict]:
+    def facts(machine: Machine) -> Mapping[str, str]:
+        return {
+            name: value
+            for name, value in settings(machine).items()
+            if name not in _PER_PROCESS and not name.startswith(_PER_PROCESS_PREFIXES)
+        }
+
+    yield from _differences(cluster, facts)
+
+
+@cluster_check(
+    "agreement.limits",
+    "ulimits of all ranks",
+    "ranks inherit the limits of the daemon that started them",
+    "set limits in the unit of the daemon (LimitMEMLOCK, LimitNOFILE), not in a login shell",
+)
+def same_limits(cluster: Cluster) -> Iterator[Verdict]:
+    def facts(machine: Machine) -> Mapping[str, str]:
+        limits = {
+            "memlock": machine.limits.memlock_bytes,
+            "open files": machine.limits.open_files,
+            "processes": machine.limits.processes,
+            "stack": machine.limits.stack_bytes,
+        }
+        return {name: str(value) for name, value in limits.items() if value is not None}
+
+    yield from _differences(cluster, facts)
+
+
+@cluster_check(
+    "agreement.hardware",
+    "the number of GPUs and RDMA ports, CPUs and memory of all hosts",
+    "a host with less than the others has lost a device",
+    "check that host first",
+)
+def same_hardware(cluster: Cluster) -> Iterator[Verdict]:
+    if len(cluster.machines) < 2:
+        raise Skip("one host: nothing to compare")
+
+    def facts(machine: Machine) -> Mapping[str, str]:
+        memory = machine.memory.total_bytes
+        return {
+            "GPUs": str(len(machine.accelerators)),
+            "RDMA ports": str(len(machine.rdma)),
+            "NUMA nodes": str(len(machine.numa)),
+            # In steps of 16 GiB: firmware reserves a little, and not the same on every host.
+            **({"memory": format_bytes(round(memory / 2**34) * 2**34)} if memory else {}),
+            **({"CPU": machine.cpus.model} if machine.cpus.model else {}),
+        }
+
+    yield from _differences(Cluster(cluster.machines), facts, ("GPUs", "RDMA ports"))
+
+
+@cluster_check(
+    "agreement.gpus",
+    "whether two ranks would use the same GPU",
+    "they share its time and memory, and NCCL refuses to start",
+    "start one rank per GPU, or allow sharing with --ranks-per-gpu",
+)
+def one_gpu_per_rank(cluster: Cluster) -> Iterator[Verdict]:
+    on_gpus = [rank for rank in cluster.ranks if rank.gpu is not None]
+    if not on_gpus:
+        raise Skip("no rank uses a GPU")
+    users = Counter((rank.host, rank.gpu) for rank in on_gpus)
+    for (host, gpu), number in users.items():
+        if number > 1 and not shares_gpus(on_gpus[0].machine.variables):
+            ranks = [str(r.rank) for r in on_gpus if (r.host, r.gpu) == (host, gpu)]
+            observed = f"ranks {', '.join(ranks)} use the same GPU ({gpu})"
+            yield fail(f"rank:{ranks[1]}", observed, "one GPU per rank")
+    if len(users) == len(on_gpus):
+        yield passed(f"{len(on_gpus)} ranks, one GPU each", "world")
+
+
+CHECKS = (same_versions, same_variables, same_limits, same_hardware, one_gpu_per_rank)
