@@ -1,12 +1,11 @@
-"""Capture a trace, read traces, explain a step, find the rank that is late.
+"""Capture traces, read them, explain the steps and find stragglers.
 
     with tutti.profile("runs/mine/traces") as p:
         for batch in loader:
             ...
             p.step()
 
-The room can be called, because the shortest way to say "profile this" should work; what a call
-returns is a `Capture`.
+The module itself can be called: `tutti.profile(...)` returns a `Capture`.
 """
 
 import sys
@@ -15,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 
-class _Room(ModuleType):
+class _CallableModule(ModuleType):
     def __call__(self, directory: str | PathLike[str], **options: Any) -> Any:
         """Capture traces into a directory: see `Capture` for the options."""
         from tutti.profile.capture import Capture
@@ -23,4 +22,4 @@ class _Room(ModuleType):
         return Capture(directory, **options)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _CallableModule

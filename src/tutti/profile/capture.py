@@ -1,32 +1,36 @@
 """Capture: torch.profiler on this rank for a few steps, one trace file per rank.
 
-This file imports torch, the standard library and its neighbours alone: under `tutti profile --
-COMMAND` it is loaded by its path into programs that may not have tutti at all.
+This file imports torch, the standard library and capture_hooks.py only: `tutti profile -- COMMAND`
+loads it by its path into programs whose environment may not have tutti.
 """
 
 import atexit
+import contextlib
 import json
 import os
+import resource
 import shutil
+import socket
 import statistics
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerAction, ProfilerActivity
 
-from .batch_watch import BatchWatch
-from .nvtx_ranges import NvtxRanges
-from .other_profilers import OtherProfilers
-from .step_clock import StepClock
-from .surroundings import cuda_in_use, device_of, identity, surroundings
+from .capture_hooks import BatchCounter, NvtxRanges, OtherProfilers
 
-_OTHER = "the program runs a torch.profiler of its own: leave that out"
+_OTHER_PROFILER = "the program runs a torch.profiler of its own: remove it"
 # How long a rank that has written its trace waits for the others before it ends the program.
-_PATIENCE_SECONDS = 60.0
+_END_TIMEOUT_SECONDS = 60.0
+# Flight recorder entries to keep: unlike a gloo trace, the recorder has the group and the sequence
+# number of every collective.
+_RECORDER_ENTRIES = 20_000
 
 
 class Capture:
@@ -37,13 +41,13 @@ class Capture:
             train(batch)
             p.step()
 
-    `shapes` None: shapes are recorded where sizes of messages cannot be known otherwise, in
-    programs that compute on CPUs.
-    `tensorboard` is a folder that traces are put into as TensorBoard's profile plugin names them.
-    `nvtx` marks the steps for Nsight Systems instead of recording them; it needs CUDA.
-    `batch` is how many samples a step of this rank has; None: as the program's loader says.
-    With `stop` the program ends when all ranks have written: what follows is of no interest.
-    Without `replace` a trace that is there stays: a command may train more than once.
+    `shapes` None: record shapes for programs that compute on CPUs, where message sizes are not
+    known otherwise.
+    `tensorboard`: also copy the traces into this folder, named for TensorBoard's profile plugin.
+    `nvtx`: mark the steps for Nsight Systems instead of recording them; needs CUDA.
+    `batch`: samples per step of this rank; None: taken from the program's data loader.
+    `stop`: end the program when all ranks have written their traces.
+    `replace`: overwrite an existing trace; a command may train more than once.
     """
 
     def __init__(
@@ -63,10 +67,12 @@ class Capture:
         replace: bool = True,
     ) -> None:
         if active < 1 or wait < 0 or warmup < 0:
-            raise ValueError(f"wait {wait}, warmup {warmup}, active {active}: at least 0, 0 and 1")
+            raise ValueError(
+                f"wait {wait}, warmup {warmup}, active {active}: use at least 0, 0 and 1"
+            )
         if nvtx and not torch.cuda.is_available():
             raise ValueError("nvtx marks steps for Nsight Systems and needs CUDA: leave it out")
-        # Kineto tells on standard error when it starts and stops, unless it is told not to.
+        # Kineto prints to standard error when it starts and stops, unless its log level forbids it.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.directory = Path(directory)
         self.wait, self.warmup, self.active = wait, warmup, active
@@ -75,17 +81,18 @@ class Capture:
         self.nvtx, self.stop, self.replace = nvtx, stop, replace
         self.path: Path | None = None  # of the trace, once it is written
         self._profiler: torch.profiler.profile | NvtxRanges | None = None
-        self._over = False
+        self._closed = False
         self._steps = 0
-        self._batch, self._batches = batch, BatchWatch()
-        self._others = OtherProfilers(self._make_room, lambda each: each is self._profiler)
-        self._device: torch.device | None = None  # where the program computes
-        self._alone, self._recorded = StepClock(), StepClock()  # steps in `wait` and in `active`
-        self._leader: weakref.ref[torch.optim.Optimizer] | None = None
-        self._handle: Any = None
+        self._batch, self._batch_counter = batch, BatchCounter()
+        self._others = OtherProfilers(self._yield_to, lambda each: each is self._profiler)
+        self._device: torch.device | None = None  # the GPU that the program uses
+        # Steps during `wait`, without the profiler, and during `active`.
+        self._unrecorded_times, self._recorded_times = _StepTimer(), _StepTimer()
+        self._leading_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._hook: Any = None
 
     def __enter__(self) -> "Capture":
-        if cuda_in_use():
+        if _cuda_in_use():
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._others.begin()
         self._start()
@@ -95,14 +102,14 @@ class Capture:
         self.close()
 
     def step(self) -> None:
-        """A step of training has ended."""
-        if self._over or self._profiler is None:
+        """Mark the end of a training step."""
+        if self._closed or self._profiler is None:
             return
-        (self._alone if self._steps < self.wait else self._recorded).end()
+        (self._unrecorded_times if self._steps < self.wait else self._recorded_times).end()
         self._steps += 1
         if self._steps == self.wait:
-            self._give_way()
-        if self._over:
+            self._stop_if_program_profiles()
+        if self._closed:
             return
         if self._steps < self.wait + self.warmup + self.active:
             self._profiler.step()
@@ -112,118 +119,106 @@ class Capture:
             if self.stop:
                 self._end_program()
 
-    def _begin_step(self) -> None:
-        if self._steps < self.wait:
-            self._alone.begin(self._device)
-        elif self._steps >= self.wait + self.warmup:
-            self._recorded.begin(self._device)
-
     def close(self) -> None:
-        """Stop, and write what was recorded, if anything was. Safe to call again."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-        if self._over:
+        """Stop, and write the recorded steps, if any. Safe to call again."""
+        self._remove_hook()
+        if self._closed:
             return
-        self._over = True
+        self._closed = True
         self._others.end()
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            seen = self._batches.end(self._steps)
-            self._batch = self._batch or seen
+            counted = self._batch_counter.end(self._steps)
+            self._batch = self._batch or counted
             first, last = self.wait + self.warmup, self._steps
             if isinstance(profiler, NvtxRanges):
                 if last > first and self._rank == 0:
-                    steps = f"steps {first} to {last - 1} are"
-                    print(f"tutti profile: {steps} marked for Nsight Systems", file=sys.stderr)
+                    _report(f"steps {first} to {last - 1} are marked for Nsight Systems")
             elif last > first:
-                # Before the end: what is added later does not reach the file.
-                profiler.add_metadata_json("tutti", json.dumps(self._about(), default=str))
-            profiler.stop()  # calls _write if steps were being recorded
-
-    def _end_program(self) -> None:
-        """As sys.exit would: the program's own endings run, on all ranks at the same step."""
-        here = min(self._size, int(os.environ.get("LOCAL_WORLD_SIZE", self._size)))
-        patience = time.monotonic() + _PATIENCE_SECONDS
-        while len(list(self.directory.glob("rank*"))) < here and time.monotonic() < patience:
-            time.sleep(0.02)
-        raise SystemExit(0)
+                # Before stop(): metadata that is added later does not reach the file.
+                profiler.add_metadata_json("tutti", json.dumps(self._metadata(), default=str))
+            profiler.stop()  # calls _write if steps were recorded
 
     def follow_optimizers(self) -> "Capture":
-        """Find the steps by torch's hook on all optimizers. Nothing is recorded before the first
-        one steps, so processes that do not train are left alone.
+        """Take each optimizer step as the end of a training step, through torch's global hook.
+
+        Nothing is recorded before the first optimizer steps: processes that do not train are not
+        affected.
         """
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._others.begin()
-        self._handle = register_optimizer_step_post_hook(self._on_optimizer_step)
-        atexit.register(self._at_exit)  # a program may end before the schedule does
+        self._hook = register_optimizer_step_post_hook(self._on_optimizer_step)
+        atexit.register(self._at_exit)  # the program may end before the schedule does
         return self
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if cuda_in_use() and torch.cuda.is_current_stream_capturing():
-            return  # a step that is written into a CUDA graph does not run now
-        # With several optimizers (a GAN, one per parameter) a step is a step of the first.
-        if self._leader is None:
-            self._leader = weakref.ref(optimizer)
-            self._device = device_of(optimizer)
-            self._try(self._start)
-        elif self._leader() is optimizer:
-            self._try(self.step)
-        elif self._leader() is None:
-            self._leader = weakref.ref(optimizer)
+        if _cuda_in_use() and torch.cuda.is_current_stream_capturing():
+            return  # a step captured into a CUDA graph does not run now
+        # With several optimizers (a GAN, one per parameter) the first one marks the steps.
+        if self._leading_optimizer is None:
+            self._leading_optimizer = weakref.ref(optimizer)
+            parameters = (each for group in optimizer.param_groups for each in group["params"])
+            devices = (each.device for each in parameters)
+            self._device = next((each for each in devices if each.type == "cuda"), None)
+            self._never_raise(self._start)
+        elif self._leading_optimizer() is optimizer:
+            self._never_raise(self.step)
+        elif self._leading_optimizer() is None:
+            self._leading_optimizer = weakref.ref(optimizer)
 
     def _at_exit(self) -> None:
-        if self._profiler is not None and not self._over:
+        if self._profiler is not None and not self._closed:
             needed = self.wait + self.warmup + self.active + 1
-            print(
-                f"tutti profile: the program took {self._steps + 1} steps, the schedule is "
-                f"{needed}: give --wait, --warmup or --active less, or train longer",
-                file=sys.stderr,
+            _report(
+                f"the program took {self._steps + 1} steps, the schedule needs {needed}: reduce "
+                "--wait, --warmup or --active, or train longer"
             )
-            self._try(self.close)
+            self._never_raise(self.close)
 
-    def _try(self, action: Any) -> None:
-        """A program is never stopped by what watches it."""
+    def _never_raise(self, action: Callable[[], None]) -> None:
+        """Run a part of the capture; an error ends the capture, never the program."""
         try:
             action()
         except Exception as error:
-            self._let_go()
-            print(f"tutti profile: nothing more is captured: {error}", file=sys.stderr)
+            self._abandon()
+            _report(f"the capture has ended: {error}")
 
-    def _let_go(self) -> None:
-        self._over, self._profiler = True, None
-        self._batches.end(0)
+    def _abandon(self) -> None:
+        self._closed, self._profiler = True, None
+        self._batch_counter.end(0)
         self._others.end()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        self._remove_hook()
 
-    def _give_way(self) -> None:
-        """torch has one profiler at a time: a program that uses it keeps it."""
-        if self._others.any():
-            self._let_go()
-            raise RuntimeError(_OTHER)
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
-    def _make_room(self, another: Any) -> None:
-        """One is about to begin while ours is on: ours ends, with the steps that it has."""
+    def _stop_if_program_profiles(self) -> None:
+        if self._others.any_active():
+            self._abandon()
+            raise RuntimeError(_OTHER_PROFILER)
+
+    def _yield_to(self, another: Any) -> None:
+        """Another profiler is about to start: end ours, and keep the steps that it has."""
         ours = self._profiler
         if ours is None or self._steps < self.wait or getattr(ours, "profiler", None) is another:
             return
-        self._try(self.close)
+        self._never_raise(self.close)
         if isinstance(ours, NvtxRanges):
             ours.end()
-        print(f"tutti profile: nothing more is captured: {_OTHER}", file=sys.stderr)
+        _report(f"the capture has ended: {_OTHER_PROFILER}")
 
     def _start(self) -> None:
         if self.wait == 0:
-            self._give_way()
+            self._stop_if_program_profiles()
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        # NCCL puts sizes into the trace by itself. The host may have GPUs that nobody here uses.
+        # NCCL records sizes itself. The host may have GPUs that this program does not use.
         shapes = self._device is None if self.shapes is None else self.shapes
-        self._rank, self._size = identity()
+        self._rank, self._size = _rank_and_world_size()
         if self.nvtx:
             self._profiler = NvtxRanges(self._action, shapes)
         else:
@@ -237,11 +232,17 @@ class Capture:
                 with_stack=self.stacks,
             )
         self._profiler.start()
-        self._batches.begin()
+        self._batch_counter.begin()
         self._begin_step()
 
+    def _begin_step(self) -> None:
+        if self._steps < self.wait:
+            self._unrecorded_times.begin(self._device)
+        elif self._steps >= self.wait + self.warmup:
+            self._recorded_times.begin(self._device)
+
     def _action(self, step: int) -> ProfilerAction:
-        """As torch.profiler.schedule, but without its warning about a warm-up of none."""
+        """Like torch.profiler.schedule, but without its warning about a warm-up of 0."""
         if step < self.wait:
             return ProfilerAction.NONE
         if step < self.wait + self.warmup:
@@ -250,36 +251,125 @@ class Capture:
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         if self.path is not None or self._steps <= self.wait + self.warmup:
-            return  # it is written, or not one step that was recorded has ended
+            return  # already written, or no recorded step has ended
         path = self.directory / f"rank{self._rank}.json.gz"
         if not self.replace and path.exists():
-            kept = "is there already and stays: of this training nothing is kept"
-            print(f"tutti profile: {path} {kept}", file=sys.stderr)
+            _report(f"{path} exists and is kept: this training is not captured")
             return
-        # Beside it first: a reader never sees half a trace.
+        # Write, then rename: a reader never sees half a trace. (tutti.measure.files may be absent.)
         unfinished = self.directory / f".rank{self._rank}.{os.getpid()}.json.gz"
         profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(path)
         self.path = path
         if self.tensorboard is not None:
             self.tensorboard.mkdir(parents=True, exist_ok=True)
-            # The plugin takes what stands before the time for the name of the worker.
+            # The plugin takes the text before the time as the name of the worker.
             name = f"rank{self._rank}.{time.time_ns()}.pt.trace.json.gz"
             shutil.copyfile(path, self.tensorboard / name)
 
-    def _about(self) -> dict[str, Any]:
-        """What a trace does not say by itself."""
-        about = {
-            **surroundings(),
+    def _end_program(self) -> None:
+        """End like sys.exit, on all ranks after the same step: exit handlers run."""
+        local_ranks = min(self._size, int(os.environ.get("LOCAL_WORLD_SIZE", self._size)))
+        deadline = time.monotonic() + _END_TIMEOUT_SECONDS
+        while len(list(self.directory.glob("rank*"))) < local_ranks:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.02)
+        raise SystemExit(0)
+
+    def _metadata(self) -> dict[str, Any]:
+        """Facts that a torch trace does not contain; stored in it under the key `tutti`."""
+        metadata: dict[str, Any] = {
+            "backend": "none",
+            "host": socket.gethostname(),  # torch 2.11 does not write host_name
+            "host_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "recorder": [],
+            "threads": torch.get_num_threads(),
+            "cpus": sorted(os.sched_getaffinity(0)),
+        }
+        if _cuda_in_use():
+            metadata["device_memory_bytes"] = torch.cuda.max_memory_allocated()
+        if dist.is_available() and dist.is_initialized():
+            metadata["backend"] = dist.get_backend()
+            with contextlib.suppress(Exception):  # the recorder is not a stable interface
+                metadata["recorder"] = _recorded_collectives()
+        unrecorded, recorded = self._unrecorded_times.seconds(), self._recorded_times.seconds()
+        overhead = None
+        if recorded and unrecorded:
+            overhead = statistics.median(recorded) / statistics.median(unrecorded)
+        return metadata | {
             "rank": self._rank,
             "world_size": self._size,
-            # ProfilerStep#n is a whole step if n is less: torch's last one ends where we stop.
+            # ProfilerStep#n is complete if n is less: torch ends the last range where we stop.
             "steps": self._steps,
-            "step_s": self._alone.seconds(),
-            "overhead": None,
+            "step_s": unrecorded,
+            "overhead": overhead,
             "batch": self._batch,
         }
-        recorded = self._recorded.seconds()
-        if recorded and about["step_s"]:
-            about["overhead"] = statistics.median(recorded) / statistics.median(about["step_s"])
-        return about
+
+
+class _StepTimer:
+    """Step times from the host's clock, or from CUDA events, which do not block the host."""
+
+    def __init__(self) -> None:
+        self._host_times: list[tuple[float, float]] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._started: float | torch.cuda.Event | None = None
+        self._device: torch.device | None = None
+
+    def begin(self, device: torch.device | None) -> None:
+        """A step begins on a GPU, or on the host if `device` is None."""
+        self._device = device
+        self._started = time.perf_counter() if device is None else _record_event(device)
+
+    def end(self) -> None:
+        """The step ends; ignored if none began."""
+        if isinstance(self._started, float):
+            self._host_times.append((self._started, time.perf_counter()))
+        elif self._started is not None and self._device is not None:
+            self._events.append((self._started, _record_event(self._device)))
+        self._started = None
+
+    def seconds(self) -> list[float]:
+        """All step times in order; synchronizes with the device."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        on_device = [start.elapsed_time(end) / 1e3 for start, end in self._events]
+        return on_device + [end - start for start, end in self._host_times]
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _cuda_in_use() -> bool:
+    """Whether the program has initialized CUDA; asking must not initialize it."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _recorded_collectives() -> list[dict[str, Any]]:
+    """The collectives of gloo groups in torch's flight recorder."""
+    recorder: Any = torch._C._distributed_c10d
+    entries = json.loads(recorder._dump_fr_trace_json()).get("entries", [])
+    return [
+        {
+            "name": entry["profiling_name"],
+            "group": str(entry["process_group"][0]),
+            "seq": entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
+            "created_ns": entry["time_created_ns"],
+        }
+        for entry in entries[-_RECORDER_ENTRIES:]
+        if str(entry["profiling_name"]).startswith("gloo:")
+    ]
+
+
+def _report(text: str) -> None:
+    print(f"tutti profile: {text}", file=sys.stderr)

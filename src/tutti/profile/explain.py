@@ -1,77 +1,92 @@
-"""From a folder of traces to an explanation: read, align, match, split, count."""
+"""From trace files to an explanation: read, align clocks, match collectives, split steps."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import Any
 
 from tutti.measure.spread import summarize
-from tutti.profile.advice import Case, advise
-from tutti.profile.axes import by_axis, name_axes
-from tutti.profile.buckets import bucket_rows
-from tutti.profile.clocks import Clock, align
-from tutti.profile.matching import Meeting, match, without_group
-from tutti.profile.parts import PARTS, StepParts, split_step
+from tutti.profile.advice import ProfiledRun, advise
+from tutti.profile.clock_alignment import Clock, align_clocks
+from tutti.profile.collective_matching import (
+    MatchedCollective,
+    collectives_without_group,
+    match_collectives,
+    name_axes,
+    record_last_arrivals,
+)
+from tutti.profile.communication_summary import axis_rows, bucket_rows, comm_rows
 from tutti.profile.rank_trace import RankTrace
-from tutti.profile.reading import read_rank
+from tutti.profile.step_breakdown import PARTS, StepBreakdown, split_step
 from tutti.profile.stragglers import stragglers
 from tutti.profile.trace_file import is_merged
-from tutti.profile.traffic import traffic
+from tutti.profile.trace_reader import read_rank
 from tutti.world.errors import UsageError
 
-# Above this share of the step, communication deserves attention before anything else.
-RATIO_LIMIT = 0.20
+# Above this share of the step, communication is the first thing to look at.
+COMM_RATIO_LIMIT = 0.20
 
 
 @dataclass
 class Explanation:
-    """All that is known of the steps; `rows()` is its JSON."""
+    """Everything known of the steps; `rows()` is the JSON."""
 
     traces: list[RankTrace]
     clocks: list[Clock]
-    meetings: list[Meeting]
-    steps: list[StepParts]
+    matched: list[MatchedCollective]
+    steps: list[StepBreakdown]
     notes: list[str]
 
     def rows(self) -> dict[str, Any]:
-        """ranks[], steps[], comm[], stragglers[], advice[], and what stands beside them."""
-        ranks = [self._rank(*each) for each in zip(self.traces, self.clocks, strict=True)]
-        late = stragglers([trace.rank for trace in self.traces], self.steps, self.meetings)
+        """`ranks[]`, `steps[]`, `comm[]`, `stragglers[]`, `advice[]` and the other keys."""
+        ranks = [self._rank_row(*each) for each in zip(self.traces, self.clocks, strict=True)]
+        late = stragglers([trace.rank for trace in self.traces], self.steps, self.matched)
         return {
             "world_size": max(trace.world_size for trace in self.traces),
             "ranks": ranks,
-            "steps": [_step_row(each) for each in self.steps],
-            "comm": traffic(self.traces, self.meetings),
-            "axes": by_axis(self.steps),
+            "steps": [
+                {
+                    "rank": each.rank,
+                    "step": each.step,
+                    "seconds": each.seconds,
+                    "parts_s": each.parts,
+                    "overlap": each.overlap,
+                    "gradients_s": each.gradients,
+                    "waited_for_s": {str(rank): wait for rank, wait in each.waited_for.items()},
+                }
+                for each in self.steps
+            ],
+            "comm": comm_rows(self.traces, self.matched),
+            "axes": axis_rows(self.steps),
             "buckets": bucket_rows(self.traces),
             "stragglers": late,
-            "advice": advise(Case(self.traces, self.steps, self.meetings, late)),
-            "notes": self.notes + _uneven(ranks),
+            "advice": advise(ProfiledRun(self.traces, self.steps, self.matched, late)),
+            "notes": self.notes + _imbalance_notes(ranks),
         }
 
-    def _rank(self, trace: RankTrace, clock: Clock) -> dict[str, Any]:
-        mine = [each for each in self.steps if each.rank == trace.rank]
-        lengths = [each.seconds for each in mine]
-        parts = {name: mean(each.parts[name] for each in mine) for name in PARTS}
-        whole = mean(lengths)
-        talking = sum(parts[name] for name in ("hidden", "exposed", "wait", "bubble"))
-        ratio = (parts["hidden"] + parts["exposed"]) / whole
+    def _rank_row(self, trace: RankTrace, clock: Clock) -> dict[str, Any]:
+        steps = [each for each in self.steps if each.rank == trace.rank]
+        lengths = [each.seconds for each in steps]
+        parts = {name: fmean(each.parts[name] for each in steps) for name in PARTS}
+        length = fmean(lengths)
+        communicating = sum(parts[name] for name in ("hidden", "exposed", "wait", "bubble"))
+        ratio = (parts["hidden"] + parts["exposed"]) / length
         return {
             "rank": trace.rank,
             "host": trace.host,
             "backend": trace.backend,
             "clock_of": "device" if trace.on_device else "host",
-            "steps": len(mine),
+            "steps": len(steps),
             "step_s": summarize(lengths),
-            "recording_overhead": trace.about.get("overhead"),
+            "recording_overhead": trace.capture_info.get("overhead"),
             "parts_s": parts,
-            "parts_share": {name: seconds / whole for name, seconds in parts.items()},
-            "busy": (parts["compute"] + parts["hidden"]) / whole,
-            "overlap": parts["hidden"] / talking if talking else None,
+            "parts_share": {name: seconds / length for name, seconds in parts.items()},
+            "busy": (parts["compute"] + parts["hidden"]) / length,
+            "overlap": parts["hidden"] / communicating if communicating else None,
             "comm_ratio": ratio,
-            "comm_ratio_ok": ratio <= RATIO_LIMIT,
+            "comm_ratio_ok": ratio <= COMM_RATIO_LIMIT,
             "memory_bytes": trace.memory_bytes,
             "host_memory_bytes": trace.host_memory_bytes,
             "clock": asdict(clock),
@@ -79,28 +94,27 @@ class Explanation:
         }
 
 
-def trace_files(directory: Path) -> list[Path]:
-    """The traces in a folder, or in the folder `traces` of a run; or the one file named."""
-    if directory.is_file() and is_merged(directory):
-        raise UsageError(
-            f"--trace {directory}: it holds all ranks together, for a viewer: name the folder of "
-            "the traces that it was made from"
-        )
-    if directory.is_file():
-        return [directory]
-    inner = directory / "traces"
-    folder = inner if inner.is_dir() else directory
+def trace_files(path: Path) -> list[Path]:
+    """The traces in a folder or in its subfolder `traces`, or the one file named."""
+    if path.is_file():
+        if is_merged(path):
+            raise UsageError(
+                f"--trace {path}: this file holds all ranks, merged for a viewer: name the folder "
+                "of the traces that it was made from"
+            )
+        return [path]
+    inner = path / "traces"
     files = [
-        path
-        for path in sorted(folder.glob("*"))
-        if re.search(r"\.json(\.gz)?$", path.name)
-        and not path.name.startswith(".")
-        and not is_merged(path)
+        each
+        for each in sorted((inner if inner.is_dir() else path).glob("*"))
+        if re.search(r"\.json(\.gz)?$", each.name)
+        and not each.name.startswith(".")
+        and not is_merged(each)
     ]
     if not files:
         raise UsageError(
-            f"--trace {directory}: no *.json or *.json.gz there: name the folder that holds one "
-            "trace for each rank"
+            f"--trace {path}: no *.json or *.json.gz there: name the folder with one trace for "
+            "each rank"
         )
     return files
 
@@ -116,71 +130,48 @@ def explain(files: Sequence[Path]) -> Explanation:
             notes.append(f"{path.name} is left out: {error}")
             continue
         notes += trace.notes
-        if not trace.steps:
-            notes.append(f"{path.name} is left out: it has no events")
-        else:
+        if trace.steps:
             traces.append(trace)
+        else:
+            notes.append(f"{path.name} is left out: it has no events")
     if not traces:
         raise UsageError("no trace could be read: " + "; ".join(notes))
-    traces = _one_of_each(traces, notes)
-    size = max(trace.world_size for trace in traces)
-    there = {trace.rank for trace in traces}
-    missing = [rank for rank in range(size) if rank not in there]
-    if missing:
+    traces = _one_trace_per_rank(traces, notes)
+    world_size = max(trace.world_size for trace in traces)
+    present = {trace.rank for trace in traces}
+    if missing := [rank for rank in range(world_size) if rank not in present]:
+        shown = ", ".join(map(str, missing[:8])) + " …" * (len(missing) > 8)
         notes.append(
-            f"traces of {_ranks(missing)} are missing ({len(there)} of {size} are here): waiting "
-            "for those counts as moving data"
+            f"traces of rank{'s' * (len(missing) > 1)} {shown} are missing ({len(present)} of "
+            f"{world_size} are here): waiting for a missing rank counts as moving data"
         )
     for trace in traces:
         name_axes(trace)
-    clocks = align(traces)
+    clocks = align_clocks(traces)
+    matched = match_collectives(traces)
+    record_last_arrivals(matched)
     hosts = {trace.rank: trace.host for trace in traces}
-    meetings = match(traces)
     if lost := sorted({hosts[each.rank] for each in clocks if each.measured_s is None}):
         notes.append(
-            f"the clock of {', '.join(lost)} cannot be compared with that of {traces[0].host}, for "
-            "no synchronising collective leads there: between them waiting is as the clocks say"
+            f"the clock of {', '.join(lost)} cannot be compared with that of {traces[0].host}: no "
+            "synchronizing collective connects them; waiting between them relies on their clocks"
         )
-    if len(traces) > 1 and (unclear := without_group(traces)):
+    if len(traces) > 1 and (ambiguous := collectives_without_group(traces)):
         notes.append(
-            f"{len(unclear)} communications do not say which group they are of, and there are "
-            "several: they are not matched, and waiting in them counts as moving data; with "
-            "TORCH_FR_BUFFER_SIZE=20000 set before ranks start, gloo's say it to `tutti profile`"
+            f"{len(ambiguous)} collectives do not name their group, and there are several groups: "
+            "they are not matched, and waiting in them counts as moving data; set "
+            "TORCH_FR_BUFFER_SIZE=20000 before ranks start, and gloo's groups are recorded"
         )
-    if len(traces) > 1 and not meetings:
-        notes.append("no collective could be matched between ranks: nobody is called late")
+    if len(traces) > 1 and not matched:
+        notes.append("no collective could be matched between ranks: stragglers are unknown")
     steps = [split_step(trace, step) for trace in traces for step in trace.steps]
-    return Explanation(traces, clocks, meetings, steps, notes)
+    return Explanation(traces, clocks, matched, steps, notes)
 
 
-def _uneven(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """What differs between ranks more than chance would have it."""
-    notes = []
-    for name, key in (("memory", "memory_bytes"), ("process memory", "host_memory_bytes")):
-        known = [each for each in ranks if each[key]]
-        least, most = _ends(known, key)
-        if known and most[key] > 1.25 * least[key]:
-            notes.append(
-                f"{name} is uneven: rank {most['rank']} has {most[key] / 1e6:,.0f} MB, rank "
-                f"{least['rank']} {least[key] / 1e6:,.0f} MB"
-            )
-    least, most = _ends(ranks, "busy")
-    if most["busy"] - least["busy"] > 0.1 and most["busy"] > 1.25 * least["busy"]:
-        notes.append(
-            f"ranks are unevenly busy: rank {most['rank']} computes {100 * most['busy']:.0f} % of "
-            f"the step, rank {least['rank']} {100 * least['busy']:.0f} %"
-        )
-    return notes
+def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[RankTrace]:
+    """The newest trace of each rank, by rank: a profiler with `repeat` writes several.
 
-
-def _ends(rows: Sequence[dict[str, Any]], key: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    ordered = sorted(rows, key=lambda each: float(each[key]))
-    return (ordered[0], ordered[-1]) if ordered else ({}, {})
-
-
-def _one_of_each(traces: Sequence[RankTrace], notes: list[str]) -> list[RankTrace]:
-    """Of several traces of a rank (a profiler with `repeat` writes them) the newest, by rank; a
-    trace that does not say whose it is gets a rank that is free, in the order of the files.
+    Traces without a rank get the free ranks, in file order.
     """
     newest: dict[int, RankTrace] = {}
     older: list[RankTrace] = []
@@ -193,30 +184,40 @@ def _one_of_each(traces: Sequence[RankTrace], notes: list[str]) -> list[RankTrac
         newest[trace.rank] = trace
     if older:
         names = ", ".join(sorted(trace.path.name for trace in older))
-        notes.append(f"{names}: left out, as newer traces of the same ranks are here")
+        notes.append(f"{names}: left out, because newer traces of the same ranks are here")
     if unknown:
-        notes.append("traces do not say which rank is which: files are numbered in their order")
-    free = (rank for rank in range(len(traces)) if rank not in newest)
-    for rank, trace in zip(list(free), unknown, strict=False):
+        notes.append("some traces do not name their rank: they are numbered in file order")
+    free = [rank for rank in range(len(traces)) if rank not in newest]
+    for rank, trace in zip(free, unknown, strict=False):
         trace.rank = rank
         newest[rank] = trace
     return [newest[rank] for rank in sorted(newest)]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}{' …' if len(ranks) > 8 else ''}"
+def _imbalance_notes(ranks: Sequence[dict[str, Any]]) -> list[str]:
+    """Differences between ranks that are too large to be chance."""
+    notes = []
+    for name, key in (("memory", "memory_bytes"), ("process memory", "host_memory_bytes")):
+        known = [each for each in ranks if each[key]]
+        if not known:
+            continue
+        least, most = _least_and_most(known, key)
+        if most[key] > 1.25 * least[key]:
+            notes.append(
+                f"{name} is uneven: rank {most['rank']} has {most[key] / 1e6:,.0f} MB, rank "
+                f"{least['rank']} {least[key] / 1e6:,.0f} MB"
+            )
+    least, most = _least_and_most(ranks, "busy")
+    if most["busy"] - least["busy"] > 0.1 and most["busy"] > 1.25 * least["busy"]:
+        notes.append(
+            f"ranks are unevenly busy: rank {most['rank']} computes {100 * most['busy']:.0f} % of "
+            f"the step, rank {least['rank']} {100 * least['busy']:.0f} %"
+        )
+    return notes
 
 
-def _step_row(each: StepParts) -> dict[str, Any]:
-    return {
-        "rank": each.rank,
-        "step": each.step,
-        "seconds": each.seconds,
-        "parts_s": each.parts,
-        "overlap": each.overlap,
-        "gradients_s": each.gradients,
-        "waited_for_s": {str(rank): seconds for rank, seconds in each.waited_for.items()},
-    }
+def _least_and_most(
+    rows: Sequence[dict[str, Any]], key: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    ordered = sorted(rows, key=lambda each: float(each[key]))
+    return ordered[0], ordered[-1]

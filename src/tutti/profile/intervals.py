@@ -1,4 +1,4 @@
-"""Sets of time as arrays of disjoint intervals, sorted: what overlaps is counted once."""
+"""Sets of time intervals as sorted numpy arrays: overlapping intervals are counted once."""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -7,100 +7,101 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Numbers = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Times:
-    """Disjoint intervals [start, end), in order; seconds."""
+class Intervals:
+    """Disjoint intervals [start, end) in ascending order; seconds."""
 
-    starts: Numbers
-    ends: Numbers
+    starts: Floats
+    ends: Floats
 
     @staticmethod
-    def of(pairs: Iterable[tuple[float, float]]) -> "Times":
-        """The union of intervals that may overlap."""
+    def of(pairs: Iterable[tuple[float, float]]) -> "Intervals":
+        """The union of (start, end) pairs that may overlap."""
         flat = np.array([edge for pair in pairs for edge in pair], dtype=np.float64)
-        return union(flat[0::2], flat[1::2])
+        return merge(flat[0::2], flat[1::2])
 
     @property
     def seconds(self) -> float:
         return float(np.sum(self.ends - self.starts))
 
-    def __and__(self, other: "Times") -> "Times":
-        return _combine(self, other, lambda here, there: here & there)
+    def __and__(self, other: "Intervals") -> "Intervals":
+        return _combine(self, other, lambda a, b: a & b)
 
-    def __sub__(self, other: "Times") -> "Times":
-        return _combine(self, other, lambda here, there: here & ~there)
+    def __sub__(self, other: "Intervals") -> "Intervals":
+        return _combine(self, other, lambda a, b: a & ~b)
 
-    def __or__(self, other: "Times") -> "Times":
-        return union(
+    def __or__(self, other: "Intervals") -> "Intervals":
+        return merge(
             np.concatenate([self.starts, other.starts]), np.concatenate([self.ends, other.ends])
         )
 
-    def between(self, start: float, end: float) -> "Times":
-        """What of it lies between two moments."""
+    def between(self, start: float, end: float) -> "Intervals":
+        """The part of the set that lies in [start, end)."""
         first = int(np.searchsorted(self.ends, start, side="right"))
         last = int(np.searchsorted(self.starts, end, side="left"))
-        return union(
+        return merge(
             np.clip(self.starts[first:last], start, end), np.clip(self.ends[first:last], start, end)
         )
 
-    def shifted(self, seconds: float) -> "Times":
-        return Times(self.starts + seconds, self.ends + seconds)
+    def shifted(self, seconds: float) -> "Intervals":
+        return Intervals(self.starts + seconds, self.ends + seconds)
 
 
-NEVER = Times(np.empty(0), np.empty(0))
+EMPTY = Intervals(np.empty(0), np.empty(0))
 
 
-class Gathering:
-    """Collects intervals as they come, in any order; memory grows with the gaps between them."""
+class IntervalCollector:
+    """Collects intervals in any order and merges them from time to time.
 
-    _SOME = 65_536
+    Memory grows with the number of gaps between intervals, not with the number of intervals.
+    """
+
+    _MERGE_EVERY = 65_536  # edges
 
     def __init__(self) -> None:
         self._edges = array("d")
-        self._limit = self._SOME
+        self._limit = self._MERGE_EVERY
 
     def add(self, start: float, end: float) -> None:
         self._edges.append(start)
         self._edges.append(end)
         if len(self._edges) >= self._limit:
-            merged = self.times()
+            merged = self.intervals()
             self._edges = array("d", np.stack([merged.starts, merged.ends], axis=1).ravel())
-            self._limit = 2 * len(self._edges) + self._SOME
+            self._limit = 2 * len(self._edges) + self._MERGE_EVERY
 
-    def times(self) -> Times:
+    def intervals(self) -> Intervals:
         flat = np.array(self._edges, dtype=np.float64)
-        return union(flat[0::2], flat[1::2])
+        return merge(flat[0::2], flat[1::2])
 
 
-def union(starts: Numbers, ends: Numbers) -> Times:
-    """The union of intervals that may overlap, in any order."""
-    real = ends > starts
-    starts, ends = starts[real], ends[real]
+def merge(starts: Floats, ends: Floats) -> Intervals:
+    """The union of intervals given in any order; empty and negative ones are dropped."""
+    positive = ends > starts
+    starts, ends = starts[positive], ends[positive]
     if not len(starts):
-        return NEVER
+        return EMPTY
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], np.maximum.accumulate(ends[order])
     opens = np.concatenate([[True], starts[1:] > ends[:-1]])
     closes = np.concatenate([opens[1:], [True]])
-    return Times(starts[opens], ends[closes])
+    return Intervals(starts[opens], ends[closes])
 
 
-def _combine(one: Times, two: Times, keep: Callable[[Flags, Flags], Flags]) -> Times:
-    """Walk over all edges of both; keep the stretches between edges for which `keep` holds."""
-    edges = np.concatenate([one.starts, one.ends, two.starts, two.ends])
+def _combine(a: Intervals, b: Intervals, keep: Callable[[Flags, Flags], Flags]) -> Intervals:
+    """Sweep over the edges of both sets; keep the segments for which `keep(in_a, in_b)` holds."""
+    edges = np.concatenate([a.starts, a.ends, b.starts, b.ends])
     if not len(edges):
-        return NEVER
-    count = len(one.starts)
-    in_one = np.zeros(len(edges), dtype=np.int64)
-    in_two = np.zeros(len(edges), dtype=np.int64)
-    in_one[:count], in_one[count : 2 * count] = 1, -1
-    rest = len(two.starts)
-    in_two[2 * count : 2 * count + rest], in_two[2 * count + rest :] = 1, -1
+        return EMPTY
+    deltas_a, deltas_b = np.zeros((2, len(edges)), dtype=np.int64)
+    size_a, size_b = len(a.starts), len(b.starts)
+    deltas_a[:size_a], deltas_a[size_a : 2 * size_a] = 1, -1
+    deltas_b[2 * size_a : 2 * size_a + size_b], deltas_b[2 * size_a + size_b :] = 1, -1
     order = np.argsort(edges, kind="stable")
     edges = edges[order]
-    kept = keep(np.cumsum(in_one[order]) > 0, np.cumsum(in_two[order]) > 0)[:-1]
-    return union(edges[:-1][kept], edges[1:][kept])
+    kept = keep(np.cumsum(deltas_a[order]) > 0, np.cumsum(deltas_b[order]) > 0)[:-1]
+    return merge(edges[:-1][kept], edges[1:][kept])

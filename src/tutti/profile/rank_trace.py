@@ -1,21 +1,111 @@
-"""The trace of one rank, as what an explanation needs of it: intervals, steps, communications."""
+"""The trace of one rank after reading: its steps, its intervals by activity, its collectives."""
 
+import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tutti.profile.collective import Collective
-from tutti.profile.intervals import Times
+from tutti.profile.intervals import Intervals
+
+POINT_TO_POINT = ("send", "recv", "send_recv")
+# No rank leaves one of these before every rank of the group has arrived.
+SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+
+# A name comes before the names that it contains: allreduce before reduce.
+_OPERATIONS = {
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "sendrecv": "send_recv",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "recv",
+}
+_ELEMENT_BYTES = {
+    **dict.fromkeys(("double", "long", "int64", "float64", "complexfloat", "uint64"), 8),
+    **dict.fromkeys(("float", "int", "int32", "float32", "uint32", "longlong"), 4),
+    **dict.fromkeys(("half", "bfloat16", "short", "float16", "int16", "uint16"), 2),
+    **dict.fromkeys(("byte", "char", "bool", "unsignedchar", "signedchar", "int8", "uint8"), 1),
+    "complexdouble": 16,
+}
+
+
+@dataclass(slots=True)
+class Collective:
+    """One collective or point-to-point operation of one rank.
+
+    Times are seconds on the rank's own clock until the clocks are aligned. `arrival` is when the
+    program reached the operation: the call, or on a GPU the moment its stream reached the kernel.
+    `start` to `end` is when it ran; a thread pool may start it later than it was called.
+    """
+
+    operation: str
+    arrival: float
+    start: float
+    end: float
+    thread: Any  # process and thread of the event, where a trace viewer shows it
+    process: Any
+    group: str = ""
+    sequence: int | None = None
+    bytes: int = 0
+    dtype: str = ""
+    group_ranks: tuple[int, ...] = ()
+    group_size: int = 0
+    peer: int | None = None  # group rank of the other side of a send or receive
+    axis: str | None = None  # mesh axis: dp, shard, tp, pp, or world
+    call_returned: float = 0.0  # on a CPU, when the call returned to its caller
+    # For a DDP bucket, when its last gradient was computed; None for any other operation.
+    bucket_ready: float | None = None
+    # Set when ranks are matched: when the last rank arrived, and which rank that was.
+    last_arrival: float | None = None
+    last_rank: int | None = None
+
+    @property
+    def is_point_to_point(self) -> bool:
+        return self.operation in POINT_TO_POINT
+
+    @property
+    def transfer_start(self) -> float:
+        """When waiting for the last rank ends and data starts to move."""
+        if self.last_arrival is None:
+            return self.start
+        return min(max(self.start, self.last_arrival), self.end)
+
+    def fill_from_arguments(self, arguments: dict[str, Any]) -> None:
+        """Take the fields of a record_param_comms event; NCCL kernels carry a copy of them."""
+        name = str(arguments.get("Collective name", ""))
+        self.operation = operation_named(name) or self.operation
+        self.group = str(arguments.get("Process Group Name", ""))
+        self.dtype = str(arguments.get("dtype", ""))
+        counts = [arguments.get("In msg nelems", 0), arguments.get("Out msg nelems", 0)]
+        largest = max((int(count) for count in counts if isinstance(count, int)), default=0)
+        self.bytes = largest * element_bytes(self.dtype)
+        sequence = arguments.get("Seq")
+        if isinstance(sequence, int) and sequence >= 0:
+            self.sequence = sequence
+        self.group_size = int(arguments.get("Group size", 0) or 0)
+        ranks = re.findall(r"\d+", str(arguments.get("Process Group Ranks", "")))
+        if len(ranks) == self.group_size:  # Kineto truncates long lists
+            self.group_ranks = tuple(int(rank) for rank in ranks)
+        for key in ("Dst Rank", "Src Rank"):
+            if self.is_point_to_point and isinstance(arguments.get(key), int):
+                self.peer = int(arguments[key])
 
 
 @dataclass
 class Step:
-    """A step of training: what the profiler calls ProfilerStep#N."""
+    """One training step: a ProfilerStep#N range."""
 
     number: int
     start: float
     end: float
-    gradients: tuple[float, float] | None = None  # the first one, and the end of backward
+    gradients: tuple[float, float] | None = None  # first gradient, end of backward
 
     def shift(self, seconds: float) -> None:
         self.start, self.end = self.start + seconds, self.end + seconds
@@ -25,7 +115,7 @@ class Step:
 
 @dataclass
 class RankTrace:
-    """What one rank's trace says; seconds since `base_ns`, a Unix time."""
+    """The content of one rank's trace; times are seconds since `base_ns`, a Unix time."""
 
     path: Path
     rank: int
@@ -35,22 +125,22 @@ class RankTrace:
     base_ns: int
     on_device: bool
     steps: list[Step]
-    compute: Times
-    communication: Times
-    input: Times
-    other: Times  # covered by something that is none of these
+    compute: Intervals
+    communication: Intervals
+    input: Intervals
+    other: Intervals  # on a GPU copies, on a CPU autograd's engine and other wrappers
     collectives: list[Collective]
     groups: dict[str, dict[str, Any]]
-    memory_bytes: int | None  # the most that was allocated on the device
-    host_memory_bytes: int | None  # the most that the process had
-    device_bytes: int | None  # what its device has
+    memory_bytes: int | None  # peak of the device allocator
+    host_memory_bytes: int | None  # peak of the process
+    device_bytes: int | None  # memory of the device
     has_loader_workers: bool
-    work: float  # a measure of what was computed, to compare ranks by; 0 if unknown
-    about: dict[str, Any]  # what was captured beside the events
+    work: float  # amount of computation, to compare ranks with; 0 if unknown
+    capture_info: dict[str, Any]  # metadata that Capture added to the trace
     notes: list[str] = field(default_factory=list)
 
     def shift(self, seconds: float) -> None:
-        """Move everything to another clock."""
+        """Move every time by `seconds`, to another clock."""
         for name in ("compute", "communication", "input", "other"):
             setattr(self, name, getattr(self, name).shifted(seconds))
         for step in self.steps:
@@ -59,6 +149,32 @@ class RankTrace:
             each.arrival += seconds
             each.start += seconds
             each.end += seconds
-            each.returned += seconds
-            if each.ready is not None:
-                each.ready += seconds
+            each.call_returned += seconds
+            if each.bucket_ready is not None:
+                each.bucket_ready += seconds
+
+    def collectives_called_in(self, step: Step) -> list[Collective]:
+        return [each for each in self.collectives if step.start <= each.arrival < step.end]
+
+
+def operation_named(name: str) -> str | None:
+    """all_reduce for c10d::allreduce_, gloo:all_reduce, ncclDevKernel_AllReduce_Sum_f32_RING_LL"""
+    letters = re.sub(r"[^a-z]", "", name.lower())
+    return next((operation for each, operation in _OPERATIONS.items() if each in letters), None)
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element, for any spelling of the dtype that traces use; 0 if unknown."""
+    name = dtype.lower().removeprefix("c10::").replace(" ", "")
+    if name.startswith("float8") or name.startswith("complex<"):
+        return {"complex<float>": 8, "complex<double>": 16}.get(name, 1)
+    return _ELEMENT_BYTES.get(name, 0)
+
+
+def element_count(dims: Any, kind: str) -> int:
+    """Elements of an argument: of a tensor, or of all tensors of a list."""
+    if not isinstance(dims, list):
+        return 0
+    if kind == "TensorList":
+        return sum(math.prod(each) for each in dims)
+    return math.prod(dims) if element_bytes(kind) else 0

@@ -1,59 +1,59 @@
-"""Who made whom wait: how often, how much, and how steadily.
+"""Which ranks make the others wait: how often, how long, and how regularly.
 
-The late rank is the one that arrives last. It has the shortest collectives, because nobody keeps
-it waiting; whoever looks for the longest kernel finds its victims.
+The straggler is the rank that arrives last. Its own collectives are the shortest, because it never
+waits: the rank with the longest collective is a victim, not the cause.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from statistics import mean
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from tutti.measure.spread import summarize
-from tutti.profile.collective import SYNCHRONISING
-from tutti.profile.matching import Meeting
-from tutti.profile.parts import StepParts
+from tutti.profile.collective_matching import MatchedCollective
+from tutti.profile.rank_trace import SYNCHRONIZING
+from tutti.profile.step_breakdown import StepBreakdown
 
-# A rank is called a straggler from this share of the step that others lose to it.
-NOTABLE = 0.02
+# A rank is called a straggler if the others lose at least this share of the step to it.
+_NOTABLE_SHARE = 0.02
 
 
 def stragglers(
-    ranks: Sequence[int], steps: Sequence[StepParts], meetings: Sequence[Meeting]
+    ranks: Sequence[int], steps: Sequence[StepBreakdown], matched: Sequence[MatchedCollective]
 ) -> list[dict[str, Any]]:
-    """A row for each rank that others waited for, the costliest first.
+    """`stragglers[]`: a row for each rank that others waited for, the most expensive first.
 
-    `cost_s` is what a step of the others lost to it: time in which they neither computed nor moved
-    data, the mean over all others.
+    `cost_s` is the time per step that the others neither computed nor moved data because of this
+    rank, mean over the other ranks.
     """
-    timed = [each for each in meetings if each.any.operation in SYNCHRONISING]
-    last = Counter(each.last_rank for each in timed)
-    length = mean(each.seconds for each in steps) if steps else 0.0
+    synchronizing = [each for each in matched if each.first.operation in SYNCHRONIZING]
+    times_last = Counter(each.last_rank for each in synchronizing)
+    length = fmean(each.seconds for each in steps) if steps else 0.0
     rows = []
     for rank in ranks:
         others = [each for each in steps if each.rank != rank]
-        numbers = sorted({each.step for each in others})
         costs = [
-            mean(each.waited_for.get(rank, 0.0) for each in others if each.step == number)
-            for number in numbers
+            fmean(each.waited_for.get(rank, 0.0) for each in others if each.step == number)
+            for number in sorted({each.step for each in others})
         ]
         if not costs or not max(costs) > 0:
             continue
-        lateness = [each.lateness for each in timed if each.last_rank == rank]
-        share = mean(costs) / length
+        lateness = [each.lateness for each in synchronizing if each.last_rank == rank]
+        share = fmean(costs) / length
+        late_steps = sum(cost > _NOTABLE_SHARE * length for cost in costs)
         rows.append(
             {
                 "rank": rank,
-                "straggler": share >= NOTABLE,
-                "steady": sum(cost > NOTABLE * length for cost in costs) > len(costs) / 2,
+                "straggler": share >= _NOTABLE_SHARE,
+                "steady": late_steps > len(costs) / 2,
                 "cost_s": summarize(costs),
                 "cost_share": share,
-                "steps": sum(cost > NOTABLE * length for cost in costs),
+                "steps": late_steps,
                 "of_steps": len(costs),
-                "last": last[rank],
-                "of_collectives": len(timed),
+                "last": times_last[rank],
+                "of_collectives": len(synchronizing),
                 "late_by_s": summarize(lateness) if lateness else None,
-                "instead": _instead(rank, steps),
+                "instead": _excess(rank, steps),
                 "made_wait": {
                     str(each): sum(s.waited_for.get(rank, 0.0) for s in steps if s.rank == each)
                     for each in ranks
@@ -64,12 +64,22 @@ def stragglers(
     return sorted(rows, key=lambda row: -row["cost_s"]["mean"])
 
 
-def _instead(rank: int, steps: Sequence[StepParts]) -> dict[str, Any]:
-    """What the late rank spends more time on than the others do: where to look for the cause."""
-    more = {
-        name: mean(each.parts[name] for each in steps if each.rank == rank)
-        - mean(each.parts[name] for each in steps if each.rank != rank)
+def _excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]:
+    """The part that takes the straggler longest compared with the others: the place to look."""
+    excess = {
+        name: fmean(each.parts[name] for each in steps if each.rank == rank)
+        - fmean(each.parts[name] for each in steps if each.rank != rank)
         for name in ("compute", "input", "host_gap", "rest")
     }
-    part = max(more, key=lambda name: more[name])
-    return {"part": part, "seconds": more[part]}
+    part = max(excess, key=lambda name: excess[name])
+    return {"part": part, "seconds": excess[part]}
+
+
+def excess_text(instead: Mapping[str, Any]) -> str:
+    """The `instead` of a row as a predicate: `computes 46.1 ms longer`."""
+    longer = f"{1e3 * instead['seconds']:.1f} ms longer"
+    return {
+        "compute": f"computes {longer}",
+        "input": f"waits {longer} for input",
+        "host_gap": f"spends {longer} in gaps",
+    }.get(instead["part"], f"spends {longer} on the rest")

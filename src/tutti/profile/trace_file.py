@@ -1,7 +1,7 @@
-"""A trace file, event by event: Chrome's JSON as Kineto writes it, plain or gzipped.
+"""Streaming reader of a trace file: Chrome JSON as Kineto writes it, plain or gzipped.
 
-A trace may be larger than memory. It is read in pieces; only the event at hand and what stands
-beside the list of events (the metadata) are kept.
+A trace may be larger than memory. The file is read in chunks; only the current event and the
+metadata beside the event list are kept.
 """
 
 import gzip
@@ -14,58 +14,58 @@ from typing import Any
 
 Event = dict[str, Any]
 
-# A trace of all ranks together begins with it: it is a picture of the others, not one more rank.
-MERGED = '{"tutti": {"merged": true}'
-_PIECE = 1 << 18  # characters read at once
-_LARGEST = 1 << 26  # characters of one event or one value of metadata
+# A merged trace begins with this text: it shows all ranks and is not the trace of one rank.
+MERGED_PREFIX = '{"tutti": {"merged": true}'
+_CHUNK = 1 << 18  # characters read at once
+_LARGEST_VALUE = 1 << 26  # characters of one event or one metadata value
 _SPACE = " \t\r\n"
 
 
 class TraceFile:
-    """`for event in TraceFile(path).events()`: after it, `metadata` is complete."""
+    """`for event in TraceFile(path).events()`; afterwards `metadata` is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: dict[str, Any] = {}
-        self.cut_short = False  # the file ends before its end: a program was killed, a disk full
+        self.truncated = False  # the file ends early: the program was killed or the disk was full
 
     def events(self) -> Iterator[Event]:
-        """The events in the file's order."""
+        """The events in file order."""
         with _open(self.path) as stream:
-            text = _Text(stream)
+            text = _JsonStream(stream)
             try:
                 yield from self._read(text)
             except EOFError:
-                self.cut_short = True
+                self.truncated = True
         if text.damaged:
-            self.cut_short = True
+            self.truncated = True
 
-    def _read(self, text: "_Text") -> Iterator[Event]:
-        first = text.look()
+    def _read(self, text: "_JsonStream") -> Iterator[Event]:
+        first = text.peek()
         if first == "[":  # Chrome allows a bare list
             yield from self._list(text)
             return
         if first != "{":
-            raise ValueError(f"{self.path} is no trace: it begins with {first!r}")
+            raise ValueError(f"{self.path} is not a trace: it begins with {first!r}")
         text.skip()
-        while (mark := text.look()) != "}":
+        while (mark := text.peek()) != "}":
             if mark == ",":
                 text.skip()
                 continue
             key = text.value()
-            if text.look() != ":":
-                raise ValueError(f"{self.path} is no JSON: no colon after {key!r}")
+            if text.peek() != ":":
+                raise ValueError(f"{self.path} is not JSON: no colon after {key!r}")
             text.skip()
             if key == "traceEvents":
                 yield from self._list(text)
             else:
                 self.metadata[str(key)] = text.value()
 
-    def _list(self, text: "_Text") -> Iterator[Event]:
-        if text.look() != "[":
-            raise ValueError(f"{self.path} is no trace: traceEvents is no list")
+    def _list(self, text: "_JsonStream") -> Iterator[Event]:
+        if text.peek() != "[":
+            raise ValueError(f"{self.path} is not a trace: traceEvents is not a list")
         text.skip()
-        while (mark := text.look()) != "]":
+        while (mark := text.peek()) != "]":
             if mark == ",":
                 text.skip()
                 continue
@@ -76,65 +76,67 @@ class TraceFile:
 
 
 def is_merged(path: Path) -> bool:
-    """Whether a file is what `write_timeline` made of several."""
+    """Whether `write_merged_trace` wrote this file."""
     try:
         with _open(path) as stream:
-            return stream.read(len(MERGED)) == MERGED
+            return stream.read(len(MERGED_PREFIX)) == MERGED_PREFIX
     except (OSError, EOFError, zlib.error):
         return False
 
 
-class _Text:
-    """The file's characters as a window that moves on."""
+class _JsonStream:
+    """JSON values from a text stream, through a window of characters that moves forward."""
 
     def __init__(self, stream: io.TextIOBase) -> None:
         self.damaged = False
         self._stream = stream
         self._window = ""
-        self._at = 0
+        self._position = 0
         self._ended = False
-        self._scan = json.JSONDecoder(strict=False).raw_decode
+        self._decode = json.JSONDecoder(strict=False).raw_decode
 
-    def look(self) -> str:
-        """The next character that is no space."""
+    def peek(self) -> str:
+        """The next character that is not white space."""
         while True:
-            while self._at < len(self._window) and self._window[self._at] in _SPACE:
-                self._at += 1
-            if self._at < len(self._window):
-                return self._window[self._at]
-            self._more()
+            while self._position < len(self._window) and self._window[self._position] in _SPACE:
+                self._position += 1
+            if self._position < len(self._window):
+                return self._window[self._position]
+            self._read_chunk()
 
     def skip(self) -> None:
-        self._at += 1
+        self._position += 1
 
     def value(self) -> Any:
-        """The value that begins here."""
-        self.look()
+        """The value that begins at the current position."""
+        self.peek()
         while True:
             try:
-                value, end = self._scan(self._window, self._at)
-                if end < len(self._window) or self._ended:  # else a number may go on
-                    self._at = end
+                value, end = self._decode(self._window, self._position)
+                if end < len(self._window) or self._ended:  # otherwise a number may continue
+                    self._position = end
                     return value
             except json.JSONDecodeError:
                 if self._ended:
                     raise EOFError from None
-            self._more()
+            self._read_chunk()
 
-    def _more(self) -> None:
+    def _read_chunk(self) -> None:
         if self._ended:
             raise EOFError
-        if len(self._window) - self._at > _LARGEST:
-            begin = self._window[self._at : self._at + 60]
-            raise ValueError(f"no JSON, or a value of more than {_LARGEST} characters: {begin}…")
+        if len(self._window) - self._position > _LARGEST_VALUE:
+            begin = self._window[self._position : self._position + 60]
+            raise ValueError(
+                f"not JSON, or one value has more than {_LARGEST_VALUE:,} characters: {begin}…"
+            )
         try:
-            piece = self._stream.read(_PIECE)
+            chunk = self._stream.read(_CHUNK)
         except (EOFError, zlib.error, gzip.BadGzipFile):
-            piece, self.damaged = "", True
-        if not piece:
+            chunk, self.damaged = "", True
+        if not chunk:
             self._ended = True
-        self._window = self._window[self._at :] + piece
-        self._at = 0
+        self._window = self._window[self._position :] + chunk
+        self._position = 0
 
 
 def _open(path: Path) -> io.TextIOWrapper:

@@ -1,9 +1,8 @@
 """Runs at the start of every Python process under `tutti profile -- COMMAND`.
 
-Python imports `sitecustomize` before the program. This one waits for the program to import torch,
-and then asks torch to tell of optimizer steps. It imports neither torch nor tutti: a process that
-does not train pays for one look at each import, and a program whose interpreter has torch but not
-tutti is captured as well.
+Python imports `sitecustomize` before the program. This one waits until the program imports torch
+and then hooks torch's optimizers. It imports neither torch nor tutti: a process that does not train
+pays one check per import, and a program whose environment has torch but not tutti is captured, too.
 """
 
 import atexit
@@ -18,67 +17,67 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SETTINGS = "TUTTI_PROFILE"
 
 
-def _ours(name: str) -> ModuleType:
-    """A file of ours that needs no other room of tutti, under a name that is not tutti's."""
+def _load(name: str) -> ModuleType:
+    """Import a tutti file that needs no other room, under a package name that is not tutti's."""
     if "tutti_capture" not in sys.modules:
-        room = ModuleType("tutti_capture")
-        profile = os.path.dirname(_HERE)
-        room.__path__ = [profile, os.path.join(os.path.dirname(profile), "world")]
-        sys.modules[room.__name__] = room
+        package = ModuleType("tutti_capture")
+        profile = os.path.dirname(_FOLDER)
+        package.__path__ = [profile, os.path.join(os.path.dirname(profile), "world")]
+        sys.modules[package.__name__] = package
     return importlib.import_module(f"tutti_capture.{name}")
 
 
-def _begin(settings: dict[str, Any]) -> None:
-    """torch has been imported: from now on its optimizers' steps are counted."""
+def _begin_capture(settings: dict[str, Any]) -> None:
+    """torch has been imported: count the steps of its optimizers from now on."""
     try:
-        # A profile is not lost to the way its program ends.
-        atexit.register(_ours("liveness").wait_for_gloo_threads)
-        _ours("capture").Capture(**settings, replace=False).follow_optimizers()
+        # A crash in gloo's threads at exit must not lose the profile.
+        atexit.register(_load("liveness").wait_for_gloo_threads)
+        _load("capture").Capture(**settings, replace=False).follow_optimizers()
     except Exception as error:  # the program must run whether or not it can be captured
-        print(f"tutti profile: nothing is captured here: {error!r}", file=sys.stderr)
+        print(f"tutti profile: this process is not captured: {error!r}", file=sys.stderr)
 
 
-class _AfterTorch(MetaPathFinder):
-    """Finds torch as it would be found anyway, and has something to do once it is there.
+class _TorchImportHook(MetaPathFinder):
+    """Finds torch as usual, and begins the capture once torch is imported.
 
-    It stays until torch is really imported: libraries look whether torch exists before that.
+    The hook stays until torch is really imported: libraries look for its spec before that.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
-        self._looking = False
+        self._searching = False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != "torch" or self._looking:
+        if fullname != "torch" or self._searching:
             return None
-        self._looking = True
+        self._searching = True
         try:
             spec = importlib.util.find_spec("torch")
         finally:
-            self._looking = False
+            self._searching = False
         if spec is not None and spec.loader is not None:
-            self._follow(spec.loader)
+            self._wrap(spec.loader)
         return spec
 
-    def _follow(self, loader: Loader) -> None:
+    def _wrap(self, loader: Loader) -> None:
         execute = loader.exec_module
 
         def execute_and_begin(module: ModuleType) -> None:
             with contextlib.suppress(ValueError):
                 sys.meta_path.remove(self)
             execute(module)
-            _begin(self.settings)
+            _begin_capture(self.settings)
 
         loader.exec_module = execute_and_begin  # type: ignore[method-assign]
 
 
-def _run_the_one_we_hide() -> None:
-    """A sitecustomize of the environment's own still runs, as if we were not here."""
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+def _run_hidden_sitecustomize() -> None:
+    """Run the environment's own sitecustomize, which this one hides."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _FOLDER]
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
         return
@@ -89,5 +88,5 @@ def _run_the_one_we_hide() -> None:
 
 if __name__ == "sitecustomize":
     if os.environ.get(_SETTINGS):
-        sys.meta_path.insert(0, _AfterTorch(json.loads(os.environ[_SETTINGS])))
-    _run_the_one_we_hide()
+        sys.meta_path.insert(0, _TorchImportHook(json.loads(os.environ[_SETTINGS])))
+    _run_hidden_sitecustomize()

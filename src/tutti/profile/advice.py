@@ -1,0 +1,452 @@
+"""What to try, and the time it would save: one function for each kind of finding.
+
+Gains are computed from the trace, by arithmetic that each function states. They do not add up: two
+ways to shorten the same wait shorten it once. A gain that the trace cannot tell is None, and the
+text says why.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from tutti.measure.units import format_bytes
+from tutti.profile.collective_matching import MatchedCollective
+from tutti.profile.communication_summary import buckets_in
+from tutti.profile.rank_trace import RankTrace
+from tutti.profile.step_breakdown import StepBreakdown
+from tutti.profile.stragglers import excess_text
+from tutti.profile.what_if import BucketModel, MessageCost, fit_message_cost
+
+_LEAST_GAIN = 0.02  # share of the step; smaller gains are not listed
+_BUCKET_SIZES = (1, 2, 5, 10, 25, 50, 100, 200)  # MiB
+_MIB = 1 << 20  # DDP's bucket_cap_mb counts MiB
+_LARGEST_SCALAR = 1024  # bytes: an all-reduced loss is not a gradient
+_MEMORY_FULL = 0.9  # of the device's memory
+# Advice that shortens the all-reduces of gradients; accumulation is for what it leaves.
+_GRADIENT_ADVICE = ("buckets", "overlap", "grouping")
+
+Advice = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ProfiledRun:
+    """The facts that advice is computed from."""
+
+    traces: Sequence[RankTrace]
+    steps: Sequence[StepBreakdown]
+    matched: Sequence[MatchedCollective]
+    stragglers: Sequence[dict[str, Any]]
+
+    @property
+    def step_count(self) -> int:
+        return len({each.step for each in self.steps})
+
+    @property
+    def step_s(self) -> float:
+        """Mean over ranks and steps."""
+        return fmean(each.seconds for each in self.steps)
+
+    def part(self, name: str, rank: int | None = None) -> float:
+        """Seconds of a part per step, of one rank or mean over ranks."""
+        return fmean(each.parts[name] for each in self.steps if rank in (None, each.rank))
+
+    def share(self, name: str) -> float:
+        return self.part(name) / self.step_s
+
+    def exposed(self, axis: str | None, bucket: bool | None = None) -> float:
+        """Exposed seconds per step on a mesh axis; of DDP buckets only, or of the others only."""
+        return sum(
+            parts["exposed"] / len(self.steps)
+            for each in self.steps
+            for (on_axis, is_bucket), parts in each.by_kind.items()
+            if on_axis == axis and bucket in (None, is_bucket)
+        )
+
+    def collectives(self, operation: str, axis: str) -> list[MatchedCollective]:
+        return [
+            each
+            for each in self.matched
+            if each.first.operation == operation and each.first.axis == axis
+        ]
+
+    def work(self, rank: int | None = None) -> list[float]:
+        """Computation per step of each rank, or of all ranks but one."""
+        return [each.work / len(each.steps) for each in self.traces if each.rank != rank]
+
+
+def advise(run: ProfiledRun) -> list[Advice]:
+    """All advice worth trying, the largest gain first.
+
+    Gradient accumulation changes what is trained: it comes after the advice whose rest it is for.
+    """
+    kinds = (
+        *(_bucket_size, _overlap, _grouping, _replicate, _shard),
+        *(_input, _straggler, _cpu_binding, _microbatches, _gpu_gaps),
+    )
+    found = [each for kind in kinds for each in kind(run) if _is_worth_it(each)]
+    found.sort(key=_gain, reverse=True)
+    for each in filter(_is_worth_it, _accumulation(run, found)):
+        before = [
+            position
+            for position, other in enumerate(found, 1)
+            if other["id"] in _GRADIENT_ADVICE or _gain(other) >= _gain(each)
+        ]
+        found.insert(max(before, default=0), each)
+    return found
+
+
+def _is_worth_it(advice: Advice) -> bool:
+    return advice["gain_s"] is None or advice["gain_share"] > _LEAST_GAIN
+
+
+def _gain(advice: Advice) -> float:
+    return advice["gain_s"] or 0.0
+
+
+def _advice(
+    run: ProfiledRun,
+    name: str,
+    cause: str,
+    finding: str,
+    try_: str,
+    gain: float | None,
+    remains: float | None = None,
+    gained: float = 0.0,
+) -> Advice:
+    """`remains`: seconds of the cause that stay; by default what the gain leaves.
+
+    `gained`: seconds per step that other advice saves first.
+    """
+    now = run.part(cause)
+    share = None
+    if gain is not None:
+        left = max(0.0, now - gained - gain if remains is None else remains)
+        length = run.step_s - gained - gain
+        share = left / length if length > 0 else 0.0
+    return {
+        "id": name,
+        "finding": finding,
+        "try": try_.replace("{remains}", "?" if share is None else f"{100 * share:.0f} %"),
+        "share": now / run.step_s,
+        "gain_s": gain,
+        "gain_share": None if gain is None else gain / run.step_s,
+        "remains_share": share,
+        "cause": cause,
+    }
+
+
+def _exposed_text(run: ProfiledRun) -> str:
+    return f"exposed communication is {100 * run.share('exposed'):.0f} % of the step"
+
+
+def _bound_text(cost: MessageCost) -> str:
+    if cost.separated:
+        return ""
+    return ", at best (latency unknown: only one message size seen)"
+
+
+def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
+    """DDP buckets of another size: see BucketModel."""
+    exposed = run.exposed("dp", bucket=True)
+    all_reduces = run.collectives("all_reduce", "dp")
+    buckets = [each for each in all_reduces if each.first.bucket_ready is not None]
+    # Other messages run under other conditions; they are used if there is only one bucket.
+    one_bucket = len({each.first.bytes for each in buckets}) == 1 and len(buckets) <= run.step_count
+    messages = all_reduces if one_bucket else buckets
+    cost = fit_message_cost([(each.first.bytes, each.transfer_seconds) for each in messages])
+    if cost is None or exposed <= 0:
+        return
+    model = BucketModel(run.traces, cost, exposed)
+    if model.ratio is None:
+        return
+    total = max(sum(sizes) for sizes in model.sizes)
+    if not total:  # the trace has no sizes
+        return
+    # All sizes from the first that holds everything are the same: one bucket.
+    enough = next((size for size in _BUCKET_SIZES if size * _MIB >= total), None)
+    tried = [size for size in _BUCKET_SIZES if enough is None or size <= enough]
+    if enough is None:
+        tried.append(math.ceil(total / _MIB))
+    gains = {
+        size: model.recorded.added - model.with_bucket_size(size * _MIB).added for size in tried
+    }
+    best = max(gains.values())
+    # Of sizes that are equally good the smallest: it starts first and needs the least memory.
+    size = next(size for size in tried if gains[size] >= best - 0.01 * run.step_s)
+    after = model.with_bucket_size(size * _MIB)
+    count = round(fmean(map(len, model.sizes)))
+    largest = format_bytes(max(map(max, model.sizes)))
+    whole = " (one bucket)" if size * _MIB >= total else ""
+    yield _advice(
+        run,
+        "buckets",
+        "exposed",
+        f"{_exposed_text(run)}, with {count} bucket{'s' * (count != 1)} of up to {largest}",
+        f"with buckets of {size} MiB{whole} {{remains}} would remain{_bound_text(cost)}: "
+        f"DDP(bucket_cap_mb={size}), tutti train --bucket-mb {size}",
+        gains[size],
+        run.part("exposed") - exposed + after.within_backward + after.added,
+    )
+
+
+def _overlap(run: ProfiledRun) -> Iterator[Advice]:
+    """Gradients reduced after backward: backward could hide them from its first gradient on."""
+    reduced_late, hideable = False, []
+    for trace in run.traces:
+        for step in trace.steps:
+            if step.gradients is None or buckets_in(trace, step):
+                return
+            first, end = step.gradients
+            arrivals = [
+                each.arrival
+                for each in trace.collectives
+                if (each.operation, each.axis) == ("all_reduce", "dp")
+                and each.bytes > _LARGEST_SCALAR
+                and first <= each.arrival < step.end
+            ]
+            if any(arrival < end for arrival in arrivals):
+                return
+            reduced_late |= bool(arrivals)
+            hideable.append(trace.compute.between(first, end).seconds)
+    exposed = run.exposed("dp")
+    if reduced_late and exposed > 0:
+        yield _advice(
+            run,
+            "overlap",
+            "exposed",
+            f"{_exposed_text(run)}; gradients are reduced after backward, which could hide "
+            f"{1e3 * fmean(hideable):.1f} ms",
+            "reduced during backward, as DistributedDataParallel does, {remains} would remain",
+            min(exposed, fmean(hideable)),
+        )
+
+
+def _grouping(run: ProfiledRun) -> Iterator[Advice]:
+    """Many small messages sent as one save all but one of their latencies α."""
+    all_reduces = run.collectives("all_reduce", "dp")
+    small = [each for each in all_reduces if each.first.bucket_ready is None]
+    count = len(small) / run.step_count
+    cost = fit_message_cost([(each.first.bytes, each.transfer_seconds) for each in all_reduces])
+    if cost is None or count < 4:
+        return
+    sent = sum(each.first.bytes for each in small) / run.step_count
+    yield _advice(
+        run,
+        "grouping",
+        "exposed",
+        f"{_exposed_text(run)}; a step has {count:.0f} all-reduces with {format_bytes(sent)}",
+        f"sent as one message, {{remains}} would remain{_bound_text(cost)}: flatten the tensors, "
+        "or use DDP",
+        min(run.exposed("dp", bucket=False), cost.alpha * (count - 1)),
+    )
+
+
+def _replicate(run: ProfiledRun) -> Iterator[Advice]:
+    """Sharding gathers twice and scatters once; replicas move 2/3 of those bytes."""
+    exposed = run.exposed("shard")
+    gathered = run.collectives("all_gather", "shard")
+    if exposed <= 0 or not gathered or not run.collectives("reduce_scatter", "shard"):
+        return
+    ranks = gathered[0].first.group_size or len(gathered[0].members)
+    # Parameters are gathered for forward and for backward. Replicas hold them, their gradients and
+    # Adam's two states in full instead of a shard of each.
+    model = sum(each.first.bytes for each in gathered) / run.step_count / 2
+    more = 4 * model * (1 - 1 / ranks)
+    free = [
+        trace.device_bytes * _MEMORY_FULL - trace.memory_bytes
+        for trace in run.traces
+        if trace.device_bytes and trace.memory_bytes
+    ]
+    if free and len(free) == len(run.traces) and more < min(free):
+        yield _advice(
+            run,
+            "replicas",
+            "exposed",
+            f"{_exposed_text(run)}, {1e3 * exposed:.1f} ms of it for sharding, and memory is free",
+            f"replicas move 2/3 of the bytes: {{remains}} would remain, and each device would hold "
+            f"about {more / 1e9:.1f} GB more",
+            exposed / 3,
+        )
+
+
+def _shard(run: ProfiledRun) -> Iterator[Advice]:
+    """Replicas that nearly fill the memory: sharding frees memory, and moves more bytes."""
+    used = [
+        trace.memory_bytes / trace.device_bytes
+        for trace in run.traces
+        if trace.device_bytes and trace.memory_bytes
+    ]
+    if used and max(used) > _MEMORY_FULL and run.collectives("all_reduce", "dp"):
+        yield _advice(
+            run,
+            "sharding",
+            "exposed",
+            f"memory is {100 * max(used):.0f} % full, and every rank holds the whole model",
+            "shard the parameters (FSDP, --layout shardN) to make room for a larger batch: this "
+            "saves memory, not time (1.5 times the bytes move); the trace does not tell the gain",
+            None,
+        )
+
+
+def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice]:
+    """k microbatches per step: gradients are reduced once for k times the samples.
+
+    It changes what is trained, so it is for what other advice on gradient all-reduces leaves.
+    """
+    gained = max((_gain(each) for each in found if each["id"] in _GRADIENT_ADVICE), default=0.0)
+    exposed = run.exposed("dp") - gained
+    others = run.step_s - gained - exposed
+    if exposed <= 0:
+        return
+    # The first k that leaves at most 5 % of the step.
+    k = next((k for k in (2, 4, 8) if exposed / k / (others + exposed / k) <= 0.05), 8)
+    after = " after the other advice" if gained else ""
+    yield _advice(
+        run,
+        "accumulation",
+        "exposed",
+        f"{_exposed_text(run)}; gradient all-reduces are {1e3 * exposed:.1f} ms of it{after}",
+        f"accumulated over {k} batches, or with {k} times the batch on each rank, {{remains}} "
+        f"would remain; {k} times the global batch needs another learning rate",
+        exposed * (1 - 1 / k),
+        gained=gained,
+    )
+
+
+def _input(run: ProfiledRun) -> Iterator[Advice]:
+    """Loading hidden behind the rest of the step needs load / rest workers, at least one."""
+    loads = {trace.rank: run.part("input", trace.rank) for trace in run.traces}
+    rank = max(loads, key=lambda each: loads[each])
+    load = loads[rank]
+    # The rank's own time: the other ranks wait for its data, too.
+    rest = run.step_s - load
+    others = fmean(seconds for each, seconds in loads.items() if each != rank or len(loads) == 1)
+    who = "a rank" if load < 2 * others or len(loads) == 1 else f"rank {rank}"
+    workers = math.ceil(load / rest) if rest > 0 else 1
+    if any(trace.has_loader_workers for trace in run.traces):
+        cure = "use more loader workers (the trace does not tell how many it has): none of it"
+    else:
+        plural = "s" * (workers != 1)
+        cure = f"DataLoader(num_workers={workers}): with {workers} worker{plural} none of it"
+    yield _advice(
+        run,
+        "input",
+        "input",
+        f"{who} waits {1e3 * load:.1f} ms per step ({100 * load / run.step_s:.0f} %) for its data",
+        f"{cure} would remain",
+        load,
+        0.0,
+    )
+
+
+def _straggler(run: ProfiledRun) -> Iterator[Advice]:
+    """A rank that arrives last: at most its lead over the second last, and its excess time.
+
+    Waiting without such an excess is chance, not a straggler.
+    """
+    for row in run.stragglers:
+        if not (row["straggler"] and row["steady"]) or row["instead"]["part"] == "input":
+            continue
+        late = (row["late_by_s"] or {"mean": 0.0})["mean"] * row["last"] / run.step_count
+        yield _advice(
+            run,
+            "straggler",
+            "wait",
+            f"the others wait {1e3 * row['cost_s']['mean']:.1f} ms per step for rank "
+            f"{row['rank']}, which {excess_text(row['instead'])}",
+            f"{_straggler_cure(run, row['rank'], row['instead']['part'])}; if it were as fast as "
+            "the others, {remains} of waiting would remain",
+            min(row["cost_s"]["mean"], late, row["instead"]["seconds"]),
+        )
+
+
+def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
+    if part != "compute":
+        return "look at its Python code between operators"
+    own = next(each.work / len(each.steps) for each in run.traces if each.rank == rank)
+    others = fmean(run.work(rank))
+    if others and own > 1.1 * others:
+        return f"split the batch evenly: it has {own / others:.1f} times the work"
+    if others:
+        return "same work but slower: check clock speed, CPU cores and other programs on its host"
+    return "compare its batch and its device with those of the others"
+
+
+def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
+    """Equal work that takes some ranks longer on shared CPUs: all could take the mean."""
+    for host in sorted({trace.host for trace in run.traces}):
+        traces = [trace for trace in run.traces if trace.host == host]
+        cpu_lists = [trace.capture_info.get("cpus") or () for trace in traces]
+        cpus = {cpu for each in cpu_lists for cpu in each}
+        separate = sum(map(len, cpu_lists)) == len(cpus)
+        if len(traces) < 2 or not cpus or separate or any(each.on_device for each in traces):
+            continue
+        threads = sum(int(trace.capture_info.get("threads") or 0) for trace in traces)
+        times = [run.part("compute", t.rank) + run.part("hidden", t.rank) for t in traces]
+        work = [trace.work / len(trace.steps) for trace in traces]
+        gain = max(times) - fmean(times)
+        uneven = (
+            min(work) > 0 and max(work) < 1.02 * min(work) and gain > _LEAST_GAIN * run.step_s
+        )
+        if not uneven and threads <= len(cpus):
+            continue
+        each_has = len(cpus) // len(traces)
+        if uneven:
+            finding = f"the same operators take {1e3 * min(times):.1f} to {1e3 * max(times):.1f} ms"
+        else:
+            finding = f"{len(traces)} ranks use {threads} threads"
+        cure = "bind each rank to its own CPUs (taskset; tutti run does so)"
+        if not each_has:
+            cure = f"start at most {len(cpus)} ranks there"
+        elif threads > len(cpus):
+            cure += f", with {each_has} threads (OMP_NUM_THREADS={each_has})"
+        if not uneven:
+            cure += "; the trace does not tell the gain, because all ranks are slowed alike"
+        yield _advice(
+            run,
+            "binding",
+            "wait",
+            f"{finding} on the {len(cpus)} CPUs of {host or 'a host'}",
+            cure,
+            gain if uneven else None,
+        )
+
+
+def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
+    """The bubble of p stages is (p - 1) / m of the work: half as long with 2 m microbatches."""
+    bubble = run.part("bubble")
+    receives = [
+        sum(each.operation in ("recv", "send_recv") for each in trace.collectives_called_in(step))
+        for trace in run.traces
+        for step in trace.steps
+    ]
+    if bubble <= 0 or not any(receives):
+        return
+    # The last stage receives activations only: one for each microbatch.
+    count = min(each for each in receives if each)
+    yield _advice(
+        run,
+        "microbatches",
+        "bubble",
+        f"the pipeline bubble is {100 * run.share('bubble'):.0f} % of the step, with {count} "
+        f"microbatch{'es' * (count != 1)}",
+        f"with {2 * count} of half the size {{remains}} would remain (--accumulation {2 * count}), "
+        "if smaller ones compute as efficiently",
+        bubble / 2,
+    )
+
+
+def _gpu_gaps(run: ProfiledRun) -> Iterator[Advice]:
+    """A GPU without work: at most all of that time is saved if the host launches less."""
+    if any(trace.on_device for trace in run.traces):
+        yield _advice(
+            run,
+            "gaps",
+            "host_gap",
+            f"the GPU is idle for {100 * run.share('host_gap'):.0f} % of the step",
+            "launch fewer kernels: torch.compile, CUDA graphs, fewer .item() and print; {remains} "
+            "would remain at best",
+            run.part("host_gap"),
+        )

@@ -1,0 +1,169 @@
+"""Runs a program unchanged with every rank captured, and coordinates the tasks of a launcher.
+
+`srun -n 2 tutti profile -- train.py` works as well as `tutti profile -- srun -n 2 train.py`, and is
+the only way if a launcher passes no environment variables on. All tasks capture into one folder;
+each writes its exit code there, and the first task, which explains the traces, waits for the codes.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tutti.measure.files import write_atomically
+from tutti.world.errors import UsageError
+from tutti.world.launchers import identify
+
+_STARTUP = Path(__file__).parent / "startup"
+# How long the first task waits for the others: cluster file systems show new files late.
+_TASK_TIMEOUT_SECONDS = 60.0
+_FAILED_TIMEOUT_SECONDS = 5.0  # a launcher that ends all tasks with the first should not wait long
+_POLL_SECONDS = 0.05
+_LAUNCHERS_WITHOUT_RANK = {"slurm": "srun", "openmpi": "mpirun", "mpich": "mpirun"}
+
+
+def captured_environment(settings: Mapping[str, Any], before: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which every Python process that trains captures itself.
+
+    PYTHONPATH reaches everything that the command starts: torchrun's workers, multiprocessing,
+    ranks of mpirun on this host.
+    """
+    env = dict(before)
+    path = [str(_STARTUP), *filter(None, [before.get("PYTHONPATH", "")])]
+    env["PYTHONPATH"] = os.pathsep.join(path)
+    env["TUTTI_PROFILE"] = json.dumps(dict(settings))
+    enlarge_flight_recorder(env)
+    return env
+
+
+def enlarge_flight_recorder(env: MutableMapping[str, str]) -> None:
+    """Make torch's flight recorder large enough, for every process group created after this.
+
+    gloo's traces lack groups and sequence numbers; the recorder has them.
+    """
+    env.setdefault("TORCH_FR_BUFFER_SIZE", "20000")
+
+
+def resolve_command(words: Sequence[str], own_commands: Sequence[str]) -> list[str]:
+    """The command to start: a script, a command of tutti (`train …`), or any program."""
+    first, *rest = words
+    if first == "tutti" or (first in own_commands and not Path(first).is_file()):
+        return [sys.executable, "-m", "tutti", *(rest if first == "tutti" else words)]
+    if first.endswith(".py"):
+        if not Path(first).is_file():
+            raise UsageError(f"script {first!r} does not exist: check the path")
+        return [sys.executable, *words]
+    # Beside this interpreter first: torchrun of an environment that is not activated.
+    beside = Path(sys.executable).parent / first
+    found = str(beside) if os.access(beside, os.X_OK) and "/" not in first else shutil.which(first)
+    if found is None:
+        raise UsageError(
+            f"{first!r} is not a program: write for example tutti profile -- torchrun … train.py"
+        )
+    return [found, *rest]
+
+
+def run_captured(command: Sequence[str], settings: Mapping[str, Any]) -> int:
+    """Run a command to its end; returns its exit code as a shell reports it. Forwards SIGTERM."""
+    env = captured_environment(settings, os.environ)
+    # Keep inherited descriptors open: MPICH's ranks talk to mpirun through one.
+    with subprocess.Popen(command, env=env, close_fds=False) as process:
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            process.send_signal(number)
+
+        before = signal.signal(signal.SIGTERM, forward)
+        try:
+            while True:
+                try:
+                    code = process.wait()
+                    return code if code >= 0 else 128 - code  # ended by signal -code
+                except KeyboardInterrupt:
+                    # The terminal sent Ctrl-C to the program, too: wait for it and keep its traces.
+                    continue
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+@dataclass(frozen=True)
+class LauncherTask:
+    """One `tutti profile` among several that a launcher started; `job` is common to all."""
+
+    number: int
+    count: int
+    launcher: str
+    job: str
+
+    @staticmethod
+    def from_environment(env: Mapping[str, str]) -> "LauncherTask":
+        try:
+            identity = identify(env)
+        except UsageError:  # incomplete variables: the program may complain, if it needs them
+            return LauncherTask(0, 1, "", "")
+        has_job = identity.launcher in ("slurm", "openmpi", "mpich", "tutti")
+        job = re.sub(r"[^A-Za-z0-9._-]", "-", identity.job) if has_job else ""
+        return LauncherTask(identity.rank, identity.size, identity.launcher, job)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this task explains the traces."""
+        return self.number == 0
+
+    @property
+    def missing_rank_hint(self) -> str:
+        """The variables that a plain script lacks under a launcher other than torchrun."""
+        if self.launcher not in _LAUNCHERS_WITHOUT_RANK or self.count == 1:
+            return ""
+        return (
+            f" torchrun sets RANK and MASTER_ADDR, {_LAUNCHERS_WITHOUT_RANK[self.launcher]} does "
+            "not: let it start torchrun, or call tutti.init() in the script."
+        )
+
+    def default_folder(self, now: str) -> Path:
+        """Where to capture without --out; clocks of tasks differ, so several use their job."""
+        if self.count == 1:
+            return Path("runs") / f"profile-{now}"
+        if not self.job:
+            raise UsageError(
+                f"--out: {self.launcher} started {self.count} tasks of tutti profile, which need "
+                f"a common folder: name it, or start one task: tutti profile -- {self.launcher} …"
+            )
+        return Path("runs") / f"profile-{self.job}"
+
+    def write_exit_code(self, out: Path, code: int) -> None:
+        """Tell the first task that this task's program has ended."""
+        path = self._exit_code_file(out, self.number)
+        with contextlib.suppress(OSError):  # the first task reports a missing code
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, str(code))
+
+    def wait_for_exit_codes(self, out: Path, failed: bool) -> tuple[dict[int, int], list[int]]:
+        """The exit codes of the tasks that have ended, and the tasks without one."""
+        codes: dict[int, int] = {}
+        timeout = _FAILED_TIMEOUT_SECONDS if failed else _TASK_TIMEOUT_SECONDS
+        deadline = time.monotonic() + timeout
+        while missing := [each for each in range(self.count) if each not in codes]:
+            for number in missing:
+                with contextlib.suppress(OSError):
+                    codes[number] = int(self._exit_code_file(out, number).read_text())
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        for number in codes:
+            self._exit_code_file(out, number).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a late task still writes there
+            self._exit_code_file(out, 0).parent.rmdir()
+        return codes, missing
+
+    def _exit_code_file(self, out: Path, number: int) -> Path:
+        return out / ".ended" / f"{self.job or self.launcher}-{number}"

@@ -1,0 +1,245 @@
+"""Assembles one collective of a CPU rank from the several events that it leaves in a trace.
+
+- `c10d::allreduce_`: the call on the caller's thread. It returns at once if the caller does not
+  wait; with shapes recorded it has the size.
+- `gloo:all_reduce` on a gloo thread, `shm:all_reduce`: how long the operation really took.
+- `record_param_comms` inside the call (shm, not gloo): group and sequence number.
+- an entry of torch's flight recorder (gloo, if tutti captured the trace): group and sequence.
+- `tutti::all_reduce|…` around the call: everything, if the program calls tutti.comm.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tutti.profile.rank_trace import Collective, element_bytes, element_count
+
+if TYPE_CHECKING:
+    from tutti.comm.tags import Tag
+
+# gloo implements reduce_scatter with all_reduce and names the event after the latter.
+_RUN_NAMES = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
+_WITH_SHARES = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_MOST_IN_FLIGHT = 64  # calls of one operation that may be in flight at the same time
+_CLOCK_TOLERANCE = 2e-6  # seconds between the clock readings of an event and of the recorder
+
+
+@dataclass(slots=True)
+class HostEvent:
+    """A host event that belongs to communication."""
+
+    operation: str
+    start: float
+    end: float
+    process: Any
+    thread: Any
+    arguments: dict[str, Any]
+
+
+@dataclass(slots=True)
+class TaggedEvent:
+    """A profiler range of tutti.comm with its parsed name."""
+
+    event: HostEvent
+    tag: "Tag"
+
+
+def assemble_collectives(
+    calls: list[HostEvent],
+    runs: list[HostEvent],
+    parameters: list[HostEvent],
+    tags: list[TaggedEvent],
+    recorder: Sequence[tuple[float, str, int]],
+    group_size: Callable[[str], int],
+    accumulates_gradient: Callable[[Any, float], bool],
+) -> list[Collective]:
+    """The collectives of a rank's host. `recorder`: time, group and sequence of each entry."""
+    for events in (calls, runs, parameters):
+        events.sort(key=lambda event: event.start)
+    tags.sort(key=lambda tagged: tagged.event.start)
+    run_of_call = _match_runs(calls, runs)
+    entries = sorted(recorder)
+    inner, outer = _EventsInside(parameters), _TagsAround(tags)
+    result = []
+    used_tags: set[int] = set()
+    position = 0
+    for number, call in enumerate(calls):
+        run = run_of_call.get(number)
+        shown = run or call
+        collective = Collective(
+            operation=call.operation,
+            arrival=call.start,
+            start=max(shown.start, call.start),
+            end=max(shown.end, call.end) if run is None else run.end,
+            process=shown.process,
+            call_returned=call.end,
+            thread=shown.thread,
+        )
+        while position < len(entries) and entries[position][0] < call.start - _CLOCK_TOLERANCE:
+            position += 1
+        if position < len(entries) and entries[position][0] <= call.end + _CLOCK_TOLERANCE:
+            _, collective.group, collective.sequence = entries[position]
+            position += 1
+        if call.operation == "all_reduce" and accumulates_gradient(call.thread, call.start):
+            collective.bucket_ready = call.start
+        _fill_size(collective, call, run, group_size(collective.group))
+        if (parameter := inner.first_in(call)) is not None:
+            size = collective.bytes
+            # The recorder entry was of gloo between the hosts, which shm uses below.
+            collective.sequence = None
+            collective.fill_from_arguments(parameter.arguments)
+            collective.bytes = max(size, collective.bytes)
+        if (tagged := outer.around(call)) is not None:
+            used_tags.add(id(tagged))
+            fill_from_tag(collective, tagged.tag)
+        result.append(collective)
+    matched = {id(run) for run in run_of_call.values()}
+    for run in runs:
+        if id(run) not in matched:  # the call was before the recording began
+            collective = _collective_of(run)
+            _fill_size(collective, run, run, group_size(""))
+            result.append(collective)
+    return result + _from_tags([tagged for tagged in tags if id(tagged) not in used_tags])
+
+
+def run_by_host(
+    calls: list[HostEvent],
+    nccl_parameters: list[HostEvent],
+    runs: list[HostEvent],
+    tags: list[TaggedEvent],
+) -> tuple[list[HostEvent], list[TaggedEvent]]:
+    """For a rank with kernels: the calls that the host ran itself (gloo), and the tags around them.
+
+    `nccl_parameters` lie inside the calls that became NCCL kernels.
+    """
+    for events in (calls, nccl_parameters, runs):
+        events.sort(key=lambda event: event.start)
+    inner = _EventsInside(nccl_parameters)
+    calls = [call for call in calls if inner.first_in(call) is None]
+    calls = [calls[number] for number in sorted(_match_runs(calls, runs))]
+    inner = _EventsInside(calls)
+    tags.sort(key=lambda tagged: tagged.event.start)
+    return calls, [tagged for tagged in tags if inner.first_in(tagged.event) is not None]
+
+
+def fill_from_tag(collective: Collective, tag: "Tag") -> None:
+    """Take the fields of a tutti.comm range."""
+    collective.group, collective.sequence = f"tutti {tag.group}", tag.sequence
+    collective.bytes, collective.dtype = tag.bytes, tag.dtype
+    collective.group_size = tag.ranks
+
+
+def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, HostEvent]:
+    """The run of each call, by call number: first come first served, equal sizes preferred."""
+    waiting: dict[str, list[int]] = defaultdict(list)
+    for number, call in enumerate(calls):
+        for name in _RUN_NAMES.get(call.operation, (call.operation,)):
+            waiting[name].append(number)
+    found: dict[int, HostEvent] = {}
+    for run in runs:
+        queue, size = waiting[run.operation], max(_argument_counts(run), default=0)
+        candidates: list[int] = []
+        while queue and queue[0] in found:
+            queue.pop(0)
+        for number in queue[:_MOST_IN_FLIGHT]:
+            if calls[number].start > run.start + _CLOCK_TOLERANCE:
+                break
+            if number not in found:
+                candidates.append(number)
+        if candidates:  # otherwise the call was before the recording began
+            number = next(
+                (each for each in candidates if size in _argument_counts(calls[each])),
+                candidates[0],
+            )
+            found[number] = run
+    return found
+
+
+def _argument_counts(event: HostEvent) -> list[int]:
+    """Element counts of the first two arguments that are tensors or lists of tensors."""
+    dims, kinds = event.arguments.get("Input Dims") or [], event.arguments.get("Input type") or []
+    counts = [element_count(*each) for each in zip(dims[:2], kinds[:2], strict=False)]
+    return [count for count in counts if count]
+
+
+def _fill_size(
+    collective: Collective, call: HostEvent, run: HostEvent | None, group_size: int
+) -> None:
+    counts = _argument_counts(call) or (_argument_counts(run) if run else [])
+    for event in (run, call):
+        for name in event.arguments.get("Input type") or [] if event else []:
+            if not collective.dtype and element_bytes(str(name)):
+                collective.dtype = str(name)
+    collective.bytes = max(counts, default=0) * element_bytes(collective.dtype)
+    if collective.operation == "barrier":
+        collective.bytes, collective.dtype = 0, ""
+    # For lists of tensors the trace has the share of one rank only.
+    if collective.operation in _WITH_SHARES and len(counts) < 2:
+        collective.bytes *= group_size
+    if collective.is_point_to_point:
+        concrete = call.arguments.get("Concrete Inputs") or []
+        if len(concrete) > 2 and str(concrete[2]).isdecimal():
+            collective.peer = int(concrete[2])
+
+
+def _collective_of(event: HostEvent) -> Collective:
+    return Collective(
+        event.operation, event.start, event.start, event.end, event.thread, event.process
+    )
+
+
+def _from_tags(tags: list[TaggedEvent]) -> list[Collective]:
+    """Collectives of calls without torch events; the issue and wait halves become one."""
+    result: list[Collective] = []
+    issued: dict[tuple[str, str, int], Collective] = {}
+    for tagged in tags:
+        event, tag = tagged.event, tagged.tag
+        key = (event.operation, tag.group, tag.sequence)
+        if tag.phase == "wait":
+            if key in issued:  # otherwise the call has torch events or was before the recording
+                issued.pop(key).end = event.end
+            continue
+        collective = _collective_of(event)
+        fill_from_tag(collective, tag)
+        if tag.phase == "issue":
+            issued[key] = collective
+        result.append(collective)
+    return result
+
+
+class _EventsInside:
+    """Finds the first event inside a call, on the same thread; calls must come in time order."""
+
+    def __init__(self, events: list[HostEvent]) -> None:
+        self._by_thread: dict[Any, list[HostEvent]] = defaultdict(list)
+        for event in events:
+            self._by_thread[event.thread].append(event)
+        self._next: dict[Any, int] = defaultdict(int)
+
+    def first_in(self, call: HostEvent) -> HostEvent | None:
+        events, position = self._by_thread[call.thread], self._next[call.thread]
+        while position < len(events) and events[position].start < call.start:
+            position += 1
+        self._next[call.thread] = position
+        if position < len(events) and events[position].start <= call.end:
+            return events[position]
+        return None
+
+
+class _TagsAround:
+    """Finds the tutti.comm range around a call; each range holds one call."""
+
+    def __init__(self, tags: list[TaggedEvent]) -> None:
+        self._by_thread: dict[Any, list[TaggedEvent]] = defaultdict(list)
+        for tagged in tags:
+            if tagged.tag.phase != "wait":
+                self._by_thread[tagged.event.thread].append(tagged)
+
+    def around(self, call: HostEvent) -> TaggedEvent | None:
+        tags = self._by_thread[call.thread]
+        while tags and tags[0].event.end < call.start:
+            tags.pop(0)
+        if tags and tags[0].event.start <= call.start:
+            return tags.pop(0)
+        return None

@@ -1,0 +1,137 @@
+"""Splits each step of each rank into parts that add up to the step.
+
+Every moment of a step belongs to exactly one part:
+
+    compute        something computes and nothing communicates
+    hidden         something computes while something communicates
+    wait           nothing computes; a collective waits for a rank that has not arrived
+    bubble         nothing computes; a send or receive waits for its peer (pipelines)
+    exposed        nothing computes; data moves
+    input          none of these; the program waits for its data loader
+    rest           none of these; on a GPU copies, on a CPU the code around operators
+    host_gap       nothing is recorded: Python, a sleep, a GPU without work
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from tutti.profile.intervals import EMPTY, Intervals
+from tutti.profile.rank_trace import Collective, RankTrace, Step
+
+PARTS = ("compute", "hidden", "exposed", "wait", "bubble", "input", "host_gap", "rest")
+PART_TITLES = {"host_gap": "gaps"}  # in tables and sentences; the others keep their name
+
+Kind = tuple[str | None, bool]  # mesh axis, whether the collective is a DDP bucket
+
+
+@dataclass(frozen=True)
+class StepBreakdown:
+    """One step of one rank; seconds."""
+
+    rank: int
+    step: int
+    seconds: float
+    intervals: dict[str, Intervals]  # of each part
+    parts: dict[str, float]  # their total lengths
+    waited_for: dict[int, float]  # time lost waiting, by the rank that was late
+    # hidden, exposed and wait (with bubble) by kind of communication; they add up to the parts.
+    by_kind: dict[Kind, dict[str, float]]
+    gradients: tuple[float, float] | None  # first gradient, end of backward, from the step's start
+
+    @property
+    def overlap(self) -> float | None:
+        """|communication ∩ compute| / |communication|, waiting included, as HTA defines it."""
+        total = sum(self.parts[name] for name in ("hidden", "exposed", "wait", "bubble"))
+        return self.parts["hidden"] / total if total else None
+
+
+def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
+    """Split one step; ranks must be aligned and matched before."""
+    whole = Intervals.of([(step.start, step.end)])
+    compute = trace.compute.between(step.start, step.end)
+    communicating = trace.communication.between(step.start, step.end)
+    idle = whole - compute
+    waits: dict[int, list[tuple[float, float]]] = {}
+    bubbles: list[tuple[float, float]] = []
+    transfers: list[tuple[float, float]] = []
+    extents: dict[Kind, list[tuple[float, float]]] = {}
+    for each in trace.collectives:
+        if each.arrival >= step.end or each.end <= step.start:
+            continue
+        transfer_start = _transfer_start(each)
+        transfers.append((transfer_start, each.end))
+        kind = each.axis, each.bucket_ready is not None
+        extents.setdefault(kind, []).append((each.arrival, each.end))
+        if each.is_point_to_point:
+            bubbles.append((each.arrival, transfer_start))
+        elif each.last_rank is not None and each.last_rank != trace.rank:
+            waits.setdefault(each.last_rank, []).append((each.arrival, transfer_start))
+    # While one collective moves data and another one waits, the time counts as moving data.
+    stalled = idle - Intervals.of(transfers)
+    waited_for: dict[int, float] = {}
+    waiting = EMPTY
+    for late, pairs in sorted(waits.items()):
+        waited = stalled & Intervals.of(pairs)
+        waited_for[late] = waited.seconds
+        stalled -= waited
+        communicating |= waited
+        waiting |= waited
+    bubble = stalled & communicating & Intervals.of(bubbles)
+    exposed = (idle & communicating) - waiting - bubble
+    quiet = idle - communicating
+    loading = quiet & trace.input.between(step.start, step.end)
+    quiet -= loading
+    other = quiet & trace.other.between(step.start, step.end)
+    hidden = compute & communicating
+    intervals = {
+        "compute": compute - hidden,
+        "hidden": hidden,
+        "exposed": exposed,
+        "wait": waiting,
+        "bubble": bubble,
+        "input": loading,
+        "host_gap": quiet - other,
+        "rest": other,
+    }
+    return StepBreakdown(
+        rank=trace.rank,
+        step=step.number,
+        seconds=whole.seconds,
+        intervals=intervals,
+        parts={name: each.seconds for name, each in intervals.items()},
+        waited_for=waited_for,
+        by_kind=_split_by_kind(
+            {"hidden": hidden, "exposed": exposed, "wait": waiting | bubble}, extents
+        ),
+        gradients=step.gradients
+        and (step.gradients[0] - step.start, step.gradients[1] - step.start),
+    )
+
+
+def _split_by_kind(
+    regions: dict[str, Intervals], extents: dict[Kind, list[tuple[float, float]]]
+) -> dict[Kind, dict[str, float]]:
+    """Attribute each region to the communication in it; to the first kind if several overlap."""
+    by_kind: dict[Kind, dict[str, float]] = {}
+    for kind, pairs in extents.items():
+        extent = Intervals.of(pairs)
+        by_kind[kind] = {name: (region & extent).seconds for name, region in regions.items()}
+        regions = {name: region - extent for name, region in regions.items()}
+    # Entering and leaving a call, and waking up after it, belong to the call before.
+    arrivals = [(pair[0], kind) for kind, pairs in extents.items() for pair in pairs]
+    arrivals.sort(key=lambda each: each[0])
+    for name, region in regions.items():
+        for start, end in zip(region.starts, region.ends, strict=True):
+            position = bisect_right(arrivals, end, key=lambda each: each[0])
+            kind = arrivals[max(0, position - 1)][1] if arrivals else (None, False)
+            by_kind.setdefault(kind, dict.fromkeys(regions, 0.0))[name] += float(end - start)
+    return by_kind
+
+
+def _transfer_start(each: Collective) -> float:
+    """When data began to move: all ranks had arrived and the operation had started."""
+    # A receive with an unknown sender is mostly waiting. So is an NCCL batch of sends and
+    # receives: one kernel without a named peer.
+    if each.last_arrival is None and each.operation in ("recv", "send_recv"):
+        return each.end
+    return each.transfer_start

@@ -1,0 +1,492 @@
+"""Reads the trace of one rank in one pass: events become intervals, steps and collectives.
+
+If the trace has GPU kernels, the device's time is split: kernels compute, kernels of NCCL and of
+symmetric memory communicate, and so does gloo on the host meanwhile. Otherwise the host's time is
+split: operators compute; what calls them (autograd's engine, DDP's reducer) counts as other.
+"""
+
+import math
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.profile.host_collectives import (
+    HostEvent,
+    TaggedEvent,
+    assemble_collectives,
+    fill_from_tag,
+    run_by_host,
+)
+from tutti.profile.intervals import EMPTY, Floats, IntervalCollector, Intervals, merge
+from tutti.profile.rank_trace import Collective, RankTrace, Step, operation_named
+from tutti.profile.trace_file import Event, TraceFile
+
+# These call operators, and wait for communication while doing so: their time is not compute.
+_WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch::distributed::", "torch.distributed")
+_AUTOGRAD_FUNCTION = "autograd::engine::evaluate_function"
+# The event arguments that describe communication; the others are dropped to save memory.
+_KEPT_ARGUMENTS = {
+    *("Input Dims", "Input type", "Concrete Inputs", "Collective name", "Process Group Name"),
+    *("dtype", "In msg nelems", "Out msg nelems", "Seq", "Group size", "Process Group Ranks"),
+    *("Dst Rank", "Src Rank", "External id"),
+}
+_NCCL_PREFIXES = ("nccl", "rccl", "hccl")
+# torch's kernels on symmetric memory, which wait for the other ranks inside the kernel.
+_SYMMETRIC_KERNEL = re.compile(
+    r"(one_shot|two_shot|multimem)_(\w+_)?(all_reduce|all_gather|reduce)"
+)
+# Operators whose shapes give the amount of computation.
+_MATRIX_OPERATORS = {
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"),
+    *("aten::convolution_backward", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+}
+
+
+def read_rank(path: Path) -> RankTrace:
+    """Read one trace file."""
+    file = TraceFile(path)
+    reader = _TraceReader()
+    for event in file.events():
+        reader.add(event)
+    return reader.finish(file)
+
+
+class _TraceReader:
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.first, self.last = float("inf"), float("-inf")
+        self.copies, self.input = IntervalCollector(), IntervalCollector()
+        # By thread: operators that compute, and calls that communicate.
+        self.operators: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
+        self.comm_calls: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
+        self.wrappers, self.host_transfers = IntervalCollector(), IntervalCollector()
+        self.collectives: list[Collective] = []
+        self.collective_of_kernel: dict[int, Collective] = {}  # by kernel index
+        self.collective_of_operator: dict[Any, Collective] = {}  # by External id, NCCL only
+        self.calls: list[HostEvent] = []
+        self.runs: list[HostEvent] = []
+        self.parameters: list[HostEvent] = []
+        self.tags: list[TaggedEvent] = []
+        self.backward = _BackwardEvents()
+        self.kernels = _Kernels()
+        self.memory = 0
+        self.has_loader_workers = False
+        self.work = 0.0
+
+    def add(self, event: Event) -> None:
+        phase = event.get("ph")
+        if phase == "i" and event.get("name") == "[memory]":
+            arguments = event.get("args", {})
+            if arguments.get("Device Type", 0) != 0:  # 0 is the CPU allocator
+                self.memory = max(self.memory, int(arguments.get("Total Allocated", 0)))
+            return
+        category = event.get("cat")
+        if phase != "X" or category is None or "dur" not in event:
+            return
+        start = float(event["ts"]) / 1e6
+        end = start + float(event["dur"]) / 1e6
+        if category in ("cuda_runtime", "cuda_driver"):
+            if "Launch" in event["name"]:
+                correlation = int(event.get("args", {}).get("correlation", 0))
+                self.kernels.add_launch(correlation, start, event.get("tid"))
+            return
+        if category == "cpu_op":
+            self._add_operator(event, start, end)
+        elif category == "user_annotation":
+            self._add_annotation(event, start, end)
+        elif category == "kernel":
+            self._add_kernel(event, start, end)
+        elif category in ("gpu_memcpy", "gpu_memset"):
+            self.copies.add(start, end)
+        else:
+            return
+        self.first, self.last = min(self.first, start), max(self.last, end)
+
+    def _add_kernel(self, event: Event, start: float, end: float) -> None:
+        name, arguments = str(event["name"]), event.get("args", {})
+        is_nccl = (
+            name.lower().startswith(_NCCL_PREFIXES)
+            or "ncclKernel" in name
+            or "ncclDevKernel" in name
+        )
+        communicates = is_nccl or _SYMMETRIC_KERNEL.search(name) is not None
+        process, thread = event.get("pid"), event.get("tid")
+        index = self.kernels.add_kernel(
+            int(arguments.get("correlation", -1)), start, end, not communicates, (process, thread)
+        )
+        if not communicates:
+            self.work += _kernel_threads(arguments)
+            return
+        collective = Collective(
+            operation_named(name) or "other", start, start, end, thread, process
+        )
+        collective.fill_from_arguments(arguments)
+        self.collectives.append(collective)
+        self.collective_of_kernel[index] = collective
+        if is_nccl and (external_id := arguments.get("External id")) is not None:
+            self.collective_of_operator[external_id] = collective
+
+    def _add_operator(self, event: Event, start: float, end: float) -> None:
+        name, thread = str(event["name"]), event.get("tid")
+        if name == "record_param_comms":
+            self.parameters.append(_host_event("", event, start, end))
+        elif name.startswith("c10d::"):
+            if (operation := operation_named(name[6:])) is not None:
+                self.calls.append(_host_event(operation, event, start, end))
+            self.comm_calls[thread].add(start, end)
+        elif name.startswith("_c10d_functional::"):
+            self.comm_calls[thread].add(start, end)
+        elif name.startswith(_WRAPPERS) or re.fullmatch(r"\w+Backward\d*", name):
+            self.wrappers.add(start, end)
+            self.backward.add(name, thread, start, end)
+        else:
+            self.operators[thread].add(start, end)
+            self.work += _multiplications(name, event.get("args", {}))
+
+    def _add_annotation(self, event: Event, start: float, end: float) -> None:
+        name = str(event["name"])
+        if name.startswith("ProfilerStep#"):
+            self.steps.append(Step(int(name[13:]), start, end))
+        elif name.startswith(("gloo:", "shm:")):
+            operation = operation_named(name.partition(":")[2])
+            if operation is not None:
+                self.runs.append(_host_event(operation, event, start, end))
+                self.host_transfers.add(start, end)
+        elif name.startswith(("enumerate(DataLoader)", "tutti.input")):
+            self.input.add(start, end)
+            self.has_loader_workers |= "_MultiProcessing" in name
+        elif name.startswith("tutti::"):
+            # This module imports torch: load it only for traces that have such ranges.
+            from tutti.comm.tags import parse_tag
+
+            if (tag := parse_tag(name)) is not None:
+                self.comm_calls[event.get("tid")].add(start, end)
+                operation = operation_named(tag.operation) or tag.operation
+                self.tags.append(TaggedEvent(_host_event(operation, event, start, end), tag))
+
+    def finish(self, file: TraceFile) -> RankTrace:
+        metadata = file.metadata
+        captured, world = metadata.get("tutti") or {}, metadata.get("distributedInfo") or {}
+        base_ns = int(metadata.get("baseTimeNanoseconds") or 0)
+        notes = []
+        if file.truncated:
+            notes.append(f"{file.path.name} is truncated: the events before its end were read")
+        groups = {str(each["pg_name"]): each for each in world.get("pg_config") or []}
+        world_size = int(captured.get("world_size", world.get("world_size", 1)))
+        calling = EMPTY
+        for collector in self.comm_calls.values():
+            calling |= collector.intervals()
+        loading = self.input.intervals()
+        recorder = [
+            ((int(entry["created_ns"]) - base_ns) / 1e9, str(entry["group"]), int(entry["seq"]))
+            for entry in captured.get("recorder") or []
+        ]
+        calls, tags = self.calls, self.tags
+        if self.kernels:
+            self._combine_tagged_kernels()
+            of_nccl = [
+                event
+                for event in self.parameters
+                if event.arguments.get("External id") in self.collective_of_operator
+            ]
+            calls, tags = run_by_host(calls, of_nccl, self.runs, tags)
+            compute = self.kernels.intervals(computing=True)
+            communication = self.kernels.intervals(computing=False)
+            communication |= self.host_transfers.intervals()
+            other = self.copies.intervals()
+        else:
+            compute = EMPTY
+            for thread, operators in self.operators.items():
+                on_thread = operators.intervals()
+                if thread in self.comm_calls:
+                    on_thread -= self.comm_calls[thread].intervals()
+                compute |= on_thread
+            compute -= loading  # operators inside a data loader prepare input
+            communication = self.host_transfers.intervals() | calling
+            other = self.wrappers.intervals()
+        self.collectives += assemble_collectives(
+            calls,
+            self.runs,
+            self.parameters,
+            tags,
+            recorder,
+            lambda group: int(groups.get(group, {}).get("pg_size", world_size)),
+            self.backward.accumulates_gradient,
+        )
+        self.collectives.sort(key=lambda each: each.start)
+        # The profiler closes a step that the program did not finish at the end of the recording.
+        if (finished := captured.get("steps")) is not None:
+            self.steps = [step for step in self.steps if step.number < finished]
+        self.steps.sort(key=lambda step: step.start)
+        for step in self.steps:
+            step.gradients = self.backward.gradients(step.start, step.end)
+        if self.kernels:
+            self._move_to_device_time()
+        if not self.steps and self.last > self.first:
+            self.steps = [Step(0, self.first, self.last)]
+            notes.append(f"{file.path.name} has no steps: the whole trace counts as one step")
+        rank = captured.get("rank", world.get("rank"))
+        if rank is None:
+            number = re.search(r"rank[-_]?(\d+)", file.path.name)
+            rank = int(number[1]) if number else -1
+        devices = metadata.get("deviceProperties") or []
+        memories = [int(each["totalGlobalMem"]) for each in devices if each.get("totalGlobalMem")]
+        return RankTrace(
+            path=file.path,
+            rank=int(rank),
+            world_size=world_size,
+            backend=str(world.get("backend", captured.get("backend", "unknown"))),
+            host=str(metadata.get("host_name") or captured.get("host", "")),
+            base_ns=base_ns,
+            on_device=bool(self.kernels),
+            steps=self.steps,
+            compute=compute,
+            communication=communication,
+            input=loading,
+            other=other,
+            collectives=self.collectives,
+            groups=groups,
+            memory_bytes=max(self.memory, captured.get("device_memory_bytes") or 0) or None,
+            host_memory_bytes=captured.get("host_memory_bytes"),
+            device_bytes=min(memories, default=None),
+            has_loader_workers=self.has_loader_workers,
+            work=self.work,
+            capture_info={key: value for key, value in captured.items() if key != "recorder"},
+            notes=notes,
+        )
+
+    def _combine_tagged_kernels(self) -> None:
+        """Make one collective of all kernels that one tutti.comm call launches beside NCCL.
+
+        Such a call may launch a reduction on symmetric memory, copies to it, and barriers.
+        """
+        replaced: set[int] = set()
+        for tagged in self.tags:
+            event, tag = tagged.event, tagged.tag
+            launched = self.kernels.launched_by(event.thread, event.start, event.end)
+            known = [
+                self.collective_of_kernel[index]
+                for index in launched
+                if index in self.collective_of_kernel
+            ]
+            if not launched or any(each.group for each in known):
+                continue  # NCCL kernels carry more information than the range around them
+            self.kernels.mark_communication(launched)
+            if tag.phase == "wait":
+                continue
+            replaced.update(map(id, known))
+            start, end, (process, thread) = self.kernels.extent(launched)
+            whole = Collective(event.operation, start, start, end, thread, process)
+            fill_from_tag(whole, tag)
+            self.collectives.append(whole)
+        self.collectives = [each for each in self.collectives if id(each) not in replaced]
+
+    def _move_to_device_time(self) -> None:
+        """Convert steps, gradients and buckets from host times to times on the device."""
+        device_done = self.kernels.finished_by
+        for event in self.parameters:
+            collective = self.collective_of_operator.get(event.arguments.get("External id"))
+            if collective is None or collective.operation != "all_reduce":
+                continue
+            if self.backward.accumulates_gradient(event.thread, event.start):
+                ready = device_done(event.start) or collective.arrival
+                collective.bucket_ready = min(ready, collective.arrival)
+        for step in self.steps:
+            if step.gradients is not None:
+                first, last = map(device_done, step.gradients)
+                step.gradients = None if first is None or last is None else (first, last)
+            # A step is the kernels launched in it, until the first kernel of the next step.
+            if (span := self.kernels.span_launched(step.start, step.end)) is not None:
+                step.start, step.end = span
+        for step, following in pairwise(self.steps):
+            step.end = following.start
+        if self.steps:  # kernels launched before the recording began have no launch event
+            begin = self.steps[0].start
+            self.collectives = [each for each in self.collectives if each.end > begin]
+
+
+class _BackwardEvents:
+    """When gradients were computed: autograd's engine leaves an event for each function it runs."""
+
+    def __init__(self) -> None:
+        self._engine = IntervalCollector()
+        self._accumulating: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
+        self._by_thread: dict[Any, Intervals] = {}
+
+    def add(self, name: str, thread: Any, start: float, end: float) -> None:
+        if name.startswith(_AUTOGRAD_FUNCTION):
+            self._engine.add(start, end)
+            if name.endswith("AccumulateGrad"):
+                self._accumulating[thread].add(start, end)
+
+    def accumulates_gradient(self, thread: Any, moment: float) -> bool:
+        """Whether a gradient was being accumulated: a collective called then is a gradient hook."""
+        if thread not in self._by_thread:
+            self._by_thread[thread] = self._accumulating[thread].intervals()
+        intervals = self._by_thread[thread]
+        index = int(np.searchsorted(intervals.starts, moment, side="right")) - 1
+        return index >= 0 and moment <= float(intervals.ends[index])
+
+    def gradients(self, start: float, end: float) -> tuple[float, float] | None:
+        """The first gradient and the end of backward between two host times."""
+        engine = self._engine.intervals().between(start, end)
+        firsts = [
+            each.intervals().between(start, end).starts[:1] for each in self._accumulating.values()
+        ]
+        first = np.concatenate([*firsts, np.empty(0)])
+        if not len(first) or not len(engine.ends):
+            return None
+        return float(first.min()), float(engine.ends[-1])
+
+
+class _Kernels:
+    """The kernels of a trace and the host launches that they come from.
+
+    A kernel and its launch share a correlation number. The host runs ahead of the device: what
+    the host had launched at a moment is done when the last of those kernels has ended. A trace
+    has millions of kernels, so they are kept in arrays.
+    """
+
+    def __init__(self) -> None:
+        self._launch_number, self._launch_time = array("q"), array("d")
+        self._launch_thread = array("q")
+        self._number, self._computes, self._stream = array("q"), array("b"), array("q")
+        self._start, self._end = array("d"), array("d")
+        # Index of each host thread and device stream, in order of appearance.
+        self._threads: dict[Any, int] = {}
+        self._streams: dict[tuple[Any, Any], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+    def add_launch(self, number: int, moment: float, thread: Any) -> None:
+        self._launch_number.append(number)
+        self._launch_time.append(moment)
+        self._launch_thread.append(self._threads.setdefault(thread, len(self._threads)))
+
+    def add_kernel(
+        self, number: int, start: float, end: float, computes: bool, stream: tuple[Any, Any]
+    ) -> int:
+        """Add a kernel that computes or communicates; returns its index."""
+        self._number.append(number)
+        self._computes.append(computes)
+        self._start.append(start)
+        self._end.append(end)
+        self._stream.append(self._streams.setdefault(stream, len(self._streams)))
+        return len(self._number) - 1
+
+    def launched_by(self, thread: Any, start: float, end: float) -> list[int]:
+        """Indices of the kernels that a host thread launched in [start, end)."""
+        if thread not in self._by_thread:
+            return []
+        moments, indices = self._by_thread[thread]
+        first, last = np.searchsorted(moments, [start, end])
+        return [int(index) for index in indices[first:last]]
+
+    def mark_communication(self, indices: Sequence[int]) -> None:
+        """Count kernels as communication; call before any query about computing kernels."""
+        for index in indices:
+            self._computes[index] = False
+
+    def extent(self, indices: Sequence[int]) -> tuple[float, float, tuple[Any, Any]]:
+        """First start and last end of these kernels, and the stream of the last one."""
+        last = max(indices, key=lambda index: self._end[index])
+        start = min(self._start[index] for index in indices)
+        return start, self._end[last], list(self._streams)[self._stream[last]]
+
+    def intervals(self, computing: bool) -> Intervals:
+        """When kernels that compute (or that communicate) ran."""
+        chosen = np.array(self._computes, dtype=bool) == computing
+        return merge(np.array(self._start)[chosen], np.array(self._end)[chosen])
+
+    def finished_by(self, moment: float) -> float | None:
+        """When the computing kernels launched until `moment` had ended; None if there are none."""
+        launches, _, ends = self._computing_by_launch
+        index = int(np.searchsorted(launches, moment, side="right")) - 1
+        return float(ends[index]) if index >= 0 else None
+
+    def span_launched(self, start: float, end: float) -> tuple[float, float] | None:
+        """Start of the first and end of the last kernel launched between two moments."""
+        launches, starts, ends = self._all_by_launch
+        first = int(np.searchsorted(launches, start, side="left"))
+        last = int(np.searchsorted(launches, end, side="right")) - 1
+        return (float(starts[first]), float(ends[last])) if first <= last else None
+
+    @cached_property
+    def _by_thread(self) -> dict[Any, tuple[Floats, NDArray[np.int64]]]:
+        """For each host thread its launch times in order, and the kernels launched then."""
+        kernels, launches = self._joined
+        moments, threads = np.array(self._launch_time)[launches], np.array(self._launch_thread)
+        result = {}
+        for thread, number in self._threads.items():
+            own = np.flatnonzero(threads[launches] == number)
+            own = own[np.argsort(moments[own], kind="stable")]
+            result[thread] = moments[own], kernels[own]
+        return result
+
+    @cached_property
+    def _all_by_launch(self) -> tuple[Floats, Floats, Floats]:
+        return self._by_launch(np.ones(len(self._number), dtype=bool))
+
+    @cached_property
+    def _computing_by_launch(self) -> tuple[Floats, Floats, Floats]:
+        return self._by_launch(np.array(self._computes, dtype=bool))
+
+    @cached_property
+    def _joined(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Kernels with a known launch, and the launch of each.
+
+        A CUDA graph is one launch of many kernels. Kernels launched before the recording began
+        have no launch event and are left out.
+        """
+        by_number = np.argsort(np.array(self._launch_number))
+        launch_numbers = np.array(self._launch_number, dtype=np.int64)[by_number]
+        numbers = np.array(self._number, dtype=np.int64)
+        index = np.searchsorted(launch_numbers, numbers)
+        known = index < len(launch_numbers)
+        known[known] = launch_numbers[index[known]] == numbers[known]
+        return np.flatnonzero(known), by_number[index[known]]
+
+    def _by_launch(self, chosen: NDArray[np.bool_]) -> tuple[Floats, Floats, Floats]:
+        """Launch times; earliest start from each launch on; latest end up to each launch.
+
+        With several streams, the stream that starts first and the one that ends last count.
+        """
+        kernels, launches = self._joined
+        kept = chosen[kernels]
+        kernels, moments = kernels[kept], np.array(self._launch_time)[launches[kept]]
+        order = np.argsort(moments, kind="stable")
+        starts, ends = (np.array(each)[kernels][order] for each in (self._start, self._end))
+        first = np.minimum.accumulate(starts[::-1])[::-1]
+        return moments[order], first, np.maximum.accumulate(ends)
+
+
+def _multiplications(name: str, arguments: dict[str, Any]) -> int:
+    """Multiplications of a matrix product, or roughly those of a convolution."""
+    if name not in _MATRIX_OPERATORS:
+        return 0
+    dims = arguments.get("Input Dims") or []
+    shapes = [d for d in dims[:3] if len(d) > 1 and all(isinstance(each, int) for each in d)]
+    if len(shapes) < 2:
+        return 0
+    if "convolution" in name:  # input (or its gradient) × weight without its output channels
+        return int(math.prod(shapes[0]) * math.prod(shapes[-1][1:]))
+    return int(math.prod(shapes[-2]) * shapes[-1][-1])
+
+
+def _kernel_threads(arguments: dict[str, Any]) -> int:
+    grid, block = arguments.get("grid") or [0], arguments.get("block") or [0]
+    return int(math.prod(grid) * math.prod(block))
+
+
+def _host_event(operation: str, event: Event, start: float, end: float) -> HostEvent:
+    kept = {key: value for key, value in event.get("args", {}).items() if key in _KEPT_ARGUMENTS}
+    return HostEvent(operation, start, end, event.get("pid"), event.get("tid"), kept)
