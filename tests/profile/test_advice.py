@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tutti.profile.explain import explain
-from tutti.profile.table import lines
-from tutti.profile.what_if import fit
+from tutti.profile.profile_table import profile_lines as lines
+from tutti.profile.what_if import fit_message_cost as fit
 
 ENGINE = "autograd::engine::evaluate_function: "
 ALPHA, BETA = 200.0, 0.001  # of a message, and of each of its bytes
@@ -87,9 +87,9 @@ def test_latency_and_bandwidth_are_fitted_and_never_below_nothing() -> None:
 
     assert right is not None and faster is not None and alike is not None
     assert (right.alpha, right.beta) == pytest.approx((2e-4, 1e-9))
-    assert right.apart
+    assert right.separated
     assert faster.beta == 0 and faster.alpha == pytest.approx(1e-3, rel=0.1)
-    assert not alike.apart
+    assert not alike.separated
     assert fit([]) is None
 
 
@@ -211,7 +211,7 @@ def test_a_late_rank_is_told_from_an_uneven_split_by_its_work(tmp_path: Path) ->
     slow = _only(_rows(tmp_path / "b", rank(200, 32), rank(600, 32)), "straggler")
 
     assert "split the batch evenly: it has 3.0 times the work" in uneven["try"]
-    assert "no more work" in slow["try"]
+    assert "same work but slower" in slow["try"]
     assert uneven["gain_s"] == pytest.approx(400e-6)
     assert uneven["remains_share"] == 0
 
@@ -222,7 +222,7 @@ def test_a_part_has_the_name_that_the_table_gives_it(tmp_path: Path) -> None:
 
     rows = _rows(tmp_path, early, late)
 
-    assert "0.6 ms more of gaps" in _only(rows, "straggler")["finding"]
+    assert "0.6 ms longer in gaps" in _only(rows, "straggler")["finding"]
     assert "gaps" in list(lines(rows))[2]
 
 

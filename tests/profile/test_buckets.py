@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tutti.profile.explain import Explanation, explain
-from tutti.profile.timeline import write_timeline
+from tutti.profile.merged_trace import write_merged_trace
 from tutti.profile.trace_file import TraceFile
 
 ENGINE = "autograd::engine::evaluate_function: "
@@ -89,7 +89,7 @@ def test_backward_ends_with_autograds_last_function(tmp_path: Path) -> None:
 
 
 def test_buckets_have_rows_in_the_one_timeline(tmp_path: Path) -> None:
-    write_timeline(tmp_path / "merged.json", _two_cpu_ranks(tmp_path))
+    write_merged_trace(tmp_path / "merged.json", _two_cpu_ranks(tmp_path))
 
     events = [
         event
@@ -99,8 +99,8 @@ def test_buckets_have_rows_in_the_one_timeline(tmp_path: Path) -> None:
     of_one = [event for event in events if event["id"] == events[0]["id"]]
     assert [(e["ph"], e["name"], round(e["ts"])) for e in of_one] == [
         ("b", "bucket 0, 3.91 KiB", 200),
-        ("b", "moves", 450),
-        ("e", "moves", 600),
+        ("b", "transfer", 450),
+        ("e", "transfer", 600),
         ("e", "bucket 0, 3.91 KiB", 600),
     ]
     assert len(events) == 4 * 4

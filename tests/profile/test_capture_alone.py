@@ -12,9 +12,9 @@ import torch
 
 from tutti.cli.train import main as train
 from tutti.profile.capture import Capture
-from tutti.profile.launch import program
-from tutti.profile.reading import read_rank
+from tutti.profile.captured_command import resolve_command
 from tutti.profile.trace_file import TraceFile
+from tutti.profile.trace_reader import read_rank
 from tutti.world.errors import UsageError
 
 
@@ -159,7 +159,7 @@ def test_a_second_training_of_a_command_leaves_the_traces_of_the_first(
     assert paths == [tmp_path / "rank0.json.gz", None]
     assert _about(tmp_path)["steps"] == 1
     said = capsys.readouterr().err
-    assert "rank0.json.gz is there already" in said and len(said.splitlines()) == 1
+    assert "rank0.json.gz exists" in said and len(said.splitlines()) == 1
 
 
 def test_a_loop_that_records_again_replaces_its_trace(tmp_path: Path) -> None:
@@ -178,6 +178,6 @@ def test_a_folder_does_not_hide_a_command_of_tuttis_own(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train").mkdir()
 
-    words = program(["train", "--ranks", "2"], ["train", "report"])
+    words = resolve_command(["train", "--ranks", "2"], ["train", "report"])
 
     assert words == [sys.executable, "-m", "tutti", "train", "--ranks", "2"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tutti.profile.cost import alpha_beta
+from tutti.measure.alpha_beta import fit_alpha_beta as alpha_beta
 
 
 def test_planted_alpha_and_beta_are_found_whatever_the_weights() -> None:

@@ -7,7 +7,7 @@ import pytest
 from written import STEP, all_reduce, parts, step, tag, write, x
 
 from tutti.profile.explain import Explanation, explain, trace_files
-from tutti.profile.timeline import write_timeline
+from tutti.profile.merged_trace import write_merged_trace
 from tutti.profile.trace_file import TraceFile
 from tutti.report.collect import Run, collect
 from tutti.report.figures import timeline
@@ -134,7 +134,7 @@ def test_traces_that_do_not_say_whose_they_are_get_the_ranks_that_are_free(tmp_p
 
     names = [(trace.rank, trace.path.name) for trace in explanation.traces]
     assert names == [(0, "a.json"), (1, "rank1.json"), (2, "b.json")]
-    assert any("numbered in their order" in note for note in explanation.notes)
+    assert any("in file order" in note for note in explanation.notes)
 
 
 def test_a_step_that_the_program_did_not_finish_is_none(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_one_timeline_has_all_ranks_aligned_and_an_arrow_from_the_late_one(tmp_p
     explanation = _two_ranks(tmp_path, base=5_000_000, host="n1")
     merged = tmp_path / "merged.json.gz"
 
-    arrows = write_timeline(merged, explanation)
+    arrows = write_merged_trace(merged, explanation)
     events = list(TraceFile(merged).events())
 
     kernels = [e for e in events if e["name"].startswith("ncclDev")]
@@ -228,10 +228,10 @@ def test_one_timeline_has_all_ranks_aligned_and_an_arrow_from_the_late_one(tmp_p
 
 @pytest.mark.parametrize("name", ["all.json.gz", "a.json"])
 def test_a_merged_timeline_beside_the_traces_is_no_rank(tmp_path: Path, name: str) -> None:
-    write_timeline(tmp_path / name, _two_ranks(tmp_path))
+    write_merged_trace(tmp_path / name, _two_ranks(tmp_path))
 
     assert [path.name for path in trace_files(tmp_path)] == ["rank0.json", "rank1.json"]
-    with pytest.raises(UsageError, match="all ranks together"):
+    with pytest.raises(UsageError, match="all ranks, merged"):
         trace_files(tmp_path / name)
     (run,) = collect([tmp_path]).runs
     assert [row["rank"] for row in (run.profile or {})["ranks"]] == [0, 1]
@@ -305,9 +305,9 @@ def test_a_collective_without_a_group_meets_nobody_where_there_are_several_group
 
     explanation = explain(files)
 
-    assert explanation.meetings == []
+    assert explanation.matched == []
     assert all(each.parts["wait"] == 0 for each in explanation.steps)
-    assert any(note.startswith("4 communications do not say") for note in explanation.notes)
+    assert any(note.startswith("4 collectives do not name") for note in explanation.notes)
 
 
 def test_the_peak_of_memory_is_the_devices_not_that_of_the_cpus_allocator(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_kernels_that_tutti_comm_launches_communicate(tmp_path: Path, name: str)
 
     explanation = explain([write(tmp_path, n, rank(c)) for n, c in enumerate((300, 600))])
 
-    (meeting,) = explanation.meetings
+    (meeting,) = explanation.matched
     one = meeting.members[0]
     assert (one.operation, one.group, one.sequence) == ("all_reduce", "tutti dp", 3)
     assert (one.bytes, one.thread) == (4096, 20)
@@ -73,4 +73,4 @@ def test_gloo_beside_kernels_communicates_on_the_host(tmp_path: Path) -> None:
         "wait": 300,
         "host_gap": 200,
     }
-    assert len(explanation.meetings) == 2
+    assert len(explanation.matched) == 2

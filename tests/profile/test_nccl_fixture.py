@@ -107,8 +107,8 @@ def test_every_collective_meets_its_counterparts_on_all_ranks(explanation: Expla
         assert each["matched"] == each["count"], each
         assert each["bytes"] and each["axis"] is not None
     assert {each["axis"] for each in rows["comm"]} <= {"dp", "shard"}
-    for meeting in explanation.meetings:
-        assert len(meeting.members) == meeting.any.group_size
+    for meeting in explanation.matched:
+        assert len(meeting.members) == meeting.first.group_size
 
 
 def test_buckets_are_found_and_lie_within_their_step() -> None:

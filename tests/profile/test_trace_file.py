@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tutti.profile.intervals import Gathering
-from tutti.profile.reading import read_rank
+from tutti.profile.intervals import IntervalCollector as Gathering
 from tutti.profile.trace_file import TraceFile
+from tutti.profile.trace_reader import read_rank
 
 
 def _event(number: int) -> dict[str, object]:
@@ -35,7 +35,7 @@ def test_events_and_metadata_on_both_sides_are_read(tmp_path: Path, suffix: str)
 
     assert list(file.events()) == events
     assert file.metadata == {"schemaVersion": 1, "host_name": "n1", "base": 179085702}
-    assert not file.cut_short
+    assert not file.truncated
 
 
 def test_a_bare_list_is_a_trace_too(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_bare_list_is_a_trace_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_of_a_file_that_was_cut_short_the_whole_events_are_read(
+def test_of_a_file_that_was_truncated_the_whole_events_are_read(
     tmp_path: Path, compressed: bool
 ) -> None:
     path = tmp_path / "trace.json"
@@ -57,7 +57,7 @@ def test_of_a_file_that_was_cut_short_the_whole_events_are_read(
     file = TraceFile(path)
     events = list(file.events())
 
-    assert file.cut_short
+    assert file.truncated
     assert events == [_event(number) for number in range(len(events))]
     assert len(events) > 2000
 
@@ -66,7 +66,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("hello")
 
-    with pytest.raises(ValueError, match="no trace"):
+    with pytest.raises(ValueError, match="not a trace"):
         list(TraceFile(path).events())
 
 
@@ -116,5 +116,5 @@ def test_intervals_that_touch_are_kept_as_one() -> None:
     for number in range(500_000):
         gathering.add(number, number + 1)
 
-    assert gathering.times().seconds == 500_000
+    assert gathering.intervals().seconds == 500_000
     assert len(gathering._edges) < 200_000  # of a million edges

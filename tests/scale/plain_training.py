@@ -1,6 +1,6 @@
-"""Plain DDP that knows nothing of tutti and trains for long.
+"""A plain DDP script without tutti that trains for a long time.
 
-In a world of two, rank 1 sleeps in each step, or with SLEEPS=all both do.
+With two ranks, rank 1 sleeps in each step, or both with SLEEPS=all.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""tutti scale: a job at several sizes, and what the missing efficiency is due to."""
+"""tutti scale: run a job with several numbers of ranks, and explain the lost efficiency."""
 
 import dataclasses
 import os
@@ -18,22 +18,18 @@ from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
-    from tutti.scale.campaign import Campaign, Turn
-    from tutti.scale.job import Job, Mode, Schedule
+    from tutti.scale.scale_job import Job, Mode, Schedule
+    from tutti.scale.scale_runs import PlannedRun
 
-    Further = Callable[[Turn, Path], Sequence[str]]
+    ExtraWords = Callable[[PlannedRun, Path], Sequence[str]]
 
 _INTERRUPTED = 130
 _SCHEMA = "tutti.scale/1"
-_NO_FORECAST: dict[str, Any] = {
-    **{"rows": [], "below": {}, "best_case": False},
-    "reason": "no forecast: a flag was swept",
-}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Run a job at several sizes and explain the loss of efficiency.
+    """Run a job with several numbers of ranks and explain the loss of efficiency.
 
     tutti scale --ranks 1,2,4 --recipe gpt --batch 8
 
@@ -41,30 +37,30 @@ class Scale:
 
     tutti scale --ranks 1,2 -- torchrun --nproc-per-node {ranks} train.py
 
-    The first trains a recipe; flags that are not here are those of tutti train. The others run a
-    program unchanged: a script is started as ranks, a launcher is told how many by {ranks}. In each
-    repeat every size has its turn. A program is ended when its steps have been seen. Ctrl-C leaves
-    what was measured.
+    The first trains a recipe and accepts the flags of tutti train. The others run a program
+    unchanged: a script is started once per rank, a launcher gets the number of ranks from {ranks}.
+    Every repeat runs every number of ranks. A program is ended after its steps are recorded. Ctrl-C
+    keeps what was measured.
     """
 
     ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Sizes to run, as 1,2,4; efficiency is relative to the smallest."""
+    """Numbers of ranks, as 1,2,4; efficiency is relative to the smallest."""
     mode: Literal["strong", "weak"] | None = None
-    """strong: ranks share one batch. weak: each keeps its own. Of a recipe it decides the batch
-    (default: strong); of a program it says what that does (default: weak)."""
+    """strong: all ranks share one batch. weak: each rank keeps its batch. For a recipe this sets
+    the batch (default: strong); for a program it states what the program does (default: weak)."""
     repeats: int = 3
-    """How often every size has its turn."""
+    """How often every number of ranks is run."""
     steps: int | None = None
-    """Steps of a run that are timed (default: 20)."""
+    """Timed steps of a run (default: 20)."""
     settle: int = 5
-    """Steps of a run that are left out first."""
+    """Steps to skip at the start of a run."""
     active: int = 5
-    """Steps of a run that are recorded, after those that are timed."""
+    """Recorded steps of a run, after the timed ones."""
     sweep: str | None = None
-    """A flag of tutti train and its values, as bucket-mb=1,5,25 or batch=4,8: each at every size.
-    lr=… compares losses instead, as tutti train --lr-sweep does."""
+    """A flag of tutti train and its values, as bucket-mb=1,5,25 or batch=4,8; all are run with
+    every number of ranks. lr=… compares losses instead, like tutti train --lr-sweep."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks compute."""
+    """The device of the ranks."""
     ranks_per_gpu: int = 1
     """How many ranks may share one GPU."""
     out: Path | None = None
@@ -76,50 +72,52 @@ class Scale:
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     flags, words = split_at_dashes(arguments)
-    ours, others = _sort(flags)
-    options = parse(Scale, "tutti scale", ours)
+    own_flags, train_flags = _split_flags(flags)
+    options = parse(Scale, "tutti scale", own_flags)
     if words[:1] == ["train"] or words[:2] == ["tutti", "train"]:
-        others += words[words.index("train") + 1 :]  # the same as its flags before the dashes
+        train_flags += words[words.index("train") + 1 :]  # the same as flags before the dashes
         words = []
     sizes = _sizes(options)
-    if not words and not any(word.partition("=")[0] == "--recipe" for word in others):
-        program = next((word for word in others if word.endswith(".py")), None)
+    if not words and not any(word.partition("=")[0] == "--recipe" for word in train_flags):
+        program = next((word for word in train_flags if word.endswith(".py")), None)
         cure = "--recipe NAME (lenet, gpt, …), or -- train.py …"
         if program is not None:
-            cure = f"a program comes after two dashes: tutti scale --ranks 1,2 -- {program} …"
-        raise UsageError(f"what should run? {cure}")
-    if words and others:
-        raise UsageError(f"no flag {others[0]}: see tutti scale --help; a program's come after it")
+            cure = f"put the program after two dashes: tutti scale --ranks 1,2 -- {program} …"
+        raise UsageError(f"no job is given: {cure}")
+    if words and train_flags:
+        raise UsageError(
+            f"no flag {train_flags[0]}: see tutti scale --help; flags of a program come after it"
+        )
     _check(options)
     if words:
-        return _program(options, sizes, words)
-    return _recipe(options, sizes, others)
+        return _scale_program(options, sizes, words)
+    return _scale_recipe(options, sizes, train_flags)
 
 
-def _sort(flags: list[str]) -> tuple[list[str], list[str]]:
-    """Flags of this command, and those that it passes on to tutti train."""
+def _split_flags(flags: list[str]) -> tuple[list[str], list[str]]:
+    """The flags of this command, and those for tutti train."""
     names = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Scale)}
     names |= {"-n", "-h", "--help"}
-    ours: list[str] = []
+    own: list[str] = []
     others: list[str] = []
-    value = False  # whether the next word is the value of a flag of ours; each takes one
+    expects_value = False  # whether the next word is the value of an own flag; each takes one
     for word in flags:
         name = word.partition("=")[0].replace("_", "-")
         if name in names:
-            value = "=" not in word and name not in ("-h", "--help")
-            ours.append(word)
+            expects_value = "=" not in word and name not in ("-h", "--help")
+            own.append(word)
         else:
-            (ours if value else others).append(word)
-            value = False
-    return ours, others
+            (own if expects_value else others).append(word)
+            expects_value = False
+    return own, others
 
 
 def _sizes(options: Scale) -> list[int]:
     if options.ranks is None:
-        raise UsageError("--ranks: which sizes? As 1,2,4")
+        raise UsageError("--ranks is required: give numbers of ranks, as 1,2,4")
     items = options.ranks.split(",")
     if not all(item.strip().isdecimal() and int(item) > 0 for item in items):
-        raise UsageError(f"--ranks {options.ranks}: whole numbers with commas between, as 1,2,4")
+        raise UsageError(f"--ranks {options.ranks}: use whole numbers and commas, as 1,2,4")
     return sorted({int(item) for item in items})
 
 
@@ -127,8 +125,8 @@ def _check(options: Scale) -> None:
     launcher = identify(os.environ).launcher
     if launcher != "python":
         raise UsageError(
-            f"it starts ranks itself, and this process is one already, of {launcher}: start "
-            "it once, without a launcher"
+            f"tutti scale starts ranks itself, but {launcher} started this process as a rank: "
+            "start it once, without a launcher"
         )
     for flag in ("repeats", "steps", "active", "ranks_per_gpu"):
         value = getattr(options, flag)
@@ -142,54 +140,56 @@ def _check(options: Scale) -> None:
         raise UsageError(f"--out {out} exists and is not empty: choose another")
 
 
-def _program(options: Scale, sizes: list[int], words: list[str]) -> int:
-    """A program that knows nothing of tutti, at every size."""
+def _scale_program(options: Scale, sizes: list[int], words: list[str]) -> int:
+    """Run any training program, unchanged."""
     from tutti.cli import COMMANDS
-    from tutti.profile.launch import program
-    from tutti.scale.job import Job, check_placeholder
+    from tutti.profile.captured_command import resolve_command
+    from tutti.scale.scale_job import Job, starts_ranks_itself
 
     if options.sweep is not None:
         raise UsageError("--sweep sets flags of tutti train: it needs --recipe NAME")
-    starts_ranks = check_placeholder(words, sizes)
+    starts_ranks = starts_ranks_itself(words, sizes)
     words = ["python", *words] if words[0] == "-m" else words
-    command = program(words, list(COMMANDS))
     job = Job(
-        tuple(command),
+        tuple(resolve_command(words, list(COMMANDS))),
         starts_ranks=starts_ranks,
         device=options.device,
         ranks_per_gpu=options.ranks_per_gpu,
     )
-    return _measure(options, sizes, job, options.mode or "weak", lambda turn, folder: ())
+    return _measure(options, sizes, job, options.mode or "weak", lambda run, folder: ())
 
 
-def _recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
-    """tutti's own training, at every size."""
-    from tutti.cli.scale_recipe import SizedRecipe, read
-    from tutti.scale.job import Job
-    from tutti.scale.sweep import parse_sweep
+def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
+    """Run tutti train."""
+    from tutti.cli.scale_recipe import ScaledRecipe, read_train_flags
+    from tutti.scale.scale_job import Job
+    from tutti.scale.scale_table import parse_sweep
 
-    read(flags, sizes[0])  # wrong flags are told before anything is added to them
+    read_train_flags(flags, sizes[0])  # report wrong flags before anything is added to them
     mode: Mode = options.mode or "strong"
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
     if sweep is not None and sweep[0] == "lr":
-        return _learning_rates(options, sizes, flags, sweep[1])
-    recipe = SizedRecipe(flags, sizes, mode, _schedule(options).steps)
+        return _sweep_learning_rates(options, sizes, flags, sweep[1])
+    recipe = ScaledRecipe(flags, sizes, mode, _schedule(options).steps)
     values = [{}] if sweep is None else [{sweep[0]: value} for value in sweep[1]]
     recipe.check(values)
 
-    def with_folder(turn: "Turn", folder: Path) -> list[str]:
-        return [*recipe.further(turn.ranks, turn.flags), "--out", str(folder)]
+    def extra_words(run: "PlannedRun", folder: Path) -> list[str]:
+        return [*recipe.extra_flags(run.ranks, run.flags), "--out", str(folder)]
 
     command = [sys.executable, "-m", "tutti", "train", *flags]
     command += ["--device", options.device, "--ranks-per-gpu", str(options.ranks_per_gpu)]
     job = Job(tuple(command), ends=True, device=options.device, ranks_per_gpu=options.ranks_per_gpu)
-    return _measure(options, sizes, job, mode, with_folder, values)
+    return _measure(options, sizes, job, mode, extra_words, values)
 
 
-def _learning_rates(options: Scale, sizes: list[int], flags: list[str], values: list[str]) -> int:
-    """Of a learning rate the loss is of interest, not the speed: as tutti train --lr-sweep."""
+def _sweep_learning_rates(
+    options: Scale, sizes: list[int], flags: list[str], values: list[str]
+) -> int:
+    """Compare the losses of learning rates, not their speed: like tutti train --lr-sweep."""
     from tutti.cli.lr_sweep import print_table, train_all
     from tutti.cli.train import read_flags
+    from tutti.scale.forecast import no_forecast
 
     words = [*flags, "--ranks", ",".join(map(str, sizes)), "--lr-sweep", ",".join(values)]
     words += ["--device", options.device, "--ranks-per-gpu", str(options.ranks_per_gpu)]
@@ -202,13 +202,13 @@ def _learning_rates(options: Scale, sizes: list[int], flags: list[str], values: 
         for (rate, ranks), found in trained.items()
     ]
     results: dict[str, Any] = {"mode": None, "unit": None, "rows": [], "fit": None}
-    results["forecast"] = _NO_FORECAST
+    results["forecast"] = no_forecast("a flag was swept")
     _write(options, _folder(options), results | {"sweep": sweep, "complete": code == 0})
     return code
 
 
 def _schedule(options: Scale) -> "Schedule":
-    from tutti.scale.job import Schedule
+    from tutti.scale.scale_job import Schedule
 
     return Schedule(options.settle, options.steps or Schedule.timed, options.active)
 
@@ -222,49 +222,44 @@ def _measure(
     sizes: list[int],
     job: "Job",
     mode: "Mode",
-    further: "Further",
+    extra_words: "ExtraWords",
     sweep: Sequence[dict[str, str]] = ({},),
 ) -> int:
-    """Make all runs in turns; say and write what they gave."""
-    from tutti.scale.campaign import Campaign, turns
-    from tutti.scale.scaling import Scaling
-    from tutti.scale.sweep import sweep_lines, sweep_rows
-    from tutti.scale.table import lines
+    """Execute all runs, print and write the results."""
+    from tutti.scale.efficiency import Scaling
+    from tutti.scale.forecast import no_forecast
+    from tutti.scale.scale_runs import RunSeries, plan_runs
+    from tutti.scale.scale_table import scale_lines, sweep_lines, sweep_rows
 
     out = _folder(options)
     job.check(sizes)
     print(job.describe(sizes), file=sys.stderr)
-    campaign = Campaign(job, _schedule(options), out, further)
-    campaign.make(turns(sizes, options.repeats, sweep))
-    if campaign.runs:
-        swept, width = any(turn for turn in sweep), text_width(sys.stdout)
-        scaling = Scaling(campaign.runs, mode)
-        results = scaling.results() | {"notes": [*scaling.notes(), *job.notes(sizes)]}
-        if swept:
-            results |= {"rows": [], "forecast": _NO_FORECAST}
-            results["sweep"] = sweep_rows(campaign.runs, mode)
+    series = RunSeries(job, _schedule(options), out, extra_words)
+    series.execute(plan_runs(sizes, options.repeats, sweep))
+    if series.runs:
+        width = text_width(sys.stdout)
+        scaling = Scaling(series.runs, mode)
+        results = scaling.results() | {"notes": [*scaling.notes(), *job.notes(sizes)], "sweep": []}
+        if any(sweep):
+            results |= {"rows": [], "forecast": no_forecast("a flag was swept")}
+            results["sweep"] = sweep_rows(series.runs, mode)
             print("\n".join(sweep_lines(results["sweep"], results["notes"], width)))
         else:
-            results["sweep"] = []
-            print("\n".join(lines(results, width)))
-        results["complete"] = not campaign.stopped and campaign.failure is None
-        results["runs"] = [run.row() for run in campaign.runs]
+            print("\n".join(scale_lines(results, width)))
+        results["complete"] = not series.stopped and series.failure is None
+        results["runs"] = [run.row() for run in series.runs]
         _write(options, out, results)
-    return _ended(campaign)
+    if series.stopped:
+        print("tutti scale: stopped; the runs before are kept", file=sys.stderr)
+        return _INTERRUPTED
+    if series.failure is not None:
+        print(f"tutti scale: {series.failure}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _write(options: Scale, out: Path, results: dict[str, Any]) -> None:
     for path in (out / "scale.json", options.json):
         if path is not None:
             write_json(path, _SCHEMA, results)
-    print(f"results are in {out}; a page of them: tutti report {out}", file=sys.stderr)
-
-
-def _ended(campaign: "Campaign") -> int:
-    if campaign.stopped:
-        print("tutti scale: stopped; this is what was measured", file=sys.stderr)
-        return _INTERRUPTED
-    if campaign.failure is not None:
-        print(f"tutti scale: {campaign.failure}", file=sys.stderr)
-        return 2
-    return 0
+    print(f"the results are in {out}; for an HTML page: tutti report {out}", file=sys.stderr)

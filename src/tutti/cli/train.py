@@ -96,7 +96,7 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
 
 
 def _train(options: Train, base: Recipe) -> int:
-    from tutti.profile.launch import keep_collectives
+    from tutti.profile.captured_command import enlarge_flight_recorder
     from tutti.train.run_directory import RunDirectory
     from tutti.train.together import together
     from tutti.train.trainer import LossNotFinite, Trainer
@@ -104,7 +104,7 @@ def _train(options: Train, base: Recipe) -> int:
     from tutti.world.world import init
 
     if options.profile:
-        keep_collectives(os.environ)
+        enlarge_flight_recorder(os.environ)
     with init(
         device=options.device,
         ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,

@@ -387,9 +387,7 @@ def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
         times = [run.part("compute", t.rank) + run.part("hidden", t.rank) for t in traces]
         work = [trace.work / len(trace.steps) for trace in traces]
         gain = max(times) - fmean(times)
-        uneven = (
-            min(work) > 0 and max(work) < 1.02 * min(work) and gain > _LEAST_GAIN * run.step_s
-        )
+        uneven = min(work) > 0 and max(work) < 1.02 * min(work) and gain > _LEAST_GAIN * run.step_s
         if not uneven and threads <= len(cpus):
             continue
         each_has = len(cpus) // len(traces)

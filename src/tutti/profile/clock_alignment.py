@@ -35,9 +35,7 @@ def align_clocks(traces: Sequence[RankTrace]) -> list[Clock]:
         return []
     for trace in traces:
         trace.shift((trace.base_ns - traces[0].base_ns) / 1e9)
-    matched = [
-        each for each in match_collectives(traces) if each.first.operation in SYNCHRONIZING
-    ]
+    matched = [each for each in match_collectives(traces) if each.first.operation in SYNCHRONIZING]
     owner = _clock_owners(traces, matched)
     offsets = _offsets(traces[0].rank, owner, matched)
     clocks = []

@@ -44,9 +44,7 @@ def comm_rows(
     return sorted(rows, key=lambda row: -row["transfer_s"]["total"])
 
 
-def _comm_row(
-    traces: Sequence[RankTrace], key: _Key, samples: list[_Sample]
-) -> dict[str, Any]:
+def _comm_row(traces: Sequence[RankTrace], key: _Key, samples: list[_Sample]) -> dict[str, Any]:
     operation, group, axis, size, dtype = key
     times = [seconds for seconds, *_ in samples]
     p50, ranks = median(times), samples[0][3]
@@ -117,7 +115,5 @@ def bucket_rows(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
 
 def buckets_in(trace: RankTrace, step: Step) -> list[Collective]:
     """The DDP buckets of a step in the order of their calls."""
-    buckets = [
-        each for each in trace.collectives_called_in(step) if each.bucket_ready is not None
-    ]
+    buckets = [each for each in trace.collectives_called_in(step) if each.bucket_ready is not None]
     return sorted(buckets, key=lambda each: (each.bucket_ready, each.arrival))

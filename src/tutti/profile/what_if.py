@@ -1,7 +1,7 @@
 """Predicts a step with other DDP bucket sizes: a small model, fitted to the trace.
 
 A message of s bytes takes α + β·s seconds. Gradients become ready during backward as they did in
-the trace; a bucket is sent when it is full and a lane is free (NCCL has one lane, gloo two threads).
+the trace; a bucket is sent when it is full and a lane is free (NCCL has one lane, gloo has two).
 What is sent after backward is exposed, and so is what is sent while backward has nothing to
 compute. The model is evaluated for the recorded buckets, too, and scaled to the recorded result.
 """

@@ -1,1 +1,1 @@
-"""Run a job at several sizes, and explain the loss of efficiency."""
+"""Run a job with several numbers of ranks, and explain the loss of efficiency."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
-from tutti.profile.parts import PARTS
+from tutti.profile.step_breakdown import PARTS
 from tutti.report.collect import Run
 from tutti.report.figure import Figure, Table, axis
 from tutti.report.palette import PART_NAMES

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tutti.profile.explain import RATIO_LIMIT
+from tutti.profile.explain import COMM_RATIO_LIMIT
 from tutti.report.collect import Run
 from tutti.report.figure import Figure, Table, axis, percent
 from tutti.report.figures.ranks import height, left_out, names, shown
@@ -16,7 +16,7 @@ def figures(run: Run) -> Iterator[Figure]:
     if profile["world_size"] < 2 or all(row["overlap"] is None for row in profile["ranks"]):
         return  # there is nobody to communicate with, or nothing
     rows = shown(profile)
-    limit = 100 * RATIO_LIMIT
+    limit = 100 * COMM_RATIO_LIMIT
     traces: list[dict[str, Any]] = [
         {
             "type": "bar",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tutti.profile.parts import PARTS
+from tutti.profile.step_breakdown import PARTS
 from tutti.report.collect import Run
 from tutti.report.figure import Figure, Table, axis, milliseconds, percent
 from tutti.report.figures.ranks import height, left_out, names, shown

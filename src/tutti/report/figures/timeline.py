@@ -8,9 +8,9 @@ import numpy as np
 
 from tutti.measure.units import format_bytes
 from tutti.profile.explain import Explanation
-from tutti.profile.intervals import Times
-from tutti.profile.parts import StepParts
+from tutti.profile.intervals import Intervals
 from tutti.profile.rank_trace import RankTrace, Step
+from tutti.profile.step_breakdown import StepBreakdown
 from tutti.report.collect import Run
 from tutti.report.figure import Figure, Table, axis
 from tutti.report.palette import PART_NAMES, PARTS
@@ -95,9 +95,9 @@ def _choose(explanation: Explanation) -> tuple[int, dict[int, Step]] | None:
     return number, steps[number]
 
 
-def _bars(trace: RankTrace, split: StepParts, begin: float, shortest: float) -> Iterator[_Bar]:
+def _bars(trace: RankTrace, split: StepBreakdown, begin: float, shortest: float) -> Iterator[_Bar]:
     """The parts of a step in three lanes."""
-    parts = split.times
+    parts = split.intervals
     last = max((float(each.ends[-1]) for each in parts.values() if len(each.ends)), default=begin)
     during = [each for each in trace.collectives if each.end > begin and each.arrival < last]
     for lane, part, times, what in (
@@ -122,13 +122,13 @@ def _bars(trace: RankTrace, split: StepParts, begin: float, shortest: float) -> 
                     for each in during
                     if each.last_rank is not None
                     and each.arrival < end
-                    and each.waited_until > start
+                    and each.transfer_start > start
                 }
                 what = f"for rank {', '.join(map(str, sorted(late - {trace.rank})))}"
             yield trace.rank, lane, part, start - begin, end - start, what[:120]
 
 
-def _drawn(times: Times, shortest: float) -> list[tuple[float, float]]:
+def _drawn(times: Intervals, shortest: float) -> list[tuple[float, float]]:
     """Intervals with pauses between them that can be seen."""
     if not len(times.starts):
         return []

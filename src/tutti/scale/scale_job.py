@@ -1,4 +1,4 @@
-"""Job: what is run at each size. A recipe of tutti's own, or a program that knows nothing of it."""
+"""The job that is run with each number of ranks: a recipe of tutti, or any training program."""
 
 import os
 import re
@@ -10,15 +10,15 @@ from typing import Literal
 
 from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
 from tutti.machine.gpus import visible_gpu_count
-from tutti.profile.launch import captured_environment
+from tutti.profile.captured_command import captured_environment
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 
 Mode = Literal["strong", "weak"]
 
-RANKS = "{ranks}"  # stands for the number of ranks in a command
+RANKS = "{ranks}"  # placeholder for the number of ranks in a command
 PROFILER_WARMUP = 2
-_LAUNCHERS = {
+_RANK_FLAGS = {
     "torchrun": "--nproc-per-node",
     "torch.distributed.run": "--nproc-per-node",
     "torch.distributed.launch": "--nproc-per-node",
@@ -33,7 +33,7 @@ _LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """Of a run's steps: some to settle, some that are timed, some that are recorded."""
+    """The steps of a run: first some that are skipped, then timed ones, then recorded ones."""
 
     settle: int = 5
     timed: int = 20
@@ -41,7 +41,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that a run needs; the first one begins it all."""
+        """Optimizer steps that a run needs; the first one starts the capture."""
         return 1 + self.settle + self.timed + PROFILER_WARMUP + self.recorded
 
 
@@ -49,8 +49,8 @@ class Schedule:
 class Job:
     """A command for any number of ranks.
 
-    `starts_ranks`: the command starts its ranks itself, told by {ranks} how many. Otherwise it is
-    one rank's command, and tutti run starts it. `ends`: it ends by itself after the schedule.
+    `starts_ranks`: the command starts its ranks itself, {ranks} tells it how many; otherwise it is
+    the command of one rank, and tutti run starts it. `ends`: it ends by itself after the schedule.
     """
 
     command: tuple[str, ...]
@@ -59,9 +59,9 @@ class Job:
     device: str = "auto"
     ranks_per_gpu: int = 1
 
-    def command_for(self, ranks: int, further: Sequence[str] = ()) -> list[str]:
-        """The whole command; `further` words are added to it."""
-        words = [word.replace(RANKS, str(ranks)) for word in (*self.command, *further)]
+    def command_for(self, ranks: int, extra: Sequence[str] = ()) -> list[str]:
+        """The whole command, with `extra` words at its end."""
+        words = [word.replace(RANKS, str(ranks)) for word in (*self.command, *extra)]
         if self.starts_ranks:
             return words
         run = [sys.executable, "-m", "tutti", "run", "-n", str(ranks), "--device", self.device]
@@ -69,7 +69,7 @@ class Job:
         return [*run, "--", *words]
 
     def environment(self, schedule: Schedule, traces: Path, most_ranks: int) -> dict[str, str]:
-        """In it every rank captures itself."""
+        """The environment in which every rank captures itself."""
         settings = {
             "directory": str(traces),
             "wait": schedule.settle + schedule.timed,
@@ -78,29 +78,29 @@ class Job:
             "stop": not self.ends,
         }
         env = captured_environment(settings, os.environ)
-        # A rank is the same at every size: else one rank alone would have all cores, and its
-        # speed would be held against that of ranks that have a share of them.
+        # A rank has the same threads in every run: otherwise a single rank would use all cores, and
+        # its speed would be compared with ranks that have a share of them.
         env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // most_ranks)))
         return env
 
     def check(self, sizes: Sequence[int]) -> None:
-        """Refuse what this host cannot start, before anything is."""
+        """Refuse what this host cannot start, before the first run."""
         for ranks in () if self.starts_ranks else sizes:
             shared = min(ranks, self.ranks_per_gpu)
             LocalWorld(self.command, ranks, self.device, ranks_per_gpu=shared).check()
 
     def describe(self, sizes: Sequence[int]) -> str:
-        """What is the same at every size."""
+        """What is the same in every run."""
         given = os.environ.get("OMP_NUM_THREADS")
         threads = given or str(max(1, _cores() // max(sizes)))
-        why = "OMP_NUM_THREADS" if given else f"{_cores()} cores / {max(sizes)}"
-        return f"every rank has {threads} thread{'s' * (threads != '1')} at every size ({why})"
+        reason = "OMP_NUM_THREADS" if given else f"{_cores()} cores / {max(sizes)}"
+        return f"every rank has {threads} thread{'s' * (threads != '1')} in every run ({reason})"
 
     def notes(self, sizes: Sequence[int]) -> list[str]:
-        """What makes the figures other than they would be elsewhere."""
+        """Conditions that limit what the results say."""
         notes = []
         if self.ranks_per_gpu > 1:
-            notes.append("ranks share a GPU: this shows software's costs, not links between GPUs")
+            notes.append("ranks share a GPU: this measures software overhead, not GPU links")
         on_cpus = self.device == "cpu" or not visible_gpu_count()
         if on_cpus and max(sizes) > _cores() and not self.starts_ranks:
             notes.append(f"{max(sizes)} ranks share {_cores()} cores: they slow each other down")
@@ -111,30 +111,30 @@ def _cores() -> int:
     return min(len(allowed_cpus()), cpu_quota() or sys.maxsize)
 
 
-def launcher_in(words: Sequence[str]) -> str | None:
+def starts_ranks_itself(words: Sequence[str], sizes: Sequence[int]) -> bool:
+    """Whether the command starts its ranks; refuses a launcher without the {ranks} placeholder."""
+    if any(RANKS in word for word in words):
+        return True
+    launcher = _launcher_of(words)
+    if launcher is None:
+        return False
+    flag = _RANK_FLAGS[launcher]
+    raise UsageError(
+        f"{launcher} starts ranks itself, and nothing in the command says how many: write {RANKS} "
+        f"for the number ({launcher} {'run ' * (launcher == 'tutti')}{flag} {RANKS} …), or give "
+        f"the script alone: tutti scale --ranks {','.join(map(str, sizes))} -- train.py"
+    )
+
+
+def _launcher_of(words: Sequence[str]) -> str | None:
     """The launcher that a command begins with: torchrun, python -m torch.distributed.run, …"""
     first = Path(words[0]).name
     if first.startswith(("mpirun.", "mpiexec.")):  # mpirun.openmpi, mpiexec.hydra
         first = first.partition(".")[0]
     if first == "tutti":
         return "tutti" if words[1:2] == ["run"] else None
-    if first in _LAUNCHERS:
+    if first in _RANK_FLAGS:
         return first
     if re.fullmatch(r"python[\d.]*", first) and words[1:2] == ["-m"] and words[2:3]:
-        return words[2] if words[2] in _LAUNCHERS else None
+        return words[2] if words[2] in _RANK_FLAGS else None
     return None
-
-
-def check_placeholder(words: Sequence[str], ranks: Sequence[int]) -> bool:
-    """Whether the command starts ranks itself. Refuses one that cannot be told how many."""
-    launcher = launcher_in(words)
-    if any(RANKS in word for word in words):
-        return True
-    if launcher is None:
-        return False
-    flag = _LAUNCHERS[launcher]
-    raise UsageError(
-        f"{launcher} starts ranks itself, and nothing in the command says how many: write {RANKS} "
-        f"where the number goes ({launcher} {'run ' * (launcher == 'tutti')}{flag} {RANKS} …), "
-        f"or give the script alone: tutti scale --ranks {','.join(map(str, ranks))} -- train.py"
-    )

@@ -1,0 +1,271 @@
+"""Speed-up and efficiency of each number of ranks, and the lost efficiency by cause.
+
+A step with N ranks takes T(N) seconds, ideally f × T(base): f is 1 if every rank keeps its batch
+(weak scaling), base / N if the ranks share one (strong scaling). Efficiency is
+E = f × T(base) / T(N). A recorded step is the sum of its parts, so the loss of recorded steps is the
+sum of what each part takes more than f times its base value, as a share of the step:
+
+    1 − E(recorded) = Σ (part(N) − f × part(base)) / T(N)
+
+The efficiency that is reported is of steps without the profiler. The difference of the two
+efficiencies, caused by recording or noise, is a cause of its own: `unexplained`.
+
+Ratios are taken within a repeat, in which all sizes ran on the same machine. A row has the
+efficiency and causes of the median repeat (the mean of the two middle ones if their number is
+even): so they add up, and the traces of that repeat show them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tutti.measure.spread import percentile
+from tutti.scale.forecast import CommFit, ScalePoint, comm_points, fit_comm, forecast
+from tutti.scale.scale_job import Mode
+
+_PART_OF_CAUSE = {"exposed_comm": "exposed", "wait": "wait", "bubble": "bubble", "input": "input"}
+LOSS_CAUSES = (*_PART_OF_CAUSE, "other")
+OTHER_CAUSES = ("compute", "gaps", "rest", "unexplained")
+_OWN_PARTS = ("compute", "hidden", "input", "host_gap", "rest")
+# Sample counts that differ by less are the same: the last batch of an epoch is smaller.
+_SAME_SAMPLES = 0.05
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Seconds of a step without the profiler, and the parts of a recorded step."""
+
+    seconds: float
+    parts: Mapping[str, float]
+
+    @property
+    def recorded_seconds(self) -> float:
+        return sum(self.parts.values())
+
+    def unrecorded_part(self, part: str) -> float:
+        """Seconds of a part without the profiler, if all parts shrink alike."""
+        return self.parts[part] / self.recorded_seconds * self.seconds
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One run. `step.seconds` is of steps without the profiler, `step.parts` of recorded steps."""
+
+    ranks: int
+    repeat: int
+    folder: Path
+    flags: dict[str, str]  # set by a sweep
+    samples: float | None  # per step, over all ranks
+    step: MeasuredStep
+    hidden: float  # communication behind compute, as a share of the step
+    comm: list[dict[str, Any]]
+    late: dict[str, Any] | None  # the rank that others wait for most, if any
+    overhead: float  # recorded step / step without the profiler
+    notes: list[str]
+
+    def row(self) -> dict[str, Any]:
+        """An entry of `runs[]` in the JSON."""
+        return {
+            "ranks": self.ranks,
+            "repeat": self.repeat,
+            "flags": self.flags,
+            "folder": str(self.folder),
+            "step_s": self.step.seconds,
+            "samples_per_step": self.samples,
+            "parts_s": self.step.parts,
+            "recording_overhead": self.overhead,
+            "late": self.late,
+        }
+
+
+def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One step's parts for all ranks; they add up to the mean step.
+
+    Each rank's own work is taken from the fastest rank; any excess on slower ranks is counted as
+    waiting, in full, and not partly as compute of an average rank. Compute includes hidden
+    communication.
+    """
+    fastest = min(ranks, key=lambda parts: sum(parts[name] for name in _OWN_PARTS))
+    length = fmean(sum(parts.values()) for parts in ranks)
+    combined = {
+        "compute": fastest["compute"] + fastest["hidden"],
+        "exposed": fmean(parts["exposed"] for parts in ranks),
+        "bubble": fmean(parts["bubble"] for parts in ranks),
+        **{name: fastest[name] for name in ("input", "host_gap", "rest")},
+    }
+    return combined | {"wait": length - sum(combined.values())}
+
+
+def efficiency(step: MeasuredStep, base: MeasuredStep, ideal: float) -> float:
+    """`ideal` is f: the ideal step length relative to the base's."""
+    return ideal * base.seconds / step.seconds
+
+
+def loss_by_cause(
+    step: MeasuredStep, base: MeasuredStep, ideal: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The loss by cause as shares of the step, and the split of `other`; negative is a gain."""
+
+    def excess(part: str) -> float:
+        return (step.parts[part] - ideal * base.parts[part]) / step.recorded_seconds
+
+    loss = {cause: excess(part) for cause, part in _PART_OF_CAUSE.items()}
+    other = {"compute": excess("compute"), "gaps": excess("host_gap"), "rest": excess("rest")}
+    recorded = ideal * base.recorded_seconds / step.recorded_seconds
+    other["unexplained"] = recorded - efficiency(step, base, ideal)
+    return loss | {"other": sum(other.values())}, other
+
+
+@dataclass(frozen=True)
+class _Ratio:
+    """A run and the run of the smallest size in the same repeat."""
+
+    run: MeasuredRun
+    base: MeasuredRun
+    ideal: float
+
+    @property
+    def efficiency(self) -> float:
+        return efficiency(self.run.step, self.base.step, self.ideal)
+
+
+class Scaling:
+    """The results of runs with several numbers of ranks."""
+
+    def __init__(self, runs: Sequence[MeasuredRun], mode: Mode) -> None:
+        self.runs = list(runs)
+        self.mode = mode
+        self.sizes = sorted({run.ranks for run in runs})
+        self._counted = all(run.samples for run in runs)
+
+    @property
+    def actual_mode(self) -> Mode | None:
+        """According to the samples if they are counted, otherwise --mode; None: neither."""
+        modes: tuple[Mode, ...] = (self.mode, "strong", "weak")
+        return next((mode for mode in modes if all(self._fits(r, mode) for r in self.runs)), None)
+
+    @property
+    def unit(self) -> str:
+        """The unit of throughput: steps if the number of samples is unknown."""
+        if self._counted:
+            return "samples/s"
+        return "ranks × steps/s" if self.mode == "weak" else "steps/s"
+
+    def throughput(self, run: MeasuredRun) -> float:
+        per_step = run.ranks if self.mode == "weak" else 1
+        return ((run.samples if self._counted else per_step) or 1) / run.step.seconds
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each size with a known ratio."""
+        return [self._row(ranks) for ranks in self.sizes if self._ratios(ranks)]
+
+    def fit(self) -> CommFit | None:
+        """α and β of the communication in all runs."""
+        return fit_comm(comm_points(run.comm for run in self.runs))
+
+    def results(self) -> dict[str, Any]:
+        """The JSON keys of one set of flags."""
+        rows, fit = self.rows(), self.fit()
+        ends = None
+        if len(rows) > 1:
+            last = _middle(self._ratios(rows[-1]["ranks"]))[0]
+            ends = (_scale_point(last.base, 1.0), _scale_point(last.run, last.ideal))
+        measured = [(row["ranks"], row["efficiency"]) for row in rows]
+        return {
+            "mode": self.actual_mode or self.mode,
+            "unit": self.unit,
+            "rows": rows,
+            "fit": None if fit is None else fit.row(),
+            "forecast": forecast(measured, ends, fit, self.actual_mode),
+        }
+
+    def notes(self) -> list[str]:
+        notes = [note for run in self.runs for note in run.notes]
+        if not self._counted:
+            notes.append(
+                f"samples per step are unknown (no torch DataLoader is used): throughput is in "
+                f"{self.unit}, and --mode {self.mode} is taken as what the script does"
+            )
+        counted_as = f", as {self.actual_mode} scaling" if self.actual_mode else ""
+        for run in self.runs:
+            if not self._fits(run, self.mode):
+                base = self._base(run)
+                notes.append(
+                    f"--mode {self.mode}, but a step has {base.samples:g} samples with "
+                    f"{base.ranks} and {run.samples:g} with {run.ranks} ranks: the results use "
+                    f"these samples{counted_as}"
+                )
+        return list(dict.fromkeys(notes))
+
+    def _base(self, run: MeasuredRun) -> MeasuredRun:
+        smallest = (each for each in self.runs if each.ranks == self.sizes[0])
+        return next((each for each in smallest if each.flags == run.flags), run)
+
+    def _fits(self, run: MeasuredRun, mode: Mode) -> bool:
+        """Whether the run's samples agree with a mode; if none are counted, --mode is trusted."""
+        base = self._base(run)
+        if not self._counted:
+            return mode == self.mode
+        expected = run.ranks / base.ranks if mode == "weak" else 1.0
+        return abs((run.samples or 0) / (base.samples or 1) / expected - 1) <= _SAME_SAMPLES
+
+    def _ratios(self, ranks: int) -> list[_Ratio]:
+        """For each repeat that has both: the run of this size and of the smallest size."""
+        bases = {run.repeat: run for run in self.runs if run.ranks == self.sizes[0]}
+        return [
+            _Ratio(run, bases[run.repeat], self._ideal(run, bases[run.repeat]))
+            for run in self.runs
+            if run.ranks == ranks and run.repeat in bases
+        ]
+
+    def _ideal(self, run: MeasuredRun, base: MeasuredRun) -> float:
+        """f: the ideal step length relative to the base's."""
+        more = run.ranks / base.ranks
+        if self._counted:
+            return (run.samples or 1) / (base.samples or 1) / more
+        return 1.0 if self.mode == "weak" else 1 / more
+
+    def _row(self, ranks: int) -> dict[str, Any]:
+        ratios = self._ratios(ranks)
+        speeds = [self.throughput(run) for run in self.runs if run.ranks == ranks]
+        efficiencies = [each.efficiency for each in ratios]
+        chosen = _middle(ratios)
+        losses = [loss_by_cause(each.run.step, each.base.step, each.ideal) for each in chosen]
+        return {
+            "ranks": ranks,
+            "samples_per_s": percentile(speeds, 50),
+            "samples_per_s_spread": [percentile(speeds, 25), percentile(speeds, 75)],
+            "step_s": fmean(each.run.step.seconds for each in chosen),
+            "speedup": percentile(efficiencies, 50) * ranks / self.sizes[0],
+            "efficiency": percentile(efficiencies, 50),
+            "efficiency_spread": [percentile(efficiencies, 25), percentile(efficiencies, 75)],
+            "loss": {name: fmean(loss[name] for loss, _ in losses) for name in LOSS_CAUSES},
+            "other": {name: fmean(other[name] for _, other in losses) for name in OTHER_CAUSES},
+            "late": chosen[0].run.late,
+            "folder": str(chosen[0].run.folder),
+            "repeats": len(speeds),
+        }
+
+
+def _middle(ratios: Sequence[_Ratio]) -> list[_Ratio]:
+    """The median by efficiency, or the two middle ones."""
+    ordered = sorted(ratios, key=lambda each: each.efficiency)
+    return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
+
+
+def _scale_point(run: MeasuredRun, ideal: float) -> ScalePoint:
+    own = sum(run.step.unrecorded_part(part) for part in ("compute", "host_gap", "rest"))
+    stalled = run.step.unrecorded_part("wait") + run.step.unrecorded_part("bubble")
+    return ScalePoint(
+        ranks=run.ranks,
+        ideal=ideal,
+        seconds=run.step.seconds,
+        own=own,
+        input=run.step.unrecorded_part("input"),
+        exposed=run.step.unrecorded_part("exposed"),
+        hidden=run.hidden * run.step.seconds,
+        stalled_share=stalled / run.step.seconds,
+        comm=run.comm,
+    )

@@ -1,0 +1,227 @@
+"""The text that `tutti scale` prints: a table of 80 columns (60 if narrow), causes, sweeps."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tutti.measure.spread import percentile
+from tutti.measure.terminal import wrap_line
+from tutti.profile.stragglers import excess_text
+from tutti.scale.efficiency import LOSS_CAUSES, MeasuredRun, Scaling
+from tutti.scale.forecast import MOST_RANKS
+from tutti.scale.scale_job import Mode
+from tutti.world.errors import UsageError
+
+_FULL_WIDTH = 80
+_SPEED_WIDTH = 20
+_PROFILE_COMMAND = "for details: tutti profile --trace"
+_TITLES = {"exposed_comm": "exposed"}
+_WIDTHS = {"exposed_comm": 8, "wait": 5, "bubble": 7, "input": 6, "other": 6}
+_MEANINGS = {
+    "exposed_comm": "communication without compute to hide behind",
+    "wait": "waiting for ranks that arrive later",
+    "bubble": "the pipeline bubble",
+    "input": "waiting for input",
+    "compute": "slower compute (ranks share cores, caches or memory; small batches)",
+    "gaps": "gaps in which nothing recorded runs (Python, launches, other programs)",
+    "rest": "code around operators (autograd's engine, DDP's reducer, copies)",
+    "unexplained": "not explained: recorded steps differ from timed ones (short steps, noise)",
+}
+_FEWEST_REPEATS = 3  # quartiles of fewer repeats do not show their spread
+
+
+def scale_lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[str]:
+    """The table of all sizes, the causes of the loss, the fit and the forecast."""
+    rows = results["rows"]
+    if rows:
+        title = f"{results['mode']} scaling; the loss of efficiency by cause, in % of the step"
+        yield from wrap_line(title, width, "  ")
+        yield ""
+        yield _table_head(results["unit"], width)
+        yield from (_table_line(row, width) for row in rows)
+        yield ""
+        for text in (*_causes(rows), *_fit(results["fit"]), *_forecast(results["forecast"], rows)):
+            # A command stays on one line, so that it can be copied.
+            is_command = text.startswith(_PROFILE_COMMAND)
+            yield from [text] if is_command else wrap_line(text, width, "  ")
+    yield from _notes(results["notes"], width)
+
+
+def _notes(notes: Sequence[str], width: int) -> Iterator[str]:
+    for note in notes:
+        yield from wrap_line(f"note: {note}", width, "  ")
+
+
+def _table_head(unit: str, width: int) -> str:
+    causes = "".join(f"{_TITLES.get(name, name):>{_WIDTHS[name]}}" for name in LOSS_CAUSES)
+    if width < _FULL_WIDTH:
+        return f"ranks{unit.removesuffix('/s')[:7] + '/s':>10} speedup eff%{causes}"
+    title = f"{unit} (p25–p75)"
+    title = title if len(title) <= _SPEED_WIDTH else unit
+    return f"ranks{title:>{_SPEED_WIDTH}} speed-up  efficiency %{causes}"
+
+
+def _table_line(row: dict[str, Any], width: int) -> str:
+    """One size; a narrow terminal has no space for spreads."""
+    causes = "".join(f"{100 * row['loss'][name]:>{_WIDTHS[name]}.1f}" for name in LOSS_CAUSES)
+    if width < _FULL_WIDTH:
+        numbers = f"{_short(row['samples_per_s']):>10}{row['speedup']:>8.2f}"
+        return f"{row['ranks']:>5}{numbers}{100 * row['efficiency']:>5.0f}{causes}"
+    low, high = row["samples_per_s_spread"]
+    speed = f"{_short(row['samples_per_s'])} ({_short(low)}–{_short(high)})"
+    share = f"{100 * row['efficiency']:.0f}"
+    if row["efficiency_spread"] != [1.0, 1.0]:  # otherwise the base
+        low, high = (round(100 * each) for each in row["efficiency_spread"])
+        share += f" ({low}–{high})"
+    return f"{row['ranks']:>5}{speed:>{_SPEED_WIDTH}}{row['speedup']:>9.2f}{share:>14}{causes}"
+
+
+def _short(value: float) -> str:
+    """Three digits: 12.3k for 12,345."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:
+            return f"{value / factor:.3g}{unit}" if value < 999.5 * factor else f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The split of `other`, and the largest cause at the largest size."""
+    if len(rows) < 2:
+        yield "only one number of ranks was run: there is nothing to compare with"
+        return
+    for row in rows[1:]:
+        split = ", ".join(f"{name} {100 * share:.1f}" for name, share in row["other"].items())
+        yield f"other with {row['ranks']} ranks: {split}"
+    row = rows[-1]
+    lost = 1 - row["efficiency"]
+    if lost <= 0.005:
+        yield f"{row['ranks']} ranks lose nothing that can be told from noise"
+        return
+    shares = {name: row["loss"][name] for name in LOSS_CAUSES if name != "other"} | row["other"]
+    cause = max(shares, key=lambda name: shares[name])
+    text = (
+        f"{row['ranks']} ranks lose {100 * lost:.1f} % of a step; the largest cause, "
+        f"{100 * shares[cause]:.1f} %, is {_MEANINGS[cause]}"
+    )
+    instead = (row["late"] or {}).get("instead")
+    if cause == "wait" and instead and instead["seconds"] >= 5e-5:
+        text += f": rank {row['late']['rank']} {excess_text(instead)}"
+    yield f"{text}."
+    yield f"{_PROFILE_COMMAND} {row['folder']}"
+    yield "speed-up and efficiency are medians of the ratios within a repeat"
+
+
+def _fit(fit: dict[str, Any] | None) -> Iterator[str]:
+    if fit is None:
+        return
+    beta = fit["beta_s_per_byte"]
+    speed = f"{1 / beta / 1e9:.3g} GB/s" if beta else "no bandwidth limit seen"
+    if fit["best_case"]:
+        yield f"communication: {speed} (1/β); latency unknown: only one message size seen"
+        return
+    r2 = f", r² {fit['r2']:.2f}" if fit["r2"] is not None else ""
+    yield (
+        f"communication: α {1e6 * fit['alpha_s']:.4g} µs and {speed} (1/β), fitted to "
+        f"{len(fit['points'])} kinds of message{r2}"
+    )
+
+
+def _forecast(forecast: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    if not forecast["rows"]:
+        yield forecast["reason"]
+        return
+    title = "forecast, at best" if forecast["best_case"] else "forecast"
+    values = ", ".join(
+        f"{100 * row['efficiency']:.0f} % with {row['ranks']}" for row in forecast["rows"]
+    )
+    yield f"{title}: efficiency {values} ranks"
+    limits = []
+    for limit, ranks in forecast["below"].items():
+        if ranks is None:
+            when = f"not up to {MOST_RANKS} ranks"
+        elif ranks <= rows[-1]["ranks"]:
+            when = f"already with {ranks}"
+        else:
+            when = f"with {ranks} ranks"
+        limits.append(f"below {100 * float(limit):.0f} % {when}")
+    yield f"{title}: {', '.join(limits)}"
+    yield forecast["reason"]
+
+
+def parse_sweep(text: str) -> tuple[str, list[str]]:
+    """Read `bucket-mb=1,5,25`: the flag without its dashes, and its values."""
+    flag, equals, values = text.partition("=")
+    flag = flag.strip().lstrip("-").replace("_", "-")
+    listed = [value.strip() for value in values.split(",") if value.strip()]
+    if not flag or not equals or len(listed) < 2:
+        raise UsageError(
+            f"--sweep {text}: give a flag of tutti train and at least two values: bucket-mb=1,5,25"
+        )
+    if len(set(listed)) != len(listed):
+        raise UsageError(f"--sweep {text}: a value is given twice")
+    return flag, listed
+
+
+def sweep_rows(runs: Sequence[MeasuredRun], mode: Mode) -> list[dict[str, Any]]:
+    """`sweep[]`: the rows of each value; `best` if it is faster beyond the spread of repeats.
+
+    Efficiency is relative to the smallest size with the same value.
+    """
+    by_value: dict[str, list[MeasuredRun]] = {}
+    for run in runs:
+        by_value.setdefault(str(run.flags), []).append(run)
+    rows = []
+    for of_value in by_value.values():
+        scaling = Scaling(of_value, mode)
+        common = {"flags": of_value[0].flags, "unit": scaling.unit}
+        rows += [common | row for row in scaling.rows()]
+    for row in rows:
+        row["best"] = _is_best(row, runs, mode)
+    return rows
+
+
+def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bool:
+    """Whether a value is faster than each other value in three of four repeats, at its size."""
+    same_size = [run for run in runs if run.ranks == row["ranks"]]
+    throughput = Scaling(same_size, mode).throughput
+    own = {run.repeat: throughput(run) for run in same_size if run.flags == row["flags"]}
+    others = {str(run.flags) for run in same_size if run.flags != row["flags"]}
+    for other in others:
+        ratios = [
+            own[run.repeat] / throughput(run)
+            for run in same_size
+            if str(run.flags) == other and run.repeat in own
+        ]
+        if len(ratios) < _FEWEST_REPEATS or percentile(ratios, 25) <= 1:
+            return False
+    return bool(others)
+
+
+def sweep_lines(
+    rows: Sequence[dict[str, Any]], notes: Sequence[str], width: int = _FULL_WIDTH
+) -> Iterator[str]:
+    """One table with a block for each value, and the best value of each size."""
+    if not rows:
+        return
+    yield _table_head(rows[0]["unit"], width)
+    flags = None
+    for row in rows:
+        if row["flags"] != flags:
+            flags = row["flags"]
+            yield _flag_words(row)
+        yield _table_line(row, width)
+    yield ""
+    for ranks in sorted({row["ranks"] for row in rows}):
+        of_size = [row for row in rows if row["ranks"] == ranks]
+        best = next((row for row in of_size if row["best"]), None)
+        size = f"with {ranks} rank{'s' * (ranks != 1)}"
+        if any(row["repeats"] < _FEWEST_REPEATS for row in of_size):
+            yield f"{size} no value is best: use --repeats {_FEWEST_REPEATS} to see the spread"
+        elif best is None:
+            yield f"{size} no value is best beyond the spread of the repeats"
+        else:
+            yield f"{size} {_flag_words(best)} is best: faster than every other by its quartiles"
+    yield from _notes(notes, width)
+
+
+def _flag_words(row: dict[str, Any]) -> str:
+    return " ".join(f"--{flag} {value}" for flag, value in row["flags"].items())
