@@ -1,9 +1,9 @@
 """Speed-up and efficiency of each number of ranks, and the lost efficiency by cause.
 
 A step with N ranks takes T(N) seconds, ideally f × T(base): f is 1 if every rank keeps its batch
-(weak scaling), base / N if the ranks share one (strong scaling). Efficiency is
-E = f × T(base) / T(N). A recorded step is the sum of its parts, so the loss of recorded steps is the
-sum of what each part takes more than f times its base value, as a share of the step:
+(weak scaling), base / N if the ranks share one (strong scaling). Efficiency is E = f × T(base) /
+T(N). A recorded step is the sum of its parts, so the loss of recorded steps is the sum of what each
+part takes more than f times its base value, as a share of the step:
 
     1 − E(recorded) = Σ (part(N) − f × part(base)) / T(N)
 
