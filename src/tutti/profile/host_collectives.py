@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tutti.profile.rank_trace import Collective, element_bytes, element_count
 
 if TYPE_CHECKING:
-    from tutti.comm.tags import Tag
+    from tutti.comm.operation import Tag
 
 # gloo implements reduce_scatter with all_reduce and names the event after the latter.
 _RUN_NAMES = {"reduce_scatter": ("reduce_scatter", "all_reduce")}

@@ -165,7 +165,7 @@ class _TraceReader:
             self.has_loader_workers |= "_MultiProcessing" in name
         elif name.startswith("tutti::"):
             # This module imports torch: load it only for traces that have such ranges.
-            from tutti.comm.tags import parse_tag
+            from tutti.comm.operation import parse_tag
 
             if (tag := parse_tag(name)) is not None:
                 self.comm_calls[event.get("tid")].add(start, end)
