@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.comm.symmetric.allocator import Allocator
+from tutti.comm.symmetric.heap import Allocator
 from tutti.world.errors import UsageError
 
 

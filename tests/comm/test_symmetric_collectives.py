@@ -9,7 +9,7 @@ from whole_numbers import check_same, reduced, whole_numbers
 
 from tutti.comm import shm, symmetric
 from tutti.comm.shm.compiled import compiled_front
-from tutti.comm.symmetric.staged_all_reduce import _stages as stages
+from tutti.comm.symmetric.heap_collectives import _stages as stages
 from tutti.world.errors import UsageError
 from worlds import in_world
 

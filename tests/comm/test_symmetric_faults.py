@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tutti.comm.shm import native
-from tutti.comm.symmetric import shm_segments
+from tutti.comm.symmetric import cpu_heap
 from tutti.world.errors import UsageError
 from worlds import clean_environment
 
@@ -126,12 +126,12 @@ def test_a_heap_that_fails_half_way_leaves_nothing_in_the_backend(tmp_path: Path
     program = """
 import gc
 from tutti.comm.shm import native, native_group, register
-from tutti.comm.symmetric.shm_control import Control
+from tutti.comm.symmetric.cpu_heap import ControlPages
 
 register()
 group = dist.new_group(backend="shm")
 heap = symmetric.Heap(group, bytes=4096)
-exchange = Control.exchange
+exchange = ControlPages.exchange
 
 def late_to(which):
     meetings = iter(range(1, 100))
@@ -139,7 +139,7 @@ def late_to(which):
         if rank == 1 and next(meetings) == which:
             dist.barrier()  # until the others have given up
         return exchange(self, text, timeout, what)
-    Control.exchange = late
+    ControlPages.exchange = late
 
 def memory(name):
     gc.collect()
@@ -209,8 +209,8 @@ def heap_files(*pids: int) -> set[tuple[int, int]]:
     return found
 
 
-class ElsewhereMeeting:
-    """Rank 0's meeting with a rank 1 that is somewhere else."""
+class OtherHostRendezvous:
+    """The rendezvous of rank 0 with a rank 1 on another host."""
 
     rank, size, number = 0, 2, 1
 
@@ -221,24 +221,24 @@ class ElsewhereMeeting:
         mine = {"heap": heap, "failure": failure, "host": "ox", "boot": "here", "pid": os.getpid()}
         return [mine | more, mine | {"host": "owl", "boot": self.boot, "pid": 1, "fd": 99999}]
 
-    def tell(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any) -> list[Any]:
         return [value, None]
 
 
 def test_ranks_on_different_hosts_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"rank 0 is on ox, rank 1 on owl: make a group per host"):
-        shm_segments.meet(ElsewhereMeeting("there"), native.core(), 4096, [1, 1])  # type: ignore[arg-type]
+        cpu_heap._open_segments(OtherHostRendezvous("there"), native.core(), 4096, [1, 1])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"rank 0 cannot open the memory of rank 1 \(process 1 on"):
-        shm_segments.meet(ElsewhereMeeting("here"), native.core(), 4096, [1, 1])  # type: ignore[arg-type]
+        cpu_heap._open_segments(OtherHostRendezvous("here"), native.core(), 4096, [1, 1])  # type: ignore[arg-type]
 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:
-    class Alone(ElsewhereMeeting):
+    class Alone(OtherHostRendezvous):
         def introduce(self, *arguments: Any) -> list[Any]:
             return super().introduce(*arguments)[:1]
 
     with pytest.raises(UsageError, match=str(1 << 50)):
-        shm_segments.meet(Alone("here"), native.core(), 1 << 50, [1, 1])  # type: ignore[arg-type]
+        cpu_heap._open_segments(Alone("here"), native.core(), 1 << 50, [1, 1])  # type: ignore[arg-type]
 
 
 def test_a_mapping_lives_as_long_as_a_tensor_in_it() -> None:
@@ -247,7 +247,7 @@ def test_a_mapping_lives_as_long_as_a_tensor_in_it() -> None:
     core = native.core()
     segment = core.tutti_segment_create(b"test", 4096)
     fd = core.tutti_segment_fd(segment)
-    block = shm_segments.mapped(core, segment, core.tutti_segment_base(segment), 4096)
+    block = cpu_heap._as_buffer(core, segment, core.tutti_segment_base(segment), 4096)
     tensor = torch.frombuffer(block, dtype=torch.float32)
     assert ctypes.sizeof(block) == 4096
     del block

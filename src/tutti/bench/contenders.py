@@ -12,7 +12,7 @@ from tutti.bench.mpi import OpenMpi
 from tutti.bench.symmetric_calls import Staged, SymmetricCollective, ZeroCopy
 from tutti.bench.torch_calls import TorchBackend
 from tutti.comm.symmetric import Heap
-from tutti.comm.symmetric.staged_all_reduce import Stage
+from tutti.comm.symmetric.heap_collectives import Stage
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 

@@ -9,7 +9,7 @@ from tutti.bench import torch_calls
 from tutti.bench.attempt import Unsupported
 from tutti.bench.case import Buffers, Case, Prepared
 from tutti.comm import symmetric
-from tutti.comm.symmetric.staged_all_reduce import STAGED_BYTES, Stage
+from tutti.comm.symmetric.heap_collectives import STAGED_BYTES, Stage
 
 
 class ZeroCopy:

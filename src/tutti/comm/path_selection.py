@@ -320,7 +320,7 @@ def _is_on_one_host(comm_group: CommGroup) -> bool:
 
 def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
     """The function that sends an operation on a GPU: torch's, or one-shot on symmetric memory."""
-    from tutti.comm.symmetric.staged_all_reduce import STAGED_BYTES
+    from tutti.comm.symmetric.heap_collectives import STAGED_BYTES
 
     if operation.kind != "all_reduce" or operation.bytes > STAGED_BYTES:
         return issue

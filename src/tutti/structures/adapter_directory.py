@@ -8,7 +8,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tutti.comm.symmetric.tensor import SymmetricTensor
+from tutti.comm.symmetric.symmetric_tensor import SymmetricTensor
 from tutti.structures import native
 from tutti.world.errors import UsageError
 

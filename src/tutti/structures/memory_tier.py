@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tutti.comm.symmetric.allocator import Allocator
+from tutti.comm.symmetric.heap import Allocator
 
 UNIT = 64  # bytes: values begin at multiples of it
 

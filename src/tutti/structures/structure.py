@@ -7,9 +7,9 @@ from typing import NoReturn, Self
 
 import torch
 
-from tutti.comm.symmetric.errors import PeerDied, PeerLeft, Timeout
 from tutti.comm.symmetric.heap import Heap
-from tutti.comm.symmetric.tensor import SymmetricTensor
+from tutti.comm.symmetric.heap_rendezvous import PeerDied, PeerLeft, Timeout
+from tutti.comm.symmetric.symmetric_tensor import SymmetricTensor
 from tutti.structures import native
 from tutti.world.errors import UsageError
 

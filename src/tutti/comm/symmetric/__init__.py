@@ -1,19 +1,21 @@
 """Symmetric memory: tensors that every rank can read and write in place, on CPU and on GPU.
 
-See `Heap`. Names are fetched when used, so that importing this imports no torch.
+See `Heap`. Names are imported on first use, so that importing this package imports no torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tutti.comm.symmetric.availability import available
-    from tutti.comm.symmetric.collectives import all_gather, all_reduce, reduce_scatter
-    from tutti.comm.symmetric.counters import Counters
-    from tutti.comm.symmetric.errors import PeerDied, PeerLeft, Timeout
-    from tutti.comm.symmetric.heap import Heap
-    from tutti.comm.symmetric.staged_all_reduce import all_reduce_staged
-    from tutti.comm.symmetric.tensor import SymmetricTensor
+    from tutti.comm.symmetric.heap import Heap, available
+    from tutti.comm.symmetric.heap_collectives import (
+        all_gather,
+        all_reduce,
+        all_reduce_staged,
+        reduce_scatter,
+    )
+    from tutti.comm.symmetric.heap_rendezvous import PeerDied, PeerLeft, Timeout
+    from tutti.comm.symmetric.symmetric_tensor import Counters, SymmetricTensor
 
 __all__ = [
     "Counters",
@@ -29,22 +31,17 @@ __all__ = [
     "reduce_scatter",
 ]
 
-_HOMES = {
-    "Counters": "counters",
-    "Heap": "heap",
-    "PeerDied": "errors",
-    "PeerLeft": "errors",
-    "SymmetricTensor": "tensor",
-    "Timeout": "errors",
-    "all_gather": "collectives",
-    "all_reduce": "collectives",
-    "all_reduce_staged": "staged_all_reduce",
-    "available": "availability",
-    "reduce_scatter": "collectives",
+_MODULES = {
+    "heap": ("Heap", "available"),
+    "heap_collectives": ("all_gather", "all_reduce", "all_reduce_staged", "reduce_scatter"),
+    "heap_rendezvous": ("PeerDied", "PeerLeft", "Timeout"),
+    "symmetric_tensor": ("Counters", "SymmetricTensor"),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
 """All-reduce, all-gather and reduce-scatter on GPUs, enqueued on the current stream.
 
-Sums of float32 and bfloat16 are torch's own one- and two-shot kernels; the rest (other operations
-and dtypes, rings, sizes that are no multiple of 4 bytes) is made of peer views, torch operators and
-barriers: right everywhere, with a few launches more.
+Sums of float32 and bfloat16 use torch's own one-shot and two-shot kernels; everything else (other
+reductions and dtypes, rings, sizes that are no multiple of 4 bytes) is made of peer views, torch
+operators and barriers: correct everywhere, with a few launches more.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tutti.comm.symmetric.memory import CHANNELS, Algorithm
-from tutti.comm.symmetric.reduction import check_reduction, must_be_shared, pieces
+from tutti.comm.symmetric.symmetric_tensor import (
+    CHANNELS,
+    Algorithm,
+    check_reduction,
+    out_must_be_symmetric,
+    rank_parts,
+)
 
 if TYPE_CHECKING:
-    from tutti.comm.symmetric.cuda import CudaMemory
+    from tutti.comm.symmetric.cuda_heap import CudaMemory
 
 _OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -28,15 +33,15 @@ _OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "bxor": torch.bitwise_xor,
 }
 _TORCH_DTYPES = (torch.float32, torch.bfloat16)
-# Up to here, out of place, every rank reads everything.
+# Up to this size, out of place, every rank reads everything.
 _ONE_SHOT_BYTES = 512 << 10
-# A tensor that is summed now and then is not worth a graph.
+# A graph pays only for a tensor that is summed often.
 _CALLS_BEFORE_GRAPH = 3
 
 
-class Repeated:
-    """A launch that is made over and over: from the fourth time on as a CUDA graph, which takes the
-    host 4 µs to enqueue where torch's operator takes 12 (measured on one H200)."""
+class GraphedLaunch:
+    """A repeated launch: from the fourth time on a CUDA graph, which the host enqueues in 4 µs,
+    against 12 µs for torch's operator (measured on one H200)."""
 
     def __init__(self, launch: Callable[[], object]) -> None:
         self._launch = launch
@@ -44,7 +49,9 @@ class Repeated:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
-        if torch.cuda.is_current_stream_capturing():  # it becomes part of the caller's graph
+        if (
+            torch.cuda.is_current_stream_capturing()
+        ):  # the launch becomes part of the caller's graph
             self._launch()
         elif self._graph is not None:
             self._graph.replay()
@@ -57,9 +64,9 @@ class Repeated:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(aside):  # the default stream cannot be captured
-            # Other threads, such as NCCL's watchdog, may go on calling CUDA meanwhile.
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(side):  # the default stream cannot be captured
+            # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
             graph.capture_begin(capture_error_mode="thread_local")
             self._launch()
             graph.capture_end()
@@ -92,7 +99,7 @@ class CudaCollectives:
             small = local.nbytes <= _ONE_SHOT_BYTES
             algorithm = "two_shot" if in_place or (shared and not small) else "one_shot"
         if algorithm != "one_shot" and not shared:
-            raise must_be_shared(algorithm)
+            raise out_must_be_symmetric(algorithm)
         self.calls += 1
         if local.numel() == 0:
             return
@@ -102,21 +109,20 @@ class CudaCollectives:
             if in_place:
                 local.copy_(target)
             return
-        place = offset
         if not in_place:
             assert out_offset is not None
             out.copy_(local)
-            place = out_offset
+            offset = out_offset
         if algorithm == "two_shot":
-            self._two_shot(out, place, op, timeout)
+            self._two_shot(out, offset, op, timeout)
         else:
-            self._ring(out, place, op, timeout)
+            self._ring(out, offset, op, timeout)
 
     def sum_in_place(self, local: torch.Tensor) -> Callable[[], object] | None:
-        """Torch's kernel for this tensor with nothing left to decide: small gradients are many."""
-        if not self._torch_can(local, "sum"):
+        """torch's kernel for this tensor with all choices made in advance: gradients are many."""
+        if not self._has_torch_kernel(local, "sum"):
             return None
-        kernel = Repeated(partial(self._torch_two_shot, local, "sum", self._memory.group_name))
+        kernel = GraphedLaunch(partial(self._torch_two_shot, local, "sum", self._memory.group_name))
         check = self._memory.check
 
         def run() -> None:
@@ -130,52 +136,52 @@ class CudaCollectives:
         self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
     ) -> None:
         memory = self._memory
-        if self._torch_can(local, op) and out.data_ptr() % 16 == 0:
+        if self._has_torch_kernel(local, op) and out.data_ptr() % 16 == 0:
             torch.ops.symm_mem.one_shot_all_reduce_out(local, "sum", memory.group_name, out)
             return
-        self._meet(timeout)
+        self._barrier(timeout)
         views = [
             memory.view(rank, offset, tuple(local.shape), local.dtype)
             for rank in range(memory.size)
         ]
         out.copy_(_reduced(views, op))
-        self._meet(timeout)
+        self._barrier(timeout)
 
     def _two_shot(self, tensor: torch.Tensor, offset: int, op: str, timeout: float) -> None:
         memory = self._memory
-        if self._torch_can(tensor, op):
+        if self._has_torch_kernel(tensor, op):
             self._torch_two_shot(tensor, "sum", memory.group_name)
             return
-        parts = pieces(tensor.numel(), memory.size, tensor.itemsize)
+        parts = rank_parts(tensor.numel(), memory.size, tensor.itemsize)
         first, last = parts[memory.rank]
-        self._meet(timeout)
-        mine = [self._piece(rank, offset, first, last, tensor) for rank in range(memory.size)]
+        self._barrier(timeout)
+        mine = [self._part(rank, offset, first, last, tensor) for rank in range(memory.size)]
         mine[memory.rank].copy_(_reduced(mine, op))
-        self._meet(timeout)
+        self._barrier(timeout)
         for peer in range(memory.size):
             if peer != memory.rank:
                 first, last = parts[peer]
-                theirs = self._piece(peer, offset, first, last, tensor)
-                self._piece(memory.rank, offset, first, last, tensor).copy_(theirs)
-        self._meet(timeout)
+                theirs = self._part(peer, offset, first, last, tensor)
+                self._part(memory.rank, offset, first, last, tensor).copy_(theirs)
+        self._barrier(timeout)
 
     def _ring(self, tensor: torch.Tensor, offset: int, op: str, timeout: float) -> None:
         """The same steps as on CPU, with a barrier after each: a baseline to compare with."""
         memory = self._memory
         size, rank = memory.size, memory.rank
-        parts = pieces(tensor.numel(), size, tensor.itemsize)
-        self._meet(timeout)
+        parts = rank_parts(tensor.numel(), size, tensor.itemsize)
+        self._barrier(timeout)
         for step in range(2 * (size - 1)):
-            lap = step - (size - 1)  # from 0 on: results travel
+            lap = step - (size - 1)  # from 0 on: results travel, not sums
             first, last = parts[(rank - 1 - step) % size if lap < 0 else (rank - lap) % size]
-            mine = self._piece(rank, offset, first, last, tensor)
-            theirs = self._piece((rank - 1) % size, offset, first, last, tensor)
+            mine = self._part(rank, offset, first, last, tensor)
+            theirs = self._part((rank - 1) % size, offset, first, last, tensor)
             if lap < 0:
                 total = _OPS[op](theirs, mine)
                 mine.copy_(total / size if op == "mean" and lap == -1 else total)
             else:
                 mine.copy_(theirs)
-            self._meet(timeout)
+            self._barrier(timeout)
 
     def all_reduce_staged(
         self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
@@ -183,10 +189,10 @@ class CudaCollectives:
         """`tensor` through `buffer`, which lies in the heap at `offset` and has its shape."""
         check_reduction(tensor.dtype, op)
         self.calls += 1
-        # The copy into the buffer as part of torch's kernel asks for the same alignment of both.
+        # torch's kernel that includes the copy into the buffer requires the same alignment of both.
         fits = tensor.data_ptr() % 16 == 0 and tensor.storage_offset() * tensor.itemsize % 16 == 0
         fused = getattr(torch.ops.symm_mem, "one_shot_all_reduce_copy_out", None)
-        if fused is not None and fits and self._torch_can(tensor, op) and tensor.numel() > 0:
+        if fused is not None and fits and self._has_torch_kernel(tensor, op) and tensor.numel() > 0:
             fused(buffer, tensor, "sum", self._memory.group_name, tensor)
             return
         buffer.copy_(tensor)
@@ -199,11 +205,11 @@ class CudaCollectives:
         self.calls += 1
         memory = self._memory
         rows = out.view(memory.size, -1)
-        self._meet(timeout)
+        self._barrier(timeout)
         for turn in range(memory.size):
             rank = (memory.rank + turn) % memory.size
             rows[rank].copy_(memory.view(rank, offset, (local.numel(),), local.dtype))
-        self._meet(timeout)
+        self._barrier(timeout)
 
     def reduce_scatter(
         self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
@@ -212,20 +218,20 @@ class CudaCollectives:
         self.calls += 1
         memory = self._memory
         first = out.numel() * memory.rank
-        self._meet(timeout)
+        self._barrier(timeout)
         parts = [
-            self._piece(rank, offset, first, first + out.numel(), local)
+            self._part(rank, offset, first, first + out.numel(), local)
             for rank in range(memory.size)
         ]
         out.copy_(_reduced(parts, op).view(out.shape))
-        self._meet(timeout)
+        self._barrier(timeout)
 
-    def _piece(
+    def _part(
         self, rank: int, offset: int, first: int, last: int, like: torch.Tensor
     ) -> torch.Tensor:
         return self._memory.view(rank, offset, (like.numel(),), like.dtype)[first:last]
 
-    def _torch_can(self, tensor: torch.Tensor, op: str) -> bool:
+    def _has_torch_kernel(self, tensor: torch.Tensor, op: str) -> bool:
         bytes = tensor.nbytes
         return (
             op == "sum"
@@ -233,15 +239,16 @@ class CudaCollectives:
             and bytes > 0
             and bytes % 4 == 0
             and self._memory.size > 1
-            and self._memory.backend == "cuda"  # with NVSHMEM its kernels' signals are not wired
+            and self._memory.backend
+            == "cuda"  # with NVSHMEM the signals of its kernels are not set up
         )
 
-    def _meet(self, timeout: float) -> None:
+    def _barrier(self, timeout: float) -> None:
         self._memory.meet(CHANNELS, timeout, f"collective {self.calls}")
 
 
 def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
-    """In rank order; 16-bit numbers are added up in float32 and rounded once."""
+    """In rank order; 16-bit floats are summed in float32 and rounded once."""
     short = parts[0].dtype in (torch.float16, torch.bfloat16)
     total = parts[0].float() if short else parts[0]
     for part in parts[1:]:

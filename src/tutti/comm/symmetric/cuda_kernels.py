@@ -1,11 +1,11 @@
-"""Words of device memory that ranks signal each other with, in Triton.
+"""Triton kernels on 64-bit words of device memory, by which ranks signal each other.
 
-Every access that orders others is an atomic of system scope: release where it says "what I wrote
-before is there", acquire where it says "I shall see it". What earlier kernels and copies of the
-stream wrote comes before the kernel itself, so a release here covers them as well. Words have 64
-bits and are given by address, since they lie in the memory of another process.
+Every access that orders others is an atomic at system scope: release where it publishes what was
+written before, acquire where it observes what others published. Writes of earlier kernels and
+copies on the stream precede the kernel, so a release here covers them as well. Words are given by
+address, since they lie in the memory of another process.
 """
-# Triton reads these functions' source: their parameters are its own types, not Python's.
+# Triton compiles these functions from their source: parameters have its types, not Python's.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -13,7 +13,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 WARPS = 1  # enough for one word
 
-# Numbers are not specialised on their values, since each value would compile anew.
+# do_not_specialize: else each new value of a number would compile the kernel again.
 
 
 @triton.jit(do_not_specialize=["address", "value"])
@@ -40,13 +40,13 @@ def swap_word(address, expected, desired, before):
 
 @triton.jit
 def _now():
-    """Nanoseconds; one value for all threads, which would part ways if they saw different ones."""
+    """Nanoseconds; one value for all threads, which would diverge if they saw different ones."""
     return tl.max(tl.extra.cuda.globaltimer() + tl.arange(0, 32), axis=0)
 
 
 @triton.jit
 def _await(word, at_least, begun, limit_ns):
-    """Load until the word is there or the time is over; returns what was seen last."""
+    """Load until the word reaches `at_least` or the time is over; returns the last value."""
     seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
     while (seen < at_least) & (_now() - begun < limit_ns):
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
@@ -55,7 +55,7 @@ def _await(word, at_least, begun, limit_ns):
 
 @triton.jit(do_not_specialize=["address", "at_least", "limit_ns", "failed", "ticket"])
 def wait_for_word(address, at_least, limit_ns, failed, ticket):
-    """A wait that is over time leaves its ticket in `failed`, and the stream goes on."""
+    """A wait that times out writes its ticket to `failed`, and the stream goes on."""
     word = address.to(tl.int64).to(tl.pointer_type(tl.int64))
     wanted = at_least.to(tl.int64)
     begun = _now()
@@ -68,8 +68,8 @@ def wait_for_word(address, at_least, limit_ns, failed, ticket):
     do_not_specialize=["bases", "rank", "size", "arrivals", "count", "limit_ns", "failed", "ticket"]
 )
 def meet(bases, rank, size, arrivals, count, limit_ns, failed, ticket):
-    """A barrier. `bases` has each rank's base address. From `arrivals` on each rank has a word per
-    peer, where that peer leaves how often it has come. `count` is where a rank keeps its own count:
+    """A barrier. `bases` has each rank's base address. At `arrivals` each rank has a word per peer,
+    to which that peer writes its barrier count. At offset `count` a rank keeps its own count:
     on the device, so that the kernel can be part of a CUDA graph."""
     table = bases.to(tl.int64).to(tl.pointer_type(tl.int64))
     mine = tl.load(table + rank)

@@ -1,5 +1,7 @@
-"""Heap: memory that every rank of a group can read and write at the same places."""
+"""Heap: memory that every rank of a group can read and write at the same offsets."""
 
+import importlib.util
+from bisect import bisect_left
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, cast
@@ -7,12 +9,14 @@ from typing import Any, Literal, NoReturn, cast
 import torch
 import torch.distributed as dist
 
-from tutti.comm.symmetric.allocator import Allocator
-from tutti.comm.symmetric.availability import available
-from tutti.comm.symmetric.counters import Counters
-from tutti.comm.symmetric.memory import CHANNELS, Gone, Memory
-from tutti.comm.symmetric.shm import ShmMemory
-from tutti.comm.symmetric.tensor import SymmetricTensor
+from tutti.comm.symmetric import cpu_heap
+from tutti.comm.symmetric.symmetric_tensor import (
+    CHANNELS,
+    Counters,
+    HeapMemory,
+    Released,
+    SymmetricTensor,
+)
 from tutti.world.errors import UsageError, checked_seconds, did_you_mean
 
 Backend = Literal["auto", "shm", "cuda", "nvshmem"]
@@ -24,21 +28,21 @@ class Heap:
         with symmetric.Heap(bytes=1 << 20) as heap:
             t = heap.zeros(1024)
             t.put_signal(torch.ones(1024), to=(heap.rank + 1) % heap.size)
-            heap.wait()                      # my neighbour has put its ones into t.local
+            heap.wait()                      # the previous rank has put its ones into t.local
             print(t.local.sum())
 
-    Collective, to be called by all ranks in the same order: making and closing the heap, `empty`,
-    `zeros`, `counters`, `free`, `barrier`. Differences are noticed and named. Everything else is
-    one-sided: the peer need not do anything. Nothing is freed by the garbage collector; a heap that
-    is never closed ends with its process, and leaves nothing behind.
+    Collective, to be called by all ranks in the same order: creating and closing the heap, `empty`,
+    `zeros`, `counters`, `free`, `barrier`. Differences between ranks raise RanksDiffer. Everything
+    else is one-sided: the peer need not do anything. The garbage collector frees nothing; a heap
+    that is never closed ends with its process, and leaves nothing behind.
 
     device: cpu or cuda; None takes the device of the group's backend. backend: "shm" is shared
     memory on one host (CPU), "cuda" torch's symmetric memory, "nvshmem" torch's NVSHMEM; "auto"
-    takes the first that fits the device, and `reason` says why. signals: how many signal slots each
-    rank has. timeout, in seconds: of every wait that is not given its own.
+    takes the first for the device, and `reason` says why. signals: number of signal slots of each
+    rank. timeout, in seconds: of every wait that is not given its own.
 
-    On CPU calls act at once. On CUDA they are enqueued on the current stream, in its order; what
-    returns a number waits for the stream.
+    On the CPU calls act at once. On CUDA they are enqueued on the current stream, in its order;
+    calls that return a number wait for the stream.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Heap:
         self.timeout = checked_seconds("timeout", timeout)
         self.rank = self.group.rank()
         self.size = self.group.size()
-        self._memory = _memory(self.group, bytes, device, backend, signals, self.timeout)
+        self._memory = _heap_memory(self.group, bytes, device, backend, signals, self.timeout)
         self.device = self._memory.device
         self.backend = self._memory.backend
         self.reason = self._memory.reason
@@ -78,19 +82,19 @@ class Heap:
     def empty(
         self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32
     ) -> SymmetricTensor:
-        """A tensor on every rank, with what happens to be in its memory."""
+        """A tensor on every rank, not initialised."""
         return self._tensor("empty", shape, dtype, zero=False)
 
     def zeros(
         self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32
     ) -> SymmetricTensor:
-        """A tensor of zeros on every rank; when this returns, all ranks have theirs zeroed."""
+        """A tensor of zeros on every rank; all ranks' tensors are zeroed when this returns."""
         return self._tensor("zeros", shape, dtype, zero=True)
 
     def counters(self, count: int, *, spacing: int = 64) -> Counters:
         """Zeroed 64-bit counters on every rank, `spacing` bytes apart.
 
-        64 gives each its own cache line, for counters that many ranks change; 8 packs them.
+        64 gives each counter its own cache line, for counters that many ranks change; 8 packs them.
         """
         if count < 1 or spacing < 8 or spacing % 8:
             raise UsageError(f"count={count}, spacing={spacing}: use 1 or more, and 8, 16, … bytes")
@@ -101,19 +105,19 @@ class Heap:
         return counters
 
     def free(self, what: SymmetricTensor | Counters) -> None:
-        """Give the memory back, on all ranks. Views of it must not be used any more."""
+        """Free the memory, on all ranks. Views of it must not be used any more."""
         self._memory.agree(f"free({_describe(what)})", self.timeout)
         if self._alive.pop(what.offset, None) is not what:
-            raise UsageError(f"{_describe(what)} is not of this heap, or was freed before")
+            raise UsageError(f"{_describe(what)} is not of this heap, or was already freed")
         self._allocator.give(what.offset)
-        what.end(f"{_describe(what)} was freed")
+        what.release(f"{_describe(what)} was freed")
 
     # ---- Signals ----
 
     def signal(
         self, to: int, slot: int = 0, value: int = 1, op: Literal["set", "add"] = "set"
     ) -> None:
-        """Set a slot of rank `to`, or add to it; whoever sees it sees all puts before (release)."""
+        """Set a slot of rank `to`, or add to it, with release: a waiter sees all earlier puts."""
         if not 0 <= to < self.size:
             raise UsageError(f"rank {to}: the heap's ranks are 0 to {self.size - 1}")
         if not 0 <= slot < self.signals or (op != "set" and op != "add"):
@@ -137,11 +141,11 @@ class Heap:
         source: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Wait until this rank's own slot is `at_least` so much; then all puts before it are seen.
+        """Wait until this rank's own slot is `at_least` this value; earlier puts are visible then.
 
         source: the rank that is expected to signal, whose death ends the wait; None: any rank.
-        Raises Timeout, PeerDied or PeerLeft. Slots are not reset: count up, or `signal` oneself 0.
-        On CUDA the stream waits, not the caller, and a timeout is raised by a later call.
+        Raises Timeout, PeerDied or PeerLeft. Slots are not reset: count up, or signal 0 to
+        yourself. On CUDA the stream waits, not the caller, and a later call raises the timeout.
         """
         if not 0 <= slot < self.signals:
             self.refuse_signal(slot)
@@ -155,7 +159,7 @@ class Heap:
     # ---- Order ----
 
     def fence(self) -> None:
-        """Puts and signals before it are seen before those after it, by every rank."""
+        """Every rank sees puts and signals before the fence before those after it."""
         self._memory.fence()
 
     def quiet(self) -> None:
@@ -163,18 +167,18 @@ class Heap:
         self._memory.quiet()
 
     def barrier(self, channel: int = 0) -> None:
-        """Wait until all ranks are here; each then sees what the others wrote before.
+        """Wait until all ranks have called it; each then sees what the others wrote before.
 
-        Threads or streams that meet independently of each other use channels of their own.
+        Threads or streams that synchronise independently of each other use different channels.
         """
         if not 0 <= channel < CHANNELS:
             raise UsageError(f"channel={channel}: channels are 0 to {CHANNELS - 1}")
         self._memory.barrier(channel, self.timeout)
 
-    # ---- Life ----
+    # ---- Statistics and end ----
 
     def stats(self) -> dict[str, Any]:
-        """Where the memory is, and how often it was used by this rank."""
+        """The backend, free memory, and how often this rank used each operation."""
         return {
             "backend": self.backend,
             "bytes": self.bytes,
@@ -185,7 +189,7 @@ class Heap:
         }
 
     def close(self) -> None:
-        """End the heap, on all ranks together. Safe to call twice."""
+        """Close the heap, on all ranks together. Safe to call twice."""
         if self.closed:
             return
         try:
@@ -205,19 +209,19 @@ class Heap:
     ) -> None:
         if error is None:
             self.close()
-        else:  # the others may never come
+        else:  # the other ranks may never call close()
             self.leave()
 
     def leave(self) -> None:
-        """End the heap without the others; who waits for this rank is told. Safe to call twice."""
+        """Close the heap without the others; ranks that wait for this one get PeerLeft."""
         if self.closed:
             return
         self.closed = True
         memory = self._memory
-        gone = "this heap is closed: make another, or close it later"
-        self._memory = cast(Memory, Gone(gone))
+        reason = "this heap is closed: make another, or close it later"
+        self._memory = cast(HeapMemory, Released(reason))
         for each in self._alive.values():
-            each.end(gone)
+            each.release(reason)
         self._alive.clear()
         memory.close()
 
@@ -235,11 +239,11 @@ class Heap:
         return tensor
 
     def _take(self, call: str, bytes: int, zero: bool) -> int:
-        """Memory for `bytes`, once all ranks are known to make the same call."""
+        """The offset of `bytes` bytes, after checking that all ranks make the same call."""
         offset, full = -1, None
         try:
             offset = self._allocator.take(bytes)
-        except UsageError as error:  # but first see whether the others ask for the same
+        except UsageError as error:  # raised after the check that all ranks make the same call
             full = error
         try:
             if zero and full is None:
@@ -254,7 +258,7 @@ class Heap:
         return offset
 
     def refuse_signal(self, slot: int, op: str = "set") -> NoReturn:
-        """Say what is wrong with a slot or with what is to be done to it."""
+        """Raise the error for a wrong slot or operation of a signal."""
         if op not in ("set", "add"):
             raise UsageError(f"op={op!r}: a signal is 'set' or 'add'")
         raise UsageError(
@@ -269,15 +273,15 @@ def _describe(what: SymmetricTensor | Counters) -> str:
     return f"tensor {tuple(what.shape)} {what.dtype} at {what.offset}"
 
 
-def _memory(
+def _heap_memory(
     group: dist.ProcessGroup,
     bytes: int,
     device: str | torch.device | None,
     backend: str,
     signals: int,
     timeout: float,
-) -> Memory:
-    """The memory of the backend that is asked for, or that fits the device."""
+) -> HeapMemory:
+    """The memory of the backend that is asked for, or of the first one for the device."""
     kind, why = _device(group, device)
     fitting = available(kind)
     if backend == "auto":
@@ -295,8 +299,8 @@ def _memory(
         raise UsageError(f"backend={backend!r} is not available: {reason}")
     reason = f"{reason} ({kind}: {why})"
     if kind.type == "cpu":
-        return ShmMemory(group, bytes, signals, timeout, reason)
-    from tutti.comm.symmetric.cuda import CudaMemory
+        return cpu_heap.CpuMemory(group, bytes, signals, timeout, reason)
+    from tutti.comm.symmetric.cuda_heap import CudaMemory
 
     return CudaMemory(group, bytes, kind, backend, signals, timeout, reason)
 
@@ -304,7 +308,7 @@ def _memory(
 def _device(
     group: dist.ProcessGroup, device: str | torch.device | None
 ) -> tuple[torch.device, str]:
-    """The device and why: where the group's tensors live, unless one is asked for."""
+    """The device and the reason: the device of the group's tensors, unless one is given."""
     if device is not None:
         kind, why = torch.device(device), "asked for"
     elif "nccl" in str(dist.get_backend_config(group)) and torch.cuda.is_available():
@@ -312,7 +316,96 @@ def _device(
     else:
         kind, why = torch.device("cpu"), "the group has no NCCL"
     if kind.type not in ("cpu", "cuda"):
-        raise UsageError(f"device={device!r}: a heap lies on cpu or cuda")
+        raise UsageError(f"device={device!r}: use cpu or cuda")
     if kind.type == "cuda" and kind.index is None and torch.cuda.is_available():
         kind = torch.device("cuda", torch.cuda.current_device())
     return kind, why
+
+
+def available(device: str | torch.device = "cpu") -> dict[str, tuple[bool, str]]:
+    """For each backend of a device, whether it can be used here, and why: {"shm": (True, "…")}.
+
+    The backend for cpu is shm; those for cuda are cuda and nvshmem. Whether ranks share a host or a
+    GPU is checked by `Heap`.
+    """
+    if torch.device(device).type == "cpu":
+        return {"shm": cpu_heap.available()}
+    cuda = _cuda_available()
+    return {"cuda": cuda, "nvshmem": _nvshmem_available() if cuda[0] else cuda}
+
+
+def _cuda_available() -> tuple[bool, str]:
+    if not torch.cuda.is_available():
+        return False, "torch sees no NVIDIA GPU"
+    if torch.version.hip is not None:
+        return (
+            False,
+            "this torch is built for ROCm, and the kernels of the heap are for NVIDIA GPUs",
+        )
+    if importlib.util.find_spec("triton") is None:
+        return False, "signals and atomics are Triton kernels: pip install triton"
+    if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+        return False, f"torch {torch.__version__} has no symmetric memory: use 2.11 or newer"
+    return True, "torch's symmetric memory on NVIDIA GPUs"
+
+
+def _nvshmem_available() -> tuple[bool, str]:
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    is_available = getattr(symm_mem, "is_nvshmem_available", None)
+    if is_available is None or not is_available():
+        return False, f"torch {torch.__version__} was built without NVSHMEM, or does not find it"
+    return True, "torch's NVSHMEM, for ranks that have a GPU each"
+
+
+class Allocator:
+    """First-fit offsets in a block of `bytes`; allocations begin at multiples of `alignment`.
+
+    Every rank makes the same calls on its own allocator, so offsets agree without communication.
+    """
+
+    def __init__(self, bytes: int, alignment: int = 64) -> None:
+        self.bytes = bytes
+        self.alignment = alignment
+        self.taken: dict[int, int] = {}  # offset → bytes
+        self._gaps = [(0, bytes)] if bytes else []  # (offset, bytes), by offset, never adjacent
+
+    def take(self, wanted: int) -> int:
+        """The offset of `wanted` bytes; takes at least one unit of alignment, so offsets differ."""
+        rounded = max(1, -(-wanted // self.alignment)) * self.alignment
+        for index, (offset, gap) in enumerate(self._gaps):
+            if gap < rounded:
+                continue
+            if gap == rounded:
+                del self._gaps[index]
+            else:
+                self._gaps[index] = (offset + rounded, gap - rounded)
+            self.taken[offset] = rounded
+            return offset
+        raise UsageError(
+            f"the heap has no room for {wanted} bytes: of its {self.bytes} bytes {self.free} are "
+            f"free, at most {self.largest_gap} contiguous: make the heap with bytes="
+            f"{self.bytes + rounded} or more, or free tensors that are no longer needed"
+        )
+
+    def give(self, offset: int) -> None:
+        """Free an allocation and merge it with the gaps on both sides."""
+        length = self.taken.pop(offset)
+        index = bisect_left(self._gaps, (offset, 0))
+        if index < len(self._gaps) and self._gaps[index][0] == offset + length:
+            length += self._gaps.pop(index)[1]
+        if index > 0 and sum(self._gaps[index - 1]) == offset:
+            index -= 1
+            offset, before = self._gaps.pop(index)
+            length += before
+        self._gaps.insert(index, (offset, length))
+
+    @property
+    def free(self) -> int:
+        """Bytes that are not taken."""
+        return sum(length for _, length in self._gaps)
+
+    @property
+    def largest_gap(self) -> int:
+        """The largest allocation that would fit now."""
+        return max((length for _, length in self._gaps), default=0)

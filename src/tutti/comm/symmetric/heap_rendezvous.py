@@ -1,4 +1,4 @@
-"""Ranks of a group tell each other a few values through its store, before memory is shared."""
+"""How the ranks of a heap set it up through the group's store, and the errors of lost peers."""
 
 import os
 import socket
@@ -7,14 +7,36 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tutti.comm.symmetric.errors import Timeout
 from tutti.machine.environment import boot_id
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.exchange import RanksMissing, gather_json_from_store
 
 
-class Meeting:
-    """One meeting of all ranks of a group. Made on every rank, in the same order."""
+class Timeout(TimeoutError):
+    """A wait took longer than its timeout; the message says for whom and how long."""
+
+
+class PeerDied(RuntimeError):
+    """The process of rank `rank` ended while this rank waited for it."""
+
+    def __init__(self, rank: int, waiting_for: str) -> None:
+        super().__init__(f"rank {rank} died while this rank waited for {waiting_for}")
+        self.rank = rank
+
+
+class PeerLeft(RuntimeError):
+    """Rank `rank` closed the heap while this rank waited for it."""
+
+    def __init__(self, rank: int, waiting_for: str) -> None:
+        super().__init__(
+            f"rank {rank} closed the heap while this rank waited for {waiting_for}: "
+            "close it on all ranks together"
+        )
+        self.rank = rank
+
+
+class HeapRendezvous:
+    """Exchanges of all ranks of a group through its store. Created on every rank, in order."""
 
     def __init__(self, group: dist.ProcessGroup, purpose: str, timeout: float) -> None:
         self.rank = group.rank()
@@ -22,13 +44,13 @@ class Meeting:
         self.timeout = timeout
         self._purpose = purpose
         store = distributed_c10d._get_process_group_store(group)
-        # Each rank counts its own meetings, so that the next one uses other keys on all ranks.
-        self.number = store.add(f"tutti/{purpose}/meetings/{self.rank}", 1)
+        # Each rank counts its own heaps: the next one has other keys, the same on all ranks.
+        self.number = store.add(f"tutti/{purpose}/count/{self.rank}", 1)
         self._store = dist.PrefixStore(f"tutti/{purpose}/{self.number}", store)
         self._rounds = 0
 
-    def tell(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Values travel as JSON."""
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, as JSON."""
         self._rounds += 1
         try:
             values = gather_json_from_store(
@@ -39,44 +61,44 @@ class Meeting:
                 f"{self._purpose}: rank {self.rank} waited {self.timeout} s for "
                 f"{_ranks(missing.ranks)}: call it on every rank of the group"
             ) from None
-        if self._rounds > 1:  # all have come to this round, so nobody reads the one before
+        if self._rounds > 1:  # all ranks are in this round, so none still reads the previous one
             self._store.delete_key(f"{self._rounds - 1}/{self.rank}")
         return values
 
     def introduce(
         self, heap: list[int], failure: str | None, more: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """Every rank's card: who and where it is, the heap it asks for, and what went wrong."""
-        card = {
+        """Every rank's process, host, heap parameters and failure so far (None: no failure)."""
+        mine = {
             "heap": heap,
             "failure": failure,
             "host": socket.gethostname(),
             "boot": boot_id(),
             "pid": os.getpid(),
         }
-        return self.tell(card | more)
+        return self.exchange(mine | more)
 
     def end(self) -> None:
-        """Take this rank's last value out of the store; call it when all ranks have read it."""
+        """Delete this rank's last value from the store; call it when all ranks have read it."""
         self._store.delete_key(f"{self._rounds}/{self.rank}")
 
 
-def refuse_different_heaps(cards: list[dict[str, Any]]) -> None:
-    """Raise, the same on all ranks, if one failed or asks for another heap."""
-    for rank, card in enumerate(cards):
-        (bytes, signals), (first_bytes, first_signals) = card["heap"], cards[0]["heap"]
-        if card["heap"] != cards[0]["heap"]:
+def refuse_different_heaps(ranks: list[dict[str, Any]]) -> None:
+    """Raise the same error on all ranks if one failed or has other heap parameters."""
+    for rank, each in enumerate(ranks):
+        (bytes, signals), (first_bytes, first_signals) = each["heap"], ranks[0]["heap"]
+        if each["heap"] != ranks[0]["heap"]:
             raise RanksDiffer(
                 f"rank 0 makes a heap of {first_bytes} bytes and {first_signals} signals, rank "
                 f"{rank} one of {bytes} bytes and {signals} signals: give all ranks the same"
             )
-    for rank, card in enumerate(cards):
-        if card["failure"] is not None:
-            raise UsageError(f"no heap for rank {rank} on {card['host']}: {card['failure']}")
+    for rank, each in enumerate(ranks):
+        if each["failure"] is not None:
+            raise UsageError(f"no heap for rank {rank} on {each['host']}: {each['failure']}")
 
 
 def refuse_different_calls(calls: list[str]) -> None:
-    """Raise, the same on all ranks, unless all make the same call."""
+    """Raise the same error on all ranks unless all make the same call."""
     for rank, call in enumerate(calls):
         if call != calls[0]:
             raise RanksDiffer(

@@ -1,19 +1,20 @@
-"""The heap's memory on NVIDIA GPUs: one block of torch's symmetric memory per rank.
+"""The memory of a heap on NVIDIA GPUs: one block of torch's symmetric memory per rank.
 
 All calls are enqueued on the current stream, in its order. Memory order: a signal is stored with
 release at system scope by a kernel that follows the put on its stream, and awaited with acquire, so
-that what follows the wait on the waiting stream sees what was put. Between streams of one rank the
-only order is the one that events give.
+what follows the wait on the waiting stream sees what was put. Between streams of one rank only
+events give an order.
 
-A wait runs on the GPU and cannot raise. When its time is over it leaves a mark and lets the stream
-go on; the next call on the heap raises Timeout, or PeerDied if the process of a rank has ended.
-Kernels that wait for each other need to run at the same time: ranks that share a GPU need MPS
-(`tutti run --ranks-per-gpu`), without which they advance by milliseconds. And CUDA loads a kernel
-when it is first used, which may wait for all that runs: where one stream waits for what another is
-still to send, use the sending kernels once before, or set CUDA_MODULE_LOADING=EAGER.
+A wait runs on the GPU and cannot raise. After its timeout it sets a flag and lets the stream go on;
+the next call on the heap raises Timeout, or PeerDied if the process of a rank has ended. Kernels
+that wait for each other must run at the same time: ranks that share a GPU need MPS (`tutti run
+--ranks-per-gpu`), without which they advance by milliseconds. CUDA loads a kernel when it is first
+used, which may wait for all running kernels: if one stream waits for what another is still to send,
+use the sending kernels once before, or set CUDA_MODULE_LOADING=EAGER.
 """
 
 import contextlib
+import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -22,21 +23,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tutti.comm.symmetric import cuda_kernels
 from tutti.comm.symmetric.cuda_collectives import CudaCollectives
-from tutti.comm.symmetric.cuda_words import Words
-from tutti.comm.symmetric.meeting import (
-    Meeting,
+from tutti.comm.symmetric.heap_rendezvous import (
+    HeapRendezvous,
+    PeerDied,
+    Timeout,
     refuse_different_calls,
     refuse_different_heaps,
 )
-from tutti.comm.symmetric.memory import CHANNELS, Algorithm
+from tutti.comm.symmetric.symmetric_tensor import CHANNELS, Algorithm
 from tutti.world.errors import UsageError
 
 _ALLOW_SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_REMEMBERED_WAITS = 256  # whose description is kept for a timeout
 
 
 class CudaMemory:
-    """See Memory. Made on all ranks of a group together."""
+    """See HeapMemory. Created on all ranks of a group together."""
 
     alignment = 256
 
@@ -59,26 +63,26 @@ class CudaMemory:
         self.rank = group.rank()
         self.size = group.size()
         self.group_name = group.group_name
-        # The block of each rank: signals, then for every channel one word per peer, then how often
-        # this rank has met on each channel, then the data.
+        # The block of each rank: signals, then for every channel one arrival word per peer, then
+        # this rank's own barrier count of each channel, then the data.
         self._arrivals_at = 8 * signals
         self._counts_at = self._arrivals_at + 8 * (CHANNELS + 1) * self.size
         end = self._counts_at + 8 * (CHANNELS + 1)
         self._data_at = -(-end // self.alignment) * self.alignment
 
-        self._meeting = Meeting(group, "symmetric.Heap", timeout)
+        self._rendezvous = HeapRendezvous(group, "symmetric.Heap", timeout)
         with torch.cuda.device(device):
             self._words = Words(self.rank, device)
-            cards = self._introduce(bytes, signals)
-            here = cards[self.rank]["boot"]
-            self._words.pids = [card["pid"] if card["boot"] == here else None for card in cards]
-            self.sharing = max(sum(c["gpu"] == card["gpu"] for c in cards) for card in cards)
+            ranks = self._introduce(bytes, signals)
+            here = ranks[self.rank]["boot"]
+            self._words.pids = [each["pid"] if each["boot"] == here else None for each in ranks]
+            self.sharing = max(sum(r["gpu"] == each["gpu"] for r in ranks) for each in ranks)
             if self.sharing > 1 and backend == "nvshmem":
                 raise UsageError(
                     f"backend='nvshmem': {self.sharing} ranks share a GPU, where torch's NVSHMEM "
                     "crashes: use backend='cuda', or a GPU per rank"
                 )
-            _choose(symm_mem, backend, device)
+            _select_backend(symm_mem, backend, device)
             shared = f"; {self.sharing} ranks share a GPU" if self.sharing > 1 else ""
             self.reason = reason + shared
             with _sharing_allowed(self.sharing > 1):
@@ -94,13 +98,13 @@ class CudaMemory:
             self._collectives = CudaCollectives(self)
             self.puts = self.put_bytes = self.gets = self.get_bytes = 0
             self.waits = self.barriers = 0
-            # All blocks are zeroed and mapped when all ranks say so.
-            self._meeting.tell("ready")
+            # When all ranks have exchanged this, all blocks are zeroed and mapped.
+            self._rendezvous.exchange("ready")
             self.meet(CHANNELS, timeout, "the first barrier")
             self.quiet()
 
     def _introduce(self, bytes: int, signals: int) -> list[dict[str, Any]]:
-        """Compile the kernels, and meet the other ranks."""
+        """Compile the kernels, and exchange parameters with the other ranks."""
         failure = None
         try:
             self._words.compile()
@@ -111,12 +115,12 @@ class CudaMemory:
             )
         properties = torch.cuda.get_device_properties(self.device)
         gpu = str(getattr(properties, "uuid", f"{socket.gethostname()}:{self.device}"))
-        cards = self._meeting.introduce([bytes, signals], failure, {"gpu": gpu})
-        refuse_different_heaps(cards)
-        return cards
+        ranks = self._rendezvous.introduce([bytes, signals], failure, {"gpu": gpu})
+        refuse_different_heaps(ranks)
+        return ranks
 
     def _allocate(self, symm_mem: Any, bytes: int) -> torch.Tensor:
-        """A zeroed block, when every rank has got one: torch's rendezvous would wait for ever."""
+        """A zeroed block, once every rank has one: else torch's rendezvous would wait for ever."""
         failure = None
         try:
             block: torch.Tensor = symm_mem.empty(bytes, dtype=torch.uint8, device=self.device)
@@ -124,9 +128,9 @@ class CudaMemory:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
             failure = str(error).partition("\n")[0]
-        for rank, text in enumerate(self._meeting.tell(failure)):
+        for rank, text in enumerate(self._rendezvous.exchange(failure)):
             if text is not None:
-                raise UsageError(f"rank {rank} got no {bytes} bytes on its GPU: {text}")
+                raise UsageError(f"rank {rank} could not allocate {bytes} bytes on its GPU: {text}")
         return block
 
     # ---- Bytes ----
@@ -140,7 +144,7 @@ class CudaMemory:
         self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         count = torch.Size(shape).numel()
-        if rank == self.rank:  # a view of the block itself, as torch's own operators ask for
+        if rank == self.rank:  # a view of the block itself, as torch's own operators require
             return self._block[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -207,13 +211,13 @@ class CudaMemory:
     ) -> None:
         self.check()
         self.waits += 1
-        whom = "" if source is None else f" from rank {source}"
-        self._words.wait(address, at_least, timeout, f"{what}{whom} to reach {at_least}")
+        sender = "" if source is None else f" from rank {source}"
+        self._words.wait(address, at_least, timeout, f"{what}{sender} to reach {at_least}")
 
-    # ---- Order and meeting points ----
+    # ---- Order and barriers ----
 
     def fence(self) -> None:
-        """Nothing to do: a stream is in order, and every signal is a release at system scope."""
+        """Nothing to do: a stream keeps its order, and every signal is a system-scope release."""
 
     def quiet(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
@@ -225,17 +229,17 @@ class CudaMemory:
         self.meet(channel, timeout, "a barrier")
 
     def meet(self, channel: int, timeout: float, what: str) -> None:
-        """A barrier between the current streams of all ranks; collectives have channel CHANNELS."""
+        """A barrier between the current streams of all ranks; collectives use channel CHANNELS."""
         arrivals = self._arrivals_at + 8 * channel * self.size
         count = self._counts_at + 8 * channel
         table = self._table.data_ptr()
         self._words.meet(table, self.rank, self.size, arrivals, count, timeout, what)
 
     def agree(self, call: str, timeout: float) -> None:
-        # The stream may still use what is freed or handed out again.
+        # The stream may still use memory that is freed or reused.
         self.quiet()
-        self._meeting.timeout = timeout
-        refuse_different_calls(self._meeting.tell(call))
+        self._rendezvous.timeout = timeout
+        refuse_different_calls(self._rendezvous.exchange(call))
 
     @property
     def in_step(self) -> bool:
@@ -244,7 +248,7 @@ class CudaMemory:
 
     @property
     def check(self) -> Callable[[], None]:
-        """Raises what a wait on the GPU could not."""
+        """Raises the error of an earlier wait on the GPU."""
         return self._words.check
 
     # ---- Collectives ----
@@ -283,7 +287,7 @@ class CudaMemory:
         self.check()
         self._collectives.reduce_scatter(local, offset, op, out, timeout)
 
-    # ---- Life ----
+    # ---- Statistics and end ----
 
     def stats(self) -> dict[str, int]:
         names = ("puts", "put_bytes", "gets", "get_bytes", "waits", "barriers")
@@ -297,24 +301,24 @@ class CudaMemory:
         del self._collectives, self._handle, self._block
 
 
-def _choose(symm_mem: Any, backend: str, device: torch.device) -> None:
-    """Tell torch which of its backends is meant; it can be told once, before the first use."""
+def _select_backend(symm_mem: Any, backend: str, device: torch.device) -> None:
+    """Select one of torch's backends, which is possible once, before the first use."""
     wanted = {"cuda": "CUDA", "nvshmem": "NVSHMEM"}[backend]
     now = symm_mem.get_backend(device) if hasattr(symm_mem, "get_backend") else None
-    if now == wanted or (now is None and wanted == "CUDA"):  # which is torch's default
+    if now == wanted or (now is None and wanted == "CUDA"):  # torch's default
         return
     try:
         symm_mem.set_backend(wanted)
     except RuntimeError as error:
         raise UsageError(
             f"backend={backend!r}: this process already uses torch's {now} symmetric memory, and "
-            f"torch keeps to one: make all heaps with the same backend ({error})"
+            f"torch allows only one: make all heaps with the same backend ({error})"
         ) from None
 
 
 @contextlib.contextmanager
 def _sharing_allowed(sharing: bool) -> Iterator[None]:
-    """Torch refuses ranks that share a GPU unless it is told that they are meant to."""
+    """torch refuses ranks that share a GPU unless this variable allows it."""
     before = os.environ.get(_ALLOW_SHARING)
     if sharing:
         os.environ[_ALLOW_SHARING] = "1"
@@ -323,3 +327,140 @@ def _sharing_allowed(sharing: bool) -> Iterator[None]:
     finally:
         if sharing and before is None:
             del os.environ[_ALLOW_SHARING]
+
+
+class Words:
+    """64-bit words in GPU memory: launches the kernels, and raises the errors of failed waits."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._device = device
+        self._ignored = torch.zeros(1, dtype=torch.int64, device=device)
+        # In host memory, so that the host can read it without waiting for the GPU.
+        self._failed = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._failed_word = ctypes.c_int64.from_address(self._failed.data_ptr())
+        self._waits: dict[int, str] = {}
+        self._tickets = 0
+        self._broken: str | None = None
+        self.pids: list[int | None] = []  # of the ranks on this host
+
+    def compile(self) -> None:
+        """Compile and run each kernel once, in scratch memory, before other ranks wait for this."""
+        table, count, arrival = 0, 8, 16
+        scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
+        word = scratch.data_ptr()
+        scratch[0] = word
+        self.meet(word + table, 0, 1, arrival, count, 10.0, "itself")
+        self.wait(word + arrival, 1, 10.0, "itself")
+        self.store(word, 1)
+        self.add(word, 1)
+        self.compare_swap(word, 2, 3)
+
+    def load(self, address: int, /) -> int:
+        """The value now (acquire); waits for the stream."""
+        return self.fetch_add(address, 0)
+
+    def store(self, address: int, value: int, /) -> None:
+        """Set the word (release)."""
+        self._launch(cuda_kernels.set_word, address, _signed(value))
+
+    def add(self, address: int, value: int, /) -> None:
+        """Add to the word (release)."""
+        answer = self._ignored.data_ptr()
+        self._launch(cuda_kernels.add_to_word, address, _signed(value), answer)
+
+    def fetch_add(self, address: int, value: int, /) -> int:
+        """Add; returns the value before, and waits for the stream."""
+        before = torch.empty_like(self._ignored)
+        self._launch(cuda_kernels.add_to_word, address, _signed(value), before.data_ptr())
+        return self._result(before)
+
+    def compare_swap(self, address: int, expected: int, desired: int, /) -> int:
+        """Store `desired` if the value is `expected`; returns the value before."""
+        before = torch.empty_like(self._ignored)
+        numbers = (_signed(expected), _signed(desired))
+        self._launch(cuda_kernels.swap_word, address, *numbers, before.data_ptr())
+        return self._result(before)
+
+    def wait(self, address: int, at_least: int, timeout: float, what: str) -> None:
+        """Let the stream wait until the word is at least `at_least` (acquire)."""
+        self._launch(
+            cuda_kernels.wait_for_word,
+            address,
+            _signed(at_least),
+            int(timeout * 1e9),
+            self._failed.data_ptr(),
+            self._ticket(f"{timeout:g} s for {what}"),
+        )
+
+    def meet(
+        self,
+        table: int,
+        rank: int,
+        size: int,
+        arrivals: int,
+        count: int,
+        timeout: float,
+        what: str,
+    ) -> None:
+        """A barrier between the streams of all ranks; see the kernel."""
+        limit, failed = int(timeout * 1e9), self._failed.data_ptr()
+        ticket = self._ticket(f"{timeout:g} s for all ranks in {what}")
+        words = (table, rank, size, arrivals, count)
+        self._launch(cuda_kernels.meet, *words, limit, failed, ticket)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all barriers so far completed, as far as is known."""
+        return self._broken is None and self._failed_word.value == 0
+
+    def check(self) -> None:
+        """Raise the error of an earlier wait on the GPU, if one timed out."""
+        if self._broken is not None:
+            raise UsageError(
+                f"this heap is out of step since an earlier error ({self._broken}): close it and "
+                "make another"
+            )
+        ticket = self._failed_word.value
+        if ticket == 0:
+            return
+        self._failed_word.value = 0
+        what = self._waits.get(ticket, "a signal or a barrier")
+        for rank, pid in enumerate(self.pids):
+            if pid is not None and not _is_running(pid):
+                self._broken = f"rank {rank} died"
+                raise PeerDied(rank, what)
+        if "all ranks" in what:
+            self._broken = f"rank {self._rank} waited {what}"
+        raise Timeout(f"rank {self._rank} waited {what}")
+
+    def _result(self, word: torch.Tensor) -> int:
+        value = int(word.item())
+        self.check()
+        return value % (1 << 64)
+
+    def _ticket(self, what: str) -> int:
+        self._tickets += 1
+        self._waits[self._tickets] = what
+        self._waits.pop(self._tickets - _REMEMBERED_WAITS, None)
+        return self._tickets
+
+    def _launch(self, kernel: object, *arguments: int) -> None:
+        with torch.cuda.device(self._device):
+            kernel[(1,)](*arguments, num_warps=cuda_kernels.WARPS)  # type: ignore[index]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's process, but running
+        pass
+    return True
+
+
+def _signed(value: int) -> int:
+    """The signed number with the same 64 bits: the kernels' words are signed."""
+    value %= 1 << 64
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,319 @@
+"""All-reduce, all-gather and reduce-scatter on the CPU, on tensors that all ranks read in place.
+
+all_reduce is the C core's, unless one algorithm is asked for: the algorithms are also written here
+in Python, to be read and compared. Each collective begins with a barrier (all inputs are written)
+and ends with one (all ranks have read, so the callers may write again). In between ranks publish
+their progress in one word each, stored with release and loaded with acquire; each word has one
+writer.
+"""
+
+import ctypes
+import json
+import os
+import secrets
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tutti.comm.ledger import DTYPES, REDUCTIONS
+from tutti.comm.shm import native
+from tutti.comm.symmetric.heap_rendezvous import Timeout
+from tutti.comm.symmetric.symmetric_tensor import (
+    Algorithm,
+    check_reduction,
+    out_must_be_symmetric,
+    rank_parts,
+)
+from tutti.world.errors import RanksDiffer, UsageError
+
+if TYPE_CHECKING:
+    from tutti.comm.symmetric.cpu_heap import CpuMemory
+
+# The dtypes that the core reduces, in the order of its enum: `bytes` is none of torch's.
+_DTYPES = tuple(getattr(torch, name) for name in DTYPES[:-1])
+# two_shot works in chunks of this size per rank, so that a part is still in its owner's cache when
+# the peers read it.
+_CHUNK_BYTES = 512 << 10
+_CACHED_OPERATIONS = 256  # that are ready to be called again
+
+
+class CpuCollectives:
+    """The collectives of one heap; one at a time."""
+
+    def __init__(self, memory: "CpuMemory") -> None:
+        self._memory = memory
+        self._core = native.core()
+        self._quick = native.core_holding_gil()
+        self._wait = memory.control.wait_for_peer
+        self._peers = [rank for rank in range(memory.size) if rank != memory.rank]
+        self._words = [memory.control.progress(rank) for rank in range(memory.size)]
+        self._own_word = self._words[memory.rank]
+        self._progress = 0  # the same on all ranks between collectives
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._group: CoreGroup | None = None  # created by the first all_reduce that needs it
+        self.calls = 0
+
+    def all_reduce(
+        self,
+        local: torch.Tensor,
+        offset: int,
+        op: str,
+        algorithm: Algorithm,
+        out: torch.Tensor,
+        out_offset: int | None,
+        timeout: float,
+    ) -> None:
+        codes = _codes(local.dtype, op)
+        bytes = local.nbytes
+        self.calls += 1
+        if algorithm == "auto":
+            if self._group is None:
+                self._group = CoreGroup(self._memory, timeout)
+            self._group.all_reduce(local.data_ptr(), out.data_ptr(), bytes, *codes, timeout)
+        elif algorithm == "one_shot":
+            self._one_shot(local, offset, out, codes, timeout)
+        else:
+            shared = offset if out is local else out_offset  # where peers read this rank's result
+            if shared is None:
+                raise out_must_be_symmetric(algorithm)
+            if algorithm == "two_shot":
+                self._two_shot(local, offset, shared, codes, timeout)
+                return
+            if shared != offset:
+                self._core.tutti_put(out.data_ptr(), local.data_ptr(), bytes)
+            self._ring(out, shared, codes, timeout)
+
+    def _one_shot(
+        self,
+        local: torch.Tensor,
+        offset: int,
+        out: torch.Tensor,
+        codes: tuple[int, int],
+        timeout: float,
+    ) -> None:
+        """Every rank reads all ranks' values, in rank order, so all get the same bits."""
+        memory = self._memory
+        bytes = local.numel() * local.itemsize
+        what = "all_reduce"
+        target = out.data_ptr()
+        self._barrier(what, timeout)
+        if out is local:  # peers are still reading it
+            if bytes > self._scratch.numel():
+                self._scratch = torch.empty(bytes, dtype=torch.uint8)
+            target = self._scratch.data_ptr()
+        parts = [memory.address(rank, offset) for rank in range(memory.size)]
+        self._reduce(target, parts, local.numel(), codes)
+        self._barrier(what, timeout)
+        if out is local:
+            self._quick.tutti_put(local.data_ptr(), target, bytes)
+
+    def _two_shot(
+        self, local: torch.Tensor, source: int, target: int, codes: tuple[int, int], timeout: float
+    ) -> None:
+        """Each rank reduces its part of every chunk in place, then copies the others' parts.
+
+        A part of a rank's memory is read only by the part's owner, before the owner publishes its
+        progress, and overwritten only after that: in place is safe without further barriers.
+        """
+        memory, itemsize = self._memory, local.itemsize
+        what = "all_reduce"
+        chunk = _CHUNK_BYTES * memory.size // itemsize
+        self._barrier(what, timeout)
+        for start in range(0, local.numel(), chunk):
+            count = min(chunk, local.numel() - start)
+            parts_of = rank_parts(count, memory.size, itemsize)
+            first, last = parts_of[memory.rank]
+            at = (start + first) * itemsize
+            parts = [memory.address(rank, source + at) for rank in range(memory.size)]
+            self._reduce(memory.address(memory.rank, target + at), parts, last - first, codes)
+            self._publish_progress()
+            for peer in self._peers:
+                first, last = parts_of[peer]
+                at = target + (start + first) * itemsize
+                self._wait(peer, self._words[peer], self._progress, timeout, what)
+                self._core.tutti_put(
+                    memory.address(memory.rank, at),
+                    memory.address(peer, at),
+                    (last - first) * itemsize,
+                )
+        self._barrier(what, timeout)
+
+    def _ring(
+        self, tensor: torch.Tensor, offset: int, codes: tuple[int, int], timeout: float
+    ) -> None:
+        """Sums travel around the ring, then results: 2 (n - 1) steps between neighbours.
+
+        Each part is summed once, starting at a different rank: all ranks get the same bits, which
+        may differ from those of one_shot and two_shot. On one host this is a baseline to compare.
+        """
+        memory, itemsize = self._memory, tensor.itemsize
+        size, rank = memory.size, memory.rank
+        left, right = (rank - 1) % size, (rank + 1) % size
+        what = "all_reduce"
+        averaging = codes[1] == REDUCTIONS.index("mean")
+        if averaging:
+            codes = (codes[0], REDUCTIONS.index("sum"))
+        parts_of = rank_parts(tensor.numel(), size, itemsize)
+        self._barrier(what, timeout)
+        begun = self._progress
+        for step in range(2 * (size - 1)):
+            lap = step - (size - 1)  # from 0 on: results travel, not sums
+            part = (rank - 1 - step) % size if lap < 0 else (rank - lap) % size
+            first, last = parts_of[part]
+            mine = memory.address(rank, offset + first * itemsize)
+            theirs = memory.address(left, offset + first * itemsize)
+            # The left neighbour has completed its previous step, which was on this part.
+            self._wait(left, self._words[left], begun + step, timeout, what)
+            if lap < 0:
+                self._reduce(mine, [theirs, mine], last - first, codes)
+                if averaging and lap == -1:  # this step completes the sum of the part
+                    tensor.view(-1)[first:last].div_(size)
+            else:
+                # The right neighbour has read the partial sum that is overwritten now.
+                self._wait(right, self._words[right], begun + lap + 1, timeout, what)
+                self._core.tutti_put(mine, theirs, (last - first) * itemsize)
+            self._publish_progress()
+        self._barrier(what, timeout)
+
+    def all_gather(
+        self, local: torch.Tensor, offset: int, out: torch.Tensor, timeout: float
+    ) -> None:
+        """Every rank copies every rank's tensor."""
+        self.calls += 1
+        memory, bytes = self._memory, local.numel() * local.itemsize
+        what = "all_gather"
+        self._barrier(what, timeout)
+        # Each rank starts with its own, so that the ranks do not all read the same one.
+        for turn in range(memory.size):
+            rank = (memory.rank + turn) % memory.size
+            self._core.tutti_put(out.data_ptr() + rank * bytes, memory.address(rank, offset), bytes)
+        self._barrier(what, timeout)
+
+    def reduce_scatter(
+        self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
+    ) -> None:
+        """Every rank reduces its own part of all ranks' tensors."""
+        self.calls += 1
+        memory, bytes = self._memory, out.numel() * out.itemsize
+        what = "reduce_scatter"
+        codes = _codes(local.dtype, op)
+        self._barrier(what, timeout)
+        parts = [memory.address(rank, offset + memory.rank * bytes) for rank in range(memory.size)]
+        self._reduce(out.data_ptr(), parts, out.numel(), codes)
+        self._barrier(what, timeout)
+
+    def close(self) -> None:
+        """Leave the core's group; not collective."""
+        if self._group is not None:
+            self._group.close()
+
+    def _barrier(self, what: str, timeout: float) -> None:
+        self._publish_progress()
+        for peer in self._peers:
+            self._wait(peer, self._words[peer], self._progress, timeout, what)
+
+    def _publish_progress(self) -> None:
+        """This rank has completed one more step (release)."""
+        self._progress += 1
+        self._memory.store(self._own_word, self._progress)
+
+    def _reduce(self, target: int, parts: list[int], count: int, codes: tuple[int, int]) -> None:
+        pointers = (ctypes.c_void_p * len(parts))(*parts)
+        core = self._quick if count * len(parts) < 8192 else self._core
+        code = core.tutti_reduce_into(target, pointers, len(parts), count, *codes)
+        if code != 0:
+            raise UsageError(self._core.tutti_error().decode())
+
+
+class CoreGroup:
+    """The C core's own all_reduce for a heap: one call into C, without staging buffers.
+
+    Created on all ranks together.
+    """
+
+    def __init__(self, memory: "CpuMemory", timeout: float) -> None:
+        self._memory = memory
+        self._core = core = native.core()
+        self._run = core.tutti_run
+        self._ready: dict[tuple[int, int, int, int], Any] = {}
+        self._group: Any = None
+        try:
+            self._connect(timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, timeout: float) -> None:
+        memory, core = self._memory, self._core
+        exchange = memory.control.exchange
+        token = int(exchange(str(secrets.randbits(62)), timeout, "all_reduce")[0])
+        name = f"heap {memory.number}"
+        self._group = core.tutti_group_create(name.encode(), memory.rank, memory.size, 0, token)
+        failure = "" if self._group else str(native.last_error())
+        mine = [os.getpid(), 0, 0]
+        if self._group:
+            mine[1:] = core.tutti_group_fd(self._group), core.tutti_group_bytes(self._group)
+        everyone = exchange(json.dumps(mine), timeout, "all_reduce")
+        for rank, (pid, fd, bytes) in enumerate(map(json.loads, everyone)):
+            if failure or not bytes or rank == memory.rank:
+                continue
+            if core.tutti_group_connect(self._group, rank, pid, fd, bytes) != 0:
+                failure = str(native.last_error())
+        bases = (ctypes.c_void_p * memory.size)(
+            *(memory.address(rank, 0) for rank in range(memory.size))
+        )
+        if not failure and core.tutti_group_add_block(self._group, 1, bases, memory.bytes) != 0:
+            failure = str(native.last_error())
+        for rank, text in enumerate(exchange(failure, timeout, "all_reduce")):
+            if text:
+                raise UsageError(f"rank {rank} cannot join the heap's collectives: {text}")
+
+    def all_reduce(
+        self, source: int, target: int, bytes: int, dtype: int, op: int, timeout: float
+    ) -> None:
+        """Reduce `bytes` from one address to another; dtype and op are the core's numbers."""
+        key = (source, target, bytes, dtype << 8 | op)
+        operation = self._ready.get(key)
+        if operation is None:
+            if len(self._ready) >= _CACHED_OPERATIONS:
+                self._ready.clear()
+            made = native.operation(
+                native.ALL_REDUCE,
+                ins=[(source, bytes)],
+                outs=[(target, bytes)],
+                dtype=dtype,
+                reduce=op,
+            )
+            operation = self._ready[key] = ctypes.byref(made)
+        code = self._run(self._group, operation, timeout)
+        if code != 0:
+            self._fail(code)
+
+    def _fail(self, code: int) -> None:
+        text = self._core.tutti_error().decode(errors="replace")
+        error: Exception
+        if code == native.TIMEOUT:
+            error = Timeout(text)
+        elif code == native.MISMATCH:
+            error = RanksDiffer(text)
+        else:
+            gone = self._memory.control.gone("all_reduce")
+            error = gone if gone is not None else native.error_for(code, text)
+        self._memory.control.fall_out_of_step(error)
+        raise error
+
+    def close(self) -> None:
+        """Leave the group; not collective."""
+        if self._group:
+            self._core.tutti_group_close(self._group)
+            self._group = None
+
+
+@cache
+def _codes(dtype: torch.dtype, op: str) -> tuple[int, int]:
+    check_reduction(dtype, op)
+    if dtype not in _DTYPES:
+        names = ", ".join(str(each).removeprefix("torch.") for each in _DTYPES)
+        raise UsageError(f"{dtype} cannot be reduced: convert it to one of {names}")
+    return _DTYPES.index(dtype), REDUCTIONS.index(op)

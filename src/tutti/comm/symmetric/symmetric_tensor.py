@@ -1,0 +1,356 @@
+"""SymmetricTensor and Counters: objects that every rank has at the same offset of the heap."""
+
+import itertools
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
+
+import torch
+
+from tutti.comm.ledger import REDUCTIONS
+from tutti.world.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from tutti.comm.symmetric.heap import Heap
+
+Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
+CHANNELS = 16  # barriers of different channels are independent of each other
+
+
+class HeapMemory(Protocol):
+    """What a heap needs of the backend that holds its bytes (cpu_heap.py, cuda_heap.py).
+
+    One block of the same size on every rank; `offset` is in bytes, the same place on all ranks.
+    """
+
+    backend: str
+    reason: str
+    device: torch.device
+    bytes: int
+    alignment: int
+    signals: int
+
+    def view(
+        self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A rank's bytes as a tensor, without a copy."""
+
+    def address(self, rank: int, offset: int) -> int:
+        """The address of a rank's byte in this process."""
+
+    def put(self, to: int, offset: int, source: torch.Tensor, bytes: int) -> None: ...
+    def get(self, source: int, offset: int, out: torch.Tensor, bytes: int) -> None: ...
+    def put_signal(
+        self,
+        to: int,
+        offset: int,
+        source: torch.Tensor,
+        bytes: int,
+        slot: int,
+        value: int,
+        add: int,
+    ) -> None: ...
+
+    # 64-bit words by their address in this process.
+    def signal_address(self, rank: int, slot: int) -> int: ...
+    def load(self, address: int, /) -> int: ...
+    def store(self, address: int, value: int, /) -> None: ...
+    def add(self, address: int, value: int, /) -> object: ...
+    def fetch_add(self, address: int, value: int, /) -> int: ...
+    def compare_swap(self, address: int, expected: int, desired: int, /) -> int: ...
+    def wait_word(
+        self, address: int, at_least: int, source: int | None, timeout: float, what: str
+    ) -> None:
+        """Wait until the word is at least this; the death of `source` (None: any) ends it."""
+
+    def fence(self) -> None: ...
+    def quiet(self) -> None: ...
+    def barrier(self, channel: int, timeout: float) -> None: ...
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all barriers and collectives so far completed: only then can one follow."""
+
+    def agree(self, call: str, timeout: float) -> None:
+        """Return when all ranks make the same call; raise RanksDiffer when they do not."""
+
+    def all_reduce(
+        self,
+        local: torch.Tensor,
+        offset: int,
+        op: str,
+        algorithm: Algorithm,
+        out: torch.Tensor,
+        out_offset: int | None,
+        timeout: float,
+    ) -> None:
+        """`out` is `local` itself, another tensor of the heap (at `out_offset`), or any tensor."""
+
+    def sum_in_place(self, local: torch.Tensor) -> Callable[[], object] | None:
+        """An all_reduce of this tensor, in place, with all choices made in advance; or None."""
+
+    def all_reduce_staged(
+        self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
+    ) -> None:
+        """Reduce an ordinary `tensor` in place, through `buffer` of the same shape at `offset`."""
+
+    def all_gather(
+        self, local: torch.Tensor, offset: int, out: torch.Tensor, timeout: float
+    ) -> None: ...
+    def reduce_scatter(
+        self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
+    ) -> None: ...
+
+    def stats(self) -> dict[str, int]: ...
+    def close(self) -> None:
+        """Leave: peers that still wait for this rank are told so. Not collective."""
+
+
+class Released:
+    """Replaces the memory of a closed heap or a freed tensor: any use of it raises this reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(self._reason)
+
+
+class SymmetricTensor:
+    """A tensor with the same shape and dtype on all ranks; each rank has its own values.
+
+    Created by `heap.empty` and `heap.zeros`, freed by `heap.free` or at the end of a `with` block,
+    all collective. To read what a peer wrote, or to write where a peer reads, order the two by a
+    signal, a counter or a barrier.
+    """
+
+    def __init__(
+        self,
+        heap: "Heap",
+        memory: HeapMemory,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        self.heap = heap
+        self.memory = memory
+        self.offset = offset
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.count = self.shape.numel()
+        self.bytes = self.count * dtype.itemsize
+        self._itemsize = dtype.itemsize
+        self._ranks = heap.size
+        self._slots = heap.signals
+        self._views: list[torch.Tensor | None] = [None] * heap.size
+        self.local = self.peer(heap.rank)
+        self.sum_in_place = memory.sum_in_place(self.local)
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"SymmetricTensor({list(self.shape)}, {dtype}, at {self.offset} of {self.heap})"
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """A rank's tensor as a view, without a copy. Valid until the tensor is freed."""
+        if not 0 <= rank < self._ranks:
+            self._no_rank(rank)
+        view = self._views[rank]
+        if view is None:
+            view = self.memory.view(rank, self.offset, tuple(self.shape), self.dtype)
+            self._views[rank] = view
+        return view
+
+    def address(self, rank: int) -> int:
+        """The address of a rank's tensor in this process: for compiled code."""
+        if not 0 <= rank < self._ranks:
+            self._no_rank(rank)
+        return self.memory.address(rank, self.offset)
+
+    def put(self, src: torch.Tensor, to: int, at: int = 0) -> None:
+        """Copy `src` into the tensor of rank `to`, starting at flat element `at`.
+
+        The peer may read it after a signal or a barrier that follows. On CUDA: enqueued on the
+        current stream.
+        """
+        first, bytes = at * self._itemsize, src.nbytes
+        if src.dtype is not self.dtype or at < 0 or first + bytes > self.bytes:
+            self._does_not_fit(src, at)
+        if not 0 <= to < self._ranks:
+            self._no_rank(to)
+        self.memory.put(to, self.offset + first, src, bytes)
+
+    def get(
+        self, source: int, at: int = 0, count: int | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A copy of `count` elements (default: all, or as many as `out` has) of rank `source`.
+
+        Without `out` and `count` it has this tensor's shape, else it is flat.
+        """
+        if out is None:
+            whole = count is None and at == 0
+            count = self.count - at if count is None else count
+            shape = self.shape if whole else torch.Size((max(count, 0),))
+            out = torch.empty(shape, dtype=self.dtype, device=self.local.device)
+        first, bytes = at * self._itemsize, out.nbytes
+        if out.dtype is not self.dtype or at < 0 or first + bytes > self.bytes:
+            self._does_not_fit(out, at)
+        if not 0 <= source < self._ranks:
+            self._no_rank(source)
+        self.memory.get(source, self.offset + first, out, bytes)
+        return out
+
+    def put_signal(
+        self,
+        src: torch.Tensor,
+        to: int,
+        slot: int = 0,
+        value: int = 1,
+        at: int = 0,
+        op: Literal["set", "add"] = "set",
+    ) -> None:
+        """Put, then set the peer's signal `slot` to `value`, or add `value` to it.
+
+        The peer sees the value only after the bytes (release here, acquire in `heap.wait`).
+        """
+        first, bytes = at * self._itemsize, src.nbytes
+        if src.dtype is not self.dtype or at < 0 or first + bytes > self.bytes:
+            self._does_not_fit(src, at)
+        if not 0 <= to < self._ranks:
+            self._no_rank(to)
+        if not 0 <= slot < self._slots or (op != "set" and op != "add"):
+            self.heap.refuse_signal(slot, op)
+        self.memory.put_signal(
+            to, self.offset + first, src, bytes, slot, value, 1 if op == "add" else 0
+        )
+
+    def __enter__(self) -> "SymmetricTensor":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        # Freeing is collective; after an error on this rank the others may never call it.
+        if error is None:
+            self.heap.free(self)
+
+    def release(self, reason: str) -> None:
+        """Refuse every use from now on; the heap has taken the memory back."""
+        self.memory = cast(HeapMemory, Released(reason))
+        self.sum_in_place = None
+        self._views = [None] * self._ranks
+
+    def _no_rank(self, rank: int) -> NoReturn:
+        raise UsageError(f"rank {rank}: the heap's ranks are 0 to {self._ranks - 1}")
+
+    def _does_not_fit(self, other: torch.Tensor, at: int) -> NoReturn:
+        if other.dtype is not self.dtype:
+            raise UsageError(f"the tensor holds {self.dtype}, not {other.dtype}: convert it first")
+        raise UsageError(f"{other.numel()} elements at {at} end beyond the tensor's {self.count}")
+
+
+class Counters:
+    """`count` unsigned 64-bit counters per rank, initially zero, `spacing` bytes apart.
+
+    `at` is the rank whose counter is meant; None: this rank's. Every change is an atomic release
+    and acquire: a rank that reads the new value sees what was written before the change.
+    """
+
+    def __init__(
+        self, heap: "Heap", memory: HeapMemory, offset: int, count: int, spacing: int
+    ) -> None:
+        self.heap = heap
+        self.memory = memory
+        self.offset = offset
+        self.count = count
+        self.spacing = spacing
+        self._bases = {rank: memory.address(rank, offset) for rank in range(heap.size)}
+        self._own = self._bases[heap.rank]
+
+    def fetch_add(self, index: int, value: int = 1, at: int | None = None) -> int:
+        """Add, modulo 2^64; returns the value before. A negative value subtracts."""
+        return self.memory.fetch_add(self.address(index, at), value)
+
+    def compare_swap(self, index: int, expected: int, desired: int, at: int | None = None) -> int:
+        """Store `desired` if the value is `expected`; returns the value before."""
+        return self.memory.compare_swap(self.address(index, at), expected, desired)
+
+    def load(self, index: int, at: int | None = None) -> int:
+        """The value now (acquire)."""
+        return self.memory.load(self.address(index, at))
+
+    def store(self, index: int, value: int, at: int | None = None) -> None:
+        """Set the value (release)."""
+        self.memory.store(self.address(index, at), value)
+
+    def wait(
+        self, index: int, at_least: int, timeout: float | None = None, at: int | None = None
+    ) -> None:
+        """Wait until the counter is `at_least` this value."""
+        self.memory.wait_word(
+            self.address(index, at),
+            at_least,
+            None,
+            self.heap.timeout if timeout is None else timeout,
+            f"counter {index} of rank {self.heap.rank if at is None else at}",
+        )
+
+    def address(self, index: int, at: int | None = None) -> int:
+        """The address of a counter in this process."""
+        if 0 <= index < self.count and (at is None or at in self._bases):
+            return (self._own if at is None else self._bases[at]) + index * self.spacing
+        raise UsageError(
+            f"counter {index} of rank {at}: there are {self.count} on each of ranks 0 to "
+            f"{self.heap.size - 1}"
+        )
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __enter__(self) -> "Counters":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        # Freeing is collective; after an error on this rank the others may never call it.
+        if error is None:
+            self.heap.free(self)
+
+    def release(self, reason: str) -> None:
+        """Refuse every use from now on; the heap has taken the memory back."""
+        self.memory = cast(HeapMemory, Released(reason))
+
+
+# ---- What the collectives of both backends share ----
+
+
+def check_reduction(dtype: torch.dtype, op: str) -> None:
+    """Refuse a reduction that is not defined, before any rank has begun."""
+    if op not in REDUCTIONS:
+        raise UsageError(f"op={op!r}: {did_you_mean(op, REDUCTIONS)}")
+    if dtype.is_floating_point and op in ("band", "bor", "bxor"):
+        raise UsageError(f"op={op!r} is not defined for {dtype}: use it with integers")
+    if not dtype.is_floating_point and op == "mean":
+        raise UsageError(f"op='mean' of {dtype} would round: use sum, or a floating-point tensor")
+
+
+def rank_parts(count: int, size: int, itemsize: int) -> list[tuple[int, int]]:
+    """First element and end of each rank's part of `count`; parts begin on cache lines (64 B)."""
+    per_line = 64 // itemsize
+    lines = -(-count // per_line)
+    cuts = [min(lines * rank // size * per_line, count) for rank in range(size + 1)]
+    return list(itertools.pairwise(cuts))
+
+
+def out_must_be_symmetric(algorithm: str) -> UsageError:
+    """The error for a result that peers must read, in a tensor outside the heap."""
+    return UsageError(
+        f"algorithm={algorithm!r} leaves its result where peers read it: give as out= a symmetric "
+        "tensor of the same heap, or use one_shot"
+    )
