@@ -35,8 +35,8 @@ def test_a_slurm_script_reads_as_if_written_by_hand() -> None:
         "#SBATCH --mail-type=END\n"
         "set -euo pipefail\n"
         "\n"
-        "# 16 ranks. tutti finds rank, node and master in what srun sets.\n"
-        "# A rank that fails ends the step, instead of leaving the others waiting.\n"
+        "# 16 ranks. tutti reads rank, node and master from srun's variables.\n"
+        "# A rank that fails ends the step: the others would wait for it.\n"
         "srun --kill-on-bad-exit=1 --cpus-per-task=12 python train.py --lr=1\n"
     )
 
@@ -44,13 +44,13 @@ def test_a_slurm_script_reads_as_if_written_by_hand() -> None:
 @pytest.mark.parametrize("value", HOSTILE)
 def test_a_hostile_value_never_reaches_an_sbatch_line(value: str) -> None:
     job = SlurmJob(["true"], 1, 1, None, {"job-name": value})
-    with pytest.raises(UsageError, match="a value on an #SBATCH line may hold"):
+    with pytest.raises(UsageError, match="a value on an #SBATCH line may contain"):
         job.script()
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, "exclusive\ntouch /tmp/pwned #", "", "-x"])
 def test_a_hostile_name_never_becomes_an_sbatch_line(name: str) -> None:
-    with pytest.raises(UsageError, match="is no flag of sbatch"):
+    with pytest.raises(UsageError, match="is not a flag of sbatch"):
         SlurmJob(["true"], 1, 1, None, {name: ""}).script()
 
 

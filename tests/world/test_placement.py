@@ -1,4 +1,4 @@
-"""Where ranks belong, for machines we do not have: placement is a function of the roll alone."""
+"""Placement for machines that are not here: a function of the roster only."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from tutti.world.placement import cpus_for, place
 from tutti.world.rendezvous import RankInfo
 
 
-def answer(
+def info(
     rank: int,
     host: str = "n1",
     gpus: tuple[str, ...] = (),
@@ -35,8 +35,8 @@ def answer(
     )
 
 
-def test_ranks_are_counted_by_the_machine_they_are_really_on() -> None:
-    places = place([answer(0, "a"), answer(1, "b"), answer(2, "a"), answer(3, "b")])
+def test_local_ranks_are_counted_by_machine() -> None:
+    places = place([info(0, "a"), info(1, "b"), info(2, "a"), info(3, "b")])
     assert [(p.node, p.local_rank, p.local_size) for p in places] == [
         (0, 0, 2),
         (1, 0, 2),
@@ -48,54 +48,54 @@ def test_ranks_are_counted_by_the_machine_they_are_really_on() -> None:
 
 def test_each_rank_takes_its_own_gpu_in_turn() -> None:
     four = ("A", "B", "C", "D")
-    assert [p.gpu for p in place([answer(r, gpus=four) for r in range(4)])] == [0, 1, 2, 3]
+    assert [p.gpu for p in place([info(r, gpus=four) for r in range(4)])] == [0, 1, 2, 3]
 
 
 def test_a_scheduler_that_shows_each_task_one_gpu_gives_each_device_zero() -> None:
-    places = place([answer(r, gpus=(f"GPU{r}",)) for r in range(4)])
+    places = place([info(r, gpus=(f"GPU{r}",)) for r in range(4)])
     assert [p.gpu for p in places] == [0, 0, 0, 0]
     assert [p.ranks_on_gpu for p in places] == [1, 1, 1, 1]
 
 
-def test_more_ranks_than_gpus_are_refused_with_the_equation_and_the_cures() -> None:
+def test_more_ranks_than_gpus_are_refused_with_numbers_and_cures() -> None:
     with pytest.raises(UsageError) as caught:
-        place([answer(r, gpus=("A", "B")) for r in range(4)])
+        place([info(r, gpus=("A", "B")) for r in range(4)])
     message = str(caught.value)
-    assert "4 ranks on n1, but 2 GPUs × 1 per GPU = 2 places" in message
+    assert "4 ranks on n1, but 2 GPUs × 1 per GPU = 2:" in message
     assert "--ranks-per-gpu 2" in message and "--device cpu" in message
 
 
-def test_neighbours_share_a_gpu_when_asked_to() -> None:
-    places = place([answer(r, gpus=("A", "B")) for r in range(4)], ranks_per_gpu=2)
+def test_neighbouring_ranks_share_a_gpu_if_requested() -> None:
+    places = place([info(r, gpus=("A", "B")) for r in range(4)], ranks_per_gpu=2)
     assert [p.gpu for p in places] == [0, 0, 1, 1]
     assert [p.ranks_on_gpu for p in places] == [2, 2, 2, 2]
 
 
 def test_two_containers_that_show_the_same_gpu_are_caught() -> None:
-    one = answer(0, host="c1", gpus=("A",), boot="same")
-    other = answer(1, host="c2", gpus=("A",), boot="same")
-    with pytest.raises(UsageError, match="ranks 0, 1 would compute on the same GPU A"):
+    one = info(0, host="c1", gpus=("A",), boot="same")
+    other = info(1, host="c2", gpus=("A",), boot="same")
+    with pytest.raises(UsageError, match="ranks 0, 1 would use the same GPU A"):
         place([one, other])
     assert [p.ranks_on_gpu for p in place([one, other], ranks_per_gpu=2)] == [2, 2]
 
 
 def test_a_rank_without_a_gpu_among_others_with_one_is_named() -> None:
     with pytest.raises(UsageError, match=r"rank 1 on n2 sees no GPU \(1 of 2 ranks do not\)"):
-        place([answer(0, gpus=("A",)), answer(1, "n2")])
+        place([info(0, gpus=("A",)), info(1, "n2")])
 
 
-def test_cpu_can_be_asked_for_where_there_are_gpus() -> None:
-    assert place([answer(r, gpus=("A",)) for r in range(4)], device="cpu")[3].gpu is None
+def test_device_cpu_ignores_gpus() -> None:
+    assert place([info(r, gpus=("A",)) for r in range(4)], device="cpu")[3].gpu is None
 
 
 @given(ranks=st.integers(1, 16), gpus=st.integers(1, 8), per_gpu=st.integers(1, 4))
-def test_no_gpu_ever_has_more_ranks_than_asked_for(ranks: int, gpus: int, per_gpu: int) -> None:
-    answers = [answer(r, gpus=tuple(f"G{g}" for g in range(gpus))) for r in range(ranks)]
+def test_no_gpu_has_more_ranks_than_requested(ranks: int, gpus: int, per_gpu: int) -> None:
+    ranks_info = [info(r, gpus=tuple(f"G{g}" for g in range(gpus))) for r in range(ranks)]
     if ranks > gpus * per_gpu:
         with pytest.raises(UsageError):
-            place(answers, ranks_per_gpu=per_gpu)
+            place(ranks_info, ranks_per_gpu=per_gpu)
         return
-    chosen = [p.gpu for p in place(answers, ranks_per_gpu=per_gpu)]
+    chosen = [p.gpu for p in place(ranks_info, ranks_per_gpu=per_gpu)]
     assert max(chosen.count(gpu) for gpu in chosen) <= per_gpu
 
 
@@ -104,8 +104,8 @@ def test_cpu_ranks_get_cpus_of_their_own_in_one_numa_node_while_there_are_enough
     ranks: int, cpus: int, nodes: int
 ) -> None:
     numa = {node: tuple(range(node * cpus, (node + 1) * cpus)) for node in range(nodes)}
-    answers = [answer(r, cpus=f"0-{nodes * cpus - 1}") for r in range(ranks)]
-    chosen = [cpus_for(answers, r, numa) for r in range(ranks)]
+    ranks_info = [info(r, cpus=f"0-{nodes * cpus - 1}") for r in range(ranks)]
+    chosen = [cpus_for(ranks_info, r, numa) for r in range(ranks)]
     if ranks == 1 or ranks < nodes or (nodes == 1 and ranks > cpus):
         assert chosen == [None] * ranks
         return
@@ -116,22 +116,22 @@ def test_cpu_ranks_get_cpus_of_their_own_in_one_numa_node_while_there_are_enough
 
 
 def test_two_ranks_on_two_cpus_have_one_each() -> None:
-    answers = [answer(r, cpus="0-1") for r in range(2)]
-    assert [cpus_for(answers, r, {0: (0, 1)}) for r in range(2)] == ["0", "1"]
+    ranks_info = [info(r, cpus="0-1") for r in range(2)]
+    assert [cpus_for(ranks_info, r, {0: (0, 1)}) for r in range(2)] == ["0", "1"]
 
 
-def test_cpu_ranks_are_dealt_out_to_numa_nodes_in_blocks() -> None:
+def test_cpu_ranks_are_distributed_over_numa_nodes_in_blocks() -> None:
     numa = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
-    answers = [answer(r) for r in range(4)]
-    assert [cpus_for(answers, r, numa) for r in range(4)] == ["0-1", "2-3", "4-5", "6-7"]
+    ranks_info = [info(r) for r in range(4)]
+    assert [cpus_for(ranks_info, r, numa) for r in range(4)] == ["0-1", "2-3", "4-5", "6-7"]
 
 
 def test_fewer_ranks_than_numa_nodes_use_all_of_them() -> None:
     numa = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
-    assert cpus_for([answer(0)], 0, numa) is None
+    assert cpus_for([info(0)], 0, numa) is None
 
 
 def test_cpus_that_the_launcher_chose_are_kept() -> None:
     numa = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
-    answers = [answer(0, cpus="0-1"), answer(1, cpus="4-5")]
-    assert [cpus_for(answers, r, numa) for r in range(2)] == [None, None]
+    ranks_info = [info(0, cpus="0-1"), info(1, cpus="4-5")]
+    assert [cpus_for(ranks_info, r, numa) for r in range(2)] == [None, None]

@@ -1,19 +1,27 @@
-"""The store that ranks meet at: where it listens, and what happens when its port is taken."""
+"""Rendezvous: where the store listens, taken ports, and the exchange of rank information."""
 
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
 
 from tutti.world.addresses import free_port, port_candidates
-from tutti.world.errors import UsageError
+from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.launchers import Identity
-from tutti.world.rendezvous import open_rendezvous
+from tutti.world.rendezvous import (
+    RankInfo,
+    Roster,
+    describe_rank,
+    exchange_rank_info,
+    open_rendezvous,
+    refuse_different_versions,
+)
 
 ONE_HOST = {"local_size": 2, "master_host": "127.0.0.1", "reasons": {"master": "test"}}
 FIRST = Identity("test", rank=0, size=2, job="job-a", **ONE_HOST)
@@ -21,16 +29,16 @@ SECOND = Identity("test", rank=1, size=2, job="job-a", **ONE_HOST)
 
 
 def test_the_store_listens_on_loopback_only_when_all_ranks_are_on_one_host() -> None:
-    meeting = open_rendezvous(FIRST, timeout=10)
+    rendezvous = open_rendezvous(FIRST, timeout=10)
     listening = [
         connection.laddr.ip
         for connection in psutil.Process().net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == meeting.port
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == rendezvous.port
     ]
     assert listening == ["127.0.0.1"]
 
 
-def test_ranks_find_each_other_at_a_port_derived_from_the_job() -> None:
+def test_ranks_connect_at_a_port_derived_from_the_job() -> None:
     host = open_rendezvous(FIRST, timeout=10)
     guest = open_rendezvous(SECOND, timeout=10)
     host.store.set("greeting", "hello")
@@ -38,7 +46,7 @@ def test_ranks_find_each_other_at_a_port_derived_from_the_job() -> None:
     assert host.port == guest.port and host.port in port_candidates("job-a")
 
 
-def test_a_derived_port_that_is_taken_is_passed_over_by_all_ranks() -> None:
+def test_a_derived_port_in_use_is_skipped_by_all_ranks() -> None:
     first, second, *_ = port_candidates("job-a")
     with listener(first):
         host = open_rendezvous(FIRST, timeout=10)
@@ -46,12 +54,12 @@ def test_a_derived_port_that_is_taken_is_passed_over_by_all_ranks() -> None:
         assert host.port == guest.port == second
 
 
-def test_another_jobs_store_at_a_derived_port_is_not_mistaken_for_ours() -> None:
+def test_another_jobs_store_at_a_derived_port_is_skipped() -> None:
     first, second, *_ = port_candidates("job-a")
-    stranger = open_rendezvous(replace(FIRST, job="job-b", master_port=first), timeout=10)
+    other = open_rendezvous(replace(FIRST, job="job-b", master_port=first), timeout=10)
     host = open_rendezvous(FIRST, timeout=10)
     guest = open_rendezvous(SECOND, timeout=10)
-    assert stranger.port == first and host.port == guest.port == second
+    assert other.port == first and host.port == guest.port == second
 
 
 def test_a_given_port_that_is_in_use_is_named_with_a_free_one() -> None:
@@ -76,7 +84,7 @@ def test_a_master_on_another_host_is_refused_by_rank_zero_at_once() -> None:
         open_rendezvous(elsewhere, timeout=10)
 
 
-def test_a_rank_zero_that_never_comes_is_a_timeout_with_its_address() -> None:
+def test_a_missing_rank_zero_is_a_timeout_with_its_address() -> None:
     with pytest.raises(UsageError, match=r"rank 1 on .* could not reach rank 0 at 127\.0\.0\.1"):
         open_rendezvous(SECOND, timeout=0.5)
 
@@ -84,7 +92,7 @@ def test_a_rank_zero_that_never_comes_is_a_timeout_with_its_address() -> None:
 def test_several_hosts_without_a_master_are_told_how_to_give_one() -> None:
     with pytest.raises(UsageError, match="-genv MASTER_ADDR HOST -genv MASTER_PORT 29500"):
         open_rendezvous(Identity("mpich", rank=1, size=4, local_size=2), timeout=1)
-    with pytest.raises(UsageError, match="give all ranks MASTER_PORT, too"):
+    with pytest.raises(UsageError, match="give all ranks MASTER_PORT too"):
         open_rendezvous(
             Identity("mpich", rank=1, size=4, local_size=2, master_host="n1"), timeout=1
         )
@@ -96,7 +104,7 @@ def test_loopback_as_the_master_of_several_hosts_is_refused_at_once() -> None:
         open_rendezvous(wrong, timeout=10)
 
 
-def test_something_silent_at_the_given_port_is_no_store_and_ends_with_the_timeout() -> None:
+def test_a_silent_process_at_the_given_port_ends_with_the_timeout() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -106,13 +114,13 @@ def test_something_silent_at_the_given_port_is_no_store_and_ends_with_the_timeou
 
 
 def test_a_world_of_one_opens_no_port() -> None:
-    meeting = open_rendezvous(Identity("python", rank=0, size=1), timeout=1)
-    assert meeting.port == 0 and isinstance(meeting.store, dist.HashStore)
+    rendezvous = open_rendezvous(Identity("python", rank=0, size=1), timeout=1)
+    assert rendezvous.port == 0 and isinstance(rendezvous.store, dist.HashStore)
 
 
 @contextmanager
 def listener(port: int) -> Iterator[None]:
-    """Something that listens, and hangs up on everybody who calls."""
+    """A server that closes every connection."""
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("127.0.0.1", port))
@@ -120,17 +128,83 @@ def listener(port: int) -> Iterator[None]:
         server.settimeout(0.1)
         over = threading.Event()
 
-        def hang_up() -> None:
+        def close_connections() -> None:
             while not over.is_set():
                 try:
                     server.accept()[0].close()
                 except TimeoutError:
                     continue
 
-        thread = threading.Thread(target=hang_up)
+        thread = threading.Thread(target=close_connections)
         thread.start()
         try:
             yield
         finally:
             over.set()
             thread.join()
+
+
+def info(rank: int, size: int) -> RankInfo:
+    return describe_rank(Identity("test", rank, size), "127.0.0.1", ())
+
+
+def exchange_all(store: dist.Store, infos: list[RankInfo], timeout: float = 10) -> list[Any]:
+    """Every rank calls the roster in a thread of its own; returns what each got or raised."""
+    results: list[Any] = [None] * len(infos)
+
+    def be(position: int) -> None:
+        try:
+            results[position] = exchange_rank_info(store, infos[position], len(infos), timeout)
+        except Exception as error:
+            results[position] = error
+
+    threads = [threading.Thread(target=be, args=[n]) for n in range(len(infos))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_all_ranks_get_the_same_roster_in_rank_order() -> None:
+    rosters = exchange_all(dist.HashStore(), [info(r, 4) for r in range(4)])
+    assert all(roster == rosters[0] for roster in rosters)
+    assert [a.rank for a in rosters[0].ranks] == [0, 1, 2, 3]
+
+
+def test_entries_from_before_a_restart_are_ignored() -> None:
+    store = dist.HashStore()  # torchrun's agent keeps its store over restarts
+    before = exchange_all(store, [info(r, 3) for r in range(3)])
+    restarted = [info(r, 3) for r in range(3)]
+    after = exchange_all(store, restarted)
+    assert all(isinstance(roster, Roster) for roster in after)
+    assert after[0].start_id != before[0].start_id
+    assert [a.token for a in after[0].ranks] == [a.token for a in restarted]
+
+
+def test_a_rank_that_starts_late_after_a_restart_is_awaited() -> None:
+    store = dist.HashStore()
+    exchange_all(store, [info(r, 2) for r in range(2)])
+    restarted = [info(r, 2) for r in range(2)]
+    rosters: dict[int, Roster] = {}
+    leader = threading.Thread(
+        target=lambda: rosters.update({0: exchange_rank_info(store, restarted[0], 2, 20)})
+    )
+    leader.start()
+    leader.join(timeout=1.0)  # rank 0 has published a list with the old entry of rank 1
+    assert leader.is_alive()
+    rosters[1] = exchange_rank_info(store, restarted[1], 2, 20)
+    leader.join()
+    assert rosters[0] == rosters[1] and rosters[0].ranks[1].token == restarted[1].token
+
+
+def test_a_missing_rank_is_named() -> None:
+    with pytest.raises(UsageError, match="rank 1, 2 of 3 did not reach the rendezvous"):
+        exchange_rank_info(dist.HashStore(), info(0, 3), 3, timeout=0.3)
+
+
+def test_a_rank_with_another_version_is_named() -> None:
+    infos = [info(r, 3) for r in range(3)]
+    infos[2] = replace(infos[2], versions={**infos[2].versions, "torch": "2.11.0"})
+    with pytest.raises(RanksDiffer, match=r"of torch: rank 2 on .* has 2.11.0, the other 2"):
+        refuse_different_versions(infos)

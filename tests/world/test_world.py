@@ -1,4 +1,4 @@
-"""What a started world gives: a frozen value, collectives that work, and a clean end."""
+"""A started world: a frozen value, working collectives, a clean end."""
 
 import dataclasses
 import os
@@ -17,7 +17,7 @@ from tutti.world.exchange import gather_json
 from worlds import TUTTI, in_world, run_command
 
 
-def test_a_world_of_one_works_like_any_other_and_ends_with_its_context() -> None:
+def test_a_world_of_one_rank_works_and_ends_with_its_context() -> None:
     with tutti.init(device="cpu") as world:
         x = torch.ones(3)
         dist.all_reduce(x)
@@ -27,27 +27,27 @@ def test_a_world_of_one_works_like_any_other_and_ends_with_its_context() -> None
         with pytest.raises(tutti.UsageError, match="already initialised"):
             tutti.init()
     assert not dist.is_initialized()
-    assert "GLOO_SOCKET_IFNAME" not in os.environ  # what was set for the world has ended with it
-    with tutti.init(device="cpu") as again:  # and may be started anew
+    assert "GLOO_SOCKET_IFNAME" not in os.environ  # variables set for the world are removed
+    with tutti.init(device="cpu") as again:  # and can be started again
         assert again.size == 1
 
 
-_STEPS_THAT_FREE = """
+_COUNT_PAGE_FAULTS = """
 import resource, torch, tutti
 
-def faults_of_a_step():
+def page_faults_of_a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     gradients = [torch.ones(1 << 20) for _ in range(10)]  # 40 MB in blocks of 4
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 with tutti.init(device="cpu"):
-    steps = [faults_of_a_step() for _ in range(10)]  # in the first ones the heap grows
+    steps = [page_faults_of_a_step() for _ in range(10)]  # in the first ones the heap grows
     print(sum(steps[5:]))
 """
 
 
-def test_on_a_cpu_what_a_step_frees_is_there_for_the_next() -> None:
-    command = [sys.executable, "-c", _STEPS_THAT_FREE]
+def test_on_cpu_freed_memory_is_kept_for_the_next_step() -> None:
+    command = [sys.executable, "-c", _COUNT_PAGE_FAULTS]
     kept = run_command(command)
     as_asked = run_command(command, env={"MALLOC_TRIM_THRESHOLD_": "131072"})
 
@@ -62,7 +62,7 @@ def test_an_unknown_device_is_refused() -> None:
         tutti.init(device="gpu")
 
 
-def _add_ranks_and_look_around(world: tutti.World) -> dict[str, Any]:
+def _reduce_and_inspect(world: tutti.World) -> dict[str, Any]:
     total = torch.tensor([float(world.rank + 1)])
     dist.all_reduce(total)
     listening = [
@@ -79,8 +79,8 @@ def _add_ranks_and_look_around(world: tutti.World) -> dict[str, Any]:
     }
 
 
-def test_three_local_ranks_compute_together_and_listen_on_loopback_only() -> None:
-    results = in_world(_add_ranks_and_look_around, 3)
+def test_three_local_ranks_communicate_and_listen_on_loopback_only() -> None:
+    results = in_world(_reduce_and_inspect, 3)
     for result in results:
         assert result["sum"] == 6.0
         assert [each["rank"] for each in result["everyone"]] == [0, 1, 2]
@@ -106,9 +106,9 @@ def _differ(world: tutti.World, what: str, odd: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "part"), [("parameters", "in 0.weight: seed"), ("recipe", "in lr: start")]
+    ("what", "part"), [("parameters", "in 0.weight: use the same seed"), ("recipe", "in lr: start")]
 )
-def test_the_odd_rank_out_is_named_on_all_ranks(what: str, part: str) -> None:
+def test_the_rank_that_differs_is_named_on_all_ranks(what: str, part: str) -> None:
     for said in in_world(_differ, 3, what, 1):
         assert said.startswith(f"RanksDiffer: the {what} of rank 1 on ")
         assert "from the other 2" in said and part in said
@@ -118,7 +118,7 @@ def test_ranks_that_agree_pass() -> None:
     assert in_world(_differ, 2, "nothing", 0) == ["same", "same"]
 
 
-def test_a_mistake_inside_the_world_is_one_line_too(tmp_path: Path) -> None:
+def test_a_usage_error_inside_the_world_is_one_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import tutti\nwith tutti.init():\n    raise tutti.UsageError('use --less')\n"
@@ -127,7 +127,7 @@ def test_a_mistake_inside_the_world_is_one_line_too(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, "tutti: use --less\n")
 
 
-def test_a_mistake_in_a_script_is_one_line_and_exit_code_two(tmp_path: Path) -> None:
+def test_a_usage_error_of_init_is_one_line_and_exit_code_two(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import tutti\ntutti.init()\n")
     lost = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "999"}

@@ -73,6 +73,6 @@ def run(arguments: list[str]) -> int:
         code: int = import_module(COMMANDS[name][0]).main(rest)
         return code
     except (UsageError, RanksDiffer) as error:
-        if not error.told:
+        if not error.printed:
             print(f"tutti {name}: {error}", file=sys.stderr)
         return 2

@@ -1,1 +1,1 @@
-"""Who am I (rank, device, node), how was I started, start and stop, errors that name the cure."""
+"""Launchers, rendezvous, placement, liveness and supervision of ranks."""

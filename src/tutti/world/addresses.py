@@ -1,4 +1,4 @@
-"""Ports, addresses and interfaces: which are free, and which of them other ranks can reach."""
+"""Ports, addresses and network interfaces: which are free, and which reach the other ranks."""
 
 import fcntl
 import hashlib
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 # Outside Linux' ephemeral range (32768 to 60999), so that no outgoing connection takes one.
 _PORTS = range(20000, 30000)
 _CANDIDATES = 5
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the IPv4 address of an interface
 
 
 def port_candidates(job: str) -> list[int]:
-    """The ports a job tries, in order: the same on every rank, others for another job."""
+    """The ports that a job tries, in order: the same on every rank, different for another job."""
     digest = hashlib.sha256(job.encode()).digest()
     return [
         _PORTS[int.from_bytes(digest[2 * i : 2 * i + 2]) % len(_PORTS)] for i in range(_CANDIDATES)
@@ -27,8 +28,8 @@ def port_candidates(job: str) -> list[int]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment, and that no outgoing connection takes."""
-    # Not the seeded generator that a training script may share: this one is the system's.
+    """A port on which no process listens now, and which no outgoing connection takes."""
+    # SystemRandom, so that the seeded generator of a training script is not advanced.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
             try:
@@ -40,7 +41,7 @@ def free_port() -> int:
 
 
 def local_address_towards(address: str) -> str | None:
-    """The address of this host that packets to `address` leave from; None if it has no route."""
+    """This host's source address for packets to `address`; None if there is no route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -51,39 +52,37 @@ def local_address_towards(address: str) -> str | None:
 
 
 def gloo_interface(
-    answers: "Sequence[RankInfo]", rank: int, env: Mapping[str, str]
+    ranks: "Sequence[RankInfo]", rank: int, env: Mapping[str, str]
 ) -> tuple[str | None, str]:
-    """The interface gloo should use: loopback on one machine, else the one that reaches peers.
-
-    Left to itself gloo takes the address its host name resolves to, which is often 127.0.1.1.
-    """
+    """The network interface for gloo, and the reason: loopback on one machine, else one that
+    reaches the peers. By default gloo uses the address of the host name, often 127.0.1.1."""
     if "GLOO_SOCKET_IFNAME" in env:
         return None, "GLOO_SOCKET_IFNAME"
-    mine = answers[rank]
-    far = [answer for answer in answers if answer.machine != mine.machine]
-    if not far:
+    own = ranks[rank]
+    remote = [each for each in ranks if each.machine != own.machine]
+    if not remote:
         return "lo", "all ranks are on this machine"
-    # Ranks beside the store know no more than loopback; any far rank told how it reached us.
-    addresses = [address for a in far if (address := _outside_address(a)) is not None]
-    own = _outside_address(mine)
-    if own is None and addresses:
-        own = local_address_towards(addresses[0])
-    name = _interface_with(own) if own else None
+    # Ranks on the store's host know only their loopback address; the addresses of remote ranks
+    # show which interface reaches them.
+    remote_addresses = [address for each in remote if (address := _external_address(each))]
+    address = _external_address(own)
+    if address is None and remote_addresses:
+        address = local_address_towards(remote_addresses[0])
+    name = _interface_with(address) if address else None
     if name is None:
-        return None, "left to gloo: no route to the other machines was found"
-    return name, f"it reaches {far[0].host}"
+        return None, "gloo's default: no route to the other machines was found"
+    return name, f"it reaches {remote[0].host}"
 
 
-def _outside_address(answer: "RankInfo") -> str | None:
-    return None if answer.address.startswith("127.") else answer.address or None
+def _external_address(info: "RankInfo") -> str | None:
+    return None if info.address.startswith("127.") else info.address or None
 
 
 def _interface_with(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
             try:
-                reply = fcntl.ioctl(probe, 0x8915, request)  # SIOCGIFADDR
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:  # an interface without an IPv4 address
                 continue
             if socket.inet_ntoa(reply[20:24]) == address:

@@ -1,39 +1,36 @@
-"""The errors that a person can cure: one line, with the numbers and what to do."""
+"""Errors that a user can correct: one line with the flag, the numbers and the cure. Timeouts."""
 
 import difflib
 from collections.abc import Iterable
 
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What to say after "no such name": the nearest one, or which there are."""
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}."
-
-
-class UsageError(Exception):
-    """A mistake in a flag, a variable or the set-up: commands print its line and exit with 2."""
-
-    told = False  # whether its line has been printed already
-
-
-class RanksDiffer(Exception):
-    """Ranks that should run the same thing do not; the message names the odd one out."""
-
-    told = False
-
-
-# Ranks of a large job may start minutes apart (images to pull, file systems to mount).
+# Seconds for all ranks to start. In a large job they may start minutes apart: container images to
+# pull, file systems to mount.
 START_TIMEOUT = 300.0
-# Longer than any sane step or checkpoint; a rank that has died is noticed much sooner.
+# Seconds for a collective. Longer than any step or checkpoint; a dead rank is detected much sooner.
 TIMEOUT = 600.0
 
 
-def checked_seconds(name: str, value: float | str, example: float = 600) -> float:
-    """The value as seconds above 0; `name` is the flag, argument or variable it came from.
+class UsageError(Exception):
+    """A wrong flag, variable or setup: commands print the message as one line and exit with 2."""
 
-    `example` is what an error suggests.
-    """
+    printed = False  # set once the message has been printed
+
+
+class RanksDiffer(Exception):
+    """Ranks that must run the same program do not; the message names the rank that differs."""
+
+    printed = False
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a "no such name" message: the closest known name, or all of them."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}."
+
+
+def checked_seconds(name: str, value: float | str, example: float = 600) -> float:
+    """`value` as seconds above 0; `name` is its flag, argument or variable, for the error."""
     try:
         seconds = float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Every rank's value to every rank, as JSON.
+"""Exchange small values between ranks as JSON, and check that all ranks run the same thing.
 
 torch's object collectives unpickle what a peer sent, which lets a peer run code; JSON does not.
 """
@@ -8,14 +8,16 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tutti.world.errors import RanksDiffer
-from tutti.world.world import World
+
+if TYPE_CHECKING:
+    from tutti.world.world import World
 
 
 def gather_json(value: Any) -> list[Any]:
@@ -48,7 +50,7 @@ class RanksMissing(Exception):
 def gather_json_from_store(
     store: dist.Store, key: str, value: Any, rank: int, size: int, timeout: float
 ) -> list[Any]:
-    """Every rank's value, in rank order, exchanged through `store`: works before any process group.
+    """Every rank's value, in rank order, exchanged through `store`: needs no process group.
 
     All ranks pass the same `key`, and a key is used once. Also a barrier: no rank returns before
     all have written. Raises RanksMissing after `timeout` seconds.
@@ -66,52 +68,65 @@ def gather_json_from_store(
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
-_CHUNK_ELEMENTS = 1 << 24  # bounds the memory of hashing a large parameter
+# -- check_same ------------------------------------------------------------------------------------
+
+_CHUNK_ELEMENTS = 1 << 24  # limits the memory for hashing a large parameter
+_CURES = {
+    "recipe": "start every rank with the same flags and recipe file",
+    "parameters": "use the same seed on every rank before building the model, or broadcast "
+    "the parameters from rank 0",
+}
 
 
 def check_same(
-    world: World, *, recipe: Mapping[str, Any] | None = None, model: nn.Module | None = None
+    world: "World", *, recipe: Mapping[str, Any] | None = None, model: nn.Module | None = None
 ) -> None:
-    """Raise RanksDiffer, naming the odd rank out, unless all ranks have the same recipe and model.
+    """Raise RanksDiffer, naming the rank that differs, unless recipe and model are the same.
 
-    recipe: anything that JSON can write. model: its parameters and buffers, as they are now.
-    Call it on every rank. Versions were compared when the world started.
+    recipe: any JSON values. model: its parameters and buffers, compared by a hash of their bits.
+    Call it on every rank. The versions of torch and tutti were compared when the world started.
     """
-    items: dict[str, int] = {}
+    contents: dict[str, dict[str, str]] = {}
     if recipe is not None:
-        items["recipe"] = _hash_text(json.dumps(recipe, sort_keys=True, default=str))
+        contents["recipe"] = {
+            name: json.dumps(v, sort_keys=True, default=str) for name, v in recipe.items()
+        }
     if model is not None:
-        items["parameters"] = _hash_tensors(model)
-    mine = torch.tensor(list(items.values()), dtype=torch.int64, device=world.device)
-    everyone = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(everyone, mine)
-    for column, item in enumerate(items):
-        hashes = [int(row[column]) for row in everyone]
-        usual, _ = Counter(hashes).most_common(1)[0]
-        odd = [rank for rank, seen in enumerate(hashes) if seen != usual]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        contents["parameters"] = {name: str(hash_tensor(tensor)) for name, tensor in tensors}
+    hashes = gather_json(
+        [_hash_text(json.dumps(each, sort_keys=True)) for each in contents.values()]
+    )
+    for column, (item, content) in enumerate(contents.items()):
+        by_rank = [row[column] for row in hashes]
+        usual, _ = Counter(by_rank).most_common(1)[0]
+        odd = [rank for rank, value in enumerate(by_rank) if value != usual]
         if odd:
-            # All ranks come here together, so they may exchange what exactly differs.
-            parts = _recipe_parts(recipe) if item == "recipe" else _tensor_parts(model)
-            raise RanksDiffer(_message(item, odd, usual, hashes, gather_json([world.host, parts])))
+            # All ranks see the same hashes and get here, so they can exchange the full content.
+            everyone = gather_json([world.host, content])
+            host, different = everyone[odd[0]]
+            expected = everyone[by_rank.index(usual)][1]
+            raise RanksDiffer(
+                _describe_difference(item, odd, host, different, expected, world.size)
+            )
 
 
-def _message(
-    item: str, odd: list[int], usual: int, hashes: list[int], told: list[tuple[str, dict[str, str]]]
+def _describe_difference(
+    item: str,
+    odd: list[int],
+    host: str,
+    different: dict[str, str],
+    expected: dict[str, str],
+    size: int,
 ) -> str:
-    host, parts = told[odd[0]]
-    expected = told[hashes.index(usual)][1]
-    names = [name for name in {**expected, **parts} if expected.get(name) != parts.get(name)]
+    names = [n for n in {**expected, **different} if expected.get(n) != different.get(n)]
     where = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    who = f"rank {odd[0]} on {host}"
+    which = f"rank {odd[0]} on {host}"
     if len(odd) > 1:
-        who = f"ranks {', '.join(map(str, odd))} (rank {odd[0]} is on {host})"
-    cure = {
-        "recipe": "start every rank with the same flags and recipe file",
-        "parameters": "seed every rank alike before the model is built, or broadcast from rank 0",
-    }[item]
+        which = f"ranks {', '.join(map(str, odd))} (rank {odd[0]} is on {host})"
     return (
-        f"the {item} of {who} differ{'s' * (item == 'recipe')} from the other "
-        f"{len(hashes) - len(odd)}, in {where}: {cure}"
+        f"the {item} of {which} differ{'s' * (item == 'recipe')} from the other {size - len(odd)}, "
+        f"in {where}: {_CURES[item]}"
     )
 
 
@@ -119,34 +134,19 @@ def _hash_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
-def _recipe_parts(recipe: Mapping[str, Any] | None) -> dict[str, str]:
-    return {name: json.dumps(value, default=str) for name, value in (recipe or {}).items()}
+def hash_tensor(tensor: torch.Tensor) -> int:
+    """A 64-bit hash of a tensor's bits, shape and dtype, computed on its device.
 
-
-def _tensor_parts(model: nn.Module | None) -> dict[str, str]:
-    if model is None:
-        return {}
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: str(_hash_tensor(tensor)) for name, tensor in tensors}
-
-
-def _hash_tensors(model: nn.Module) -> int:
-    return _hash_text(json.dumps(_tensor_parts(model)))
-
-
-def _hash_tensor(tensor: torch.Tensor) -> int:
-    """A hash of a tensor's bits, computed where it lives.
-
-    Every element's bits are multiplied by an odd number that depends on its place, and summed
-    modulo 2^64: whole numbers, so that the order of summation does not matter, on GPU either.
+    Each byte is multiplied by an odd number that depends on its position, and the products are
+    summed modulo 2^64: integer sums do not depend on the order of summation, on GPUs either.
     """
-    if tensor.is_meta:  # not there yet: only its shape can differ
+    if tensor.is_meta:  # no values yet: only shape and dtype can differ
         return _hash_text(f"{tuple(tensor.shape)} {tensor.dtype} meta")
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = 0
     for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
         chunk = flat[start : start + _CHUNK_ELEMENTS].to(torch.int64)
-        place = torch.arange(start, start + chunk.numel(), device=chunk.device)
-        weights = (place * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01) | 1
+        position = torch.arange(start, start + chunk.numel(), device=chunk.device)
+        weights = (position * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01) | 1
         total += int(((chunk + 1) * weights).sum())
     return _hash_text(f"{tuple(tensor.shape)} {tensor.dtype} {total % (1 << 64)}")

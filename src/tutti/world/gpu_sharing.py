@@ -1,7 +1,7 @@
-"""Several ranks on one GPU: what NCCL and symmetric memory must be told, and a private MPS.
+"""Several ranks on one GPU, to develop multi-GPU code on one: settings for NCCL, private MPS.
 
-Multi-GPU code can then be developed and tested on one GPU. Without MPS, kernels of different
-processes take turns in time slices, and ranks that wait for each other advance by milliseconds.
+Without MPS (NVIDIA's Multi-Process Service) kernels of different processes run in alternating time
+slices, and every wait of one rank for another costs milliseconds.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ from pathlib import Path
 
 
 def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
-    """What the ranks of a world where some share a GPU need in the environment, before NCCL.
+    """The variables that NCCL and symmetric memory need if any ranks of a world share a GPU.
 
-    All ranks of it, also those with a GPU of their own: NCCL's ranks must agree on transports.
+    For all ranks, also those with a GPU of their own: NCCL's ranks must agree on transports.
     """
     variables = {
-        # NCCL refuses two ranks on one GPU of one host; with an id of its own each rank looks
-        # like a host of its own, and they talk over sockets.
+        # NCCL refuses two ranks on one GPU of one host. With its own host id each rank counts as
+        # a separate host, and the ranks communicate over sockets.
         "NCCL_HOSTID": f"tutti-rank{rank}",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     }
@@ -44,15 +44,15 @@ class MpsDaemon:
         return shutil.which("nvidia-cuda-mps-control") is not None
 
     def start(self) -> None:
-        """Start the daemon; raises CalledProcessError with its output where it refuses."""
+        """Start the daemon; raises CalledProcessError if it refuses."""
         for directory in self.variables.values():
             Path(directory).mkdir(mode=0o700)
         self._control("-d")
 
     def stop(self) -> None:
-        """Ask the daemon to quit and wait until it and its server are gone; kill what stays."""
+        """Stop the daemon and its servers, and kill those that have not ended after 10 s."""
         pids = self._processes()
-        # It may be gone already; what is left is killed below.
+        # The daemon may have ended already; processes that remain are killed below.
         with contextlib.suppress(subprocess.SubprocessError, OSError):
             self._control(command="quit -t 5\n")
         deadline = time.monotonic() + 10
@@ -74,15 +74,15 @@ class MpsDaemon:
         return done.stdout
 
     def _processes(self) -> list[int]:
-        """The daemon and its servers: those whose environment names our private directory."""
-        mark = f"CUDA_MPS_PIPE_DIRECTORY={self.variables['CUDA_MPS_PIPE_DIRECTORY']}".encode()
+        """The daemon and its servers: processes whose environment has the private directory."""
+        marker = f"CUDA_MPS_PIPE_DIRECTORY={self.variables['CUDA_MPS_PIPE_DIRECTORY']}".encode()
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 is_mps = (process / "comm").read_text().startswith("nvidia-cuda-mps")
-                if is_mps and mark in (process / "environ").read_bytes():
+                if is_mps and marker in (process / "environ").read_bytes():
                     found.append(int(process.name))
-            except OSError:  # gone, or another user's
+            except OSError:  # ended, or another user's
                 continue
         return found
 

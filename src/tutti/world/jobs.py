@@ -1,7 +1,7 @@
-"""Cluster jobs as scripts that a person would have written: sbatch for Slurm, mpirun for MPI.
+"""Cluster jobs as readable scripts: sbatch for Slurm, mpirun for MPI.
 
-Nothing is pasted into a shell: the command is quoted word by word, and a value on an #SBATCH
-line, which has no safe quoting of its own, may hold harmless characters only.
+The command is quoted word by word for the shell. A value on an #SBATCH line, for which there is no
+safe quoting, may contain only characters without special meaning.
 """
 
 import re
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from tutti.world.addresses import port_candidates
 from tutti.world.errors import UsageError
 
-_HARMLESS = re.compile(r"[A-Za-z0-9._:,/@%+=\[\]-]+")
+_SAFE_VALUE = re.compile(r"[A-Za-z0-9._:,/@%+=\[\]-]+")
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job for Slurm: `directives` are sbatch's own long flags, None for those left out."""
+    """A Slurm job; `directives` are long flags of sbatch, None to leave one out."""
 
     command: Sequence[str]
     nodes: int
@@ -29,8 +29,7 @@ class SlurmJob:
         """The sbatch script."""
         if self.nodes < 1 or self.ranks_per_node < 1:
             raise UsageError(
-                f"--nodes {self.nodes} × {self.ranks_per_node} ranks per node is no world: "
-                "use 1 or more of each"
+                f"--nodes {self.nodes} × {self.ranks_per_node} ranks per node: use 1 or more each"
             )
         directives = {
             "nodes": str(self.nodes),
@@ -41,7 +40,7 @@ class SlurmJob:
         lines = [
             f"#SBATCH --{name}{f'={value}' if value else ''}"
             for name, value in directives.items()
-            if value is not None and _harmless(name, value)
+            if value is not None and _check_directive(name, value)
         ]
         # Since Slurm 22.05 a step does not inherit --cpus-per-task from its job.
         cpus = f" --cpus-per-task={self.cpus_per_rank}" if self.cpus_per_rank else ""
@@ -51,9 +50,9 @@ class SlurmJob:
                 *lines,
                 "set -euo pipefail",
                 "",
-                f"# {self.nodes * self.ranks_per_node} ranks. tutti finds rank, node and master in "
-                "what srun sets.",
-                "# A rank that fails ends the step, instead of leaving the others waiting.",
+                f"# {self.nodes * self.ranks_per_node} ranks. tutti reads rank, node and master "
+                "from srun's variables.",
+                "# A rank that fails ends the step: the others would wait for it.",
                 f"srun --kill-on-bad-exit=1{cpus} {shlex.join(self.command)}",
                 "",
             ]
@@ -62,7 +61,7 @@ class SlurmJob:
 
 @dataclass(frozen=True)
 class MpiJob:
-    """A job for mpirun: `hosts` is a list of (name, ranks on it); rank 0 is on the first."""
+    """An mpirun job; `hosts` is a list of (name, ranks on it), rank 0 on the first."""
 
     command: Sequence[str]
     hosts: Sequence[tuple[str, int]]
@@ -76,11 +75,11 @@ class MpiJob:
         if len(self.hosts) > 1:
             variables["MASTER_ADDR"] = self.hosts[0][0]
             if self.flavour == "mpich":
-                # Hydra gives its jobs no id to derive a port from that all hosts would share.
+                # Hydra has no job id that all hosts share and from which to derive a port.
                 variables["MASTER_PORT"] = str(port_candidates(shlex.join(self.command))[0])
         hosts = ",".join(f"{name}:{count}" for name, count in self.hosts)
         if self.flavour == "openmpi":
-            # Open MPI would pin each rank to one core; tutti binds it to its device's NUMA node.
+            # Open MPI would bind each rank to one core; tutti binds it near its device.
             flags = ["-np", str(ranks), "--host", hosts, "--bind-to", "none"]
             for name, value in variables.items():
                 flags += ["-x", f"{name}={value}"]
@@ -99,7 +98,7 @@ class MpiJob:
 
 
 def parse_hosts(text: str) -> list[tuple[str, int]]:
-    """Read `n1:4,n2:4`; a host without a number runs one rank."""
+    """Parse `n1:4,n2:4`; a host without a number runs one rank."""
     hosts = []
     for item in text.split(","):
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?::([1-9][0-9]*))?", item.strip())
@@ -109,12 +108,12 @@ def parse_hosts(text: str) -> list[tuple[str, int]]:
     return hosts
 
 
-def _harmless(flag: str, value: str) -> bool:
+def _check_directive(flag: str, value: str) -> bool:
     if not re.fullmatch(r"[a-z][a-z0-9-]*", flag):
-        raise UsageError(f"--sbatch {flag!r} is no flag of sbatch: write exclusive or mem=64G")
-    if value and not _HARMLESS.fullmatch(value):
+        raise UsageError(f"--sbatch {flag!r} is not a flag of sbatch: write exclusive or mem=64G")
+    if value and not _SAFE_VALUE.fullmatch(value):
         raise UsageError(
-            f"--{flag} {value!r}: a value on an #SBATCH line may hold letters, digits and "
-            ".,_:/@%+=[]- only"
+            f"--{flag} {value!r}: a value on an #SBATCH line may contain only letters, digits "
+            "and .,_:/@%+=[]-"
         )
     return True

@@ -1,12 +1,16 @@
-"""Liveness: an idle connection from every rank to rank 0, by which the death of either is known.
+"""Liveness: an idle TCP connection from every rank to rank 0 detects the death of either end.
 
-When a process dies, however it dies, the kernel closes its connections: the other end knows at
-once, whether or not the dead one had a launcher, was in a collective, or held Python's lock. Rank 0
-is the hub. It hears who failed, who left and who is gone, and tells everybody. Where a whole host
-goes silent, TCP keep-alive closes the line after about half a minute.
+When a process dies, for whatever reason, the kernel closes its connections. The other end learns of
+it at once, whether or not the process had a launcher, was in a collective, or held Python's lock.
+Rank 0 is the hub: it receives who failed, who left and whose connection ended, and tells all other
+ranks. If a whole host becomes unreachable, TCP keep-alive closes the connection after about 25 s.
 
-Words on a line, one JSON object each: {"hello": rank, "start": name}, {"failed": failure},
-{"left": rank} and {"gone": rank}. The first failure that the hub hears of is what all are told.
+Messages are JSON objects, one per line: {"hello": rank, "start": start id}, {"failed": failure},
+{"left": rank} and {"gone": rank}. The first failure that the hub receives is the one that all
+ranks report.
+
+This module imports only the standard library: the startup hook of `tutti profile` loads it in
+programs that cannot import tutti.
 """
 
 import contextlib
@@ -22,15 +26,16 @@ from pathlib import Path
 from typing import Any
 
 _KEEP_ALIVE = {
-    socket.TCP_KEEPIDLE: 10,  # seconds of silence before the first probe
+    socket.TCP_KEEPIDLE: 10,  # seconds without data before the first probe
     socket.TCP_KEEPINTVL: 5,
     socket.TCP_KEEPCNT: 3,
 }
+_LONGEST_MESSAGE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure that ended the world: whose it was, and what it was."""
+    """The failure that ended the world: the rank, its host, and a summary."""
 
     rank: int
     host: str
@@ -38,45 +43,50 @@ class Failure:
 
 
 class Liveness:
-    """This rank's end of the lines, served by a thread; `on_failure` is called there once."""
+    """This rank's end of the liveness connections, served by a thread.
+
+    `on_failure` is called once, in a thread of its own, when the world has failed.
+    """
+
+    _listener: socket.socket | None = None
 
     def __init__(
-        self, rank: int, hosts: Sequence[str], start: str, on_failure: Callable[[Failure], None]
+        self, rank: int, hosts: Sequence[str], start_id: str, on_failure: Callable[[Failure], None]
     ) -> None:
         self.rank = rank
-        self.left: set[int] = set()
-        self.gone: set[int] = set()
-        self._called: set[int] = set()
-        self.first: Failure | None = None
         self.hosts = hosts
-        self._start = start
+        self.left: set[int] = set()  # ranks that announced their end
+        self.gone: set[int] = set()  # ranks whose connection has ended
+        self.first_failure: Failure | None = None
+        self._connected: set[int] = set()
+        self._start_id = start_id
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, _Peer] = {}
-        self._over = False
-        # The main thread speaks to the hub's own thread through a line, too.
-        self._mine, its_end = socket.socketpair()
-        self._add(its_end, rank)
-        self._thread = threading.Thread(target=self._serve, name="tutti-lines", daemon=True)
-        # A forked helper would hold the line open after its parent's death.
-        os.register_at_fork(after_in_child=self._drop_all)
+        self._closing = False
+        # The main thread sends to the serving thread through a socket pair.
+        self._to_thread, thread_end = socket.socketpair()
+        self._add(thread_end, rank)
+        self._thread = threading.Thread(target=self._serve, name="tutti-liveness", daemon=True)
+        # A forked child would keep the connection open after its parent's death.
+        os.register_at_fork(after_in_child=self._close_all)
 
     @classmethod
     def hub(
         cls,
         listener: socket.socket,
         hosts: Sequence[str],
-        start: str,
+        start_id: str,
         on_failure: Callable[[Failure], None],
     ) -> "Liveness":
-        """Rank 0's end: waits for the others to call."""
-        lines = cls(0, hosts, start, on_failure)
+        """Rank 0's end, to which the other ranks connect."""
+        liveness = cls(0, hosts, start_id, on_failure)
         listener.setblocking(False)
-        lines._listener = listener
-        lines._selector.register(listener, selectors.EVENT_READ)
-        lines._thread.start()
-        return lines
+        liveness._listener = listener
+        liveness._selector.register(listener, selectors.EVENT_READ)
+        liveness._thread.start()
+        return liveness
 
     @classmethod
     def member(
@@ -84,49 +94,47 @@ class Liveness:
         rank: int,
         address: tuple[str, int],
         hosts: Sequence[str],
-        start: str,
+        start_id: str,
         on_failure: Callable[[Failure], None],
     ) -> "Liveness":
-        """Another rank's end: calls rank 0."""
-        lines = cls(rank, hosts, start, on_failure)
-        line = socket.create_connection(address, timeout=30)
-        line.sendall(_word({"hello": rank, "start": start}))
-        lines._add(line, 0)
-        lines._thread.start()
-        return lines
+        """Another rank's end: connects to rank 0."""
+        liveness = cls(rank, hosts, start_id, on_failure)
+        connection = socket.create_connection(address, timeout=30)
+        connection.sendall(_encode({"hello": rank, "start": start_id}))
+        liveness._add(connection, 0)
+        liveness._thread.start()
+        return liveness
 
-    _listener: socket.socket | None = None
-
-    def all_have_called(self, seconds: float) -> bool:
-        """Rank 0: whether every other rank has called within this time."""
+    def all_connected(self, seconds: float) -> bool:
+        """Rank 0: wait until every other rank has connected; False at the timeout."""
         members = len(self.hosts) - 1
-        return self.wait(lambda: len(self._called) == members, seconds)
+        return self.wait(lambda: len(self._connected) == members, seconds)
 
-    def fail(self, failure: Failure, patience: float = 2.0) -> Failure:
-        """Tell everybody; returns the failure that came first, which may be another's."""
-        self._say({"failed": asdict(failure)})
-        self.wait(lambda: self.first is not None, patience)
-        return self.first or failure
+    def report_failure(self, failure: Failure, timeout: float = 2.0) -> Failure:
+        """Tell all ranks; returns the first failure of the world, which may be another rank's."""
+        self._send_to_thread({"failed": asdict(failure)})
+        self.wait(lambda: self.first_failure is not None, timeout)
+        return self.first_failure or failure
 
     def wait(self, condition: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until something heard on the lines makes the condition true."""
+        """Wait until a message makes `condition` true; False at the timeout."""
         with self._changed:
             return self._changed.wait_for(condition, seconds)
 
     def leave(self) -> None:
-        """Say that this rank leaves on purpose. The hub stays until all others have left."""
-        self._say({"left": self.rank})
+        """Announce that this rank ends normally. Rank 0 waits until all others have left."""
+        self._send_to_thread({"left": self.rank})
         if self.rank == 0:
-            everybody = set(range(len(self.hosts)))
-            self.wait(lambda: self.left >= everybody or self.first is not None, None)
-        self._over = True
+            everyone = set(range(len(self.hosts)))
+            self.wait(lambda: self.left >= everyone or self.first_failure is not None, None)
+        self._closing = True
         with contextlib.suppress(OSError):
-            self._mine.close()
+            self._to_thread.close()
         self._thread.join(timeout=5)
 
-    def _say(self, word: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the thread has ended: nobody is left to tell
-            self._mine.sendall(_word(word))
+    def _send_to_thread(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the thread has ended
+            self._to_thread.sendall(_encode(message))
 
     def _serve(self) -> None:
         while True:
@@ -135,50 +143,52 @@ class Liveness:
                     with contextlib.suppress(OSError):
                         self._add(self._listener.accept()[0], None)
                     continue
-                line = key.fileobj
-                assert isinstance(line, socket.socket)
-                words = self._peers[line].read(line)
-                for word in words or []:
-                    if line in self._peers:  # unless an earlier word made us hang up
-                        self._hear(word, line)
-                if words is None and line in self._peers:
-                    if self._peers[line].rank == self.rank:  # our own end was closed: leave
-                        self._drop_all()
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                messages = self._peers[connection].read(connection)
+                for message in messages or []:
+                    if connection in self._peers:  # an earlier message may have closed it
+                        self._receive(message, connection)
+                if messages is None and connection in self._peers:
+                    if self._peers[connection].rank == self.rank:  # leave() closed the socket pair
+                        self._close_all()
                         return
-                    self._lost(line)
+                    self._lost(connection)
 
-    def _hear(self, word: dict[str, Any], line: socket.socket) -> None:
-        peer = self._peers[line]
-        if "hello" in word:
-            # Only ranks of this very start count; anybody may connect to a port.
-            if word.get("start") == self._start and peer.rank is None:
-                peer.rank = int(word["hello"])
+    def _receive(self, message: dict[str, Any], connection: socket.socket) -> None:
+        peer = self._peers[connection]
+        if "hello" in message:
+            # Any process may connect to a port: only ranks with this start id are accepted.
+            if message.get("start") == self._start_id and peer.rank is None:
+                peer.rank = int(message["hello"])
                 with self._changed:
-                    self._called.add(peer.rank)
+                    self._connected.add(peer.rank)
                     self._changed.notify_all()
-                if self.first is not None:
-                    self._tell(line, {"failed": asdict(self.first)})
+                if self.first_failure is not None:
+                    self._send(connection, {"failed": asdict(self.first_failure)})
         elif peer.rank is None:
-            self._forget(line)
-        elif "failed" in word and (self.rank == 0 or peer.rank == 0):
-            self._failed(Failure(**word["failed"]))
-        elif "failed" in word or ("left" in word and self.rank != 0 and peer.rank == self.rank):
-            self._tell_hub(word)
-        elif "left" in word or "gone" in word:
-            self._note(**word)
+            self._remove(connection)
+        elif "failed" in message and (self.rank == 0 or peer.rank == 0):
+            self._failed(Failure(**message["failed"]))
+        elif "failed" in message or (
+            "left" in message and self.rank != 0 and peer.rank == self.rank
+        ):
+            self._send_to_hub(message)
+        elif "left" in message or "gone" in message:
+            self._record(**message)
 
-    def _lost(self, line: socket.socket) -> None:
-        rank = self._peers[line].rank
-        self._forget(line)
-        if rank is None or self._over:
+    def _lost(self, connection: socket.socket) -> None:
+        rank = self._peers[connection].rank
+        self._remove(connection)
+        if rank is None or self._closing:
             return
-        self._note(gone=rank)
+        self._record(gone=rank)
         if rank not in self.left:
-            self._failed(Failure(rank, self.hosts[rank], "it died without a word: killed?"))
+            summary = "it died without reporting an error: was it killed?"
+            self._failed(Failure(rank, self.hosts[rank], summary))
 
-    def _note(self, left: int | None = None, gone: int | None = None) -> None:
-        word = {"left": left} if gone is None else {"gone": gone}
-        self._tell_others(word)
+    def _record(self, left: int | None = None, gone: int | None = None) -> None:
+        self._send_to_members({"left": left} if gone is None else {"gone": gone})
         with self._changed:
             if left is not None:
                 self.left.add(left)
@@ -187,49 +197,49 @@ class Liveness:
             self._changed.notify_all()
 
     def _failed(self, failure: Failure) -> None:
-        if self.first is not None:
+        if self.first_failure is not None:
             return
-        self._tell_others({"failed": asdict(failure)})
+        self._send_to_members({"failed": asdict(failure)})
         with self._changed:
-            self.first = failure
+            self.first_failure = failure
             self._changed.notify_all()
         threading.Thread(target=self._on_failure, args=[failure], daemon=True).start()
 
-    def _tell_others(self, word: dict[str, Any]) -> None:
+    def _send_to_members(self, message: dict[str, Any]) -> None:
         if self.rank == 0:
-            for line, peer in list(self._peers.items()):
+            for connection, peer in list(self._peers.items()):
                 if peer.rank not in (None, 0):
-                    self._tell(line, word)
+                    self._send(connection, message)
 
-    def _tell_hub(self, word: dict[str, Any]) -> None:
-        for line, peer in list(self._peers.items()):
+    def _send_to_hub(self, message: dict[str, Any]) -> None:
+        for connection, peer in list(self._peers.items()):
             if peer.rank == 0:
-                self._tell(line, word)
+                self._send(connection, message)
 
-    def _tell(self, line: socket.socket, word: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it has gone: its line will say so
-            line.sendall(_word(word))
+    def _send(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the peer is gone: reading the connection will say so
+            connection.sendall(_encode(message))
 
-    def _add(self, line: socket.socket, rank: int | None) -> None:
-        if line.family in (socket.AF_INET, socket.AF_INET6):
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    def _add(self, connection: socket.socket, rank: int | None) -> None:
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEP_ALIVE.items():
-                line.setsockopt(socket.IPPROTO_TCP, option, value)
-        line.settimeout(5)  # words are short: a peer that takes none of them for 5 s is gone
-        self._peers[line] = _Peer(rank)
-        self._selector.register(line, selectors.EVENT_READ)
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        connection.settimeout(5)  # messages are short: a peer that reads none for 5 s is gone
+        self._peers[connection] = _Peer(rank)
+        self._selector.register(connection, selectors.EVENT_READ)
 
-    def _forget(self, line: socket.socket) -> None:
-        self._selector.unregister(line)
-        del self._peers[line]
-        line.close()
+    def _remove(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._peers[connection]
+        connection.close()
 
-    def _drop_all(self) -> None:
-        for line in list(self._peers):
+    def _close_all(self) -> None:
+        for connection in list(self._peers):
             with contextlib.suppress(OSError, KeyError, ValueError):
-                line.close()
+                connection.close()
         with contextlib.suppress(OSError):
-            self._mine.close()
+            self._to_thread.close()
         if self._listener is not None:
             self._listener.close()
         self._selector.close()
@@ -240,29 +250,28 @@ class _Peer:
         self.rank = rank
         self.rest = b""
 
-    def read(self, line: socket.socket) -> list[dict[str, Any]] | None:
-        """The words that have come; None at the end of the line."""
+    def read(self, connection: socket.socket) -> list[dict[str, Any]] | None:
+        """The messages that have arrived; None if the connection ended or sent anything else."""
         try:
-            data = line.recv(1 << 16)
+            data = connection.recv(1 << 16)
         except OSError:
             return None
-        if not data or len(self.rest) > 1 << 20:
+        if not data or len(self.rest) > _LONGEST_MESSAGE:
             return None
-        *whole, self.rest = (self.rest + data).split(b"\n")
+        *lines, self.rest = (self.rest + data).split(b"\n")
         try:
-            words = [json.loads(text) for text in whole]
+            messages = [json.loads(line) for line in lines]
         except ValueError:
             return None
-        # Somebody who does not speak our language is hung up on.
-        return words if all(isinstance(word, dict) for word in words) else None
+        return messages if all(isinstance(message, dict) for message in messages) else None
 
 
-def _word(word: dict[str, Any]) -> bytes:
-    return json.dumps(word).encode() + b"\n"
+def _encode(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def open_listener(address: str) -> socket.socket:
-    """A socket for the hub, on a free port of this address ("" for every interface)."""
+    """A listening socket for the hub, on a free port of this address ("" for every interface)."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family)
     listener.bind((address, 0))
@@ -270,26 +279,26 @@ def open_listener(address: str) -> socket.socket:
     return listener
 
 
-_PATIENCE_SECONDS = 5.0  # a thread of the program's own may keep them busy to its very end
+_GLOO_IDLE_SECONDS = 5.0  # the limit: a thread of the program may keep gloo busy to its very end
 
 
 def wait_for_gloo_threads() -> None:
-    """Wait until gloo's threads rest, some seconds at most; returns at once where there are none.
+    """Wait until gloo's threads are idle, for at most 5 s; returns at once if there are none.
 
-    A gloo thread lets go of its last operation, and of Python objects with it, a moment after the
-    operation's result is known. Should the interpreter end just then, torch aborts the process
-    ("terminate called without an active exception"), destroy_process_group or not: a DDP model
-    keeps the group, and its threads, alive.
+    A gloo thread releases its last operation, and the Python objects that the operation holds,
+    shortly after the operation's result is known. If the interpreter ends in that moment, torch
+    aborts the process ("terminate called without an active exception"), even after
+    destroy_process_group: a DDP model keeps the group and its threads alive.
     """
-    resting, end = 0, time.monotonic() + _PATIENCE_SECONDS
-    while resting < 2 and time.monotonic() < end and (states := _states()):
-        resting = 0 if "R" in states else resting + 1
-        time.sleep(0.01)  # also lets them have Python's lock
+    idle, end = 0, time.monotonic() + _GLOO_IDLE_SECONDS
+    while idle < 2 and time.monotonic() < end and (states := _gloo_thread_states()):
+        idle = 0 if "R" in states else idle + 1
+        time.sleep(0.01)  # also releases Python's lock to the threads
 
 
-def _states() -> list[str]:
-    """One letter, as of /proc, for each thread of gloo."""
-    threads = Path("/proc/self/task").glob("*")  # none where there is no /proc
+def _gloo_thread_states() -> list[str]:
+    """The state letter in /proc of each gloo thread."""
+    threads = Path("/proc/self/task").glob("*")  # none without /proc
     gloo = [thread for thread in threads if _read(thread / "comm").startswith("pt_gloo")]
     return [_read(thread / "stat").rpartition(")")[2].strip()[:1] for thread in gloo]
 
@@ -297,5 +306,5 @@ def _states() -> list[str]:
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # the thread has ended meanwhile
+    except OSError:  # the thread has ended
         return ""

@@ -1,7 +1,15 @@
-"""The one place where ranks first meet: a key-value store on rank 0's host.
+"""Rendezvous: rank 0 serves a key-value store, and every rank learns about every other rank.
 
-torch's TCPStore listens on every interface, whatever host it is given, and answers anybody. So
-rank 0 binds the socket itself, to loopback when the world is on one host, and hands it over.
+First the store. torch's TCPStore listens on every interface and answers any client, whatever host
+it is given. So rank 0 binds the socket itself, to loopback if all ranks are on one host, and passes
+the socket to torch.
+
+Then every rank writes a RankInfo to the store and reads those of all ranks. This settles before
+the first collective what launchers leave open: which ranks share a machine, which rank is missing,
+whose versions differ. After a restart by torchrun the same store still holds the entries of the
+dead processes (with their addresses, which is why torchrun's own restarts often fail with gloo).
+So rank 0 publishes a list of entries under a new start id, and the list counts only when every
+rank has confirmed that the list holds the rank's own, current entry.
 """
 
 import importlib.util
@@ -31,21 +39,23 @@ _PROBE_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 5.0
 
 
+# -- the store -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Rendezvous:
-    """An open store, and where it listens."""
+    """An open store, its address, and why it is there."""
 
     store: dist.Store
     host: str
     port: int
-    is_host: bool
     reason: str
 
 
 def open_rendezvous(identity: Identity, timeout: float) -> Rendezvous:
     """Open the store that all ranks of this world share, within `timeout` seconds."""
     if identity.size == 1 and not identity.agent_store:
-        return Rendezvous(dist.HashStore(), "", 0, True, "a world of one needs no port")
+        return Rendezvous(dist.HashStore(), "", 0, "a world of one rank needs no port")
     if identity.master_host is None:
         raise UsageError(
             f"{identity.launcher} started {identity.size} ranks on several hosts and does not say "
@@ -53,26 +63,23 @@ def open_rendezvous(identity: Identity, timeout: float) -> Rendezvous:
             "MASTER_PORT (-x MASTER_ADDR=HOST -x MASTER_PORT=29500 with Open MPI, "
             "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500 with MPICH)"
         )
-    on_several_hosts = identity.local_size != identity.size
-    if not identity.job and on_several_hosts and identity.master_port is None:
+    if not identity.job and identity.local_size != identity.size and identity.master_port is None:
         raise UsageError(
-            "MPICH's ranks on several hosts share no job id to derive a port from: give all ranks "
-            "MASTER_PORT, too (-genv MASTER_PORT 29500)"
+            "MPICH ranks on several hosts share no job id from which to derive a port: give all "
+            "ranks MASTER_PORT too (-genv MASTER_PORT 29500)"
         )
     deadline = time.monotonic() + timeout
     reason = identity.reasons.get("master", "")
-    if identity.rank == 0 and not identity.agent_store:
-        return _host(identity, identity.master_host, reason, timeout)
     address = _resolve(identity.master_host, reason)
-    return _join(identity, address, reason, deadline)
+    if identity.rank == 0 and not identity.agent_store:
+        return _serve(identity, identity.master_host, address, reason, timeout)
+    return _connect(identity, address, reason, deadline)
 
 
-def _host(identity: Identity, name: str, reason: str, timeout: float) -> Rendezvous:
-    address = _resolve(name, reason)
+def _serve(identity: Identity, name: str, address: str, reason: str, timeout: float) -> Rendezvous:
     is_loopback = ipaddress.ip_address(address).is_loopback
-    on_one_host = identity.local_size == identity.size
-    says_loopback = name == "localhost" or name == address
-    if is_loopback and says_loopback and identity.local_size not in (None, identity.size):
+    named_loopback = name in ("localhost", address)
+    if is_loopback and named_loopback and identity.local_size not in (None, identity.size):
         raise UsageError(
             f"MASTER_ADDR={name} is this host only, but {identity.size - identity.local_size} of "
             f"{identity.size} ranks are on others: set it to the name of rank 0's host, or unset it"
@@ -83,10 +90,10 @@ def _host(identity: Identity, name: str, reason: str, timeout: float) -> Rendezv
             f"from {reason}) is another host's: set MASTER_ADDR to rank 0's host"
         )
     bind_to = address
-    if is_loopback and not (says_loopback or on_one_host):
-        # Debian maps a host's own name to 127.0.1.1: peers resolve the name to something else.
+    if is_loopback and not named_loopback and identity.local_size != identity.size:
+        # Debian maps a host's own name to 127.0.1.1; other hosts resolve the name differently.
         bind_to = ""
-        reason += f"; {name} is {address} here, so it listens on every interface"
+        reason += f"; {name} is {address} here, so the store listens on every interface"
     ports = [identity.master_port] if identity.master_port else port_candidates(identity.job)
     listener, port = _listen(bind_to, ports)
     store = dist.TCPStore(
@@ -98,7 +105,7 @@ def _host(identity: Identity, name: str, reason: str, timeout: float) -> Rendezv
         master_listen_fd=listener.detach(),
     )
     store.set(_job_key(identity.job), "here")
-    return Rendezvous(store, address, port, True, reason)
+    return Rendezvous(store, address, port, reason)
 
 
 def _listen(address: str, ports: list[int]) -> tuple[socket.socket, int]:
@@ -108,66 +115,70 @@ def _listen(address: str, ports: list[int]) -> tuple[socket.socket, int]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((address, port))
-            listener.listen(4096)  # every rank of a large world may connect in the same moment
+            listener.listen(4096)  # every rank of a large world may connect at the same time
             return listener, port
         except OSError:
             listener.close()
-    tried = ", ".join(str(port) for port in ports)
     raise UsageError(
-        f"port {tried} is in use on {socket.gethostname()}: set MASTER_PORT to a free one "
-        f"({free_port()} is free now), or stop what listens there"
+        f"port {', '.join(map(str, ports))} is in use on {socket.gethostname()}: set MASTER_PORT "
+        f"to a free port ({free_port()} is free now), or stop the process that listens there"
     )
 
 
-def _join(identity: Identity, address: str, reason: str, deadline: float) -> Rendezvous:
-    # A probe with an ordinary socket comes first: torch's client writes a page of C++ frames to
-    # standard error for every refused connection.
+def _connect(identity: Identity, address: str, reason: str, deadline: float) -> Rendezvous:
     ports = [identity.master_port] if identity.master_port else port_candidates(identity.job)
     while time.monotonic() < deadline:
         for port in ports:
-            if not _somebody_listens(address, port):
+            # An ordinary socket first: torch's client prints a page of C++ frames to standard
+            # error for every refused connection.
+            if not _is_listening(address, port):
                 continue
-            store = _call(address, port, min(_HANDSHAKE_SECONDS, deadline - time.monotonic()))
-            # A derived port may be another job's store: only ours holds our key.
+            store = _open_client(
+                address, port, min(_HANDSHAKE_SECONDS, deadline - time.monotonic())
+            )
+            # A derived port may be the store of another job: only ours has our key.
             given = identity.master_port is not None
             if store is not None and (given or store.check([_job_key(identity.job)])):
                 store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
-                return Rendezvous(store, address, port, False, reason)
+                return Rendezvous(store, address, port, reason)
         time.sleep(0.05)
-    tried = ", ".join(str(port) for port in ports)
     raise UsageError(
         f"rank {identity.rank} on {socket.gethostname()} could not reach rank 0 at {address} port "
-        f"{tried} (from {reason}): did rank 0 start, and does a firewall let the port through? "
-        "A longer start timeout (--start-timeout, start_timeout=) gives it more time"
+        f"{', '.join(map(str, ports))} (from {reason}): did rank 0 start, and does a firewall let "
+        "the port through? A longer start timeout (--start-timeout, start_timeout=) gives rank 0 "
+        "more time"
     )
 
 
-def _call(address: str, port: int, seconds: float) -> dist.Store | None:
-    """The store at this port, or None if what listens there is none.
+def _open_client(address: str, port: int, seconds: float) -> dist.Store | None:
+    """The store at this port, or None if the process that listens there is not a store.
 
-    In a thread: torch's client waits without end for the greeting of something that is no store.
+    In a thread: torch's client waits without limit for a reply from something that is not a store.
     """
-    answer: queue.Queue[dist.Store | None] = queue.Queue()
+    result: queue.Queue[dist.Store | None] = queue.Queue()
+    timeout = max(1.0, seconds)
 
-    def call() -> None:
+    def connect() -> None:
         try:
-            timeout = timedelta(seconds=max(1.0, seconds))
-            answer.put(
-                dist.TCPStore(
-                    address, port, is_master=False, wait_for_workers=False, timeout=timeout
-                )
+            store = dist.TCPStore(
+                address,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
             )
+            result.put(store)
         except RuntimeError:
-            answer.put(None)
+            result.put(None)
 
-    threading.Thread(target=call, daemon=True).start()
+    threading.Thread(target=connect, daemon=True).start()
     try:
-        return answer.get(timeout=max(1.0, seconds))
+        return result.get(timeout=timeout)
     except queue.Empty:
         return None
 
 
-def _somebody_listens(address: str, port: int) -> bool:
+def _is_listening(address: str, port: int) -> bool:
     try:
         with socket.create_connection((address, port), timeout=_PROBE_SECONDS):
             return True
@@ -185,23 +196,26 @@ def _resolve(name: str, reason: str) -> str:
     except OSError:
         raise UsageError(
             f"the master {name!r} (from {reason}) does not resolve on {socket.gethostname()}: "
-            "set MASTER_ADDR to an address or a name that every host knows"
+            "set MASTER_ADDR to an address or a name that every host can resolve"
         ) from None
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # IPv4 where there is a choice
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # prefer IPv4
     return str(found[0][4][0])
+
+
+# -- every rank's information to every rank --------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank says of itself at the roll call. Travels as JSON, never as a pickle."""
+    """What a rank tells the others about itself. Sent as JSON, never as a pickle."""
 
     rank: int
     host: str
-    # Ranks with the same machine share memory and loopback; a container or a network namespace
-    # of its own counts as another machine, since its loopback is another one.
+    # Ranks with the same value share memory and loopback. A container or network namespace counts
+    # as another machine, because its loopback is separate.
     machine: str
     address: str
-    # Where rank 0 waits for the others' lines; 0 on other ranks.
+    # Where rank 0 accepts the liveness connections of the others; 0 on other ranks.
     liveness_port: int
     local_rank: int | None
     local_size: int | None
@@ -209,14 +223,14 @@ class RankInfo:
     gpus: tuple[str, ...]
     cpus: str
     versions: dict[str, str]
-    # Whether torch knows the shared-memory backend here: all ranks must use the same one.
+    # Whether the shared-memory backend works here: all ranks must use the same backend.
     shm: bool
-    token: str
+    token: str  # random, new in each process
 
 
 @dataclass(frozen=True)
 class Roster:
-    """All answers, in rank order, and the name of this start of the world."""
+    """The information of all ranks, in rank order, and a unique id of this start of the world."""
 
     ranks: tuple[RankInfo, ...]
     start_id: str
@@ -225,7 +239,7 @@ class Roster:
 def describe_rank(
     identity: Identity, address: str, gpus: Sequence[str], liveness_port: int = 0
 ) -> RankInfo:
-    """What this process says of itself."""
+    """The information about this process."""
     return RankInfo(
         rank=identity.rank,
         host=socket.gethostname(),
@@ -237,112 +251,109 @@ def describe_rank(
         node=identity.node,
         gpus=tuple(gpus),
         cpus=format_cpu_list(allowed_cpus()),
-        versions=versions() | {"torch": torch.__version__},  # with its CUDA
+        versions=versions() | {"torch": torch.__version__},  # includes the CUDA version
         shm=has_shm(),
         token=uuid.uuid4().hex,
     )
 
 
 def has_shm() -> bool:
-    """Whether torch knows the shared-memory backend here, and its compiled core is installed."""
-    known = "shm" in dist.Backend.backend_list
-    return known and importlib.util.find_spec("tutti.comm.shm._core") is not None
+    """Whether torch knows the shared-memory backend, and the backend's compiled core exists."""
+    registered = "shm" in dist.Backend.backend_list
+    return registered and importlib.util.find_spec("tutti.comm.shm._core") is not None
 
 
-def exchange_rank_info(store: dist.Store, answer: RankInfo, size: int, timeout: float) -> Roster:
-    """Exchange answers with all ranks; returns the same Roster everywhere."""
-    patience = _Patience(store, size, timeout)
+def exchange_rank_info(store: dist.Store, info: RankInfo, size: int, timeout: float) -> Roster:
+    """Exchange RankInfo with all ranks; returns the same Roster on every rank."""
+    poll = _Poll(store, size, timeout)
     try:
-        store.set(f"tutti/answer/{answer.rank}", json.dumps(asdict(answer)))
-        return (
-            _lead(store, size, patience) if answer.rank == 0 else _follow(store, answer, patience)
-        )
+        store.set(f"tutti/rank/{info.rank}", json.dumps(asdict(info)))
+        return _publish(store, size, poll) if info.rank == 0 else _confirm(store, info, poll)
     except RuntimeError:
-        raise UsageError(
-            "rank 0, or its host, went away at the roll call: see its output"
-        ) from None
+        raise UsageError("the store ended with rank 0 or its host: see rank 0's output") from None
 
 
-class _Patience:
-    """Waits a little between two looks at the store, and says who is missing when time is up."""
+class _Poll:
+    """Sleeps between two reads of the store, and names the missing ranks at the timeout."""
 
     def __init__(self, store: dist.Store, size: int, timeout: float) -> None:
         self.store = store
-        self.answers = [f"tutti/answer/{rank}" for rank in range(size)]
+        self.keys = [f"tutti/rank/{rank}" for rank in range(size)]
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout
-        # One store answers all ranks: the more they are, the less often each may ask.
+        # One store serves all ranks: with more ranks, each polls less often.
         self.interval = 0.02 * (1 + size / 64)
 
-    def pause(self, waiting_for: Sequence[str] = ()) -> None:
+    def sleep(self, waiting_for: Sequence[str] = ()) -> None:
         if time.monotonic() < self.deadline:
             time.sleep(self.interval)
             return
-        keys = waiting_for or self.answers
+        keys = waiting_for or self.keys
         missing = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
         raise UsageError(
-            f"rank {', '.join(missing) or '0'} of {len(self.answers)} did not come to the roll "
-            f"call within {self.timeout:g} s: see their output, or give --start-timeout more"
+            f"rank {', '.join(missing) or '0'} of {len(self.keys)} did not reach the rendezvous "
+            f"within {self.timeout:g} s: see the output of the missing ranks, or give a longer "
+            "--start-timeout"
         )
 
 
-def _lead(store: dist.Store, size: int, patience: _Patience) -> Roster:
-    """Rank 0: publish a list, have it confirmed by all, publish again when an answer changed."""
-    while not store.check(patience.answers):
-        patience.pause()
+def _publish(store: dist.Store, size: int, poll: _Poll) -> Roster:
+    """Rank 0: publish a list for all ranks to confirm; publish again if an entry changes."""
+    while not store.check(poll.keys):
+        poll.sleep()
     while True:
-        texts = [text.decode() for text in store.multi_get(patience.answers)]
-        start = uuid.uuid4().hex
-        store.set(f"tutti/{start}/roll", json.dumps(texts))
-        store.set("tutti/start", start)
-        confirmations = [f"tutti/{start}/confirmed/{rank}" for rank in range(1, size)]
-        next_look = time.monotonic() + 0.5
+        entries = [text.decode() for text in store.multi_get(poll.keys)]
+        start_id = uuid.uuid4().hex
+        store.set(f"tutti/{start_id}/roster", json.dumps(entries))
+        store.set("tutti/start_id", start_id)
+        confirmations = [f"tutti/{start_id}/confirmed/{rank}" for rank in range(1, size)]
+        next_read = time.monotonic() + 0.5
         while confirmations and not store.check(confirmations):
-            patience.pause(confirmations)
-            if time.monotonic() > next_look:
-                if [text.decode() for text in store.multi_get(patience.answers)] != texts:
+            poll.sleep(confirmations)
+            if time.monotonic() > next_read:
+                if [text.decode() for text in store.multi_get(poll.keys)] != entries:
                     break
-                next_look = time.monotonic() + 0.5
+                next_read = time.monotonic() + 0.5
         else:
-            store.set(f"tutti/{start}/complete", "yes")
-            return _roll(start, texts)
+            store.set(f"tutti/{start_id}/complete", "yes")
+            return _roster(start_id, entries)
 
 
-def _follow(store: dist.Store, answer: RankInfo, patience: _Patience) -> Roster:
-    """Other ranks: confirm the first list that holds this very answer, wait until all have."""
-    while not store.check(["tutti/start"]):
-        patience.pause()
+def _confirm(store: dist.Store, info: RankInfo, poll: _Poll) -> Roster:
+    """Other ranks: confirm the first list that holds this rank's entry, wait until all have."""
+    while not store.check(["tutti/start_id"]):
+        poll.sleep()
     while True:
-        start = store.get("tutti/start").decode()
-        texts = json.loads(store.get(f"tutti/{start}/roll"))
-        mine = answer.rank < len(texts) and json.loads(texts[answer.rank])["token"] == answer.token
-        if mine:
-            store.set(f"tutti/{start}/confirmed/{answer.rank}", "yes")
-        # A list from before a restart holds another token: rank 0 will write a new one.
-        while store.get("tutti/start").decode() == start:
-            if mine and store.check([f"tutti/{start}/complete"]):
-                return _roll(start, texts)
-            patience.pause()
+        start_id = store.get("tutti/start_id").decode()
+        entries = json.loads(store.get(f"tutti/{start_id}/roster"))
+        current = info.rank < len(entries) and json.loads(entries[info.rank])["token"] == info.token
+        if current:
+            store.set(f"tutti/{start_id}/confirmed/{info.rank}", "yes")
+        # A list from before a restart has another token: rank 0 will publish a new list.
+        while store.get("tutti/start_id").decode() == start_id:
+            if current and store.check([f"tutti/{start_id}/complete"]):
+                return _roster(start_id, entries)
+            poll.sleep()
 
 
-def _roll(start: str, texts: Sequence[str]) -> Roster:
-    answers = []
-    for text in texts:
+def _roster(start_id: str, entries: Sequence[str]) -> Roster:
+    ranks = []
+    for text in entries:
         fields = json.loads(text)
-        answers.append(RankInfo(**{**fields, "gpus": tuple(fields["gpus"])}))
-    return Roster(tuple(answers), start)
+        ranks.append(RankInfo(**{**fields, "gpus": tuple(fields["gpus"])}))
+    return Roster(tuple(ranks), start_id)
 
 
-def refuse_different_versions(answers: Sequence[RankInfo]) -> None:
-    """Raise RanksDiffer, naming the odd rank out, unless all ranks run the same versions."""
-    for name in sorted({name for answer in answers for name in answer.versions}):
-        by_rank = [answer.versions.get(name, "none") for answer in answers]
+def refuse_different_versions(ranks: Sequence[RankInfo]) -> None:
+    """Raise RanksDiffer, naming the ranks that differ, unless all ranks run the same versions."""
+    for name in sorted({name for info in ranks for name in info.versions}):
+        by_rank = [info.versions.get(name, "none") for info in ranks]
         usual, count = Counter(by_rank).most_common(1)[0]
-        odd = [answer for answer, seen in zip(answers, by_rank, strict=True) if seen != usual]
+        odd = [info for info, version in zip(ranks, by_rank, strict=True) if version != usual]
         if odd:
-            who = ", ".join(f"rank {a.rank} on {a.host} has {by_rank[a.rank]}" for a in odd[:4])
+            which = ", ".join(f"rank {a.rank} on {a.host} has {by_rank[a.rank]}" for a in odd[:4])
             more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
             raise RanksDiffer(
-                f"ranks run different versions of {name}: {who}{more}, the other {count} "
-                f"{usual}: install the same everywhere"
+                f"ranks run different versions of {name}: {which}{more}, the other {count} "
+                f"{usual}: install the same version everywhere"
             )

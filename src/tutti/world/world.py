@@ -1,33 +1,32 @@
-"""World: who this process is among all the others, as one frozen value."""
+"""World: the rank, size, device and backend of this process. `tutti.init()` makes it.
+
+`init` reads, in order: the launcher's variables (launchers.py), the other ranks (rendezvous.py),
+the device and CPUs of every rank (placement.py); then it opens the liveness connections and torch's
+process group.
+"""
 
 import atexit
 import os
+import socket
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tutti.world.liveness import wait_for_gloo_threads
-
-if TYPE_CHECKING:
-    from tutti.world.failure import Watch
-    from tutti.world.rendezvous import Rendezvous
-import socket
-import sys
-import time
-from datetime import timedelta
-from pathlib import Path
-
 from tutti.world.addresses import gloo_interface, local_address_towards
 from tutti.world.errors import START_TIMEOUT, TIMEOUT, RanksDiffer, UsageError, checked_seconds
-from tutti.world.failure import Watch, one_line_for_mistakes
+from tutti.world.failure import FailureHandler, print_usage_errors
 from tutti.world.gpu_sharing import shared_gpu_variables
 from tutti.world.launchers import Identity, identify
-from tutti.world.liveness import Liveness, open_listener
-from tutti.world.placement import Place, bind, keep_freed_memory, place, visible_gpus
+from tutti.world.liveness import Liveness, open_listener, wait_for_gloo_threads
+from tutti.world.placement import Place, bind, disable_malloc_trim, place, visible_gpus
 from tutti.world.rendezvous import (
     Rendezvous,
     Roster,
@@ -38,12 +37,14 @@ from tutti.world.rendezvous import (
     refuse_different_versions,
 )
 
+_NO_SHM = "the shared-memory library is missing (it needs a C compiler at installation)"
+
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is. `reasons` says for every value where it came from.
+    """This process among all ranks. `reasons` says where each value came from.
 
-    Use it as a context manager, so that the process group is torn down whatever happens:
+    Use it as a context manager, so that the process group is destroyed in any case:
 
         with tutti.init() as world:
             model.to(world.device)
@@ -64,25 +65,25 @@ class World:
     threads: int
     ranks_on_device: int
     reasons: Mapping[str, str]
-    # The store of rank 0 must live as long as the world does, and so must its watch.
-    _meeting: "Rendezvous" = field(repr=False, compare=False)
-    _watch: "Watch" = field(repr=False, compare=False)
-    # The environment variables that were set for this world's backends, and end with it.
+    # Rank 0's store must exist as long as the world.
+    _rendezvous: Rendezvous = field(repr=False, compare=False)
+    _failures: FailureHandler = field(repr=False, compare=False)
+    # Environment variables set for the backends; removed when the world ends.
     _variables: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes for all."""
+        """Whether this is rank 0, which prints and writes for all ranks."""
         return self.rank == 0
 
     @property
     def sharing_note(self) -> str | None:
-        """What every output must say when ranks share a GPU; None when they do not."""
+        """The note for every output if ranks share a GPU; None if they do not."""
         if self.ranks_on_device < 2:
             return None
         return (
-            f"{self.ranks_on_device} ranks share one GPU: figures show correctness and software "
-            "overhead, not links between GPUs"
+            f"{self.ranks_on_device} ranks share one GPU: results show correctness and software "
+            "overhead, not the speed of links between GPUs"
         )
 
     def row(self) -> dict[str, Any]:
@@ -102,16 +103,16 @@ class World:
         }
 
     def close(self) -> None:
-        """Leave the world: tear the process group down. Safe to call twice."""
+        """Leave the world and destroy the process group. Safe to call twice."""
         atexit.unregister(self.close)
-        if dist.is_initialized():  # unless the script has torn it down itself
-            if self._watch.failed and self.device.type == "cuda":
-                # An orderly end would wait for peers that will never come.
+        if dist.is_initialized():  # the script may have destroyed the group itself
+            if self._failures.failed and self.device.type == "cuda":
+                # destroy_process_group would wait for peers that have ended.
                 dist.distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
                 wait_for_gloo_threads()
-        self._watch.stop()
+        self._failures.stop()
         for name in self._variables:
             os.environ.pop(name, None)
 
@@ -124,14 +125,11 @@ class World:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        # A reader that has gone (`tutti world | head`) is no failure either.
-        well = isinstance(error, SystemExit) and error.code in (None, 0)
-        if error is not None and not well and not isinstance(error, BrokenPipeError):
-            self._watch.handle(error)
+        normal_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+        # BrokenPipeError: the reader of the output has ended (`tutti world | head`).
+        if error is not None and not normal_exit and not isinstance(error, BrokenPipeError):
+            self._failures.handle(error)
         self.close()
-
-
-_NO_SHM = "the shared-memory library is missing (it needs a C compiler at installation)"
 
 
 def init(
@@ -143,207 +141,220 @@ def init(
     start_timeout: float | None = None,
     timeout: float | None = None,
 ) -> World:
-    """Join the world that the launcher started, or make a world of one.
+    """Join the world that the launcher started; without a launcher, make a world of one rank.
 
-    device: auto, cpu or cuda. backend: unless given, nccl on CUDA, and on CPU shm (shared memory
-    inside a host, gloo between hosts), or gloo where shm is not installed.
-    ranks_per_gpu: how many ranks may share a GPU. Timeouts are in seconds: `start_timeout` for
-    all ranks to arrive, `timeout` for a collective. What is not given here comes from the
-    launcher's flags (`tutti run --timeout …`), else from the defaults.
+    device: auto, cpu or cuda. backend: by default nccl on CUDA, and on CPU shm (shared memory
+    inside a host, gloo between hosts), or gloo if shm is not installed. ranks_per_gpu: how many
+    ranks may share a GPU. start_timeout: seconds for all ranks to start; timeout: seconds for a
+    collective. The flags of `tutti run` are the defaults of the last three.
     """
     if dist.is_initialized():
         raise UsageError(
             "torch.distributed is already initialised in this process: call tutti.init() once, "
-            "and in place of init_process_group()"
+            "instead of init_process_group()"
         )
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device={device!r} is not known: use auto, cpu or cuda")
     hook = sys.excepthook
-    sys.excepthook = one_line_for_mistakes(hook)
+    sys.excepthook = print_usage_errors(hook)
     env = os.environ
     start_timeout = _seconds("start_timeout", start_timeout, START_TIMEOUT, env)
     timeout = _seconds("timeout", timeout, TIMEOUT, env)
     if ranks_per_gpu is None:
         ranks_per_gpu = int(env.get("TUTTI_RANKS_PER_GPU", "1"))
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise UsageError("backend='nccl' needs a GPU, and none is visible: leave it out")
-    if backend is not None and backend not in ("nccl", "gloo", "shm") and ":" not in backend:
-        raise UsageError(
-            f"backend={backend!r} is not known: use nccl, shm or gloo, or leave it out"
-        )
-    if backend is not None and "shm" in backend and not has_shm():
-        raise UsageError(f"backend={backend!r}: {_NO_SHM}: install tutti again where there is one")
+    if ranks_per_gpu < 1:
+        raise UsageError(f"ranks_per_gpu={ranks_per_gpu}: use 1 or more")
+    _check_backend(backend)
 
     identity = identify(env)
-    meeting = open_rendezvous(identity, start_timeout)
-    address = local_address_towards(meeting.host) if meeting.host else None
+    rendezvous = open_rendezvous(identity, start_timeout)
+    address = local_address_towards(rendezvous.host) if rendezvous.host else None
     gpus = [] if device == "cpu" else visible_gpus()
     listener = None
     if identity.rank == 0 and identity.size > 1:
-        listener = open_listener(_lines_address(identity, address))
+        listener = open_listener(_liveness_address(identity, address))
     port = listener.getsockname()[1] if listener else 0
-    answer = describe_rank(identity, address or "", gpus, port)
-    roll = exchange_rank_info(meeting.store, answer, identity.size, start_timeout)
-    places = _places(roll, identity, device, ranks_per_gpu)
+    info = describe_rank(identity, address or "", gpus, port)
+    roster = exchange_rank_info(rendezvous.store, info, identity.size, start_timeout)
+    places = _place(roster, identity, device, ranks_per_gpu)
     report = env.get("TUTTI_REPORT")
-    watch = Watch(identity.rank, answer.host, Path(report) if report else None)
-    asked_for_cpu = device == "cpu"
-    world = _world(identity, meeting, roll, places, backend, bind_cpus, env, watch, asked_for_cpu)
+    failures = FailureHandler(identity.rank, info.host, Path(report) if report else None)
+    world = _make_world(
+        identity, rendezvous, roster, places, backend, bind_cpus, failures, device == "cpu"
+    )
     if world.size > 1:
-        watch.start(_open_lines(listener, meeting, roll, identity.rank, watch, start_timeout))
+        failures.start(
+            _open_liveness(listener, rendezvous, roster, identity.rank, failures, start_timeout)
+        )
     atexit.register(world.close)
 
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     else:
-        keep_freed_memory(env)
+        disable_malloc_trim(env)
     dist.init_process_group(
         backend=_torch_backend(world.backend),
-        store=dist.PrefixStore(f"tutti/{roll.start_id}/torch", meeting.store),
+        store=dist.PrefixStore(f"tutti/{roster.start_id}/torch", rendezvous.store),
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=timeout),
         device_id=world.device if world.device.type == "cuda" else None,
     )
-    watch.take_uncaught(hook)
+    failures.install_hook(hook)
     if world.sharing_note and world.is_first:
         print(f"note: {world.sharing_note}", file=sys.stderr)
     return world
 
 
 def _seconds(name: str, given: float | None, default: float, env: Mapping[str, str]) -> float:
-    variable = f"TUTTI_{name.upper()}"
     if given is not None:
-        return checked_seconds(f"{name} =", given)
-    return checked_seconds(f"{variable} =", env.get(variable, default))
+        return checked_seconds(f"{name}=", given)
+    variable = f"TUTTI_{name.upper()}"
+    return checked_seconds(f"{variable}=", env.get(variable, default))
 
 
-def _lines_address(identity: Identity, address: str | None) -> str:
-    """Where rank 0 listens for the others' lines: loopback, unless other hosts must reach it."""
+def _check_backend(backend: str | None) -> None:
+    if backend is None:
+        return
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise UsageError("backend='nccl' needs a GPU, and none is visible: leave it out")
+    if backend not in ("nccl", "gloo", "shm") and ":" not in backend:
+        raise UsageError(
+            f"backend={backend!r} is not known: use nccl, shm or gloo, or leave it out"
+        )
+    if "shm" in backend and not has_shm():
+        raise UsageError(
+            f"backend={backend!r}: {_NO_SHM}: install a C compiler and reinstall tutti-torch"
+        )
+
+
+def _place(roster: Roster, identity: Identity, device: str, ranks_per_gpu: int) -> list[Place]:
+    try:
+        refuse_different_versions(roster.ranks)
+        return place(roster.ranks, device, ranks_per_gpu)
+    except (UsageError, RanksDiffer):
+        # Every rank finds the same error in the same roster: only rank 0 prints it.
+        if identity.rank != 0:
+            raise SystemExit(2) from None
+        if identity.size > 1:
+            time.sleep(0.5)  # the store ends with this process: let the others read the roster
+        raise
+
+
+def _liveness_address(identity: Identity, address: str | None) -> str:
+    """Where rank 0 accepts liveness connections: loopback, unless other hosts must reach it."""
     if identity.local_size == identity.size:
         return "127.0.0.1"
     return "" if address is None or address.startswith("127.") else address
 
 
-def _open_lines(
+def _open_liveness(
     listener: socket.socket | None,
-    meeting: Rendezvous,
-    roll: Roster,
+    rendezvous: Rendezvous,
+    roster: Roster,
     rank: int,
-    watch: Watch,
+    failures: FailureHandler,
     timeout: float,
 ) -> Liveness:
-    hosts = [answer.host for answer in roll.ranks]
+    hosts = [info.host for info in roster.ranks]
     if listener is not None:
-        lines = Liveness.hub(listener, hosts, roll.start_id, watch.on_failure)
-        if not lines.all_have_called(timeout):
-            raise UsageError("a rank went away between the roll call and the start: see its output")
-        return lines
-    hub = roll.ranks[0]
-    near = hub.machine == roll.ranks[rank].machine
-    # Rank 0 may know itself by loopback only; then the store, which it hosts, is where it is.
-    host = meeting.host if near or hub.address.startswith("127.") else hub.address
+        liveness = Liveness.hub(listener, hosts, roster.start_id, failures.on_failure)
+        if not liveness.all_connected(timeout):
+            raise UsageError("a rank ended between the rendezvous and the start: see its output")
+        return liveness
+    hub = roster.ranks[0]
+    same_machine = hub.machine == roster.ranks[rank].machine
+    # Rank 0 may know only its loopback address; then it is where its store is.
+    host = rendezvous.host if same_machine or hub.address.startswith("127.") else hub.address
     try:
         return Liveness.member(
-            rank, (host, hub.liveness_port), hosts, roll.start_id, watch.on_failure
+            rank, (host, hub.liveness_port), hosts, roster.start_id, failures.on_failure
         )
     except OSError as error:
         raise UsageError(
-            f"rank {rank} could not call rank 0 at {host} port {hub.liveness_port}: {error}: does "
-            "a firewall between the hosts let connections through?"
+            f"rank {rank} could not connect to rank 0 at {host} port {hub.liveness_port}: {error}: "
+            "does a firewall between the hosts block connections?"
         ) from None
 
 
 def _torch_backend(backend: str) -> str:
-    # NCCL moves CUDA tensors only; gloo beside it serves small values on the CPU.
+    # NCCL handles CUDA tensors only; gloo beside it handles small CPU tensors.
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
-def _default_backend(device: torch.device, roll: Roster) -> tuple[str, str]:
+def _default_backend(device: torch.device, roster: Roster) -> tuple[str, str]:
     if device.type == "cuda":
         return "nccl", "the default on cuda"
-    without = [answer.rank for answer in roll.ranks if not answer.shm]
+    without = [info.rank for info in roster.ranks if not info.shm]
     if not without:
         return "shm", "the default on cpu"
     return "gloo", f"on rank {', '.join(map(str, without[:4]))} {_NO_SHM}"
 
 
-def _places(roll: Roster, identity: Identity, device: str, ranks_per_gpu: int) -> list[Place]:
-    try:
-        refuse_different_versions(roll.ranks)
-        return place(roll.ranks, device, ranks_per_gpu)
-    except (UsageError, RanksDiffer):
-        # Every rank finds the same fault in the same roll: rank 0 speaks for all.
-        if identity.rank != 0:
-            raise SystemExit(2) from None
-        if identity.size > 1:
-            time.sleep(0.5)  # the store goes with this rank: let the others read the roll first
-        raise
-
-
-def _world(
+def _make_world(
     identity: Identity,
-    meeting: Rendezvous,
-    roll: Roster,
+    rendezvous: Rendezvous,
+    roster: Roster,
     places: list[Place],
     backend: str | None,
     bind_cpus: bool,
-    env: Mapping[str, str],
-    watch: Watch,
-    asked_for_cpu: bool,
+    failures: FailureHandler,
+    cpu_requested: bool,
 ) -> World:
-    variables: dict[str, str] = {}  # what the backends must be told, as long as this world lives
-    mine = places[identity.rank]
-    nodes = len({place.node for place in places})
-    reasons = dict.fromkeys(("local_rank", "local_size", "node", "nodes"), "roll call")
+    env = os.environ
+    variables: dict[str, str] = {}  # settings for the backends, as long as this world exists
+    own = places[identity.rank]
+    reasons = dict.fromkeys(
+        ("local_rank", "local_size", "node", "nodes"), "rendezvous: counted by machine"
+    )
     reasons |= identity.reasons
     reasons["host"] = "gethostname"
-    reasons["master"] = meeting.reason
-    if mine.gpu is None:
+    reasons["master"] = rendezvous.reason
+    if own.gpu is None:
         device = torch.device("cpu")
-        reasons["device"] = "asked for" if asked_for_cpu else "no GPU is visible"
+        reasons["device"] = "requested" if cpu_requested else "no GPU is visible"
     else:
-        device = torch.device("cuda", mine.gpu)
-        reasons["device"] = f"GPU {mine.gpu} of {len(roll.ranks[mine.rank].gpus)} visible"
-    reasons["backend"] = "asked for"
+        device = torch.device("cuda", own.gpu)
+        reasons["device"] = f"GPU {own.gpu} of {len(roster.ranks[own.rank].gpus)} visible"
+    reasons["backend"] = "requested"
     if backend is None:
-        backend, reasons["backend"] = _default_backend(device, roll)
-    # Between hosts shm speaks gloo.
+        backend, reasons["backend"] = _default_backend(device, roster)
+    # The shm backend uses gloo between hosts.
     if "gloo" in _torch_backend(backend) or "shm" in backend:
-        interface, reasons["gloo_interface"] = gloo_interface(roll.ranks, identity.rank, env)
+        interface, reasons["gloo_interface"] = gloo_interface(roster.ranks, identity.rank, env)
         if interface:
             variables["GLOO_SOCKET_IFNAME"] = interface
     if backend == "shm" and "DDP_DISABLE_COMM_MEM" not in env:
-        variables["DDP_DISABLE_COMM_MEM"] = "0"  # DDP's buckets where peers can reduce them
+        variables["DDP_DISABLE_COMM_MEM"] = "0"  # DDP allocates its buckets in shared memory
     if max(place.ranks_on_gpu for place in places) > 1:
         one_machine = len({place.machine for place in places}) == 1
         shared = shared_gpu_variables(identity.rank, one_machine)
         variables |= {name: value for name, value in shared.items() if name not in env}
-    os.environ.update(variables)
+    env.update(variables)
     if bind_cpus:
-        binding = bind(roll.ranks, places, identity.rank, env)
+        binding = bind(roster.ranks, places, identity.rank, env)
         cpus, threads = binding.cpus, binding.threads
         reasons |= {"cpus": binding.cpus_reason, "threads": binding.threads_reason}
     else:
-        cpus, threads = roll.ranks[mine.rank].cpus, torch.get_num_threads()
+        cpus, threads = roster.ranks[own.rank].cpus, torch.get_num_threads()
         reasons |= {"cpus": "bind_cpus=False", "threads": "bind_cpus=False"}
     return World(
         rank=identity.rank,
         size=identity.size,
-        local_rank=mine.local_rank,
-        local_size=mine.local_size,
-        node=mine.node,
-        nodes=nodes,
-        host=mine.host,
+        local_rank=own.local_rank,
+        local_size=own.local_size,
+        node=own.node,
+        nodes=len({place.node for place in places}),
+        host=own.host,
         device=device,
         backend=backend,
         launcher=identity.launcher,
-        master=f"{meeting.host}:{meeting.port}" if meeting.port else "",
+        master=f"{rendezvous.host}:{rendezvous.port}" if rendezvous.port else "",
         cpus=cpus,
         threads=threads,
-        ranks_on_device=max(1, mine.ranks_on_gpu),
+        ranks_on_device=max(1, own.ranks_on_gpu),
         reasons=reasons,
         _variables=tuple(variables),
-        _meeting=meeting,
-        _watch=watch,
+        _rendezvous=rendezvous,
+        _failures=failures,
     )
