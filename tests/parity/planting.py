@@ -1,4 +1,4 @@
-"""A fault planted for a while in the code that a check must see through."""
+"""Plant a bug in the code under test, for the duration of a context."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,10 +7,10 @@ from typing import Any
 
 @contextmanager
 def instead(owner: Any, name: str, planted: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, `owner.name` is what `planted` makes of the healthy one."""
-    healthy = getattr(owner, name)
-    setattr(owner, name, planted(healthy))
+    """Replace `owner.name` by `planted(owner.name)` inside the context."""
+    original = getattr(owner, name)
+    setattr(owner, name, planted(original))
     try:
         yield
     finally:
-        setattr(owner, name, healthy)
+        setattr(owner, name, original)

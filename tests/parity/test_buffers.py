@@ -1,4 +1,4 @@
-"""Parity of buffers: statistics that only evaluation reads, and that nothing else would miss."""
+"""Parity of buffers: running statistics, which only evaluation reads."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,10 +14,10 @@ from tutti.parallel.layout import Layout
 from tutti.parallel.pipeline.filling import Filling
 from tutti.parallel.recompute import _SecondRun
 from tutti.parallel.sync_batchnorm import CpuBatchNorm
-from tutti.parity.case import make_case
-from tutti.parity.check import Alone, check_layout
-from tutti.parity.difference import Difference, of_own_samples
-from tutti.parity.options import ParityOptions
+from tutti.parity.check_layouts import Reference, check_layout
+from tutti.parity.compare import Difference, buffers_of_own_samples
+from tutti.parity.parity_options import ParityOptions
+from tutti.parity.workload import make_workload
 from worlds import in_world
 
 
@@ -38,7 +38,7 @@ def batch() -> nn.Module:
 
 
 def instance() -> nn.Module:
-    """Normalises each sample by itself, and still keeps the mean of what it saw."""
+    """Normalises each sample by itself, and keeps running statistics of all samples."""
     blocks = [Block(nn.InstanceNorm1d(4, track_running_stats=True)) for _ in range(2)]
     return nn.Sequential(nn.Linear(6, 8), *blocks, nn.Linear(8, 3))
 
@@ -66,7 +66,7 @@ def _biased_variance() -> AbstractContextManager[None]:
 
 
 def _copies_are_samples() -> AbstractContextManager[None]:
-    """A pipeline's norms see what its microbatches are filled up with."""
+    """The norms of a pipeline count the padding of its microbatches."""
     return instead(Filling, "microbatch", lambda _: lambda self, number: nullcontext())
 
 
@@ -89,42 +89,42 @@ def _check_all(world: tutti.World) -> dict[str, Any]:
     layouts = [Layout.parse(layout) for layout in ("dp2", "shard2", "pp2")]
     for model in ("batch", "instance"):
         options = ParityOptions(model=f"test_buffers:{model}", steps=2)
-        case = make_case("lenet", options, layouts)
-        alone = Alone(case, world)
+        workload = make_workload("lenet", options, layouts)
+        reference = Reference(workload, world)
         for name, (of, layout, fault) in CASES.items():
             if of == model:
                 with fault():
-                    rows[name] = check_layout(case, Layout.parse(layout), world, alone)
+                    rows[name] = check_layout(workload, Layout.parse(layout), world, reference)
     return rows
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Any]:
+def rows() -> dict[str, Any]:
     first, second = in_world(_check_all, 2, timeout=110)
-    assert first == second  # all ranks come to the same verdict
+    assert first == second  # all ranks compute the same rows
     return first  # type: ignore[no-any-return]
 
 
-def test_what_tp_ranks_of_one_data_rank_see_differently_is_no_matter_of_samples() -> None:
-    def seen(data_rank: int, a: float, b: float) -> tuple[int, list[Difference]]:
+def test_buffers_that_differ_within_a_data_rank_do_not_depend_on_its_samples() -> None:
+    def found(data_rank: int, a: float, b: float) -> tuple[int, list[Difference]]:
         return data_rank, [Difference("by samples", a, a), Difference("by tp", b, b)]
 
-    ranks = [seen(0, 1.0, 1.0), seen(0, 1.0, 2.0), seen(1, 3.0, 1.0), seen(1, 3.0, 2.0)]
-    assert of_own_samples(ranks, 0.1) == ["by samples"]
+    ranks = [found(0, 1.0, 1.0), found(0, 1.0, 2.0), found(1, 3.0, 1.0), found(1, 3.0, 2.0)]
+    assert buffers_of_own_samples(ranks, 0.1) == ["by samples"]
 
 
 @pytest.mark.parametrize("name", ["dp2", "shard2", "pp2", "instances pp2"])
-def test_statistics_agree_with_one_device(seen: dict[str, Any], name: str) -> None:
-    row = seen[name]
+def test_statistics_agree_with_one_device(rows: dict[str, Any], name: str) -> None:
+    row = rows[name]
     assert row["ok"] is True, row
     assert row["buffer_rel_err"] < 1e-12 and row["worst_buffer"].startswith(("1.", "2."))
     assert row["own_buffers"] == []
 
 
-def test_statistics_of_each_ranks_own_samples_are_named_and_do_not_fail(
-    seen: dict[str, Any],
+def test_statistics_of_a_ranks_own_samples_are_named_and_do_not_fail(
+    rows: dict[str, Any],
 ) -> None:
-    row = seen["instances dp2"]
+    row = rows["instances dp2"]
     assert row["ok"] is True, row
     assert row["own_buffers"] == [
         *("1.norm.running_mean", "1.norm.running_var"),
@@ -134,21 +134,21 @@ def test_statistics_of_each_ranks_own_samples_are_named_and_do_not_fail(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
-        ("twice dp2", "gradients and updates agree, but 6 of 8 buffers do not"),
+        ("twice dp2", "gradients and updates agree, but 6 of 8 buffers differ"),
         ("twice dp2", "1.norm.num_batches_tracked is 2.000 × too large"),
         ("twice pp2", "1.norm.num_batches_tracked is 2.000 × too large"),
-        ("biased", "but 2 of 8 buffers do not, most"),
+        ("biased", "but 2 of 8 buffers differ, most"),
         ("biased", "norm.running_var"),
-        # With copies among the samples a batch norm gives other outputs, too.
-        ("filled", "only from step 2 on, whose 7 samples do not divide by 1 data ranks × 2"),
-        ("filled instances", "only from step 2 on, whose 3 samples do not divide"),
-        ("filled instances", "gradients and updates agree, but 4 of 8 buffers do not"),
+        # With padding among the samples the outputs of a batch norm change, too.
+        ("filled", "only from step 2 on, whose 7 samples are not divisible by 1 data ranks × 2"),
+        ("filled instances", "only from step 2 on, whose 3 samples are not divisible"),
+        ("filled instances", "gradients and updates agree, but 4 of 8 buffers differ"),
     ],
 )
 def test_a_planted_fault_fails_and_the_buffer_is_named(
-    seen: dict[str, Any], name: str, said: str
+    rows: dict[str, Any], name: str, expected: str
 ) -> None:
-    assert seen[name]["ok"] is False
-    assert said in seen[name]["diagnosis"], seen[name]["diagnosis"]
+    assert rows[name]["ok"] is False
+    assert expected in rows[name]["diagnosis"], rows[name]["diagnosis"]

@@ -1,4 +1,4 @@
-"""A diagnosis is made of numbers alone: given these differences, it says that."""
+"""The diagnosis of given differences: which facts its line states."""
 
 import math
 from dataclasses import replace
@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tutti.parallel.layout import Layout
+from tutti.parity.compare import Difference, Scalar, StepDifference, merge_ranks, worst
 from tutti.parity.diagnosis import Setting, diagnose
-from tutti.parity.difference import Difference, Scalar, StepDifference, merged, worst
-from tutti.parity.tolerance import TOLERANCES
+from tutti.parity.parity_options import TOLERANCES
 
 ROLES = {
     "embed.weight": "embedding",
@@ -24,11 +24,11 @@ GOOD = [Difference(name, 1e-15) for name in ROLES]
 FINE = StepDifference(SAME, GOOD, SAME, GOOD)
 
 
-def _said(*steps: StepDifference, layout: str = "dp2.tp2", roles: dict[str, str] = ROLES) -> str:
+def _text(*steps: StepDifference, layout: str = "dp2.tp2", roles: dict[str, str] = ROLES) -> str:
     setting = Setting(Layout.parse(layout), 8, [32, 7, 32], roles)
-    said = diagnose(steps, setting, TOLERANCE)
-    assert said is not None
-    return said
+    text = diagnose(steps, setting, TOLERANCE)
+    assert text is not None
+    return text
 
 
 def _scaled(factor: float, *names: str, spread: float = 0.0) -> list[Difference]:
@@ -40,20 +40,20 @@ def _scaled(factor: float, *names: str, spread: float = 0.0) -> list[Difference]
     ]
 
 
-def _strange(*names: str, spread: float = 0.0) -> list[Difference]:
+def _inconsistent(*names: str, spread: float = 0.0) -> list[Difference]:
     return [
         Difference(name, 0.3, 0.9, 0.25, spread) if name in names else Difference(name, 1e-15)
         for name in ROLES
     ]
 
 
-def test_nothing_wrong_is_nothing_said() -> None:
+def test_no_error_gives_no_diagnosis() -> None:
     setting = Setting(Layout(dp=2), 8, [32], ROLES)
     assert diagnose([FINE], setting, TOLERANCE) is None
 
 
 @pytest.mark.parametrize(
-    ("layout", "factor", "said"),
+    ("layout", "factor", "expected"),
     [
         ("dp2", 2.0, "gradients are 2.000 × too large: not divided by dp = 2, or"),
         ("dp2", 0.5, "gradients are 2.000 × too small: divided by dp = 2 once too often"),
@@ -64,105 +64,107 @@ def test_nothing_wrong_is_nothing_said() -> None:
         ("dp2.tp2", 2.0, "not divided by dp = 2 or tp = 2"),
         ("dp3.tp2", 6.0, "not divided by all ranks = 6"),
         ("dp2", 1.7, "1.700 × too large: no axis of the layout and no number of microbatches"),
-        ("dp2", -1.0, "gradients are -1.000 × what they should be"),
+        ("dp2", -1.0, "gradients are -1.000 ×"),
     ],
 )
-def test_one_factor_for_all_gradients_is_named_with_what_is_as_large(
-    layout: str, factor: float, said: str
+def test_a_common_factor_is_named_with_the_axes_of_that_size(
+    layout: str, factor: float, expected: str
 ) -> None:
-    assert said in _said(replace(FINE, gradients=_scaled(factor)), layout=layout)
+    assert expected in _text(replace(FINE, gradients=_scaled(factor)), layout=layout)
 
 
 def test_all_of_one_role_wrong_under_tp_points_to_tp() -> None:
     norms = [name for name, role in ROLES.items() if role == "norm"]
-    said = _said(replace(FINE, gradients=_strange(*norms, spread=0.4)))
-    assert said.startswith("only norm parameters are wrong, 2 of 2")
-    assert "not reduced over tp" in said
+    text = _text(replace(FINE, gradients=_inconsistent(*norms, spread=0.4)))
+    assert text.startswith("only norm parameters are wrong, 2 of 2")
+    assert "not reduced over tp" in text
 
 
 def test_ranks_that_disagree_point_to_a_missing_sum() -> None:
     queries = [name for name, role in ROLES.items() if role == "attention.wq"]
-    said = _said(replace(FINE, gradients=_strange(*queries, spread=0.4)), layout="shard2")
-    assert "only attention.wq parameters are wrong" in said
-    assert "ranks disagree: not summed over shard = 2" in said
-    said = _said(replace(FINE, gradients=_strange(*ROLES, spread=0.4)), layout="dp4")
-    assert said.startswith("all gradients differ, and ranks disagree, most in embed.weight")
-    assert "not summed over dp = 4" in said
+    text = _text(replace(FINE, gradients=_inconsistent(*queries, spread=0.4)), layout="shard2")
+    assert "only attention.wq parameters are wrong" in text
+    assert "ranks disagree: not summed over shard = 2" in text
+    text = _text(replace(FINE, gradients=_inconsistent(*ROLES, spread=0.4)), layout="dp4")
+    assert text.startswith("all gradients differ, and ranks disagree, most for embed.weight")
+    assert "not summed over dp = 4" in text
 
 
 def test_one_parameter_wrong_is_named_with_its_role() -> None:
-    assert "only head.weight (head) is wrong, by no one factor" in _said(
-        replace(FINE, gradients=_strange("head.weight"))
+    assert "only head.weight (head) is wrong, by no common factor" in _text(
+        replace(FINE, gradients=_inconsistent("head.weight"))
     )
-    assert "only head.weight (head) is wrong, 2.000 × too large: not divided by dp = 2" in _said(
+    assert "only head.weight (head) is wrong, 2.000 × too large: not divided by dp = 2" in _text(
         replace(FINE, gradients=_scaled(2.0, "head.weight"))
     )
 
 
 def test_some_parameters_off_by_one_factor() -> None:
     names = ("embed.weight", "head.weight")
-    said = _said(replace(FINE, gradients=_scaled(0.5, *names)), layout="pp2")
-    assert said.startswith("2 of 6 gradients differ, by one factor: they are 2.000 × too small")
-    assert "pp = 2" in said
+    text = _text(replace(FINE, gradients=_scaled(0.5, *names)), layout="pp2")
+    assert text.startswith(
+        "2 of 6 gradients differ, by a common factor: they are 2.000 × too small"
+    )
+    assert "pp = 2" in text
 
 
-def test_a_tied_embedding_is_told_that_it_is_a_sum() -> None:
+def test_a_tied_embedding_is_named_as_such() -> None:
     roles = ROLES | {"embed.weight": "tied embedding"}
     half = replace(FINE, gradients=_scaled(0.5, "embed.weight"))
-    assert "the tied embedding, is wrong (2.000 × too small)" in _said(half, roles=roles)
-    lost = replace(FINE, gradients=_strange("embed.weight"))
-    assert "a half of its gradient is missing" in _said(lost, roles=roles)
+    assert "the tied embedding, is wrong (2.000 × too small)" in _text(half, roles=roles)
+    lost = replace(FINE, gradients=_inconsistent("embed.weight"))
+    assert "half of its gradient is missing" in _text(lost, roles=roles)
 
 
 @pytest.mark.parametrize(
-    ("factor", "said"),
+    ("factor", "expected"),
     [
         (31 / 32, "1 of the step's 32 samples is missing"),
         (30 / 32, "2 of the step's 32 samples are missing"),
         (33 / 32, "1 of the step's 32 samples is counted twice"),
-        (0.5, "all gradients differ by no one factor and the loss does: other samples"),
+        (0.5, "all gradients differ by no common factor, and the loss differs"),
     ],
 )
-def test_a_loss_that_lacks_a_share_points_to_samples(factor: float, said: str) -> None:
+def test_a_loss_that_lacks_samples_names_their_number(factor: float, expected: str) -> None:
     loss = Scalar(abs(factor - 1), factor)
-    assert said in _said(StepDifference(loss, _strange(*ROLES), SAME, GOOD))
+    assert expected in _text(StepDifference(loss, _inconsistent(*ROLES), SAME, GOOD))
 
 
-def test_what_comes_first_is_named_and_what_follows_is_not() -> None:
-    loss = replace(FINE, loss=Scalar(1.0, 2.0), updates=_strange(*ROLES))
-    assert "the loss is 2.000 × too large, while all gradients agree: as large as" in _said(loss)
-    norm = replace(FINE, norm=Scalar(0.29, 2**-0.5), updates=_strange(*ROLES))
-    assert "1.414 × too small, the root of dp = 2 or tp = 2: a part" in _said(norm)
-    update = replace(FINE, updates=_strange("head.weight"))
-    assert "the update of 1 of 6 parameters does not, most of head.weight (head)" in _said(update)
+def test_only_the_first_wrong_value_is_named() -> None:
+    loss = replace(FINE, loss=Scalar(1.0, 2.0), updates=_inconsistent(*ROLES))
+    assert "the loss is 2.000 × too large, while all gradients agree: the factor is" in _text(loss)
+    norm = replace(FINE, norm=Scalar(0.29, 2**-0.5), updates=_inconsistent(*ROLES))
+    assert "1.414 × too small, the root of dp = 2 or tp = 2: a part" in _text(norm)
+    update = replace(FINE, updates=_inconsistent("head.weight"))
+    assert "the update of 1 of 6 parameters differs, most for head.weight (head)" in _text(update)
 
 
-def test_a_fault_of_the_uneven_step_says_so() -> None:
-    said = _said(FINE, replace(FINE, gradients=_scaled(2.0)))
-    assert said.startswith(
-        "only from step 2 on, whose 7 samples do not divide by 2 data ranks × 8 microbatches: "
+def test_an_error_of_a_later_step_names_the_step() -> None:
+    text = _text(FINE, replace(FINE, gradients=_scaled(2.0)))
+    assert text.startswith(
+        "only from step 2 on, whose 7 samples are not divisible by 2 data ranks × 8 microbatches: "
     )
-    assert _said(FINE, FINE, replace(FINE, gradients=_scaled(2.0))).startswith(
+    assert _text(FINE, FINE, replace(FINE, gradients=_scaled(2.0))).startswith(
         "only from step 3 on: "
     )
 
 
-def test_what_is_not_finite_is_wrong() -> None:
+def test_values_that_are_not_finite_are_wrong() -> None:
     nothing = [Difference("head.weight", math.inf), *GOOD[:-1]]
-    assert "not finite, or not there at all, as that of head.weight" in _said(
+    assert "not finite or missing, for example that of head.weight" in _text(
         replace(FINE, gradients=nothing)
     )
     broken = [Difference("head.weight", math.nan, math.nan, math.nan), *GOOD[:-1]]
-    assert "not finite" in _said(replace(FINE, gradients=broken))
+    assert "not finite" in _text(replace(FINE, gradients=broken))
     assert worst(broken).name == "head.weight"
     assert Scalar.between(math.nan, 1.0).error == math.inf
     assert Scalar.between(1.0, 0.0).error == math.inf
     assert Scalar.between(0.0, 0.0).error == 0.0
 
 
-def test_ranks_are_merged_into_the_worst_with_their_spread() -> None:
+def test_ranks_are_merged_into_the_worst_difference_with_the_spread() -> None:
     left = [Difference("a", 0.1, 0.9), Difference("b", 0.0)]
     right = [Difference("a", 0.4, 1.4), Difference("c", 0.2)]
-    a, b, c = merged([left, right])
+    a, b, c = merge_ranks([left, right])
     assert (a.name, a.error, a.factor, a.spread) == ("a", 0.4, 1.4, pytest.approx(0.5))
     assert (b.spread, c.error) == (0.0, 0.2)

@@ -1,4 +1,4 @@
-"""tutti parity as one uses it: exit codes, table, JSON, one's own model, wrong usage."""
+"""The command tutti parity: exit codes, table, JSON, your own model, wrong usage."""
 
 import json
 from pathlib import Path
@@ -46,19 +46,19 @@ class Block(nn.Module):
 def plain():
     return nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 3))
 
-class Whimsical(nn.Module):
+class Random(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(6, 3)
     def forward(self, x):
         return self.fc(x) + torch.randn(len(x), 1, dtype=x.dtype) * self.fc.bias
 
-def whimsical():
-    return Whimsical()
+def random():
+    return Random()
 """
 
 
-def test_ones_own_model_under_the_layouts_that_it_allows(tmp_path: Path) -> None:
+def test_your_own_model_under_the_layouts_that_it_supports(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     file = tmp_path / "parity.json"
     flags = ["--model", "mine:plain", "--ranks", "2", "--json", str(file)]
@@ -71,7 +71,7 @@ def test_ones_own_model_under_the_layouts_that_it_allows(tmp_path: Path) -> None
     assert "tp2    not applicable: no layer of Sequential has a name that says how" in done.stdout
 
 
-def test_statistics_that_are_a_ranks_own_are_noted_beneath_its_row(tmp_path: Path) -> None:
+def test_statistics_of_a_ranks_own_samples_are_noted_below_its_row(tmp_path: Path) -> None:
     instances = MODEL.replace("nn.BatchNorm1d(8)", "Instances(8, track_running_stats=True)")
     own = "class Instances(nn.InstanceNorm1d):\n    def forward(self, x):\n"
     own += "        return super().forward(x[..., None].expand(-1, -1, 2))[..., 0] + x\n"
@@ -81,9 +81,9 @@ def test_statistics_that_are_a_ranks_own_are_noted_beneath_its_row(tmp_path: Pat
     assert "dp2 note: not compared: 1.norm.running_mean and 3 more" in done.stdout
 
 
-def test_a_model_that_rolls_dice_fails_with_exit_code_one(tmp_path: Path) -> None:
+def test_a_model_that_draws_random_numbers_fails_with_exit_code_one(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    flags = ["--model", "mine:whimsical", "--layouts", "dp2"]  # needs two ranks, and starts them
+    flags = ["--model", "mine:random", "--layouts", "dp2"]  # needs two ranks, and starts them
     done = run_tutti(*PARITY, *flags, timeout=110, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "dp2 FAILED: " in done.stdout and "(worst: fc." in done.stdout

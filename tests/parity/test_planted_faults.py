@@ -1,4 +1,4 @@
-"""Faults planted in the real engines, in real ranks: parity must see each and say what it is."""
+"""Bugs planted in the real engines, on real ranks: parity must find each and name it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,10 +21,10 @@ from tutti.parallel.engine import Engine, Objective
 from tutti.parallel.layout import Layout
 from tutti.parallel.pipeline import engine as pipeline_engine
 from tutti.parallel.pipeline.tied import Ties
-from tutti.parity import candidate
-from tutti.parity.case import make_case
-from tutti.parity.check import Alone, check_layout
-from tutti.parity.options import ParityOptions
+from tutti.parity import compare
+from tutti.parity.check_layouts import Reference, check_layout
+from tutti.parity.parity_options import ParityOptions
+from tutti.parity.workload import make_workload
 from tutti.train import step as train_step
 from tutti.train.step import Step
 from worlds import in_world
@@ -37,7 +37,7 @@ def _nothing() -> AbstractContextManager[None]:
 
 
 def _missing_division_by_microbatches() -> AbstractContextManager[None]:
-    """Backward of each microbatch's own mean: the loss that is reported stays right."""
+    """Each microbatch's gradient is not divided by their number; the reported loss stays right."""
 
     def planted(run: Any) -> Any:
         def wrong(self: Engine, parts: Any, objective: Objective) -> Any:
@@ -89,7 +89,7 @@ def _dropped_last_sample() -> AbstractContextManager[None]:
 
 
 def _half_of_a_tied_gradient() -> AbstractContextManager[None]:
-    """The head's part of the shared weight's gradient gets lost."""
+    """The head's part of the tied weight's gradient is lost."""
 
     def planted(make: Any) -> Any:
         def wrong(*arguments: Any) -> Engine:
@@ -100,7 +100,7 @@ def _half_of_a_tied_gradient() -> AbstractContextManager[None]:
 
         return wrong
 
-    return instead(candidate, "build_engine", lambda make: _keywords(planted, make))
+    return instead(compare, "build_engine", lambda make: _keywords(planted, make))
 
 
 def _keywords(planted: Any, make: Any) -> Any:
@@ -111,7 +111,7 @@ def _keywords(planted: Any, make: Any) -> Any:
 
 
 def _norm_of_one_part() -> AbstractContextManager[None]:
-    """Clipping that knows half of the squares."""
+    """Clipping uses half of the squares."""
     return instead(
         train_step,
         "clip_by_global_norm",
@@ -124,12 +124,12 @@ def _loss_counted_by_every_tp_rank() -> AbstractContextManager[None]:
 
 
 def _copies_that_keep_their_own_part() -> AbstractContextManager[None]:
-    """The two ends of a pipeline never add up the gradients of the weight they share."""
+    """The first and last stage of a pipeline do not sum the gradients of their tied weight."""
     return instead(Ties, "sum_gradients", lambda add: lambda self, model: None)
 
 
 def _gradients_divided_by_the_schedule() -> AbstractContextManager[None]:
-    """torch's default: a pipeline divides by its microbatches what was divided already."""
+    """torch's default: the schedule divides by the microbatches a second time."""
 
     def planted(build: Any) -> Any:
         def wrong(*arguments: Any) -> Any:
@@ -166,49 +166,49 @@ def _plant_all(world: tutti.World) -> dict[str, dict[str, Any]]:
         )
         options = ParityOptions(architecture=shape, seq_len=8, steps=2)
         layouts = [Layout.parse(layout) for layout, _, _ in FAULTS.values()]
-        case = make_case("gpt", options, layouts)
-        alone = Alone(case, world)
+        workload = make_workload("gpt", options, layouts)
+        reference = Reference(workload, world)
         for name, (layout, of_tied, fault) in FAULTS.items():
             if of_tied == tied:
                 with fault():
-                    rows[name] = check_layout(case, Layout.parse(layout), world, alone)
+                    rows[name] = check_layout(workload, Layout.parse(layout), world, reference)
     return rows
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, dict[str, Any]]:
+def rows() -> dict[str, dict[str, Any]]:
     first, second = in_world(_plant_all, 2, timeout=110)
-    assert first == second  # all ranks come to the same verdict
+    assert first == second  # all ranks compute the same rows
     return first  # type: ignore[no-any-return]
 
 
-def test_without_a_fault_nothing_is_seen(seen: dict[str, dict[str, Any]]) -> None:
+def test_without_a_bug_all_layouts_pass(rows: dict[str, dict[str, Any]]) -> None:
     for name in ("none dp2", "none tp2", "none pp2"):
-        assert seen[name]["ok"] and seen[name]["diagnosis"] is None
-        assert seen[name]["grad_rel_err"] < 1e-12
+        assert rows[name]["ok"] and rows[name]["diagnosis"] is None
+        assert rows[name]["grad_rel_err"] < 1e-12
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "expected"),
     [
         ("division", "gradients are 3.000 × too large: not divided by the microbatches = 3"),
-        ("all-reduce", "gradients are 2.000 × too large: not divided by dp = 2, or added up once"),
+        ("all-reduce", "gradients are 2.000 × too large: not divided by dp = 2, or summed"),
         ("norms", "only norm parameters are wrong, 5 of 5"),
         ("norms", "not reduced over tp"),
         ("sample", "1 of the step's 6 samples is missing"),
-        ("tied", "only embed.weight, the tied embedding, is wrong (a half of its gradient"),
+        ("tied", "only embed.weight, the tied embedding, is wrong (half of its gradient"),
         ("clipping", "the norm they were clipped by is 1.414 × too small, the root of shard = 2"),
         ("copies", "embed.weight"),
         ("schedule", "too small"),
-        ("loss", "the loss is 2.000 × too large, while all gradients agree: as large as tp = 2"),
+        ("loss", "the loss is 2.000 × too large, while all gradients agree: the factor is tp = 2"),
     ],
 )
 def test_a_planted_fault_fails_and_is_named(
-    seen: dict[str, dict[str, Any]], fault: str, said: str
+    rows: dict[str, dict[str, Any]], fault: str, expected: str
 ) -> None:
-    row = seen[fault]
+    row = rows[fault]
     assert row["ok"] is False
-    assert said in row["diagnosis"], row
+    assert expected in row["diagnosis"], row
     assert row["worst_parameter"] in ("embed.weight", "head.weight", "norm.weight") or row[
         "worst_parameter"
     ].startswith("blocks.")

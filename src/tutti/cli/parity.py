@@ -1,4 +1,4 @@
-"""tutti parity: one device against every layout: the same loss, gradients and updates, or not."""
+"""tutti parity: compare loss, gradients and updates of layouts with those of one device."""
 
 import os
 import sys
@@ -13,14 +13,18 @@ from tutti.cli.flags import parse
 from tutti.cli.mistakes import told_once
 from tutti.cli.results import check_writable, write_json
 from tutti.parallel.layout import Layout
-from tutti.parity.options import ParityOptions, options_of, small_options_of
-from tutti.parity.tolerance import TOLERANCES
+from tutti.parity.parity_options import (
+    TOLERANCES,
+    ParityOptions,
+    full_size_options,
+    small_options,
+)
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
-    from tutti.parity.case import Case
+    from tutti.parity.workload import Workload
     from tutti.world.world import World
 
 
@@ -28,37 +32,37 @@ if TYPE_CHECKING:
 class Parity:
     """Train on one device and under layouts, and compare: tutti parity --recipe gpt --ranks 4
 
-    The same seed, weights and samples; SGD and AdamW; several microbatches, clipping, an uneven
-    step and activation checkpointing. Exit code 1 if any layout differs by more than rounding
-    explains; docs/parity.md says how much that is, and how to read what is printed.
+    All use the same seed, weights and samples, SGD and AdamW, several microbatches, clipping, an
+    uneven step and activation checkpointing. Exit code 1 if the error of any layout is larger than
+    rounding explains.
     """
 
     settings: ParityOptions
     recipe: str = "gpt"
-    """gpt, wideresnet, efficientnet or lenet: the model, shrunk so that the check is quick."""
+    """gpt, wideresnet, efficientnet or lenet: the model, shrunk to make the check fast."""
     full_size: bool = False
-    """Leave the recipe's model as large as it is."""
+    """Use the recipe's model at its full size."""
     layouts: str = "all"
-    """Which to check: dp2.tp2,shard4; all: every layout of this number of ranks."""
+    """Layouts to check, such as dp2.tp2,shard4; all: every layout of this number of ranks."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Start this many local ranks, unless a launcher already did; unset: what --layouts needs."""
+    """Number of local ranks to start, unless a launcher did; unset: as many as --layouts needs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks compute."""
+    """Device of the ranks."""
     ranks_per_gpu: int = 1
-    """How many ranks may share one GPU."""
+    """Maximum number of ranks per GPU."""
     backend: str | None = None
-    """nccl, shm or gloo; unset: the device's own."""
+    """nccl, shm or gloo; unset: the default of the device."""
     json: Path | None = None
     """Write the rows to this file, too."""
     start_timeout: float | None = None
-    """Seconds for all ranks to arrive (default 300)."""
+    """Seconds until all ranks must have started (default 300)."""
     timeout: float | None = None
-    """Seconds that a collective may take (default 600)."""
+    """Timeout of a collective, in seconds (default 600)."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
-    if "--show-schedule" in arguments:  # a picture of a pipeline, with flags of its own
+    if "--show-schedule" in arguments:  # draws a pipeline schedule; has its own flags
         from tutti.cli.schedule import main as show_schedule
 
         return show_schedule([each for each in arguments if each != "--show-schedule"])
@@ -79,20 +83,20 @@ def main(arguments: list[str]) -> int:
 
 
 def _options(arguments: list[str], launched: int | None) -> tuple[Parity, list[Layout]]:
-    """The flags, over defaults that fit the recipe and the layouts, which flags name, too."""
+    """Parse the flags twice: the defaults depend on --recipe and --layouts."""
     name = _recipe_named_in(arguments)
-    full = Parity(settings=options_of(name), recipe=name)
-    asked = parse(Parity, "tutti parity", arguments, default=full)
-    asked.settings.check()
-    layouts = _layouts(asked.layouts, launched or asked.ranks)
-    if asked.full_size:
-        return asked, layouts
-    small = small_options_of(name, layouts, asked.settings.parallel)
+    full = Parity(settings=full_size_options(name), recipe=name)
+    requested = parse(Parity, "tutti parity", arguments, default=full)
+    requested.settings.check()
+    layouts = _layouts(requested.layouts, launched or requested.ranks)
+    if requested.full_size:
+        return requested, layouts
+    small = small_options(name, layouts, requested.settings.parallel)
     return parse(Parity, "tutti parity", arguments, Parity(small, recipe=name)), layouts
 
 
 def _recipe_named_in(arguments: Sequence[str]) -> str:
-    """It decides which flags of a model exist, so it is read before them."""
+    """Return the value of --recipe, which decides the flags of the model."""
     name = "gpt"
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if argument == "--recipe":
@@ -116,11 +120,10 @@ def _layouts(text: str, ranks: int | None) -> list[Layout]:
 
 
 def _check(options: Parity, layouts: list[Layout]) -> int:
-    from tutti.parity.case import make_case
-    from tutti.parity.check import check_layouts
-    from tutti.parity.table import Table
+    from tutti import comm
+    from tutti.parity.check_layouts import ParityTable, check_layouts
+    from tutti.parity.workload import make_workload
     from tutti.train.together import together
-    from tutti.world.exchange import gather_json
     from tutti.world.world import init
 
     with init(
@@ -132,37 +135,41 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
     ) as world:
         settings = options.settings
         with told_once(world):
-            case = together(lambda: make_case(options.recipe, settings, layouts))
-        table = Table(layouts)
+            workload = together(lambda: make_workload(options.recipe, settings, layouts))
+        table = ParityTable(layouts)
         if world.is_first:
-            table.begin(_title(options, case, world))
+            table.begin(_title(options, workload, world))
         rows: list[dict[str, Any]] = []
-        for row in check_layouts(case, layouts, world):
+        for row in check_layouts(workload, layouts, world):
             rows.append(row)
             if world.is_first:
                 table.add(row)
-                if options.json is not None:  # each time: it may be stopped, or fail in the next
-                    _write(options, case, world, rows, complete=len(rows) == len(layouts))
-        gather_json(None)  # no rank leaves, with an exit code, before rank 0 has written all
+                if (
+                    options.json is not None
+                ):  # after each row: the next layout may fail or be interrupted
+                    _write(options, workload, world, rows, complete=len(rows) == len(layouts))
+        comm.gather_json(None)  # no rank may exit before rank 0 has written the file
     if all(row["ok"] is None for row in rows):
         if world.is_first:
-            print("tutti parity: no layout could be compared: see the reasons", file=sys.stderr)
+            print(
+                "tutti parity: no layout could be compared, for the reasons above", file=sys.stderr
+            )
         return 2
     if any(row["ok"] is False for row in rows):
         return 1
-    # A layout that was asked for by name and not compared must not look like one that passed.
+    # A layout that was requested by name and could not be compared has not passed.
     return 2 if options.layouts != "all" and any(row["ok"] is None for row in rows) else 0
 
 
-def _title(options: Parity, case: "Case", world: "World") -> str:
+def _title(options: Parity, workload: "Workload", world: "World") -> str:
     settings = options.settings
     tolerance = TOLERANCES[settings.precision]
-    what = settings.model or options.recipe
+    model = settings.model or options.recipe
     note = f" Note: {world.sharing_note}." if world.sharing_note else ""
-    whole, uneven = case.counts[:2]
+    full, uneven = workload.counts[:2]
     return (
-        f"{what} in {settings.precision} on {world.device.type} against one device in float64: "
-        f"{settings.steps} steps of {whole} and {uneven} samples. Relative errors; allowed are "
+        f"{model} in {settings.precision} on {world.device.type} against one device in float64: "
+        f"{settings.steps} steps of {full} and {uneven} samples. Relative errors; tolerances are "
         f"{tolerance.loss:g} (loss, norm), {tolerance.gradient:g} (gradient), "
         f"{tolerance.update:g} (updates by SGD and AdamW) and {tolerance.buffer:g} (buffers, such "
         f"as running statistics).{note}"
@@ -170,7 +177,12 @@ def _title(options: Parity, case: "Case", world: "World") -> str:
 
 
 def _write(
-    options: Parity, case: "Case", world: "World", rows: list[dict[str, Any]], *, complete: bool
+    options: Parity,
+    workload: "Workload",
+    world: "World",
+    rows: list[dict[str, Any]],
+    *,
+    complete: bool,
 ) -> None:
     assert options.json is not None
     settings = options.settings
@@ -180,8 +192,8 @@ def _write(
         "architecture": asdict(settings.architecture),
         "precision": settings.precision,
         "tolerance": asdict(TOLERANCES[settings.precision]),
-        "samples": case.counts,
-        "recompute": case.recompute,
+        "samples": workload.counts,
+        "recompute": workload.recompute,
         "rows": rows,
         "complete": complete,
         "world": {

@@ -1,1 +1,1 @@
-"""Parity: the same training on one device and under a layout, and what differs between the two."""
+"""Parity: the same training on one device and under a layout, compared number by number."""

@@ -1,7 +1,7 @@
-"""From numbers to words: what the errors of a layout have in common, and what that points to.
+"""Diagnosis: the probable cause of a layout's errors, in one line.
 
-A step's values come about one after the other: loss and gradients, the norm, the update. What is
-wrong first is named; what follows from it is not. Buffers come last: training does not read them.
+A step computes loss and gradients, then the norm, then the update. The first of these that is wrong
+is reported; errors that follow from it are not. Buffers are last: training does not read them.
 """
 
 import math
@@ -9,52 +9,52 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tutti.parallel.layout import Layout
-from tutti.parity.difference import Difference, StepDifference, worst, wrong
-from tutti.parity.tolerance import Tolerance
+from tutti.parity.compare import Difference, StepDifference, worst, wrong
+from tutti.parity.parity_options import Tolerance
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Under what the differences were seen."""
+    """The conditions of a comparison."""
 
     layout: Layout
     microbatches: int
     samples: Sequence[int]
-    """Of each step, over all ranks."""
+    """The samples of each step, over all ranks."""
     roles: Mapping[str, str]
-    """What each parameter is in its model."""
+    """The role of each parameter in its model."""
 
 
 def diagnose(steps: Sequence[StepDifference], setting: Setting, tolerance: Tolerance) -> str | None:
-    """One line about the first thing that is wrong; None if nothing is."""
+    """Return one line about the first error; None if there is none."""
     for number, step in enumerate(steps):
         if step.within(tolerance):
             continue
         bad = wrong(step.gradients, tolerance.gradient)
         if bad:
-            said = _gradients(step, bad, setting, setting.samples[number], tolerance)
+            text = _gradients(step, bad, setting, setting.samples[number], tolerance)
         elif step.loss.error > tolerance.loss:
-            said = _loss(step, setting)
+            text = _loss(step, setting)
         elif step.norm.error > tolerance.loss:
-            said = _norm(step, setting)
+            text = _norm(step, setting)
         elif not wrong(step.updates, tolerance.update):
-            said = _buffers(wrong(step.buffers, tolerance.buffer), step, tolerance)
+            text = _buffers(wrong(step.buffers, tolerance.buffer), step, tolerance)
         else:
-            said = _update(wrong(step.updates, tolerance.update), step, setting)
-        return f"{_when(number, setting)}{said}"
+            text = _update(wrong(step.updates, tolerance.update), step, setting)
+        return f"{_when(number, setting)}{text}"
     return None
 
 
 def _when(number: int, setting: Setting) -> str:
-    """Nothing for the first step; for a later one, what is new about it."""
+    """Return an empty string for the first step, and the number of a later one."""
     if number == 0:
         return ""
     count, ranks = setting.samples[number], setting.layout.data_ranks
-    new = ""
+    uneven = ""
     if count % (ranks * setting.microbatches):
-        new = f", whose {count} samples do not divide by {ranks} data ranks × "
-        new += f"{setting.microbatches} microbatches"
-    return f"only from step {number + 1} on{new}: "
+        uneven = f", whose {count} samples are not divisible by {ranks} data ranks × "
+        uneven += f"{setting.microbatches} microbatches"
+    return f"only from step {number + 1} on{uneven}: "
 
 
 def _gradients(
@@ -67,9 +67,11 @@ def _gradients(
     total = len(step.gradients)
     factor = _common_factor(bad, tolerance)
     if any(not math.isfinite(each.error) for each in bad):
-        return f"gradients are not finite, or not there at all, as that of {_named(bad, setting)}"
+        return (
+            f"gradients are not finite or missing, for example that of {_worst_name(bad, setting)}"
+        )
     if len(bad) == total and factor is not None:
-        return f"gradients are {_size(factor)}: {_why(factor, setting)}"
+        return f"gradients are {_size(factor)}: {_cause(factor, setting)}"
     if len(bad) < total:
         roles = {setting.roles.get(each.name, "unknown") for each in bad}
         if len(roles) == 1:
@@ -77,23 +79,27 @@ def _gradients(
     which = (
         f"{len(bad)} of {total} gradients differ" if total > len(bad) else "all gradients differ"
     )
-    if _torn(bad, tolerance):
+    if _ranks_disagree(bad, tolerance):
         return (
-            f"{which}, and ranks disagree, most in {_named(bad, setting)}: not summed over "
+            f"{which}, and ranks disagree, most for {_worst_name(bad, setting)}: not summed over "
             f"{_shared_axes(setting.layout)}"
         )
     if factor is not None:
-        return f"{which}, by one factor: they are {_size(factor)}: {_why(factor, setting)}"
+        return f"{which}, by a common factor: they are {_size(factor)}: {_cause(factor, setting)}"
     missing = (1 - step.loss.factor) * samples
     if step.loss.error > tolerance.loss and 0.4 < abs(missing) < 0.1 * samples + 1:
         count = max(1, round(abs(missing)))
         some = f"{count} of the step's {samples} samples"
-        said = "is missing" if count == 1 else "are missing"
-        done = said if missing > 0 else said.replace("missing", "counted twice")
-        return f"{which} by no one factor, and the loss is {step.loss.factor:.4f} × : {some} {done}"
-    also = " and the loss does" if step.loss.error > tolerance.loss else ", while the loss agrees"
-    hint = ": other samples or other weights" if len(bad) == total and also[0] == " " else ""
-    return f"{which} by no one factor{also}{hint}; most in {_named(bad, setting)}"
+        verb = "is" if count == 1 else "are"
+        problem = "missing" if missing > 0 else "counted twice"
+        return (
+            f"{which} by no common factor, and the loss is {step.loss.factor:.4f} × the expected "
+            f"one: {some} {verb} {problem}"
+        )
+    loss_differs = step.loss.error > tolerance.loss
+    loss = ", and the loss differs" if loss_differs else ", while the loss agrees"
+    hint = ": different samples or weights" if len(bad) == total and loss_differs else ""
+    return f"{which} by no common factor{loss}{hint}; most for {_worst_name(bad, setting)}"
 
 
 def _one_role(
@@ -103,85 +109,87 @@ def _one_role(
     setting: Setting,
     tolerance: Tolerance,
 ) -> str:
-    """Only parameters of one kind are wrong."""
-    there_are = sum(1 for each in setting.roles.values() if each == role)
+    """Describe errors that only parameters of one role have."""
+    total = sum(1 for each in setting.roles.values() if each == role)
     size = "" if factor is None else f", {_size(factor)}"
     if role == "tied embedding":
-        half = "a half of its gradient is missing" if factor is None else _size(factor)
+        problem = "half of its gradient is missing" if factor is None else _size(factor)
         return (
-            f"only {bad[0].name}, the tied embedding, is wrong ({half}): its gradient is the sum "
-            "of what embedding and head give it"
+            f"only {bad[0].name}, the tied embedding, is wrong ({problem}): its gradient is the "
+            "sum of the embedding's and the head's"
         )
     if len(bad) == 1:
         who = f"only {bad[0].name} ({role}) is wrong{size}"
     else:
-        who = f"only {role} parameters are wrong{size}, {len(bad)} of {there_are}"
+        who = f"only {role} parameters are wrong{size}, {len(bad)} of {total}"
         who += f", most {worst(bad).name}"
     layout = setting.layout
-    torn = _torn(bad, tolerance)
-    if role == "norm" and layout.tp > 1 and (torn or factor is None):
-        return f"{who}: not reduced over tp (each rank saw a part of the sequence)"
-    if torn:
+    disagree = _ranks_disagree(bad, tolerance)
+    if role == "norm" and layout.tp > 1 and (disagree or factor is None):
+        return f"{who}: not reduced over tp (each rank has a part of the sequence)"
+    if disagree:
         return f"{who}, and ranks disagree: not summed over {_shared_axes(layout)}"
-    return f"{who}: {_why(factor, setting)}" if factor is not None else f"{who}, by no one factor"
+    return (
+        f"{who}: {_cause(factor, setting)}" if factor is not None else f"{who}, by no common factor"
+    )
 
 
 def _loss(step: StepDifference, setting: Setting) -> str:
     factor = step.loss.factor
-    causes = list(_equal_to(factor, setting))
-    said = f"the loss is {_size(factor)}, while all gradients agree"
+    causes = list(_equal_sizes(factor, setting))
+    text = f"the loss is {_size(factor)}, while all gradients agree"
     if factor > 1 and causes:
-        return f"{said}: as large as {' and '.join(causes)}: added once for each"
+        return f"{text}: the factor is {' and '.join(causes)}: summed once per rank"
     if causes:
-        return f"{said}: as small as 1 / {' and 1 / '.join(causes)}: only a part is added up"
-    return f"{said}: what is reported is not what was minimised"
+        return f"{text}: the factor is 1 / {' and 1 / '.join(causes)}: only a part is summed"
+    return f"{text}: the reported loss is not the minimised one"
 
 
 def _norm(step: StepDifference, setting: Setting) -> str:
     factor = step.norm.factor
-    # Ranks that hold different parameters have squares to add: a norm is off by a square root.
-    causes = list(_equal_to(factor * factor, setting))
-    said = f"gradients agree, but the norm they were clipped by is {_size(factor)}"
+    # Ranks that hold different parameters sum squares: the norm is wrong by a square root.
+    causes = list(_equal_sizes(factor * factor, setting))
+    text = f"gradients agree, but the norm they were clipped by is {_size(factor)}"
     if causes:
-        much = "counted once for each" if factor > 1 else "a part of them is left out"
-        return f"{said}, the root of {' or '.join(causes)}: {much}"
+        problem = "counted once per rank" if factor > 1 else "a part of the squares is missing"
+        return f"{text}, the root of {' or '.join(causes)}: {problem}"
     axes = [axis for axis in ("pp", "tp", "shard") if setting.layout.axes[axis] > 1]
     over = f": is it summed over {', '.join(axes)}?" if axes else ""
-    return f"{said}{over}"
+    return f"{text}{over}"
 
 
 def _update(bad: Sequence[Difference], step: StepDifference, setting: Setting) -> str:
     which = f"{len(bad)} of {len(step.updates)} parameters"
     return (
-        f"gradients and norm agree, but the update of {which} does not, most of "
-        f"{_named(bad, setting)}: look at learning rate, weight decay and the optimizer's state"
+        f"gradients and norm agree, but the update of {which} differs, most for "
+        f"{_worst_name(bad, setting)}: check learning rate, weight decay and the optimizer's state"
     )
 
 
 def _buffers(bad: Sequence[Difference], step: StepDifference, tolerance: Tolerance) -> str:
     most = worst(bad)
-    said = (
-        f"gradients and updates agree, but {len(bad)} of {len(step.buffers)} buffers do not, most "
+    text = (
+        f"gradients and updates agree, but {len(bad)} of {len(step.buffers)} buffers differ, most "
         f"{most.name}"
     )
     if math.isinf(most.error):
-        return f"{said}, which no rank has"
+        return f"{text}, which no rank has"
     if any(each.spread > tolerance.buffer for each in bad):
-        return f"{said}, and ranks disagree: each has statistics of its own samples"
+        return f"{text}, and ranks disagree: each has statistics of its own samples"
     multiples = [each for each in bad if each.residual <= tolerance.buffer and each.factor > 0]
     if multiples:
         most = worst(multiples)
         return (
-            f"{said}; {most.name} is {_size(most.factor)}: it was updated by microbatches that ran "
-            "again for backward or were filled up, or not by all there are"
+            f"{text}; {most.name} is {_size(most.factor)}: it was updated in recomputed or padded "
+            "microbatches, or not in all microbatches"
         )
-    return f"{said}: it saw other samples, or they were weighed otherwise"
+    return f"{text}: it depends on different samples, or on other weights of the samples"
 
 
 def _common_factor(bad: Sequence[Difference], tolerance: Tolerance) -> float | None:
-    """The factor that explains all of them, if one does; never 1."""
+    """Return the factor that explains all errors, if there is one; never 1."""
     factor = worst(bad).factor
-    loose = 100 * tolerance.gradient  # a factor multiplies rounding, too
+    loose = 100 * tolerance.gradient  # a factor multiplies rounding errors, too
     explained = all(
         each.residual <= loose * max(1, abs(factor)) and abs(each.factor - factor) <= loose
         for each in bad
@@ -189,29 +197,29 @@ def _common_factor(bad: Sequence[Difference], tolerance: Tolerance) -> float | N
     return factor if explained and abs(factor - 1) > tolerance.gradient else None
 
 
-def _torn(bad: Sequence[Difference], tolerance: Tolerance) -> bool:
-    """Whether ranks that should hold the same gradient hold different ones."""
+def _ranks_disagree(bad: Sequence[Difference], tolerance: Tolerance) -> bool:
+    """Return whether ranks hold different values of the same gradient."""
     return any(each.spread > tolerance.gradient for each in bad)
 
 
 def _size(factor: float) -> str:
     if factor <= 0:
-        return f"{factor:.3f} × what they should be"
+        return f"{factor:.3f} × the expected value"
     return f"{factor:.3f} × too large" if factor > 1 else f"{1 / factor:.3f} × too small"
 
 
-def _why(factor: float, setting: Setting) -> str:
-    causes = list(_equal_to(factor, setting))
+def _cause(factor: float, setting: Setting) -> str:
+    causes = list(_equal_sizes(factor, setting))
     if not causes:
-        return "no axis of the layout and no number of microbatches is as large"
-    said = " or ".join(causes)
+        return "no axis of the layout and no number of microbatches equals that factor"
+    sizes = " or ".join(causes)
     if factor > 1:
-        return f"not divided by {said}, or added up once too often over it"
-    return f"divided by {said} once too often, or one of them only has a part"
+        return f"not divided by {sizes}, or summed over it once too often"
+    return f"divided by {sizes} once too often, or a part of the sum is missing"
 
 
-def _equal_to(factor: float, setting: Setting) -> Iterator[str]:
-    """Which numbers of the setting a factor, or its inverse, is equal to."""
+def _equal_sizes(factor: float, setting: Setting) -> Iterator[str]:
+    """Yield the sizes of the setting that equal a factor or its inverse."""
     layout = setting.layout
     sizes = {axis: ranks for axis, ranks in layout.axes.items() if ranks > 1}
     sizes["the microbatches"] = setting.microbatches
@@ -228,11 +236,11 @@ def _equal_to(factor: float, setting: Setting) -> Iterator[str]:
 
 
 def _shared_axes(layout: Layout) -> str:
-    """The axes over which a gradient is a sum."""
+    """Return the axes over which gradients are summed."""
     axes = [axis for axis in ("dp", "shard", "tp") if layout.axes[axis] > 1]
     return " or ".join(f"{axis} = {layout.axes[axis]}" for axis in axes) or "any axis"
 
 
-def _named(bad: Sequence[Difference], setting: Setting) -> str:
+def _worst_name(bad: Sequence[Difference], setting: Setting) -> str:
     name = worst(bad).name
     return f"{name} ({setting.roles.get(name, 'unknown')})"

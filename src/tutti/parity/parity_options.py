@@ -1,0 +1,195 @@
+"""Options of a parity check, the sizes that the check chooses, and the tolerances.
+
+This module does not import torch, so that `tutti parity --help` stays fast.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from tutti.models.config import EfficientNetConfig, GPTConfig, WideResNetConfig
+from tutti.parallel.layout import Layout
+from tutti.parallel.options import EngineOptions, ParallelOptions, Recompute
+from tutti.train.recipe import RECIPES, Architecture, Recipe
+from tutti.world.errors import UsageError, did_you_mean
+
+Precision = Literal["float64", "float32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Relative errors that rounding explains; a larger error is a bug."""
+
+    loss: float
+    """Of the loss of every step, and of the global norm of its gradient."""
+    gradient: float
+    """Of every parameter's gradient in every step: max |a − b| / max |b|."""
+    update: float
+    """Of every parameter's change since the start, after every step."""
+    buffer: float
+    """Of every buffer after every step, for example running statistics of norms."""
+    eps: float
+    """AdamW's eps, as a fraction of the root mean square of all gradients: above their rounding."""
+    floor: float
+    """Smallest max |b| of a parameter, as a fraction of the largest of all parameters. The bias in
+    front of a batch norm has a gradient of zero, and its computed value is rounding error only.
+    For AdamW's updates the floor is 1, because AdamW moves all parameters about equally far."""
+
+
+# The reference is always float64. A sum of n terms in another order differs by about √n × u, where
+# u is the rounding unit of the type; layers and steps multiply that by a few tens. The bugs to be
+# found are whole factors or one sample of a step: above 1e-2 with the default sizes.
+TOLERANCES: dict[Precision, Tolerance] = {
+    # u = 1.1e-16: rounding gives 1e-15 to 1e-12.
+    "float64": Tolerance(
+        loss=1e-10, gradient=1e-10, update=1e-10, buffer=1e-10, eps=1e-2, floor=1e-3
+    ),
+    # u = 6e-8: rounding gives 1e-8 (loss), 1e-6 (gradients), 1e-4 (updates: a parameter of 1 that
+    # has moved by 1e-3 represents that distance to 6e-5).
+    "float32": Tolerance(loss=1e-5, gradient=1e-4, update=1e-3, buffer=1e-4, eps=1e-2, floor=1e-2),
+    # u = 4e-3 (8 bits of mantissa) in every activation: a small gradient may have the wrong sign,
+    # so eps is as large as the gradients. This finds wrong factors, but not a missing sample.
+    "bf16": Tolerance(loss=1e-2, gradient=1e-1, update=2e-1, buffer=1e-1, eps=1.0, floor=1e-1),
+}
+
+
+@dataclass(frozen=True)
+class ParityOptions:
+    """The training that is compared."""
+
+    architecture: Architecture = field(default_factory=GPTConfig)
+    """Sizes of the recipe's model."""
+    model: str | None = None
+    """Your own model instead of the recipe's: package.module:function, which returns a module."""
+    dataset: str | None = None
+    """Data set, as in tutti train; unset: random samples that fit the model."""
+    data_dir: Path = Path("data")
+    """Directory of the data set, if --dataset needs files."""
+    seq_len: int = 256
+    """Tokens per text sample."""
+    pixels: int = 32
+    """Height and width of synthetic images, in pixels."""
+    padded: bool = False
+    """Text only: pad the targets with -100, by a different amount in each sample."""
+    steps: int = 3
+    """Optimizer steps with each of SGD and AdamW; every second step is uneven."""
+    microbatch: int = 1
+    """Samples in the smallest microbatch of any layout; all layouts take the same steps."""
+    precision: Precision = "float64"
+    """Precision of the layouts; the single device always computes in float64."""
+    checkpoint_activations: Recompute = "full"
+    """Activations that the layouts recompute in backward, if the model has repeated blocks; the
+    single device recomputes none."""
+    seed: int = 0
+    """Seed of the initial weights and the random samples."""
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+
+    def check(self) -> None:
+        """Refuse values that cannot be compared."""
+        if self.steps < 2:
+            raise UsageError(f"--steps {self.steps}: use 2 or more, the second step is uneven")
+        if self.microbatch < 1:
+            raise UsageError(f"--microbatch {self.microbatch}: use 1 or more")
+        if self.parallel.layout is not None:
+            raise UsageError(
+                f"--layout {self.parallel.layout}: parity takes a list: use --layouts "
+                f"{self.parallel.layout}"
+            )
+
+
+def microbatches_of(layout: Layout, parallel: ParallelOptions) -> int:
+    """Return the microbatches of a step: one per pipeline stage, otherwise 3, or 2 with tp.
+
+    Few layouts have an axis of size 3, so a wrong factor of 3 is not confused with dp2. With tp,
+    where each microbatch costs DTensor about a second on the CPU, 2 must suffice.
+    """
+    if layout.pp > 1:
+        return layout.pp * parallel.virtual_stages
+    return 2 if layout.tp > 1 else 3
+
+
+def samples_for(
+    layouts: Sequence[Layout], options: ParityOptions, *, batch_norms: bool
+) -> tuple[int, int]:
+    """Return the samples of a full step, the fewest that every layout divides evenly, and those of
+    an uneven step.
+
+    The uneven step has 2 × ranks − 1 samples: in dpN the last rank has no sample in its last
+    microbatch. A batch norm needs two samples in every microbatch, which may take more.
+    """
+    uneven = max(1, 2 * layouts[0].size - 1)
+    while batch_norms and min(_smallest_microbatch(uneven, each, options) for each in layouts) < 2:
+        uneven += 2
+    divisors = [layout.data_ranks * microbatches_of(layout, options.parallel) for layout in layouts]
+    return options.microbatch * _round_up(uneven + 1, math.lcm(*divisors)), uneven
+
+
+def _smallest_microbatch(samples: int, layout: Layout, options: ParityOptions) -> int:
+    """Return the samples in the smallest microbatch of a step, over all data ranks."""
+    ranks = layout.data_ranks
+    count = min(microbatches_of(layout, options.parallel), -(-samples // ranks))
+    return sum((samples // ranks + (rank < samples % ranks)) // count for rank in range(ranks))
+
+
+def full_size_options(name: str) -> ParityOptions:
+    """Return the options of a recipe at its own size."""
+    recipe = _recipe(name)
+    return ParityOptions(
+        architecture=recipe.architecture,
+        seq_len=recipe.data.seq_len,
+        pixels=32 if recipe.data.dataset == "cifar100" else recipe.data.pixels,
+    )
+
+
+def small_options(name: str, layouts: Sequence[Layout], parallel: ParallelOptions) -> ParityOptions:
+    """Return the options of a recipe shrunk to the smallest sizes that all layouts divide."""
+    architecture = _recipe(name).architecture
+    if isinstance(architecture, GPTConfig):
+        tp = math.lcm(*(layout.tp for layout in layouts))
+        stages = math.lcm(*(layout.pp for layout in layouts)) * parallel.virtual_stages
+        heads = _round_up(4, tp)
+        seq_len = _round_up(32, tp)
+        shape = GPTConfig(
+            vocab_size=_round_up(64, tp),
+            max_seq_len=seq_len,
+            layers=_round_up(4, stages),
+            dim=heads * max(8, 64 // heads // 2 * 2),
+            heads=heads,
+            mlp_dim=_round_up(128, tp),
+            norm_eps=architecture.norm_eps,
+        )
+        return ParityOptions(architecture=shape, seq_len=seq_len)
+    if isinstance(architecture, WideResNetConfig):
+        return ParityOptions(architecture=replace(architecture, depth=10, width=1), pixels=8)
+    if isinstance(architecture, EfficientNetConfig):
+        # Stochastic depth and dropout draw different numbers on one device and on many.
+        small = replace(architecture, classes=10, stochastic_depth=0.0, dropout=0.0)
+        return ParityOptions(architecture=small, pixels=32)
+    return ParityOptions(architecture=architecture, pixels=8)
+
+
+def recipe_with(name: str, options: ParityOptions) -> Recipe:
+    """Return the recipe with the model and data of the options."""
+    recipe = _recipe(name)
+    data = replace(
+        recipe.data,
+        dataset=options.dataset or "synthetic",
+        data_dir=options.data_dir,
+        seq_len=options.seq_len,
+        pixels=options.pixels,
+    )
+    model = options.model or recipe.model
+    return replace(recipe, model=model, architecture=options.architecture, data=data)
+
+
+def _recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        raise UsageError(f"--recipe {name}: {did_you_mean(name, RECIPES)}")
+    return RECIPES[name]
+
+
+def _round_up(least: int, multiple: int) -> int:
+    return -(-least // multiple) * multiple
