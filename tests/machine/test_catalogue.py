@@ -1,4 +1,4 @@
-"""The catalogue of accelerators and links: facts with sources, and unknown is unknown."""
+"""The catalogue of accelerators and links: every figure has a source, unknown devices have none."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tutti.machine.catalogue import accelerator, catalogue, figure, link, peak_f
 G, M, K = 1 << 30, 1 << 20, 1 << 10
 
 
-def test_every_entry_has_a_source_and_every_name_leads_to_one() -> None:
+def test_every_entry_has_a_source_and_a_unique_name() -> None:
     whole = catalogue()
     entries = [*whole.accelerators, *whole.links, *whole.figures]
     assert all(each.source for each in entries)
@@ -22,7 +22,7 @@ def test_every_entry_has_a_source_and_every_name_leads_to_one() -> None:
         assert each.achieved_gbs is None or each.achieved_gbs <= each.gbs
 
 
-def test_figures_stay_below_what_the_links_allow() -> None:
+def test_figures_are_below_the_speed_of_their_links() -> None:
     for each in catalogue().figures:
         for name in each.devices:
             device = accelerator(name)
@@ -35,7 +35,7 @@ def test_figures_stay_below_what_the_links_allow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver_says", "name", "bf16"),
+    ("driver_name", "name", "bf16"),
     [
         ("NVIDIA GB200", "GB200", 2500),
         ("NVIDIA B200", "B200", 2250),
@@ -50,46 +50,46 @@ def test_figures_stay_below_what_the_links_allow() -> None:
         ("AMD Instinct MI300X", "MI300X", 1307),
     ],
 )
-def test_devices_are_known_by_the_name_of_the_driver(
-    driver_says: str, name: str, bf16: float
+def test_a_device_is_found_by_the_name_that_the_driver_reports(
+    driver_name: str, name: str, bf16: float
 ) -> None:
-    known = accelerator(driver_says)
+    known = accelerator(driver_name)
     assert known is not None and known.name == name
-    assert peak_flops(driver_says, "bf16") == (
+    assert peak_flops(driver_name, "bf16") == (
         bf16 * 1e12,
         f"{name} data sheet, bf16 dense, {bf16:g} TFLOP/s",
     )
 
 
 @pytest.mark.parametrize("name", ["NVIDIA RTX 9999", "cpu", "NVIDIA H100 NVL", "NVIDIA H200 NVL"])
-def test_an_unknown_device_is_unknown(name: str) -> None:
+def test_an_unlisted_device_has_no_figures(name: str) -> None:
     assert accelerator(name) is None and peak_flops(name, "bf16") is None
     assert figure(name, "pair", G) is None
 
 
-def test_peaks_of_float32_follow_tf32() -> None:
+def test_the_float32_peak_depends_on_tf32() -> None:
     assert peak_flops("NVIDIA H200", "float32", tf32=True) == (
         494.5e12,
         "H200 data sheet, tf32 dense, 494.5 TFLOP/s",
     )
     assert peak_flops("NVIDIA H200", "float32") == (67e12, "H200 data sheet, fp32, 67 TFLOP/s")
-    # a V100 has no tf32, whatever torch was told
+    # a V100 has no TF32, even if torch allows it
     volta = peak_flops("Tesla V100-SXM2-16GB", "float32", tf32=True)
     assert volta is not None and volta[0] == 15.7e12
     assert peak_flops("NVIDIA H200", "int3") is None
 
 
-def test_a_figure_is_that_of_the_size_or_of_the_next_smaller_one() -> None:
+def test_a_figure_is_for_the_same_or_the_next_smaller_size() -> None:
     def busbw(size: int, ranks: int = 8, timing: str = "back-to-back") -> float | None:
         found = figure("NVIDIA H200", "all_reduce", size, ranks, timing)
         return None if found is None else found.gbs
 
     assert busbw(16 * G) == 482.3 and busbw(32 * G) == 482.3
     assert busbw(128 * M) == 412 and busbw(255 * M) == 412
-    assert busbw(K) is None, "nothing was published of so small a message"
+    assert busbw(K) is None, "no figure for so small a message"
     assert busbw(16 * M, timing="isolated") == 219.9
-    assert busbw(16 * G, ranks=3) is None, "nothing was published of three ranks"
+    assert busbw(16 * G, ranks=3) is None, "no figure for three ranks"
     both = figure("NVIDIA A100-SXM4-80GB", "pair", G)
     assert both is not None and both.gbs == 276
-    assert figure("NVIDIA H100 PCIe", "pair", G) is None, "the PCIe card has other links"
-    assert figure("NVIDIA H200", "pair", M) is None, "the figure is of large messages"
+    assert figure("NVIDIA H100 PCIe", "pair", G) is None, "the PCIe card has no NVLink"
+    assert figure("NVIDIA H200", "pair", M) is None, "the figure is for large messages"

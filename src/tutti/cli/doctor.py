@@ -52,9 +52,11 @@ class Doctor:
     """The device that --active measures."""
     ranks_per_gpu: int = 1
     """How many ranks may share one GPU."""
-    active: bool = False
-    """Also measure compute, memory, links between ranks, copies between GPUs and a collective,
-    which takes some seconds. With more than one rank this is on unless --no-active is given."""
+    active: Annotated[
+        bool, tyro.conf.arg(help_behavior_hint="(default: on with several ranks)")
+    ] = False
+    """Measure compute, memory, links between ranks, copies between GPUs and a collective.
+    Takes some seconds."""
     fix: bool = False
     """Print the commands that cure the findings. They are never run."""
     all: bool = False
@@ -104,6 +106,8 @@ def _conclude(cluster: "Cluster", options: Doctor) -> int:
         print(line)
     if options.fix:
         print("\n".join(["", *(list(fix_commands(findings)) or ["# nothing to cure"])]))
+    elif any(finding.commands for finding in findings):
+        print("--fix prints the commands for the cures")
     if options.record is not None:
         note = "observed by tutti doctor, one machine per host"
         record_machines(options.record, cluster.machines, note)

@@ -1,4 +1,4 @@
-"""The command: its report, its files, its exit codes, and what it says of a live world."""
+"""tutti doctor: report, files, exit codes, and live worlds on one and on several hosts."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import RECORDED, plain, with_variables
+from check_cases import PLAIN, RECORDED, with_variables
 
 from hosts import Host, _ip, hosts_missing, network
 from tutti.cli import run
@@ -20,46 +20,48 @@ from worlds import TUTTI, clean_environment, run_command
 KEYS = {"id", "scope", "status", "observed", "expected", "cure"}
 
 
+def doctor(name: str, *flags: str) -> int:
+    return run(["doctor", "--from", str(RECORDED / f"{name}.json"), *flags])
+
+
 @pytest.mark.parametrize(
     ("machine", "code"), [("h100-nvswitch", 0), ("vm-hidden-pcie", 0), ("degraded-nvlink", 1)]
 )
-def test_failures_end_with_one_and_warnings_with_zero(
-    machine: str, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["doctor", "--from", str(RECORDED / f"{machine}.json")]) == code
+def test_failures_exit_with_1_and_warnings_with_0(machine: str, code: int) -> None:
+    assert doctor(machine) == code
 
 
-def test_findings_come_first_and_fit_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    run(["doctor", "--from", str(RECORDED / "roce-cluster.json"), "--all", "--fix"])
+def test_findings_are_sorted_and_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor("roce-cluster", "--all", "--fix")
     report, _, commands = capsys.readouterr().out.partition("\n\n")
     lines = report.splitlines()
     assert max(map(len, lines)) <= 80
-    words = [line.split()[0] for line in lines[1:] if re.match(r"(FAIL|WARN|pass|skip) ", line)]
-    assert words == sorted(words, key=("FAIL", "WARN", "pass", "skip").index)
-    assert {"FAIL", "WARN", "pass", "skip"} == set(words)
-    assert re.match(r"\d+ checks: 1 failed \(rdma.rate\), 2 warnings \(.*rdma.errors\)", lines[-3])
+    statuses = [line.split()[0] for line in lines if re.match(r"(FAIL|WARN|pass|skip) ", line)]
+    assert statuses == sorted(statuses, key=("FAIL", "WARN", "pass", "skip").index)
+    assert {"FAIL", "WARN", "pass", "skip"} == set(statuses)
+    assert f"{len(CHECKS)} checks: 1 failed (rdma.rate), 2 warnings (" in report
     assert "ibstat mlx5_2" in commands
 
 
-def test_what_passed_is_counted_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    run(["doctor", "--from", str(RECORDED / "cpu-only.json")])
+def test_passed_checks_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor("cpu-only")
     out = capsys.readouterr().out
-    assert re.match(r"\d+ checks: \d+ passed, \d+ skipped \(no GPU: \d+;", out)
+    assert re.match(r"\d+ checks: \d+ passed, \d+ skipped \(\d+ × no GPU; ", out)
     assert len(out.splitlines()) <= 4
 
 
 def test_json_has_every_check_with_its_keys(tmp_path: Path) -> None:
     file = tmp_path / "doctor.json"
-    run(["doctor", "--from", str(RECORDED / "roce-cluster.json"), "--json", str(file)])
-    told = json.loads(file.read_text())
-    assert told["schema"] == "tutti.doctor/1" and told["environment"] and told["command"]
-    assert {check["id"] for check in told["checks"]} == {check.id for check in CHECKS}
-    assert all(set(check) >= KEYS for check in told["checks"])
-    assert told["hosts"] == ["roce-1", "roce-2"]
+    doctor("roce-cluster", "--json", str(file))
+    results = json.loads(file.read_text())
+    assert results["schema"] == "tutti.doctor/1" and results["environment"] and results["command"]
+    assert {check["id"] for check in results["checks"]} == {check.id for check in CHECKS}
+    assert all(set(check) >= KEYS for check in results["checks"])
+    assert results["hosts"] == ["roce-1", "roce-2"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "named"),
     [
         (["--from", "/nowhere.json"], "No such file"),
         (["--from", "{json}"], "schema"),
@@ -68,17 +70,17 @@ def test_json_has_every_check_with_its_keys(tmp_path: Path) -> None:
         (["--json", "/proc/nowhere/x.json"], "--json"),
     ],
 )
-def test_wrong_usage_is_one_line_and_two(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_wrong_usage_exits_with_2_and_one_line(
+    arguments: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "x.json").write_text("{}")
-    given = {"{json}": str(tmp_path / "x.json"), "{good}": str(RECORDED / "cpu-only.json")}
-    assert run(["doctor", *(given.get(each, each) for each in arguments)]) == 2
+    files = {"{json}": str(tmp_path / "x.json"), "{good}": str(RECORDED / "cpu-only.json")}
+    assert run(["doctor", *(files.get(each, each) for each in arguments)]) == 2
     err = capsys.readouterr().err
-    assert said in err and len(err.strip().splitlines()) == 1
+    assert named in err and len(err.strip().splitlines()) == 1
 
 
-def test_help_and_recorded_machines_need_no_torch() -> None:
+def test_help_and_checks_without_ranks_do_not_import_torch() -> None:
     program = """
 import sys
 from tutti.cli import run
@@ -96,24 +98,39 @@ assert "torch" not in sys.modules
     assert "--from" in done.stdout and "passed" in done.stdout
 
 
-def test_what_is_recorded_here_is_judged_alike_from_the_file(tmp_path: Path) -> None:
-    """Also the test that the doctor works on this very machine, whatever it is."""
+def test_a_recorded_file_gives_the_findings_of_the_live_machine(tmp_path: Path) -> None:
+    """Also tests that the doctor works on the machine that runs the tests."""
     file, live, again = tmp_path / "here.json", tmp_path / "live.json", tmp_path / "again.json"
     code = run(["doctor", "--record", str(file), "--json", str(live)])
     assert code in (0, 1)
     assert run(["doctor", "--from", str(file), "--json", str(again)]) == code
     one, other = (json.loads(each.read_text())["checks"] for each in (live, again))
-    tried = ("active.", "network.calls", "clocks.skew")
-    judged = [
-        [check for check in checks if not check["id"].startswith(tried)] for checks in (one, other)
+    probes = ("active.", "network.calls", "clocks.skew")
+    without_probes = [
+        [check for check in checks if not check["id"].startswith(probes)] for checks in (one, other)
     ]
-    assert judged[0] == judged[1]
+    assert without_probes[0] == without_probes[1]
     assert not any("the check itself failed" in check["observed"] for check in one)
 
 
+def test_a_fix_is_printed_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "machine.json"
+    machine = with_variables(PLAIN, NCCL_IB_DISABLE="yes", NCCL_P2P_DISABLE="1")
+    write_machines(file, [machine], [], "written by hand")
+    assert run(["doctor", "--from", str(file)]) == 1
+    assert "--fix" in capsys.readouterr().out
+    assert run(["doctor", "--from", str(file), "--fix"]) == 1
+    out = capsys.readouterr().out
+    assert "NCCL_IB_DISABLE=yes is read as 0" in out and "\nunset NCCL_P2P_DISABLE" in out
+    assert os.environ.get("NCCL_IB_DISABLE") is None
+
+
+# --- live worlds ---------------------------------------------------------------------------------
+
+
 @pytest.mark.measured
-def test_ranks_of_a_world_are_tried_and_the_one_that_differs_is_named(tmp_path: Path) -> None:
-    """One world for all of it: two local ranks, of which the second has a variable of its own."""
+def test_local_ranks_are_probed_and_a_rank_that_differs_is_reported(tmp_path: Path) -> None:
+    """Two local ranks; only the second has NCCL_IB_SL."""
     file = tmp_path / "doctor.json"
     program = tmp_path / "rank.py"
     program.write_text(
@@ -124,8 +141,7 @@ def test_ranks_of_a_world_are_tried_and_the_one_that_differs_is_named(tmp_path: 
         f"sys.exit(run(['doctor', '--device', 'cpu', '--json', {str(file)!r}]))\n"
     )
     done = run_command([*TUTTI, "run", "-n", "2", "--device", "cpu", program], timeout=90)
-    checks = json.loads(file.read_text())["checks"]
-    by_id = {check["id"]: check for check in checks}
+    by_id = {check["id"]: check for check in json.loads(file.read_text())["checks"]}
     assert by_id["agreement.variables"]["status"] == "warn", done.stderr
     assert by_id["agreement.variables"]["scope"] == "rank:1"
     assert by_id["active.collective"]["status"] == "pass"
@@ -138,10 +154,10 @@ needs_hosts = pytest.mark.skipif(hosts_missing() is not None, reason=str(hosts_m
 needs_tc = pytest.mark.skipif(shutil.which("tc") is None, reason="needs tc (iproute2)")
 
 
-def _doctor(hosts: tuple[Host, ...], file: Path, *flags: str) -> list[dict[str, str]]:
-    """A rank on each host, started by hand as somebody without a launcher would."""
+def problems_between(hosts: tuple[Host, ...], file: Path, *flags: str) -> list[dict[str, str]]:
+    """Start one rank on each host without a launcher; returns warnings and failures."""
     world = clean_environment() | {
-        "PYTHONPATH": str(Path(__file__).parent.parent.parent / "src"),
+        "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
         "WORLD_SIZE": str(len(hosts)),
         "MASTER_ADDR": hosts[0].name,
         "MASTER_PORT": "29500",
@@ -152,8 +168,8 @@ def _doctor(hosts: tuple[Host, ...], file: Path, *flags: str) -> list[dict[str, 
         command = [*TUTTI, "doctor", "--device", "cpu", *flags]
         command += ["--json", str(file)] if rank == 0 else []
         ranks.append(host.popen(command, env=world | {"RANK": str(rank)}))
-    said = [process.communicate(timeout=80) for process in ranks]
-    assert all(process.returncode in (0, 1) for process in ranks), said
+    outputs = [process.communicate(timeout=80) for process in ranks]
+    assert all(process.returncode in (0, 1) for process in ranks), outputs
     checks: list[dict[str, str]] = json.loads(file.read_text())["checks"]
     return [check for check in checks if check["status"] in ("warn", "fail")]
 
@@ -161,8 +177,8 @@ def _doctor(hosts: tuple[Host, ...], file: Path, *flags: str) -> list[dict[str, 
 @needs_hosts
 @needs_tc
 @pytest.mark.measured
-def test_the_link_that_is_limited_is_named_and_no_other(tmp_path: Path) -> None:
-    """Three hosts; between n1 and n2 lies a link of their own, held to 200 Mbit/s."""
+def test_only_the_limited_link_and_the_blocked_connection_are_reported(tmp_path: Path) -> None:
+    """Three hosts; n1 and n2 have a separate link, limited to 200 Mbit/s."""
     with network(3) as made:
         n1, n2, _ = made.hosts
         pid = n2._init.pid
@@ -174,24 +190,13 @@ def test_the_link_that_is_limited_is_named_and_no_other(tmp_path: Path) -> None:
             done = host.run(shape.split())
             if done.returncode != 0:
                 pytest.skip(f"this kernel has no tbf: {done.stderr.strip()}")
-        links = _doctor(made.hosts, tmp_path / "slow.json")
-        named = {(each["id"], each["scope"], each["status"]) for each in links}
-        assert ("active.links", "link:0-1", "fail") in named, links
-        assert {each[1] for each in named if each[0] == "active.links"} == {"link:0-1"}
+        found = problems_between(made.hosts, tmp_path / "slow.json")
+        summaries = {(each["id"], each["scope"], each["status"]) for each in found}
+        assert ("active.links", "link:0-1", "fail") in summaries, found
+        assert {each[1] for each in summaries if each[0] == "active.links"} == {"link:0-1"}
 
-        # And a host that swallows what another sends it: the call that fails is named.
+        # A host that drops all packets to another: the failed connections are reported.
         made.hosts[2].run(["ip", "route", "add", "blackhole", f"{n2.address}/32"])
-        calls = _doctor(made.hosts, tmp_path / "cut.json", "--no-active")
-        cut = {each["scope"] for each in calls if each["id"] == "network.calls"}
-        assert cut == {"link:2-1", "link:1-2"}
-
-
-def test_a_machine_can_be_recorded_by_hand_and_judged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "machine.json"
-    write_machines(file, [with_variables(plain(), NCCL_IB_DISABLE="yes")], [], "by hand")
-    assert run(["doctor", "--from", str(file), "--fix"]) == 1
-    out = capsys.readouterr().out
-    assert "NCCL_IB_DISABLE=yes is read as 0" in out
-    assert os.environ.get("NCCL_IB_DISABLE") is None  # a fix is printed, never run
+        found = problems_between(made.hosts, tmp_path / "blocked.json", "--no-active")
+        blocked = {each["scope"] for each in found if each["id"] == "network.calls"}
+        assert blocked == {"link:2-1", "link:1-2"}

@@ -83,7 +83,7 @@ def _wrap(text: str, width: int) -> list[str]:
 def _summary(findings: Sequence[Finding]) -> str:
     """Counts checks, not findings: a check that fails for one GPU of eight has failed.
 
-    `63 checks: 1 failed (rdma.rate), 2 warnings (…), 39 passed, 21 skipped (no GPU: 12; …)`
+    `63 checks: 1 failed (rdma.rate), 2 warnings (…), 39 passed, 21 skipped (12 × no GPU; …)`
     """
     worst: dict[str, Finding] = {}
     for finding in findings:  # sorted: the first finding of a check is its worst
@@ -100,7 +100,7 @@ def _summary(findings: Sequence[Finding]) -> str:
     parts.append(f"{len(ids['pass'])} passed")
     if ids["skip"]:
         reasons = Counter(each.observed for each in worst.values() if each.status == "skip")
-        text = "; ".join(f"{reason}: {count}" for reason, count in reasons.most_common(4))
+        text = "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(4))
         more = "; …" if len(reasons) > 4 else ""
         parts.append(f"{len(ids['skip'])} skipped ({text}{more})")
     return f"{len(worst)} checks: {', '.join(parts)}"

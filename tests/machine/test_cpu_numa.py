@@ -1,4 +1,4 @@
-"""What the kernel says about processors, read and written in its own form."""
+"""CPU lists, CPU quota, NUMA nodes and the recorded environment."""
 
 from pathlib import Path
 
@@ -18,11 +18,11 @@ from tutti.machine.gpus import visible_gpu_count
 
 
 @given(st.sets(st.integers(0, 300), min_size=1))
-def test_a_cpu_list_survives_being_written_and_read(cpus: set[int]) -> None:
+def test_a_cpu_list_is_the_same_after_writing_and_parsing(cpus: set[int]) -> None:
     assert parse_cpu_list(format_cpu_list(cpus)) == tuple(sorted(cpus))
 
 
-def test_cpu_lists_are_written_as_the_kernel_does() -> None:
+def test_cpu_lists_have_the_format_of_the_kernel() -> None:
     assert format_cpu_list([0, 1, 2, 3, 8, 10, 11]) == "0-3,8,10-11"
     assert parse_cpu_list("0-2,7\n") == (0, 1, 2, 7)
 
@@ -30,7 +30,7 @@ def test_cpu_lists_are_written_as_the_kernel_does() -> None:
 @pytest.mark.parametrize(
     ("text", "cpus"), [("max 100000\n", None), ("150000 100000\n", 2), ("50000 100000", 1)]
 )
-def test_a_containers_quota_is_rounded_up_to_whole_cpus(
+def test_the_tightest_cgroup_quota_is_rounded_up_to_whole_cpus(
     text: str, cpus: int | None, tmp_path: Path
 ) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
@@ -40,7 +40,7 @@ def test_a_containers_quota_is_rounded_up_to_whole_cpus(
     assert cpu_quota(tmp_path) == cpus
 
 
-def test_every_allowed_cpu_is_on_some_numa_node() -> None:
+def test_every_allowed_cpu_is_on_a_numa_node() -> None:
     on_nodes = {cpu for cpus in numa_nodes().values() for cpu in cpus}
     assert set(allowed_cpus()) <= on_nodes
 
@@ -49,9 +49,10 @@ def test_hidden_gpus_are_not_counted() -> None:
     assert visible_gpu_count({"CUDA_VISIBLE_DEVICES": ""}) == 0
 
 
-def test_secrets_stay_out_of_the_environment_we_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_in_the_environment_of_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("TORCH_HUB_TOKEN", "secret")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     variables = describe_environment()["variables"]
     assert variables["NCCL_DEBUG"] == "INFO"

@@ -1,4 +1,4 @@
-"""What the recorded machines are made of: healthy parts, and a reason for all that is unknown."""
+"""Healthy parts of the recorded machines, and the reason for every unknown field."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from tutti.machine.process_limits import Limits
 
 GIB = 1 << 30
 
-# Why a field that ends so is unknown on these machines.
+# Field name → why it is unknown on these machines.
 REASONS = {
     "retired_pages": "NVML RetiredPages: Not Supported",
     "retired_pages_pending": "NVML RetiredPagesPendingStatus: Not Supported",
@@ -56,7 +56,7 @@ def devices(
     width: int = 16,
     driver: str = "mlx5_core",
 ) -> list[PciDevice]:
-    """The devices at the ends of these paths, and the bridges on the way."""
+    """The devices at the ends of these paths, and the bridges above them."""
     drivers = {"gpu": "nvidia", "nvswitch": "nvidia-nvswitch", "nic": driver, "bridge": "pcieport"}
     makers = {"mlx5_core": "0x15b3", "ixgbe": "0x8086", "bnxt_en": "0x14e4", "virtio-pci": "0x1af4"}
     vendors = {"gpu": "0x10de", "nvswitch": "0x10de", "nic": makers[driver], "bridge": "0x1000"}
@@ -162,11 +162,11 @@ def gpu(
     clocks: Clocks,
     watts: tuple[float, float],
 ) -> Accelerator:
-    """A healthy GPU at rest."""
+    """A healthy idle GPU."""
     return Accelerator(
         index=index,
         name=name,
-        uuid=None,  # its host gives it one
+        uuid=None,  # set by its host
         pci_address=address,
         numa_node=node.id if node else None,
         cpus=node.cpus if node else "0-47",
@@ -301,7 +301,7 @@ def machine(
     p2p: str = "OK",
     unknown: dict[str, str] | None = None,
 ) -> Machine:
-    """A healthy, well configured host with these parts."""
+    """A healthy, correctly configured host with these parts."""
     total = sum(each.memory_bytes or 0 for each in numa)
     ports = {each.device: each for each in rdma}
     netdevs = {each.rdma: each.name for each in nics if each.rdma}
@@ -386,7 +386,7 @@ def machine(
 
 
 def explain(machine: Machine) -> Machine:
-    """Give every unknown field its reason, as observing such a machine would."""
+    """Give every unknown field a reason, as observe() does."""
     for path in unknown_paths(machine, ""):
         if machine.why(path) is None:
             machine.unknown[path] = REASONS[path.rpartition(".")[2]]

@@ -1,4 +1,4 @@
-"""A Machine: observed from real files, written and read back, and never silent about a gap."""
+"""Machine: observed from /sys and NVML, recorded and read back; unknown fields have a reason."""
 
 import dataclasses
 import json
@@ -38,11 +38,11 @@ def unexplained(machine: Machine) -> list[str]:
 # --- observing ---------------------------------------------------------------------------------
 
 
-def test_whatever_is_unknown_of_this_machine_has_a_reason() -> None:
+def test_every_unknown_field_of_this_machine_has_a_reason() -> None:
     assert unexplained(observe()) == []
 
 
-def test_where_nothing_can_be_read_all_is_unknown_with_a_reason(tmp_path: Path) -> None:
+def test_without_sys_and_proc_everything_is_unknown_with_a_reason(tmp_path: Path) -> None:
     machine = observe(tmp_path)
     assert unexplained(machine) == []
     assert machine.pci == () and machine.nics == () and machine.numa == ()
@@ -50,7 +50,7 @@ def test_where_nothing_can_be_read_all_is_unknown_with_a_reason(tmp_path: Path) 
     assert machine.why("memory.total_bytes") == "/proc/meminfo: No such file or directory"
 
 
-def test_secrets_stay_out_of_what_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     for name in ("HF_TOKEN", "NVIDIA_API_KEY", "TORCH_HUB_TOKEN", "UCX_PASSWORD"):
         monkeypatch.setenv(name, "hidden-value")
@@ -59,8 +59,8 @@ def test_secrets_stay_out_of_what_is_recorded(monkeypatch: pytest.MonkeyPatch) -
     assert "hidden-value" not in json.dumps(machine.to_json())
 
 
-class Sys:
-    """A /sys of our own: the files and links that the kernel would show."""
+class FakeSys:
+    """Writes the files and links that the kernel shows in /sys."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -76,7 +76,7 @@ class Sys:
         place.symlink_to(os.path.relpath(self.root / target, place.parent))
 
     def pci(self, path: str, files: dict[str, str | bytes]) -> None:
-        """A PCI device at its place in the tree, with the link that names it."""
+        """A PCI device in the device tree, and the link to it in bus/pci/devices."""
         where = f"sys/devices/{path}"
         for name, text in files.items():
             self.file(f"{where}/{name}", text)
@@ -84,7 +84,7 @@ class Sys:
 
 
 def bridge_with_acs(control: int) -> bytes:
-    """4096 bytes of configuration space: an AER capability first, then ACS at byte 0x140."""
+    """4096 bytes of configuration space with AER at byte 0x100 and ACS at byte 0x140."""
     config = bytearray(4096)
     config[0x100:0x104] = (0x140 << 20 | 2 << 16 | 0x0001).to_bytes(4, "little")
     config[0x140:0x144] = (0 << 20 | 1 << 16 | 0x000D).to_bytes(4, "little")
@@ -94,14 +94,14 @@ def bridge_with_acs(control: int) -> bytes:
 
 @pytest.fixture
 def box(tmp_path: Path) -> Machine:
-    """A root port with ACS redirect; below it a switch with a GPU and a RoCE card."""
-    files = Sys(tmp_path)
+    """A root port with ACS redirect, and below it a switch with a GPU and a RoCE NIC."""
+    files = FakeSys(tmp_path)
     root = "pci0000:15/0000:15:01.0"
     switch = f"{root}/0000:16:00.0"
     plain = {"class": "0x060400", "vendor": "0x1000", "numa_node": "1"}
     files.pci(root, plain | {"config": bridge_with_acs(0b11101)})
     files.pci(switch, plain | {"config": bridge_with_acs(0)})
-    files.pci(f"{switch}/0000:17:00.0", plain | {"config": b"\0" * 64})  # as users see it
+    files.pci(f"{switch}/0000:17:00.0", plain | {"config": b"\0" * 64})  # without root
     files.pci(f"{switch}/0000:17:02.0", plain | {"config": bridge_with_acs(0)})
     gpu = f"{switch}/0000:17:02.0/0000:1b:00.0"
     link = {"current_link_speed": "2.5 GT/s PCIe", "current_link_width": "8"}
@@ -139,7 +139,7 @@ def box(tmp_path: Path) -> Machine:
     return observe(tmp_path)
 
 
-def test_pci_paths_links_errors_and_iommu_come_from_sys(box: Machine) -> None:
+def test_pci_paths_links_errors_and_iommu_are_read_from_sys(box: Machine) -> None:
     gpu = box.pci_device("0000:1b:00.0")
     assert gpu is not None and gpu.kind == "gpu"
     assert gpu.path == (
@@ -165,7 +165,7 @@ def test_acs_redirect_is_read_from_the_configuration_space_of_bridges(box: Machi
     assert "only root" in (box.why(f"pci[{hidden[0]}].acs_redirect") or "")
 
 
-def test_network_cards_are_told_from_bonds_and_joined_with_their_rdma_device(box: Machine) -> None:
+def test_nics_and_bonds_are_distinguished_and_nics_have_their_rdma_device(box: Machine) -> None:
     nics = {nic.name: nic for nic in box.nics}
     assert nics["bond0"].kind == "bond" and nics["ens1"].kind == "physical"
     assert (nics["ens1"].rdma, nics["ens1"].driver, nics["ens1"].speed_mbps) == (
@@ -179,7 +179,7 @@ def test_network_cards_are_told_from_bonds_and_joined_with_their_rdma_device(box
     assert port.counters == {"symbol_error": 17, "out_of_sequence": 4}
 
 
-def test_of_the_kernels_settings_only_those_on_a_list_are_kept(box: Machine) -> None:
+def test_only_listed_kernel_settings_are_kept(box: Machine) -> None:
     assert box.kernel_modules == ("nvidia_peermem",)
     assert box.kernel_parameters == ("intel_iommu=on", "iommu=pt")
     assert box.nccl_conf == {"/etc/nccl.conf": {"NCCL_IB_HCA": "mlx5", "NCCL_DEBUG": "WARN"}}
@@ -190,10 +190,10 @@ def test_of_the_kernels_settings_only_those_on_a_list_are_kept(box: Machine) -> 
 
 @pytest.fixture(scope="module")
 def with_nvml(tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    """This machine as seen through a library that answers in NVML's place for two GPUs."""
+    """This machine, with a fake NVML library that reports two GPUs."""
     folder = tmp_path_factory.mktemp("nvml")
     library = folder / "libnvidia-ml.so.1"
-    source = HERE / "test_topo_nvml.c"
+    source = HERE / "fake_nvml.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
     code = "import json; from tutti.machine.observation import observe; "
     code += "print(json.dumps(observe().to_json()))"
@@ -208,7 +208,7 @@ def with_nvml(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     return Machine.from_json(json.loads(done.stdout))
 
 
-def test_what_nvml_answers_is_read_through_its_own_bindings(with_nvml: Machine) -> None:
+def test_gpus_are_read_through_the_nvml_bindings(with_nvml: Machine) -> None:
     first, second = with_nvml.accelerators
     assert [gpu.name for gpu in (first, second)] == ["Stand-in GPU"] * 2
     assert (first.pci_address, second.pci_address) == ("0000:1b:00.0", "0001:43:00.0")
@@ -219,7 +219,7 @@ def test_what_nvml_answers_is_read_through_its_own_bindings(with_nvml: Machine) 
     assert with_nvml.versions["driver"] == "580.00" and with_nvml.versions["cuda_driver"] == "13.0"
 
 
-def test_nvlinks_end_where_the_driver_knows_no_more_of_them(with_nvml: Machine) -> None:
+def test_the_list_of_nvlinks_ends_at_the_first_invalid_index(with_nvml: Machine) -> None:
     first, second = with_nvml.accelerators
     assert first.nvlinks is not None and len(first.nvlinks) == 4
     assert [link.active for link in first.nvlinks] == [True, True, True, False]
@@ -230,7 +230,7 @@ def test_nvlinks_end_where_the_driver_knows_no_more_of_them(with_nvml: Machine) 
     assert (there.read, back.read, there.driver_class) == ("OK", "CNS", "SYS")
 
 
-def test_what_nvml_refuses_is_unknown_with_its_own_words(with_nvml: Machine) -> None:
+def test_a_value_that_nvml_does_not_report_is_unknown_with_its_error(with_nvml: Machine) -> None:
     assert with_nvml.accelerators[0].temperature_c is None
     assert with_nvml.why("accelerators[0].temperature_c") == "NVML Temperature: Not Supported"
     assert with_nvml.accelerators[0].compute_mode is None
@@ -242,26 +242,26 @@ def test_what_nvml_refuses_is_unknown_with_its_own_words(with_nvml: Machine) -> 
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_recorded_machine_survives_being_written_and_read(file: Path) -> None:
+def test_a_recorded_machine_is_the_same_after_writing_and_reading(file: Path) -> None:
     for machine in read_machines(file):
         assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
         assert unexplained(machine) == []
     assert "written by hand" in json.loads(file.read_text())["note"]
 
 
-def test_this_machine_survives_being_written_and_read() -> None:
+def test_this_machine_is_the_same_after_writing_and_reading() -> None:
     machine = observe()
     assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
 
 
-def test_the_recorded_files_are_those_that_their_builder_writes(
+def test_the_recorded_files_are_the_output_of_build_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(HERE / "machines")
-    import build
+    import build_machines
 
-    monkeypatch.setattr(build, "HERE", tmp_path)
-    build.main()
+    monkeypatch.setattr(build_machines, "HERE", tmp_path)
+    build_machines.main()
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
         file.name: file.read_text() for file in FILES
     }
@@ -272,7 +272,7 @@ def recorded() -> dict[str, Any]:
     return values
 
 
-def test_a_field_that_a_file_lacks_is_unknown_because_of_that() -> None:
+def test_a_field_missing_in_the_file_is_unknown() -> None:
     values = recorded()
     del values["limits"]["memlock_bytes"]
     machine = Machine.from_json(values)
@@ -281,7 +281,7 @@ def test_a_field_that_a_file_lacks_is_unknown_because_of_that() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
         (("limits", "open_files"), "many", 'limits.open_files is "many", not int'),
         (("memory", "total_bytes"), True, "memory.total_bytes is true, not int"),
@@ -290,8 +290,8 @@ def test_a_field_that_a_file_lacks_is_unknown_because_of_that() -> None:
         (("numa", 0, "colour"), "red", "numa[0].colour is not a field of NumaNode"),
     ],
 )
-def test_a_wrong_value_in_a_file_is_named_with_its_place(
-    path: tuple[Any, ...], value: Any, said: str
+def test_a_wrong_value_in_a_file_is_reported_with_its_path(
+    path: tuple[Any, ...], value: Any, message: str
 ) -> None:
     values = recorded()
     place: Any = values
@@ -300,4 +300,4 @@ def test_a_wrong_value_in_a_file_is_named_with_its_place(
     place[path[-1]] = value
     with pytest.raises(ValueError) as error:
         Machine.from_json(values)
-    assert said in str(error.value)
+    assert message in str(error.value)

@@ -1,14 +1,14 @@
-"""Writes the recorded machines beside this file, from knowledge of such machines.
+"""Writes the recorded machines into this folder.
 
-    python tests/machine/machines/build.py
+    python tests/machine/machines/build_machines.py
 
-No such machine was observed: what is written here is what its /sys, /proc and NVML would say.
+The machines are not observed: their values are what /sys, /proc and NVML report on such machines.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-from parts import (  # this file's own folder
+from machine_parts import (  # from this folder
     GIB,
     a10,
     a100,
@@ -57,7 +57,7 @@ def h100_nvswitch() -> Machine:
     switches = [f"0000:{bus:02x}:00.0" for bus in (0x07, 0x08, 0x09, 0x0A)]
     for index, bus in enumerate(nic_buses):
         node = nodes[index // 4]
-        # Root port, the switch's port upward, and its two ports down: to the NIC and to the GPU.
+        # Root port, upstream port of the switch, and two downstream ports: to the NIC and the GPU.
         above = (f"pci0000:{bus - 3:02x}", *ports_of((bus - 3, 1), (bus - 2, 0)))
         gpu = (*above, *ports_of((bus - 1, 2), (bus + 3, 0)))
         nic = (*above, *ports_of((bus - 1, 0), (bus, 0)))
@@ -88,7 +88,7 @@ def h100_nvswitch() -> Machine:
 
 
 def pcie_box() -> Machine:
-    """Four L40S without NVLink: two below one root port, two on root ports of their own."""
+    """Four L40S without NVLink: two below one root port, two below a root port each."""
     nodes = numa([("0-31,64-95", 256), ("32-63,96-127", 256)], 32)
     root = ("pci0000:c0", *ports_of((0xC0, 1), (0xC1, 0)))
     near = (*root, *ports_of((0xC2, 0), (0xC3, 0)))  # a second switch below the first
@@ -105,7 +105,7 @@ def pcie_box() -> Machine:
     pci = devices(nodes[0], dict.fromkeys(paths[:2], "gpu") | {nic: "nic"}, generation=4)
     pci += devices(nodes[1], dict.fromkeys(paths[2:], "gpu"), generation=4)
     pci += devices(nodes[1], dict.fromkeys(board, "nic"), generation=3, width=4, driver="ixgbe")
-    # At rest a GPU and the port above it lower their link to generation 1, as all do that can.
+    # An idle GPU lowers its PCIe link to generation 1.
     resting = {address for path in paths for address in path[-2:]}
     pci = [
         replace(each, link=PcieLink(1, 16, 4, 16)) if each.address in resting else each
@@ -138,7 +138,7 @@ def pcie_box() -> Machine:
 
 
 def degraded_nvlink() -> Machine:
-    """Eight A100 SXM on six NVSwitches, four NUMA nodes a socket; GPU 3 has lost its link 7."""
+    """Eight A100 SXM with six NVSwitches, four NUMA nodes per socket; NVLink 7 of GPU 3 is down."""
     cpus = [f"{16 * i}-{16 * i + 15},{128 + 16 * i}-{128 + 16 * i + 15}" for i in range(8)]
     nodes = tuple(
         NumaNode(
@@ -205,7 +205,7 @@ def degraded_nvlink() -> Machine:
 
 
 def vm_hidden_pcie() -> Machine:
-    """A virtual machine with four A10 of which neither PCI paths nor NUMA nodes can be seen."""
+    """A virtual machine with four A10 that hides PCI paths and NUMA nodes."""
     hidden = "/sys/bus/pci/devices is empty or hidden"
     gpus = [
         replace(
@@ -260,7 +260,7 @@ def vm_hidden_pcie() -> Machine:
 
 
 def roce_host(host: str) -> Machine:
-    """Four H100 SXM, six NVLinks between any two, each with a 400 Gb/s RoCE port at its side."""
+    """Four H100 SXM with six NVLinks between each two and one 400 Gb/s RoCE port each."""
     nodes = numa([("0-47,96-143", 512), ("48-95,144-191", 512)], 21)
     buses = [0x1A, 0x3A, 0x9A, 0xBA]
     addresses = [f"0000:{bus + 3:02x}:00.0" for bus in buses]
@@ -294,7 +294,7 @@ def roce_host(host: str) -> Machine:
 
 
 def bad_port(host: Machine) -> Machine:
-    """The port of mlx5_2 has trained down to a quarter of its rate, and counts errors."""
+    """The port of mlx5_2 runs at a quarter of its rate and counts errors."""
     counters = host.rdma[2].counters | {
         "symbol_error": 48211,
         "link_error_recovery": 37,
@@ -313,7 +313,7 @@ def bad_port(host: Machine) -> Machine:
 
 
 def cpu_only() -> Machine:
-    """A small virtual machine: two CPUs, one NUMA node, a virtio network card, no GPU."""
+    """A small virtual machine: two CPUs, one NUMA node, a virtio NIC, no GPU."""
     nodes = numa([("0-1", 16)], 10)
     path = ("pci0000:00", "0000:00:03.0")
     pci = [

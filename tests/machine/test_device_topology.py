@@ -1,4 +1,4 @@
-"""What topo says of recorded machines, by rules of our own, and of the machine it runs on."""
+"""Link classes from PCI paths, and tutti topo on recorded machines and on this one."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def topology(name: str) -> Topology:
     return only
 
 
-def words_between_gpus(topology: Topology) -> dict[tuple[int, int], str]:
+def classes_between_gpus(topology: Topology) -> dict[tuple[int, int], str]:
     return {
         (a.index, b.index): topology.link_class(f"GPU{a.index}", f"GPU{b.index}")
         for a, b in combinations(topology.gpus, 2)
@@ -43,9 +43,9 @@ def near(topology: Topology) -> list[list[str]]:
     return [[nic.name for nic in topology.near_nics(gpu)] for gpu in topology.gpus]
 
 
-# --- the rules ---------------------------------------------------------------------------------
+# --- link classes --------------------------------------------------------------------------------
 
-# root complex, root port, a switch's port upward, its port downward, device
+# root complex, root port, upstream port of a switch, downstream port, device
 SWITCH = ("pci0000:15", "0000:15:01.0", "0000:16:00.0")
 ONE = (*SWITCH, "0000:17:00.0", "0000:18:00.0")
 TWO = (*SWITCH, "0000:17:02.0", "0000:1b:00.0")
@@ -55,7 +55,7 @@ OTHER_ROOT = ("pci0000:97", "0000:97:01.0", "0000:98:00.0")
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "nodes", "word"),
+    ("a", "b", "nodes", "link_class"),
     [
         (PciPlace(ONE, 0), PciPlace(TWO, 0), 2, "PIX"),
         (
@@ -68,33 +68,33 @@ OTHER_ROOT = ("pci0000:97", "0000:97:01.0", "0000:98:00.0")
         (PciPlace(ONE, 0), PciPlace(OTHER_PORT, 0), 2, "PHB"),
         (PciPlace(ONE, 0), PciPlace(OTHER_ROOT, 0), 2, "NODE"),
         (PciPlace(ONE, 0), PciPlace(OTHER_ROOT, 1), 2, "SYS"),
-        (PciPlace(ONE, None), PciPlace(OTHER_ROOT, None), 1, "NODE"),  # there is no other node
+        (PciPlace(ONE, None), PciPlace(OTHER_ROOT, None), 1, "NODE"),  # a single node
         (PciPlace(ONE, None), PciPlace(OTHER_ROOT, 1), 2, "?"),
         (PciPlace((), 0), PciPlace(OTHER_ROOT, 0), 2, "?"),
     ],
 )
 def test_the_class_of_two_devices_follows_from_their_pci_paths(
-    a: PciPlace, b: PciPlace, nodes: int, word: str
+    a: PciPlace, b: PciPlace, nodes: int, link_class: str
 ) -> None:
-    assert pci_class(a, b, nodes)[0] == word
-    assert pci_class(b, a, nodes)[0] == word
+    assert pci_class(a, b, nodes)[0] == link_class
+    assert pci_class(b, a, nodes)[0] == link_class
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_our_pci_classes_agree_with_those_that_the_driver_gives(name: str) -> None:
+def test_pci_classes_agree_with_those_of_the_driver(name: str) -> None:
     for each in topologies(name):
-        ours = {(link.a, link.b): link.pci_class for link in each.links}
+        classes = {(link.a, link.b): link.pci_class for link in each.links}
         for peer in each.machine.peers:
             if peer.src < peer.dst:
-                assert ours[f"GPU{peer.src}", f"GPU{peer.dst}"] == (peer.driver_class or "?")
+                assert classes[f"GPU{peer.src}", f"GPU{peer.dst}"] == (peer.driver_class or "?")
 
 
 # --- recorded machines -------------------------------------------------------------------------
 
 
-def test_behind_nvswitches_all_pairs_have_all_links_and_each_gpu_its_own_nic() -> None:
+def test_nvswitches_connect_all_gpus_and_each_gpu_has_its_own_nic() -> None:
     node = topology("h100-nvswitch")
-    assert set(words_between_gpus(node).values()) == {"NV18"}
+    assert set(classes_between_gpus(node).values()) == {"NV18"}
     assert near(node) == [[f"mlx5_{index}"] for index in range(8)]
     assert [node.link_class(f"GPU{index}", f"NIC{index}") for index in range(8)] == ["PIX"] * 8
     assert {(link.pci_class, link.nvlink_gbs) for link in node.links if link.nvlinks} == {
@@ -103,9 +103,9 @@ def test_behind_nvswitches_all_pairs_have_all_links_and_each_gpu_its_own_nic() -
     }
 
 
-def test_a_pcie_box_has_no_nvlink_and_tells_switch_host_bridge_and_socket_apart() -> None:
+def test_a_machine_without_nvlink_has_switch_host_bridge_and_socket_classes() -> None:
     box = topology("pcie-box")
-    assert words_between_gpus(box) == {
+    assert classes_between_gpus(box) == {
         (0, 1): "PXB",
         (2, 3): "PHB",
         (0, 2): "SYS",
@@ -114,14 +114,14 @@ def test_a_pcie_box_has_no_nvlink_and_tells_switch_host_bridge_and_socket_apart(
         (1, 3): "SYS",
     }
     assert near(box) == [["mlx5_0"], ["mlx5_0"], [], []]
-    # GPU2 and GPU3 are on the socket of the two ordinary ports, but the fast port is far.
+    # GPU2 and GPU3 are on the socket of the two Ethernet ports, the RDMA port is on the other.
     assert [box.link_class("GPU2", nic.id) for nic in box.interfaces] == ["SYS", "NODE", "NODE"]
 
 
-def test_a_lost_nvlink_shows_at_its_gpu_and_no_other() -> None:
+def test_an_inactive_nvlink_is_shown_at_its_gpu_only() -> None:
     node = topology("degraded-nvlink")
-    for pair, word in words_between_gpus(node).items():
-        assert word == ("NV11" if 3 in pair else "NV12")
+    for pair, link_class in classes_between_gpus(node).items():
+        assert link_class == ("NV11" if 3 in pair else "NV12")
     text = "\n".join(topology_lines(node, 100))
     assert text.count("11 of 12 NVLinks active") == 1
     assert text.count("12 of 12 NVLinks active") == 7
@@ -130,9 +130,9 @@ def test_a_lost_nvlink_shows_at_its_gpu_and_no_other() -> None:
     ]
 
 
-def test_a_vm_that_hides_pcie_is_unknown_and_never_guessed() -> None:
+def test_hidden_pci_paths_give_unknown_classes() -> None:
     vm = topology("vm-hidden-pcie")
-    assert set(words_between_gpus(vm).values()) == {"?"}
+    assert set(classes_between_gpus(vm).values()) == {"?"}
     assert near(vm) == [[], [], [], []]
     text = "\n".join(topology_lines(vm, 100))
     assert "NUMA nodes unknown: /sys/devices/system/node is empty or hidden" in text
@@ -140,9 +140,9 @@ def test_a_vm_that_hides_pcie_is_unknown_and_never_guessed() -> None:
     assert "a virtual machine (kvm)" in text
 
 
-def test_a_bad_port_of_a_cluster_shows_its_rate_and_errors_and_no_other_does() -> None:
+def test_only_the_faulty_port_shows_a_low_rate_and_errors() -> None:
     first, second = topologies("roce-cluster")
-    assert set(words_between_gpus(first).values()) == {"NV6"}  # without a switch: peer to peer
+    assert set(classes_between_gpus(first).values()) == {"NV6"}  # direct links, without a switch
     assert [nic.rate_gbps for nic in first.interfaces] == [400, 400, 400, 400, 25]
     assert [nic.rate_gbps for nic in second.interfaces] == [400, 400, 100, 400, 25]
     assert not any(nic.errors for nic in first.interfaces)
@@ -152,7 +152,7 @@ def test_a_bad_port_of_a_cluster_shows_its_rate_and_errors_and_no_other_does() -
     assert "symbol_error 48211" in line and "link_downed 4" in line
 
 
-def test_without_a_gpu_cpus_numa_nodes_and_nics_are_shown() -> None:
+def test_a_machine_without_gpu_shows_cpus_numa_nodes_and_nics() -> None:
     vm = topology("cpu-only")
     rows = vm.to_json()
     assert [(row["kind"], row["cpus"]) for row in rows["devices"]] == [("cpu", "0-1")]
@@ -167,14 +167,14 @@ def test_the_text_fits_80_columns(name: str) -> None:
         assert max(map(len, topology_lines(each, 80))) <= 80
 
 
-# --- the picture -------------------------------------------------------------------------------
+# --- SVG -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_picture_has_every_device_once_and_marks_what_is_bad(name: str) -> None:
+def test_the_svg_has_every_device_once_and_marks_faulty_ones(name: str) -> None:
     hosts = topologies(name)
-    picture = ElementTree.fromstring(draw(hosts))
-    texts = [each.text or "" for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    svg_root = ElementTree.fromstring(draw(hosts))
+    texts = [each.text or "" for each in svg_root.iter("{http://www.w3.org/2000/svg}text")]
     for host in hosts:
         for device in [f"GPU{gpu.index}" for gpu in host.gpus]:
             assert texts.count(device) == len(hosts)
@@ -182,28 +182,28 @@ def test_the_picture_has_every_device_once_and_marks_what_is_bad(name: str) -> N
             assert texts.count(f"{nic.id} {nic.name}") == len(hosts)
     bad = [
         each
-        for each in picture.iter("{http://www.w3.org/2000/svg}rect")
+        for each in svg_root.iter("{http://www.w3.org/2000/svg}rect")
         if "bad" in each.attrib["class"].split()
     ]
     assert len(bad) == (0 if name in HEALTHY else 1)
 
 
-def test_no_box_of_a_picture_reaches_beyond_its_edge() -> None:
+def test_no_box_extends_beyond_the_svg() -> None:
     for name in ALL:
-        picture = ElementTree.fromstring(draw(topologies(name)))
-        width = float(picture.attrib["width"])
-        for each in picture.iter("{http://www.w3.org/2000/svg}rect"):
+        svg_root = ElementTree.fromstring(draw(topologies(name)))
+        width = float(svg_root.attrib["width"])
+        for each in svg_root.iter("{http://www.w3.org/2000/svg}rect"):
             assert float(each.get("x", 0)) + float(each.attrib["width"]) <= width
 
 
 # --- the command -------------------------------------------------------------------------------
 
 
-def test_a_recorded_file_gives_the_same_rows_as_the_machine_it_was_made_of(
+def test_a_recorded_copy_gives_the_same_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, copy = MACHINES / "roce-cluster.json", tmp_path / "copy.json"
-    svg = tmp_path / "picture.svg"
+    svg = tmp_path / "topology.svg"
     first, second = tmp_path / "1.json", tmp_path / "2.json"
     record = ["--record", str(copy), "--svg", str(svg)]
     assert run(["topo", "--from", str(source), "--json", str(first), *record]) == 0
@@ -219,7 +219,7 @@ def test_a_recorded_file_gives_the_same_rows_as_the_machine_it_was_made_of(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "reason"),
     [
         ("{", "not JSON, line 1"),
         ('{"schema": "tutti.topo/1"}', "its schema is 'tutti.topo/1', not 'tutti.machine/1'"),
@@ -230,16 +230,16 @@ def test_a_recorded_file_gives_the_same_rows_as_the_machine_it_was_made_of(
         ),
     ],
 )
-def test_a_file_that_is_no_record_is_refused_with_what_is_wrong(
-    content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_recorded_file_is_refused_with_the_reason(
+    content: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "machine.json"
     file.write_text(content)
     assert run(["topo", "--from", str(file)]) == 2
-    assert f"--from {file}: {said}" in capsys.readouterr().err
+    assert f"--from {file}: {reason}" in capsys.readouterr().err
 
 
-def test_topo_describes_this_machine_without_importing_torch(tmp_path: Path) -> None:
+def test_topo_shows_this_machine_without_importing_torch(tmp_path: Path) -> None:
     probe = (
         "import sys; from tutti.cli import run; code = run(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
@@ -254,7 +254,7 @@ def test_topo_describes_this_machine_without_importing_torch(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(hosts_missing() is not None, reason=str(hosts_missing()))
-def test_under_a_launcher_every_host_is_observed_once_and_the_first_rank_tells(
+def test_under_a_launcher_rank_0_shows_every_host_once(
     tmp_path: Path,
 ) -> None:
     common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "n1"}
@@ -267,10 +267,10 @@ def test_under_a_launcher_every_host_is_observed_once_and_the_first_rank_tells(
             )
             for rank, host in enumerate(hosts)
         ]
-        told = [rank.communicate(timeout=60) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told
+        outputs = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
     machines = read_machines(tmp_path / "all.json")
     assert [machine.host for machine in machines] == ["n1", "n2"]
-    # Each host has the one interface that the test gave it, and its own addresses.
+    # Each host has the one interface of its network namespace, and loopback.
     assert [[nic.name for nic in each.nics] for each in machines] == [["eth0", "lo"]] * 2
-    assert "n1:" in told[0][0] and "n2:" in told[0][0] and told[1][0] == ""
+    assert "n1:" in outputs[0][0] and "n2:" in outputs[0][0] and outputs[1][0] == ""

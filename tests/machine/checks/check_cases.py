@@ -1,0 +1,70 @@
+"""Helpers for tests of checks: recorded machines, and healthy machines with a single change."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tutti.machine.checks.checklist import run_checks
+from tutti.machine.checks.cluster import Cluster, ProbeResults, RankObservation
+from tutti.machine.checks.finding import Finding
+from tutti.machine.observation import Machine
+from tutti.machine.recording import read_machines
+
+RECORDED = Path(__file__).parent.parent / "machines"
+
+
+@functools.cache
+def recorded(name: str) -> tuple[Machine, ...]:
+    return tuple(read_machines(RECORDED / f"{name}.json"))
+
+
+HEALTHY = recorded("h100-nvswitch")[0]
+"""Eight H100 with NVSwitches and InfiniBand."""
+PLAIN = recorded("cpu-only")[0]
+"""A small machine without GPU and RDMA."""
+
+
+def cluster(*machines: Machine, ranks: tuple[RankObservation, ...] = (), **probes: Any) -> Cluster:
+    return Cluster(machines, ranks, ProbeResults(**probes))
+
+
+def problems(checked: Cluster) -> list[Finding]:
+    """The warnings and failures."""
+    return [each for each in run_checks(checked) if each.status in ("warn", "fail")]
+
+
+def problems_of(*machines: Machine, **options: Any) -> list[Finding]:
+    return problems(cluster(*machines, **options))
+
+
+def summaries(findings: list[Finding]) -> set[tuple[str, str, str]]:
+    return {(each.status, each.id, each.scope) for each in findings}
+
+
+def change(value: Any, **changes: Any) -> Any:
+    """A copy with changed fields; `a__b` changes field b of field a."""
+    for path, new in changes.items():
+        name, _, rest = path.partition("__")
+        value = replace(
+            value, **{name: change(getattr(value, name), **{rest: new}) if rest else new}
+        )
+    return value
+
+
+def change_first(
+    items: tuple[Any, ...], matches: Callable[[Any], bool], **changes: Any
+) -> tuple[Any, ...]:
+    """The items with the first match changed."""
+    index = next(index for index, each in enumerate(items) if matches(each))
+    return (*items[:index], change(items[index], **changes), *items[index + 1 :])
+
+
+def change_gpu(machine: Machine, index: int, **changes: Any) -> Machine:
+    gpus = change_first(machine.accelerators, lambda gpu: gpu.index == index, **changes)
+    return replace(machine, accelerators=gpus)
+
+
+def with_variables(machine: Machine, **variables: str) -> Machine:
+    return replace(machine, variables={**machine.variables, **variables})
