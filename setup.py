@@ -1,62 +1,47 @@
-"""The compiled parts; everything else about the package is in pyproject.toml."""
+"""The compiled parts; everything else about the package is in pyproject.toml.
 
+What is not compiled here (no compiler, or no torch because the build is isolated) is compiled at
+first use: src/tutti/comm/shm/jit_build.py, which also has the sources and flags.
+"""
+
+import importlib.util
+import os
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-core = Path("src/tutti/comm/shm/core")
-front = Path("src/tutti/comm/shm/front")
+_spec = importlib.util.spec_from_file_location("jit_build", "src/tutti/comm/shm/jit_build.py")
+jit_build = importlib.util.module_from_spec(_spec)
+sys.modules["jit_build"] = jit_build  # dataclasses look it up
+_spec.loader.exec_module(jit_build)
 
 
-def for_installed_torch() -> list[Extension]:
-    """The compiled shm front, where the build sees torch (pip install --no-build-isolation)."""
+def extension(library) -> Extension:
+    def relative(paths) -> list[str]:
+        return [os.path.relpath(path) for path in paths]
+
+    return Extension(
+        f"tutti.comm.shm.{library.name}",
+        sources=relative(library.sources),
+        depends=relative(library.headers),
+        define_macros=list(library.macros),
+        extra_compile_args=[*library.flags, *(f"-isystem{path}" for path in library.include_paths)],
+        library_dirs=[str(path) for path in library.library_paths],
+        extra_link_args=list(library.link),
+        language="c++" if Path(library.sources[0]).suffix == ".cpp" else "c",
+        # A failure is a warning here. The first use tries again and prints the compiler's error.
+        optional=True,
+    )
+
+
+def extensions() -> list[Extension]:
+    found = [extension(jit_build.core_library())]
     try:
-        import torch
-        from torch.utils.cpp_extension import include_paths, library_paths
+        found.append(extension(jit_build.front_library()))
     except ImportError:
-        return []  # the front in Python serves instead
-    version = torch.__version__.split("+")[0]
-    return [
-        Extension(
-            "tutti.comm.shm._front",
-            sources=[str(front / "front.cpp")],
-            depends=sorted(str(header) for header in (*front.glob("*.h"), *core.glob("*.h"))),
-            define_macros=[
-                ("TUTTI_TORCH_VERSION", f'"{version}"'),
-                ("_GLIBCXX_USE_CXX11_ABI", str(int(torch.compiled_with_cxx11_abi()))),
-            ],
-            library_dirs=library_paths(),
-            libraries=["c10", "torch", "torch_cpu", "torch_python"],
-            extra_compile_args=[
-                *("-O2", "-std=c++20", "-fvisibility=hidden", "-g0", "-Wall", "-Wextra"),
-                *(f"-isystem{folder}" for folder in include_paths()),
-            ],
-            language="c++",
-            optional=True,
-        )
-    ]
+        print("torch is not visible to this build: the shm front is compiled at first use")
+    return found
 
 
-setup(
-    ext_modules=[
-        # Plain C without Python or torch in it, loaded with ctypes. Where no compiler is found the
-        # package installs without it, and says so when the shm backend is asked for.
-        Extension(
-            "tutti.comm.shm._core",
-            sources=sorted(str(source) for source in core.glob("*.c")),
-            depends=sorted(str(header) for header in core.glob("*.h")),
-            extra_compile_args=[
-                "-O3",
-                "-g0",
-                "-std=gnu11",
-                "-fvisibility=hidden",
-                "-ffp-contract=off",  # one rounding per operation: the same bits on every machine
-                "-Wall",
-                "-Wextra",
-            ],
-            extra_link_args=["-pthread"],
-            optional=True,
-        ),
-        *for_installed_torch(),
-    ],
-)
+setup(ext_modules=extensions())

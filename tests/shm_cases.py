@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.comm.shm.registration import ShmOptions, register
+from tutti.comm.shm.registration import register
 
 SIZES = (0, 1, 3, 7, 9, 63, 65, 1023, 1025)
 LARGE = (65535, 65537)
@@ -22,9 +22,9 @@ all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def group_of(front: str, ranks: list[int] | None = None) -> Any:
+def group_of(ranks: list[int] | None = None) -> Any:
     register()
-    return dist.new_group(ranks, backend="shm", pg_options=ShmOptions(front=front))
+    return dist.new_group(ranks, backend="shm")
 
 
 def valid(dtype: torch.dtype, op: str) -> bool:

@@ -6,7 +6,7 @@ import pytest
 
 from worlds import in_world
 
-_NAMES = ["gloo", "shm", "shm-plain", "symmetric", "one-shot", "two-shot", "ring"]
+_NAMES = ["gloo", "shm", "symmetric", "one-shot", "two-shot", "ring"]
 
 
 def _measure(world: Any, names: list[str]) -> Any:
@@ -52,12 +52,12 @@ def test_all_contenders_are_right(ranks: int) -> None:
     measured = {(backend, op) for backend, op, *_ in first["measured"]}
     every = {op for backend, op in measured if backend == "gloo"}
     assert len(every) == 12
-    for name in ("shm", "shm-plain", "symmetric"):
+    for name in ("shm", "symmetric"):
         assert {op for backend, op in measured if backend == name} == every, name
     for name in ("one-shot", "two-shot", "ring"):
         assert {op for backend, op in measured if backend == name} == {"all_reduce"}
     # Groups take what comm.group() collects, and only torch's backends are grouped.
-    grouped = {"gloo x3", "shm x3", "shm-plain x3"}
+    grouped = {"gloo x3", "shm x3"}
     assert {name for name, times in first["groups"].items() if times == 3} == grouped
     alone = {"all_gather_uneven", "all_to_all_uneven", "barrier"}
     for name in grouped:

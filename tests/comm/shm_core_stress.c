@@ -1,6 +1,6 @@
 /* Random operations between ranks that are threads of one process, so that ThreadSanitizer sees
  * both sides of every hand-over: all ranks draw the same operations, run them now or later, on
- * private, on symmetric or on lent memory, and check every element. Usage: RANKS SECONDS SEED */
+ * private, on symmetric or on exported memory, and check every element. Usage: RANKS SECONDS SEED */
 #include "tutti_shm.h"
 
 #include <pthread.h>
@@ -223,7 +223,7 @@ static void *be_rank(void *argument)
     }
     tutti_group_add_block(g, 5, bases, BLOCK);
     task tasks[IN_FLIGHT];
-    int32_t *memory = malloc(BLOCK * 2), *lent = tutti_lend(BLOCK);
+    int32_t *memory = malloc(BLOCK * 2), *exported = tutti_export_alloc(BLOCK);
     uint64_t common = seed, own = seed + 77 + (uint64_t)rank, number = 0;
     atomic_long finished = 0;
     long submitted = 0;
@@ -237,11 +237,11 @@ static void *be_rank(void *argument)
             break;
         for (int batch = 0; batch < 20; batch++) {
             if (draw(&own) % 8 == 0) { /* peers have the old one mapped */
-                tutti_take_back(lent);
-                lent = tutti_lend(BLOCK);
+                tutti_export_free(exported);
+                exported = tutti_export_alloc(BLOCK);
             }
-            if (!lent)
-                die("lend", rank, number);
+            if (!exported)
+                die("export", rank, number);
             int n = 1 + (int)(draw(&common) % IN_FLIGHT);
             for (int i = 0; i < n; i++) {
                 task *t = &tasks[i];
@@ -255,7 +255,7 @@ static void *be_rank(void *argument)
                 if (ranks == 1 && t->kind == TUTTI_SEND)
                     t->kind = TUTTI_BARRIER;
                 int symmetric = mixed == 0 || (mixed == 1 && draw(&own) % 2);
-                int32_t *shared = draw(&own) % 2 ? lent : bases[rank];
+                int32_t *shared = draw(&own) % 2 ? exported : bases[rank];
                 t->in = (symmetric ? shared : memory) + i * MOST;
                 t->out = memory + (IN_FLIGHT + i) * MOST;
                 prepare(t, rank);
@@ -274,7 +274,7 @@ static void *be_rank(void *argument)
     tutti_group_close(g);
     if (atomic_load(&finished) != submitted)
         die("callbacks are missing", rank, number);
-    tutti_take_back(lent);
+    tutti_export_free(exported);
     for (int p = 0; p < ranks; p++)
         tutti_segment_close(heaps[p]);
     tutti_segment_close(heap);

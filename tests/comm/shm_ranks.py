@@ -1,4 +1,4 @@
-"""Ranks of the shm core as plain forked processes: without torch they start in milliseconds."""
+"""Ranks of the shm core as forked processes without torch, which start in milliseconds."""
 
 import ctypes
 import multiprocessing
@@ -123,14 +123,14 @@ def _be_rank(
         cards, connected = 0, 0
         while cards < size:
             peer, said = pipes[rank][0].recv()
-            if said == "connected":  # it was faster than another's card
+            if said == "connected":  # it arrived before another rank's card
                 connected += 1
                 continue
             cards += 1
             pid, fd, length = said
             if peer != rank:
                 native.raise_for(core().tutti_group_connect(handle, peer, pid, fd, length))
-        for peer in range(size):  # nobody goes on, and perhaps leaves, before all are connected
+        for peer in range(size):  # no rank continues, and perhaps ends, before all are connected
             pipes[peer][1].send((rank, "connected"))
         for _ in range(size - connected):
             pipes[rank][0].recv()

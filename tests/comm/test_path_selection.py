@@ -19,7 +19,6 @@ from tutti.comm import path_selection
 from tutti.comm.operation import CommGroup
 from tutti.comm.path_selection import Choice, Measured, Row, Table, choose
 from tutti.comm.shm import ShmOptions
-from tutti.comm.shm.compiled import compiled_front
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 from worlds import in_world
@@ -190,9 +189,8 @@ def _explained(world: World) -> dict[str, str]:
     assert os.environ.get("XDG_CACHE_HOME")
     groups: dict[str, dist.ProcessGroup | None] = {"default": None}
     groups["gloo"] = dist.new_group(backend="gloo", group_desc="gloo")
-    for front in ("plain", "compiled") if compiled_front()[0] else ("plain",):
-        apart = ShmOptions(front=front, can_open=lambda card: False)  # type: ignore[arg-type]
-        groups[front] = dist.new_group(backend="shm", pg_options=apart, group_desc=front)
+    apart = ShmOptions(can_open=lambda card: False)  # as if each rank were on a host of its own
+    groups["hosts"] = dist.new_group(backend="shm", pg_options=apart, group_desc="hosts")
     for words, arguments in {
         "op='allreduce' is no operation: did you mean all_reduce": ("allreduce", 8),
         "bytes=-1: give 0 or more": ("all_reduce", -1),
@@ -204,8 +202,7 @@ def _explained(world: World) -> dict[str, str]:
 
 
 def test_explain_says_which_path_and_why() -> None:
-    expected = {"default": "shm", "gloo": "gloo", "plain": "hierarchical"}
-    expected["compiled"] = "hierarchical"  # over two hosts, as the others' memory is out of reach
+    expected = {"default": "shm", "gloo": "gloo", "hosts": "hierarchical"}
     for told in in_world(_explained, 2):
         for group, text in told.items():
             assert text == (

@@ -23,19 +23,13 @@ from shm_cases import (
 )
 from worlds import in_world
 
-FRONTS = ("compiled", "plain")
-
 
 def every_operation(world: Any) -> list[str]:
-    wrong = []
-    # The plain front shares all algorithms with the compiled one: fewer sizes tell enough.
-    for front, sizes in (("compiled", SIZES), ("plain", (0, 1025))):
-        checks = Checks(group_of(front))
-        checks.everything(sizes)
-        checks.large()
-        wrong += [f"{front}: {text}" for text in checks.wrong]
-        assert checks.count > 500
-    return wrong[:20]
+    checks = Checks(group_of())
+    checks.everything(SIZES)
+    checks.large()
+    assert checks.count > 500
+    return checks.wrong[:20]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
@@ -45,15 +39,14 @@ def test_every_operation_dtype_reduction_and_size_is_exact(ranks: int) -> None:
 
 def subgroups_and_large_tensors(world: Any) -> list[str]:
     wrong = []
-    for front in FRONTS:
-        for ranks in ([0, 2, 4], [3, 1], [4], [1, 2, 3, 4]):
-            group = group_of(front, ranks)
-            if world.rank in ranks:
-                checks = Checks(group)
-                checks.everything((3,))
-                checks.large((131071, 300001) if front == "compiled" else (9,))
-                wrong += [f"{front} {ranks}: {text}" for text in checks.wrong]
-                dist.destroy_process_group(group)
+    for ranks in ([0, 2, 4], [3, 1], [4], [1, 2, 3, 4]):
+        group = group_of(ranks)
+        if world.rank in ranks:
+            checks = Checks(group)
+            checks.everything((3,))
+            checks.large((131071, 300001))
+            wrong += [f"{ranks}: {text}" for text in checks.wrong]
+            dist.destroy_process_group(group)
     return wrong[:20]
 
 
@@ -63,20 +56,19 @@ def test_subgroups_work_side_by_side_and_large_tensors_are_exact() -> None:
 
 def the_rest(world: Any) -> list[str]:
     wrong: list[str] = []
-    for front in FRONTS:
-        group = group_of(front)
-        checks = Checks(group)
-        _many_in_flight(checks)
-        _coalesced(checks)
-        _not_contiguous(checks)
-        _lazy(checks)
-        _uneven_gathers(checks)
-        _messages(checks)
-        _futures(checks)
-        _mistakes(checks)
-        wrong += [f"{front}: {text}" for text in checks.wrong]
-        assert dist.get_backend(group) == "shm" and group.name() in ("shm", "custom")
-        dist.destroy_process_group(group)
+    group = group_of()
+    checks = Checks(group)
+    _many_in_flight(checks)
+    _coalesced(checks)
+    _not_contiguous(checks)
+    _lazy(checks)
+    _uneven_gathers(checks)
+    _messages(checks)
+    _futures(checks)
+    _mistakes(checks)
+    wrong += checks.wrong
+    assert dist.get_backend(group) == "shm" and group.name() in ("shm", "custom")
+    dist.destroy_process_group(group)
     return wrong
 
 
@@ -278,17 +270,17 @@ def generated_plans(count: int) -> list[Any]:
     return plans
 
 
-def run_plans(world: Any, front: str, plans: list[Any]) -> list[str]:
+def run_plans(world: Any, plans: list[Any]) -> list[str]:
     wrong: list[str] = []
     for subgroups, steps in plans:
-        found = run_plan(world, front, subgroups, steps)
+        found = run_plan(world, subgroups, steps)
         if found:
             wrong.append(f"{found[:3]} in {subgroups} {steps}")
     return wrong[:3]
 
 
-def run_plan(world: Any, front: str, subgroups: list[list[int]], steps: list[Step]) -> list[str]:
-    made = [group_of(front, ranks) for ranks in subgroups]
+def run_plan(world: Any, subgroups: list[list[int]], steps: list[Step]) -> list[str]:
+    made = [group_of(ranks) for ranks in subgroups]
     checks = [
         Checks(group) if world.rank in ranks else None
         for group, ranks in zip(made, subgroups, strict=True)
@@ -331,27 +323,25 @@ def _take(
         getattr(check, what)(count, dtype)
 
 
-@pytest.mark.parametrize("front", FRONTS)
-def test_random_sequences_on_random_subgroups_are_exact(front: str) -> None:
+def test_random_sequences_on_random_subgroups_are_exact() -> None:
     plans = generated_plans(25)
     assert len(plans) > 10
-    assert in_world(run_plans, 4, front, plans, timeout=100) == [[]] * 4
+    assert in_world(run_plans, 4, plans, timeout=100) == [[]] * 4
 
 
 # ---- Long and crowded ----
 
-SOAK = {"compiled": 100_000, "plain": 20_000}
+SOAK = 100_000
 
 
-def soak(world: Any) -> dict[str, int]:
-    exact = dict.fromkeys(SOAK, 0)
-    for front, operations in SOAK.items():
-        group = group_of(front)
-        tensor = torch.zeros(16)
-        for _ in range(operations):
-            tensor.fill_(1.0)
-            dist.all_reduce(tensor, group=group)
-            exact[front] += bool(tensor[7] == world.size)
+def soak(world: Any) -> int:
+    exact = 0
+    group = group_of()
+    tensor = torch.zeros(16)
+    for _ in range(SOAK):
+        tensor.fill_(1.0)
+        dist.all_reduce(tensor, group=group)
+        exact += bool(tensor[7] == world.size)
     return exact
 
 
@@ -360,15 +350,12 @@ def test_a_hundred_thousand_small_operations() -> None:
 
 
 def crowded(world: Any) -> list[str]:
-    wrong: list[str] = []
-    for front in FRONTS:
-        checks = Checks(group_of(front))
-        for count in (1, 1025, 100_001):
-            for _ in range(3):
-                checks.all_reduce(count, torch.float32, "SUM")
-            checks.move_everything(count, torch.float32, 0)
-        wrong += checks.wrong
-    return wrong
+    checks = Checks(group_of())
+    for count in (1, 1025, 100_001):
+        for _ in range(3):
+            checks.all_reduce(count, torch.float32, "SUM")
+        checks.move_everything(count, torch.float32, 0)
+    return checks.wrong
 
 
 def test_ranks_that_outnumber_cores_fourfold() -> None:

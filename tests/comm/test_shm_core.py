@@ -1,4 +1,4 @@
-"""The core's collectives and messages between plain processes."""
+"""The core's collectives and messages, between processes without torch."""
 
 import itertools
 import os
@@ -25,7 +25,7 @@ def in_rank_order(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def cut(array: np.ndarray, n: int) -> list[np.ndarray]:
-    """Into n uneven parts, some of them empty when there is little."""
+    """Split into n uneven parts, some of them empty for small counts."""
     marks = [len(array) * i * i // (n * n) for i in range(n + 1)]
     return [array[a:b] for a, b in itertools.pairwise(marks)]
 
@@ -102,7 +102,7 @@ def many_at_once(g: Group) -> None:
     settings = {"dtype": native.I64, "reduce": native.SUM}
     works = [g.submit(native.ALL_REDUCE, [a], [a], **settings) for a in arrays]
     last = np.array([g.rank], np.int64)
-    g.run(native.ALL_REDUCE, [last], [last], **settings)  # in turn, behind the queue
+    g.run(native.ALL_REDUCE, [last], [last], **settings)  # runs after the queued ones
     assert last[0] == sum(range(g.size))
     for work in reversed(works):
         work.wait()
@@ -134,7 +134,7 @@ def messages(g: Group) -> None:
     big = np.full(3_000_000, g.rank, np.int32)  # many times the ring
     from_left, from_right = np.empty_like(big), np.empty_like(big)
     sends = [g.submit(native.SEND, [big], peer=peer, tag=1) for peer in (left, right)]
-    g.barrier()  # collectives go on meanwhile
+    g.barrier()  # collectives are not blocked by messages
     recvs = [
         g.submit(native.RECV, [], [from_right], peer=right, tag=1),
         g.submit(native.RECV, [], [from_left], peer=left, tag=1),
@@ -151,7 +151,7 @@ def messages(g: Group) -> None:
         g.run(native.RECV, [], [got], peer=left, tag=tag)
         assert got.tolist() == [left, tag, tag == 6]
     g.run(native.RECV, [], [np.empty(0)], peer=left, tag=8)
-    # From anybody.
+    # From any source.
     others = [rank for rank in range(g.size) if rank != g.rank]
     for other in others:
         g.run(native.SEND, [np.array([g.rank])], peer=other, tag=9)
@@ -201,7 +201,7 @@ def on_symmetric_memory(g: Group) -> None:
             mine[:] = everyone[g.rank]
             outs = [np.empty_like(mine) for _ in range(g.size)]
             g.run(native.ALL_GATHER, [mine], outs)
-            mine[:] = everyone[g.rank]  # at once: nobody may still be reading
+            mine[:] = everyone[g.rank]  # at once: no peer may still be reading it
             for got, expected in zip(outs, everyone, strict=True):
                 np.testing.assert_array_equal(got, expected)
             part = np.empty_like(cut(want, g.size)[g.rank])

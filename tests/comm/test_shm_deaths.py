@@ -1,4 +1,4 @@
-"""When a rank dies, leaves, aborts or forks: its peers are told who did, and nobody hangs."""
+"""A rank dies, leaves, aborts or forks: its peers get an error that names it, and none hangs."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ def die_before(g: Group, kind: int) -> None:
     g.barrier()
     if g.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    for _ in range(20):  # a root may be some rounds ahead before it needs the dead
+    for _ in range(20):  # a root may run some rounds ahead before it waits for the dead rank
         call(g, kind, 100_000, 0)
 
 
@@ -40,7 +40,7 @@ def die_amid(g: Group, kind: int) -> None:
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES.values(), ids=COLLECTIVES)
-def test_given_a_peer_killed_amid_a_collective_then_nobody_hangs(kind: int) -> None:
+def test_given_a_peer_killed_amid_a_collective_then_no_rank_hangs(kind: int) -> None:
     assert [name for name, _ in errors(die_amid, 2, kind)] == ["PeerDied"]
 
 
@@ -69,7 +69,7 @@ def leave_early(g: Group) -> None:
     if g.rank == 0:
         g.run(native.BROADCAST, [x], [], root=0)
         g.run(native.SEND, [x], peer=1, tag=1)
-        return  # what it offered is still there for those who come late
+        return  # its bytes stay available to slower ranks
     time.sleep(0.3)
     out = np.zeros_like(x)
     g.run(native.BROADCAST, [], [out], root=0)
@@ -101,7 +101,7 @@ def abort_in_flight(g: Group) -> list[str]:
     return names
 
 
-def test_given_an_abort_then_what_runs_and_what_is_queued_fails() -> None:
+def test_given_an_abort_then_running_and_queued_operations_fail() -> None:
     def with_one_absent(g: Group) -> list[str]:
         g.barrier()
         if g.rank == 1:
@@ -115,7 +115,7 @@ def test_given_an_abort_then_what_runs_and_what_is_queued_fails() -> None:
 def fork_a_child(g: Group) -> int:
     g.barrier()
     pid = os.fork()
-    if pid == 0:  # as a data loader's worker would
+    if pid == 0:  # like a worker of a data loader
         code = core().tutti_run(g.handle, ctypes.byref(native.operation(native.BARRIER)), 5)
         core().tutti_group_abort(g.handle)
         core().tutti_group_close(g.handle)
@@ -123,7 +123,7 @@ def fork_a_child(g: Group) -> int:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     for _ in range(10):
         call(g, native.ALL_REDUCE, 1000, -1)
-    time.sleep(0.1)  # long enough for a check of life
+    time.sleep(0.1)  # longer than the interval of liveness checks
     call(g, native.ALL_REDUCE, 1000, -1)
     return status
 

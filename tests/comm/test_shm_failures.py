@@ -1,4 +1,4 @@
-"""When ranks differ, are late or ask for nonsense: all hear of it, and the text has the numbers."""
+"""Ranks call different operations, are late or pass wrong arguments: errors with the numbers."""
 
 import re
 import time
@@ -123,7 +123,7 @@ def bad_arguments(g: Group) -> None:
     for said, arguments in {
         "root 7 is not a rank of group default of 2": (native.BROADCAST, [x], [], 7),
         "takes 1 parts in and 2 out, got 1 and 1": (native.ALL_GATHER, [x], [x], -1),
-        "gives itself 40 bytes and takes 20": (native.ALL_REDUCE, [x], [x[:5]], -1),
+        "itself 40 bytes and receives 20": (native.ALL_REDUCE, [x], [x[:5]], -1),
     }.items():
         kind, ins, outs, root = arguments
         with pytest.raises(ValueError, match=said):

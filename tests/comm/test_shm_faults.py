@@ -10,8 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
-from unittest.mock import Mock
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +20,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from forked_ranks import forked
 from shm_cases import group_of, reduce_scatter_flat
-from tutti.comm.shm import compiled, registration, set_where
+from tutti.comm.shm import registration, set_where
 from tutti.comm.shm.registration import ShmOptions, make
-from tutti.world.errors import UsageError
 from worlds import in_world, run_command
-
-FRONTS = ("compiled", "plain")
 
 
 def operations(size: int, peer: int, group: Any) -> dict[str, Callable[[], Any]]:
@@ -53,22 +49,19 @@ KINDS = list(operations(2, 1, None))
 
 
 def killed_in_the_middle(rank: int) -> Any:
-    """Rank 0 pairs up with one victim for each kind of operation and front."""
-    victims = {
-        (front, kind): 1 + i
-        for i, (front, kind) in enumerate((front, kind) for front in FRONTS for kind in KINDS)
-    }
-    groups = {key: group_of(key[0], [0, victim]) for key, victim in victims.items()}
+    """Rank 0 forms a pair with one victim for each kind of operation."""
+    victims = {kind: 1 + i for i, kind in enumerate(KINDS)}
+    groups = {kind: group_of([0, victim]) for kind, victim in victims.items()}
     told = {}
-    for key, victim in victims.items():
+    for kind, victim in victims.items():
         if rank == 0:
             began = time.monotonic()
             try:
-                operations(2, victim, groups[key])[key[1]]()
+                operations(2, victim, groups[kind])[kind]()
                 text = "no error"
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
-            told[" ".join(key)] = [text, time.monotonic() - began < 20]
+            told[kind] = [text, time.monotonic() - began < 20]
         elif rank == victim:
             time.sleep(0.5 + 0.15 * victim)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -76,7 +69,7 @@ def killed_in_the_middle(rank: int) -> Any:
 
 
 def test_a_killed_peer_is_named_during_every_operation() -> None:
-    told, *victims = forked(killed_in_the_middle, 1 + len(FRONTS) * len(KINDS), timeout=100)
+    told, *victims = forked(killed_in_the_middle, 1 + len(KINDS), timeout=100)
     assert all(victim == {"exit": -signal.SIGKILL} for victim in victims)
     assert len(told) == len(victims)
     for what, (text, soon) in told.items():
@@ -86,29 +79,26 @@ def test_a_killed_peer_is_named_during_every_operation() -> None:
 def disagreeing(rank: int) -> list[str]:
     texts = []
     set_where(lambda: f"train.py:{70 + rank} in step")
-    for front in FRONTS:
-        for different in (
-            lambda group: dist.all_reduce(torch.ones(4 + rank), group=group),
-            lambda group: dist.all_reduce(torch.ones(4, dtype=_dtype(rank)), group=group),
-            lambda group: (
-                dist.barrier(group) if rank else dist.all_reduce(torch.ones(4), group=group)
-            ),
-            lambda group: (
-                dist.broadcast(torch.ones(4), rank, group=group),
-                dist.barrier(group),  # a root waits for nobody: it learns of it here
-            ),
-        ):
-            group = group_of(front)
-            try:
-                different(group)
-                texts.append("no error")
-            except Exception as error:
-                texts.append(f"{type(error).__name__}: {error}")
-            try:  # afterwards the group says at once what went wrong first
-                dist.all_reduce(torch.ones(1), group=group)
-                texts.append("no error")
-            except Exception as error:
-                texts.append(f"{type(error).__name__}: {error}")
+    for different in (
+        lambda group: dist.all_reduce(torch.ones(4 + rank), group=group),
+        lambda group: dist.all_reduce(torch.ones(4, dtype=_dtype(rank)), group=group),
+        lambda group: dist.barrier(group) if rank else dist.all_reduce(torch.ones(4), group=group),
+        lambda group: (
+            dist.broadcast(torch.ones(4), rank, group=group),
+            dist.barrier(group),  # a root waits for nobody: it learns of it here
+        ),
+    ):
+        group = group_of()
+        try:
+            different(group)
+            texts.append("no error")
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+        try:  # afterwards the group says at once what went wrong first
+            dist.all_reduce(torch.ones(1), group=group)
+            texts.append("no error")
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
     return texts
 
 
@@ -139,13 +129,13 @@ def test_a_timeout_names_the_rank_that_did_not_come_and_where_it_is() -> None:
 def late_by_design(world: Any) -> list[str]:
     texts: list[str] = []
     store = _get_default_store()
-    for number, front in enumerate(FRONTS):
-        group = group_of(front)
+    for number, asynchronous in enumerate((False, True)):
+        group = group_of()
         dist.barrier(group)
         if world.rank == 0:
             options = dist.AllreduceOptions()
             options.timeout = timedelta(seconds=2)
-            options.asyncOp = front == "plain"
+            options.asyncOp = asynchronous
             try:
                 group.allreduce([torch.ones(3)], options).wait()
                 texts.append("no error")
@@ -161,37 +151,27 @@ def late_by_design(world: Any) -> list[str]:
 def aborted(rank: int) -> list[str]:
     """What torch's own abort does to a group of CPU tensors alone."""
     texts = []
-    for front in FRONTS:
-        group = group_of(front)
-        work = dist.irecv(torch.ones(1), 1 - rank, group)
-        try:
-            group._get_backend(torch.device("cuda"))
-            texts.append(f"{front}: has a backend for CUDA")
-        except RuntimeError:
-            pass
-        distributed_c10d._abort_process_group(group)
-        if group in distributed_c10d._world.pg_map:
-            texts.append(f"{front}: is still there")
-        try:
-            work.wait(timedelta(seconds=20))
-            texts.append(f"{front}: no error")
-        except Exception as error:
-            if type(error).__name__ not in ("GroupClosed", "PeerLeft"):
-                texts.append(f"{front}: {error!r}")
+    group = group_of()
+    work = dist.irecv(torch.ones(1), 1 - rank, group)
+    try:
+        group._get_backend(torch.device("cuda"))
+        texts.append("has a backend for CUDA")
+    except RuntimeError:
+        pass
+    distributed_c10d._abort_process_group(group)
+    if group in distributed_c10d._world.pg_map:
+        texts.append("is still there")
+    try:
+        work.wait(timedelta(seconds=20))
+        texts.append("no error")
+    except Exception as error:
+        if type(error).__name__ not in ("GroupClosed", "PeerLeft"):
+            texts.append(f"{error!r}")
     return texts
 
 
-def test_torch_can_abort_a_group_of_either_front() -> None:
+def test_torch_can_abort_a_group() -> None:
     assert forked(aborted, 2) == [[], []]
-
-
-def test_an_abort_reaches_the_part_of_a_group_that_serves_cuda() -> None:
-    options = ShmOptions(front="plain")
-    group = make(dist.HashStore(), 0, 1, timedelta(seconds=20), "both", [0], options)
-    group._cuda = Mock()
-    group.abort()
-    group._cuda.abort.assert_called_once_with()
-    group.shutdown()
 
 
 def memory_of_groups() -> list[str]:
@@ -212,13 +192,12 @@ def left_behind(rank: int) -> list[str]:
     before = memory_of_groups()
     assert before, "the default group has memory"
     for _ in range(3):
-        for front in FRONTS:
-            group = group_of(front)
-            dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
-            dist.isend(torch.ones(3), 1 - rank, group)  # never waited for
-            dist.recv(torch.ones(3), 1 - rank, group)
-            dist.destroy_process_group(group)
-            del group
+        group = group_of()
+        dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
+        dist.isend(torch.ones(3), 1 - rank, group)  # never waited for
+        dist.recv(torch.ones(3), 1 - rank, group)
+        dist.destroy_process_group(group)
+        del group
     left = memory_of_groups()
     dist.destroy_process_group()
     return [f"{len(left)} not {len(before)}"] * (len(left) != len(before)) + memory_of_groups()
@@ -228,15 +207,12 @@ def test_a_destroyed_group_gives_its_memory_back() -> None:
     assert forked(left_behind, 2) == [[], []]
 
 
-@pytest.mark.parametrize("front", FRONTS)
-def test_a_group_that_cannot_be_made_gives_its_memory_back(
-    front: Literal["compiled", "plain"], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_cannot_be_made_frees_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: Any) -> None:
         raise OSError("gloo finds no network")
 
     monkeypatch.setattr(dist, "ProcessGroupGloo", fails)
-    options = ShmOptions(front=front, can_open=lambda card: False)  # a host for each rank
+    options = ShmOptions(can_open=lambda card: False)  # a host for each rank
     before, store = memory_of_groups(), dist.HashStore()
 
     def make_one(rank: int) -> None:
@@ -249,25 +225,18 @@ def test_a_group_that_cannot_be_made_gives_its_memory_back(
     assert memory_of_groups() == before
 
 
-def test_a_missing_front_is_said_before_any_memory_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(compiled, "compiled_front", lambda: (None, "it was not built"))
-    before = memory_of_groups()
-    with pytest.raises(UsageError, match="front='compiled': it was not built"):
-        make(dist.HashStore(), 0, 1, timedelta(seconds=20), "odd", [0], ShmOptions("compiled"))
-    assert memory_of_groups() == before
-
-
-def test_rank_0_says_once_that_the_plain_front_serves_in_place_of_the_compiled_one(
+def test_where_it_cannot_be_built_all_ranks_use_gloo_and_rank_0_says_so_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reason = "plain front: the compiled one is for torch 2.11.0, not 2.15.0"
-    monkeypatch.setattr(compiled, "compiled_front", lambda: (None, reason))
-    registration._say_that_it_is_plain.cache_clear()
+    monkeypatch.setattr(registration, "_load", lambda: (None, "no C compiler: install gcc"))
+    registration._say_gloo.cache_clear()
+    before = memory_of_groups()
     for name in ("one", "other"):
-        make(dist.HashStore(), 0, 1, timedelta(seconds=20), name).shutdown()
-    assert capsys.readouterr().err == f"note: shm with its {reason}\n"
+        group = make(dist.HashStore(), 0, 1, timedelta(seconds=20), name)
+        assert isinstance(group, dist.ProcessGroupGloo)
+    assert memory_of_groups() == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "gloo" in line and "no C compiler: install gcc" in line
 
 
 SCRIPT = """

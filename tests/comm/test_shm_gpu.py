@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shm_cases import Checks, all_gather_flat, reduce_scatter_flat
-from tutti.comm.shm import ShmOptions, native_group, register
+from tutti.comm.shm import native_group, register
 from worlds import in_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -16,18 +16,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 def both_devices(world: Any) -> list[str]:
     register()
-    wrong = []
-    # torch lets no options of ours past NCCL; without any, the compiled front serves where built.
-    for options in (None, ShmOptions(front="plain")):
-        group = dist.new_group(backend="cpu:shm,cuda:nccl", pg_options=options)
-        assert native_group(group) is not None
-        checks = Checks(group)
-        checks.everything((3,))
-        _on_cuda(checks, world.device)
-        checks.all_reduce(1025, torch.float32, "SUM")
-        dist.barrier(group)
-        wrong += [f"{options}: {text}" for text in checks.wrong]
-    return wrong
+    group = dist.new_group(backend="cpu:shm,cuda:nccl")
+    assert native_group(group) is not None
+    checks = Checks(group)
+    checks.everything((3,))
+    _on_cuda(checks, world.device)
+    checks.all_reduce(1025, torch.float32, "SUM")
+    dist.barrier(group)
+    return checks.wrong
 
 
 def _on_cuda(checks: Checks, device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from forked_ranks import forked
 from hosts import hosts_missing, two_hosts
 from shm_cases import FLOATS, INTS, OPS, Checks, valid
-from tutti.comm.shm.meeting import _hosts
+from tutti.comm.shm.connect import _hosts
 from tutti.comm.shm.registration import ShmOptions
 from tutti.world.errors import UsageError
 
@@ -58,41 +58,37 @@ def _asynchronous_and_views(checks: Checks) -> None:
         checks.same(part, torch.full((rank,), float(rank)), "uneven all_gather")
 
 
-# ---- Hosts that are made up: whoever has the other parity, or another third, is out of reach ----
+# ---- Pretended hosts: ranks of another number in `layout` cannot open the memory ----
 
 
-def pretended(rank: int, front: str, layout: list[int]) -> list[str]:
+def pretended(rank: int, layout: list[int]) -> list[str]:
     """`layout` has the host of each rank."""
-    from tutti.comm.shm import meeting
+    from tutti.comm.shm.connect import shares_memory
 
     pids: dict[int, int] = {}
 
     def same_host(card: dict[str, Any]) -> bool:
-        return pids[card["pid"]] == layout[rank] and meeting.shares_memory(card)
+        return pids[card["pid"]] == layout[rank] and shares_memory(card)
 
     import os
 
     gathered: list[Any] = [None] * len(layout)
     dist.all_gather_object(gathered, os.getpid())
     pids.update(zip(gathered, layout, strict=True))
-    options = ShmOptions(front=front, can_open=same_host)
+    options = ShmOptions(can_open=same_host)
     group = dist.new_group(backend="shm", pg_options=options)
     wrong = everywhere(Checks(group))
     dist.destroy_process_group(group)
     return wrong
 
 
-@pytest.mark.parametrize(
-    "front, layout",
-    [("compiled", [0, 0, 1, 1]), ("plain", [0, 1, 0, 2, 0])],
-    ids=["compiled, 2 + 2", "plain, 3 + 1 + 1"],
-)
-def test_every_operation_is_exact_over_hosts(front: str, layout: list[int]) -> None:
-    told = forked(pretended, len(layout), front, layout, timeout=110)
+@pytest.mark.parametrize("layout", [[0, 0, 1, 1], [0, 1, 0, 2, 0]], ids=["2 + 2", "3 + 1 + 1"])
+def test_every_operation_is_exact_over_hosts(layout: list[int]) -> None:
+    told = forked(pretended, len(layout), layout, timeout=110)
     assert told == [[]] * len(layout)
 
 
-def test_ranks_that_see_each_other_in_part_are_named() -> None:
+def test_ranks_that_share_memory_only_in_part_are_named() -> None:
     names = ("a", "a", "b")
     assert _hosts([[0, 1], [0, 1], [2]], names) == ((0, 1), (2,))
     assert _hosts([[0, 1, 2], [0, 1], [2]], names) == ((0, 1), (2,))  # one way does not count
@@ -124,7 +120,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.skipif(hosts_missing() is not None, reason=str(hosts_missing()))
-def test_locality_is_found_out_by_trying(tmp_path: Path) -> None:
+def test_ranks_of_one_host_are_found_by_opening_memory(tmp_path: Path) -> None:
     """Ranks 0 and 2 are on n1, rank 1 on n2; nothing tells them so."""
     tests = Path(__file__).parent.parent
     path = f"{tests.parent / 'src'}:{tests}:{tests / 'comm'}"

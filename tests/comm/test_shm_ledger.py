@@ -1,4 +1,4 @@
-"""The core's ledger: what a rank has called lies where another program can read it."""
+"""The core's ledger: another program can read the operations that a rank has called."""
 
 import os
 import struct

@@ -1,4 +1,4 @@
-"""Where shared memory comes from: limits are errors, large pages have their place, none is left."""
+"""Shared memory: limits are errors, huge pages are aligned, and nothing is left after closing."""
 
 import contextlib
 import os

@@ -18,8 +18,7 @@ from worlds import in_world, run_command
 
 
 def groups() -> dict[str, Any]:
-    made = {front: group_of(front) for front in ("compiled", "plain")}
-    return {"gloo": dist.new_group(backend="gloo"), **made}
+    return {"gloo": dist.new_group(backend="gloo"), "shm": group_of()}
 
 
 def unlike(results: dict[str, list[Tensor]]) -> list[str]:
@@ -272,7 +271,7 @@ def test_torch_finds_the_backend_of_an_installed_package(tmp_path: Path) -> None
 
 def traced(world: Any, folder: str) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
-    group = group_of("compiled")
+    group = group_of()
     with torch.profiler.profile() as profiler:
         dist.all_reduce(torch.ones(100), group=group)
         dist.all_gather(

@@ -1,4 +1,4 @@
-"""Who waits how long: every limit is kept, and forked children do not wait for their parent."""
+"""Time limits of waits are kept, and forked children do not wait for their parent."""
 
 import os
 import time
@@ -15,18 +15,16 @@ from shm_cases import group_of
 from tutti.comm.shm import native
 from tutti.comm.shm.native import core
 
-FRONTS = ("compiled", "plain")
-
 
 def impatient(g: Group) -> None:
-    """Rank 1 comes only after rank 0 has given up a wait."""
+    """Rank 1 arrives only after a wait of rank 0 has timed out."""
     for _ in range(5):
         x, word = np.ones(1000), np.zeros(1)
         if g.rank == 1:
             g.run(native.RECV, [], [word], peer=0, timeout=20)
         work = g.submit(native.ALL_REDUCE, [x], [x], timeout=5, dtype=native.F64)
         if g.rank == 0:
-            with pytest.raises(native.ShmTimeout, match=r"all_reduce .* is not done yet"):
+            with pytest.raises(native.ShmTimeout, match=r"all_reduce .* not finished"):
                 work.wait(0.05)
             g.run(native.SEND, [word], peer=1)
         work.wait()
@@ -38,23 +36,22 @@ def test_given_a_late_peer_when_a_wait_has_a_limit_then_it_ends_in_time() -> Non
 
 
 def impatient_by_torch(rank: int) -> list[str]:
-    """Rank 1 comes only after rank 0 has given up a wait."""
+    """Rank 1 arrives only after a wait of rank 0 has timed out."""
     texts = []
-    for front in FRONTS:
-        group = group_of(front)
-        for _ in range(3):
-            if rank == 1:
-                dist.recv(torch.ones(1), 0, group)
-            work = dist.all_reduce(torch.ones(1000), group=group, async_op=True)
-            if rank == 0:
-                try:
-                    work.wait(timedelta(seconds=0.1))
-                    texts.append(f"{front}: no error")
-                except Exception as error:
-                    if type(error).__name__ != "ShmTimeout":
-                        raise
-                dist.send(torch.ones(1), 1, group)
-            work.wait()
+    group = group_of()
+    for _ in range(3):
+        if rank == 1:
+            dist.recv(torch.ones(1), 0, group)
+        work = dist.all_reduce(torch.ones(1000), group=group, async_op=True)
+        if rank == 0:
+            try:
+                work.wait(timedelta(seconds=0.1))
+                texts.append("no error")
+            except Exception as error:
+                if type(error).__name__ != "ShmTimeout":
+                    raise
+            dist.send(torch.ones(1), 1, group)
+        work.wait()
     return texts
 
 
@@ -63,34 +60,33 @@ def test_a_wait_with_a_limit_ends_in_time_and_the_operation_goes_on() -> None:
 
 
 def given_up_together(rank: int) -> list[str]:
-    """Messages as one, each in less than the limit, and the last only when it is given up."""
+    """Coalesced messages: each comes within the limit, all together do not."""
     texts, word, cpu = [], torch.ones(1), torch.device("cpu")
-    for front in FRONTS:
-        group = group_of(front)
-        if rank == 1:
-            dist.recv(word, 0, group)
-            for _ in range(10):
-                time.sleep(0.4)
-                dist.send(word, 0, group, tag=1)
-            dist.recv(word, 0, group)
+    group = group_of()
+    if rank == 1:
+        dist.recv(word, 0, group)
+        for _ in range(10):
+            time.sleep(0.4)
             dist.send(word, 0, group, tag=1)
-            continue
-        got = [torch.zeros(1) for _ in range(11)]
-        group._start_coalescing(cpu)
-        for each in got:
-            dist.irecv(each, 1, group, tag=1)
-        together = group._end_coalescing(cpu)
-        dist.send(word, 1, group)
-        try:
-            together.wait(timedelta(seconds=0.7))
-            texts.append(f"{front}: no error")
-        except native.ShmTimeout:
-            if int(sum(got)) == 10:
-                texts.append(f"{front}: given up only when the last was waited for")
-        dist.send(word, 1, group)
-        together.wait(timedelta(seconds=20))
-        if int(sum(got)) != 11:
-            texts.append(f"{front}: {got}")
+        dist.recv(word, 0, group)
+        dist.send(word, 0, group, tag=1)
+        return texts
+    got = [torch.zeros(1) for _ in range(11)]
+    group._start_coalescing(cpu)
+    for each in got:
+        dist.irecv(each, 1, group, tag=1)
+    together = group._end_coalescing(cpu)
+    dist.send(word, 1, group)
+    try:
+        together.wait(timedelta(seconds=0.7))
+        texts.append("no error")
+    except native.ShmTimeout:
+        if int(sum(got)) == 10:
+            texts.append("timed out only in the wait for the last part")
+    dist.send(word, 1, group)
+    together.wait(timedelta(seconds=20))
+    if int(sum(got)) != 11:
+        texts.append(f"{got}")
     return texts
 
 
@@ -108,7 +104,7 @@ def forked_amid(g: Group) -> list[int]:
     works.append(g.submit(native.RECV, [], [got], peer=1 - g.rank))
     codes = []
     if g.rank == 0:
-        time.sleep(0.1)  # the worker has the turn by then
+        time.sleep(0.1)  # so that the worker runs the collective
         for work in works:
             child = os.fork()
             if child == 0:

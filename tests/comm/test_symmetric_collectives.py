@@ -8,7 +8,6 @@ import torch.distributed as dist
 from whole_numbers import check_same, reduced, whole_numbers
 
 from tutti.comm import shm, symmetric
-from tutti.comm.shm.compiled import compiled_front
 from tutti.comm.symmetric.heap_collectives import _stages as stages
 from tutti.world.errors import UsageError
 from worlds import in_world
@@ -105,23 +104,22 @@ def staged(world: Any) -> None:
 def torch_distributed_needs_no_copies(world: Any) -> None:
     """The backend `shm` knows the heaps of its groups, and works on their tensors in place."""
     shm.register()
-    for front in ("compiled", "plain") if compiled_front()[0] else ("plain",):
-        group = dist.new_group(backend="cpu:shm", pg_options=shm.ShmOptions(front=front))
-        with symmetric.Heap(group, bytes=1 << 20) as heap:
-            assert heap.stats()["known_to_backend"] == 1
-            t = heap.zeros(100_000)
-            kept = t.local
-            for tensor in (t.local, t.local[500:700], t.local[:0]):
-                tensor.fill_(world.rank + 1)
-                dist.all_reduce(tensor, group=group)
-                assert (tensor == world.size * (world.size + 1) / 2).all()
-            # Different places on different ranks: not in place, but right.
-            part = t.local[world.rank * 8 :][:64].fill_(1)
-            dist.all_reduce(part, group=group)
-            assert (part == world.size).all()
-            heap.barrier()
-        dist.all_reduce(kept.fill_(1), group=group)
-        assert (kept == world.size).all()
-        with symmetric.Heap(group, bytes=4096) as heap:  # its group ends before the heap does
-            dist.destroy_process_group(group)
-            heap.barrier()
+    group = dist.new_group(backend="cpu:shm")
+    with symmetric.Heap(group, bytes=1 << 20) as heap:
+        assert heap.stats()["known_to_backend"] == 1
+        t = heap.zeros(100_000)
+        kept = t.local
+        for tensor in (t.local, t.local[500:700], t.local[:0]):
+            tensor.fill_(world.rank + 1)
+            dist.all_reduce(tensor, group=group)
+            assert (tensor == world.size * (world.size + 1) / 2).all()
+        # Different places on different ranks: not in place, but right.
+        part = t.local[world.rank * 8 :][:64].fill_(1)
+        dist.all_reduce(part, group=group)
+        assert (part == world.size).all()
+        heap.barrier()
+    dist.all_reduce(kept.fill_(1), group=group)
+    assert (kept == world.size).all()
+    with symmetric.Heap(group, bytes=4096) as heap:  # its group ends before the heap does
+        dist.destroy_process_group(group)
+        heap.barrier()

@@ -8,7 +8,7 @@ import pytest
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "src/tutti/comm/shm/core"
-SOURCES = [CORE / f"structures_{name}.c" for name in ("map", "rows", "slot")]
+SOURCES = [CORE / f"structures_{name}.c" for name in ("map", "rows")]
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")

@@ -1,6 +1,6 @@
 """The backends of `tutti bench collectives`, by the names that --backends takes."""
 
 BACKENDS = (
-    *("gloo", "shm", "shm-plain", "shm-compiled", "symmetric", "one-shot", "two-shot", "ring"),
+    *("gloo", "shm", "symmetric", "one-shot", "two-shot", "ring"),
     *("staged", "mpi", "nccl"),
 )

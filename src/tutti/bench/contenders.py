@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Literal
 
 import torch.distributed as dist
 
@@ -16,11 +15,6 @@ from tutti.comm.symmetric.heap_collectives import Stage
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
-_FRONTS: dict[str, Literal["auto", "compiled", "plain"]] = {
-    "shm": "auto",
-    "shm-compiled": "compiled",
-    "shm-plain": "plain",
-}
 _ALGORITHMS = {"one-shot": "one_shot", "two-shot": "two_shot", "ring": "ring"}
 
 
@@ -46,18 +40,15 @@ def contenders(
 
 def process_group(name: str) -> tuple[dist.ProcessGroup, str]:
     """A group of its own over all ranks, and what there is to say about it."""
-    about, options = "", None
-    if name in _FRONTS:
-        from tutti.comm.shm import ShmOptions, available, register
+    about = ""
+    if name == "shm":
+        from tutti.comm.shm import available, register
 
         usable, about = available()
         if not usable:
             raise Unsupported(about)
-        if name == "shm-plain":
-            about = f"{about.partition(',')[0]}, front in Python"
         register()
-        name, options = "shm", ShmOptions(front=_FRONTS[name])
-    group = dist.new_group(backend=name, pg_options=options)
+    group = dist.new_group(backend=name)
     assert isinstance(group, dist.ProcessGroup)
     return group, about
 
@@ -73,7 +64,7 @@ class _Maker:
     def make(self, name: str) -> Contender:
         if name == "nccl" and self._on_cpu:
             raise Unsupported("NCCL moves CUDA tensors only: use --device cuda")
-        if (name == "mpi" or name in _FRONTS) and not self._on_cpu:
+        if name in ("mpi", "shm") and not self._on_cpu:
             raise Unsupported("it moves CPU tensors only: use --device cpu")
         if name == "mpi":
             return self._mpi()

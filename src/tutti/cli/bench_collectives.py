@@ -50,7 +50,7 @@ class Collectives:
     sizes: str = "1K:64M:x4"
     """Bytes: 4,1K,64K or a range 1K:64M:x4 (times 4) or 1K:16K:+1K. K, M, G are binary."""
     backends: str | None = None
-    """gloo, shm (also by its front: shm-plain, shm-compiled), symmetric (the same on symmetric
+    """gloo, shm, symmetric (the same on symmetric
     tensors), one-shot, two-shot, ring (by name, on symmetric tensors), staged (through a
     symmetric buffer), mpi, nccl. Ratios are against the first. Default: gloo,shm, and on CUDA
     nccl,symmetric."""

@@ -8,10 +8,8 @@ import torch
 
 from tutti.comm.shm import native
 
-FULL = -100
-OVERTAKEN = -101
-BUSY = -1000  # and less: BUSY - rank of the writer that holds the value
-VERSION_SHIFT = 16
+FULL, OVERTAKEN, VERSION_SHIFT = native.FULL, native.OVERTAKEN, native.VERSION_SHIFT
+BUSY = native.BUSY  # and less: BUSY - rank of the writer that holds the value
 
 # tutti_dtype of those that can be added in place.
 ADDABLE = {

@@ -166,7 +166,8 @@ class Structure:
             writer = native.BUSY - code
             if code <= native.BUSY and now - looked > _SUSPICIOUS:
                 looked = now
-                if self._gone(writer):
+                # Only a dead writer may lose its claim: one that merely left may still be writing.
+                if self._gone(writer) is PeerDied:
                     declare_dead(writer)
             if now - began > self._seconds(timeout):
                 who = f"rank {writer} is" if code <= native.BUSY else "others are"

@@ -12,7 +12,7 @@ So rank 0 publishes a list of entries under a new start id, and the list counts 
 rank has confirmed that the list holds the rank's own, current entry.
 """
 
-import importlib.util
+import importlib
 import ipaddress
 import json
 import os
@@ -252,15 +252,24 @@ def describe_rank(
         gpus=tuple(gpus),
         cpus=format_cpu_list(allowed_cpus()),
         versions=versions() | {"torch": torch.__version__},  # includes the CUDA version
-        shm=has_shm(),
+        shm=not gpus and has_shm(),  # used on the CPU only
         token=uuid.uuid4().hex,
     )
 
 
+def shm_unavailable() -> str:
+    """Why the shared-memory backend cannot be used here, or "". The first use compiles it."""
+    if "shm" not in dist.Backend.backend_list:
+        return "torch does not know the backend: install tutti-torch"
+    # Asked of the module that registered the backend, because this room imports nothing of comm.
+    creator = dist.Backend._plugins["SHM"].creator_fn
+    usable, reason = importlib.import_module(creator.__module__).available()
+    return "" if usable else str(reason)
+
+
 def has_shm() -> bool:
-    """Whether torch knows the shared-memory backend, and the backend's compiled core exists."""
-    registered = "shm" in dist.Backend.backend_list
-    return registered and importlib.util.find_spec("tutti.comm.shm._core") is not None
+    """Whether the shared-memory backend can be used here."""
+    return not shm_unavailable()
 
 
 def exchange_rank_info(store: dist.Store, info: RankInfo, size: int, timeout: float) -> Roster:

@@ -32,12 +32,12 @@ from tutti.world.rendezvous import (
     Roster,
     describe_rank,
     exchange_rank_info,
-    has_shm,
     open_rendezvous,
     refuse_different_versions,
+    shm_unavailable,
 )
 
-_NO_SHM = "the shared-memory library is missing (it needs a C compiler at installation)"
+_NO_SHM = "shm is not available"
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,8 @@ def init(
         device_id=world.device if world.device.type == "cuda" else None,
     )
     failures.install_hook(hook)
+    if world.is_first and world.reasons["backend"].startswith(_NO_SHM):
+        print(f"note: using gloo: {world.reasons['backend']}", file=sys.stderr)
     if world.sharing_note and world.is_first:
         print(f"note: {world.sharing_note}", file=sys.stderr)
     return world
@@ -222,10 +224,8 @@ def _check_backend(backend: str | None) -> None:
         raise UsageError(
             f"backend={backend!r} is not known: use nccl, shm or gloo, or leave it out"
         )
-    if "shm" in backend and not has_shm():
-        raise UsageError(
-            f"backend={backend!r}: {_NO_SHM}: install a C compiler and reinstall tutti-torch"
-        )
+    if "shm" in backend and (reason := shm_unavailable()):
+        raise UsageError(f"backend={backend!r}: {_NO_SHM}: {reason}; or use backend='gloo'")
 
 
 def _place(roster: Roster, identity: Identity, device: str, ranks_per_gpu: int) -> list[Place]:
@@ -288,7 +288,8 @@ def _default_backend(device: torch.device, roster: Roster) -> tuple[str, str]:
     without = [info.rank for info in roster.ranks if not info.shm]
     if not without:
         return "shm", "the default on cpu"
-    return "gloo", f"on rank {', '.join(map(str, without[:4]))} {_NO_SHM}"
+    reason = shm_unavailable() or "tutti.comm.shm.available() says why there"
+    return "gloo", f"{_NO_SHM} on rank {', '.join(map(str, without[:4]))}: {reason}"
 
 
 def _make_world(

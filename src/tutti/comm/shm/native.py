@@ -1,10 +1,14 @@
-"""The C core as ctypes sees it: core/tutti_shm.h says what each function does.
+"""The C core through ctypes; core/tutti_shm.h documents each function.
 
-`core()` releases the GIL during a call; `core_holding_gil()` is the same library without that,
+`core()` releases the GIL during a call. `core_holding_gil()` is the same library without that,
 about 0.2 µs cheaper, for calls that cannot block: load, store, atomics, small puts.
+
+Constants (`native.F64`, `native.ALL_REDUCE`, `native.TIMEOUT`, `native.FULL`, ...) are the TUTTI_*
+enumerators and integer macros of the C headers, which are parsed when this module is imported.
 """
 
 import ctypes
+import re
 from ctypes import (
     POINTER,
     c_char_p,
@@ -17,35 +21,48 @@ from ctypes import (
     c_void_p,
 )
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tutti.comm.shm.jit_build import FOLDER, BuildFailed, built, core_library
 from tutti.world.errors import RanksDiffer, UsageError
 
-ABI = 2
+_HEADERS = ("tutti_shm.h", "ledger.h", "structures.h")
 
-TIMEOUT, PEER_DIED, PEER_LEFT, MISMATCH, NO_MEMORY, SYSTEM, BAD_ARGUMENT, CLOSED = range(-1, -9, -1)
 
-DTYPES = ("f64", "f32", "f16", "bf16", "i64", "i32", "i16", "i8", "u8", "bool", "bytes")
-F64, F32, F16, BF16, I64, I32, I16, I8, U8, BOOL, BYTES = range(11)
-SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)
-(
-    BARRIER,
-    ALL_REDUCE,
-    REDUCE,
-    BROADCAST,
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    GATHER,
-    SCATTER,
-    ALL_TO_ALL,
-    SEND,
-    RECV,
-) = range(11)
+def _parse_headers() -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+    """All constants by name without TUTTI_, and the names of each enum in order, in lower case."""
+    values: dict[str, int] = {}
+    enums: dict[str, tuple[str, ...]] = {}
+    for header in _HEADERS:
+        text = re.sub(r"/\*.*?\*/", "", (FOLDER / "core" / header).read_text(), flags=re.DOTALL)
+        for name, value in re.findall(r"#define TUTTI_(\w+)\s+(-?\d+)\s*$", text, re.MULTILINE):
+            values[name] = int(value)
+        for enum, body in re.findall(r"enum\s*(\w*)\s*\{(.*?)\}", text, re.DOTALL):
+            names, number = [], -1
+            for item in filter(None, map(str.strip, body.split(","))):
+                name, _, given = item.removeprefix("TUTTI_").partition("=")
+                number = int(given) if given else number + 1
+                values[name.strip()] = number
+                names.append(name.strip().lower())
+            if enum:
+                enums[enum] = tuple(names)
+    return values, enums
+
+
+_CONSTANTS, _ENUMS = _parse_headers()
+globals().update(_CONSTANTS)
+DTYPES, REDUCTIONS = _ENUMS["tutti_dtype"], _ENUMS["tutti_reduce"]
+KINDS, STATES = _ENUMS["tutti_kind"], _ENUMS["tutti_state"]
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> int:
+        """One of the constants."""
 
 
 class CoreMissing(UsageError):
-    """The compiled core is not there, or is another version's."""
+    """The compiled core is not there and cannot be built; the text says why and what to do."""
 
 
 class ShmError(RuntimeError):
@@ -74,6 +91,18 @@ class ShmNoMemory(ShmError, MemoryError):
 
 class ShmRanksDiffer(ShmError, RanksDiffer):
     """Ranks called different operations, sizes, dtypes or roots; the text names both."""
+
+
+_ERRORS: dict[int, type[Exception]] = {
+    _CONSTANTS["TIMEOUT"]: ShmTimeout,
+    _CONSTANTS["PEER_DIED"]: PeerDied,
+    _CONSTANTS["PEER_LEFT"]: PeerLeft,
+    _CONSTANTS["MISMATCH"]: ShmRanksDiffer,
+    _CONSTANTS["NO_MEMORY"]: ShmNoMemory,
+    _CONSTANTS["SYSTEM"]: ShmError,
+    _CONSTANTS["BAD_ARGUMENT"]: ValueError,
+    _CONSTANTS["CLOSED"]: GroupClosed,
+}
 
 
 class Operation(ctypes.Structure):
@@ -120,8 +149,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tutti_group_close": (None, (_P,)),
     "tutti_group_add_block": (c_int, (_P, c_uint64, POINTER(c_void_p), c_uint64)),
     "tutti_group_remove_block": (c_int, (_P, c_uint64)),
-    "tutti_lend": (_P, (c_uint64,)),
-    "tutti_take_back": (None, (_P,)),
+    "tutti_export_alloc": (_P, (c_uint64,)),
+    "tutti_export_free": (None, (_P,)),
     "tutti_run": (c_int, (_P, POINTER(Operation), c_double)),
     "tutti_submit": (_P, (_P, POINTER(Operation), c_double, _P, _P)),
     "tutti_work_is_done": (c_int, (_P,)),
@@ -142,33 +171,27 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 }
 
 
+@cache
 def core_path() -> Path:
-    """The file of the compiled core."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_core{suffix}")
-        if path.exists():
-            return path
-    raise CoreMissing(
-        f"the compiled core of the shm backend is not in {Path(__file__).parent}: install a C "
-        "compiler (gcc or clang), then `pip install` this package again, or in a checkout run "
-        "`python setup.py build_ext --inplace`."
-    )
+    """The file of the compiled core, which is built now where need be."""
+    try:
+        return built(core_library())[0]
+    except BuildFailed as error:
+        raise CoreMissing(f"the shm core is not built: {error}") from None
 
 
 def _load(loader: type[ctypes.CDLL]) -> ctypes.CDLL:
     path = core_path()
     try:
         library = loader(str(path))
-        if (found := library.tutti_abi()) != ABI:
-            raise CoreMissing(
-                f"{path} has interface {found}, this package needs {ABI}: build it again."
-            )
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype = result
             function.argtypes = arguments
     except (OSError, AttributeError) as error:
-        raise CoreMissing(f"{path} cannot be loaded: {error}. Build it again.") from error
+        raise CoreMissing(
+            f"{path} cannot be loaded ({error}): delete it, and it is rebuilt"
+        ) from error
     return library
 
 
@@ -184,27 +207,15 @@ def core_holding_gil() -> ctypes.CDLL:
     return _load(ctypes.PyDLL)
 
 
-_ERRORS: dict[int, type[Exception]] = {
-    TIMEOUT: ShmTimeout,
-    PEER_DIED: PeerDied,
-    PEER_LEFT: PeerLeft,
-    MISMATCH: ShmRanksDiffer,
-    NO_MEMORY: ShmNoMemory,
-    SYSTEM: ShmError,
-    BAD_ARGUMENT: ValueError,
-    CLOSED: GroupClosed,
-}
-
-
 def error_for(code: int, text: str | None = None) -> Exception:
-    """The exception that a code stands for; without a text, with the calling thread's last one."""
+    """The exception for a code; without a text, with the last error of the calling thread."""
     if text is None:
         text = (core().tutti_error() or b"").decode(errors="replace")
     return _ERRORS.get(code, ShmError)(text)
 
 
 def raise_for(code: int) -> None:
-    """Raise what a negative code stands for. Call it from the thread that got the code."""
+    """Raise the exception for a negative code. Call it from the thread that got the code."""
     if code < 0:
         raise error_for(code)
 
@@ -219,8 +230,8 @@ def operation(
     *,
     ins: list[tuple[int, int]] | None = None,
     outs: list[tuple[int, int]] | None = None,
-    dtype: int = BYTES,
-    reduce: int = SUM,
+    dtype: int = _CONSTANTS["BYTES"],
+    reduce: int = _CONSTANTS["SUM"],
     root: int = -1,
     peer: int = -1,
     tag: int = 0,

@@ -1,23 +1,28 @@
 /* A cell: a value with a version, written by one process at a time and read by any without waiting.
  *
- *     state (8 bytes): version << 16 | absent << 15 | rank of the writer + 1, or 0 when none
+ *     state (8 bytes): version << 16 | absent << 15 | rank of the writer + 1, or 0 when there is none
  *     payload, twice: version v is in copy v & 1
  *
  * A writer claims the state by compare-and-swap, writes version v + 1 into the copy that readers of
- * version v do not look at, and publishes it. So a reader needs no lock, is sent back only when two
- * publications overtook it, and a writer that is killed half way leaves version v as it was; the
- * next writer takes the dead one's claim over.
+ * version v do not use, and publishes it by a second compare-and-swap, from the state that it claimed. So
+ * a reader needs no lock and retries only when two publications overtook it. A writer that is killed
+ * half-way leaves version v intact, and the next writer takes over the claim of the dead one.
  *
- * Why no reader returns a mixture, in C11's terms:
- *  1. The publication is a release store of (v, no writer); claims are read-modify-writes and so
- *     continue its release sequence. A reader's acquire load of any state with version v therefore
- *     sees all of version v's payload.
- *  2. Copy v & 1 is next written by the writer of v + 2. It first moves the state to (v + 1, writer),
- *     then executes a release fence, then stores words. If a reader's copy holds any such word, its
- *     acquire fence after the copy synchronises with that release fence, so that its second load of
- *     the state sees (v + 1, writer) or later, and it tries again.
- *  3. Words are 8-byte relaxed atomics: no word is torn, and there is no data race to be undefined.
- *  4. A claim acquires what the previous writer published, so adding to a value loses nothing. */
+ * Only a process that has died may lose its claim (tutti_*_declare_dead): a live writer might still be
+ * storing words into the copy that the new owner of the claim writes. Publishing by compare-and-swap
+ * limits the damage of a wrong declaration: a writer that lost its claim cannot put an old version back
+ * over a newer one; it starts again. tests/structures/test_structures_model.py checks both rules.
+ *
+ * Why no reader returns a mixture of two versions, in terms of C11:
+ *  1. Publication is a read-modify-write with release from (v - 1, writer) to (v, none); later claims are
+ *     read-modify-writes and continue its release sequence. So a reader's acquire load of any state with
+ *     version v sees all of version v's payload.
+ *  2. Copy v & 1 is next written by the writer of v + 2, which first moves the state to (v + 1, writer),
+ *     then executes a release fence, then stores words. If a reader's copy contains such a word, the
+ *     reader's acquire fence after the copy synchronises with that release fence, so that its second
+ *     load of the state sees (v + 1, writer) or later, and it retries.
+ *  3. Words are relaxed 8-byte atomics: no word is torn, and there is no data race.
+ *  4. A claim acquires what the previous writer published, so that no addition is lost. */
 #ifndef TUTTI_CELL_H
 #define TUTTI_CELL_H
 
@@ -25,6 +30,7 @@
 #include <string.h>
 
 #include "structures.h"
+#include "tutti_shm.h"
 
 #define CELL_WRITER 0x7fffull
 #define CELL_ABSENT 0x8000ull
@@ -40,9 +46,11 @@ static inline void cell_pause(void) {
 
 static inline uint64_t cell_version(uint64_t state) { return state >> TUTTI_VERSION_SHIFT; }
 
+/* ---- Words of shared memory ---- */
+
 static inline uint64_t words_of(uint64_t bytes) { return (bytes + 7) / 8; }
 
-/* Out of shared memory: `from` is aligned to 8 and padded to whole words, `to` need not be. */
+/* From shared memory: `from` is aligned to 8 and padded to whole words, `to` need not be. */
 static inline void words_load(void *to, const uint64_t *from, uint64_t bytes) {
     char *out = to;
     uint64_t whole = bytes / 8;
@@ -56,13 +64,10 @@ static inline void words_load(void *to, const uint64_t *from, uint64_t bytes) {
     }
 }
 
-/* One word of private memory, zeros behind its end. */
+/* One word of private memory, filled with zeros after its end. */
 static inline uint64_t word_at(const void *from, uint64_t word, uint64_t bytes) {
     uint64_t value = 0, begin = word * 8;
-    if (begin + 8 <= bytes)
-        memcpy(&value, (const char *)from + begin, 8);
-    else
-        memcpy(&value, (const char *)from + begin, bytes - begin);
+    memcpy(&value, (const char *)from + begin, begin + 8 <= bytes ? 8 : bytes - begin);
     return value;
 }
 
@@ -79,7 +84,56 @@ static inline void words_store(uint64_t *to, const void *from, uint64_t bytes) {
         __atomic_store_n(to + whole, word_at(from, whole, bytes), __ATOMIC_RELAXED);
 }
 
-/* 1 and the version; 0 when there is none (`*version` is 0, or that of the deletion). */
+/* ---- Adding numbers that are packed into words, one or two per word ----
+ *
+ * 4-byte elements are changed through the aligned 8-byte word that contains them, never by a 4-byte
+ * atomic, because C11 (and ThreadSanitizer) order accesses to one location only if they have one size. */
+
+/* Bytes of an element that can be added in words; 0 for other dtypes. */
+static inline uint64_t addable_bytes(uint32_t dtype) {
+    switch (dtype) {
+    case TUTTI_F64:
+    case TUTTI_I64:
+        return 8;
+    case TUTTI_F32:
+    case TUTTI_I32:
+        return 4;
+    default:
+        return 0;
+    }
+}
+
+static inline uint64_t words_add(uint64_t a, uint64_t b, uint32_t dtype) {
+    uint64_t sum;
+    if (dtype == TUTTI_I64)
+        return a + b;
+    if (dtype == TUTTI_F64) {
+        double x, y;
+        memcpy(&x, &a, 8);
+        memcpy(&y, &b, 8);
+        x += y;
+        memcpy(&sum, &x, 8);
+    } else if (dtype == TUTTI_F32) {
+        float x[2], y[2];
+        memcpy(x, &a, 8);
+        memcpy(y, &b, 8);
+        x[0] += y[0];
+        x[1] += y[1];
+        memcpy(&sum, x, 8);
+    } else {
+        uint32_t x[2], y[2];
+        memcpy(x, &a, 8);
+        memcpy(y, &b, 8);
+        x[0] += y[0];
+        x[1] += y[1];
+        memcpy(&sum, x, 8);
+    }
+    return sum;
+}
+
+/* ---- Cells ---- */
+
+/* 1 and the version; 0 when there is no value (`*version` is 0, or that of the deletion). */
 static inline int cell_read(const uint64_t *state, const uint64_t *payload, uint64_t bytes,
                             void *out, uint64_t *version, uint64_t *retries) {
     for (int attempt = 0; attempt < CELL_READ_TRIES; ++attempt) {
@@ -99,7 +153,7 @@ static inline int cell_read(const uint64_t *state, const uint64_t *payload, uint
     return TUTTI_OVERTAKEN;
 }
 
-/* 0 and the state that was claimed, or TUTTI_BUSY - rank of the writer that holds it. */
+/* 0 and the claimed state, or TUTTI_BUSY - rank of the writer that holds the claim. */
 static inline int cell_claim(uint64_t *state, uint32_t rank, const uint8_t *dead, uint64_t *claimed) {
     *claimed = 0;
     uint64_t seen = __atomic_load_n(state, __ATOMIC_RELAXED);
@@ -122,12 +176,14 @@ static inline int cell_claim(uint64_t *state, uint32_t rank, const uint8_t *dead
     return TUTTI_BUSY - (writer ? (int)writer - 1 : (int)rank);
 }
 
-/* Publishes what was written into cell_next(); returns its version. */
+/* Publishes what was written to cell_next(): its version, or 0 when the claim was lost and nothing is
+ * published (versions count from 1). */
 static inline uint64_t cell_publish(uint64_t *state, uint64_t claimed, int present) {
     uint64_t version = cell_version(claimed) + 1;
     uint64_t next = version << TUTTI_VERSION_SHIFT | (present ? 0 : CELL_ABSENT);
-    __atomic_store_n(state, next, __ATOMIC_RELEASE);
-    return version;
+    return __atomic_compare_exchange_n(state, &claimed, next, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED)
+               ? version
+               : 0;
 }
 
 static inline uint64_t *cell_now(uint64_t *payload, uint64_t claimed, uint64_t bytes) {

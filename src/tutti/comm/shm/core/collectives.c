@@ -1,11 +1,17 @@
-/* The collectives that move bytes, each a sequence of rounds (rounds.h), and the running of any. */
-#include "chunks.h"
+/* The collectives, each a sequence of rounds (rounds.h), with bytes staged in shared slots.
+ *
+ * Reductions combine ranks in the order 0 .. size - 1 on every path, so the one-shot, two-shot and
+ * direct forms (direct.c) give the same bits, and all ranks get the same bits. */
+#include "rounds.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
-#define UNCACHED_BYTES (8 * 1024 * 1024)
+#define STREAMED_BYTES (8 * 1024 * 1024) /* results that no cache holds */
+#ifndef ONE_SHOT_BYTES
+#define ONE_SHOT_BYTES (128 * 1024) /* read from peers; above, a second round costs less */
+#endif
 
 static int size_mismatch(const tutti_group *g, int giver, uint64_t given, int taker, uint64_t taken)
 {
@@ -15,6 +21,27 @@ static int size_mismatch(const tutti_group *g, int giver, uint64_t given, int ta
                 kind_name(g->running->kind), g->running_sequence, g->name, giver, given, taker,
                 taken);
 }
+
+static uint64_t largest(const uint64_t *bytes, uint32_t n)
+{
+    uint64_t most = 0;
+    for (uint32_t i = 0; i < n; i++)
+        most = bytes[i] > most ? bytes[i] : most;
+    return most;
+}
+
+/* Stages the bytes of chunk i for each peer. */
+static void stage_lanes(tutti_group *g, const tutti_operation *op, uint64_t i, uint64_t round)
+{
+    uint64_t share = lane_bytes(g);
+    for (int rank = 0; rank < g->size; rank++)
+        if (rank != g->rank)
+            copy_to_peer(&g->sampler, bytes_of(g, g->rank, round) + lane(g->rank, rank) * share,
+                      (const unsigned char *)op->in[rank] + i * share,
+                      chunk_bytes(op->in_bytes[rank], i, share));
+}
+
+/* ---- Collectives that move bytes ---- */
 
 static int barrier(tutti_group *g)
 {
@@ -31,21 +58,21 @@ static int broadcast(tutti_group *g, const tutti_operation *op)
     bool root = g->rank == op->root;
     uint64_t bytes = root ? op->in_bytes[0] : op->out_bytes[0];
     uint64_t chunk = flow_chunk(g, bytes), rounds = rounds_for(bytes, chunk);
-    if (root && (g->print & SYMMETRIC))
+    if (root && (g->fingerprint & DIRECT))
         return direct_broadcast_root(g);
     for (uint64_t i = 0, round = g->round + 1; i < rounds; i++, round++) {
         uint64_t here = chunk_bytes(bytes, i, chunk);
         TRY(enter_round(g, round));
         if (root)
-            hand_over(&g->crossing, bytes_of(g, g->rank, round),
+            copy_to_peer(&g->sampler, bytes_of(g, g->rank, round),
                       (const unsigned char *)op->in[0] + i * chunk, here);
         post_round(g, round);
         if (!root) {
             int code = await_rank(g, op->root, round);
-            if (code == OTHERWISE)
-                return direct_broadcast_rest(g, op);
+            if (code == PATHS_DIFFER)
+                return direct_broadcast_receiver(g, op);
             TRY(code);
-            take(g, (unsigned char *)op->out[0] + i * chunk, bytes_of(g, op->root, round), here);
+            copy_result(g, (unsigned char *)op->out[0] + i * chunk, bytes_of(g, op->root, round), here);
         }
         consume_round(g, round);
     }
@@ -60,13 +87,13 @@ static int all_gather(tutti_group *g, const tutti_operation *op)
     for (uint64_t i = 0, round = g->round + 1; i < rounds; i++, round++) {
         TRY(enter_round(g, round));
         uint64_t mine = chunk_bytes(op->in_bytes[0], i, chunk);
-        hand_over(&g->crossing, bytes_of(g, g->rank, round), in + i * chunk, mine);
+        copy_to_peer(&g->sampler, bytes_of(g, g->rank, round), in + i * chunk, mine);
         post_round(g, round);
-        take(g, (unsigned char *)op->out[g->rank] + i * chunk, in + i * chunk, mine);
-        for (int step = 1; step < g->size; step++) { /* not all from the same rank at once */
+        copy_result(g, (unsigned char *)op->out[g->rank] + i * chunk, in + i * chunk, mine);
+        for (int step = 1; step < g->size; step++) { /* not all ranks read from the same one at once */
             int rank = (g->rank + step) % g->size;
             TRY(await_rank(g, rank, round));
-            take(g, (unsigned char *)op->out[rank] + i * chunk, bytes_of(g, rank, round),
+            copy_result(g, (unsigned char *)op->out[rank] + i * chunk, bytes_of(g, rank, round),
                  chunk_bytes(op->out_bytes[rank], i, chunk));
         }
         consume_round(g, round);
@@ -74,7 +101,7 @@ static int all_gather(tutti_group *g, const tutti_operation *op)
     return 0;
 }
 
-/* The root alone knows all sizes: it tells the number of rounds in its table. */
+/* Only the root knows all sizes, so its table contains the number of rounds. */
 static int gather(tutti_group *g, const tutti_operation *op)
 {
     uint64_t chunk = g->slot_bytes, rounds = 1;
@@ -88,7 +115,7 @@ static int gather(tutti_group *g, const tutti_operation *op)
             table_of(g, g->rank, round)[1] = op->in_bytes[0];
         }
         if (!root)
-            hand_over(&g->crossing, bytes_of(g, g->rank, round),
+            copy_to_peer(&g->sampler, bytes_of(g, g->rank, round),
                       (const unsigned char *)op->in[0] + i * chunk,
                       chunk_bytes(op->in_bytes[0], i, chunk));
         post_round(g, round);
@@ -99,7 +126,7 @@ static int gather(tutti_group *g, const tutti_operation *op)
         for (int rank = 0; root && rank < g->size; rank++) {
             uint64_t here = chunk_bytes(op->out_bytes[rank], i, chunk);
             if (rank == g->rank) {
-                take(g, (unsigned char *)op->out[rank] + i * chunk,
+                copy_result(g, (unsigned char *)op->out[rank] + i * chunk,
                      (const unsigned char *)op->in[0] + i * chunk, here);
                 continue;
             }
@@ -107,7 +134,7 @@ static int gather(tutti_group *g, const tutti_operation *op)
             if (i == 0 && table_of(g, rank, round)[1] != op->out_bytes[rank])
                 return size_mismatch(g, rank, table_of(g, rank, round)[1], g->rank,
                                      op->out_bytes[rank]);
-            take(g, (unsigned char *)op->out[rank] + i * chunk, bytes_of(g, rank, round), here);
+            copy_result(g, (unsigned char *)op->out[rank] + i * chunk, bytes_of(g, rank, round), here);
         }
         consume_round(g, round);
     }
@@ -133,7 +160,7 @@ static int scatter(tutti_group *g, const tutti_operation *op)
         uint64_t here = chunk_bytes(op->out_bytes[0], i, share);
         unsigned char *out = (unsigned char *)op->out[0] + i * share;
         if (root)
-            take(g, out, (const unsigned char *)op->in[g->rank] + i * share, here);
+            copy_result(g, out, (const unsigned char *)op->in[g->rank] + i * share, here);
         else {
             TRY(await_rank(g, op->root, round));
             const uint64_t *table = table_of(g, op->root, round);
@@ -143,7 +170,7 @@ static int scatter(tutti_group *g, const tutti_operation *op)
                     return size_mismatch(g, op->root, table[1 + g->rank], g->rank,
                                          op->out_bytes[0]);
             }
-            take(g, out, bytes_of(g, op->root, round) + lane(op->root, g->rank) * share, here);
+            copy_result(g, out, bytes_of(g, op->root, round) + lane(op->root, g->rank) * share, here);
         }
         consume_round(g, round);
     }
@@ -161,7 +188,7 @@ static int all_to_all(tutti_group *g, const tutti_operation *op)
         }
         stage_lanes(g, op, i, round);
         post_round(g, round);
-        take(g, (unsigned char *)op->out[g->rank] + i * share,
+        copy_result(g, (unsigned char *)op->out[g->rank] + i * share,
              (const unsigned char *)op->in[g->rank] + i * share,
              chunk_bytes(op->in_bytes[g->rank], i, share));
         for (int step = 1; step < g->size; step++) {
@@ -174,7 +201,7 @@ static int all_to_all(tutti_group *g, const tutti_operation *op)
                 if (table[0] > rounds)
                     rounds = table[0];
             }
-            take(g, (unsigned char *)op->out[rank] + i * share,
+            copy_result(g, (unsigned char *)op->out[rank] + i * share,
                  bytes_of(g, rank, round) + lane(rank, g->rank) * share,
                  chunk_bytes(op->out_bytes[rank], i, share));
         }
@@ -183,7 +210,129 @@ static int all_to_all(tutti_group *g, const tutti_operation *op)
     return 0;
 }
 
-static int alone(const tutti_operation *op)
+/* ---- Collectives that reduce ---- */
+
+/* Every rank stages its whole input and reduces all inputs: one round. */
+static int one_shot(tutti_group *g, const void *in, void *out, uint64_t bytes)
+{
+    const tutti_operation *op = g->running;
+    uint64_t round = g->round + 1;
+    TRY(enter_round(g, round));
+    copy_to_peer(&g->sampler, bytes_of(g, g->rank, round), in, bytes);
+    post_round(g, round);
+    TRY(await_all(g, round));
+    for (int rank = 0; rank < g->size; rank++)
+        g->sources[rank] = rank == g->rank ? in : bytes_of(g, rank, round);
+    reduce_parts(out, g->sources, (uint32_t)g->size, bytes / dtype_bytes(op->dtype), op->dtype,
+                 op->reduce);
+    consume_round(g, round);
+    return 0;
+}
+
+/* Reduce-scatter and all-gather, chunk by chunk: each rank reduces its piece of a chunk and publishes
+ * the result. A round carries the results of one chunk and the inputs of the next, so there is one wait
+ * per chunk. A slot has room for each piece of a chunk; no peer needs this rank's own piece of the
+ * input, so the result takes its place. */
+static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out, uint64_t bytes)
+{
+    uint64_t n = (uint64_t)g->size, me = (uint64_t)g->rank;
+    uint64_t most = g->slot_bytes / n / LINE * LINE * n, even = rounds_for(bytes, most);
+    uint64_t piece = ((bytes + even - 1) / even + n - 1) / n;
+    piece = (piece + LINE - 1) / LINE * LINE; /* chunks and pieces of nearly equal size */
+    uint64_t chunk = piece * n, chunks = rounds_for(bytes, chunk), first = g->round + 1;
+    for (uint64_t c = 0; c <= chunks; c++) {
+        uint64_t round = first + c, here = chunk_bytes(bytes, c, chunk);
+        if (c) {
+            const unsigned char *mine = in + (c - 1) * chunk + me * piece;
+            TRY(await_all(g, round - 1));
+            for (uint64_t p = 0; p < n && c > 1; p++)
+                if (p != me)
+                    copy_result(g, out + (c - 2) * chunk + p * piece,
+                         bytes_of(g, (int)p, round - 1) + p * piece, piece);
+            TRY(enter_round(g, round));
+            for (uint64_t p = 0; p < n; p++)
+                g->sources[p] =
+                    p == me ? mine : bytes_of(g, (int)p, round - 1) + me * piece;
+            void *slot = bytes_of(g, g->rank, round) + me * piece;
+            reduce_and_copy(out + (c - 1) * chunk + me * piece, &slot, 1, g->sampler.streaming,
+                          g->sources, (uint32_t)n,
+                          chunk_bytes(chunk_bytes(bytes, c - 1, chunk), me, piece) /
+                              dtype_bytes(g->running->dtype),
+                          g->running->dtype, g->running->reduce);
+            consume_round(g, round - 1);
+        } else
+            TRY(enter_round(g, round));
+        for (uint64_t p = 0; p < n; p++)
+            if (p != me)
+                copy_to_peer(&g->sampler, bytes_of(g, g->rank, round) + p * piece,
+                          in + c * chunk + p * piece, chunk_bytes(here, p, piece));
+        post_round(g, round);
+    }
+    uint64_t last = first + chunks;
+    TRY(await_all(g, last));
+    for (uint64_t p = 0; p < n; p++)
+        if (p != me)
+            copy_result(g, out + (chunks - 1) * chunk + p * piece, bytes_of(g, (int)p, last) + p * piece,
+                 chunk_bytes(chunk_bytes(bytes, chunks - 1, chunk), p, piece));
+    consume_round(g, last);
+    return 0;
+}
+
+static int all_reduce(tutti_group *g, const tutti_operation *op)
+{
+    uint64_t one_shot_bytes = least(ONE_SHOT_BYTES / (uint64_t)(g->size - 1), g->slot_bytes);
+    if (op->in_bytes[0] <= one_shot_bytes)
+        return one_shot(g, op->in[0], op->out[0], op->in_bytes[0]);
+    return two_shot(g, op->in[0], op->out[0], op->in_bytes[0]);
+}
+
+static int reduce(tutti_group *g, const tutti_operation *op)
+{
+    uint64_t bytes = op->in_bytes[0], chunk = flow_chunk(g, bytes);
+    uint64_t rounds = rounds_for(bytes, chunk);
+    const unsigned char *in = op->in[0];
+    for (uint64_t i = 0, round = g->round + 1; i < rounds; i++, round++) {
+        uint64_t here = chunk_bytes(bytes, i, chunk);
+        TRY(enter_round(g, round));
+        if (g->rank != op->root)
+            copy_to_peer(&g->sampler, bytes_of(g, g->rank, round), in + i * chunk, here);
+        post_round(g, round);
+        if (g->rank == op->root) {
+            TRY(await_all(g, round));
+            for (int rank = 0; rank < g->size; rank++)
+                g->sources[rank] = rank == g->rank ? in + i * chunk : bytes_of(g, rank, round);
+            reduce_parts((unsigned char *)op->out[0] + i * chunk, g->sources, (uint32_t)g->size,
+                         here / dtype_bytes(op->dtype), op->dtype, op->reduce);
+        }
+        consume_round(g, round);
+    }
+    return 0;
+}
+
+static int reduce_scatter(tutti_group *g, const tutti_operation *op)
+{
+    uint64_t share = lane_bytes(g), rounds = rounds_for(largest(op->in_bytes, op->in_parts), share);
+    for (uint64_t i = 0, round = g->round + 1; i < rounds; i++, round++) {
+        TRY(enter_round(g, round));
+        stage_lanes(g, op, i, round);
+        post_round(g, round);
+        TRY(await_all(g, round));
+        for (int rank = 0; rank < g->size; rank++)
+            g->sources[rank] = rank == g->rank
+                                   ? (const unsigned char *)op->in[rank] + i * share
+                                   : bytes_of(g, rank, round) + lane(rank, g->rank) * share;
+        uint64_t here = chunk_bytes(op->out_bytes[0], i, share);
+        if (here)
+            reduce_parts((unsigned char *)op->out[0] + i * share, g->sources, (uint32_t)g->size,
+                         here / dtype_bytes(op->dtype), op->dtype, op->reduce);
+        consume_round(g, round);
+    }
+    return 0;
+}
+
+/* ---- Running a collective ---- */
+
+static int run_alone(const tutti_operation *op)
 {
     if (op->in_parts && op->out_parts)
         reduce_parts(op->out[0], op->in, 1,
@@ -191,7 +340,7 @@ static int alone(const tutti_operation *op)
     return 0;
 }
 
-static int staged(tutti_group *g, const tutti_operation *op)
+static int run_staged(tutti_group *g, const tutti_operation *op)
 {
     switch (op->kind) {
     case TUTTI_BARRIER: return barrier(g);
@@ -206,38 +355,38 @@ static int staged(tutti_group *g, const tutti_operation *op)
     }
 }
 
-static int direct(tutti_group *g, const tutti_operation *op)
+static int run_direct(tutti_group *g, const tutti_operation *op)
 {
     switch (op->kind) {
     case TUTTI_ALL_REDUCE: return direct_all_reduce(g, op);
     case TUTTI_ALL_GATHER: return direct_all_gather(g, op);
     case TUTTI_REDUCE_SCATTER: return direct_reduce_scatter(g, op);
-    default: return staged(g, op); /* a broadcast: only its root needs symmetric memory */
+    default: return run_staged(g, op); /* a broadcast: only its root offers memory */
     }
 }
 
-/* Some ranks have their tensor in symmetric memory, some have not, and all have found out in the
- * first round: they begin again, all staging. */
+/* When some ranks offer memory for direct access and others do not, all of them see it in the first
+ * round; they then begin again with staging. */
 static int dispatch(tutti_group *g, const tutti_operation *op)
 {
     if (g->size == 1)
-        return alone(op);
+        return run_alone(op);
     uint64_t first = g->round + 1;
-    int code = offer_memory(g, op) ? direct(g, op) : staged(g, op);
-    if (code != OTHERWISE)
+    int code = offer_memory(g, op) ? run_direct(g, op) : run_staged(g, op);
+    if (code != PATHS_DIFFER)
         return code;
     consume_round(g, first);
-    g->print &= ~SYMMETRIC;
-    return staged(g, op);
+    g->fingerprint &= ~DIRECT;
+    return run_staged(g, op);
 }
 
-/* An ordinary store to a line that is in no cache reads it first; for results that no cache will
- * hold, stores past the caches save that. Not for results that replace what was just read, nor
- * between near cores (copy.c), where they were measured as twice slower. */
-static bool results_pass_caches(const tutti_group *g, const tutti_operation *op)
+/* An ordinary store to a line that is in no cache first reads the line; non-temporal stores avoid that
+ * for results too large for the caches. Not for results that replace memory that was just read, nor
+ * between close cores (copy.c), where they were measured as twice as slow. */
+static bool results_are_streamed(const tutti_group *g, const tutti_operation *op)
 {
     bool in_place = op->in_parts == 1 && op->out_parts == 1 && op->in[0] == op->out[0];
-    return g->crossing.dear && !in_place && operation_bytes(op) >= UNCACHED_BYTES;
+    return g->sampler.streaming && !in_place && operation_bytes(op) >= STREAMED_BYTES;
 }
 
 int run_collective(tutti_group *g, const tutti_operation *op, uint64_t sequence, uint64_t entry,
@@ -247,8 +396,8 @@ int run_collective(tutti_group *g, const tutti_operation *op, uint64_t sequence,
     g->running_sequence = sequence;
     g->running_timeout = timeout;
     g->running_deadline = deadline;
-    g->print = mix(g->print & ~SYMMETRIC, operation_print(op)) & ~SYMMETRIC;
-    g->past_caches = results_pass_caches(g, op);
+    g->fingerprint = hash_combine(g->fingerprint & ~DIRECT, operation_fingerprint(op)) & ~DIRECT;
+    g->stream_results = results_are_streamed(g, op);
     int code = dispatch(g, op);
     if (code < 0) {
         char text[8192];

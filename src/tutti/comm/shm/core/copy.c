@@ -1,13 +1,13 @@
-/* Copying between private memory and slots.
+/* Copies between private memory and shared slots.
  *
- * Not by memcpy beyond a few hundred bytes: glibc then uses `rep movsb`, which on some processors
- * is several times slower for certain distances between source and destination.
+ * memcpy only up to a few hundred bytes: above, glibc uses `rep movsb`, which on some processors is
+ * several times slower for certain distances between source and destination.
  *
- * Bytes for another core are the delicate ones. That core has read the slot's lines before, so each
- * ordinary store must first take its line back; between cores far apart (350 ns there and back) that
- * was measured as 29 ns a line (Zen 4), and 1.9 ns for stores that go past the caches. But between
- * near ones (60 ns) ordinary stores are the faster ones, by half. A writer cannot ask which it
- * is (a virtual machine may move while it runs), so it measures now and then. */
+ * Bytes for another CPU need care. That CPU has read the slot's cache lines before, so an ordinary store
+ * must first take each line back. Between distant cores (350 ns per round trip) that was measured as 29
+ * ns per line (Zen 4), against 1.9 ns for non-temporal stores. Between close cores (60 ns) ordinary
+ * stores are faster, by half. A process cannot ask which case it is in (a virtual machine may migrate
+ * while it runs), so the writer times a sample of its copies. */
 #include "internal.h"
 
 #include <string.h>
@@ -15,12 +15,12 @@
 #include <immintrin.h>
 #endif
 
-#define PLAIN_BYTES 256
-#define STEP 256 /* bytes per turn of the loops */
-#define SAMPLED 2048 /* bytes; less than that is never worth the question */
-#define HANDED_PER_SAMPLE 32
-#ifndef DEAR_NS_PER_LINE
-#define DEAR_NS_PER_LINE 8
+#define MEMCPY_BYTES 256
+#define STEP 256 /* bytes per iteration */
+#define SAMPLED 2048 /* bytes that are timed; shorter copies always use ordinary stores */
+#define COPIES_PER_SAMPLE 32
+#ifndef SLOW_NS_PER_LINE
+#define SLOW_NS_PER_LINE 8
 #endif
 
 #if defined(__x86_64__)
@@ -62,7 +62,7 @@ __attribute__((target("avx"))) static uint64_t stream_lines(unsigned char *to,
 void copy_bytes(void *to, const void *from, uint64_t bytes)
 {
     uint64_t at = 0;
-    if (bytes > PLAIN_BYTES && __builtin_cpu_supports("avx"))
+    if (bytes > MEMCPY_BYTES && __builtin_cpu_supports("avx"))
         at = copy_steps(to, from, bytes);
     memcpy((unsigned char *)to + at, (const unsigned char *)from + at, bytes - at);
 }
@@ -79,7 +79,7 @@ void stream_bytes(void *to, const void *from, uint64_t bytes)
     memcpy((unsigned char *)to + at, (const unsigned char *)from + at, bytes - at);
 }
 
-void streams_end(void)
+void stream_fence(void)
 {
     _mm_sfence();
 }
@@ -94,24 +94,24 @@ void stream_bytes(void *to, const void *from, uint64_t bytes)
     memcpy(to, from, bytes);
 }
 
-void streams_end(void)
+void stream_fence(void)
 {
 }
 #endif
 
-/* How long it takes to own some lines again. The source is read before, so that only the writing
- * counts, and the right bytes are written, so that a reader who looks meanwhile sees no others. */
-static bool lines_are_dear(unsigned char *to, const unsigned char *from)
+/* Whether ordinary stores to these lines are slow. The source is read first, so that only the stores
+ * are timed; the bytes written are the right ones, so the sample is part of the copy. */
+static bool stores_are_slow(unsigned char *to, const unsigned char *from)
 {
     for (int i = 0; i < SAMPLED; i += LINE)
         (void)*(const volatile unsigned char *)(from + i);
     uint64_t begun = now_ns();
     copy_bytes(to, from, SAMPLED);
-    atomic_thread_fence(memory_order_seq_cst); /* waits for the stores */
-    return now_ns() - begun > SAMPLED / LINE * DEAR_NS_PER_LINE;
+    atomic_thread_fence(memory_order_seq_cst); /* waits until the stores are done */
+    return now_ns() - begun > SAMPLED / LINE * SLOW_NS_PER_LINE;
 }
 
-void hand_over(crossing *crossing, void *to, const void *from, uint64_t bytes)
+void copy_to_peer(store_sampler *sampler, void *to, const void *from, uint64_t bytes)
 {
     if (bytes < SAMPLED) {
         if (bytes)
@@ -119,15 +119,15 @@ void hand_over(crossing *crossing, void *to, const void *from, uint64_t bytes)
         return;
     }
     uintptr_t start = (uintptr_t)to, source = (uintptr_t)from;
-    if (start < source + bytes && source < start + bytes) { /* a sample would destroy the source */
+    if (start < source + bytes && source < start + bytes) { /* overlap: the sample would overwrite the source */
         memmove(to, from, bytes);
         return;
     }
-    if (crossing->count++ % HANDED_PER_SAMPLE == 0)
-        crossing->dear = lines_are_dear(to, from);
-    if (crossing->dear) {
+    if (sampler->count++ % COPIES_PER_SAMPLE == 0)
+        sampler->streaming = stores_are_slow(to, from);
+    if (sampler->streaming) {
         stream_bytes(to, from, bytes);
-        streams_end();
+        stream_fence();
     } else
         copy_bytes(to, from, bytes);
 }

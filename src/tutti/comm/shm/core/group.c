@@ -1,4 +1,4 @@
-/* Groups: making one, connecting its ranks, leaving it. */
+/* Groups: creation, layout of a rank's segment, connecting to peers, abort and close. */
 #include "internal.h"
 
 #include <inttypes.h>
@@ -10,7 +10,7 @@
 
 #define DEFAULT_STAGING (SLOTS * 256 * 1024)
 #define SMALLEST_SLOT 4096
-#define ALL_RINGS (256 * 1024) /* shared out among the peers */
+#define ALL_RINGS (256 * 1024) /* bytes of all rings of a rank together */
 #define SMALLEST_RING 4096
 
 static pthread_mutex_t groups_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -19,10 +19,10 @@ static atomic_uint fork_generation;
 
 static void after_fork_in_child(void)
 {
-    atomic_fetch_add(&fork_generation, 1); /* its threads and its place in the group are not ours */
+    atomic_fetch_add(&fork_generation, 1); /* the parent's groups are not usable here */
     pthread_mutex_init(&groups_lock, NULL);
-    forget_segment_lock();
-    forget_lent_lock();
+    reset_segment_lock();
+    reset_export_lock();
 }
 
 static void watch_forks(void)
@@ -35,20 +35,20 @@ static uint64_t round_up(uint64_t value, uint64_t to)
     return (value + to - 1) / to * to;
 }
 
-/* Where things lie in a segment follows from (size, staging), which all ranks share. */
+/* Offsets of the parts of a segment. They follow from (size, staging), which all ranks share. */
 typedef struct {
     uint64_t control, ledger, place, sent, received, rings, slots, bytes;
     uint64_t ring_bytes, slot_bytes, slot_stride, table_bytes;
 } layout;
 
-static layout lay_out(int size, uint64_t staging)
+static layout compute_layout(int size, uint64_t staging)
 {
     layout l;
     uint64_t n = (uint64_t)size;
     l.slot_bytes = staging / SLOTS / 4096 * 4096;
     if (l.slot_bytes < SMALLEST_SLOT)
         l.slot_bytes = SMALLEST_SLOT;
-    if (l.slot_bytes < n * 2 * LINE) /* each peer's share of a slot is at least two lines */
+    if (l.slot_bytes < n * 2 * LINE) /* each peer's share of a slot is at least two cache lines */
         l.slot_bytes = round_up(n * 2 * LINE, 4096);
     l.table_bytes = round_up(8 * (n + 1), LINE);
     l.slot_stride = round_up(l.slot_bytes + l.table_bytes, 4096);
@@ -66,7 +66,7 @@ static layout lay_out(int size, uint64_t staging)
     return l;
 }
 
-static void see_peer(peer *peer, tutti_segment *segment, const layout *l)
+static void locate_parts(peer *peer, tutti_segment *segment, const layout *l)
 {
     unsigned char *base = tutti_segment_base(segment);
     peer->segment = segment;
@@ -80,7 +80,7 @@ static void see_peer(peer *peer, tutti_segment *segment, const layout *l)
     peer->slots = base + l->slots;
 }
 
-static void introduce(tutti_group *g, const layout *l, uint64_t bytes)
+static void write_header(tutti_group *g, const layout *l, uint64_t bytes)
 {
     struct timespec time;
     clock_gettime(CLOCK_REALTIME, &time);
@@ -112,14 +112,14 @@ TUTTI_API tutti_group *tutti_group_create(const char *name, int rank, int size,
              TUTTI_MAX_RANKS);
         return NULL;
     }
-    layout l = lay_out(size, staging_bytes ? staging_bytes : DEFAULT_STAGING);
+    layout l = compute_layout(size, staging_bytes ? staging_bytes : DEFAULT_STAGING);
     tutti_group *g = calloc(1, sizeof *g);
     if (g) {
         g->peers = calloc((size_t)size, sizeof *g->peers);
         g->sources = calloc((size_t)size, sizeof *g->sources);
-        g->places = calloc((size_t)size, sizeof *g->places);
+        g->copies = calloc((size_t)size, sizeof *g->copies);
     }
-    if (!g || !g->peers || !g->sources || !g->places) {
+    if (!g || !g->peers || !g->sources || !g->copies) {
         fail(TUTTI_NO_MEMORY, "no memory for a group of %d ranks", size);
         goto failed;
     }
@@ -131,13 +131,13 @@ TUTTI_API tutti_group *tutti_group_create(const char *name, int rank, int size,
     g->slot_stride = l.slot_stride;
     g->table_bytes = l.table_bytes;
     g->ring_bytes = l.ring_bytes;
-    g->patience = g->patience_now = patience_for(size);
+    g->limits = g->limits_now = spin_limits_for(size);
     g->fork_generation = atomic_load(&fork_generation);
     tutti_segment *segment = tutti_segment_create(g->name, l.bytes);
     if (!segment)
         goto failed;
-    see_peer(&g->peers[rank], segment, &l);
-    introduce(g, &l, l.bytes);
+    locate_parts(&g->peers[rank], segment, &l);
+    write_header(g, &l, l.bytes);
     g->connected = 1;
     pthread_mutex_init(&g->broken_lock, NULL);
     pthread_mutex_init(&g->blocks_lock, NULL);
@@ -146,9 +146,9 @@ TUTTI_API tutti_group *tutti_group_create(const char *name, int rank, int size,
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&g->work_queued, &attributes);
-    pthread_cond_init(&g->turn_over, &attributes);
+    pthread_cond_init(&g->collective_over, &attributes);
     pthread_condattr_destroy(&attributes);
-    if (mail_create(g) < 0) {
+    if (p2p_create(g) < 0) {
         tutti_segment_close(segment);
         goto failed;
     }
@@ -161,7 +161,7 @@ failed:
     if (g) {
         free(g->peers);
         free(g->sources);
-        free(g->places);
+        free(g->copies);
     }
     free(g);
     return NULL;
@@ -177,12 +177,22 @@ TUTTI_API uint64_t tutti_group_bytes(const tutti_group *g)
     return tutti_segment_bytes(g->peers[g->rank].segment);
 }
 
+/* Once all ranks are known: how long waiters spin depends on the CPUs that the ranks may use. */
+static void set_spin_limits(tutti_group *g)
+{
+    int64_t pids[TUTTI_MAX_RANKS];
+    for (int rank = 0; rank < g->size; rank++)
+        pids[rank] = g->peers[rank].header->pid;
+    count_cpus_of(pids, g->size);
+    g->limits = g->limits_now = spin_limits_for(g->size);
+}
+
 TUTTI_API int tutti_group_connect(tutti_group *g, int rank, int64_t pid, int fd, uint64_t bytes)
 {
     if (rank < 0 || rank >= g->size || rank == g->rank || g->peers[rank].segment)
         return fail(TUTTI_BAD_ARGUMENT, "rank %d of group %s cannot connect to rank %d", g->rank,
                     g->name, rank);
-    layout l = lay_out(g->size, g->slot_bytes * SLOTS);
+    layout l = compute_layout(g->size, g->slot_bytes * SLOTS);
     if (bytes != l.bytes)
         return fail(TUTTI_BAD_ARGUMENT,
                     "rank %d of group %s has a segment of %" PRIu64 " bytes and rank %d one of "
@@ -200,8 +210,9 @@ TUTTI_API int tutti_group_connect(tutti_group *g, int rank, int64_t pid, int fd,
                     "share a host and a version of this package?",
                     fd, pid, rank, g->name);
     }
-    see_peer(&g->peers[rank], segment, &l);
-    g->connected++;
+    locate_parts(&g->peers[rank], segment, &l);
+    if (++g->connected == g->size)
+        set_spin_limits(g);
     return 0;
 }
 
@@ -224,21 +235,21 @@ TUTTI_API void tutti_group_abort(tutti_group *g)
     char text[256];
     snprintf(text, sizeof text, "rank %d has closed group %s", g->rank, g->name);
     break_group(g, TUTTI_CLOSED, text);
-    /* Also after an earlier failure: peers that wait need to know that nobody will come. */
+    /* Also after an earlier failure: waiting peers must learn that this rank will not arrive. */
     control *own = g->peers[g->rank].control;
     uint32_t running = RUNNING;
     atomic_compare_exchange_strong(&own->state, &running, LEFT);
     wake_queue(g);
-    mail_wake(g);
+    p2p_abort(g);
 }
 
 TUTTI_API void tutti_group_close(tutti_group *g)
 {
-    if (!g || in_forked_child(g)) /* the parent's threads and locks are not in this process */
+    if (!g || in_forked_child(g)) /* a forked child has none of the group's threads */
         return;
     tutti_group_abort(g);
-    stop_worker(g);
-    mail_close(g);
+    stop_workers(g);
+    p2p_close(g);
     pthread_mutex_lock(&groups_lock);
     for (tutti_group **link = &groups; *link; link = &(*link)->next)
         if (*link == g) {
@@ -249,16 +260,16 @@ TUTTI_API void tutti_group_close(tutti_group *g)
     for (int rank = 0; rank < g->size; rank++)
         tutti_segment_close(g->peers[rank].segment);
     free_blocks(g);
-    free_borrowed(g);
+    free_mappings(g);
     pthread_cond_destroy(&g->work_queued);
-    pthread_cond_destroy(&g->turn_over);
+    pthread_cond_destroy(&g->collective_over);
     pthread_mutex_destroy(&g->lock);
     pthread_mutex_destroy(&g->broken_lock);
     pthread_mutex_destroy(&g->blocks_lock);
     free(g->broken_text);
     free(g->workers);
     free(g->sources);
-    free(g->places);
+    free(g->copies);
     free(g->peers);
     free(g);
 }

@@ -1,4 +1,4 @@
-/* What the files of the core share. Nothing here is visible outside of it. */
+/* Private declarations shared by the files of the core. Nothing here is exported. */
 #ifndef TUTTI_INTERNAL_H
 #define TUTTI_INTERNAL_H
 
@@ -11,91 +11,110 @@
 #include <stdbool.h>
 
 #define TUTTI_API __attribute__((visibility("default")))
-#define LINE 64
-#define SLOTS 4 /* staging slots; no rank is ever more than this many rounds ahead of another */
+#define LINE 64 /* bytes of a cache line */
+#define SLOTS 4 /* staging slots per rank; no rank is more than SLOTS rounds ahead of another */
 
-/* ---- errors (segment.c): the text of the calling thread's last failure ---- */
+/* ---- errors.c: the calling thread's last error, and broken groups ---- */
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 int fail_errno(const char *what);
-void forget_segment_lock(void); /* in a forked child: who held it is not there */
-void segment_is_mapped(tutti_segment *); /* nobody will ask for its descriptor or its owner */
+/* 0, or the error that makes every operation of this group fail from now on. */
+int group_usable(tutti_group *);
+/* Marks the group as broken for good, here and for peers, and wakes every thread that waits in it.
+ * Returns the code of the group's first failure, which may be an earlier one. */
+int break_group(tutti_group *, int code, const char *text);
+/* The reason why waiting for `peer` is pointless, or 0: an abort on this rank, the peer's own state,
+ * and with `check_alive` (a system call) whether its process has died. */
+int peer_error(tutti_group *, int peer, bool check_alive);
 
-/* ---- time and waiting (wait.c) ---- */
+/* ---- segment.c ---- */
+void reset_segment_lock(void);                 /* in a forked child: the lock's holder may be gone */
+void segment_close_descriptor(tutti_segment *); /* keeps the mapping; liveness is no longer known */
+
+/* ---- futex.c: time and waiting ---- */
 #define FOREVER UINT64_MAX
-uint64_t now_ns(void);
-uint64_t deadline_after(double seconds); /* not positive or not finite: never */
+uint64_t now_ns(void);                   /* CLOCK_MONOTONIC */
+uint64_t deadline_after(double seconds); /* FOREVER when not positive or not finite */
 
-/* How long a waiter burns its core, then offers it to others, before it sleeps. */
+/* A waiter spins `spins` times, then calls sched_yield `yields` times, then sleeps. */
 typedef struct {
     uint32_t spins, yields;
-} patience;
+} spin_limits;
 typedef struct {
-    patience limit;
+    spin_limits limit;
     uint32_t turns;
-    uint64_t sleep_ns, life_checked_ns;
+    uint64_t sleep_ns, alive_checked_ns;
 } pause_state;
-patience patience_for(int ranks);
-/* Workers share their core with those who compute: they hand it over almost at once. */
-patience patience_of_worker(void);
-/* Passes some time; true when the dearer conditions (deadline, death, abort) need a look. */
+spin_limits spin_limits_for(int ranks); /* with the CPUs known so far */
+spin_limits worker_spin_limits(void);   /* worker threads share a CPU with the computation */
+/* Counts the CPUs on which these processes may run: the union of their affinity masks, cut by the
+ * cgroup CPU quota. Later calls of spin_limits_for use the result. */
+void count_cpus_of(const int64_t *pids, int n);
+/* Spins, yields or sleeps once; true when the slow checks (deadline, liveness, abort) are due. */
 bool pause_once(pause_state *);
-/* The same without ever sleeping: false when patience is at its end. */
-bool pause_awake(pause_state *, bool *should_look);
-bool life_check_is_due(pause_state *, uint64_t now);
-/* Sleeps until *bell is no longer `heard`, or for a while; ring_bell wakes all who sleep. */
-void sleep_on_bell(_Atomic uint32_t *bell, uint32_t heard);
-void ring_bell(_Atomic uint32_t *bell);
+/* The same without sleeping; false once spins and yields are used up. */
+bool pause_awake(pause_state *, bool *should_check);
+bool alive_check_due(pause_state *, uint64_t now);
+/* Sleeps unless *word differs from `seen`, until futex_wake_all or at most 20 ms (a process that is
+ * killed cannot wake anyone). */
+void futex_wait(_Atomic uint32_t *word, uint32_t seen);
+void futex_wake_all(_Atomic uint32_t *word);
 
-/* ---- pages.c ---- */
-/* Bytes that a process may still take, and who has them, for a sentence. */
-uint64_t available_memory(const char **where);
-/* A file of shared memory, mapped with all its pages entered; MAP_FAILED and errno if not. The
- * first who maps it takes longer to get large pages, which the others then find. */
-void *map_pages(int fd, uint64_t bytes, bool first);
+/* ---- memory.c ---- */
+uint64_t available_memory(const char **where); /* bytes, and which limit that is, for messages */
+/* Maps a file of shared memory with all page table entries filled; MAP_FAILED and errno on failure.
+ * The creator spends longer on getting huge pages, which later mappings then share. */
+void *map_pages(int fd, uint64_t bytes, bool creator);
+double cgroup_cpu_quota(void); /* CPUs that the cgroup allows; HUGE_VAL where there is no limit */
 
-/* ---- copies (copy.c) ---- */
+/* ---- copy.c ---- */
 void copy_bytes(void *to, const void *from, uint64_t bytes);
-/* Past the caches: a release store orders such bytes only after streams_end(). */
+/* Non-temporal stores; a release store orders them only after stream_fence(). */
 void stream_bytes(void *to, const void *from, uint64_t bytes);
-void streams_end(void);
+void stream_fence(void);
+/* Remembers which kind of store is faster towards the CPU that reads the bytes. */
 typedef struct {
     uint32_t count;
-    bool dear; /* taking lines back from another core */
-} crossing;
-/* Copies bytes that another core will read next, in whichever way is cheaper here. */
-void hand_over(crossing *, void *to, const void *from, uint64_t bytes);
+    bool streaming; /* non-temporal stores are faster */
+} store_sampler;
+/* Copies bytes that another CPU reads next, with the faster kind of store. */
+void copy_to_peer(store_sampler *, void *to, const void *from, uint64_t bytes);
 
-/* ---- reductions (reduce.c) ---- */
+/* ---- reduce_kernels.c ---- */
 size_t dtype_bytes(uint32_t dtype);
 const char *dtype_name(uint32_t dtype);
 const char *reduce_name(uint32_t reduce);
 bool can_reduce(uint32_t dtype, uint32_t reduce);
 void reduce_parts(void *out, const void *const *parts, uint32_t n, uint64_t count, uint32_t dtype,
                   uint32_t reduce); /* out may be one of the parts */
-/* The same, and the result handed over to all places as it is made, in one pass over memory. */
-void reduce_to_all(void *out, void *const *places, uint32_t n_places, bool past_caches,
-                   const void *const *parts, uint32_t n, uint64_t count, uint32_t dtype,
-                   uint32_t reduce);
+/* The same, and the result is also written to `copies`, block by block while it is in the L1 cache. */
+void reduce_and_copy(void *out, void *const *copies, uint32_t n_copies, bool streaming,
+                     const void *const *parts, uint32_t n, uint64_t count, uint32_t dtype,
+                     uint32_t reduce);
 
-/* ---- what a rank publishes; each line has one writer, its owner ---- */
+/* ---- The control block: the part of a rank's segment by which ranks synchronise ----
+ *
+ * Writers, word by word: `posted`, `fingerprint`, `offer`, `consumed`, `state`, `code` and `reason`
+ * are written by the owner only. `waiters` and `p2p_waiters` are counters that every rank changes by
+ * atomic read-modify-write. `futex` and `p2p_futex` are incremented by the owner, and by any rank of
+ * the group when it aborts or, for p2p_futex, when it has moved bytes of a message. */
 enum { RUNNING = 0, LEFT = 1, BROKEN = 2 };
 
 typedef struct {
     _Alignas(2 * LINE) _Atomic uint64_t posted; /* the last round whose bytes are staged */
-    _Atomic uint64_t print[SLOTS];              /* all operations so far, as one number, by round */
-    _Alignas(LINE) _Atomic uint64_t place[SLOTS][2]; /* block id and offset of symmetric memory */
+    _Atomic uint64_t fingerprint[SLOTS];        /* hash of all operations so far, by round */
+    _Alignas(LINE) _Atomic uint64_t offer[SLOTS][2]; /* memory id and offset for direct access */
     _Alignas(2 * LINE) _Atomic uint64_t consumed; /* the last round whose peers' bytes were read */
-    _Alignas(2 * LINE) _Atomic uint32_t sleepers; /* peers that sleep until this rank rings */
-    _Atomic uint32_t bell;
-    _Alignas(2 * LINE) _Atomic uint32_t mail_sleepers; /* threads of this rank; others ring */
-    _Atomic uint32_t mail_bell;
+    _Alignas(2 * LINE) _Atomic uint32_t waiters;  /* threads of peers that sleep on `futex` */
+    _Atomic uint32_t futex;                       /* changes when this rank posts or consumes */
+    _Alignas(2 * LINE) _Atomic uint32_t p2p_waiters; /* threads of this rank on p2p_futex */
+    _Atomic uint32_t p2p_futex;                /* changes when bytes of a message have moved */
     _Alignas(2 * LINE) _Atomic uint32_t state; /* RUNNING, LEFT, BROKEN */
-    _Atomic int32_t code;                      /* why, when BROKEN */
+    _Atomic int32_t code;                      /* the failure, when BROKEN */
     _Atomic uint64_t reason[TUTTI_REASON_WORDS];
 } control;
 
 typedef struct {
-    _Alignas(2 * LINE) _Atomic uint64_t at; /* bytes ever written to or read from a ring */
+    _Alignas(2 * LINE) _Atomic uint64_t at; /* bytes ever written to, or read from, a ring */
 } ring_mark;
 
 typedef struct {
@@ -105,119 +124,111 @@ typedef struct {
     tutti_entry *ledger;
     tutti_place *place;
     ring_mark *sent;     /* sent[p]: how far this rank has written its ring to p */
-    ring_mark *received; /* received[p]: how far it has read the ring from p */
+    ring_mark *received; /* received[p]: how far this rank has read the ring from p */
     unsigned char *rings;
     unsigned char *slots;
-    uint64_t consumed; /* a lower bound, so that the peer's line is seldom read */
+    uint64_t consumed; /* lower bound of control->consumed, to avoid reading the peer's cache line */
 } peer;
 
-typedef struct block {
+typedef struct block { /* symmetric memory that all ranks of the group have mapped */
     uint64_t id, bytes;
     struct block *next;
     unsigned char *bases[];
 } block;
 
 struct tutti_work {
-    tutti_operation operation; /* with its own arrays */
+    tutti_operation operation; /* with copies of its arrays */
     double timeout;
     uint64_t deadline;
     tutti_done done;
     void *argument;
     tutti_group *group;
-    uint64_t entry; /* its id in the ledger */
+    uint64_t entry; /* id in the ledger */
     uint64_t sequence;
     atomic_int references;
     atomic_int is_done;
     int code;
     int32_t source;
-    char *text;
+    char *text; /* NULL on success, and when there was no memory for a copy of the error */
     struct tutti_work *next;
-    uint64_t moved; /* messages: bytes already in or out of the ring */
+    uint64_t moved; /* send and recv: bytes already in or out of the ring */
     bool started;
     void *parts[]; /* in, out, in_bytes, out_bytes */
 };
 
-typedef struct mail mail; /* mail.h */
-typedef struct borrowed borrowed; /* lent.c */
+typedef struct p2p_state p2p_state; /* p2p.c */
+typedef struct mapping mapping;     /* exported.c */
 
 struct tutti_group {
     char name[TUTTI_NAME_BYTES];
     int rank, size;
     uint64_t token, slot_bytes, slot_stride, ring_bytes;
     unsigned fork_generation;
-    patience patience, patience_now; /* of callers; of whoever runs the collective */
-    peer *peers; /* of size, this rank's own included */
+    spin_limits limits, limits_now; /* of calling threads; of the thread that runs the collective */
+    peer *peers;                    /* `size` entries, this rank's own included */
     int connected;
     pthread_mutex_t blocks_lock;
     _Atomic(block *) blocks;
-    tutti_group *next; /* of this process */
+    tutti_group *next; /* list of the groups of this process */
 
-    atomic_int broken; /* the first failure's code; every later operation fails with it */
+    atomic_int broken; /* code of the first failure; every later operation fails with it */
     pthread_mutex_t broken_lock;
     char *broken_text;
 
     _Atomic uint64_t ledger_next;
     uint64_t realtime_offset; /* CLOCK_REALTIME minus CLOCK_MONOTONIC */
 
-    /* Whoever runs a collective (the caller, a waiter, the worker) holds the turn. */
+    /* One collective runs at a time, in the caller, in a waiting thread or in a worker thread. */
     pthread_mutex_t lock;
-    pthread_cond_t work_queued, turn_over;
-    bool turn_taken, closing;
-    int inside; /* threads that a close must wait for */
+    pthread_cond_t work_queued, collective_over;
+    bool collective_runs, closing;
+    int inside; /* threads inside a call; closing waits for them */
     pthread_t *workers;
-    int started, ready; /* workers; those of them that are not inside a callback */
+    int started, ready; /* worker threads; those that are not inside a callback */
     tutti_work *queue_head, *queue_tail;
-    uint64_t collectives; /* numbered as called */
+    uint64_t collectives; /* how many were called: their sequence numbers */
 
-    /* Of the collective that runs now. */
-    uint64_t round, print, consumed_by_all;
+    /* State of the running collective; protected by `collective_runs`. */
+    uint64_t round, fingerprint, consumed_by_all;
     const tutti_operation *running;
-    uint64_t running_sequence, running_deadline, running_begun;
+    uint64_t running_sequence, running_deadline;
     double running_timeout;
-    uint64_t table_bytes; /* at the start of each slot */
-    crossing crossing;
-    bool past_caches; /* whether results go straight to memory */
-    const void **sources; /* of size, scratch for reductions */
-    void **places;        /* as many */
-    borrowed *borrowed;   /* peers' lent memory that this rank has mapped */
+    uint64_t table_bytes; /* of the table of sizes at the start of each slot */
+    store_sampler sampler;
+    bool stream_results;  /* results are written with non-temporal stores */
+    const void **sources; /* `size` entries, scratch for reductions */
+    void **copies;        /* the same */
+    mapping *mappings;    /* peers' exported memory that this rank has mapped */
 
-    mail *mail;
+    p2p_state *p2p;
 };
 
 /* ---- group.c ---- */
-/* A child has neither the threads that end operations nor a right to the rings. */
+/* A forked child has neither the group's threads nor the right to write to its rings. */
 int refuse_forked_child(const tutti_group *);
 static inline unsigned char *slot_of(const tutti_group *g, int rank, uint64_t round)
 {
     return g->peers[rank].slots + (round % SLOTS) * g->slot_stride;
 }
 
-/* Of the n - 1 shares that `owner` keeps for the others, the one for `reader`. */
+/* Index of `reader` among the size - 1 peers of `owner`: its ring, or its share of a slot. */
 static inline uint64_t lane(int owner, int reader)
 {
     return (uint64_t)(reader < owner ? reader : reader - 1);
 }
 
-/* ---- trouble.c ---- */
-int group_usable(tutti_group *);
-/* Marks the group as broken for good, here and for peers; returns the first failure's code. */
-int break_group(tutti_group *, int code, const char *text);
-/* Looks at what makes a wait for `peer` hopeless: own abort, its state, its death. */
-int peer_trouble(tutti_group *, int peer, bool look_for_death);
-
-/* ---- blocks.c ---- */
-/* Blocks are removed only when no operation uses them, so what is found may be kept for one. */
+/* ---- exported.c ---- */
+/* A block is removed only when no operation uses it, so a result stays valid during an operation. */
 const block *block_of(tutti_group *, const void *address, uint64_t bytes);
 const block *block_by_id(tutti_group *, uint64_t id);
 void free_blocks(tutti_group *);
-
-/* ---- lent.c ---- */
-#define LENT ((uint64_t)1 << 63) /* in a block's id: memory that a rank lends, not a block of all */
-bool lent_place(const void *address, uint64_t bytes, uint64_t *id, uint64_t *offset);
-/* Where this process sees what a rank lends; mapped at the first use. Needs the turn. */
-int borrow(tutti_group *, int rank, uint64_t id, unsigned char **memory);
-void free_borrowed(tutti_group *);
-void forget_lent_lock(void);
+#define EXPORTED ((uint64_t)1 << 63) /* set in the id of exported memory, clear in that of a block */
+bool find_exported(const void *address, uint64_t bytes, uint64_t *id, uint64_t *offset);
+/* The address at which this process has mapped a rank's exported memory; maps it at first use.
+ * Called by the thread that runs the collective. */
+int map_exported(tutti_group *, int rank, uint64_t id, unsigned char **memory);
+void free_mappings(tutti_group *);
+void reset_export_lock(void);
 
 /* ---- ledger.c ---- */
 const char *kind_name(uint32_t kind);
@@ -225,41 +236,38 @@ uint64_t operation_bytes(const tutti_operation *);
 uint64_t ledger_open(tutti_group *, const tutti_operation *, uint64_t sequence, int state);
 void ledger_mark(tutti_group *, uint64_t id, int state);
 void describe_peer(const tutti_group *, int rank, char *text, size_t room);
-/* The first collective in which this rank and a peer differ, as text; false when not found. */
+/* Describes the first collective in which this rank and a peer differ; false when none is found. */
 bool describe_difference(const tutti_group *, int rank, char *text, size_t room);
 void text_to_words(_Atomic uint64_t *words, int n, const char *text);
 void words_to_text(const _Atomic uint64_t *words, int n, char *text);
 void write_place(tutti_place *, const char *text);
 
-/* ---- operation.c ---- */
+/* ---- operations.c ---- */
 int check_operation(const tutti_group *, const tutti_operation *);
-/* What must be alike on all ranks, as one number that is never 0. */
-uint64_t operation_print(const tutti_operation *);
-uint64_t mix(uint64_t, uint64_t);
+/* Hash of the arguments that must be equal on all ranks; never 0. */
+uint64_t operation_fingerprint(const tutti_operation *);
+uint64_t hash_combine(uint64_t, uint64_t);
+tutti_work *work_create(tutti_group *, const tutti_operation *, double timeout, tutti_done,
+                        void *argument);
+/* work_end marks the operation as done; work_call_back runs its callback, with no lock held. They
+ * are separate because a callback may wait for another operation. */
+void work_end(tutti_work *, int code, const char *text);
+void work_call_back(tutti_work *);
+void work_release(tutti_work *);
+bool inside_callback(void); /* the calling thread runs a callback now */
+void wake_queue(tutti_group *);
+void stop_workers(tutti_group *);
 
 /* ---- collectives.c ---- */
 int run_collective(tutti_group *, const tutti_operation *, uint64_t sequence, uint64_t entry,
                    double timeout, uint64_t deadline);
 
-/* ---- work.c ---- */
-tutti_work *work_create(tutti_group *, const tutti_operation *, double timeout, tutti_done,
-                        void *argument);
-/* Marks as done and calls back: apart, since the callback may wait for whom this lets go on. */
-void work_end(tutti_work *, int code, const char *text);
-void work_call_back(tutti_work *); /* with no lock held */
-void work_release(tutti_work *);
-bool inside_callback(void); /* whether this thread is */
-
-/* ---- worker.c ---- */
-void wake_queue(tutti_group *); /* after an abort */
-void stop_worker(tutti_group *);
-
-/* ---- mail.c ---- */
-int mail_create(tutti_group *);
-int mail_run(tutti_group *, const tutti_operation *, double timeout);
-void mail_submit(tutti_group *, tutti_work *, const char *where);
-int mail_wait(tutti_work *, uint64_t deadline);
-void mail_wake(tutti_group *); /* after an abort */
-void mail_close(tutti_group *);
+/* ---- p2p.c ---- */
+int p2p_create(tutti_group *);
+int p2p_run(tutti_group *, const tutti_operation *, double timeout);
+void p2p_submit(tutti_group *, tutti_work *, const char *where);
+int p2p_wait(tutti_work *, uint64_t deadline);
+void p2p_abort(tutti_group *); /* fails all messages with the group's error */
+void p2p_close(tutti_group *);
 
 #endif

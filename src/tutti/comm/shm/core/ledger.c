@@ -1,4 +1,8 @@
-/* The ledger: writing this rank's entries, and putting peers' entries into words. */
+/* The ledger: recording this rank's operations, and describing those of peers in error messages.
+ *
+ * An entry is a sequence lock over its `id`: the owner stores 0, executes a release fence, stores the
+ * fields (relaxed) and stores the new id (release). A reader takes the fields as valid when it loads the
+ * same id, not 0, before (acquire) and after (behind an acquire fence). */
 #include "internal.h"
 
 #include <inttypes.h>
@@ -26,7 +30,7 @@ uint64_t operation_bytes(const tutti_operation *operation)
     return in > out ? in : out;
 }
 
-/* Words, because bytes that another process reads meanwhile must be atomic to be defined. */
+/* Text is stored as atomic words, because another process may read it at the same time. */
 void text_to_words(_Atomic uint64_t *words, int n, const char *text)
 {
     size_t length = text ? strlen(text) : 0, room = (size_t)n * 8 - 1;
@@ -38,7 +42,7 @@ void text_to_words(_Atomic uint64_t *words, int n, const char *text)
         if (at < length)
             memcpy(&word, text + at, length - at < 8 ? length - at : 8);
         atomic_store_explicit(&words[i], word, RELAXED);
-        if (at + 8 > length) /* the zero that ends the text is written */
+        if (at + 8 > length) /* the terminating zero is written */
             break;
     }
 }
@@ -71,7 +75,7 @@ uint64_t ledger_open(tutti_group *g, const tutti_operation *operation, uint64_t 
     atomic_store_explicit(&entry->begun_ns, now, RELAXED);
     atomic_store_explicit(&entry->begun_realtime_ns, now + g->realtime_offset, RELAXED);
     atomic_store_explicit(&entry->ended_ns, 0, RELAXED);
-    atomic_store_explicit(&entry->print, operation_print(operation), RELAXED);
+    atomic_store_explicit(&entry->fingerprint, operation_fingerprint(operation), RELAXED);
     text_to_words(entry->where, TUTTI_WHERE_WORDS, operation->where);
     atomic_store_explicit(&entry->id, id, memory_order_release);
     return id;
@@ -93,15 +97,15 @@ void ledger_mark(tutti_group *g, uint64_t id, int state)
     atomic_store_explicit(&entry->state, (uint32_t)state, memory_order_release);
 }
 
-/* A copy of an entry as plain numbers. */
+/* A copy of an entry with plain members. */
 typedef struct {
-    uint64_t id, sequence, bytes, begun, ended, print;
+    uint64_t id, sequence, bytes, begun, ended, fingerprint;
     uint32_t kind, dtype, reduce, state;
     int32_t root;
     char where[TUTTI_WHERE_WORDS * 8];
-} line;
+} record;
 
-static bool read_line(const tutti_entry *entry, line *copy)
+static bool read_record(const tutti_entry *entry, record *copy)
 {
     copy->id = atomic_load_explicit(&entry->id, memory_order_acquire);
     copy->sequence = atomic_load_explicit(&entry->sequence, RELAXED);
@@ -113,19 +117,19 @@ static bool read_line(const tutti_entry *entry, line *copy)
     copy->bytes = atomic_load_explicit(&entry->bytes, RELAXED);
     copy->begun = atomic_load_explicit(&entry->begun_ns, RELAXED);
     copy->ended = atomic_load_explicit(&entry->ended_ns, RELAXED);
-    copy->print = atomic_load_explicit(&entry->print, RELAXED);
+    copy->fingerprint = atomic_load_explicit(&entry->fingerprint, RELAXED);
     words_to_text(entry->where, TUTTI_WHERE_WORDS, copy->where);
     atomic_thread_fence(memory_order_acquire);
     return copy->id && atomic_load_explicit(&entry->id, RELAXED) == copy->id;
 }
 
-/* The entry that a rank began last, or of one collective when `sequence` is not 0. */
-static bool find_line(const tutti_group *g, int rank, uint64_t sequence, line *found)
+/* The entry that a rank opened last, or that of one collective when `sequence` is not 0. */
+static bool find_record(const tutti_group *g, int rank, uint64_t sequence, record *found)
 {
     bool any = false;
     for (int i = 0; i < TUTTI_LEDGER_ENTRIES; i++) {
-        line next;
-        if (!read_line(&g->peers[rank].ledger[i], &next))
+        record next;
+        if (!read_record(&g->peers[rank].ledger[i], &next))
             continue;
         if (sequence ? next.sequence != sequence || next.kind >= TUTTI_SEND
                      : any && next.id < found->id)
@@ -146,8 +150,8 @@ void describe_peer(const tutti_group *g, int rank, char *text, size_t room)
 {
     const peer *peer = &g->peers[rank];
     char last[256] = "no operation yet", now_at[TUTTI_PLACE_WORDS * 8 + 64] = "";
-    line entry;
-    if (find_line(g, rank, 0, &entry)) {
+    record entry;
+    if (find_record(g, rank, 0, &entry)) {
         bool over = entry.state == TUTTI_DONE || entry.state == TUTTI_FAILED;
         static const char *const states[] = {"queued", "running", "done", "failed"};
         snprintf(last, sizeof last, "last operation %" PRIu64 " %s, %s %.1f s%s%s%s",
@@ -168,7 +172,7 @@ void describe_peer(const tutti_group *g, int rank, char *text, size_t room)
     snprintf(text, room, "rank %d (pid %" PRId64 ": %s%s)", rank, peer->header->pid, last, now_at);
 }
 
-static void describe_call(int rank, const line *entry, char *text, size_t room)
+static void describe_call(int rank, const record *entry, char *text, size_t room)
 {
     char what[160] = "", root[32] = "", reduce[32] = "";
     if (entry->root >= 0)
@@ -188,9 +192,9 @@ bool describe_difference(const tutti_group *g, int rank, char *text, size_t room
     uint64_t last = g->running_sequence;
     uint64_t first = last > TUTTI_LEDGER_ENTRIES ? last - TUTTI_LEDGER_ENTRIES : 1;
     for (uint64_t sequence = first; sequence <= last; sequence++) {
-        line mine, theirs;
-        if (!find_line(g, g->rank, sequence, &mine) || !find_line(g, rank, sequence, &theirs) ||
-            mine.print == theirs.print || !mine.print || !theirs.print)
+        record mine, theirs;
+        if (!find_record(g, g->rank, sequence, &mine) || !find_record(g, rank, sequence, &theirs) ||
+            mine.fingerprint == theirs.fingerprint || !mine.fingerprint || !theirs.fingerprint)
             continue;
         char here[400], there[400];
         describe_call(g->rank, &mine, here, sizeof here);

@@ -1,8 +1,7 @@
-/* One-sided memory: plain bytes and 64-bit words anywhere in a mapped segment.
+/* One-sided memory: puts, signals and atomics on 64-bit words anywhere in a mapped segment.
  *
- * Order: a signal is raised with release and awaited with acquire, so whoever has seen the signal
- * sees the bytes that were put before it. Read-modify-write operations are sequentially
- * consistent, as people expect of atomics. */
+ * A signal is stored with release and awaited with acquire, so a rank that has seen the signal sees the
+ * bytes that were put before it. Read-modify-write operations are sequentially consistent. */
 #include "internal.h"
 #include "structures.h"
 
@@ -13,17 +12,17 @@ static _Atomic uint64_t *word(const uint64_t *address)
     return (_Atomic uint64_t *)(uintptr_t)address;
 }
 
-static _Thread_local crossing puts;
+static _Thread_local store_sampler puts;
 
 TUTTI_API void tutti_put(void *to, const void *from, uint64_t bytes)
 {
-    hand_over(&puts, to, from, bytes);
+    copy_to_peer(&puts, to, from, bytes);
 }
 
 TUTTI_API void tutti_put_signal(void *to, const void *from, uint64_t bytes, uint64_t *signal,
                                 uint64_t value, int add)
 {
-    hand_over(&puts, to, from, bytes);
+    copy_to_peer(&puts, to, from, bytes);
     if (add)
         atomic_fetch_add_explicit(word(signal), value, memory_order_acq_rel);
     else
@@ -36,13 +35,13 @@ TUTTI_API int tutti_wait_signal(const uint64_t *signal, uint64_t value, double t
     uint64_t seen = atomic_load_explicit(word(signal), memory_order_acquire);
     if (seen >= value)
         return 0;
-    pause_state pause = {.limit = patience_for(2)};
+    pause_state pause = {.limit = spin_limits_for(2)};
     uint64_t deadline = deadline_after(timeout_s);
     while ((seen = atomic_load_explicit(word(signal), memory_order_acquire)) < value) {
         if (!pause_once(&pause))
             continue;
         uint64_t now = now_ns();
-        if (watched && life_check_is_due(&pause, now) && !tutti_segment_owner_lives(watched) &&
+        if (watched && alive_check_due(&pause, now) && !tutti_segment_owner_lives(watched) &&
             atomic_load_explicit(word(signal), memory_order_acquire) < value)
             return fail(TUTTI_PEER_DIED,
                         "the process that should raise a signal to %" PRIu64
@@ -56,7 +55,7 @@ TUTTI_API int tutti_wait_signal(const uint64_t *signal, uint64_t value, double t
     return 0;
 }
 
-/* Waiting and looking in one call from an interpreter. */
+/* A wait and a load in one call, because calls from an interpreter are slow. */
 TUTTI_API uint64_t tutti_await_word(const uint64_t *address, uint64_t at_least, double timeout_s)
 {
     tutti_wait_signal(address, at_least, timeout_s, NULL);
@@ -97,7 +96,7 @@ TUTTI_API double tutti_round_trip_ns(uint64_t *line, int first, uint32_t turns, 
                 return -1;
         if (!first)
             atomic_store_explicit(word(line), mine, memory_order_release);
-        if (turn == 0) /* from here on both are there */
+        if (turn == 0) /* both ranks have arrived: start the clock */
             begun = now_ns();
     }
     return (double)(now_ns() - begun) / turns;

@@ -1,20 +1,24 @@
-/* Waiting for peers in a round, and saying whom a wait was for when it fails. */
+/* Waiting for peers in a round (rounds.h), and the messages of waits that fail. */
 #include "rounds.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
-enum wanted { POSTED, CONSUMED };
+enum mark { POSTED, CONSUMED };
 
-static uint64_t reached(const tutti_group *g, int rank, enum wanted wanted)
+static const _Atomic uint64_t *mark_of(const tutti_group *g, int rank, enum mark mark)
 {
     const control *theirs = g->peers[rank].control;
-    return atomic_load_explicit(wanted == POSTED ? &theirs->posted : &theirs->consumed,
-                                memory_order_acquire);
+    return mark == POSTED ? &theirs->posted : &theirs->consumed;
 }
 
-static int differs(tutti_group *g, int rank)
+static uint64_t reached(const tutti_group *g, int rank, enum mark mark)
+{
+    return atomic_load_explicit(mark_of(g, rank, mark), memory_order_acquire);
+}
+
+static int operations_differ(tutti_group *g, int rank)
 {
     char text[1024];
     if (!describe_difference(g, rank, text, sizeof text))
@@ -26,13 +30,13 @@ static int differs(tutti_group *g, int rank)
     return fail(TUTTI_MISMATCH, "%s", text);
 }
 
-static int timed_out(tutti_group *g, int rank, uint64_t round, enum wanted wanted, bool all)
+static int timed_out(tutti_group *g, int rank, uint64_t round, enum mark mark, bool all)
 {
     char late[2048] = "";
     size_t length = 0;
     int named = 0, more = 0;
     for (int other = 0; other < g->size; other++) {
-        if (other == g->rank || (!all && other != rank) || reached(g, other, wanted) >= round)
+        if (other == g->rank || (!all && other != rank) || reached(g, other, mark) >= round)
             continue;
         if (named == 4) {
             more++;
@@ -54,60 +58,63 @@ static int timed_out(tutti_group *g, int rank, uint64_t round, enum wanted wante
                 g->rank, late);
 }
 
-static int in_words(tutti_group *g, int code)
+/* Adds the operation that failed, unless the message is a peer's and names its own. */
+static int name_operation(tutti_group *g, int code)
 {
     if (code != TUTTI_PEER_DIED && code != TUTTI_PEER_LEFT)
         return code;
     if (strstr(tutti_error(), " of group ") && strstr(tutti_error(), ": it was needed for "))
-        return code; /* a peer's words */
+        return code;
     return fail(code, "%s: it was needed for %s %" PRIu64 " on rank %d", tutti_error(),
                 kind_name(g->running->kind), g->running_sequence, g->rank);
 }
 
-/* Or for a while: whoever calls looks again. */
-static void sleep_until(tutti_group *g, int rank, uint64_t round, enum wanted wanted)
+/* Sleeps until the peer posts or consumes a round, until an abort, or for at most 20 ms. The futex word
+ * is read before the checks: a change that the checks do not see increments it later. */
+static void sleep_for_peer(tutti_group *g, int rank, uint64_t round, enum mark mark)
 {
     control *theirs = g->peers[rank].control;
-    const _Atomic uint64_t *mark = wanted == POSTED ? &theirs->posted : &theirs->consumed;
-    uint32_t heard = atomic_load_explicit(&theirs->bell, memory_order_acquire);
-    atomic_fetch_add_explicit(&theirs->sleepers, 1, memory_order_seq_cst);
-    if (atomic_load_explicit(mark, memory_order_seq_cst) < round)
-        sleep_on_bell(&theirs->bell, heard);
-    atomic_fetch_sub_explicit(&theirs->sleepers, 1, memory_order_relaxed);
+    uint32_t seen = atomic_load_explicit(&theirs->futex, memory_order_acquire);
+    atomic_fetch_add_explicit(&theirs->waiters, 1, memory_order_seq_cst);
+    if (atomic_load_explicit(mark_of(g, rank, mark), memory_order_seq_cst) < round &&
+        !atomic_load_explicit(&g->broken, memory_order_acquire) &&
+        atomic_load_explicit(&theirs->state, memory_order_acquire) == RUNNING)
+        futex_wait(&theirs->futex, seen);
+    atomic_fetch_sub_explicit(&theirs->waiters, 1, memory_order_relaxed);
 }
 
-static int wait_for(tutti_group *g, int rank, uint64_t round, enum wanted wanted, bool all)
+static int wait_for(tutti_group *g, int rank, uint64_t round, enum mark mark, bool all)
 {
-    pause_state pause = {.limit = g->patience_now};
-    while (reached(g, rank, wanted) < round) {
-        bool should_look;
-        if (!pause_awake(&pause, &should_look))
-            sleep_until(g, rank, round, wanted);
-        else if (!should_look)
+    pause_state pause = {.limit = g->limits_now};
+    while (reached(g, rank, mark) < round) {
+        bool should_check;
+        if (!pause_awake(&pause, &should_check))
+            sleep_for_peer(g, rank, round, mark);
+        else if (!should_check)
             continue;
         uint64_t now = now_ns();
-        bool due = life_check_is_due(&pause, now);
-        int code = peer_trouble(g, rank, due);
-        if (reached(g, rank, wanted) >= round)
-            return 0; /* it came, then left */
+        bool due = alive_check_due(&pause, now);
+        int code = peer_error(g, rank, due);
+        if (reached(g, rank, mark) >= round)
+            return 0; /* the peer arrived and then left */
         if (code)
-            return in_words(g, code);
+            return name_operation(g, code);
         char unused[1024];
         if (due && describe_difference(g, rank, unused, sizeof unused))
-            return differs(g, rank);
+            return operations_differ(g, rank);
         if (now >= g->running_deadline)
-            return timed_out(g, rank, round, wanted, all);
+            return timed_out(g, rank, round, mark, all);
     }
     return 0;
 }
 
-static int check_print(tutti_group *g, int rank, uint64_t round)
+static int check_fingerprint(tutti_group *g, int rank, uint64_t round)
 {
-    uint64_t theirs = atomic_load_explicit(&g->peers[rank].control->print[round % SLOTS],
+    uint64_t theirs = atomic_load_explicit(&g->peers[rank].control->fingerprint[round % SLOTS],
                                            memory_order_relaxed);
-    if ((theirs ^ g->print) & ~SYMMETRIC)
-        return differs(g, rank);
-    return theirs == g->print ? 0 : OTHERWISE;
+    if ((theirs ^ g->fingerprint) & ~DIRECT)
+        return operations_differ(g, rank);
+    return theirs == g->fingerprint ? 0 : PATHS_DIFFER;
 }
 
 static int await_one(tutti_group *g, int rank, uint64_t round, bool all)
@@ -116,7 +123,7 @@ static int await_one(tutti_group *g, int rank, uint64_t round, bool all)
         TRY(wait_for(g, rank, round, POSTED, all));
     if (g->peers[rank].consumed < round - 1)
         g->peers[rank].consumed = round - 1;
-    return check_print(g, rank, round);
+    return check_fingerprint(g, rank, round);
 }
 
 int await_rank(tutti_group *g, int rank, uint64_t round)
@@ -138,7 +145,7 @@ int await_consumed(tutti_group *g, uint64_t round)
 {
     if (g->consumed_by_all >= round)
         return 0;
-    uint64_t least = UINT64_MAX;
+    uint64_t lowest = UINT64_MAX;
     for (int rank = 0; rank < g->size; rank++) {
         peer *peer = &g->peers[rank];
         if (rank == g->rank)
@@ -148,10 +155,9 @@ int await_consumed(tutti_group *g, uint64_t round)
                 TRY(wait_for(g, rank, round, CONSUMED, true));
             peer->consumed = reached(g, rank, CONSUMED);
         }
-        if (peer->consumed < least)
-            least = peer->consumed;
+        lowest = least(peer->consumed, lowest);
     }
-    g->consumed_by_all = least;
+    g->consumed_by_all = lowest;
     return 0;
 }
 

@@ -1,64 +1,64 @@
-/* Rounds: the one mechanism by which ranks hand each other bytes.
+/* Rounds: the protocol by which ranks exchange bytes of collectives, and the layout of staging slots.
  *
- * Rounds are numbered from 1, alike on all ranks, because every rank derives the same number of
- * rounds from the same operation. In round k a rank
+ * Rounds are numbered from 1, equally on all ranks, because every rank derives the same number of rounds
+ * from the same operation. In round k a rank
  *   enters     waits until all peers have consumed round k - SLOTS,
- *   stages     writes bytes for others into its slot k % SLOTS,
+ *   stages     writes bytes for its peers into its slot k % SLOTS,
  *   posts      publishes posted = k (release),
- *   awaits     waits for posted >= k (acquire) of those peers whose slots it needs, and reads them,
+ *   awaits     waits for posted >= k (acquire) of the peers whose slots it needs, and reads them,
  *   consumes   publishes consumed = k (release),
  * and only then begins round k + 1.
  *
- * Why no byte is read too early: the reader's acquire load of posted >= k reads from the release
- * store of k or of a later round by the same thread of control, so all staging of round k happens
- * before the read. (Who runs a group's operations may change from thread to thread; the group's
- * mutex orders them.) Why none is overwritten too early: the slot of round k - SLOTS is written
- * again in round k, after an acquire load of consumed >= k - SLOTS of every peer; each peer's
- * release store of it comes after its last read of that slot. A posted >= j serves as proof of
- * consumed >= j - 1, because every rank consumes j - 1 before it posts j, so in operations where
- * all wait for all the line of `consumed` is never read. The same bound of SLOTS rounds keeps
- * `print` and `place`, which are kept by round, from being overwritten before they are read.
- * This needs release and acquire only, so it holds for ARM64 as for x86-64.
+ * No byte is read too early: the reader's acquire load of posted >= k reads from the release store of k
+ * or of a later round by the same sequence of threads, so all staging of round k happens before the
+ * read. (The thread that runs a group's operations may change; the group's mutex orders them.)
  *
- * Why no sleeper sleeps through: it counts itself in `sleepers` and then looks at `posted` once
- * more; the owner publishes `posted` and then looks at `sleepers`. All four are sequentially
- * consistent, so one of the two sees the other: either the sleeper need not sleep, or the owner
- * rings, and a bell that rang after the sleeper had heard it last keeps the kernel from letting it
- * sleep. */
+ * No byte is overwritten too early: the slot of round k - SLOTS is written again in round k, after an
+ * acquire load of consumed >= k - SLOTS of every peer; each peer stores that value (release) after its
+ * last read of the slot. posted >= j implies consumed >= j - 1, because every rank consumes j - 1 before
+ * it posts j; so in operations where all ranks wait for all others the `consumed` line is never read.
+ * The same bound of SLOTS rounds protects `fingerprint` and `offer`, which are indexed by round.
+ * The argument uses release and acquire only, so it holds on ARM64 as on x86-64.
+ *
+ * No wake-up is lost: a waiter increments `waiters` and then loads `posted` again; the owner stores
+ * `posted` and then loads `waiters`. All four accesses are sequentially consistent, so at least one side
+ * sees the other: either the waiter does not sleep, or the owner increments the futex word. The owner's
+ * load that sees the waiter also synchronises with the waiter's increment, which follows the waiter's
+ * read of the futex word; so the owner's increment comes after that read, and the kernel refuses to let
+ * the waiter sleep on the old value. */
 #ifndef TUTTI_ROUNDS_H
 #define TUTTI_ROUNDS_H
 
 #include "internal.h"
 
-#define SYMMETRIC ((uint64_t)1) /* in a print: this rank offers memory that all have mapped */
-#define OTHERWISE 1 /* returned by a wait: the peer offers symmetric memory and this rank does not,
-                     * or the other way round */
+#define DIRECT ((uint64_t)1) /* bit of a fingerprint: this rank offers memory for direct access */
+#define PATHS_DIFFER 1       /* result of a wait: of this rank and the peer, only one offers memory */
 
 int enter_round(tutti_group *, uint64_t round);
 int await_rank(tutti_group *, int rank, uint64_t round);
 int await_all(tutti_group *, uint64_t round);
-/* Waits until all have consumed a round: nobody will read what it offered. */
+/* Waits until all peers have consumed a round: none of them reads its bytes any more. */
 int await_consumed(tutti_group *, uint64_t round);
 
-static inline void wake_sleepers(control *own)
+static inline void wake_waiters(control *own)
 {
-    if (atomic_load_explicit(&own->sleepers, memory_order_seq_cst))
-        ring_bell(&own->bell);
+    if (atomic_load_explicit(&own->waiters, memory_order_seq_cst))
+        futex_wake_all(&own->futex);
 }
 
 static inline void post_round(tutti_group *g, uint64_t round)
 {
     control *own = g->peers[g->rank].control;
-    atomic_store_explicit(&own->print[round % SLOTS], g->print, memory_order_relaxed);
+    atomic_store_explicit(&own->fingerprint[round % SLOTS], g->fingerprint, memory_order_relaxed);
     atomic_store_explicit(&own->posted, round, memory_order_seq_cst);
-    wake_sleepers(own);
+    wake_waiters(own);
 }
 
 static inline void consume_round(tutti_group *g, uint64_t round)
 {
     control *own = g->peers[g->rank].control;
     atomic_store_explicit(&own->consumed, round, memory_order_seq_cst);
-    wake_sleepers(own);
+    wake_waiters(own);
     g->round = round;
 }
 
@@ -68,5 +68,68 @@ static inline void consume_round(tutti_group *g, uint64_t round)
         if (try_code)                                                                              \
             return try_code;                                                                       \
     } while (0)
+
+/* ---- Chunks and slots ---- */
+
+static inline uint64_t least(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Copies bytes into the caller's result. */
+static inline void copy_result(const tutti_group *g, void *to, const void *from, uint64_t bytes)
+{
+    if (!bytes || to == from)
+        return;
+    if (g->stream_results) {
+        stream_bytes(to, from, bytes);
+        stream_fence();
+    } else
+        copy_bytes(to, from, bytes);
+}
+
+static inline uint64_t rounds_for(uint64_t bytes, uint64_t chunk)
+{
+    return bytes <= chunk ? 1 : (bytes + chunk - 1) / chunk;
+}
+
+/* Chunk size for bytes that flow one way: several chunks, so that sender and receiver copy at the same
+ * time, but no more than there are slots where possible, so that the sender need not wait. */
+static inline uint64_t flow_chunk(const tutti_group *g, uint64_t bytes)
+{
+    uint64_t least_chunk = 64 * 1024, chunk = (bytes / SLOTS + LINE - 1) / LINE * LINE;
+    return least(chunk < least_chunk ? least_chunk : chunk, g->slot_bytes);
+}
+
+/* Bytes of chunk i of a part. */
+static inline uint64_t chunk_bytes(uint64_t part, uint64_t i, uint64_t chunk)
+{
+    return part > i * chunk ? least(part - i * chunk, chunk) : 0;
+}
+
+/* A slot begins with a table of sizes, for operations in which no rank knows all sizes. */
+static inline uint64_t *table_of(const tutti_group *g, int rank, uint64_t round)
+{
+    return (uint64_t *)slot_of(g, rank, round);
+}
+
+static inline unsigned char *bytes_of(const tutti_group *g, int rank, uint64_t round)
+{
+    return slot_of(g, rank, round) + g->table_bytes;
+}
+
+/* Bytes of a slot for each peer, where the slot is divided among the peers. */
+static inline uint64_t lane_bytes(const tutti_group *g)
+{
+    return g->slot_bytes / (uint64_t)(g->size - 1) / LINE * LINE;
+}
+
+/* ---- direct.c: these return PATHS_DIFFER when not all ranks offer memory ---- */
+bool offer_memory(tutti_group *, const tutti_operation *);
+int direct_all_reduce(tutti_group *, const tutti_operation *);
+int direct_all_gather(tutti_group *, const tutti_operation *);
+int direct_reduce_scatter(tutti_group *, const tutti_operation *);
+int direct_broadcast_root(tutti_group *);
+int direct_broadcast_receiver(tutti_group *, const tutti_operation *);
 
 #endif

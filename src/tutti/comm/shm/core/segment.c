@@ -1,8 +1,8 @@
-/* Segments: a memfd that its creator maps and locks, and that peers open through /proc.
+/* Segments: a memfd that its creator maps and locks, and that peers open through /proc/PID/fd/FD.
  *
- * The lock is a POSIX record lock, which the kernel drops when the process dies, however it dies,
- * and which forked children do not inherit. So "is somebody holding the lock?" means "does the
- * creator live?", also when its forked data loaders outlive it. */
+ * The lock is a POSIX record lock. The kernel releases it when the process ends, however it ends, and
+ * forked children do not inherit it. So "the lock is held" means "the creator is alive", even when its
+ * forked data loaders outlive it. */
 #define _GNU_SOURCE /* fallocate */
 #include "internal.h"
 
@@ -22,43 +22,8 @@
 #define MFD_CLOEXEC 1U
 #endif
 
-static _Thread_local char error_text[8192];
-static _Thread_local int error_code;
-
-TUTTI_API const char *tutti_error(void)
-{
-    return error_text;
-}
-
-TUTTI_API int tutti_error_code(void)
-{
-    return error_code;
-}
-
-TUTTI_API int tutti_abi(void)
-{
-    return TUTTI_ABI;
-}
-
-int fail(int code, const char *format, ...)
-{
-    char text[sizeof error_text]; /* an argument may be the old text */
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    memcpy(error_text, text, strlen(text) + 1);
-    error_code = code;
-    return code;
-}
-
-int fail_errno(const char *what)
-{
-    return fail(TUTTI_SYSTEM, "%s: %s", what, strerror(errno));
-}
-
-/* A process maps a segment once, also when several of its threads are ranks: then one address
- * means one place, for people and for race detectors. */
+/* A process maps a segment once, even when several of its threads are ranks (as in the stress tests):
+ * so each byte has one address per process, which race detectors rely on. */
 struct tutti_segment {
     unsigned char *base;
     uint64_t bytes;
@@ -71,7 +36,7 @@ struct tutti_segment {
 static pthread_mutex_t created_lock = PTHREAD_MUTEX_INITIALIZER;
 static tutti_segment *created;
 
-void forget_segment_lock(void)
+void reset_segment_lock(void)
 {
     pthread_mutex_init(&created_lock, NULL);
 }
@@ -92,7 +57,7 @@ static int reserve(int fd, uint64_t bytes, const char *label)
                     label, bytes, (uint64_t)limit.rlim_cur);
     const char *where;
     uint64_t available = available_memory(&where);
-    if (bytes > available) /* the kernel would rather kill a process than say no */
+    if (bytes > available) /* fallocate would succeed and the OOM killer follow */
         return fail(TUTTI_NO_MEMORY,
                     "shared memory for %s needs %" PRIu64 " bytes, and %s has %" PRIu64
                     " bytes available: use less, or fewer ranks",
@@ -171,7 +136,7 @@ static tutti_segment *share_own(int fd)
         segment->references++;
     pthread_mutex_unlock(&created_lock);
     if (!segment)
-        fail(TUTTI_BAD_ARGUMENT, "descriptor %d of this process is no segment", fd);
+        fail(TUTTI_BAD_ARGUMENT, "descriptor %d of this process is not a segment", fd);
     return segment;
 }
 
@@ -204,7 +169,7 @@ TUTTI_API tutti_segment *tutti_segment_open(int64_t pid, int fd, uint64_t bytes)
     return segment;
 }
 
-void segment_is_mapped(tutti_segment *segment)
+void segment_close_descriptor(tutti_segment *segment)
 {
     if (segment->owner == getpid())
         return;
@@ -229,7 +194,7 @@ TUTTI_API int tutti_segment_fd(const tutti_segment *segment)
 
 TUTTI_API int tutti_segment_owner_lives(const tutti_segment *segment)
 {
-    if (segment->owner == getpid()) /* nobody sees locks of its own */
+    if (segment->owner == getpid()) /* F_GETLK does not report locks of the calling process */
         return 1;
     struct flock lock = owner_lock();
     return fcntl(segment->fd, F_GETLK, &lock) < 0 || lock.l_type != F_UNLCK;

@@ -3,18 +3,17 @@
  *     shard: claimed, live (8 bytes each), padding to 64 bytes, then entries
  *     entry: key + 1 (0: free), then a cell (cell.h): state, payload twice
  *
- * A key is claimed by compare-and-swap from 0 and never leaves its entry again, so that two ranks
- * that insert the same key meet in the same entry and a probe may stop at the first free one.
- * Deleting publishes an absent version; the entry waits for the same key to come back, or for
- * tutti_map_compact(). The key needs no order of its own: an entry's memory is zeros, "never
- * published", until the cell's own release and acquire say otherwise. */
+ * A key is stored by compare-and-swap from 0 and stays in its entry, so that two ranks that insert the
+ * same key use the same entry, and a probe may stop at the first free one. Deleting publishes an absent
+ * version; the entry stays reserved for the same key until tutti_map_compact(). Loads and stores of the
+ * key may be relaxed: an entry's cell is zeros, "never published", until its own release and acquire. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "cell.h"
-#include "words_add.h"
 
-enum { SHARD_CLAIMED = 0, SHARD_LIVE = 1, SHARD_HEADER_WORDS = 8, PREFETCH_AHEAD = 4 };
+enum { SHARD_CLAIMED = 0, SHARD_LIVE = 1, SHARD_HEADER_WORDS = 8 };
+enum { PREFETCH_AHEAD = 4, CLAIM_TRIES = 64 };
 
 struct tutti_map {
     uint64_t mask, entry_words, value_bytes, limit;
@@ -41,7 +40,7 @@ tutti_map *tutti_map_create(void *const *shards, uint32_t size, uint32_t rank, u
     map->mask = entries - 1;
     map->entry_words = words_per_entry(value_bytes);
     map->value_bytes = value_bytes;
-    /* An eighth stays free, so that probes are short and always end. */
+    /* One eighth stays free, so that probes are short and always end. */
     map->limit = entries < 8 ? entries - 1 : entries - entries / 8;
     map->size = size;
     map->rank = rank;
@@ -52,14 +51,14 @@ tutti_map *tutti_map_create(void *const *shards, uint32_t size, uint32_t rank, u
 
 void tutti_map_free(tutti_map *map) { free(map); }
 
-/* The finaliser of splitmix64: neighbouring keys go to unrelated places. */
+/* The finaliser of splitmix64 spreads neighbouring keys over the table. */
 static inline uint64_t mix(uint64_t key) {
     key = (key ^ (key >> 30)) * 0xbf58476d1ce4e5b9ull;
     key = (key ^ (key >> 27)) * 0x94d049bb133111ebull;
     return key ^ (key >> 31);
 }
 
-/* The high half chooses the rank, the low bits the entry: they must not be the same bits. */
+/* The high half selects the rank and the low bits the entry, so that they are independent. */
 static inline uint32_t shard_of(const tutti_map *map, uint64_t hash) {
     return (uint32_t)(((hash >> 32) * map->size) >> 32);
 }
@@ -82,23 +81,31 @@ static uint64_t *find(const tutti_map *map, uint64_t *shard, uint64_t key, uint6
     return NULL;
 }
 
+/* The entry of a key, or NULL when the shard is full. `claimed` counts before the entry is taken, so it may
+ * for a moment include ranks that then lose the race for an entry. A rank that finds it at the limit
+ * therefore looks again: the key may have been inserted meanwhile, or a lost race may have been undone. */
 static uint64_t *find_or_claim(const tutti_map *map, uint64_t *shard, uint64_t key, uint64_t hash) {
-    for (uint64_t i = 0; i <= map->mask; ++i) {
-        uint64_t *entry = entry_at(map, shard, hash + i);
-        uint64_t found = __atomic_load_n(entry, __ATOMIC_RELAXED);
-        if (found == 0) {
-            uint64_t *claimed = shard + SHARD_CLAIMED;
-            if (__atomic_fetch_add(claimed, 1, __ATOMIC_RELAXED) >= map->limit) {
+    uint64_t *claimed = shard + SHARD_CLAIMED;
+    for (int attempt = 0; attempt < CLAIM_TRIES; ++attempt) {
+        int full = 0;
+        for (uint64_t i = 0; i <= map->mask && !full; ++i) {
+            uint64_t *entry = entry_at(map, shard, hash + i);
+            uint64_t found = __atomic_load_n(entry, __ATOMIC_RELAXED);
+            if (found == 0) {
+                if (__atomic_fetch_add(claimed, 1, __ATOMIC_RELAXED) < map->limit &&
+                    __atomic_compare_exchange_n(entry, &found, key + 1, 0, __ATOMIC_RELAXED,
+                                                __ATOMIC_RELAXED))
+                    return entry;
                 __atomic_fetch_sub(claimed, 1, __ATOMIC_RELAXED);
-                return NULL;
+                full = found == 0; /* else another rank took the entry, for the key `found` - 1 */
             }
-            if (__atomic_compare_exchange_n(entry, &found, key + 1, 0, __ATOMIC_RELAXED,
-                                            __ATOMIC_RELAXED))
+            if (found == key + 1)
                 return entry;
-            __atomic_fetch_sub(claimed, 1, __ATOMIC_RELAXED); /* `found` is who was faster */
         }
-        if (found == key + 1)
+        uint64_t *entry = find(map, shard, key, hash);
+        if (entry || __atomic_load_n(claimed, __ATOMIC_RELAXED) >= map->limit)
             return entry;
+        cell_pause();
     }
     return NULL;
 }
@@ -161,24 +168,25 @@ static void write_sum(const tutti_map *map, uint64_t *payload, uint64_t claimed,
     }
 }
 
-/* Puts when dtype < 0, else adds. */
+/* Puts when dtype < 0, else adds. A writer whose claim was taken over starts again (cell.h). */
 static int update(tutti_map *map, uint64_t key, const void *value, int32_t dtype) {
-    if (key == UINT64_MAX) /* key + 1 would say "free" */
+    if (key == UINT64_MAX) /* key + 1 would mean "free" */
         return TUTTI_BAD_ARGUMENT;
     uint64_t hash = mix(key), claimed;
     uint64_t *shard = map->shards[shard_of(map, hash)];
     uint64_t *entry = find_or_claim(map, shard, key, hash);
     if (!entry)
         return TUTTI_FULL;
-    int code = cell_claim(entry + 1, map->rank, map->dead, &claimed);
-    if (code < 0)
-        return code;
-    if (dtype < 0)
-        words_store(cell_next(entry + 2, claimed, map->value_bytes), value, map->value_bytes);
-    else
-        write_sum(map, entry + 2, claimed, value, (uint32_t)dtype);
+    do {
+        int code = cell_claim(entry + 1, map->rank, map->dead, &claimed);
+        if (code < 0)
+            return code;
+        if (dtype < 0)
+            words_store(cell_next(entry + 2, claimed, map->value_bytes), value, map->value_bytes);
+        else
+            write_sum(map, entry + 2, claimed, value, (uint32_t)dtype);
+    } while (!cell_publish(entry + 1, claimed, 1));
     int fresh = cell_version(claimed) == 0 || (claimed & CELL_ABSENT);
-    cell_publish(entry + 1, claimed, 1);
     if (fresh)
         __atomic_fetch_add(shard + SHARD_LIVE, 1, __ATOMIC_RELAXED);
     return fresh;
@@ -217,11 +225,12 @@ int tutti_map_delete(tutti_map *map, uint64_t key) {
     uint64_t *entry = find(map, shard, key, hash);
     if (!entry)
         return 0;
-    int code = cell_claim(entry + 1, map->rank, map->dead, &claimed);
-    if (code < 0)
-        return code;
+    do {
+        int code = cell_claim(entry + 1, map->rank, map->dead, &claimed);
+        if (code < 0)
+            return code;
+    } while (!cell_publish(entry + 1, claimed, 0));
     int present = cell_version(claimed) > 0 && !(claimed & CELL_ABSENT);
-    cell_publish(entry + 1, claimed, 0);
     if (present)
         __atomic_fetch_sub(shard + SHARD_LIVE, 1, __ATOMIC_RELAXED);
     return present;
@@ -254,14 +263,21 @@ uint64_t tutti_map_collect(tutti_map *map, uint64_t count, uint64_t *keys, void 
     return taken;
 }
 
+/* Entries are counted here: a process killed between publishing and counting leaves `live` too low, and
+ * with it as the limit the last keys would be lost. */
 int tutti_map_compact(tutti_map *map) {
-    uint64_t *shard = map->shards[map->rank], live = tutti_map_live(map, map->rank);
-    uint64_t *keys = malloc((live + 1) * 8);
-    char *values = malloc((live + 1) * (map->value_bytes + 1));
+    uint64_t *shard = map->shards[map->rank], entries = map->mask + 1, present = 0;
+    for (uint64_t slot = 0; slot < entries; ++slot) {
+        const uint64_t *entry = entry_at(map, shard, slot);
+        uint64_t state = __atomic_load_n(entry + 1, __ATOMIC_ACQUIRE);
+        present += cell_version(state) > 0 && !(state & CELL_ABSENT);
+    }
+    uint64_t *keys = malloc((present + 1) * 8);
+    char *values = malloc((present + 1) * (map->value_bytes + 1));
     int code = keys && values ? 0 : TUTTI_NO_MEMORY;
     if (!code) {
-        uint64_t taken = tutti_map_collect(map, live, keys, values);
-        memset(shard, 0, tutti_map_shard_bytes(map->mask + 1, map->value_bytes));
+        uint64_t taken = tutti_map_collect(map, present, keys, values);
+        memset(shard, 0, tutti_map_shard_bytes(entries, map->value_bytes));
         for (uint64_t i = 0; i < taken && code >= 0; ++i)
             code = tutti_map_put(map, keys[i], values + i * map->value_bytes);
     }

@@ -1,15 +1,15 @@
-/* Rows sharded over ranks, plain or versioned. See structures.h for what, cell.h for why versioned
- * rows cannot be torn.
+/* Rows sharded over ranks, plain or versioned, and slots that are copied while they may change. cell.h
+ * says why versioned rows cannot be torn.
  *
- * Plain rows promise less: an element is never torn, and scatter_add never loses an addition, but
- * a row that is gathered while others write it may hold elements from before and after. All plain
- * accesses are relaxed; whoever needs to see another rank's rows waits for it by a barrier or a
- * signal first, and those release and acquire. */
+ * Plain rows promise less: an element of 1, 2, 4 or 8 bytes at its natural alignment is never torn, and
+ * scatter_add loses no addition, but a row that is gathered while another rank writes it may contain
+ * elements from before and after. All plain accesses are relaxed atomics of the aligned 8-byte words that
+ * contain a row; a word that a row shares with its neighbour is changed by compare-and-swap. A rank that
+ * needs to see another rank's rows first waits for a barrier or a signal, which release and acquire. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "cell.h"
-#include "words_add.h"
 
 enum { PREFETCH_AHEAD = 4 };
 
@@ -57,11 +57,48 @@ static int64_t first_out_of_range(const tutti_rows *table, const int64_t *indice
     return -1;
 }
 
-/* The rows come from anywhere: have the next ones on their way while this one is copied. */
+/* Rows are in no order: fetch the next ones while this one is copied. */
 static inline void prefetch(const tutti_rows *table, const int64_t *indices, uint64_t i,
                             uint64_t count) {
     if (i + PREFETCH_AHEAD < count)
         __builtin_prefetch(row_at(table, (uint64_t)indices[i + PREFETCH_AHEAD]));
+}
+
+/* Copies `bytes` from any address of shared memory, by whole words. */
+static inline void load_row(char *to, const char *row, uint64_t bytes) {
+    const uint64_t *word = (const uint64_t *)((uintptr_t)row & ~(uintptr_t)7);
+    uint64_t before = (uintptr_t)row & 7;
+    if (before) { /* the row begins inside a word */
+        uint64_t first = __atomic_load_n(word++, __ATOMIC_RELAXED);
+        uint64_t part = bytes < 8 - before ? bytes : 8 - before;
+        memcpy(to, (const char *)&first + before, part);
+        to += part;
+        bytes -= part;
+    }
+    words_load(to, word, bytes);
+}
+
+/* Stores `bytes` bytes of `from` at an offset inside a word; other ranks may change the other bytes. */
+static inline void store_in_word(uint64_t *word, uint64_t offset, const char *from, uint64_t bytes) {
+    uint64_t seen = __atomic_load_n(word, __ATOMIC_RELAXED), next;
+    do {
+        next = seen;
+        memcpy((char *)&next + offset, from, bytes);
+    } while (!__atomic_compare_exchange_n(word, &seen, next, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+}
+
+static inline void store_row(char *row, const char *from, uint64_t bytes) {
+    uint64_t *word = (uint64_t *)((uintptr_t)row & ~(uintptr_t)7);
+    uint64_t before = (uintptr_t)row & 7;
+    if (before) {
+        uint64_t part = bytes < 8 - before ? bytes : 8 - before;
+        store_in_word(word++, before, from, part);
+        from += part;
+        bytes -= part;
+    }
+    words_store(word, from, bytes / 8 * 8);
+    if (bytes % 8)
+        store_in_word(word + bytes / 8, 0, from + bytes / 8 * 8, bytes % 8);
 }
 
 int64_t tutti_rows_gather(const tutti_rows *table, const int64_t *indices, uint64_t count,
@@ -70,7 +107,7 @@ int64_t tutti_rows_gather(const tutti_rows *table, const int64_t *indices, uint6
     char *to = out;
     for (uint64_t i = 0; bad < 0 && i < count; ++i, to += table->row_bytes) {
         prefetch(table, indices, i, count);
-        memcpy(to, row_at(table, (uint64_t)indices[i]), table->row_bytes);
+        load_row(to, row_at(table, (uint64_t)indices[i]), table->row_bytes);
     }
     return bad;
 }
@@ -81,12 +118,12 @@ int64_t tutti_rows_scatter(const tutti_rows *table, const int64_t *indices, uint
     const char *from = values;
     for (uint64_t i = 0; bad < 0 && i < count; ++i, from += table->row_bytes) {
         prefetch(table, indices, i, count);
-        memcpy(row_at(table, (uint64_t)indices[i]), from, table->row_bytes);
+        store_row(row_at(table, (uint64_t)indices[i]), from, table->row_bytes);
     }
     return bad;
 }
 
-/* Adds the bytes of `delta` that `mask` covers; the others keep whatever others write there. */
+/* Adds to the bytes of a word that `mask` covers; other ranks may change the other bytes. */
 static inline void add_to_word(uint64_t *word, uint64_t delta, uint64_t mask, uint32_t dtype) {
     if (dtype == TUTTI_I64) {
         __atomic_fetch_add(word, delta, __ATOMIC_RELAXED);
@@ -100,7 +137,7 @@ static inline void add_to_word(uint64_t *word, uint64_t delta, uint64_t mask, ui
 
 static inline void add_row(char *row, const char *values, uint64_t bytes, uint32_t dtype) {
     uint64_t *word = (uint64_t *)((uintptr_t)row & ~(uintptr_t)7);
-    uint64_t before = (uintptr_t)row & 7; /* 4 when the row begins in the middle of a word */
+    uint64_t before = (uintptr_t)row & 7; /* 0, or 4 when the row begins in the middle of a word */
     if (before) {
         uint32_t half;
         memcpy(&half, values, 4);
@@ -140,7 +177,7 @@ int64_t tutti_rows_scatter_add(const tutti_rows *table, const int64_t *indices, 
     const char *from = values;
     if (bad >= 0)
         return bad;
-    switch (dtype) { /* constants, so that every dtype gets its own loop */
+    switch (dtype) { /* constants, so that the compiler makes a loop for each dtype */
     case TUTTI_F32:
         ADD_ROWS(TUTTI_F32)
         break;
@@ -190,12 +227,15 @@ int64_t tutti_rows_lookup_many(tutti_rows *table, const int64_t *indices, uint64
 }
 
 int64_t tutti_rows_publish(tutti_rows *table, uint64_t index, const void *row) {
-    uint64_t *state = tutti_rows_state(table, index), claimed;
-    int code = cell_claim(state, table->rank, table->dead, &claimed);
-    if (code < 0)
-        return code;
-    words_store(cell_next(state + 1, claimed, table->row_bytes), row, table->row_bytes);
-    return (int64_t)cell_publish(state, claimed, 1);
+    uint64_t *state = tutti_rows_state(table, index), claimed, version;
+    do {
+        int code = cell_claim(state, table->rank, table->dead, &claimed);
+        if (code < 0)
+            return code;
+        words_store(cell_next(state + 1, claimed, table->row_bytes), row, table->row_bytes);
+        version = cell_publish(state, claimed, 1);
+    } while (!version); /* the claim was taken over: start again (cell.h) */
+    return (int64_t)version;
 }
 
 uint64_t tutti_rows_lookups(const tutti_rows *table) {
@@ -209,4 +249,39 @@ uint64_t tutti_rows_retries(const tutti_rows *table) {
 void tutti_rows_declare_dead(tutti_rows *table, uint32_t rank) {
     if (rank < table->size)
         __atomic_store_n(&table->dead[rank], 1, __ATOMIC_RELAXED);
+}
+
+/* ---- Slots: a sequence lock with one writer ----
+ *
+ * The sequence is odd while the owner writes. begin() makes it odd and executes a release fence before
+ * the words are stored; end() makes it even by a release store. A reader checks the sequence (acquire),
+ * copies relaxed words, executes an acquire fence and checks again. If its copy contains a word of a later
+ * write, the two fences synchronise and the second check sees that write's begin(): the copy is refused.
+ * Readers leave no trace, so a reader that dies blocks nobody, and the writer never waits. */
+
+void tutti_slot_begin(uint64_t *sequence) {
+    uint64_t now = __atomic_load_n(sequence, __ATOMIC_RELAXED);
+    __atomic_store_n(sequence, now | 1, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+}
+
+void tutti_slot_write(void *to, const void *from, uint64_t bytes) { words_store(to, from, bytes); }
+
+uint64_t tutti_slot_end(uint64_t *sequence) {
+    uint64_t next = (__atomic_load_n(sequence, __ATOMIC_RELAXED) | 1) + 1;
+    __atomic_store_n(sequence, next, __ATOMIC_RELEASE);
+    return next;
+}
+
+int tutti_slot_copy(void *to, const void *from, uint64_t bytes, const uint64_t *sequence,
+                    uint64_t expected) {
+    const uint64_t *source = from;
+    uint64_t *target = to; /* another slot, or memory that is aligned and padded like one */
+    if (__atomic_load_n(sequence, __ATOMIC_ACQUIRE) != expected)
+        return 0;
+    for (uint64_t i = 0; i < words_of(bytes); ++i)
+        __atomic_store_n(target + i, __atomic_load_n(source + i, __ATOMIC_RELAXED),
+                         __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return __atomic_load_n(sequence, __ATOMIC_RELAXED) == expected;
 }

@@ -1,29 +1,33 @@
 /* Collectives and one-sided memory between processes of one host.
  *
- * Plain C11 with no Python and no torch in it, so that one build serves every version of both.
- * Every rank owns one segment per group and is its only writer; peers map it and read. A segment is
- * a memfd: it has no name in any directory, so nothing can be left behind, however a process dies.
- * Peers open it through /proc/PID/fd/FD, and whether that works is also the test of whether two
- * ranks share a host.
+ * Plain C11 without Python or torch, so that one build serves every version of both. Every rank
+ * creates one segment per group, which its peers map for reading and writing. Data has one writer at
+ * a time: slots, rings and marks are written by the owner; futex words and waiter counters are shared
+ * atomics (internal.h says which). A segment is a memfd: it has no name in any file system, so nothing
+ * is left behind, however a process ends. Peers open it through /proc/PID/fd/FD; whether that works
+ * also decides whether two ranks share a host.
+ *
+ * The enums of this file and of ledger.h and structures.h are read by Python (tutti/comm/shm/native.py
+ * parses them), so keep one simple "NAME = value" or "NAME" per enumerator.
  *
  * Functions return 0 or a pointer on success, a negative TUTTI_* code or NULL on failure;
- * tutti_error() then has the text, for the calling thread. */
+ * tutti_error() then returns the message of the calling thread. */
 #ifndef TUTTI_SHM_H
 #define TUTTI_SHM_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-#define TUTTI_ABI 2 /* raised whenever a struct or a signature here changes */
+#define TUTTI_ABI 3 /* raised whenever a struct or a signature here changes */
 #define TUTTI_MAX_RANKS 256
 
 enum {
     TUTTI_OK = 0,
-    TUTTI_TIMEOUT = -1,      /* the text names the ranks that have not arrived and where they are */
-    TUTTI_PEER_DIED = -2,    /* the text names the rank */
+    TUTTI_TIMEOUT = -1,      /* the message names the ranks that have not arrived and where they are */
+    TUTTI_PEER_DIED = -2,    /* the message names the rank */
     TUTTI_PEER_LEFT = -3,    /* a peer closed the group while this rank waits for it */
     TUTTI_MISMATCH = -4,     /* ranks called different operations, sizes, dtypes or roots */
-    TUTTI_NO_MEMORY = -5,    /* the text says how many bytes were needed */
+    TUTTI_NO_MEMORY = -5,    /* the message says how many bytes were needed */
     TUTTI_SYSTEM = -6,       /* a system call failed */
     TUTTI_BAD_ARGUMENT = -7,
     TUTTI_CLOSED = -8        /* this rank closed or aborted the group */
@@ -32,7 +36,7 @@ enum {
 enum tutti_dtype {
     TUTTI_F64, TUTTI_F32, TUTTI_F16, TUTTI_BF16,
     TUTTI_I64, TUTTI_I32, TUTTI_I16, TUTTI_I8, TUTTI_U8, TUTTI_BOOL,
-    TUTTI_BYTES /* moved, never reduced: every other dtype */
+    TUTTI_BYTES /* every other dtype: copied, never reduced */
 };
 
 enum tutti_reduce {
@@ -45,9 +49,9 @@ enum tutti_kind {
     TUTTI_REDUCE_SCATTER, TUTTI_GATHER, TUTTI_SCATTER, TUTTI_ALL_TO_ALL, TUTTI_SEND, TUTTI_RECV
 };
 
-/* One operation. Parts are per peer, so that lists of tensors, one flat tensor and uneven
- * splits are the same thing. The core copies this struct and its arrays; the memory that the parts
- * point to must live until the operation is done.
+/* One operation. Its memory is described as parts, one per peer, so that lists of tensors, one flat
+ * tensor and uneven splits need no separate code. The core copies this struct and its arrays; the
+ * memory that the parts point to must stay valid until the operation is done.
  *
  *   kind             in                          out
  *   all_reduce       1 part                      1 part (may be the same memory)
@@ -61,8 +65,8 @@ enum tutti_kind {
  *   send             1 part, `peer`, `tag`       none
  *   recv             none                        1 part, `peer` (-1: any), `tag`
  *
- * all_gather, reduce_scatter, gather and scatter allow parts of different sizes per rank, as long
- * as every rank states the same sizes. */
+ * all_gather, reduce_scatter, gather and scatter accept parts of different sizes per rank, as long
+ * as all ranks pass the same sizes. */
 typedef struct {
     uint32_t kind, dtype, reduce;
     int32_t root;                 /* rank in the group, or -1 */
@@ -73,8 +77,8 @@ typedef struct {
     const uint64_t *in_bytes;
     void *const *out;
     const uint64_t *out_bytes;
-    const char *where;            /* "file.py:12 in step" of the caller, or NULL */
-    int32_t *source;              /* recv by tutti_run: gets the sender's rank, unless NULL */
+    const char *where;            /* the caller's "file.py:12 in step", or NULL */
+    int32_t *source;              /* recv by tutti_run: receives the sender's rank, unless NULL */
 } tutti_operation;
 
 const char *tutti_error(void);
@@ -82,80 +86,83 @@ int tutti_error_code(void); /* the code of the calling thread's last failure */
 int tutti_abi(void);
 const char *tutti_vector_code(void); /* "avx512", "avx2", "sse2", "neon", "plain" */
 
-/* ---- Segments: memory of one process that others map. ---- */
+/* ---- Segments: memory that one process creates and others map. ---- */
 typedef struct tutti_segment tutti_segment;
-tutti_segment *tutti_segment_create(const char *label, uint64_t bytes); /* memory is reserved now */
-tutti_segment *tutti_segment_open(int64_t pid, int fd, uint64_t bytes); /* 0: of any size */
+tutti_segment *tutti_segment_create(const char *label, uint64_t bytes); /* reserves the memory */
+tutti_segment *tutti_segment_open(int64_t pid, int fd, uint64_t bytes); /* bytes 0: any size */
 void *tutti_segment_base(const tutti_segment *);
 uint64_t tutti_segment_bytes(const tutti_segment *);
 int tutti_segment_fd(const tutti_segment *);
-int tutti_segment_owner_lives(const tutti_segment *); /* 1 yes, 0 the creating process has died */
+int tutti_segment_owner_lives(const tutti_segment *); /* 0: the creating process has died */
 void tutti_segment_close(tutti_segment *);
 
-/* ---- Groups. Every rank creates its own, tells peers (pid, fd, bytes, token) by a store, opens
- * each peer's. `token`: any number that all ranks of the group know and no other group has. ---- */
+/* ---- Groups. Every rank creates its segment, publishes (pid, fd, bytes) through a store and connects
+ * to each peer. `token` is a number that all ranks of the group know and no other group has. ---- */
 typedef struct tutti_group tutti_group;
 tutti_group *tutti_group_create(const char *name, int rank, int size, uint64_t staging_bytes,
                                 uint64_t token);
 int tutti_group_fd(const tutti_group *);
 uint64_t tutti_group_bytes(const tutti_group *);
 int tutti_group_connect(tutti_group *, int peer, int64_t pid, int fd, uint64_t bytes);
-void tutti_group_abort(tutti_group *); /* fails what runs and what is queued with TUTTI_CLOSED */
+void tutti_group_abort(tutti_group *); /* running and queued operations fail with TUTTI_CLOSED */
 void tutti_group_close(tutti_group *); /* aborts, joins the worker threads, frees */
 
-/* Tensors at the same place of a symmetric block on every rank are reduced and gathered without
- * staging. `id` is the same on all ranks; bases[rank] is where this process sees a rank's block. */
+/* Registers symmetric memory: tensors inside it are reduced and gathered without staging copies. `id`
+ * is the same on all ranks; bases[rank] is the address at which this process has mapped a rank's
+ * block. Remove a block only while no operation uses it. */
 int tutti_group_add_block(tutti_group *, uint64_t id, void *const *bases, uint64_t bytes);
 int tutti_group_remove_block(tutti_group *, uint64_t id);
 
-/* Memory of this process alone, for tensors that are to be reduced and gathered without staging by
- * every group of this host: peers map it when they first need it. Nothing is agreed on before, and
- * a rank whose tensor lies elsewhere makes the others stage, too. NULL when there is not enough.
- * Taken back when no operation uses it; before or after its groups are closed. */
-void *tutti_lend(uint64_t bytes);
-void tutti_take_back(void *memory);
+/* Exported memory: allocated by one process without agreement with its peers, which map it when an
+ * operation first uses it. Tensors inside it are reduced and gathered without staging copies by every
+ * group of this host, provided that every rank's tensor lies in exported memory or in a block. NULL
+ * when there is not enough memory. Free it while no operation uses it, before or after the groups
+ * are closed. */
+void *tutti_export_alloc(uint64_t bytes);
+void tutti_export_free(void *memory);
 
 /* ---- Operations. ---- */
-/* Runs now in the calling thread when nothing is queued, else in turn. Blocks. A timeout that is
- * not positive means none. After a timeout, a mismatch or a death the group is broken: every later
- * operation fails at once, with the first reason. */
+/* Blocks. Runs in the calling thread when the queue is empty, otherwise after the queued operations. A
+ * timeout that is not positive means no timeout. After a timeout, a mismatch or the death of a peer
+ * the group is broken: every later operation fails at once with the first error. */
 int tutti_run(tutti_group *, const tutti_operation *, double timeout_s);
 
-/* Queues for a worker thread of the group. `done`, if not NULL, is called once when the operation
- * is over, by whichever thread ran it (a worker, or one that waits) and with no lock held; a wait
- * for the operation may end earlier than the call, closing the group does not. It may call back
- * into this library and wait for any operation; it must not close the group, nor wait for what
- * another thread does only after a wait, since that may be the thread that it is called by. */
+/* Queues the operation for a worker thread. `done`, if not NULL, is called once when the operation has
+ * ended, by the thread that ran it (a worker, or a thread that waits), with no lock held. A wait for
+ * the operation may return before `done` has returned; tutti_group_close does not. `done` may call
+ * this library and wait for any operation. It must not close the group, and must not wait for
+ * something that another thread does only after its own wait, because that thread may be the one
+ * that runs `done`. */
 typedef struct tutti_work tutti_work;
 typedef void (*tutti_done)(void *argument, int code, const char *text);
 tutti_work *tutti_submit(tutti_group *, const tutti_operation *, double timeout_s, tutti_done done,
                          void *argument);
 int tutti_work_is_done(const tutti_work *);
 int32_t tutti_work_source(const tutti_work *); /* of a recv that is done: the sender's rank */
-int tutti_work_wait(tutti_work *, double timeout_s); /* < 0: the operation's own timeout */
-void tutti_work_free(tutti_work *);                  /* the operation itself goes on */
+int tutti_work_wait(tutti_work *, double timeout_s); /* < 0: until the operation's own timeout */
+void tutti_work_free(tutti_work *);                  /* does not cancel the operation */
 
-/* ---- The ledger: the last operations of every rank lie in its segment (layout in ledger.h), so
- * that a person can read them from outside a stuck process. ---- */
-/* Where this process's main thread is now, sampled about once a second by its host language. */
+/* ---- The ledger: the last operations of every rank are recorded in its segment (layout: ledger.h),
+ * so that they can be read from outside a stuck process. ---- */
+/* Records the source location of the process's main thread, sampled about once a second. */
 void tutti_note_place(const char *text);
 
 /* ---- One-sided memory: any address inside a mapped segment. ---- */
 void tutti_put(void *to, const void *from, uint64_t bytes);
 void tutti_put_signal(void *to, const void *from, uint64_t bytes, uint64_t *signal, uint64_t value,
-                      int add); /* the value is visible only after the bytes are */
-/* Waits until *signal >= value. `watched`: the segment whose owner must live meanwhile, or NULL. */
+                      int add); /* the bytes become visible before the value */
+/* Waits until *signal >= value. Fails when the owner of `watched`, if not NULL, dies meanwhile. */
 int tutti_wait_signal(const uint64_t *signal, uint64_t value, double timeout_s,
                       const tutti_segment *watched);
 uint64_t tutti_load(const uint64_t *);
 void tutti_store(uint64_t *, uint64_t);
 uint64_t tutti_fetch_add(uint64_t *, uint64_t);
-uint64_t tutti_compare_swap(uint64_t *, uint64_t expected, uint64_t desired); /* what was there */
+uint64_t tutti_compare_swap(uint64_t *, uint64_t expected, uint64_t desired); /* returns the old value */
 void tutti_fence(void);
-/* Two ranks hand a line, which is 0, to each other so many times: nanoseconds for there and back,
- * or -1 if the other did not come in time. Neither ever sleeps: give each a core. */
+/* Two ranks pass a cache line, initially 0, back and forth `turns` times: nanoseconds per round trip, or
+ * -1 on a timeout. Neither rank sleeps, so each needs a CPU of its own. */
 double tutti_round_trip_ns(uint64_t *line, int first, uint32_t turns, double timeout_s);
-/* Reduces `parts` arrays of `count` elements in the order given. Used by symmetric collectives. */
+/* Reduces `n_parts` arrays of `count` elements, combined in the order given. */
 int tutti_reduce_into(void *out, const void *const *parts, uint32_t n_parts, uint64_t count,
                       uint32_t dtype, uint32_t reduce);
 

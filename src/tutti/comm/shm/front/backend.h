@@ -1,20 +1,129 @@
-// The shm backend's operations as torch calls them: each method says which memory is read and
-// written; `issue` (group.h) does it.
+// torch's backend methods, shared by the backend of one host (single_host.h) and the one over several
+// hosts (hierarchy.h). Each method says which memory is read and written (Call); issue() adds profiling and
+// coalescing and passes the call to the subclass, which runs or queues it.
 #pragma once
 
-#include "group.h"
-#include "sparse.h"
+#include <atomic>
+#include <deque>
+#include <functional>
+
+#include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+
+#include "work.h"
 
 namespace tutti {
 
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 
-constexpr int64_t kFlatBytes = 1 << 20;  // small tensors up to this sum travel as one
+// Debug mode only: returns the source location of the current call.
+inline std::atomic<std::function<std::string()>*> where_hook{nullptr};
+// Creates the backend of a subgroup, for ProcessGroup::splitGroup.
+using Maker = std::function<c10::intrusive_ptr<c10d::Backend>(
+    const c10::intrusive_ptr<c10d::Store>&, int rank, int size, std::chrono::milliseconds,
+    const std::string& name)>;
+inline Maker maker;
 
-class ShmBackend : public ShmGroup {
+constexpr int64_t kFlatBytes = 1 << 20;  // coalesced tensors up to this sum are copied into one
+
+// Sums sparse tensors: the indices and values of all ranks are gathered and added in the order of ranks, on
+// every rank. `gather(mine, outs)` is a blocking all_gather.
+template <class Gather>
+void sum_sparse(const at::Tensor& tensor, int size, bool mean, Gather gather) {
+    at::AutoDispatchBelowADInplaceOrView raw;
+    at::Tensor mine = tensor.coalesce();
+    // Shape, number of sparse dimensions and dtype must be equal on all ranks; the number of elements may
+    // differ.
+    std::vector<int64_t> about(mine.sizes().begin(), mine.sizes().end());
+    about.push_back(mine.sparse_dim());
+    about.push_back(static_cast<int64_t>(mine.scalar_type()));
+    about.push_back(mine._nnz());
+    at::Tensor mine_about = at::tensor(about, at::kLong);
+    std::vector<at::Tensor> all_about, indices, values;
+    for (int rank = 0; rank < size; ++rank) all_about.push_back(at::empty_like(mine_about));
+    gather(mine_about, all_about);
+    auto expected = mine_about.slice(0, 0, -1);
+    int64_t all = 0;
+    for (int rank = 0; rank < size; ++rank) {
+        TORCH_CHECK_VALUE(at::equal(all_about[rank].slice(0, 0, -1), expected),
+                          "shm all_reduce of sparse tensors: rank ", rank,
+                          " has another shape, dtype or number of sparse dimensions");
+        int64_t count = all_about[rank][-1].item<int64_t>();
+        auto shape = mine._values().sizes().vec();
+        shape[0] = count;
+        indices.push_back(at::empty({mine.sparse_dim(), count}, at::kLong));
+        values.push_back(at::empty(shape, mine._values().options()));
+        all += count;
+    }
+    if (all > 0) {
+        gather(mine._indices().contiguous(), indices);
+        gather(mine._values().contiguous(), values);
+    }
+    at::Tensor sum;
+    for (int rank = 0; rank < size; ++rank) {
+        auto part = at::_sparse_coo_tensor_unsafe(indices[rank], values[rank], mine.sizes(),
+                                                  mine._values().options().layout(at::kSparse));
+        sum = sum.defined() ? sum.add(part) : part;
+    }
+    if (mean) sum = sum.div(size);
+    tensor.copy_(sum.coalesce());
+}
+
+
+class BackendBase : public c10d::Backend {
    public:
-    using ShmGroup::ShmGroup;
+    BackendBase(int rank, int size, std::chrono::milliseconds timeout, std::string name,
+                std::vector<int64_t> global_ranks)
+        : Backend(rank, size),
+          timeout_(timeout),
+          name_(std::move(name)),
+          global_ranks_(std::move(global_ranks)),
+          pending_(std::make_shared<Pending>()),
+          completed_(c10::make_intrusive<CompletedWork>()) {}
+
+    const std::string getBackendName() const override { return "shm"; }
+    bool supportsCoalescing() const override { return true; }
+    bool supportsSplitting() const override { return maker != nullptr; }
+    void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+    void setSequenceNumberForGroup() override {}
+    uint64_t getSequenceNumberForGroup() override { return sequence_; }
+    c10d::ErrorType getError() override {
+        int code = pending_->first_failure();
+        if (code == TUTTI_OK) return c10d::ErrorType::SUCCESS;
+        return code == TUTTI_TIMEOUT ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::COMM_ERROR;
+    }
+
+    c10::intrusive_ptr<Options> getBackendOptions() override {
+        auto options = c10::make_intrusive<Options>("shm", timeout_);
+        options->group_name = name_;
+        options->global_ranks_in_group.assign(global_ranks_.begin(), global_ranks_.end());
+        return options;
+    }
+
+    c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                            const std::vector<int>& ranks,
+                                            const c10::intrusive_ptr<Options>& options) override {
+        auto found = std::find(ranks.begin(), ranks.end(), rank_);
+        if (found == ranks.end()) return nullptr;
+        return maker(store, static_cast<int>(found - ranks.begin()),
+                     static_cast<int>(ranks.size()), options->timeout, options->group_name);
+    }
+
+    void startCoalescing() override {
+        coalescing_ = true;
+        coalesced_.clear();
+    }
+
+    WorkPtr endCoalescing() override {
+        coalescing_ = false;
+        auto left = std::exchange(coalesced_, {});
+        return coalesce({left.begin(), left.end()});
+    }
+
+    // ---- Operations ----
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
         Call call(kAllReduce);
@@ -26,7 +135,7 @@ class ShmBackend : public ShmGroup {
         return issue(std::move(call), opts.asyncOp, opts.timeout);
     }
 
-    // How much each rank has is known only once all have said so: this waits for them.
+    // The number of elements of each rank is exchanged first, so this call blocks until all ranks call it.
     WorkPtr allreduce_sparse(at::Tensor& tensor, const c10d::AllreduceOptions& opts) {
         auto op = opts.reduceOp.op_;
         TORCH_CHECK_VALUE(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG,
@@ -38,7 +147,7 @@ class ShmBackend : public ShmGroup {
                        for (auto& out : outs) call.writes(out);
                        issue(std::move(call), false, opts.timeout)->wait();
                    });
-        return c10::make_intrusive<Finished>(Tensors{tensor});
+        return c10::make_intrusive<CompletedWork>(Tensors{tensor});
     }
 
     WorkPtr allreduce_coalesced(Tensors& tensors,
@@ -54,7 +163,7 @@ class ShmBackend : public ShmGroup {
                 int64_t from = 0;
                 for (auto& tensor : tensors) {
                     auto piece = flat.narrow(0, from, tensor.numel()).view(tensor.sizes());
-                    call.stand_ins.emplace_back(tensor, piece);
+                    call.copies.emplace_back(tensor, piece);
                     from += tensor.numel();
                 }
             }
@@ -105,14 +214,14 @@ class ShmBackend : public ShmGroup {
                             const c10d::AllgatherOptions& opts) override {
         Call call(kAllGather);
         call.reads(input);
-        call.writes_cut(output, size_);
+        call.writes_split(output, size_);
         same(call.in_bytes[0], call.out_bytes[rank_], call);
         return issue(std::move(call), opts.asyncOp, opts.timeout);
     }
 
     WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                 const c10d::AllgatherOptions& opts) override {
-        // outputs[rank][i] is that rank's inputs[i], as gloo has it.
+        // outputs[rank][i] receives that rank's inputs[i], as with gloo.
         return each(inputs.size(), opts.asyncOp, [&](size_t i) {
             TensorLists list(1);
             for (auto& outputs_of_rank : outputs) list[0].push_back(outputs_of_rank.at(i));
@@ -141,7 +250,7 @@ class ShmBackend : public ShmGroup {
     WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                  const c10d::ReduceScatterOptions& opts) override {
         Call call(kReduceScatter);
-        call.reads_cut(input, size_);
+        call.reads_split(input, size_);
         call.writes(output);
         same(call.in_bytes[rank_], call.out_bytes[0], call);
         call.reduces(opts.reduceOp);
@@ -191,8 +300,8 @@ class ShmBackend : public ShmGroup {
                           std::vector<int64_t>& input_rows,
                           const c10d::AllToAllOptions& opts) override {
         Call call(kAllToAll);
-        call.reads_cut(input, size_, input_rows);
-        call.writes_cut(output, size_, output_rows);
+        call.reads_split(input, size_, input_rows);
+        call.writes_split(output, size_, output_rows);
         return issue(std::move(call), opts.asyncOp, opts.timeout);
     }
 
@@ -220,11 +329,101 @@ class ShmBackend : public ShmGroup {
         return issue(Call(kBarrier), opts.asyncOp, opts.timeout);
     }
 
+    // The core's error names the ranks that have not arrived.
     void monitoredBarrier(const c10d::BarrierOptions& opts, bool) override {
         issue(Call(kBarrier), false, opts.timeout);
     }
 
+   protected:
+    std::chrono::milliseconds timeout_;
+    const std::string name_;
+    const std::vector<int64_t> global_ranks_;
+    std::shared_ptr<Pending> pending_;
+    c10::intrusive_ptr<CompletedWork> completed_;
+
+    virtual bool closed() const = 0;
+    // Runs a call and returns when it has ended.
+    virtual void run(Call& call, uint64_t sequence, double timeout_s) = 0;
+    // Begins a call and returns its Work; `title` names its span for the profiler, or is nullptr.
+    virtual WorkPtr submit(Call&& call, uint64_t sequence, double timeout_s, const char* title) = 0;
+
    private:
+    std::atomic<uint64_t> sequence_{0};
+    bool coalescing_ = false;
+    std::deque<WorkPtr> coalesced_;  // operations that are unfinished or failed
+
+    WorkPtr issue(Call&& call, bool async, std::chrono::milliseconds timeout) {
+        if (C10_UNLIKELY(closed()))
+            throw Failure(TUTTI_CLOSED, c10::str("shm ", call.kind->name, ": group ", name_,
+                                                 " is closed: it was destroyed on this rank"));
+        if (auto* hook = where_hook.load(std::memory_order_acquire); C10_UNLIKELY(hook != nullptr))
+            call.where = (*hook)();
+        uint64_t sequence = ++sequence_;
+        auto given = timeout == c10d::kUnsetTimeout ? timeout_ : timeout;
+        double timeout_s = given.count() / 1000.0;
+        bool queued = async || coalescing_;
+        if (C10_LIKELY(!at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION))) {
+            if (queued) return enqueue(std::move(call), sequence, timeout_s, nullptr);
+            run(call, sequence, timeout_s);
+            return completed_;
+        }
+        return profiled(std::move(call), sequence, timeout_s, queued);
+    }
+
+    WorkPtr enqueue(Call&& call, uint64_t sequence, double timeout_s, const char* title) {
+        auto work = submit(std::move(call), sequence, timeout_s, title);
+        if (coalescing_) {
+            // A block that an exception has left is never ended: do not keep its tensors.
+            while (!coalesced_.empty() && coalesced_.front()->isCompleted() &&
+                   coalesced_.front()->isSuccess())
+                coalesced_.pop_front();
+            coalesced_.push_back(work);
+        }
+        return work;
+    }
+
+    // With the names and metadata that traces of NCCL have.
+    WorkPtr profiled(Call&& call, uint64_t sequence, double timeout_s, bool queued) {
+        bool message = call.kind->code == TUTTI_SEND || call.kind->code == TUTTI_RECV;
+        int64_t start = global_ranks_.empty() ? 0 : global_ranks_.front();
+        int64_t stride = 1;
+        if (global_ranks_.size() > 1)
+            stride = (global_ranks_.back() - start) / (static_cast<int64_t>(size_) - 1);
+        RECORD_PARAM_COMMS_DATA(
+            std::make_tuple(static_cast<int64_t>(sequence), message),
+            std::make_tuple(pg_uid_.empty() ? name_ : pg_uid_, pg_desc_),
+            std::vector<at::Tensor>(call.inputs.begin(), call.inputs.end()), call.results(),
+            message ? call.peer : call.root, std::string(call.kind->name),
+            Call::elements(call.inputs), Call::elements(call.outputs), call.scalar,
+            std::vector<int64_t>(), std::vector<int64_t>(), static_cast<int>(start),
+            static_cast<int>(stride), size_);
+        const char* title = call.kind->title;
+        if (queued) return enqueue(std::move(call), sequence, timeout_s, title);
+        run_with_span(call, sequence, timeout_s);
+        return completed_;
+    }
+
+    void run_with_span(Call& call, uint64_t sequence, double timeout_s) {
+        RECORD_FUNCTION(call.kind->title,
+                        std::vector<c10::IValue>(call.inputs.begin(), call.inputs.end()));
+        run(call, sequence, timeout_s);
+    }
+
+    // `count` operations as one: `one(i)` issues each of them.
+    template <class One>
+    WorkPtr each(size_t count, bool async, One one) {
+        std::vector<WorkPtr> works;
+        for (size_t i = 0; i < count; ++i) works.push_back(one(i));
+        if (!async && !coalescing_) return completed_;
+        return coalesce(std::move(works));
+    }
+
+    WorkPtr coalesce(std::vector<WorkPtr> works) {
+        auto all = c10::make_intrusive<CoalescedWork>(rank_, std::move(works));
+        all->begin();
+        return all;
+    }
+
     const at::Tensor& only(const Tensors& tensors, const Call& call) const {
         TORCH_CHECK_VALUE(tensors.size() == 1, "shm ", call.kind->name, " takes one tensor, got ",
                     tensors.size());
@@ -245,9 +444,9 @@ class ShmBackend : public ShmGroup {
         return static_cast<int32_t>(root);
     }
 
-    void same(uint64_t mine, uint64_t place, const Call& call) const {
-        TORCH_CHECK_VALUE(mine == place, "shm ", call.kind->name, ": rank ", rank_, " has ", mine,
-                    " bytes for a place of ", place);
+    void same(uint64_t mine, uint64_t expected, const Call& call) const {
+        TORCH_CHECK_VALUE(mine == expected, "shm ", call.kind->name, ": rank ", rank_, " has ", mine,
+                    " bytes, the other side expects ", expected);
     }
 
     static void pairs(const Tensors& outputs, const Tensors& inputs, const Kind& kind) {

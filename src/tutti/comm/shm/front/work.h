@@ -1,5 +1,5 @@
-// What an asynchronous operation returns. It keeps the tensors alive until the core is done with
-// them, whether or not the caller keeps it.
+// The c10d::Work objects that operations return. They keep the tensors alive until the operation has
+// ended, whether or not the caller keeps the Work.
 #pragma once
 
 #include <algorithm>
@@ -8,16 +8,17 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include <unistd.h>
 
 #include <ATen/core/ivalue.h>
 
-#include "call.h"
+#include "operation.h"
 
 namespace tutti {
 
-// How the operations of a group stand: closing waits until none is under way.
+// Counts the unfinished operations of a group: closing the group waits until there are none.
 class Pending {
    public:
     void failed(int code) {
@@ -35,7 +36,7 @@ class Pending {
         if (--count_ == 0) none_.notify_all();
     }
     void wait_for_none() {
-        if (process_ != getpid()) return;  // a fork has no thread that would end them
+        if (process_ != getpid()) return;  // a forked child has no thread that ends them
         std::unique_lock<std::mutex> hold(mutex_);
         none_.wait(hold, [&] { return count_ == 0; });
     }
@@ -48,8 +49,7 @@ class Pending {
     std::atomic<int> first_failure_{TUTTI_OK};
 };
 
-// The part that one operation and several coalesced ones share: a future made only when asked for,
-// since most callers never do.
+// A Work whose future is created on demand, since most callers never ask for it.
 class FutureWork : public c10d::Work {
    public:
     using c10d::Work::Work;
@@ -72,23 +72,25 @@ class FutureWork : public c10d::Work {
    protected:
     uint64_t sequence_ = 0;
 
-    void settle(std::exception_ptr error) {
-        error_ = error;
-        finish(error);
-        c10::intrusive_ptr<c10::ivalue::Future> future;
-        {
-            std::lock_guard<std::mutex> hold(future_mutex_);
-            over_ = true;
-            future = future_;
-        }
-        if (future) complete(future);
+    // The tensors that the profiler records, if a span has a title.
+    static std::optional<std::vector<at::Tensor>> inputs_of(const Call& call, const char* title) {
+        if (!title) return std::nullopt;
+        return std::vector<at::Tensor>(call.inputs.begin(), call.inputs.end());
     }
 
-   private:
-    std::mutex future_mutex_;
-    bool over_ = false;
-    std::exception_ptr error_;
-    c10::intrusive_ptr<c10::ivalue::Future> future_;
+    // Marks the Work as completed, then its future, whose callbacks may run in this thread.
+    void settle(std::exception_ptr error) {
+        if (auto future = mark_completed(error)) complete(future);
+    }
+
+    // The first half of settle(): the future that is still to be completed, or nullptr.
+    c10::intrusive_ptr<c10::ivalue::Future> mark_completed(std::exception_ptr error) {
+        error_ = error;
+        finish(error);
+        std::lock_guard<std::mutex> hold(future_mutex_);
+        over_ = true;
+        return future_;
+    }
 
     void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
         if (error_)
@@ -96,13 +98,20 @@ class FutureWork : public c10d::Work {
         else
             future->markCompleted(c10::IValue(result()));
     }
+
+   private:
+    std::mutex future_mutex_;
+    bool over_ = false;
+    std::exception_ptr error_;
+    c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// An operation that the core runs.
 class ShmWork : public FutureWork {
    public:
     ShmWork(int rank, uint64_t sequence, Call&& call, const char* title,
             std::shared_ptr<Pending> pending)
-        : FutureWork(rank, call.kind->type, title, call_inputs(call, title)),
+        : FutureWork(rank, call.kind->type, title, inputs_of(call, title)),
           call_(std::move(call)),
           pending_(std::move(pending)) {
         sequence_ = sequence;
@@ -114,9 +123,9 @@ class ShmWork : public FutureWork {
 
     void begin(tutti_group* group, double timeout_s) {
         tutti_operation operation = call_.operation();
-        counts_ = operation.kind != TUTTI_RECV;  // closing does not wait for what may never come
+        counts_ = operation.kind != TUTTI_RECV;  // closing does not wait for a recv, whose message may never come
         if (counts_) pending_->add();
-        // The core's side of the operation owns one reference, given back in `done`.
+        // The core owns one reference, which `done` releases.
         auto self = c10::intrusive_ptr<ShmWork>::unsafe_reclaim_from_nonowning(this);
         ShmWork* argument = self.release();
         handle_ = core.submit(group, &operation, timeout_s, &ShmWork::done, argument);
@@ -135,7 +144,7 @@ class ShmWork : public FutureWork {
             if (code != TUTTI_OK && !core.work_is_done(handle_)) throw Failure(code, core.error());
         }
         std::unique_lock<std::mutex> hold(mutex_);
-        cv_.wait(hold, [&] { return completed_; });  // `done` may still copy results back
+        cv_.wait(hold, [&] { return completed_; });  // `done` may still be copying results back
         if (exception_) std::rethrow_exception(exception_);
         return true;
     }
@@ -149,11 +158,6 @@ class ShmWork : public FutureWork {
     std::shared_ptr<Pending> pending_;
     tutti_work* handle_ = nullptr;
     bool counts_ = true;
-
-    static std::optional<std::vector<at::Tensor>> call_inputs(const Call& call, const char* title) {
-        if (!title) return std::nullopt;
-        return std::vector<at::Tensor>(call.inputs.begin(), call.inputs.end());
-    }
 
     static void done(void* argument, int code, const char* text) {
         auto self = c10::intrusive_ptr<ShmWork>::reclaim(static_cast<ShmWork*>(argument));
@@ -175,28 +179,28 @@ class ShmWork : public FutureWork {
     }
 };
 
-// Several operations as one: over when all are. Operations of a group end in the order of their
-// calls except messages, so all are waited for.
-class Together : public FutureWork {
+// Several operations as one, completed when all of them are. Messages may end in any order, so all parts
+// are waited for.
+class CoalescedWork : public FutureWork {
    public:
-    Together(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts)
+    CoalescedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts)
         : FutureWork(rank, c10d::OpType::COALESCED), parts_(std::move(parts)) {}
 
     void begin() {
         left_ = parts_.size();
         if (parts_.empty()) return settle(nullptr);
         for (auto& part : parts_) {
-            // The callback keeps this alive; the part's future drops it once completed.
-            auto self = c10::intrusive_ptr<Together>::unsafe_reclaim_from_nonowning(this);
+            // The callback keeps this object alive; the part's future drops it once completed.
+            auto self = c10::intrusive_ptr<CoalescedWork>::unsafe_reclaim_from_nonowning(this);
             part->getFuture()->addCallback([self](c10::ivalue::Future& future) {
-                self->one_less(future.hasError() ? future.exception_ptr() : nullptr);
+                self->part_ended(future.hasError() ? future.exception_ptr() : nullptr);
             });
         }
     }
 
     bool wait(std::chrono::milliseconds timeout) override {
         auto begun = std::chrono::steady_clock::now();
-        for (auto& part : parts_) part->wait(left_of(timeout, begun));
+        for (auto& part : parts_) part->wait(rest_of(timeout, begun));
         std::unique_lock<std::mutex> hold(mutex_);
         cv_.wait(hold, [&] { return completed_; });
         if (exception_) std::rethrow_exception(exception_);
@@ -216,8 +220,8 @@ class Together : public FutureWork {
     size_t left_ = 0;
     std::exception_ptr first_error_;
 
-    // All parts share one limit. What is left of it is never 0, which would mean none.
-    static std::chrono::milliseconds left_of(std::chrono::milliseconds limit,
+    // All parts share one timeout. The rest of it is never 0, which would mean no timeout.
+    static std::chrono::milliseconds rest_of(std::chrono::milliseconds limit,
                                              std::chrono::steady_clock::time_point begun) {
         using std::chrono::milliseconds;
         if (limit <= kNoTimeout) return limit;
@@ -225,7 +229,7 @@ class Together : public FutureWork {
         return std::max(limit - std::chrono::duration_cast<milliseconds>(passed), milliseconds(1));
     }
 
-    void one_less(std::exception_ptr error) {
+    void part_ended(std::exception_ptr error) {
         bool last;
         {
             std::lock_guard<std::mutex> hold(count_mutex_);
@@ -236,10 +240,10 @@ class Together : public FutureWork {
     }
 };
 
-// What a finished synchronous operation returns; one object serves all that have no results.
-class Finished : public FutureWork {
+// The result of a synchronous operation; one object serves all operations without results.
+class CompletedWork : public FutureWork {
    public:
-    explicit Finished(std::vector<at::Tensor> results = {}) : results_(std::move(results)) {
+    explicit CompletedWork(std::vector<at::Tensor> results = {}) : results_(std::move(results)) {
         settle(nullptr);
     }
     bool isCompleted() override { return true; }

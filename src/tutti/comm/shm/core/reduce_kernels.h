@@ -1,23 +1,23 @@
-/* The reduction loops, compiled once for each kind of vector unit: reduce.c includes this file
- * several times, with TARGET the attribute that names the unit and NAMED(x) a name of its own.
+/* The reduction loops. reduce_kernels.c includes this file once per instruction set, with TARGET the
+ * function attribute that selects it and NAMED(x) a distinct name for each function.
  *
- * One pass over all sources: they are combined in the order given, in float32 for the 16-bit floats,
- * and rounded once. `out` and the other places may be sources themselves, element for element. */
+ * One pass over all sources: they are combined in the order given, in float32 for the 16-bit floats, and
+ * rounded once. `out` and the extra copies may be sources themselves, element for element. */
 
-#define BLOCK 512 /* elements: the accumulators of one block stay in the L1 cache */
-#define PAIR_BLOCK 64 /* elements: of two sources, which need no accumulators */
+#define BLOCK 512 /* elements: the accumulators of one block fit into the L1 cache */
+#define PAIR_BLOCK 64 /* elements, with two sources, which need no accumulators */
 
 #define SAME(x, n) (x)
 #define MEAN(x, n) ((x) / (n))
 
-/* The bytes at `at` of a result, to the other places where it belongs: straight from the L1 cache.
- * Lines that were read as sources are here already; for them stores past the caches were measured as
- * twice as slow. They pay for lines that another core holds (copy.c). */
-static TARGET void NAMED(hand_on)(const others *others, const void *out, uint64_t at, uint64_t bytes)
+/* Writes the result's bytes at `at` to the extra addresses, while they are in the L1 cache. Cache lines
+ * that were read as sources are in this CPU's cache already; for them non-temporal stores were measured
+ * as twice as slow. They pay off for lines that another CPU holds (copy.c). */
+static TARGET void NAMED(write_copies)(const extra_copies *copies, const void *out, uint64_t at, uint64_t bytes)
 {
-    for (uint32_t p = 0; p < others->count; p++) {
-        unsigned char *place = (unsigned char *)others->places[p] + at;
-        if (others->past_caches)
+    for (uint32_t p = 0; p < copies->count; p++) {
+        unsigned char *place = (unsigned char *)copies->to[p] + at;
+        if (copies->streaming)
             stream_bytes(place, (const unsigned char *)out + at, bytes);
         else
             memcpy(place, (const unsigned char *)out + at, bytes);
@@ -26,13 +26,13 @@ static TARGET void NAMED(hand_on)(const others *others, const void *out, uint64_
 
 #define REDUCTION(name, stored, wide, LOAD, STORE, COMBINE, FINISH)                               \
     static TARGET void NAMED(name)(void *to, const void *const *parts, uint32_t n, uint64_t count, \
-                                   const others *others)                                           \
+                                   const extra_copies *copies)                                           \
     {                                                                                              \
         stored *out = to;                                                                          \
         const wide divisor = (wide)n;                                                              \
         (void)divisor;                                                                             \
         if (n == 2) {                                                                              \
-            uint64_t most = others->count ? PAIR_BLOCK : count;                                    \
+            uint64_t most = copies->count ? PAIR_BLOCK : count;                                    \
             for (uint64_t start = 0; start < count; start += most) {                               \
                 uint64_t length = count - start < most ? count - start : most;                     \
                 const stored *a = (const stored *)parts[0] + start;                                \
@@ -43,7 +43,7 @@ static TARGET void NAMED(hand_on)(const others *others, const void *out, uint64_
                     wide left = LOAD(a[i]), right = LOAD(b[i]), both = COMBINE(left, right);       \
                     sums[i] = STORE(FINISH(both, divisor));                                        \
                 }                                                                                  \
-                NAMED(hand_on)(others, out, start * sizeof(stored), length * sizeof(stored));      \
+                NAMED(write_copies)(copies, out, start * sizeof(stored), length * sizeof(stored));      \
             }                                                                                      \
             return;                                                                                \
         }                                                                                          \
@@ -71,11 +71,11 @@ static TARGET void NAMED(hand_on)(const others *others, const void *out, uint64_
                 wide left = sum[i], right = LOAD(z[i]), all = COMBINE(left, right);                \
                 out[start + i] = STORE(FINISH(all, divisor));                                      \
             }                                                                                      \
-            NAMED(hand_on)(others, out, start * sizeof(stored), length * sizeof(stored));          \
+            NAMED(write_copies)(copies, out, start * sizeof(stored), length * sizeof(stored));          \
         }                                                                                          \
     }
 
-/* float16 goes through blocks of float32, because its conversions are instructions of their own. */
+/* float16 is converted to blocks of float32, because the conversions are separate instructions. */
 #if defined(__x86_64__) && defined(HAS_F16C)
 static TARGET void NAMED(widen)(float *to, const uint16_t *from, uint64_t count)
 {
@@ -110,7 +110,7 @@ static TARGET void NAMED(narrow)(uint16_t *to, const float *from, uint64_t count
 
 #define HALF_REDUCTION(name, COMBINE, FINISH)                                                      \
     static TARGET void NAMED(name)(void *to, const void *const *parts, uint32_t n, uint64_t count, \
-                                   const others *others)                                           \
+                                   const extra_copies *copies)                                           \
     {                                                                                              \
         float sum[BLOCK], next[BLOCK];                                                             \
         const float divisor = (float)n;                                                            \
@@ -128,7 +128,7 @@ static TARGET void NAMED(narrow)(uint16_t *to, const float *from, uint64_t count
             for (uint64_t i = 0; i < length; i++)                                                  \
                 sum[i] = FINISH(sum[i], divisor);                                                  \
             NAMED(narrow)((uint16_t *)to + start, sum, length);                                    \
-            NAMED(hand_on)(others, to, start * sizeof(uint16_t), length * sizeof(uint16_t));       \
+            NAMED(write_copies)(copies, to, start * sizeof(uint16_t), length * sizeof(uint16_t));       \
         }                                                                                          \
     }
 
@@ -139,7 +139,7 @@ static TARGET void NAMED(narrow)(uint16_t *to, const float *from, uint64_t count
     REDUCTION(name##_product, stored, wide, LOAD, STORE, MULTIPLY, SAME)                           \
     REDUCTION(name##_min, stored, wide, LOAD, STORE, FLOAT_MIN, SAME)                              \
     REDUCTION(name##_max, stored, wide, LOAD, STORE, FLOAT_MAX, SAME)
-/* Sums and products wrap around, so they are taken of unsigned numbers. */
+/* Sums and products wrap around, so they are computed with unsigned numbers. */
 #define INTEGERS(name, whole, natural)                                                             \
     REDUCTION(name##_sum, natural, natural, PLAIN, PLAIN, ADD, SAME)                               \
     REDUCTION(name##_product, natural, natural, PLAIN, PLAIN, MULTIPLY, SAME)                      \

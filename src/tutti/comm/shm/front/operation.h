@@ -1,5 +1,9 @@
-// One operation, from torch's tensors to the parts that the core moves.
+// One operation, from torch's tensors to the parts of memory that the core works on, and the core's
+// functions. They are looked up at run time in the file that Python has loaded with ctypes, so that both
+// share the same groups and the front can be rebuilt without the core.
 #pragma once
+
+#include <dlfcn.h>
 
 #include <string>
 #include <utility>
@@ -7,20 +11,73 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "core.h"
+extern "C" {
+#include "../core/tutti_shm.h"
+}
 
 namespace tutti {
 
-// What differs between the kinds of operation only by name.
+struct Core {
+    decltype(&tutti_error) error;
+    decltype(&tutti_error_code) error_code;
+    decltype(&tutti_group_abort) group_abort;
+    decltype(&tutti_group_close) group_close;
+    decltype(&tutti_export_alloc) export_alloc;
+    decltype(&tutti_export_free) export_free;
+    decltype(&tutti_run) run;
+    decltype(&tutti_submit) submit;
+    decltype(&tutti_work_is_done) work_is_done;
+    decltype(&tutti_work_wait) work_wait;
+    decltype(&tutti_work_source) work_source;
+    decltype(&tutti_work_free) work_free;
+};
+
+inline Core core;
+
+inline void load_core(const std::string& path) {
+    void* file = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    TORCH_CHECK(file, "the shared-memory core cannot be loaded: ", dlerror());
+    auto find = [&](auto& function, const char* name) {
+        function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(file, name));
+        TORCH_CHECK(function, path, " has no ", name, ": it was built from other sources");
+    };
+    decltype(&tutti_abi) abi;
+    find(abi, "tutti_abi");
+    TORCH_CHECK(abi() == TUTTI_ABI, path, " has ABI ", abi(), ", the front was built for ", TUTTI_ABI);
+    find(core.error, "tutti_error");
+    find(core.error_code, "tutti_error_code");
+    find(core.group_abort, "tutti_group_abort");
+    find(core.group_close, "tutti_group_close");
+    find(core.export_alloc, "tutti_export_alloc");
+    find(core.export_free, "tutti_export_free");
+    find(core.run, "tutti_run");
+    find(core.submit, "tutti_submit");
+    find(core.work_is_done, "tutti_work_is_done");
+    find(core.work_wait, "tutti_work_wait");
+    find(core.work_source, "tutti_work_source");
+    find(core.work_free, "tutti_work_free");
+}
+
+// A failed operation. module.cpp translates it to the exceptions of native.py.
+class Failure : public c10::DistBackendError {
+   public:
+    Failure(int code, std::string text)
+        : DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::move(text)),
+          code(code) {}
+    const int code;
+};
+
+// Names of a kind of operation.
 struct Kind {
     uint32_t code;
     c10d::OpType type;
-    const char* name;   // as the profiler and our errors say it
-    const char* title;  // as the trace shows it
+    const char* name;   // in errors, and the collective name in traces
+    const char* title;  // of the span in traces
 };
 
 inline constexpr Kind kAllReduce{TUTTI_ALL_REDUCE, c10d::OpType::ALLREDUCE, "all_reduce",
@@ -63,22 +120,23 @@ struct Call {
     uint32_t dtype = TUTTI_BYTES, reduce = TUTTI_SUM, tag = 0;
     int32_t root = -1, peer = -1;
     at::ScalarType scalar = at::kByte;
-    // What the caller gave, for the profiler and for result().
+    // The caller's tensors, for the profiler and for result().
     c10::SmallVector<at::Tensor, 1> inputs, outputs;
-    // Dense copies that stand in for the caller's tensors, to be copied back when done.
-    c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 1> stand_ins;
-    c10::SmallVector<at::Tensor, 1> kept;
+    // Caller's tensors that are not contiguous, with the contiguous copies that replace them during the
+    // operation; copied back when it is done.
+    c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 1> copies;
+    c10::SmallVector<at::Tensor, 1> kept;  // contiguous copies of inputs
     c10::SmallVector<void*, 4> in, out;
     c10::SmallVector<uint64_t, 4> in_bytes, out_bytes;
     std::string where;
 
     void reads(const at::Tensor& tensor) {
-        const at::Tensor& dense = readable(tensor);
+        const at::Tensor& dense = input(tensor);
         add_in(dense.const_data_ptr(), dense.nbytes());
     }
 
     void writes(const at::Tensor& tensor) {
-        const at::Tensor& dense = writable(tensor);
+        const at::Tensor& dense = output(tensor);
         add_out(dense.mutable_data_ptr(), dense.nbytes());
     }
 
@@ -89,28 +147,28 @@ struct Call {
         outputs.push_back(tensor);
         const at::Tensor* dense = &tensor;
         if (C10_UNLIKELY(!tensor.is_contiguous())) {
-            stand_ins.emplace_back(tensor, copy_of(tensor));
-            dense = &stand_ins.back().second;
+            copies.emplace_back(tensor, copy_of(tensor));
+            dense = &copies.back().second;
         }
         void* memory = dense->mutable_data_ptr();
         add_in(memory, dense->nbytes());
         add_out(memory, dense->nbytes());
     }
 
-    // One dense tensor as a part per rank, cut along its first dimension: evenly, or as `rows` say.
-    void reads_cut(const at::Tensor& whole, int size, const std::vector<int64_t>& rows = {}) {
-        const at::Tensor& dense = readable(whole);
+    // One tensor as one part per rank, split along its first dimension: evenly, or into `rows`.
+    void reads_split(const at::Tensor& whole, int size, const std::vector<int64_t>& rows = {}) {
+        const at::Tensor& dense = input(whole);
         auto* memory = static_cast<const char*>(dense.const_data_ptr());
-        for (uint64_t bytes : cut(whole, size, rows, "input")) {
+        for (uint64_t bytes : split(whole, size, rows, "input")) {
             add_in(memory, bytes);
             memory += bytes;
         }
     }
 
-    void writes_cut(const at::Tensor& whole, int size, const std::vector<int64_t>& rows = {}) {
-        const at::Tensor& dense = writable(whole);
+    void writes_split(const at::Tensor& whole, int size, const std::vector<int64_t>& rows = {}) {
+        const at::Tensor& dense = output(whole);
         auto* memory = static_cast<char*>(dense.mutable_data_ptr());
-        for (uint64_t bytes : cut(whole, size, rows, "output")) {
+        for (uint64_t bytes : split(whole, size, rows, "output")) {
             add_out(memory, bytes);
             memory += bytes;
         }
@@ -118,19 +176,19 @@ struct Call {
 
     void reduces(const c10d::ReduceOp& op) {
         TORCH_CHECK_VALUE(op.op_ <= c10d::ReduceOp::BXOR, "shm ", kind->name,
-                    " knows SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR; PREMUL_SUM is NCCL's: "
+                    " supports SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR; instead of PREMUL_SUM "
                     "multiply the tensor, then use SUM");
-        reduce = static_cast<uint32_t>(op.op_);  // torch's order is the core's
+        reduce = static_cast<uint32_t>(op.op_);  // the core numbers them as torch does
         if (scalar == at::kComplexFloat || scalar == at::kComplexDouble) {
             TORCH_CHECK_VALUE(reduce == TUTTI_SUM || reduce == TUTTI_AVG, "shm ", kind->name,
                         ": complex numbers can be summed or averaged only");
             dtype = scalar == at::kComplexFloat ? TUTTI_F32 : TUTTI_F64;
         }
         TORCH_CHECK_VALUE(reduce != TUTTI_AVG || dtype <= TUTTI_BF16 || dtype == TUTTI_BYTES, "shm ", kind->name, ": AVG of ",
-                    c10::toString(scalar), " would cut fractions off: use SUM");
+                    c10::toString(scalar), " would drop fractions: use SUM");
         TORCH_CHECK_TYPE(dtype != TUTTI_BYTES, "shm ", kind->name, " cannot reduce ",
-                         c10::toString(scalar), ": reduce it as float32 or another of float64, "
-                         "float16, bfloat16, int64, int32, int16, int8, uint8, bool");
+                         c10::toString(scalar), ": convert it to float64, float32, "
+                         "float16, bfloat16, int64, int32, int16, int8, uint8 or bool");
     }
 
     tutti_operation operation() const {
@@ -152,9 +210,9 @@ struct Call {
     }
 
     void copy_back() {
-        if (C10_LIKELY(stand_ins.empty())) return;
-        at::AutoDispatchBelowADInplaceOrView raw;  // the results of a collective have no gradient
-        for (auto& [theirs, ours] : stand_ins) theirs.copy_(ours);
+        if (C10_LIKELY(copies.empty())) return;
+        at::AutoDispatchBelowADInplaceOrView raw;  // results of a collective have no gradient
+        for (auto& [original, copy] : copies) original.copy_(copy);
     }
 
     std::vector<at::Tensor> results() const { return {outputs.begin(), outputs.end()}; }
@@ -167,10 +225,10 @@ struct Call {
 
    private:
     void check(const at::Tensor& tensor) {
-        TORCH_CHECK_VALUE(tensor.device().is_cpu(), "shm ", kind->name, " moves CPU tensors, this one is on ",
+        TORCH_CHECK_VALUE(tensor.device().is_cpu(), "shm ", kind->name, " takes CPU tensors, this one is on ",
                     tensor.device(), ": start the group with backend=\"cpu:shm,cuda:nccl\"");
         TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "shm ", kind->name,
-                    " moves dense tensors, this one is ", tensor.layout(), ": use .to_dense()");
+                    " takes dense tensors, this one is ", tensor.layout(), ": use .to_dense()");
         bool first = inputs.empty() && outputs.empty();
         TORCH_CHECK_TYPE(first || tensor.scalar_type() == scalar, "shm ", kind->name, ": a ",
                          c10::toString(scalar), " and a ", c10::toString(tensor.scalar_type()),
@@ -186,7 +244,7 @@ struct Call {
         return tensor.contiguous();
     }
 
-    const at::Tensor& readable(const at::Tensor& tensor) {
+    const at::Tensor& input(const at::Tensor& tensor) {
         check(tensor);
         inputs.push_back(tensor);
         if (C10_LIKELY(tensor.is_contiguous())) return inputs.back();
@@ -194,12 +252,12 @@ struct Call {
         return kept.back();
     }
 
-    const at::Tensor& writable(const at::Tensor& tensor) {
+    const at::Tensor& output(const at::Tensor& tensor) {
         check(tensor);
         outputs.push_back(tensor);
         if (C10_LIKELY(tensor.is_contiguous())) return outputs.back();
-        stand_ins.emplace_back(tensor, at::empty(tensor.sizes(), tensor.options()));
-        return stand_ins.back().second;
+        copies.emplace_back(tensor, at::empty(tensor.sizes(), tensor.options()));
+        return copies.back().second;
     }
 
     void add_in(const void* memory, uint64_t bytes) {
@@ -212,12 +270,12 @@ struct Call {
         out_bytes.push_back(bytes);
     }
 
-    c10::SmallVector<uint64_t, 4> cut(const at::Tensor& whole, int size,
+    c10::SmallVector<uint64_t, 4> split(const at::Tensor& whole, int size,
                                       const std::vector<int64_t>& rows, const char* which) const {
         uint64_t bytes = whole.nbytes();
         if (rows.empty()) {
             TORCH_CHECK_VALUE(whole.numel() % size == 0, "shm ", kind->name, ": ", which, " of ",
-                        whole.numel(), " elements cannot be cut into ", size, " equal parts");
+                        whole.numel(), " elements cannot be split into ", size, " equal parts");
             return c10::SmallVector<uint64_t, 4>(size, bytes / size);
         }
         TORCH_CHECK_VALUE(static_cast<int>(rows.size()) == size, "shm ", kind->name, ": ", rows.size(), " ",

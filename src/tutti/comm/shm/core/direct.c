@@ -1,20 +1,19 @@
-/* Collectives on symmetric memory: peers read and write each other's tensors, nothing is staged.
+/* Collectives with direct access: peers read and write each other's tensors, nothing is staged.
  *
- * In the first round every rank posts where its tensor lies; when all have one, each finds the
- * others' at its own mapping of their blocks. The posting (release) and awaiting (acquire) of that
- * round order what the ranks wrote into their tensors before; a last round, or the consumed mark,
- * orders what was read and written here before anyone returns. */
-#include "chunks.h"
+ * In the first round every rank posts the id and offset of its tensor's memory (a block or an export,
+ * exported.c). When all ranks have posted one, each rank translates them to its own mappings. Post
+ * (release) and await (acquire) of that round order the ranks' earlier writes to their tensors; a second
+ * round, or the consumed mark, orders the accesses made here before any rank returns. */
+#include "rounds.h"
 
 #include <inttypes.h>
 
-#ifndef SYMMETRIC_BYTES
-#define SYMMETRIC_BYTES (4 * 1024) /* below, staging costs less than waiting twice */
+#ifndef DIRECT_BYTES
+#define DIRECT_BYTES (4 * 1024) /* below, staging costs less than a second wait */
 #endif
 
-/* The memory of this rank that others may read, when the operation has such: all of it in one piece
- * that lies in one block. */
-static const void *shared_memory(const tutti_group *g, const tutti_operation *op, uint64_t *bytes)
+/* The contiguous memory of this rank that peers would access, or NULL when the operation has none. */
+static const void *memory_to_offer(const tutti_group *g, const tutti_operation *op, uint64_t *bytes)
 {
     *bytes = op->in_parts ? op->in_bytes[0] : 0;
     switch (op->kind) {
@@ -35,33 +34,33 @@ static const void *shared_memory(const tutti_group *g, const tutti_operation *op
 bool offer_memory(tutti_group *g, const tutti_operation *op)
 {
     uint64_t bytes, first = g->round + 1;
-    const void *memory = shared_memory(g, op, &bytes);
-    if (!memory || bytes < SYMMETRIC_BYTES)
+    const void *memory = memory_to_offer(g, op, &bytes);
+    if (!memory || bytes < DIRECT_BYTES)
         return false;
     uint64_t id, offset;
     const block *block = block_of(g, memory, bytes);
     if (block) {
         id = block->id;
         offset = (uint64_t)((const unsigned char *)memory - block->bases[g->rank]);
-    } else if (!lent_place(memory, bytes, &id, &offset))
+    } else if (!find_exported(memory, bytes, &id, &offset))
         return false;
     if (enter_round(g, first) < 0)
-        return false; /* the staged form meets the same trouble, and reports it */
-    _Atomic uint64_t *place = g->peers[g->rank].control->place[first % SLOTS];
-    atomic_store_explicit(&place[0], id, memory_order_relaxed);
-    atomic_store_explicit(&place[1], offset, memory_order_relaxed);
-    g->print |= SYMMETRIC;
+        return false; /* the staged path fails in the same way and reports it */
+    _Atomic uint64_t *offer = g->peers[g->rank].control->offer[first % SLOTS];
+    atomic_store_explicit(&offer[0], id, memory_order_relaxed);
+    atomic_store_explicit(&offer[1], offset, memory_order_relaxed);
+    g->fingerprint |= DIRECT;
     return true;
 }
 
-/* Where this process sees the memory that a rank offered in a round. */
+/* The address at which this process has mapped the memory that a rank offered in a round. */
 static int find_memory(tutti_group *g, int rank, uint64_t round, unsigned char **found)
 {
-    const _Atomic uint64_t *place = g->peers[rank].control->place[round % SLOTS];
-    uint64_t id = atomic_load_explicit(&place[0], memory_order_relaxed);
-    uint64_t offset = atomic_load_explicit(&place[1], memory_order_relaxed);
-    if (id & LENT) {
-        TRY(borrow(g, rank, id, found));
+    const _Atomic uint64_t *offer = g->peers[rank].control->offer[round % SLOTS];
+    uint64_t id = atomic_load_explicit(&offer[0], memory_order_relaxed);
+    uint64_t offset = atomic_load_explicit(&offer[1], memory_order_relaxed);
+    if (id & EXPORTED) {
+        TRY(map_exported(g, rank, id, found));
         *found += offset;
         return 0;
     }
@@ -75,14 +74,14 @@ static int find_memory(tutti_group *g, int rank, uint64_t round, unsigned char *
     return 0;
 }
 
-static int meet(tutti_group *g, uint64_t round)
+static int post_and_await(tutti_group *g, uint64_t round)
 {
     TRY(enter_round(g, round));
     post_round(g, round);
     return await_all(g, round);
 }
 
-static int find_all(tutti_group *g, uint64_t round)
+static int find_all_memory(tutti_group *g, uint64_t round)
 {
     for (int rank = 0; rank < g->size; rank++) {
         unsigned char *memory = NULL;
@@ -92,32 +91,32 @@ static int find_all(tutti_group *g, uint64_t round)
     return 0;
 }
 
-/* Waits until nobody reads this rank's memory any more. */
-static int part(tutti_group *g, uint64_t round)
+/* Waits until no peer reads this rank's memory any more. */
+static int finish_reads(tutti_group *g, uint64_t round)
 {
     consume_round(g, round);
     return await_consumed(g, round);
 }
 
-/* Each rank reduces its piece of all tensors, and writes the result into all of them. */
+/* Each rank reduces one piece of all tensors and writes the result into all of them. */
 int direct_all_reduce(tutti_group *g, const tutti_operation *op)
 {
     uint64_t n = (uint64_t)g->size, bytes = op->in_bytes[0], round = g->round + 1;
     uint64_t piece = ((bytes + n - 1) / n + LINE - 1) / LINE * LINE;
     uint64_t begin = least(piece * (uint64_t)g->rank, bytes), end = least(begin + piece, bytes);
-    TRY(meet(g, round));
-    TRY(find_all(g, round));
+    TRY(post_and_await(g, round));
+    TRY(find_all_memory(g, round));
     uint32_t others = 0;
     for (int p = 0; p < g->size; p++) {
         unsigned char *piece_of = (unsigned char *)(uintptr_t)g->sources[p] + begin;
         g->sources[p] = piece_of;
         if (p != g->rank)
-            g->places[others++] = piece_of;
+            g->copies[others++] = piece_of;
     }
-    reduce_to_all((unsigned char *)op->out[0] + begin, g->places, others, false, g->sources,
+    reduce_and_copy((unsigned char *)op->out[0] + begin, g->copies, others, false, g->sources,
                   (uint32_t)n, (end - begin) / dtype_bytes(op->dtype), op->dtype, op->reduce);
     consume_round(g, round);
-    TRY(meet(g, round + 1));
+    TRY(post_and_await(g, round + 1));
     consume_round(g, round + 1);
     return 0;
 }
@@ -125,20 +124,20 @@ int direct_all_reduce(tutti_group *g, const tutti_operation *op)
 int direct_all_gather(tutti_group *g, const tutti_operation *op)
 {
     uint64_t round = g->round + 1;
-    TRY(meet(g, round));
-    TRY(find_all(g, round));
+    TRY(post_and_await(g, round));
+    TRY(find_all_memory(g, round));
     for (int step = 0; step < g->size; step++) {
         int rank = (g->rank + step) % g->size;
-        take(g, op->out[rank], g->sources[rank], op->out_bytes[rank]);
+        copy_result(g, op->out[rank], g->sources[rank], op->out_bytes[rank]);
     }
-    return part(g, round);
+    return finish_reads(g, round);
 }
 
 int direct_reduce_scatter(tutti_group *g, const tutti_operation *op)
 {
     uint64_t round = g->round + 1, before = 0;
-    TRY(meet(g, round));
-    TRY(find_all(g, round));
+    TRY(post_and_await(g, round));
+    TRY(find_all_memory(g, round));
     for (int rank = 0; rank < g->rank; rank++)
         before += op->in_bytes[rank];
     for (int rank = 0; rank < g->size; rank++)
@@ -146,23 +145,23 @@ int direct_reduce_scatter(tutti_group *g, const tutti_operation *op)
     if (op->out_bytes[0])
         reduce_parts(op->out[0], g->sources, (uint32_t)g->size,
                      op->out_bytes[0] / dtype_bytes(op->dtype), op->dtype, op->reduce);
-    return part(g, round);
+    return finish_reads(g, round);
 }
 
 int direct_broadcast_root(tutti_group *g)
 {
     uint64_t round = g->round + 1;
     post_round(g, round);
-    return part(g, round);
+    return finish_reads(g, round);
 }
 
-/* Called in the first round, when the root's posting has been seen. */
-int direct_broadcast_rest(tutti_group *g, const tutti_operation *op)
+/* Called in the first round, after the root has posted. */
+int direct_broadcast_receiver(tutti_group *g, const tutti_operation *op)
 {
     uint64_t round = g->round + 1;
     unsigned char *memory = NULL;
     TRY(find_memory(g, op->root, round, &memory));
-    take(g, op->out[0], memory, op->out_bytes[0]);
+    copy_result(g, op->out[0], memory, op->out_bytes[0]);
     consume_round(g, round);
     return 0;
 }

@@ -1,7 +1,6 @@
-"""Given memory that a rank lends, when groups use it, then nothing is staged, and all goes again.
+"""Given exported memory, when groups use it, then nothing is staged, and all of it is freed again.
 
-Mappings tell: a peer's lent memory is mapped by whoever reads and writes it in place, and only by
-those.
+The tests count mappings: a process maps a peer's exported memory only if it accesses it directly.
 """
 
 import ctypes
@@ -24,19 +23,21 @@ from worlds import in_world
 
 
 def mapped() -> int:
-    """How much lent memory this process has mapped: its own, and that of peers."""
-    return sum("lent memory" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    """How many exports this process has mapped: its own, and those of peers."""
+    return sum(
+        "exported memory" in line for line in Path("/proc/self/maps").read_text().splitlines()
+    )
 
 
-def lend(count: int) -> tuple[int, np.ndarray]:
-    address = core().tutti_lend(4 * count)
+def export(count: int) -> tuple[int, np.ndarray]:
+    address = core().tutti_export_alloc(4 * count)
     assert address
     return address, np.frombuffer((ctypes.c_float * count).from_address(address), np.float32)
 
 
 def without_agreement(g: Group) -> None:
     count = 20001
-    address, mine = lend(count + 16 * g.rank)  # no two ranks have the same
+    address, mine = export(count + 16 * g.rank)  # another size and offset on every rank
     mine = mine[16 * g.rank :]
     parts = [np.arange(count, dtype=np.float32) * (1 + rank) for rank in range(g.size)]
     total = np.sum(parts, 0)
@@ -50,31 +51,31 @@ def without_agreement(g: Group) -> None:
     g.run(native.ALL_GATHER, [mine], outs)
     for got, want in zip(outs, parts, strict=True):
         np.testing.assert_array_equal(got, want)
-    # One rank's tensor is its own: all stage, and the result is the same.
+    # One rank's tensor is in ordinary memory: all ranks stage, with the same result.
     one = mine if g.rank else np.empty_like(mine)
     one[:] = parts[g.rank]
     g.run(native.ALL_REDUCE, [one], [one], dtype=native.F32)
     np.testing.assert_array_equal(one, total)
-    # Taken back, also by a forked child, which must not spoil the parent's.
+    # Freed by a forked child, which must not affect the parent.
     mine[:] = parts[g.rank]
     child = os.fork()
     if child == 0:
-        core().tutti_take_back(address)
+        core().tutti_export_free(address)
         os._exit(mapped() != g.size - 1)
     assert os.waitpid(child, 0)[1] == 0
     g.run(native.ALL_REDUCE, [mine], [mine], dtype=native.F32)
     np.testing.assert_array_equal(mine, total)
-    for _ in range(5):  # each time peers let go of what was before
-        core().tutti_take_back(address)
-        address, mine = lend(count)
+    for _ in range(5):  # peers unmap the previous export each time
+        core().tutti_export_free(address)
+        address, mine = export(count)
         mine[:] = parts[g.rank]
         g.run(native.ALL_REDUCE, [mine], [mine], dtype=native.F32)
         np.testing.assert_array_equal(mine, total)
         assert mapped() == g.size
-    core().tutti_take_back(address)
+    core().tutti_export_free(address)
 
 
-def test_lent_memory_needs_no_agreement_and_goes_when_it_is_taken_back() -> None:
+def test_exported_memory_needs_no_agreement_and_is_unmapped_when_freed() -> None:
     results(without_agreement, 2)
     results(without_agreement, 3)
 
@@ -125,7 +126,7 @@ def trained(group: Any, rank: int) -> tuple[dict[str, list[Tensor]], list[Any]]:
 
 def buckets(world: Any) -> dict[str, Any]:
     assert os.environ["DDP_DISABLE_COMM_MEM"] == "0"  # set by tutti.init
-    gloo, shm = dist.new_group(backend="gloo"), group_of("compiled")
+    gloo, shm = dist.new_group(backend="gloo"), group_of()
     expected, _ = trained(gloo, world.rank)
     got, models = trained(shm, world.rank)
     same = [name for name in WAYS if all(map(torch.equal, got[name], expected[name]))]
@@ -138,7 +139,7 @@ def buckets(world: Any) -> dict[str, Any]:
     dist.all_reduce(bucket, group=shm)
     with_one_more = mapped()
     dist.destroy_process_group(shm)
-    # What a tensor lies in outlives the group; what peers have lent does not.
+    # This rank's exports live as long as their tensors; mappings of peers' end with the group.
     own = mapped()
     value = bucket.float().sum().item()
     del models, bucket
@@ -147,12 +148,12 @@ def buckets(world: Any) -> dict[str, Any]:
     return {"same": same, "counts": counts, "value": value}
 
 
-def test_ddp_buckets_in_lent_memory_train_as_on_gloo() -> None:
+def test_ddp_buckets_in_exported_memory_train_as_on_gloo() -> None:
     for told in in_world(buckets, 2):
         assert told["same"] == list(WAYS)
         assert told["value"] == 50000
         counts = told["counts"]
-        # Each model has a bucket or more, of which every rank has mapped everyone's.
+        # Each model has at least one bucket, and every rank has mapped those of both ranks.
         assert counts["in use"] >= len(WAYS) * 2 and counts["in use"] % 2 == 0
         assert counts["one more"] == counts["in use"] + 2
         assert counts["own"] == counts["one more"] // 2

@@ -1,8 +1,8 @@
-/* Reductions of n arrays into one, with the vector unit that this machine has.
+/* Reductions of n arrays into one, with the vector instructions of this machine.
  *
- * The order of the sources is the order of the arithmetic, whatever the unit and however an array
- * is cut into pieces: the same sources give the same bits. The minimum and maximum of a NaN and
- * anything are NaN, as in torch. */
+ * Elements are combined in the order of the sources, whatever the instruction set and however an array
+ * is split: equal sources give equal bits. The minimum and maximum of NaN and any number are NaN, as in
+ * torch. */
 #include "internal.h"
 
 #include <string.h>
@@ -10,17 +10,17 @@
 #include <immintrin.h>
 #endif
 
-/* Where a result belongs besides `out`. */
+/* Further addresses to which a result is written besides `out`. */
 typedef struct {
-    void *const *places;
+    void *const *to;
     uint32_t count;
-    bool past_caches;
-} others;
+    bool streaming;
+} extra_copies;
 
 typedef void (*reduction)(void *out, const void *const *parts, uint32_t n, uint64_t count,
-                          const others *others);
+                          const extra_copies *copies);
 
-/* No element depends on another: `out` overlaps a source only element for element. */
+/* Elements are independent: `out` may be one of the sources, but never shifted against it. */
 #if defined(__clang__)
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -107,20 +107,20 @@ ALWAYS_INLINE uint16_t half_of_float(float value) /* to nearest, ties to even */
 
 #define TARGET
 #define NAMED(name) base_##name
-#include "kernels.h"
+#include "reduce_kernels.h"
 #undef TARGET
 #undef NAMED
 
-#if defined(__x86_64__) && !defined(PLAIN_VECTORS) /* defined where compiling must be quick */
+#if defined(__x86_64__) && !defined(PLAIN_VECTORS) /* defined by tests, to compile faster */
 #define HAS_F16C
 #define TARGET __attribute__((target("avx2,f16c")))
 #define NAMED(name) avx2_##name
-#include "kernels.h"
+#include "reduce_kernels.h"
 #undef TARGET
 #undef NAMED
 #define TARGET __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
 #define NAMED(name) avx512_##name
-#include "kernels.h"
+#include "reduce_kernels.h"
 #undef TARGET
 #undef NAMED
 
@@ -205,23 +205,23 @@ void reduce_parts(void *out, const void *const *parts, uint32_t n, uint64_t coun
             memmove(out, parts[0], count * dtype_bytes(dtype));
         return;
     }
-    find(dtype, reduce)(out, parts, n, count, &(others){0});
+    find(dtype, reduce)(out, parts, n, count, &(extra_copies){0});
 }
 
-void reduce_to_all(void *out, void *const *places, uint32_t n_places, bool past_caches,
+void reduce_and_copy(void *out, void *const *copies, uint32_t n_copies, bool streaming,
                    const void *const *parts, uint32_t n, uint64_t count, uint32_t dtype,
                    uint32_t reduce)
 {
-    find(dtype, reduce)(out, parts, n, count, &(others){places, n_places, past_caches});
-    if (past_caches)
-        streams_end();
+    find(dtype, reduce)(out, parts, n, count, &(extra_copies){copies, n_copies, streaming});
+    if (streaming)
+        stream_fence();
 }
 
 TUTTI_API int tutti_reduce_into(void *out, const void *const *parts, uint32_t n_parts,
                                 uint64_t count, uint32_t dtype, uint32_t reduce)
 {
     if (n_parts == 0)
-        return fail(TUTTI_BAD_ARGUMENT, "nothing to reduce: n_parts is 0");
+        return fail(TUTTI_BAD_ARGUMENT, "n_parts is 0: nothing to reduce");
     if (!can_reduce(dtype, reduce))
         return fail(TUTTI_BAD_ARGUMENT, "%s of %s is not defined", reduce_name(reduce),
                     dtype_name(dtype));

@@ -1,0 +1,256 @@
+"""Compiling the C core and the C++ front: at install (setup.py), or at first use into a cache.
+
+The core is plain C, loaded with ctypes. The front is a torch extension, which fits one version of
+torch and of Python. Both carry a mark with a hash of everything they were built from: sources,
+flags, platform and, for the front, torch, its ABI and Python. A library whose mark differs (an
+editable install whose sources changed, a new torch) is not loaded; the right one is taken from
+$XDG_CACHE_HOME/tutti (default ~/.cache/tutti) or compiled into it.
+
+setup.py imports this file by its path, so nothing outside the standard library is imported here.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import mmap
+import os
+import platform
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+_MARK = b"tutti-built-from:"
+
+
+class BuildFailed(RuntimeError):
+    """A compiled part is missing and cannot be built here; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """One compiled part: what it is built from and how."""
+
+    name: str
+    sources: tuple[Path, ...]  # given to the compiler
+    headers: tuple[Path, ...]
+    compilers: tuple[str, ...]  # an environment variable, then program names
+    flags: tuple[str, ...]
+    link: tuple[str, ...]
+    built_for: str  # versions and platform: part of the hash, and of the file name in the cache
+    include_paths: tuple[Path, ...] = ()
+    library_paths: tuple[Path, ...] = ()
+
+    @property
+    def hash(self) -> str:
+        digest = hashlib.sha256(repr((self.flags, self.link, self.built_for)).encode())
+        for file in sorted((*self.sources, *self.headers)):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        return digest.hexdigest()[:20]
+
+    @property
+    def macros(self) -> tuple[tuple[str, str], ...]:
+        return (("TUTTI_SOURCE_HASH", f'"{self.hash}"'),)
+
+
+@cache
+def core_library() -> Library:
+    """The C core."""
+    folder = FOLDER / "core"
+    return Library(
+        "_core",
+        tuple(sorted(folder.glob("*.c"))),
+        tuple(sorted(folder.glob("*.h"))),
+        ("CC", "cc", "gcc", "clang"),
+        # -ffp-contract=off: one rounding per operation, so that all machines give the same bits.
+        (
+            "-O3",
+            "-g0",
+            "-std=gnu11",
+            "-fvisibility=hidden",
+            "-ffp-contract=off",
+            "-Wall",
+            "-Wextra",
+        ),
+        ("-pthread",),
+        f"{sys.platform}-{platform.machine()}",
+    )
+
+
+@cache
+def front_library() -> Library:
+    """The C++ front for the installed torch; raises ImportError without torch."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise ImportError("torch is not installed")
+    import torch
+
+    folder, torch_folder = FOLDER / "front", Path(found.origin).parent
+    includes = (
+        torch_folder / "include",
+        torch_folder / "include/torch/csrc/api/include",
+        Path(sysconfig.get_paths()["include"]),
+    )
+    cxx11_abi = int(torch.compiled_with_cxx11_abi())
+    return Library(
+        "_front",
+        (folder / "module.cpp",),
+        (*sorted(folder.glob("*.h")), FOLDER / "core/tutti_shm.h"),
+        ("CXX", "c++", "g++", "clang++"),
+        (
+            *("-O2", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra"),
+            f"-D_GLIBCXX_USE_CXX11_ABI={cxx11_abi}",
+        ),
+        # torch has loaded these by the time the front is: no run path is needed.
+        ("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
+        f"torch{torch.__version__}-abi{cxx11_abi}-{sysconfig.get_config_var('SOABI')}"
+        f"-{sys.platform}-{platform.machine()}",
+        includes,
+        (torch_folder / "lib",),
+    )
+
+
+def built(*libraries: Library) -> list[Path]:
+    """The files of these libraries, compiled now where need be; raises BuildFailed.
+
+    Several processes may call this at once: one compiles, the others wait for it.
+    """
+    found = [_find(library) for library in libraries]
+    if None not in found:
+        return [path for path in found if path is not None]
+    folder = _cache_folder()
+    began = time.time()
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        missing = [library for library in libraries if _find(library) is None]
+        for library in missing:  # the process that held the lock before may have failed just now
+            log = folder / f"{_file_name(library)}.log"
+            if log.exists() and log.stat().st_mtime >= began:
+                raise BuildFailed(_failure(library, log))
+        if missing:
+            commands = [_command(library) for library in missing]  # is there a compiler?
+            _announce(folder)
+            with ThreadPoolExecutor(len(missing)) as pool:
+                list(pool.map(_compile, missing, commands, [folder] * len(missing)))
+    return [path for library in libraries if (path := _find(library)) is not None]
+
+
+def _find(library: Library) -> Path | None:
+    """A file built from exactly the present sources: beside this file, or in the cache."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = FOLDER / f"{library.name}{suffix}"
+        if path.exists() and _mark_of(path) == library.hash:
+            return path
+    path = _cache_path() / f"{_file_name(library)}.so"
+    return path if path.exists() else None
+
+
+def _mark_of(path: Path) -> str:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        start = text.find(_MARK) + len(_MARK)
+        return text[start : text.find(b";", start)].decode(errors="replace")
+
+
+def _file_name(library: Library) -> str:
+    return f"{library.name}-{re.sub(r'[^A-Za-z0-9.+-]', '_', library.built_for)}-{library.hash}"
+
+
+def _cache_path() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "tutti"
+
+
+def _cache_folder() -> Path:
+    """The cache, created; refused when another user could put a library there."""
+    path = _cache_path()
+    cure = "set XDG_CACHE_HOME to a folder that only you can write to"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+        if not os.access(path, os.W_OK):
+            raise PermissionError("it is read-only")
+    except OSError as error:
+        raise BuildFailed(f"the cache folder {path} cannot be used ({error}): {cure}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise BuildFailed(
+            f"the cache folder {path} belongs to user {status.st_uid} with mode "
+            f"{stat.S_IMODE(status.st_mode):o}, so others could replace a library in it: {cure}"
+        )
+    return path
+
+
+def _command(library: Library) -> list[str]:
+    """The compiler call without the output file."""
+    variable, *programs = library.compilers
+    given = os.environ.get(variable)
+    compiler = shlex.split(given) if given else [p for p in programs if shutil.which(p)][:1]
+    if not compiler or shutil.which(compiler[0]) is None:
+        language = "C++" if variable == "CXX" else "C"
+        tried = given or ", ".join(programs)
+        raise BuildFailed(
+            f"no {language} compiler was found ({tried}): install gcc and g++ (apt install g++, "
+            f"dnf install gcc-c++), or set {variable}"
+        )
+    flags = [*library.flags, *(f"-D{name}={value}" for name, value in library.macros)]
+    flags += [f"-isystem{path}" for path in library.include_paths]
+    link = [*(f"-L{path}" for path in library.library_paths), *library.link]
+    return [*compiler, *flags, "-fPIC", "-shared", *map(str, library.sources), *link]
+
+
+def _announce(folder: Path) -> None:
+    torch = sys.modules.get("torch")
+    version = f" for torch {torch.__version__}" if torch else ""
+    print(
+        f"tutti: compiling the shm backend{version} (once, about a minute; kept in {folder})",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _compile(library: Library, command: list[str], folder: Path) -> None:
+    path = folder / f"{_file_name(library)}.so"
+    log = path.with_name(f"{_file_name(library)}.log")
+    log.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / path.name
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(made)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+            output, code = done.stdout, done.returncode
+        except OSError as error:
+            output, code = str(error), 127
+        if code == 0 and made.exists():
+            os.replace(made, path)
+            return
+    log.write_text(f"{shlex.join(command)}\n{output}\nexit status {code}\n")
+    raise BuildFailed(_failure(library, log))
+
+
+def _failure(library: Library, log: Path) -> str:
+    """The compiler's first error, and where the rest of its output is."""
+    command, *lines = log.read_text().splitlines()
+    compiler = shlex.split(command)[0]
+    first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
+    cure = "see there"
+    if "Python.h" in first:
+        cure = "install the headers of Python (apt install python3-dev)"
+    return (
+        f"{compiler} could not compile {library.name}: {first.strip()} (all of it in {log}): {cure}"
+    )
