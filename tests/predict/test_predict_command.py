@@ -1,4 +1,4 @@
-"""tutti predict as a person uses it: after tutti train, with mistakes, with a rank that dies."""
+"""The command tutti predict: after tutti train, wrong usage, a killed rank."""
 
 import json
 import os
@@ -32,13 +32,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_score_is_the_one_of_the_training_s_summary(trained: Path) -> None:
+def test_the_score_equals_that_of_the_training_summary(trained: Path) -> None:
     done = predict("--run", trained, "--json", trained / "score.json")
     summary = json.loads((trained / "summary.json").read_text())
     score = json.loads((trained / "score.json").read_text())
     assert score["schema"] == "tutti.predict/1" and score["layout"] == "dp1"
     assert score["accuracy"] == summary["test_accuracy"] and score["step"] == summary["steps"]
-    # Other batches, and so other roundings of float32: 1e-6 relative.
+    # Different batches round differently in float32: 1e-6 relative.
     assert score["loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
     line = f"test accuracy {100 * score['accuracy']:.2f} %, test loss {score['loss']:.4f}\n"
     assert done.stdout.startswith(line)
@@ -47,7 +47,7 @@ def test_the_score_is_the_one_of_the_training_s_summary(trained: Path) -> None:
     assert sum(row["right"] for row in rows) / len(rows) == score["accuracy"]
 
 
-def test_two_ranks_write_the_bytes_that_one_writes_also_of_an_earlier_step(
+def test_two_ranks_write_the_same_bytes_as_one_also_for_an_earlier_step(
     trained: Path, tmp_path: Path
 ) -> None:
     common = [
@@ -70,7 +70,9 @@ def test_two_ranks_write_the_bytes_that_one_writes_also_of_an_earlier_step(
     assert text.count(b"\n") == 101 and text == (tmp_path / "two.jsonl").read_bytes()
 
 
-def test_texts_are_printed_in_the_order_of_the_prompts_and_written_if_asked(tmp_path: Path) -> None:
+def test_texts_are_printed_in_the_order_of_the_prompts_and_written_on_request(
+    tmp_path: Path,
+) -> None:
     run, lines, out = gpt_run(tmp_path), tmp_path / "prompts", tmp_path / "texts.jsonl"
     lines.write_text("second\nthird\n")
     flags = ["--run", run, "--prompt", "first", "--prompts", lines, "--tokens", "5"]
@@ -79,8 +81,8 @@ def test_texts_are_printed_in_the_order_of_the_prompts_and_written_if_asked(tmp_
     assert one.stdout == two.stdout
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["first", "second", "third"]
-    said = "".join(f"--- prompt {r['index']}\n{r['prompt']}{r['text']}\n" for r in rows)
-    assert one.stdout == said
+    expected = "".join(f"--- prompt {r['index']}\n{r['prompt']}{r['text']}\n" for r in rows)
+    assert one.stdout == expected
     other = predict(*flags, "--seed", "1")
     assert other.stdout != one.stdout
 
@@ -103,7 +105,7 @@ def data():
 """
 
 
-def test_a_rank_that_is_killed_leaves_the_old_file_and_no_half_of_a_new_one(
+def test_a_killed_rank_leaves_the_old_file_and_no_partial_one(
     trained: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
@@ -126,15 +128,15 @@ def test_a_rank_that_is_killed_leaves_the_old_file_and_no_half_of_a_new_one(
         ranks = psutil.Process(process.pid).children()
         (second,) = [rank for rank in ranks if rank.environ().get("RANK") == "1"]
         os.kill(second.pid, signal.SIGKILL)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode not in (0, 2) and "rank 1" in said and "SIGKILL" in said
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode not in (0, 2) and "rank 1" in errors and "SIGKILL" in errors
     assert out.read_text() == "the old one\n"
     assert [each.name for each in out.parent.iterdir()] == ["rows.jsonl"]
 
 
 @pytest.fixture(scope="module")
-def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of a gpt, one without a checkpoint, and something else."""
+def folder_of_mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of a gpt, a run without a checkpoint, and other files."""
     folder = tmp_path_factory.mktemp("mistaken")
     run = gpt_run(folder)
     (folder / "young").mkdir()
@@ -157,7 +159,7 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--run young", "--run young has no checkpoint yet"),
         ("--run run --step 7", "--step 7: run has no such checkpoint: use 5, 6"),
         ("--run run --layout tp2", "layout tp2 needs 2 ranks, this world has 1"),
-        ("--run run --tokens 3", "--tokens does nothing without --prompt"),
+        ("--run run --tokens 3", "--tokens has no effect without --prompt"),
         ("--run run --limit 0", "--limit 0: use 1 or more"),
         ("--run run --dataset digits", "model gpt needs text"),
         ("--run run --data-dir missing", "text missing does not exist"),
@@ -166,28 +168,28 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--run run --prompts empty", "--prompts empty is empty"),
         ("--run run --prompts gap", "prompt 1 is empty"),
         ("--run run --prompts missing", "--prompts missing: No such file"),
-        ("--run run --prompt a --limit 3", "--limit does nothing with --prompt"),
+        ("--run run --prompt a --limit 3", "--limit has no effect with --prompt"),
         ("--run run --prompt a --temperature -1", "--temperature -1: use 0 (greedy) or more"),
         ("--run run --prompt a --tokens 0", "--tokens 0: use 1 or more"),
         ("--run tokens --prompt a", "was trained on tokens"),
-        ("--run run --prompt a --precision bf16", "--precision bf16: texts are made in float32"),
+        ("--run run --prompt a --precision bf16", "--precision bf16: texts need float32"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two(
-    mistaken: Path, flags: str, message: str, monkeypatch: pytest.MonkeyPatch
+    folder_of_mistakes: Path, flags: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(mistaken)
-    said = predict(*flags.split(), code=2).stderr
-    assert message in said and said.count("\n") == 1, said
+    monkeypatch.chdir(folder_of_mistakes)
+    errors = predict(*flags.split(), code=2).stderr
+    assert message in errors and errors.count("\n") == 1, errors
 
 
-def test_a_mistake_that_all_ranks_see_is_told_once(trained: Path) -> None:
+def test_an_error_on_all_ranks_is_printed_once(trained: Path) -> None:
     done = predict("--run", trained, "--prompt", "a", "--ranks", "2", code=2)
     assert f"tutti predict: --prompt needs a gpt, {trained} is a lenet" in done.stderr
     assert done.stderr.count("--prompt needs a gpt") == 1
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_note(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(tmp_path: Path) -> None:
     run = gpt_run(tmp_path)
     older = predict("--run", run, "--step", "5").stdout.splitlines()[0]
     file = run / "checkpoints" / "step-00000006" / "rank0.safetensors"

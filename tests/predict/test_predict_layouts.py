@@ -1,7 +1,6 @@
-"""The same predictions and the same texts, whatever the ranks and the layout.
+"""Predictions and texts are the same for every number of ranks and every layout.
 
-In float64, where rounding (1e-15 relative) changes neither a digit that is printed nor a token
-that is drawn, unless a number falls onto an edge by less than that.
+In float64 rounding (1e-15 relative) changes neither a printed digit nor a sampled token.
 """
 
 import json
@@ -14,19 +13,17 @@ import pytest
 from saved_runs import CONFIG, gpt_run
 
 import tutti
-from tutti.predict.generator import Generator
-from tutti.predict.placing import place_gpt
-from tutti.predict.predictor import Predictor, Subject
-from tutti.predict.sampling import Sampling
-from tutti.predict.saved_run import SavedRun
+from tutti.predict.generate_text import Generator, Sampling, place_gpt
+from tutti.predict.predict_dataset import Predictor, SampleSelection
+from tutti.predict.trained_run import TrainedRun
 from worlds import in_world
 
 pytestmark = pytest.mark.timeout(180)
 
-# Of several lengths; one is longer than the window of 12, and all of them slide.
+# Several lengths; one prompt is longer than the context of 12, and all windows slide.
 PROMPTS = ["a", "def f(x):", "0123456789abc", "é\x00", "zz"]
 TOKENS = 12
-WINDOWS = 28  # of 9 bytes in the whole text: batches of 4 do not divide among 2 or 4 ranks
+WINDOWS = 28  # of 9 bytes in the text: 7 batches of 4, which 2 or 4 ranks do not share evenly
 
 
 def _predict_all(world: tutti.World, cases: list[list[str]]) -> list[Any]:
@@ -35,11 +32,11 @@ def _predict_all(world: tutti.World, cases: list[list[str]]) -> list[Any]:
 
 def _predict(world: tutti.World, run: Path, layout: tutti.Layout) -> list[Any]:
     """The lines of the file, the score, and the texts."""
-    saved = SavedRun.open(run, None, None)
+    saved = TrainedRun.open(run, None, None)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.jsonl"
-        subject = Subject(split="train", limit=WINDOWS - 1, batch=4)
-        score = Predictor(world, saved, layout, subject).run(out)
+        selection = SampleSelection(split="train", limit=WINDOWS - 1, batch=4)
+        score = Predictor(world, saved, layout, selection).run(out)
         assert [each.name for each in Path(folder).iterdir()] == ["rows.jsonl"] * world.is_first
         lines = out.read_text() if world.is_first else ""
     decoder, _ = place_gpt(world, saved, layout, saved.gpt_config())
@@ -53,7 +50,7 @@ def _predict(world: tutti.World, run: Path, layout: tutti.Layout) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A GPT, and one whose head is its embedding: on two stages, both must get it."""
+    """A GPT, and one with tied embedding and head, which two pipeline stages share."""
     tied = replace(CONFIG, tied=True)
     return {
         "plain": str(gpt_run(tmp_path_factory.mktemp("plain"))),
@@ -62,23 +59,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def alone(runs: dict[str, str]) -> dict[str, list[Any]]:
-    """What one rank says."""
-    (said,) = in_world(_predict_all, 1, [[run, "dp1"] for run in runs.values()])
-    return dict(zip(runs, said, strict=True))
+def one_rank(runs: dict[str, str]) -> dict[str, list[Any]]:
+    """The results of one rank."""
+    (results,) = in_world(_predict_all, 1, [[run, "dp1"] for run in runs.values()])
+    return dict(zip(runs, results, strict=True))
 
 
-def test_one_rank_predicts_every_sample_once_and_goes_on_with_every_prompt(
-    alone: dict[str, list[Any]],
+def test_one_rank_predicts_every_sample_once_and_completes_every_prompt(
+    one_rank: dict[str, list[Any]],
 ) -> None:
-    for lines, (loss, accuracy, count), texts in alone.values():
+    for lines, (loss, accuracy, count), texts in one_rank.values():
         rows = [json.loads(line) for line in lines.splitlines()]
         assert [row["index"] for row in rows] == list(range(WINDOWS - 1))
         assert count == 9 * len(rows) and accuracy == sum(row["right"] for row in rows) / count
         assert loss == pytest.approx(sum(row["loss"] for row in rows) / len(rows), abs=1e-5)
-        for told in texts:
-            assert [each[:2] for each in told] == [[i, prompt] for i, prompt in enumerate(PROMPTS)]
-        assert len({text for told in texts for _, _, text in told}) == len(texts) * len(PROMPTS)
+        for completions in texts:
+            assert [each[:2] for each in completions] == [
+                [i, prompt] for i, prompt in enumerate(PROMPTS)
+            ]
+        assert len({text for completions in texts for _, _, text in completions}) == len(
+            texts
+        ) * len(PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -88,35 +89,35 @@ def test_one_rank_predicts_every_sample_once_and_goes_on_with_every_prompt(
         (4, ["dp4", "dp2.tp2", "tp2.pp2", "shard2.tp2", "shard2.pp2"]),
     ],
 )
-def test_every_layout_says_what_one_rank_says(
-    runs: dict[str, str], alone: dict[str, list[Any]], ranks: int, layouts: list[str]
+def test_every_layout_gives_the_results_of_one_rank(
+    runs: dict[str, str], one_rank: dict[str, list[Any]], ranks: int, layouts: list[str]
 ) -> None:
-    _compare(runs, alone, ranks, layouts)
+    _compare(runs, one_rank, ranks, layouts)
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_layouts_on_a_gpu_say_what_one_rank_says_on_the_cpu(
-    runs: dict[str, str], alone: dict[str, list[Any]]
+def test_layouts_on_a_gpu_give_the_results_of_one_rank_on_the_cpu(
+    runs: dict[str, str], one_rank: dict[str, list[Any]]
 ) -> None:
-    _compare(runs, alone, 2, ["dp2", "shard2", "tp2", "pp2"], gpu=True)
+    _compare(runs, one_rank, 2, ["dp2", "shard2", "tp2", "pp2"], gpu=True)
 
 
 def _compare(
     runs: dict[str, str],
-    alone: dict[str, list[Any]],
+    one_rank: dict[str, list[Any]],
     ranks: int,
     layouts: list[str],
     gpu: bool = False,
 ) -> None:
     cases = [("plain", layout) for layout in layouts]
     cases += [("tied", layout) for layout in layouts if layout in ("pp2", "tp2.pp2")]
-    asked = [[runs[run], layout] for run, layout in cases]
-    first, *others = in_world(_predict_all, ranks, asked, timeout=150, gpu=gpu)
+    requests = [[runs[run], layout] for run, layout in cases]
+    first, *others = in_world(_predict_all, ranks, requests, timeout=150, gpu=gpu)
     for number, (run, layout) in enumerate(cases):
-        lines, score, texts = alone[run]
+        lines, score, texts = one_rank[run]
         assert first[number][0] == lines, (run, layout)
         assert first[number][1] == pytest.approx(score, rel=1e-12), (run, layout)
         assert first[number][2] == texts, (run, layout)
-        for other in others:  # all ranks know the score, one has the texts
+        for other in others:  # all ranks have the score, rank 0 has the texts
             assert other[number][1:] == [first[number][1], [[], []]]

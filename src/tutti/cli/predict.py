@@ -1,4 +1,4 @@
-"""tutti predict: what a trained model says about a data set, or after a prompt."""
+"""tutti predict: predictions of a trained model for a data set, or text from prompts."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
     from tutti.parallel.layout import Layout
-    from tutti.predict.saved_run import SavedRun
+    from tutti.predict.trained_run import TrainedRun
     from tutti.train.checkpoint import Loaded
     from tutti.world.world import World
 
@@ -30,56 +30,56 @@ _FOR_PROMPTS = ("tokens", "temperature", "top_k", "seed")
 
 @dataclass(frozen=True)
 class Predict:
-    """Predict a data set, or go on with prompts: tutti predict --run runs/gpt --prompt "def "
+    """Predict a data set, or generate text: tutti predict --run runs/gpt --prompt "def "
 
-    The checkpoint of a run speaks, on any number of ranks and in any layout, always the same. Of a
-    data set, every sample becomes a line of JSON in --out, in order. Texts are printed.
+    Loads a checkpoint of a run on any number of ranks and in any layout, with the same results.
+    Every sample of a data set becomes a line of JSON in --out, in order. Texts are printed.
     """
 
     run: Path
     """The run directory: the --out of a tutti train."""
     step: int | None = None
-    """The step of the checkpoint (default: the last good one)."""
+    """The step of the checkpoint (default: the newest complete one)."""
     split: Literal["test", "train"] = "test"
     """Which part of the data set."""
     dataset: str | None = None
-    """Another data set than the run's, by name or as package.module:function."""
+    """A data set other than the run's, by name or as package.module:function."""
     data_dir: Path | None = None
-    """Another place of the data than the run's."""
+    """A data directory other than the run's."""
     limit: int | None = None
-    """Only the first so many samples."""
+    """Only the first N samples."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text for a gpt to go on with; may be given several times."""
+    """Text for a gpt to continue; may be given several times."""
     prompts: Path | None = None
-    """A file with a prompt on each line."""
+    """A file with one prompt per line."""
     tokens: int = 200
-    """How many tokens to add to each prompt."""
+    """Number of tokens to generate for each prompt."""
     temperature: float = 0.8
-    """Logits are divided by it before one is drawn; 0: always the likeliest token."""
+    """Divides the logits before sampling; 0: always the most likely token."""
     top_k: int = 40
-    """Draw among the so many likeliest tokens; 0: among all."""
+    """Sample from the K most likely tokens; 0: from all."""
     seed: int = 0
-    """Seed of the draws."""
+    """Seed of the sampling."""
     batch: int | None = None
-    """Samples (default: as in training) or prompts (default: 1) at a time on each rank."""
+    """Samples (default: as in training) or prompts (default: 1) per batch on each rank."""
     precision: Literal["float32", "bf16", "fp16", "float64"] | None = None
-    """Type to compute in (default: as in training; texts: without bf16 and fp16)."""
+    """Precision (default: as in training; for texts float32 or float64)."""
     out: Path | None = None
-    """The file of results (default: RUN/predictions-SPLIT.jsonl; of texts: none)."""
+    """File of the results (default: RUN/predictions-SPLIT.jsonl; for texts: none)."""
     json: Path | None = None
     """Write score, environment and command to this file, too."""
     layout: str | None = None
     """Axes and their ranks, such as dp2.tp2 (default: a replica on each rank)."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Start this many local ranks, unless a launcher already did."""
+    """Number of local ranks to start, unless a launcher did."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks compute."""
+    """Device of the ranks."""
     ranks_per_gpu: int = 1
-    """How many ranks may share one GPU."""
+    """Maximum number of ranks per GPU."""
     start_timeout: float | None = None
-    """Seconds for all ranks to arrive (default 300)."""
+    """Seconds until all ranks must have started (default 300)."""
     timeout: float | None = None
-    """Seconds that a collective may take (default 600)."""
+    """Timeout of a collective, in seconds (default 600)."""
 
 
 def main(arguments: list[str]) -> int:
@@ -98,16 +98,16 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(options: Predict) -> None:
-    """Refuse what needs no world to be seen, and flags that would do nothing."""
+    """Refuse wrong values before any rank starts, and flags that have no effect."""
     texts = bool(options.prompt) or options.prompts is not None
     for name in _FOR_DATA if texts else _FOR_PROMPTS:
         if getattr(options, name) != getattr(Predict, name):
             other = "with --prompt" if texts else "without --prompt"
-            raise UsageError(f"--{name.replace('_', '-')} does nothing {other}: leave it out")
+            raise UsageError(f"--{name.replace('_', '-')} has no effect {other}: leave it out")
     if texts and options.precision in ("bf16", "fp16"):
         raise UsageError(
-            f"--precision {options.precision}: texts are made in float32 or float64, or rounding "
-            "would change them from layout to layout: use one of these"
+            f"--precision {options.precision}: texts need float32 or float64, because "
+            "with less precision they would differ between layouts: use one of these"
         )
     for name in ("limit", "batch", "tokens"):
         value = getattr(options, name)
@@ -117,7 +117,7 @@ def _check(options: Predict) -> None:
 
 def _predict(options: Predict) -> int:
     from tutti.parallel.layout import layout_of
-    from tutti.predict.saved_run import SavedRun
+    from tutti.predict.trained_run import TrainedRun
     from tutti.train.together import together
     from tutti.world.world import init
 
@@ -129,30 +129,31 @@ def _predict(options: Predict) -> int:
     ) as world:
         with told_once(world):
             layout = layout_of(options.layout, world.size)
-            run = together(lambda: SavedRun.open(options.run, options.step, options.precision))
+            run = together(lambda: TrainedRun.open(options.run, options.step, options.precision))
             together(lambda: _check_files(options) if world.is_first else None)
-            prepare = _texts if options.prompt or options.prompts is not None else _data_set
-            work = prepare(options, world, run, layout)
-        results = work()
+            is_text = bool(options.prompt) or options.prompts is not None
+            prepare = _generate_text if is_text else _predict_dataset
+            execute = prepare(options, world, run, layout)
+        results = execute()
         if options.json is not None and world.is_first:
             write_json(options.json, "tutti.predict/1", {"layout": str(layout), **results})
         return 0
 
 
-def _data_set(
-    options: Predict, world: "World", run: "SavedRun", layout: "Layout"
+def _predict_dataset(
+    options: Predict, world: "World", run: "TrainedRun", layout: "Layout"
 ) -> Callable[[], dict[str, Any]]:
-    from tutti.predict.predictor import Predictor, Subject
+    from tutti.predict.predict_dataset import Predictor, SampleSelection
 
-    subject = Subject(
+    selection = SampleSelection(
         *(options.split, options.dataset, options.data_dir, options.limit, options.batch)
     )
-    predictor = Predictor(world, run, layout, subject)
+    predictor = Predictor(world, run, layout, selection)
     _describe(world, predictor.loaded, predictor.engine.description)
     out = _out(options)
     assert out is not None
 
-    def work() -> dict[str, Any]:
+    def execute() -> dict[str, Any]:
         score = predictor.run(out)
         if world.is_first:
             print(
@@ -170,51 +171,49 @@ def _data_set(
             "out": str(out),
         }
 
-    return work
+    return execute
 
 
-def _texts(
-    options: Predict, world: "World", run: "SavedRun", layout: "Layout"
+def _generate_text(
+    options: Predict, world: "World", run: "TrainedRun", layout: "Layout"
 ) -> Callable[[], dict[str, Any]]:
-    from tutti.predict.generator import Generator, encode
-    from tutti.predict.placing import place_gpt
-    from tutti.predict.result_file import ResultFile
-    from tutti.predict.sampling import Sampling
+    from tutti import comm
+    from tutti.predict.generate_text import Generator, Sampling, encode, place_gpt
+    from tutti.predict.prediction_file import PredictionFile
     from tutti.train.together import together
-    from tutti.world.exchange import gather_json
 
-    def checked() -> list[str]:
+    def read_prompts() -> list[str]:
         prompts = _prompts(options)
         for number, prompt in enumerate(prompts):
             encode(prompt, number, run.gpt_config())
         return prompts
 
     sampling = Sampling(options.temperature, options.top_k, options.seed)
-    prompts: list[str] = gather_json(together(checked))[0]  # all ranks go on with rank 0's
+    prompts: list[str] = comm.gather_json(together(read_prompts))[0]  # all ranks use rank 0's
     config = run.gpt_config()
     decoder, loaded = place_gpt(world, run, layout, config)
     _describe(world, loaded, decoder.engine.description)
     generator = Generator(decoder, config, sampling)
 
-    def work() -> dict[str, Any]:
+    def execute() -> dict[str, Any]:
         with ExitStack() as stack:
             file = None
             if options.out is not None and world.is_first:
-                file = stack.enter_context(ResultFile(options.out))
+                file = stack.enter_context(PredictionFile(options.out))
             for completions in generator.run(prompts, options.tokens, options.batch or 1):
-                for done in completions:
+                for completion in completions:
                     if len(prompts) > 1:
-                        print(f"--- prompt {done.index}")
-                    print(done.prompt + done.text, flush=True)
+                        print(f"--- prompt {completion.index}")
+                    print(completion.prompt + completion.text, flush=True)
                     if file is not None:
-                        file.write(f"{json.dumps(asdict(done))}\n".encode())
+                        file.write(f"{json.dumps(asdict(completion))}\n".encode())
         return {"step": loaded.step, "prompts": len(prompts), "tokens": options.tokens}
 
-    return work
+    return execute
 
 
 def _out(options: Predict) -> Path | None:
-    """The file of results: texts have one only if it is asked for."""
+    """Return the file of the results; texts are written to a file only on request."""
     if options.out is not None or options.prompt or options.prompts is not None:
         return options.out
     return options.run / f"predictions-{options.split}.jsonl"
@@ -234,14 +233,14 @@ def _prompts(options: Predict) -> list[str]:
             raise UsageError(f"--prompts {options.prompts}: {error.strerror}") from None
         prompts += lines[:-1] if lines[-1] == "" else lines
     if not prompts:
-        raise UsageError(f"--prompts {options.prompts} is empty: give a prompt on each line")
+        raise UsageError(f"--prompts {options.prompts} is empty: write one prompt per line")
     return prompts
 
 
-def _describe(world: "World", loaded: "Loaded", how: str) -> None:
+def _describe(world: "World", loaded: "Loaded", description: str) -> None:
     if not world.is_first:
         return
     ranks = f"{world.size} rank{'s' * (world.size != 1)} on {world.device.type}"
-    print(f"{loaded.path}, {ranks}: {how}", *loaded.notes, sep="\n", file=sys.stderr)
+    print(f"{loaded.path}, {ranks}: {description}", *loaded.notes, sep="\n", file=sys.stderr)
     if world.sharing_note:
         print(f"note: {world.sharing_note}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""What a trained model says: about a data set, sample by sample, or after a prompt."""
+"""Inference with a trained run: predictions for a data set, or text from prompts."""

@@ -1,43 +1,48 @@
-"""A run directory, read again: its recipe, and the checkpoint that is to speak."""
+"""A trained run: its recipe, its checkpoint, and its model placed on the ranks for inference."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor, nn
 
 from tutti.models.config import GPTConfig
+from tutti.parallel.build import build_engine
 from tutti.parallel.engine import Engine
+from tutti.parallel.layout import Layout
+from tutti.parallel.options import ParallelOptions
 from tutti.train.checkpoint import Checkpoints, Loaded
 from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step_name
 from tutti.train.recipe import Recipe, read_recipe
 from tutti.world.errors import UsageError
+from tutti.world.world import World
 
 Precision = Literal["float32", "bf16", "fp16", "float64"]
 
 
 @dataclass(frozen=True)
-class SavedRun:
-    """What `tutti train` left in a directory."""
+class TrainedRun:
+    """The run directory of a `tutti train`."""
 
     path: Path
     recipe: Recipe
     step: int | None
-    """The checkpoint asked for; None: the last one that is whole."""
+    """The step of the checkpoint; None: the newest complete one."""
 
     @classmethod
-    def open(cls, path: Path, step: int | None, precision: Precision | None) -> "SavedRun":
-        """Read the recipe, and make sure that there is a checkpoint."""
+    def open(cls, path: Path, step: int | None, precision: Precision | None) -> "TrainedRun":
+        """Read the recipe, and check that there is a checkpoint."""
         if not path.is_dir():
             raise UsageError(f"--run {path} does not exist: give the --out of a tutti train")
         if not (path / "recipe.toml").is_file():
             raise UsageError(f"--run {path} has no recipe.toml: give the --out of a tutti train")
         steps = saved_steps(path / "checkpoints")
         if not steps:
-            raise UsageError(f"--run {path} has no checkpoint yet: let it train up to its first")
+            raise UsageError(f"--run {path} has no checkpoint yet: wait for its first one")
         if step is not None and step not in steps:
-            there = ", ".join(map(str, steps))
-            raise UsageError(f"--step {step}: {path} has no such checkpoint: use {there}")
+            existing = ", ".join(map(str, steps))
+            raise UsageError(f"--step {step}: {path} has no such checkpoint: use {existing}")
         recipe = read_recipe(str(path / "recipe.toml"))
         if precision is not None:
             recipe = replace(recipe, compute=replace(recipe.compute, precision=precision))
@@ -45,18 +50,19 @@ class SavedRun:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the parameters."""
-        double = self.recipe.compute.precision == "float64"
-        return torch.float64 if double else torch.float32
+        """The dtype of the parameters."""
+        is_double = self.recipe.compute.precision == "float64"
+        return torch.float64 if is_double else torch.float32
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The narrow type of the matrix products, as in training; None: that of the parameters."""
-        narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return narrow.get(self.recipe.compute.precision)
+        """The autocast dtype, as in training; None: no autocast."""
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return dtypes.get(self.recipe.compute.precision)
 
     def gpt_config(self) -> GPTConfig:
-        """The GPT of this run. Its vocabulary is the checkpoint's own: no data need be there."""
+        """Return the configuration of the run's GPT. Its vocabulary size is read from the
+        checkpoint, so the data set need not be available."""
         architecture = self.recipe.architecture
         if self.recipe.model != "gpt" or not isinstance(architecture, GPTConfig):
             raise UsageError(
@@ -65,8 +71,8 @@ class SavedRun:
             )
         if self.recipe.data.dataset == "tokens":
             raise UsageError(
-                f"--prompt: {self.path} was trained on tokens, and nothing here turns text into "
-                "them: prompts are for models of bytes (data sets stdlib and text)"
+                f"--prompt: {self.path} was trained on tokens, and there is no tokenizer here: "
+                "prompts are for models of bytes (data sets stdlib and text)"
             )
         return replace(
             architecture,
@@ -75,7 +81,7 @@ class SavedRun:
         )
 
     def load(self, engine: Engine) -> Loaded:
-        """Fill the model, or this rank's part of it, from the checkpoint. All ranks call it."""
+        """Load the checkpoint into this rank's part of the model. Collective."""
         checkpoints = Checkpoints(self.path / "checkpoints")
         return checkpoints.load(engine.model, step=self.step, rng=False, aliases=engine.aliases)
 
@@ -85,11 +91,36 @@ class SavedRun:
         problem = ""
         for step in reversed(steps):
             try:
-                return (
-                    read_index(directory / step_name(step)).tensors["model.embed.weight"].shape[0]
-                )
+                index = read_index(directory / step_name(step))
+                return index.tensors["model.embed.weight"].shape[0]
             except KeyError:
                 problem = f"{step_name(step)} has no embed.weight, so it is of another model"
             except Damaged as error:
                 problem = f"{step_name(step)} is damaged: {error}"
         raise UsageError(f"--run {self.path}: {problem}: use another checkpoint with --step")
+
+
+class Replicas(Engine):
+    """The whole model on every rank, without communication."""
+
+    @property
+    def description(self) -> str:
+        return f"{self.replicas}, no communication"
+
+
+def place_model(
+    model: nn.Module, world: World, layout: Layout, example: Tensor, batch: int
+) -> Engine:
+    """Place a model under a layout for inference: no gradients and no optimizer. Collective."""
+    if layout.only_replicas:
+        return Replicas(model.to(world.device), world)
+    return build_engine(
+        model,
+        world,
+        # Batches may have any length, down to one token, and logits are needed as full tensors.
+        parallel=ParallelOptions(layout=str(layout), sequence_parallel=False, loss_parallel=False),
+        example=example,
+        # A pipeline is full when it has as many microbatches as stages.
+        microbatches=layout.pp,
+        microbatch_size=-(-batch // layout.pp),
+    )

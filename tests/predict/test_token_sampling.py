@@ -1,10 +1,10 @@
-"""Choosing tokens: by the right probabilities, and by nothing but seed, prompt and position."""
+"""Sampling tokens: with the right probabilities, from seed, prompt and position only."""
 
 import numpy as np
 import pytest
 import torch
 
-from tutti.predict.sampling import Sampling, uniform
+from tutti.predict.generate_text import Sampling, uniform
 from tutti.world.errors import UsageError
 
 LOGITS = torch.tensor([[1.0, 3.0, -2.0, 2.0, 0.0]], dtype=torch.float64)
@@ -17,7 +17,7 @@ def frequencies(sampling: Sampling) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (1.0, 2), (2.0, 3)])
-def test_tokens_come_as_often_as_their_probability_says(temperature: float, top_k: int) -> None:
+def test_token_frequencies_match_their_probabilities(temperature: float, top_k: int) -> None:
     scaled = LOGITS[0] / temperature
     if top_k:
         scaled[scaled < scaled.topk(top_k).values[-1]] = -torch.inf
@@ -27,24 +27,24 @@ def test_tokens_come_as_often_as_their_probability_says(temperature: float, top_
     assert (np.abs(frequencies(Sampling(temperature, top_k)) - expected) <= tolerance).all()
 
 
-def test_temperature_0_and_top_1_take_the_likeliest_and_a_tiny_temperature_nearly_so() -> None:
+def test_temperature_0_top_1_and_a_tiny_temperature_take_the_most_likely_token() -> None:
     for sampling in (Sampling(0.0), Sampling(1.0, top_k=1), Sampling(1e-300), Sampling(1e-3)):
         assert [sampling.pick(LOGITS, [0], n)[0] for n in range(20)] == [1] * 20
-    assert Sampling(0.0).pick(torch.zeros(1, 4), [0], 0) == [0]  # of equal ones the first
+    assert Sampling(0.0).pick(torch.zeros(1, 4), [0], 0) == [0]  # the first of equal ones
 
 
-def test_a_draw_depends_on_seed_prompt_and_position_alone() -> None:
+def test_a_draw_depends_on_seed_prompt_and_position_only() -> None:
     sampling = Sampling(1.0, 0, seed=3)
     table = LOGITS.expand(4, 5)
-    together = sampling.pick(table, [0, 1, 2, 3], position=7)
-    apart = [sampling.pick(LOGITS, [prompt], 7)[0] for prompt in range(4)]
-    assert together == apart
+    batched = sampling.pick(table, [0, 1, 2, 3], position=7)
+    separate = [sampling.pick(LOGITS, [prompt], 7)[0] for prompt in range(4)]
+    assert batched == separate
     numbers = {uniform(s, p, n) for s in range(10) for p in range(10) for n in range(10)}
     assert len(numbers) == 1000 and all(0 <= number < 1 for number in numbers)
     assert uniform(0, 1, 2) == pytest.approx(uniform(0, 1, 2)) != uniform(0, 2, 1)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_values_are_refused() -> None:
     with pytest.raises(UsageError, match="--temperature -1: use 0"):
         Sampling(-1)
     with pytest.raises(UsageError, match="--temperature nan"):

@@ -1,0 +1,251 @@
+"""Generate text from prompts with a GPT under any layout.
+
+    dp     each data rank has its own prompts
+    shard  a block gathers its parameters when it runs, so all data ranks must run it equally often
+    tp     each rank has some of the heads, with their keys and values; logits are gathered
+    pp     hidden states are sent from stage to stage; each stage has the caches of its own blocks
+
+The ranks of one data rank work on the same prompts. One of them, the sampling rank, has the logits,
+picks the tokens and broadcasts them to the others.
+
+A text longer than the model's context uses a sliding window: token n is predicted from tokens w(n)
+to n − 1, and w(n) advances by half of the context whenever the context is full. Half a context is
+then computed again; in between, each token is one step with the key-value cache.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tutti import comm
+from tutti.data.sampler import hash_integers
+from tutti.data.text_datasets import BYTES
+from tutti.models.config import GPTConfig
+from tutti.models.gpt import GPT
+from tutti.models.kv_cache import KVCache
+from tutti.parallel.engine import Engine
+from tutti.parallel.layout import Layout
+from tutti.predict.prediction_file import gather_text
+from tutti.predict.trained_run import TrainedRun, place_model
+from tutti.train.checkpoint import Loaded
+from tutti.world.errors import UsageError
+from tutti.world.world import World
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose the next token.
+
+    The random number of a token is a hash of (seed, index of the prompt, position), and the draw is
+    made in float64 on the CPU, so the same logits give the same text in every layout.
+    """
+
+    temperature: float = 0.8
+    """Divides the logits; 0: always the most likely token."""
+    top_k: int = 40
+    """Only the K most likely tokens; 0: all."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(f"--temperature {self.temperature:g}: use 0 (greedy) or more")
+        if self.top_k < 0:
+            raise UsageError(f"--top-k {self.top_k}: use 1 or more, or 0 for all tokens")
+
+    def pick(self, logits: Tensor, prompts: Sequence[int], position: int) -> list[int]:
+        """Return a token for each row of logits (rows, vocabulary); prompts: index of each row."""
+        table = logits.double().cpu().numpy()
+        if not np.isfinite(table).all():
+            raise UsageError(
+                "the model's logits are not finite: the training diverged, use another --step"
+            )
+        return [
+            self._draw(row, uniform(self.seed, prompt, position))
+            for row, prompt in zip(table, prompts, strict=True)
+        ]
+
+    def _draw(self, logits: npt.NDArray[np.float64], number: float) -> int:
+        if self.temperature == 0:
+            return int(logits.argmax())  # the first of equal ones
+        # The maximum is subtracted first: a temperature near 0 then gives 0 and -inf, not NaN.
+        with np.errstate(over="ignore"):
+            scaled = (logits - logits.max()) / self.temperature
+        if 0 < self.top_k < len(scaled):
+            least = np.partition(scaled, -self.top_k)[-self.top_k]
+            scaled = np.where(scaled >= least, scaled, -np.inf)
+        cumulative = np.exp(scaled).cumsum()
+        token = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+        # If the product rounds up to the last sum, the last possible token is taken.
+        return min(token, int(np.flatnonzero(scaled > -np.inf)[-1]))
+
+
+def uniform(seed: int, prompt: int, position: int) -> float:
+    """Return a number from 0 to below 1, the same on every machine."""
+    return (hash_integers(seed, prompt, position) >> 11) / (1 << 53)
+
+
+def place_gpt(
+    world: World, run: TrainedRun, layout: Layout, config: GPTConfig
+) -> tuple["Decoder", Loaded]:
+    """Place the run's GPT under a layout, for decoding token by token. Collective."""
+    model = GPT(config).to(world.device, run.dtype)
+    tokens = torch.zeros(1, config.max_seq_len, dtype=torch.int64, device=world.device)
+    engine = place_model(model, world, layout, tokens, batch=1)
+    loaded = run.load(engine)
+    engine.model.eval()
+    return Decoder(engine, config.dim, run.dtype), loaded
+
+
+class Decoder:
+    """This rank's part of a GPT with its key-value cache."""
+
+    def __init__(self, engine: Engine, width: int, dtype: torch.dtype) -> None:
+        self.engine, self.model, self.grid = engine, engine.model, engine.grid
+        self.width, self.dtype, self.device = width, dtype, engine.world.device
+        self.stage, self.stages = self.grid.rank("pp"), self.grid.layout.pp
+        self._cache: KVCache | None = None
+
+    @property
+    def is_sampling_rank(self) -> bool:
+        """Whether this rank has the logits of its data rank and picks the tokens."""
+        return self.stage == self.stages - 1 and self.grid.rank("tp") == 0
+
+    def begin(self, capacity: int) -> None:
+        """Start a new sequence of at most `capacity` tokens."""
+        self._cache = KVCache(capacity)
+
+    @torch.no_grad()
+    def feed(self, tokens: Tensor) -> Tensor | None:
+        """Append tokens (rows, new); returns the logits after the last one on the last stage."""
+        hidden = tokens.to(self.device)
+        if self.stage > 0:
+            hidden = torch.empty(*tokens.shape, self.width, dtype=self.dtype, device=self.device)
+            comm.recv(hidden, self.stage - 1, group=self.grid.group("pp"))
+        outputs: Tensor = self.model(hidden, cache=self._cache)
+        if self.stage < self.stages - 1:
+            comm.send(outputs, self.stage + 1, group=self.grid.group("pp"))
+            return None
+        last = outputs[:, -1]
+        return last.full_tensor() if isinstance(last, DTensor) else last
+
+    def broadcast_tokens(self, tokens: list[int]) -> list[int]:
+        """Return the sampling rank's tokens on all ranks of its data rank."""
+        values = torch.tensor(tokens, device=self.device)
+        if self.grid.layout.tp > 1 and self.stage == self.stages - 1:
+            comm.broadcast(values, 0, group=self.grid.group("tp"))
+        if self.stages > 1:
+            comm.broadcast(values, self.stages - 1, group=self.grid.group("pp"))
+        return values.tolist()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The generated text of a prompt."""
+
+    index: int
+    prompt: str
+    text: str
+
+
+class Generator:
+    """Completes prompts. All ranks call `run` with the same prompts."""
+
+    def __init__(self, decoder: Decoder, config: GPTConfig, sampling: Sampling) -> None:
+        self.decoder, self.config, self.sampling = decoder, config, sampling
+
+    def run(self, prompts: Sequence[str], tokens: int, batch: int) -> Iterator[list[Completion]]:
+        """Yield completions in the order of the prompts; empty lists on ranks other than 0."""
+        encoded = [encode(prompt, number, self.config) for number, prompt in enumerate(prompts)]
+        grid = self.decoder.grid
+        data_ranks = grid.layout.data_ranks
+        batches = [
+            range(start, min(start + batch, len(encoded)))
+            for start in range(0, len(encoded), batch)
+        ]
+        for first in range(0, len(batches), data_ranks):
+            scattered = batches[first : first + data_ranks]
+            own = scattered[grid.data_rank] if grid.data_rank < len(scattered) else range(0)
+            texts = self._complete([encoded[i] for i in own], own, tokens) if own else []
+            if grid.layout.shard > 1:
+                steps = [self._steps([encoded[i] for i in each], tokens) for each in scattered]
+                own_steps = steps[grid.data_rank] if own else 0
+                self._run_idle_steps(max(steps) - own_steps)
+            rows = [[i, text.hex()] for i, text in zip(own, texts, strict=True)]
+            gathered = gather_text(json.dumps(rows if self.decoder.is_sampling_rank else []))
+            yield [
+                Completion(i, _decode(encoded[i]), _decode(bytes.fromhex(text)))
+                for i, text in sorted(row for each in gathered for row in json.loads(each))
+            ]
+
+    def _complete(self, prompts: list[bytes], numbers: Sequence[int], tokens: int) -> list[bytes]:
+        """Complete a batch. All rows advance together from the end of the shortest prompt, with one
+        cache; a longer prompt supplies its own next tokens until its end."""
+        lengths = [len(prompt) for prompt in prompts]
+        start, end = min(lengths), max(lengths) + tokens
+        text = torch.zeros(len(prompts), end, dtype=torch.int64)
+        for row, prompt in zip(text, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(list(prompt))
+        fed = window = -1
+        for position in range(start, end):
+            if window != self._window_start(position):
+                fed = window = self._window_start(position)
+                self.decoder.begin(min(end, self.config.max_seq_len))
+            picked = self._next_tokens(text[:, fed:position], numbers, position)
+            fed = position
+            for row, length, token in zip(text, lengths, picked, strict=True):
+                if position >= length:
+                    row[position] = token
+        return [
+            bytes(row[length : length + tokens].tolist())
+            for row, length in zip(text, lengths, strict=True)
+        ]
+
+    def _next_tokens(self, new: Tensor, numbers: Sequence[int], position: int) -> list[int]:
+        logits = self.decoder.feed(new)
+        picked = [0] * len(numbers)
+        if logits is not None and self.decoder.is_sampling_rank:
+            # The vocabulary may be padded: only bytes can be written.
+            picked = self.sampling.pick(logits[:, :BYTES], numbers, position)
+        return self.decoder.broadcast_tokens(picked)
+
+    def _window_start(self, position: int) -> int:
+        """Return the first token that the token at `position` is predicted from."""
+        context = self.config.max_seq_len
+        hop = context - context // 2
+        return 0 if position <= context else -(-(position - context) // hop) * hop
+
+    def _steps(self, prompts: list[bytes], tokens: int) -> int:
+        """Return the forward passes of a batch."""
+        lengths = [len(prompt) for prompt in prompts]
+        return max(lengths) + tokens - min(lengths)
+
+    def _run_idle_steps(self, steps: int) -> None:
+        """Run as many forward passes as the longest batch: the other data ranks gather parameters
+        from this rank in each of them."""
+        for _ in range(steps):
+            self.decoder.begin(1)
+            self._next_tokens(torch.zeros(1, 1, dtype=torch.int64), [0], 0)
+
+
+def encode(prompt: str, number: int, config: GPTConfig) -> bytes:
+    """Return the prompt as bytes, which are its tokens."""
+    encoded = prompt.encode(errors="surrogateescape")  # the bytes that the shell passed
+    if not encoded:
+        raise UsageError(f"prompt {number} is empty: give at least one character")
+    if max(encoded) >= config.vocab_size:
+        raise UsageError(
+            f"prompt {number} has byte {max(encoded)}, the model's vocabulary has "
+            f"{config.vocab_size} tokens: use only bytes below {config.vocab_size}"
+        )
+    return encoded
+
+
+def _decode(text: bytes) -> str:
+    return text.decode(errors="replace")  # generated bytes may not be valid UTF-8
