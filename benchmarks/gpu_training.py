@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import tutti
 from tutti.data.loader import Batch
 from tutti.data.sampler import Position
-from tutti.machine.catalogue import peak_flops
 from tutti.machine.environment import describe_environment
+from tutti.machine.hardware_catalogue import peak_flops
 from tutti.models import GPT, GPTConfig, LeNet, LeNetConfig
 from tutti.parallel.single import Single
 from tutti.train.optimizer import build_optimizer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tutti.bench.bandwidth_places import pair_class
 from tutti.bench.bandwidth_traffic import rounds_of_pairs
 from tutti.bench.verdict import Finding, judge
-from tutti.machine.catalogue import Figure
+from tutti.machine.hardware_catalogue import Figure
 
 Flow = tuple[int, int]
 

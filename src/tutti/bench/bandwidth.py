@@ -20,7 +20,7 @@ from tutti.bench.point_to_point import PointToPoint
 from tutti.bench.sweep import Plan, Sweep
 from tutti.bench.torch_calls import TorchBackend
 from tutti.bench.verdict import Finding, judge
-from tutti.machine.catalogue import Figure, figure
+from tutti.machine.hardware_catalogue import Figure, figure
 from tutti.measure.bus_bandwidth import OPERATIONS
 from tutti.measure.spread import relative_mad, round_significant
 from tutti.world.exchange import gather_json

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tutti.bench.bandwidth_traffic import PASSES, pattern
 from tutti.bench.verdict import part_verdict
-from tutti.machine.catalogue import accelerator, figure, link
+from tutti.machine.hardware_catalogue import accelerator, figure, link
 from tutti.measure.spread import relative_mad
 from tutti.measure.timing import no_garbage_collection
 

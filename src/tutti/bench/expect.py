@@ -30,8 +30,8 @@ from tutti.bench.measurements import (
     value_of,
 )
 from tutti.bench.rules import Rule, Words, bounds, number_of, read_rules, text_of
-from tutti.machine.catalogue import figure
 from tutti.machine.environment import describe_environment
+from tutti.machine.hardware_catalogue import figure
 from tutti.world.errors import UsageError
 
 # What a published figure is held against: other machines of a kind are not equal to the digit.

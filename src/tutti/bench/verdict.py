@@ -15,7 +15,7 @@ from typing import Any
 
 from tutti.bench.bandwidth_places import Place
 from tutti.bench.verdict_causes import likely_causes
-from tutti.machine.catalogue import Figure
+from tutti.machine.hardware_catalogue import Figure
 from tutti.measure.spread import round_significant
 
 Row = dict[str, Any]

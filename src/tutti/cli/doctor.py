@@ -15,7 +15,11 @@ from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.cli.topo import record_machines, recorded_machines
 from tutti.machine.checks.checklist import fix_commands, report, run_checks
-from tutti.machine.checks.collect import collect_from_ranks, collect_this_host, recorded_cluster
+from tutti.machine.checks.collect_observations import (
+    collect_from_ranks,
+    collect_this_host,
+    recorded_cluster,
+)
 from tutti.machine.checks.probe_network import Peers
 from tutti.machine.nics import interface_address
 from tutti.machine.observation import observe

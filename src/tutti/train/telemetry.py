@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from tutti import comm
-from tutti.machine.catalogue import peak_flops
+from tutti.machine.hardware_catalogue import peak_flops
 from tutti.measure.files import write_atomically
 from tutti.models.config import GPTConfig
 from tutti.train.arrivals import Arrivals

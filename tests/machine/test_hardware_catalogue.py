@@ -2,7 +2,7 @@
 
 import pytest
 
-from tutti.machine.catalogue import accelerator, catalogue, figure, link, peak_flops
+from tutti.machine.hardware_catalogue import accelerator, catalogue, figure, link, peak_flops
 
 G, M, K = 1 << 30, 1 << 20, 1 << 10
 
