@@ -1,6 +1,6 @@
-"""tutti: from one device to many, with proof and with an account of the speed lost on the way.
+"""tutti takes a PyTorch model from one device to many, proves it, and explains the speed.
 
-Importing this package imports neither torch nor any of its rooms: names are fetched when used.
+Importing this package imports neither torch nor its subpackages: names are loaded on first use.
 """
 
 from importlib import import_module
@@ -29,7 +29,7 @@ __all__ = [
     "parallelize",
 ]
 
-_HOMES = {
+_MODULES = {
     "Checkpoints": "tutti.train.checkpoint",
     "Layout": "tutti.parallel.layout",
     "Meter": "tutti.train.own_loop",
@@ -40,11 +40,16 @@ _HOMES = {
     "loader": "tutti.train.own_loop",
     "parallelize": "tutti.parallel.parallelize",
 }
+_SUBPACKAGES = ("comm", "profile")  # tutti.comm.all_reduce(…), tutti.profile(…)
 
 
 def __getattr__(name: str) -> object:
-    if name in ("comm", "profile"):  # rooms: tutti.comm.all_reduce(…), tutti.profile(…)
+    if name in _SUBPACKAGES:
         return import_module(f"tutti.{name}")
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'tutti' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

@@ -1,17 +1,19 @@
-"""The command line itself: fast help, near names, exit codes."""
+"""The command line itself: help without torch, suggestions, completion, exit codes."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tutti.cli.completion import SUBCOMMANDS
 from worlds import TUTTI, run_command
 
 
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["run", "--help"], ["report", "--help"], ["wrold"]]
 )
-def test_help_and_mistakes_do_not_import_torch(arguments: list[str]) -> None:
+def test_help_and_wrong_usage_do_not_import_torch(arguments: list[str]) -> None:
     look = (
         "import sys; from tutti.cli import run\n"
         "try: run(sys.argv[1:])\n"
@@ -28,8 +30,8 @@ def test_importing_tutti_does_not_import_torch() -> None:
 
 
 @pytest.mark.parametrize("loaded", [True, False])
-def test_a_command_ends_fast_unless_triton_would_complain_of_it(loaded: bool) -> None:
-    """What is frozen is not collected at the end, and triton 3.9 lists all of its own by name."""
+def test_objects_are_frozen_at_the_end_unless_triton_is_loaded(loaded: bool) -> None:
+    """Frozen objects are not collected at the end; triton 3.9 warns about each of its own."""
     look = (
         "import atexit, gc, sys, types\n"
         f"if {loaded}: sys.modules['triton'] = types.ModuleType('triton')\n"
@@ -40,6 +42,56 @@ def test_a_command_ends_fast_unless_triton_would_complain_of_it(loaded: bool) ->
     assert done.returncode == 0 and f"frozen {not loaded}" in done.stdout, done
 
 
+def test_dir_lists_the_public_names() -> None:
+    import tutti
+
+    assert {"init", "World", "Layout", "parallelize", "comm", "profile"} <= set(dir(tutti))
+
+
+@pytest.mark.parametrize(
+    ("words", "candidates"),
+    [
+        (["w"], ["world"]),
+        (["--ver"], ["--version"]),
+        (["bench", "c"], ["collectives", "compare"]),
+        (["submit", ""], ["slurm", "mpi", "--help"]),
+        (["run", "--de"], ["--device"]),
+        (["run", "--device", "c"], ["cpu", "cuda"]),
+        (["train", "--lr-s"], ["--lr-sweep", "--lr-scale"]),
+        (["submit", "slurm", "--gpus"], ["--gpus-per-node"]),
+        (["nonsense", "x"], []),
+    ],
+)
+def test_commands_flags_and_choices_are_completed(words: list[str], candidates: list[str]) -> None:
+    done = run_command([*TUTTI, "--complete", *words])
+    assert done.stdout.split() == candidates, done.stderr
+
+
+def test_every_subcommand_that_is_completed_exists() -> None:
+    for command, subcommands in SUBCOMMANDS.items():
+        for each in subcommands:
+            done = run_command([*TUTTI, command, each, "--help"])
+            assert done.returncode == 0 and f"tutti {command} {each}" in done.stdout, done.stderr
+
+
+def test_the_bash_script_completes(tmp_path: Path) -> None:
+    script = f"""
+tutti() {{ {" ".join(TUTTI)} "$@"; }}
+eval "$(tutti --print-completion bash)"
+COMP_WORDS=(tutti run --sh) COMP_CWORD=2
+_tutti
+echo "${{COMPREPLY[@]}}"
+"""
+    done = run_command(["bash", "-c", script])
+    assert done.stdout == "--show\n", done.stderr
+
+
+def test_the_sections_of_the_help_have_plain_titles() -> None:
+    done = run_command([*TUTTI, "train", "--help"], env={"PYTHONIOENCODING": "utf-8"})
+    assert "─ data ─" in done.stdout and "settings." not in done.stdout
+    assert "None" not in done.stdout and "--no-reshard" in done.stdout
+
+
 def test_help_lists_the_commands() -> None:
     done = run_command([*TUTTI, "--help"])
     assert done.returncode == 0
@@ -47,7 +99,7 @@ def test_help_lists_the_commands() -> None:
 
 
 @pytest.mark.parametrize("columns", ["60", "80"])
-def test_the_help_of_a_command_fits_the_terminal_and_says_no_none(columns: str) -> None:
+def test_the_help_of_a_command_fits_the_terminal_and_does_not_mention_none(columns: str) -> None:
     env = {"COLUMNS": columns, "PYTHONIOENCODING": "utf-8"}
     done = run_command([*TUTTI, "bench", "collectives", "--help"], env=env)
     assert done.returncode == 0 and "None" not in done.stdout
@@ -61,25 +113,33 @@ def test_the_help_of_a_command_fits_the_terminal_and_says_no_none(columns: str) 
     ("arguments", "message"),
     [
         (["wrold"], "no command 'wrold': did you mean world?"),
+        (["version"], "no command 'version': did you mean --version?"),
+        (["--print-completion", "tcsh"], "--print-completion tcsh: choose from bash, zsh, fish"),
+        (["world", "--backend", "gloo"], "no flag --backend: see tutti world --help"),
+        (["train", "--sweep", "1"], "no flag --sweep: did you mean --lr-sweep?"),
         (["world", "--josn", "x"], "no flag --josn: did you mean --json?"),
         (["world", "--ranks", "0"], "--ranks 0: a world has at least one rank"),
         (["world", "--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
-        (["world", "--ledger", "me"], "--ledger 'me' is no number: see tutti world --help"),
+        (["world", "--json", "/proc/x.json"], "--json /proc/x.json"),
+        (["world", "--json", "/tmp"], "--json /tmp: is a directory"),
+        (["world", "--ledger", "me"], "--ledger 'me' is not a number: see tutti world --help"),
         (["bench", "compare", "a.json"], "NEW must be given: see tutti bench compare --help"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_two(arguments: list[str], message: str) -> None:
+def test_wrong_usage_of_a_command_is_one_line_and_exit_code_two(
+    arguments: list[str], message: str
+) -> None:
     done = run_command([*TUTTI, *arguments])
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_no_command_is_a_mistake_that_shows_the_help() -> None:
+def test_without_a_command_the_help_is_shown_and_the_exit_code_is_two() -> None:
     done = run_command(TUTTI)
     assert done.returncode == 2 and "usage: tutti COMMAND" in done.stdout
 
 
-def test_a_launchers_nonsense_is_one_line_in_a_command() -> None:
+def test_a_wrong_launcher_variable_is_one_line() -> None:
     step = {
         "SLURM_STEP_ID": "0",
         "SLURM_PROCID": "0",

@@ -1,4 +1,4 @@
-"""tutti run: arguments, output, log files, exit codes, and mistakes that are named."""
+"""tutti run: arguments, output, log files, exit codes, wrong usage."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_rank_gets_the_scripts_own_arguments(script: Path) -> None:
+def test_every_rank_gets_the_arguments_of_the_script(script: Path) -> None:
     done = run_command([*TUTTI, "run", "-n", 2, script, "--ranks", "7", "a b; $(id)"])
     assert done.returncode == 0
     arguments = "['--ranks', '7', 'a b; $(id)']"
@@ -34,7 +34,7 @@ def test_every_rank_gets_the_scripts_own_arguments(script: Path) -> None:
     assert done.stderr.count("warning") == 2
 
 
-def test_rank_zero_alone_is_shown_as_it_is(script: Path) -> None:
+def test_show_first_shows_only_rank_0_unchanged(script: Path) -> None:
     done = run_command([*TUTTI, "run", "-n", 3, "--show", "first", script])
     assert done.stdout == "rank 0 of 3 []\n"
     assert done.stderr == "warning\n"
@@ -65,7 +65,7 @@ def test_an_executable_can_be_run(tmp_path: Path) -> None:
     assert set(done.stdout.splitlines()) == {"[rank 0] rank 0", "[rank 1] rank 1"}
 
 
-def test_what_a_terminal_cannot_show_is_passed_on_as_it_is(tmp_path: Path) -> None:
+def test_output_is_forwarded_as_bytes(tmp_path: Path) -> None:
     script = tmp_path / "greek.py"
     script.write_text("import sys\nsys.stdout.buffer.write('λ 50%\\r'.encode())\n")
     ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
@@ -73,7 +73,7 @@ def test_what_a_terminal_cannot_show_is_passed_on_as_it_is(tmp_path: Path) -> No
     assert run_command(run, env=ascii_only).stdout == "λ 50%\n"
 
 
-def test_a_run_that_ignores_hang_ups_goes_on(tmp_path: Path) -> None:
+def test_a_run_under_nohup_ignores_sighup(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text("import time\nprint('up', flush=True)\ntime.sleep(1)\nprint('done')\n")
     with subprocess.Popen(
@@ -89,7 +89,7 @@ def test_a_run_that_ignores_hang_ups_goes_on(tmp_path: Path) -> None:
         assert launcher.communicate(timeout=20)[0] == "done\n"
 
 
-def test_ranks_are_told_what_torchrun_would_tell_them(tmp_path: Path) -> None:
+def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "env.py"
     script.write_text(
         "import os\n"
@@ -101,7 +101,7 @@ def test_ranks_are_told_what_torchrun_would_tell_them(tmp_path: Path) -> None:
     assert done.stdout == "['0', '0', '1', '1', '0', '127.0.0.1'] False\n"
 
 
-def test_helpers_that_a_rank_left_running_are_ended(tmp_path: Path) -> None:
+def test_child_processes_that_a_rank_left_running_are_killed(tmp_path: Path) -> None:
     script = tmp_path / "leaves.py"
     script.write_text(
         "import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
@@ -112,7 +112,7 @@ def test_helpers_that_a_rank_left_running_are_ended(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
 
 
-def test_user_signals_are_passed_on_to_the_ranks(tmp_path: Path) -> None:
+def test_user_signals_are_forwarded_to_the_ranks(tmp_path: Path) -> None:
     script = tmp_path / "listens.py"
     script.write_text(
         "import signal, sys\n"
@@ -137,7 +137,7 @@ def test_user_signals_are_passed_on_to_the_ranks(tmp_path: Path) -> None:
     assert rest.count("saved") == 2
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(script: Path, tmp_path: Path) -> None:
+def test_a_closed_output_pipe_does_not_end_the_run(script: Path, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     command = [*TUTTI, "run", "-n", "2", "--log-dir", str(logs), str(script)]
     read, write = os.pipe()
@@ -150,24 +150,84 @@ def test_a_reader_that_goes_away_does_not_end_the_run(script: Path, tmp_path: Pa
     assert "rank 1 of 2 []" in (logs / "rank1.log").read_text()
 
 
+def test_ctrl_c_prints_no_traceback_of_ranks_that_still_import(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import os, time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text("import slow\n")
+    with subprocess.Popen(
+        [*TUTTI, "run", "-n", "4", str(script)],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        for _ in range(4):
+            assert launcher.stdout.readline().endswith("importing\n")
+        launcher.send_signal(signal.SIGINT)
+        _, errors = launcher.communicate(timeout=20)
+    assert launcher.returncode == 128 + signal.SIGINT
+    assert errors == "tutti run: stopped by SIGINT: all 4 ranks have ended\n"
+
+
+def test_another_traceback_after_ctrl_c_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal, time\n"
+        "def fail(*_): raise ValueError('could not save')\n"
+        "signal.signal(signal.SIGINT, fail)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [*TUTTI, "run", "-n", "2", str(script)],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert [launcher.stdout.readline()[9:] for _ in range(2)] == ["ready\n"] * 2
+        launcher.send_signal(signal.SIGINT)
+        _, errors = launcher.communicate(timeout=20)
+    assert errors.count("ValueError: could not save") == 2
+
+
+@pytest.mark.parametrize("shown", ["first", "all"])
+def test_the_error_of_a_hidden_rank_is_shown(tmp_path: Path, shown: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time, tutti\n"
+        "with tutti.init() as world:\n"
+        "    time.sleep(0.5 * (world.rank == 0))\n"
+        "    raise tutti.UsageError('use --less')\n"
+    )
+    done = run_command([*TUTTI, "run", "-n", 2, "--show", shown, script])
+    assert done.returncode == 2
+    assert "rank 1" in done.stderr and "use --less" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["-n", "0", "SCRIPT"], "--ranks 0: a world has at least one rank"),
+        (["-n", "100000", "SCRIPT"], "--ranks 100000: this machine holds at most "),
         (["-n", "2", "/no/such/script.py"], "'/no/such/script.py' does not exist"),
         (["-n", "2", "-m", "no.such.module"], "-m no.such.module: no module no here"),
         (["-n", "2", "/tmp"], "'/tmp' is a directory"),
         (["--timeout", "0", "SCRIPT"], "--timeout 0.0: give seconds above 0"),
         (["--start-timeout", "nan", "SCRIPT"], "--start-timeout nan: give seconds above 0"),
-        (["-n", "2"], "what should run?"),
-        (["-n", "two", "SCRIPT"], "-n/--ranks 'two' is no number"),
+        (["-n", "2"], "no script given"),
+        (["-n", "two", "SCRIPT"], "-n/--ranks 'two' is not a number"),
         (["--rank", "2", "SCRIPT"], "no flag --rank: did you mean --ranks?"),
         (["--show", "some", "SCRIPT"], "invalid choice 'some' for argument '--show'"),
         (["--ranks-per-gpu", "2", "SCRIPT"], "no GPU is visible on this host"),
         (["--log-dir", "/proc/nowhere", "SCRIPT"], "--log-dir /proc/nowhere"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_two(
+def test_wrong_usage_is_one_line_and_exit_code_two(
     script: Path, arguments: list[str], message: str
 ) -> None:
     words = [str(script) if word == "SCRIPT" else word for word in arguments]

@@ -10,11 +10,9 @@ import tyro
 
 from tutti.bench.bandwidth_parts import PARTS
 from tutti.bench.expect import Source
-from tutti.cli.expectations import expected, missed
+from tutti.cli.bench_results import ResultFiles, read_expectation, report_misses, sizes_flag
 from tutti.cli.flags import parse
-from tutti.cli.kept_files import KeptFiles, sizes_flag
-from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable
+from tutti.cli.results import check_writable, usage_error_on_rank_0
 from tutti.machine.cpu_numa import parse_cpu_list
 from tutti.machine.environment import describe_environment
 from tutti.machine.gpus import visible_gpu_count
@@ -109,7 +107,7 @@ def _measure(options: Bandwidth, source: Source | None) -> int:
         start_timeout=options.start_timeout,
     ) as world:
         sizes = sizes_flag(options.sizes or ("256M" if world.device.type == "cuda" else "16M"))
-        with told_once(world):
+        with usage_error_on_rank_0(world):
             backend, parts = _backend(options, world), _parts(options, world)
             if world.device.type == "cpu":
                 check_room(max(sizes), world)
@@ -121,18 +119,18 @@ def _measure(options: Bandwidth, source: Source | None) -> int:
             world, control, places, backend, sizes, options.budget, options.together
         )
         with control.stop_on_signals():
-            files = KeptFiles(_SCHEMA, options.json)
+            files = ResultFiles(_SCHEMA, options.json)
             if world.is_first:
                 _print_head(world, ranks, backend)
             if world.is_first and options.json is not None:
-                measured.keep = lambda: files.keep(_results(measured, ranks))
+                measured.keep = lambda: files.update(_results(measured, ranks))
             measured.run(parts, _tell if world.is_first else lambda line: None)
             results = _results(measured, ranks)
             if world.is_first:
                 _conclude(measured, files, results)
     if measured.stopped:
         return _INTERRUPTED
-    return int((world.is_first and missed(_SCHEMA, results, source)) or measured.wrong > 0)
+    return int((world.is_first and report_misses(_SCHEMA, results, source)) or measured.wrong > 0)
 
 
 def _check(options: Bandwidth) -> Source | None:
@@ -154,7 +152,7 @@ def _check(options: Bandwidth) -> Source | None:
         _cpu_lists(options.pin)
     checked_seconds("--budget", options.budget, example=0.2)
     check_writable("--json", options.json)
-    return expected(options.expect, "bandwidth", options.device)
+    return read_expectation(options.expect, "bandwidth", options.device)
 
 
 def _parts(options: Bandwidth, world: "World") -> list[str]:
@@ -240,7 +238,7 @@ def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def _conclude(measured: "Measured", files: KeptFiles, results: dict[str, Any]) -> None:
+def _conclude(measured: "Measured", files: ResultFiles, results: dict[str, Any]) -> None:
     from tutti.bench.bandwidth_table import lines
 
     width = terminal_width(sys.stdout)

@@ -12,11 +12,15 @@ import tyro
 from tutti.bench.backend_names import BACKENDS
 from tutti.bench.expect import Source
 from tutti.bench.table import Table
-from tutti.cli.expectations import check_plan, expected, missed
+from tutti.cli.bench_results import (
+    ResultFiles,
+    check_expectation,
+    read_expectation,
+    report_misses,
+    sizes_flag,
+)
 from tutti.cli.flags import parse
-from tutti.cli.kept_files import KeptFiles, sizes_flag
-from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable
+from tutti.cli.results import check_writable, usage_error_on_rank_0
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.bus_bandwidth import OPERATIONS, Operation
 from tutti.measure.terminal import print_note, terminal_width
@@ -99,7 +103,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Collectives, "tutti bench collectives", arguments)
     operations, sizes, backends = _check(options)
-    source = expected(options.expect, "collectives", options.device)
+    source = read_expectation(options.expect, "collectives", options.device)
     if identify(os.environ).launcher != "python":
         return _measure(options, operations, sizes, backends, source)
     command = [sys.executable, "-m", "tutti", "bench", "collectives", *arguments]
@@ -147,23 +151,23 @@ def _measure(
         trips = RoundTrips(world, [row["cpus"] for row in rows])
         lines = _lines(operations, sizes, options, world)
         largest = max((case.bytes for line in lines for case in line), default=0)
-        with told_once(world):
+        with usage_error_on_rank_0(world):
             check_room(largest, world)
         names, control = backends or _default_backends(world), Control()
-        files = KeptFiles(_SCHEMA, options.json, options.csv)
+        files = ResultFiles(_SCHEMA, options.json, options.csv)
         with control.stop_on_signals():
             with contenders(names, world, largest) as (found, missing):
                 if not found:
                     reasons = "; ".join(f"{each['backend']}: {each['reason']}" for each in missing)
-                    with told_once(world):
+                    with usage_error_on_rank_0(world):
                         raise UsageError(f"--backends: {reasons}")
                 if options.group > 1:
                     found = with_groups(found, options.group, world.device)
                 sweep = Sweep(found, _plan(options), control, world.device, world.nodes == 1)
                 sweep.skipped += missing
-                with told_once(world):
+                with usage_error_on_rank_0(world):
                     planned = _results(sweep, world, rows, trips) | {"rows": sweep.planned(lines)}
-                    check_plan(_SCHEMA, planned, source)
+                    check_expectation(_SCHEMA, planned, source)
                 if world.is_first:
                     _print_head(world, rows, options, found, missing)
                     if str(trips):
@@ -173,7 +177,7 @@ def _measure(
 
                 def report(measured: list[dict[str, Any]]) -> None:
                     table.add(measured)
-                    files.keep(_results(sweep, world, rows, trips))
+                    files.update(_results(sweep, world, rows, trips))
 
                 sweep.run(lines, report if world.is_first else lambda measured: None)
             trips.again()
@@ -186,7 +190,7 @@ def _measure(
     if sweep.stopped:
         return _INTERRUPTED
     wrong = any(row["wrong"] for row in sweep.rows)
-    return int((world.is_first and missed(_SCHEMA, results, source)) or wrong)
+    return int((world.is_first and report_misses(_SCHEMA, results, source)) or wrong)
 
 
 def _plan(options: Collectives) -> "Plan":

@@ -11,11 +11,9 @@ import tyro
 
 from tutti.bench.expect import Source
 from tutti.bench.pairs.catalogue import SHIPPED, Listed, choose
-from tutti.cli.expectations import check_plan, expected, missed
+from tutti.cli.bench_results import ResultFiles, check_expectation, read_expectation, report_misses
 from tutti.cli.flags import parse
-from tutti.cli.kept_files import KeptFiles
-from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable
+from tutti.cli.results import check_writable, usage_error_on_rank_0
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note, terminal_width, text_width, wrap_line
 from tutti.world.errors import UsageError, checked_seconds
@@ -91,7 +89,7 @@ def main(arguments: list[str]) -> int:
     checked_seconds("--budget", options.budget, example=4)
     check_writable("--json", options.json)
     names = {"name": [*SHIPPED, *(listed.name for listed in chosen)]}
-    source = expected(options.expect, "pairs", options.device, names)
+    source = read_expectation(options.expect, "pairs", options.device, names)
     if identify(os.environ).launcher != "python":
         return _measure(options, chosen, source)
     gpus = 0 if options.device == "cpu" else visible_gpu_count()
@@ -127,21 +125,21 @@ def _measure(options: Pairs, chosen: "list[Listed]", source: Source | None) -> i
         control = Control()
         budget = options.budget / 10 if options.quick else options.budget
         duels = Duels(Setting(world, options.quick), control, budget, options.rounds)
-        with told_once(world):
+        with usage_error_on_rank_0(world):
             # Nothing could find these too slow.
             fastest = {"speedup": math.inf, "spread": {"p25": 1.0, "p75": 1.0}}
             planned = [{"name": listed.name, **fastest} for listed in chosen]
             to_come = _results(duels, options, world, ranks) | {"rows": planned}
-            check_plan(_SCHEMA, to_come, source)
+            check_expectation(_SCHEMA, to_come, source)
         with control.stop_on_signals():
             width = max(_NAME_WIDTH, *(len(listed.name) for listed in chosen))
-            files = KeptFiles(_SCHEMA, options.json)
+            files = ResultFiles(_SCHEMA, options.json)
             if world.is_first:
                 _print_head(world, ranks, options, width)
 
             def report(row: dict[str, Any]) -> None:
                 _print_row(row, width)
-                files.keep(_results(duels, options, world, ranks))
+                files.update(_results(duels, options, world, ranks))
 
             duels.run(chosen, report if world.is_first else lambda row: None)
             results = _results(duels, options, world, ranks)
@@ -151,7 +149,7 @@ def _measure(options: Pairs, chosen: "list[Listed]", source: Source | None) -> i
     if duels.stopped:
         return _INTERRUPTED
     wrong = any(_is_wrong(row) for row in duels.rows)
-    return int((world.is_first and missed(_SCHEMA, results, source)) or wrong)
+    return int((world.is_first and report_misses(_SCHEMA, results, source)) or wrong)
 
 
 def _results(

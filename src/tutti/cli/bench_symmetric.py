@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from tutti.cli.bench_results import ResultFiles, sizes_flag
 from tutti.cli.flags import parse
-from tutti.cli.kept_files import KeptFiles, sizes_flag
-from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable
+from tutti.cli.results import check_writable, usage_error_on_rank_0
 from tutti.measure.terminal import print_line, print_note, terminal_width
 from tutti.measure.units import format_size
 from tutti.world.errors import UsageError, checked_seconds
@@ -90,15 +89,15 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
     ) as world:
         cpus = pin(world) if options.pin else world.cpus
         ranks = gather_json({**world.row(), "cpus": cpus, "pinned": options.pin})
-        with told_once(world):
+        with usage_error_on_rank_0(world):
             check_room(max(sizes), world)
         control = Control()
         measured = Measured(world, control, options.budget)
         with control.stop_on_signals():
-            files = KeptFiles("tutti.bench.symmetric/1", options.json)
+            files = ResultFiles("tutti.bench.symmetric/1", options.json)
             if world.is_first:
                 _print_head(world, ranks)
-                measured.keep = lambda: files.keep(_results(measured, ranks))
+                measured.keep = lambda: files.update(_results(measured, ranks))
             measured.run(sizes, _print_rows if world.is_first else lambda rows: None)
             if world.is_first:
                 files.write(_results(measured, ranks))

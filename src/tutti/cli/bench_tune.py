@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from tutti.cli.bench_results import ResultFiles, sizes_flag
 from tutti.cli.flags import parse
-from tutti.cli.kept_files import KeptFiles, sizes_flag
 from tutti.cli.results import check_writable
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note
@@ -140,7 +140,7 @@ def _measured(options: Tune, sizes: list[int], world: "World", paths: tuple[str,
 
         def report(rows: list[dict[str, Any]]) -> None:
             _print_line_of(rows)
-            files.keep({**_results(sweep, paths), **_about(world)})
+            files.update({**_results(sweep, paths), **_about(world)})
 
         if world.is_first:
             if world.sharing_note:
@@ -191,8 +191,8 @@ def describe(table: "Table") -> list[str]:
     return lines
 
 
-def _files(options: Tune) -> KeptFiles:
-    return KeptFiles("tutti.bench.tune/1", options.json)
+def _files(options: Tune) -> ResultFiles:
+    return ResultFiles("tutti.bench.tune/1", options.json)
 
 
 def _results(sweep: "Sweep", paths: tuple[str, ...]) -> dict[str, Any]:

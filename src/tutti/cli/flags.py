@@ -1,14 +1,16 @@
-"""Flags from dataclasses: help, defaults and code never disagree. Mistakes are one line."""
+"""Flags from dataclasses, so that help, defaults and code agree. Errors are one line."""
 
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
+import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
@@ -16,34 +18,43 @@ import tyro
 from tutti.world.errors import UsageError
 
 Flags = TypeVar("Flags")
+_WIDEST = 110  # columns of the help
 
 
 def parse(
     kind: type[Flags], program: str, arguments: Sequence[str], default: Flags | None = None
 ) -> Flags:
-    """Read flags into a dataclass; a mistake raises UsageError with the nearest name.
+    """Read flags into a dataclass; a wrong flag raises UsageError with the closest name.
 
-    With a `default`, flags change it; the flags of its parts need no prefix then.
+    With a `default`, flags change it, and the flags of nested dataclasses need no prefix.
     """
-    complaints, help_text = io.StringIO(), _Page()
+    names = dict(_fields(default if default is not None else kind))
+    optional_switches = {name for name, hint in names.items() if hint == bool | None}
+    words = [word for each in arguments for word in _with_value(each, optional_switches)]
+    errors, help_text = io.StringIO(), _TerminalText()
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    options: dict[str, Any] = {"prog": program, "args": words}
+    if default is not None:
+        config = (tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands)
+        options |= {"default": default, "config": config}
     try:
-        with contextlib.redirect_stderr(complaints), contextlib.redirect_stdout(help_text):
-            if default is None:
-                return tyro.cli(kind, prog=program, args=list(arguments))
-            flat = (tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands)
-            return tyro.cli(kind, prog=program, args=list(arguments), default=default, config=flat)
+        with (
+            contextlib.redirect_stderr(errors),
+            contextlib.redirect_stdout(help_text),
+            _tyro_layout(width),
+        ):
+            flags: Flags = tyro.cli(kind, **options)
+            return flags
     except SystemExit as stop:
         if not stop.code:
-            print(_readable(help_text.getvalue(), shutil.get_terminal_size().columns), end="")
+            print(_readable_help(help_text.getvalue(), width, optional_switches), end="")
             raise
-    names = _names(default if default is not None else kind)
-    raise UsageError(_one_line(complaints.getvalue(), program, names))
+    raise UsageError(_one_line(errors.getvalue(), program, list(names)))
 
 
 def split_at_command(kind: type[object], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split `-n 4 --show all train.py --lr 1` into our flags and the command with its own."""
-    hints = get_type_hints(kind)
-    switches = {field.name for field in dataclasses.fields(kind) if hints[field.name] is bool}  # type: ignore[arg-type]
+    """Split `-n 4 --show all train.py --lr 1` into tutti's flags and the command with its own."""
+    switches = {name for name, hint in _fields(kind) if hint is bool}
     position = 0
     while position < len(arguments):
         argument = arguments[position]
@@ -51,92 +62,155 @@ def split_at_command(kind: type[object], arguments: Sequence[str]) -> tuple[list
             return list(arguments[:position]), list(arguments[position + 1 :])
         if argument == "-m" or not argument.startswith("-"):
             break
-        if re.fullmatch(r"-n\d+", argument):  # as make and mpirun take it: -n2
+        if re.fullmatch(r"-n\d+", argument):  # -n2, as for make and mpirun
             position += 1
             continue
-        name = argument.lstrip("-").removeprefix("no-").replace("-", "_")
-        takes_value = "=" not in argument and name not in {*switches, "h", "help"}
+        name = re.sub("^--no-", "--", argument)
+        takes_value = "=" not in argument and name not in {*switches, "-h", "--help"}
         position += 2 if takes_value else 1
     return list(arguments[:position]), list(arguments[position:])
 
 
 def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split `--nodes 2 -- python train.py` into our flags and the command."""
+    """Split `--nodes 2 -- python train.py` into tutti's flags and the command."""
     if "--" not in arguments:
         return list(arguments), []
     position = list(arguments).index("--")
     return list(arguments[:position]), list(arguments[position + 1 :])
 
 
-class _Page(io.StringIO):
-    """Text that tyro may draw boxes into where the terminal can show them."""
+def _fields(flags: Any) -> Iterator[tuple[str, Any]]:
+    """The flags of a dataclass, or of an instance with its nested dataclasses: (--name, type)."""
+    hints = get_type_hints(flags if isinstance(flags, type) else type(flags))
+    for field in dataclasses.fields(flags):
+        nested = getattr(flags, field.name, None)
+        if dataclasses.is_dataclass(nested):
+            yield from _fields(nested)
+        else:
+            yield f"--{field.name.rstrip('_').replace('_', '-')}", hints[field.name]
+
+
+def _with_value(word: str, optional_switches: set[str]) -> list[str]:
+    """tyro reads `bool | None` as a flag with a value: --reshard is --reshard True."""
+    if word in optional_switches:
+        return [word, "True"]
+    if re.sub("^--no-", "--", word) in optional_switches:
+        return [re.sub("^--no-", "--", word), "False"]
+    return [word]
+
+
+# -- help ------------------------------------------------------------------------------------------
+
+
+class _TerminalText(io.StringIO):
+    """Text into which tyro may draw boxes if the terminal's encoding has them."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return getattr(sys.__stdout__, "encoding", None) or "utf-8"
 
 
-def _readable(text: str, width: int) -> str:
-    """tyro's help, with what stands above the box wrapped, and without the None of flags that may
-    be left out: what happens then is said in words. The box keeps its width."""
+@contextlib.contextmanager
+def _tyro_layout(width: int) -> Iterator[None]:
+    """One column of sections, `width` characters wide, and paragraphs without source line breaks.
+
+    tyro 1.0 puts sections side by side in wide terminals, and starts a new paragraph at an indented
+    line of a docstring.
+    """
+    strings: Any = tyro._strings
+    original, columns = strings.remove_single_line_breaks, os.environ.get("COLUMNS")
+    strings.remove_single_line_breaks = lambda text: original(inspect.cleandoc(text))
+    os.environ["COLUMNS"] = str(width)
+    try:
+        yield
+    finally:
+        strings.remove_single_line_breaks = original
+        os.environ.pop("COLUMNS")
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+
+
+def _readable_help(text: str, width: int, optional_switches: set[str]) -> str:
+    """tyro's help with the description wrapped, plain section titles, and without None.
+
+    None is the default of flags that may be left out; their description says what happens then.
+    """
     above, edge, box = text.partition("╭")
-    if not edge:  # drawn in ASCII: there are no edges to keep
+    if not edge:  # drawn in ASCII: nothing to align
         return text
     above = "\n".join(textwrap.fill(line, max(40, width - 1)) for line in above.split("\n"))
-    box = re.sub(r"\(default:(\s*│\n│\s*| )None\)", _blanked, box)
+    box = re.sub(r"\(default:(\s*│\n│\s*| )None\)", _blanks, box)
     box = re.sub(r"\n│ *│(?=\n)", "", box)
-    box = re.sub(r"(?m)^│.*\{None\}\|.*$", _without_none, box)
+    box = re.sub(r"(?m)^(│ (?:-\w .*?, )?)(--[\w-]+) \{None,True,False\}", _as_switch, box)
+    box = re.sub(r"(?m)^│.*\{None[},].*$", _without_none, box)
+    title = re.compile(r"(─ (?:\w+\.)*)(\w+)( options) (─+)")
+    box = title.sub(lambda found: _plain_title(found[1], found[2], found[0]), box)
     return above + edge + box
 
 
-def _blanked(found: re.Match[str]) -> str:
+def _blanks(found: re.Match[str]) -> str:
     return re.sub(r"[^│\n]", " ", found[0])
 
 
+def _as_switch(found: re.Match[str]) -> str:
+    name = found[2].removeprefix("--")
+    return (f"{found[1]}--{name}, --no-{name}").ljust(len(found[0]))
+
+
 def _without_none(line: re.Match[str]) -> str:
-    count, shorter = line[0].count("{None}|"), line[0].replace("{None}|", "")
-    # The text beside a flag, or the edge, stays where it was.
-    return re.sub(r" {2,}(?=\S)", lambda gap: gap[0] + " " * (7 * count), shorter, count=1)
+    shorter = line[0].replace("{None}|", "").replace("{None,", "{")
+    removed = len(line[0]) - len(shorter)
+    # The description beside the flag, or the edge of the box, keeps its column.
+    return re.sub(r" {2,}(?=\S)", lambda gap: gap[0] + " " * removed, shorter, count=1)
 
 
-def _names(flags: Any) -> list[str]:
-    """The flags of a dataclass and of its parts."""
-    names = []
-    for field in dataclasses.fields(flags):
-        part = getattr(flags, field.name, None)
-        if dataclasses.is_dataclass(part):
-            names += _names(part)
-        else:
-            names.append(f"--{field.name.rstrip('_').replace('_', '-')}")
-    return names
+def _plain_title(path: str, name: str, whole: str) -> str:
+    title = f"─ {name.replace('_', ' ')} "
+    return title + "─" * (len(whole) - len(title))
+
+
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def _one_line(box: str, program: str, names: Sequence[str]) -> str:
-    """tyro explains in a box of several lines; keep what is wrong and what was meant."""
+    """tyro explains an error in a box of several lines: keep the error and the closest flag."""
     _, *lines = (line.strip("│╭╮╰╯ ") for line in box.splitlines())
-    if lines and set(lines[0]) == {"-"}:  # drawn in ASCII, there is a rule under the title, too
+    if lines and set(lines[0]) == {"-"}:  # in ASCII there is a rule under the title too
         lines = ["─" if set(line) == {"-"} else line for line in lines[1:]]
     rule = next((number for number, line in enumerate(lines) if set(line) == {"─"}), len(lines))
-    said = " ".join(line for line in lines[:rule] if line.strip("─"))
-    unknown = re.match(r"Unrecognized options: (.*)", said)
+    text = " ".join(line for line in lines[:rule] if line.strip("─"))
+    unknown = re.match(r"Unrecognized options: (.*)", text)
     if unknown is None:
-        said = re.sub(
-            r"^Error parsing (\S+): invalid literal .*: (\S+)$", r"\1 \2 is no number", said
+        text = re.sub(r"^Error parsing (?:\w+\.)+(?=\w)", "Error parsing --", text)
+        text = re.sub(
+            r"^Error parsing (\S+): (?:invalid literal|could not convert) .*: (\S+)$",
+            r"\1 \2 is not a number",
+            text,
         )
-        # An optional number: tyro tells the types it tried, one by one.
-        said = re.sub(
+        # An optional number: tyro lists the types that it tried.
+        text = re.sub(
             r"^Error parsing (\S+): no type matching \{None\}\|.*?(INT|FLOAT).* from "
             r"\[(.*?)\]\. Got.*$",
-            r"\1 \3 is no number",
-            said,
+            r"\1 \3 is not a number",
+            text,
         )
-        if said.startswith("Missing from"):
-            missing = re.findall(r"(?:: |\(required\) )([A-Z]{2,}|-\S+) ", said)
-            said = f"{' and '.join(missing)} must be given" if missing else said
-        return f"{said.rstrip('.')}: see {program} --help"
+        if text.startswith("Missing from"):
+            missing = re.findall(r"(?:: |\(required\) )([A-Z]{2,}|-\S+) ", text)
+            text = f"{' and '.join(missing)} must be given" if missing else text
+        return f"{text.rstrip('.')}: see {program} --help"
     flag = unknown[1].split(",")[0].strip()
     if not flag.startswith("-"):
         return f"{flag!r} is not expected here: see {program} --help"
-    near = difflib.get_close_matches(flag.partition("=")[0], names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"see {program} --help"
-    return f"no flag {flag}: {hint}"
+    close = closest_flag(flag, names)
+    return f"no flag {flag}: {f'did you mean {close}?' if close else f'see {program} --help'}"
+
+
+def closest_flag(flag: str, names: Sequence[str]) -> str | None:
+    """The known flag most similar to `flag`; None if no flag is similar."""
+    # Without the dashes, which all flags share and which would make any two names similar.
+    bare = {name.lstrip("-"): name for name in names}
+    word = re.sub("^no-", "", flag.partition("=")[0].lstrip("-"))
+    close = difflib.get_close_matches(word, bare, n=1, cutoff=0.6)
+    if not close:  # --sweep: a whole part of --lr-sweep
+        close = [name for name in bare if word in name.split("-")][:1]
+    return bare[close[0]] if close else None

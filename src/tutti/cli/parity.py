@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.cli.flags import parse
-from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.results import check_writable, usage_error_on_rank_0, write_json
 from tutti.parallel.layout import Layout
 from tutti.parity.parity_options import (
     TOLERANCES,
@@ -134,7 +133,7 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
         timeout=options.timeout,
     ) as world:
         settings = options.settings
-        with told_once(world):
+        with usage_error_on_rank_0(world):
             workload = together(lambda: make_workload(options.recipe, settings, layouts))
         table = ParityTable(layouts)
         if world.is_first:

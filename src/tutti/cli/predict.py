@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.cli.flags import parse
-from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.results import check_writable, usage_error_on_rank_0, write_json
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
@@ -127,7 +126,7 @@ def _predict(options: Predict) -> int:
         start_timeout=options.start_timeout,
         timeout=options.timeout,
     ) as world:
-        with told_once(world):
+        with usage_error_on_rank_0(world):
             layout = layout_of(options.layout, world.size)
             run = together(lambda: TrainedRun.open(options.run, options.step, options.precision))
             together(lambda: _check_files(options) if world.is_first else None)

@@ -1,47 +1,62 @@
-"""How every command writes its JSON: schema, command and environment around the results."""
+"""What the commands share: result files, and errors that every rank finds but only one prints."""
 
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tutti.machine.environment import describe_environment
+from tutti.measure.files import write_atomically
 from tutti.world.errors import UsageError
+
+if TYPE_CHECKING:
+    from tutti.world.world import World
 
 
 def check_writable(flag: str, path: Path | None) -> None:
-    """Refuse a result file that cannot be written, before anything is measured."""
+    """Refuse a result file that cannot be written, before anything is started or measured."""
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            raise IsADirectoryError(0, "it is a directory")
+            raise IsADirectoryError(0, "is a directory")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise PermissionError(0, "no permission to write it")
+            raise PermissionError(0, "no permission to write, or a read-only file system")
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror}: choose another file") from None
 
 
 def write_json(path: Path, schema: str, results: dict[str, Any]) -> None:
-    """Write results atomically."""
+    """Write the file of --json: schema, command line and environment around the results."""
     content = {
         "schema": schema,
         "command": ["tutti", *sys.argv[1:]],
         "environment": results.get("environment") or describe_environment(),
         **results,
     }
-    write_whole("--json", path, json.dumps(content, indent=2) + "\n")
+    write_result("--json", path, json.dumps(content, indent=2) + "\n")
 
 
-def write_whole(flag: str, path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old one or the whole new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+def write_result(flag: str, path: Path, text: str) -> None:
+    """Write a result file atomically; raises UsageError that names `flag`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text)
-        beside.replace(path)
+        write_atomically(path, text)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise UsageError(f"{flag} {path}: {error.strerror}: choose another file") from None
+
+
+@contextmanager
+def usage_error_on_rank_0(world: "World") -> Iterator[None]:
+    """For a UsageError that every rank raises: all ranks leave the world, only rank 0 raises."""
+    try:
+        yield
+    except UsageError:
+        world.close()
+        if world.is_first:
+            raise
+        raise SystemExit(2) from None

@@ -17,32 +17,32 @@ from tutti.world.launch import LocalWorld
 
 @dataclass(frozen=True)
 class Run:
-    """Start a script as a world of local ranks, as torchrun would, and more.
+    """Start a script as local ranks, with the environment variables of torchrun.
 
     tutti run -n 4 train.py --lr 0.1
 
     tutti run -n 4 -m package.module --lr 0.1
 
-    What follows SCRIPT, or -m MODULE, belongs to it. An executable works as well. Ranks have no
+    Arguments after SCRIPT or -m MODULE are passed to it. An executable works too. Ranks have no
     standard input.
     """
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
-    """How many ranks to start on this host."""
+    """Ranks to start on this host."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks compute; cpu hides the GPUs from them."""
+    """The device of the ranks; auto: CUDA if a GPU is visible; cpu hides the GPUs."""
     ranks_per_gpu: int = 1
-    """How many ranks may share one GPU: to develop multi-GPU code on one. Uses a private MPS."""
+    """Ranks that may share one GPU, to develop multi-GPU code on one. Starts a private MPS."""
     show: Literal["all", "first"] = "all"
-    """Whose output to show: every rank's, with its number in front, or rank 0's as it is."""
+    """Output to show: that of all ranks, with the rank in front, or of rank 0 only, unchanged."""
     log_dir: Path | None = None
-    """A directory for one log file per rank."""
+    """Directory for one log file per rank."""
     start_timeout: float = START_TIMEOUT
-    """Seconds for all ranks to arrive."""
+    """Seconds for all ranks to start."""
     timeout: float = TIMEOUT
-    """Seconds that a collective may take."""
+    """Seconds for a collective."""
     grace: float = 5.0
-    """Seconds that ranks may take to end after Ctrl-C or SIGTERM, before they are killed."""
+    """Seconds from Ctrl-C or SIGTERM until ranks that have not ended are killed."""
 
 
 def main(arguments: list[str]) -> int:
@@ -63,18 +63,18 @@ def main(arguments: list[str]) -> int:
 
 
 def python_command(command: list[str]) -> list[str]:
-    """The full command for `SCRIPT …`, `-m MODULE …` or an executable; refuses what is missing."""
+    """The full command for `SCRIPT …`, `-m MODULE …` or an executable; checks that it exists."""
     if not command or command == ["-m"]:
-        raise UsageError("what should run? tutti run -n 2 SCRIPT, or tutti run -n 2 -m MODULE")
+        raise UsageError("no script given: tutti run -n 2 SCRIPT, or tutti run -n 2 -m MODULE")
     if command[0] == "-m":
-        # The top of a dotted name only: to look deeper would import the user's package here.
+        # Only the top-level package: looking up a submodule would import the user's package here.
         top = command[1].partition(".")[0]
         if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-            raise UsageError(f"-m {command[1]}: no module {top} here: is it installed?")
+            raise UsageError(f"-m {command[1]}: no module {top} here or installed: check the name")
         return [sys.executable, *command]
     script = Path(command[0])
     if script.suffix != ".py":
-        # Not where a link leads to: by its own path Python knows which environment it is of.
+        # Symbolic links are kept: Python finds its virtual environment by its own path.
         program = str(script.absolute()) if os.access(script, os.X_OK) else shutil.which(command[0])
         if program is not None and not script.is_dir():
             return [program, *command[1:]]

@@ -1,4 +1,4 @@
-"""tutti submit slurm|mpi: write a cluster job, and submit it."""
+"""tutti submit slurm|mpi: write a cluster job as a script, and submit it."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from tutti.world.jobs import MpiJob, SlurmJob, parse_hosts
 _USAGE = """usage: tutti submit slurm [flags] -- COMMAND
        tutti submit mpi --hosts n1:4,n2:4 [flags] -- COMMAND
 
-Writes the job as a script that you could have written, and submits it; --dry-run prints it.
+Writes the job as a readable script and submits it; --dry-run only prints it.
 `tutti submit slurm --help` and `tutti submit mpi --help` list the flags."""
 
 
@@ -30,33 +30,33 @@ class Slurm:
     """
 
     nodes: int = 1
-    """How many nodes."""
+    """Number of nodes."""
     gpus_per_node: int = 0
-    """GPUs on each node; one rank is started for each, unless --ranks-per-node says otherwise."""
+    """GPUs on each node; one rank per GPU unless --ranks-per-node is given."""
     ranks_per_node: int | None = None
     """Ranks on each node (default: one per GPU, or 1 without GPUs)."""
     cpus_per_rank: int | None = None
     """CPU cores for each rank."""
     partition: str | None = None
-    """Slurm's partition."""
+    """Slurm partition."""
     time: str | None = None
-    """Time limit, as sbatch takes it: 2:00:00."""
+    """Time limit in the format of sbatch: 2:00:00."""
     account: str | None = None
     """Account to charge."""
     qos: str | None = None
     """Quality of service."""
     mem: str | None = None
-    """Memory per node, as sbatch takes it: 64G."""
+    """Memory per node in the format of sbatch: 64G."""
     job_name: str | None = None
     """Name of the job (default: from the command)."""
     output: str = "%x-%j.out"
-    """Where the job's output goes (%x: its name, %j: its number)."""
+    """Output file of the job (%x: job name, %j: job id)."""
     sbatch: tuple[str, ...] = ()
-    """Further flags of sbatch, without the dashes: --sbatch exclusive constraint=h200."""
+    """More flags of sbatch, without dashes: --sbatch exclusive constraint=h200."""
     script: Path | None = None
-    """Where to write the script (default: NAME.sbatch here)."""
+    """Script file (default: NAME.sbatch in the current directory)."""
     dry_run: bool = False
-    """Print the script; write and submit nothing."""
+    """Print the script; do not write or submit it."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ class Mpi:
     """
 
     hosts: str = "localhost:1"
-    """Hosts and how many ranks each runs: n1:4,n2:4. Rank 0 is on the first."""
+    """Hosts and the number of ranks on each: n1:4,n2:4. Rank 0 is on the first."""
     mpirun: str = "mpirun"
-    """The mpirun to call, with flags of its own if need be: "mpirun --map-by node"."""
+    """The mpirun command, with flags of its own if needed: "mpirun --map-by node"."""
     flavour: Literal["auto", "openmpi", "mpich"] = "auto"
-    """Whose mpirun it is; auto asks it."""
+    """The kind of mpirun; auto asks mpirun --version."""
     script: Path | None = None
-    """Where to write the script (default: NAME.mpi.sh here)."""
+    """Script file (default: NAME.mpi.sh in the current directory)."""
     dry_run: bool = False
-    """Print the script; write and run nothing."""
+    """Print the script; do not write or run it."""
 
 
 def main(arguments: list[str]) -> int:
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
         if arguments[:1] in (["-h"], ["--help"]):
             print(_USAGE)
             return 0
-        what = f"no cluster {arguments[0]!r}" if arguments else "which cluster?"
+        what = f"no cluster kind {arguments[0]!r}" if arguments else "no cluster kind given"
         raise UsageError(f"{what}: tutti submit slurm … or tutti submit mpi …, see --help")
     return kinds[arguments[0]](arguments[1:])
 
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
 def _submit_slurm(arguments: list[str]) -> int:
     flags, command = split_at_dashes(arguments)
     options = parse(Slurm, "tutti submit slurm", flags)
-    name = options.job_name or _name_of(_given(command, "slurm"))
+    name = options.job_name or _job_name(_required(command, "slurm"))
     extra = [flag.lstrip("-").partition("=") for flag in options.sbatch]
     gpus = options.gpus_per_node
     job = SlurmJob(
@@ -117,7 +117,7 @@ def _submit_slurm(arguments: list[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    _need("sbatch", "submit from a login node of the cluster, or use --dry-run")
+    _require_program("sbatch", "submit from a login node of the cluster, or use --dry-run")
     path = _write(options.script or Path(f"{name}.sbatch"), script)
     done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
     print(done.stdout, end="")
@@ -132,7 +132,7 @@ def _submit_mpi(arguments: list[str]) -> int:
     options = parse(Mpi, "tutti submit mpi", flags)
     mpirun = shlex.split(options.mpirun) or ["mpirun"]
     job = MpiJob(
-        command=_given(command, "mpi"),
+        command=_required(command, "mpi"),
         hosts=parse_hosts(options.hosts),
         mpirun=mpirun,
         flavour=_flavour(mpirun[0]) if options.flavour == "auto" else options.flavour,
@@ -141,35 +141,37 @@ def _submit_mpi(arguments: list[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    _need(mpirun[0], "install Open MPI or MPICH, or use --dry-run")
-    path = _write(options.script or Path(f"{_name_of(command)}.mpi.sh"), script)
+    _require_program(mpirun[0], "install Open MPI or MPICH, or use --dry-run")
+    path = _write(options.script or Path(f"{_job_name(command)}.mpi.sh"), script)
     print(f"the script is {path}", file=sys.stderr, flush=True)
-    # In our place: signals and the terminal are mpirun's own then.
+    # Replaces this process: signals and the terminal go to mpirun directly.
     os.execvp("bash", ["bash", str(path)])
 
 
-def _given(command: Sequence[str], kind: str) -> Sequence[str]:
+def _required(command: Sequence[str], kind: str) -> Sequence[str]:
     if not command:
-        raise UsageError(f"what should run? Put -- before it: tutti submit {kind} -- python x.py")
+        raise UsageError(f"no command given: put -- before it: tutti submit {kind} -- python x.py")
     return command
 
 
-def _name_of(command: Sequence[str]) -> str:
+def _job_name(command: Sequence[str]) -> str:
     scripts = [word for word in command if word.endswith(".py")]
     return re.sub(r"[^A-Za-z0-9._-]", "-", Path((scripts or command)[0]).stem) or "tutti"
 
 
 def _flavour(mpirun: str) -> str:
-    _need(mpirun, "install Open MPI or MPICH, or say --flavour openmpi")
-    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
-    if "Open MPI" in said or "OpenRTE" in said:
+    _require_program(mpirun, "install Open MPI or MPICH, or give --flavour openmpi")
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" in version or "OpenRTE" in version:
         return "openmpi"
-    if "HYDRA" in said or "Intel" in said:
+    if "HYDRA" in version or "Intel" in version:
         return "mpich"
-    raise UsageError(f"{mpirun} --version names neither Open MPI nor MPICH: say --flavour mpich")
+    raise UsageError(
+        f"{mpirun} --version names neither Open MPI nor MPICH: give --flavour openmpi or mpich"
+    )
 
 
-def _need(program: str, cure: str) -> None:
+def _require_program(program: str, cure: str) -> None:
     if shutil.which(program) is None:
         raise UsageError(f"{program} is not installed here: {cure}")
 
@@ -177,7 +179,7 @@ def _need(program: str, cure: str) -> None:
 def _write(path: Path, script: str) -> Path:
     try:
         if path.exists() and path.read_text() != script:
-            raise UsageError(f"{path} exists and is another script: remove it or use --script FILE")
+            raise UsageError(f"{path} exists with other content: remove it or use --script FILE")
         path.write_text(script)
         path.chmod(0o755)
     except OSError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.cli.flags import parse
-from tutti.cli.mistakes import told_once
+from tutti.cli.results import usage_error_on_rank_0
 from tutti.parallel.layout import layout_of
 from tutti.train.recipe import RECIPES, Recipe, read_recipe, write_recipe
 from tutti.world.errors import UsageError
@@ -114,7 +114,7 @@ def _train(options: Train, base: Recipe) -> int:
         # Rank 0 chooses the directory, so that all ranks of a cluster agree on its name.
         out = Path(gather_json(str(options.out or _default_out(options.recipe)))[0])
         directory = RunDirectory(out)
-        with told_once(world):
+        with usage_error_on_rank_0(world):
             if options.nvtx and world.device.type != "cuda":
                 raise UsageError(
                     "--nvtx marks steps for Nsight Systems, on CUDA only: leave it out"

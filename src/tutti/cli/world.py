@@ -1,4 +1,4 @@
-"""tutti world: the world as this rank and all others see it, with reasons."""
+"""tutti world: rank, device and backend of every rank, and where each value came from."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from tutti.cli.flags import parse
-from tutti.cli.results import write_json
+from tutti.cli.results import check_writable, write_json
 from tutti.world.errors import START_TIMEOUT
 from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
@@ -17,30 +17,30 @@ from tutti.world.launchers import identify
 
 @dataclass(frozen=True)
 class Show:
-    """Show the world: a row per rank, and where each value came from.
+    """Show a row for each rank, and where each value came from.
 
-    Start it as you would start a training job: plainly, with --ranks, or under torchrun, srun or
-    mpirun.
+    Start it as a training job: alone, with --ranks, or under torchrun, srun or mpirun.
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
     """Start this many local ranks, unless a launcher already did."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks compute."""
+    """The device of the ranks; auto: CUDA if a GPU is visible."""
     ranks_per_gpu: int | None = None
-    """How many ranks may share one GPU (default 1)."""
+    """Ranks that may share one GPU (default 1)."""
     json: Path | None = None
-    """Write the rows to this file, too."""
+    """Write the rows to this file."""
     start_timeout: float = START_TIMEOUT
-    """Seconds for all ranks to arrive."""
+    """Seconds for all ranks to start."""
     ledger: tuple[int, ...] | None = None
-    """Start nothing: show what the processes with these ids, or all of yours on this host, are
-    communicating and where they are in their code, however stuck they are."""
+    """Start no rank: show the current communication and source line of the processes with these
+    ids, or of all your processes on this host, even if they hang."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Show, "tutti world", arguments)
+    check_writable("--json", options.json)
     if options.ledger is not None:
         from tutti.cli.world_ledger import show_ledgers
 
@@ -85,21 +85,21 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     from tutti.measure.terminal import console, table_fits
 
     out = console()
-    table = Table(title=f"a world of {len(rows)}")
+    table = Table(title=f"world of {len(rows)} rank{'s' * (len(rows) != 1)}")
     for name in _COLUMNS:
         table.add_column(name.replace("local_rank", "local"))
     for row in rows:
         table.add_row(*(str(row[name]) for name in _COLUMNS))
     if table_fits(table, out):
         out.print(table)
-    else:  # a line for each rank
+    else:  # one line per rank
         for row in rows:
             out.print(", ".join(f"{name} {row[name]}" for name in _COLUMNS), markup=False)
-    # The reasons are the same on every rank, or nearly so: each is printed once.
+    # Most reasons are the same on every rank: each is printed once.
     for value in rows[0]["reasons"]:
         by_rank = [row["reasons"].get(value, "") for row in rows]
         for reason in dict.fromkeys(by_rank):
-            ranks = [str(rank) for rank, seen in enumerate(by_rank) if seen == reason]
+            ranks = [str(rank) for rank, other in enumerate(by_rank) if other == reason]
             which = "" if len(ranks) == len(rows) else f" (rank {', '.join(ranks)})"
             out.print(f"  {value}: {reason}{which}", markup=False)
     sharing = max(row["ranks_on_device"] for row in rows)

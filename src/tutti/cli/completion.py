@@ -1,0 +1,82 @@
+"""Shell completion of commands, flags and choices, taken from the commands' own help.
+
+`tutti --print-completion SHELL` prints a script that calls `tutti --complete WORD...` at every Tab.
+So a new command or flag is completed without installing the script again.
+"""
+
+import contextlib
+import io
+import re
+from importlib import import_module
+
+from tutti.world.errors import UsageError
+
+SUBCOMMANDS = {
+    "bench": ("collectives", "bandwidth", "symmetric", "pairs", "compare", "tune"),
+    "submit": ("slurm", "mpi"),
+}
+_GLOBAL = ("--help", "--version", "--print-completion")
+_SCRIPTS = {
+    "bash": """\
+# Add to ~/.bashrc: eval "$(tutti --print-completion bash)"
+_tutti() {
+    local words
+    words=$(tutti --complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
+    COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _tutti tutti
+""",
+    "zsh": """\
+#compdef tutti
+# Add to ~/.zshrc, after compinit: eval "$(tutti --print-completion zsh)"
+_tutti() {
+    local -a found
+    found=(${(f)"$(tutti --complete "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+    compadd -a found || _files
+}
+compdef _tutti tutti
+""",
+    "fish": """\
+# Save as ~/.config/fish/completions/tutti.fish
+complete -c tutti -a '(tutti --complete (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
+""",
+}
+
+
+def script(shell: str) -> str:
+    """The completion script for a shell."""
+    if shell not in _SCRIPTS:
+        raise UsageError(f"--print-completion {shell}: choose from {', '.join(_SCRIPTS)}")
+    return _SCRIPTS[shell]
+
+
+def candidates(words: list[str], modules: dict[str, str]) -> list[str]:
+    """Completions of the last of `words` (it may be empty); `modules` maps commands to modules."""
+    *before, last = words or [""]
+    if not before:
+        found = [*modules, *_GLOBAL]
+    elif before == ["--print-completion"]:
+        found = list(_SCRIPTS)
+    elif before[0] not in modules:
+        found = []
+    elif len(before) == 1 and before[0] in SUBCOMMANDS:
+        found = [*SUBCOMMANDS[before[0]], "--help"]
+    else:
+        flags = _flags(before, modules)
+        found = flags.get(before[-1]) or (list(flags) if last.startswith("-") else [])
+    return [word for word in found if word.startswith(last)]
+
+
+def _flags(words: list[str], modules: dict[str, str]) -> dict[str, list[str]]:
+    """The flags of a command, from its help, with their choices."""
+    command = 2 if words[0] in SUBCOMMANDS else 1
+    page = io.StringIO()
+    with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit, UsageError):
+        import_module(modules[words[0]]).main([*words[1:command], "--help"])
+    flags: dict[str, list[str]] = {}
+    # A line of the help: │ -n INT, --ranks INT  Start this many … │
+    for line in re.findall(r"(?m)^[│|] (-.*?)(?:  |$)", page.getvalue()):
+        choices = re.search(r"\{([\w.,-]+)\}", line)
+        for flag in re.findall(r"(?:^|, )(--?[a-z][\w-]*)", line):
+            flags[flag] = choices[1].split(",") if choices else []
+    return flags
