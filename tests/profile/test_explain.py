@@ -9,9 +9,9 @@ from written import STEP, all_reduce, parts, step, tag, write, x
 from tutti.profile.explain import Explanation, explain, trace_files
 from tutti.profile.merged_trace import write_merged_trace
 from tutti.profile.trace_file import TraceFile
-from tutti.report.collect import Run, collect
-from tutti.report.figures import timeline
-from tutti.report.palette import PART_NAMES
+from tutti.report.figure import PART_NAMES
+from tutti.report.figures.step_timeline import timeline
+from tutti.report.sources import Run, read_sources
 from tutti.world.errors import UsageError
 
 
@@ -199,7 +199,7 @@ def test_a_batch_of_sends_and_receives_names_no_peer_and_is_a_bubble_too(tmp_pat
 
     assert parts(explanation, 1, 0) == {"bubble": 550, "compute": 450}
     # The figure of a report draws the same.
-    (figure,) = timeline.figures(Run("run", tmp_path, explanation=explanation))
+    (figure,) = timeline(Run("run", tmp_path, explanation=explanation))
     drawn = {(row[0], row[2]): row[4] for row in figure.table.rows}
     assert drawn[1, PART_NAMES["bubble"]] == pytest.approx(0.55)
     assert (1, PART_NAMES["exposed"]) not in drawn
@@ -233,7 +233,7 @@ def test_a_merged_timeline_beside_the_traces_is_no_rank(tmp_path: Path, name: st
     assert [path.name for path in trace_files(tmp_path)] == ["rank0.json", "rank1.json"]
     with pytest.raises(UsageError, match="all ranks, merged"):
         trace_files(tmp_path / name)
-    (run,) = collect([tmp_path]).runs
+    (run,) = read_sources([tmp_path]).runs
     assert [row["rank"] for row in (run.profile or {})["ranks"]] == [0, 1]
 
 

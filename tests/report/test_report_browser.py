@@ -1,4 +1,4 @@
-"""The page in a real browser: drawn, sorted, dark, narrow, printed, and silent on the network."""
+"""The page in a real browser: plots, sorting, dark mode, phone, print, no network requests."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from report.cases import HOSTILE, ROOT, SCALE, hostile_result, report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
-# One of everything: what is drawn is checked whatever it is drawn from.
+# One source of each kind.
 RESULTS = (
     SCALE,
     *(
@@ -73,9 +73,7 @@ def _asked(tab: Page) -> list[str]:
     return [each for each in tab.requests if not each.startswith("data:")]
 
 
-def test_every_plot_is_drawn_and_nothing_but_the_file_is_asked_for(
-    opened: Page, path: Path
-) -> None:
+def test_every_plot_is_drawn_and_only_the_file_is_requested(opened: Page, path: Path) -> None:
     marks = opened.evaluate(
         f"[...document.querySelectorAll('.plot')].map(p => [p.closest('figure').querySelector("
         f"'h4').textContent, p.querySelectorAll('{MARKS}').length])"
@@ -86,13 +84,18 @@ def test_every_plot_is_drawn_and_nothing_but_the_file_is_asked_for(
     assert _asked(opened) == [path.as_uri()]
     assert opened.complaints == []
     titles = {title for title, _ in marks}
-    assert {"Loss", "Throughput", "Who waited for whom", "Where the lost efficiency went"} <= titles
+    assert {
+        "Loss",
+        "Throughput",
+        "Which rank waited for which",
+        "Lost efficiency by cause",
+    } <= titles
     assert any(title.startswith("Timeline of step") for title in titles)
     pictures = opened.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
     assert pictures and all(pictures)
 
 
-def test_the_sections_are_reached_by_clicks_and_their_numbers_open(opened: Page) -> None:
+def test_the_links_lead_to_the_sections_and_tables_open(opened: Page) -> None:
     sections = opened.evaluate("[...document.querySelectorAll('nav a')].map(a => a.hash)")
 
     assert len(sections) >= 10
@@ -107,7 +110,7 @@ def test_the_sections_are_reached_by_clicks_and_their_numbers_open(opened: Page)
     assert len(_asked(opened)) == 1
 
 
-def test_a_click_on_a_head_sorts_by_value_and_another_turns_the_order(opened: Page) -> None:
+def test_a_click_on_a_column_sorts_by_value_and_another_reverses(opened: Page) -> None:
     # Time of collectives in µs: as text, 1000 would come before 24.
     opened.evaluate(
         "(() => { const t = [...document.querySelectorAll('figure')].find(f => "
@@ -126,7 +129,7 @@ def test_a_click_on_a_head_sorts_by_value_and_another_turns_the_order(opened: Pa
     assert falling == sorted(given, reverse=True)
 
 
-def test_the_numbers_can_be_copied_in_full(opened: Page) -> None:
+def test_copied_numbers_have_all_digits(opened: Page) -> None:
     opened.call("Browser.grantPermissions", permissions=["clipboardReadWrite"])
     opened.evaluate(
         "[...document.querySelectorAll('details')].find(d => d.textContent.includes('speed-up'))"
@@ -141,7 +144,7 @@ def test_the_numbers_can_be_copied_in_full(opened: Page) -> None:
     assert [line[:2] for line in lines[1:]] == [["1", "100.0"], ["2", "184.0"], ["4", "320.0"]]
 
 
-def test_the_page_follows_the_system_until_the_button_chooses(opened: Page) -> None:
+def test_the_theme_follows_the_system_until_the_button_is_used(opened: Page) -> None:
     look = (
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle("
         "document.querySelector('.plot .xtick text')).fill, "
@@ -161,7 +164,7 @@ def test_the_page_follows_the_system_until_the_button_chooses(opened: Page) -> N
     opened.click("#theme")
 
 
-def test_a_phone_does_not_scroll_sideways(opened: Page) -> None:
+def test_the_page_fits_a_phone(opened: Page) -> None:
     opened.resize(360, 740)
     opened.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     opened.wait_for(
@@ -172,7 +175,7 @@ def test_a_phone_does_not_scroll_sideways(opened: Page) -> None:
     opened.evaluate("document.querySelectorAll('details').forEach(d => d.open = false)")
 
 
-def test_paper_is_light_with_the_numbers_open_and_the_page_comes_back(opened: Page) -> None:
+def test_a_printed_page_is_light_with_open_tables_and_the_screen_is_restored(opened: Page) -> None:
     opened.evaluate(
         "addEventListener('beforeprint', () => { window.printed = [document.documentElement"
         ".dataset.theme, document.querySelectorAll('details:not(.long):not([open])').length]; })"
@@ -191,7 +194,7 @@ def test_paper_is_light_with_the_numbers_open_and_the_page_comes_back(opened: Pa
         assert opened.evaluate(state) == before
 
 
-def test_text_from_files_is_shown_and_never_run(tab: Page, tmp_path: Path) -> None:
+def test_text_from_files_is_shown_and_never_executed(tab: Page, tmp_path: Path) -> None:
     page = report(hostile_result(tmp_path), "--out", tmp_path / "hostile.html")
     tab.resize(1280)
     tab.requests.clear()

@@ -1,1 +1,1 @@
-"""One self-contained HTML page from runs, scalings and result files."""
+"""One self-contained HTML page from runs, scaling results and result files."""

@@ -1,39 +1,75 @@
-"""Figure: a plot or a picture, and always the numbers behind it.
+"""Figure: a plot or a picture with the numbers behind it; colours, axes and common plotly traces.
 
-Plots are plain dictionaries, as plotly.js takes them. Text that came from a file may stand in any
-of them but in templates (`hovertemplate`, `texttemplate`), which are ours alone: there plotly reads
-tags, everywhere else they are taken away before the page is written.
+Plots are plain dictionaries for plotly.js. Text from files may appear anywhere except in templates
+(`hovertemplate`, `texttemplate`), in which plotly interprets tags: these are written by this room
+only. All other text is escaped before the page is written.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean
+from statistics import fmean
 from typing import Any
 
 from tutti.measure.units import format_bytes
 
-# Curves have at most this many points, tables as many rows: a page stays light, and printable.
+# Most points of a curve and rows of its table: the page stays small and printable.
 MOST_POINTS = 400
 _TEMPLATES = ("hovertemplate", "texttemplate")
+
+# The colours of Okabe and Ito, which people with any colour vision can distinguish. A part of a
+# step has the same colour in every figure.
+BLUE, SKY, ORANGE, VERMILION = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
+GREEN, PURPLE, GREY, PALE = "#009e73", "#cc79a7", "#7d8590", "#b6bdc7"
+PART_COLOURS = {
+    "compute": BLUE,
+    "hidden": SKY,
+    "exposed": ORANGE,
+    "wait": VERMILION,
+    "bubble": PURPLE,
+    "input": GREEN,
+    "host_gap": GREY,
+    "rest": PALE,
+}
+PART_NAMES = {name: name for name in PART_COLOURS} | {
+    "hidden": "hidden communication",
+    "exposed": "exposed communication",
+    "host_gap": "gaps",
+}
+LOSS_COLOURS = {
+    "exposed_comm": ORANGE,
+    "wait": VERMILION,
+    "bubble": PURPLE,
+    "input": GREEN,
+    "other": GREY,
+}
+LOSS_NAMES = {name: name for name in LOSS_COLOURS} | {"exposed_comm": "exposed communication"}
+_SERIES_COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers as they are: `head` has the units, the page sorts by value and rounds for the eye."""
+    """Unrounded numbers; `head` names the units. The page sorts by value and rounds for display."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
     @property
     def numeric(self) -> list[bool]:
-        """Which columns hold numbers, and nothing else."""
+        """Which columns hold only numbers."""
         columns = zip(*self.rows, strict=True) if self.rows else ([] for _ in self.head)
         return [all(_is_number(cell) for cell in column) for column in columns]
 
 
+def _is_number(cell: Any) -> bool:
+    return cell is None or (isinstance(cell, int | float) and not isinstance(cell, bool))
+
+
 @dataclass(frozen=True)
 class Figure:
-    """Without traces and pictures, a figure is its table."""
+    """Without traces and pictures a figure is its table."""
 
     title: str
     about: str
@@ -41,73 +77,186 @@ class Figure:
     traces: Sequence[dict[str, Any]] = ()
     layout: Mapping[str, Any] = field(default_factory=dict)
     pictures: tuple[str, str] | None = None
-    """An SVG for light pages, and one for dark."""
+    """An SVG for light pages, and one for dark pages."""
     half: bool = False
-    """Two of these stand side by side where there is room."""
+    """Two such figures stand side by side on a wide page."""
 
 
-def for_plotly(figure: Figure) -> dict[str, Any]:
-    """What the page's script draws, all text in it made harmless."""
-    return {"data": _plain(list(figure.traces)), "layout": _plain(dict(figure.layout))}
+def plotly_data(figure: Figure) -> dict[str, Any]:
+    """The data and layout that the page's script draws, with all text escaped."""
+    return {"data": _escape(list(figure.traces)), "layout": _escape(dict(figure.layout))}
 
 
-def _plain(value: Any, key: str = "") -> Any:
+def _escape(value: Any, key: str = "") -> Any:
     if isinstance(value, Mapping):
-        return {name: _plain(each, str(name)) for name, each in value.items()}
+        return {name: _escape(each, str(name)) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each, key) for each in value]
+        return [_escape(each, key) for each in value]
     if isinstance(value, str) and key not in _TEMPLATES:
         return value.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        return None  # JSON has neither infinity nor nan
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no infinity and no nan
     return value
 
 
-def _is_number(cell: Any) -> bool:
-    return cell is None or (isinstance(cell, int | float) and not isinstance(cell, bool))
+def bar(
+    name: str, labels: Sequence[str], values: Sequence[Any], colour: str, unit: str, **more: Any
+) -> dict[str, Any]:
+    """A horizontal bar for each label."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": labels,
+        "x": values,
+        "marker": {"color": colour},
+        "hovertemplate": f"%{{y}}: %{{x:.4~g}} {unit}<extra>%{{fullData.name}}</extra>",
+        **more,
+    }
+
+
+def curve(
+    name: str, number: int, x: Sequence[Any], y: Sequence[Any], hover: str = "", **more: Any
+) -> dict[str, Any]:
+    """Points joined by lines, in the colour and with the symbol of series `number`.
+
+    `hover` is a plotly template; without one plotly shows both coordinates.
+    """
+    colour = series_colour(number)
+    symbol = _SYMBOLS[number % len(_SYMBOLS)]
+    trace = {"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y}
+    trace["line"] = {"color": colour, "width": 2} | more.pop("line", {})
+    trace["marker"] = {"color": colour, "symbol": symbol, "size": 8} | more.pop("marker", {})
+    if hover:
+        trace["hovertemplate"] = hover + "<extra>%{fullData.name}</extra>"
+    return trace | more
+
+
+def heatmap(
+    columns: Sequence[str], rows: Sequence[str], cells: Any, unit: str, **more: Any
+) -> dict[str, Any]:
+    """A matrix of numbers; small ones are printed in their cells."""
+    values = [cell for row in cells for cell in row if cell]
+    return {
+        "type": "heatmap",
+        "x": columns,
+        "y": rows,
+        "z": cells,
+        "zmin": 0,
+        "zmax": max(values, default=1),
+        "hoverongaps": False,
+        "xgap": 2,
+        "ygap": 2,
+        "texttemplate": "%{z:.3~g}" if len(rows) <= 10 else "",
+        "colorbar": {"title": {"text": unit}, "thickness": 10},
+        **more,
+    }
+
+
+def heatmap_layout(rows: Sequence[str]) -> dict[str, Any]:
+    return {
+        "height": min(620, 190 + 34 * len(rows)),
+        "xaxis": {"type": "category", "side": "top", "showgrid": False},
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+    }
+
+
+def bar_layout(title: str, height: float, **more: Any) -> dict[str, Any]:
+    """The layout of horizontal bars: the first label at the top, `title` below the values."""
+    layout = {"height": height, "xaxis": axis(title), "yaxis": dict(LABEL_AXIS)}
+    return layout | more
+
+
+LABEL_AXIS = {"autorange": "reversed", "type": "category"}
+
+
+def dotted_line(colour: str = GREY, **at: float) -> dict[str, Any]:
+    """A dotted line across the plot at x=… or y=…."""
+    ((name, value),) = at.items()
+    across = "y" if name == "x" else "x"
+    ends = {f"{name}0": value, f"{name}1": value, f"{across}0": 0, f"{across}1": 1}
+    line = {"dash": "dot", "width": 1, "color": colour}
+    return {"type": "line", f"{across}ref": "paper", **ends, "line": line}
+
+
+def series_colour(number: int) -> str:
+    """The colour of a numbered run, backend or rank."""
+    return _SERIES_COLOURS[number % len(_SERIES_COLOURS)]
+
+
+def series_dash(number: int) -> str:
+    """A dash pattern, so that curves on top of each other are all visible."""
+    return _DASHES[number % len(_DASHES)]
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    """An axis of a plot."""
     return {"title": {"text": title}, **more}
 
 
-def size_axis(sizes: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis of messages, whose marks are sizes that were sent: 4 B, 64 KB."""
-    there = sorted({size for size in sizes if size})
-    marks: list[float] = []
-    for size in there:  # those that are too near to the one before have no room
-        if not marks or size >= marks[-1] * (there[-1] / there[0]) ** 0.13:
-            marks.append(size)
+def log_axis(
+    title: str, values: Sequence[float | None], *, at_values: bool = False, **more: Any
+) -> dict[str, Any]:
+    """A logarithmic axis with explicit ticks that do not overlap.
+
+    Ticks are at round numbers, or `at_values`.
+    """
+    ticks = sorted({value for value in values if value and value > 0})
+    if len(ticks) > 1 and not at_values:
+        round_ticks = _round_ticks(ticks[0], ticks[-1])
+        ticks = round_ticks if len(round_ticks) > 1 else ticks
+    ticks = _spaced(ticks)
     return axis(
-        "message",
+        title,
         type="log",
         tickmode="array",
-        tickvals=marks,
-        ticktext=[format_bytes(size) for size in marks],
-        tickangle=0,
+        tickvals=ticks,
+        ticktext=[_tick_text(tick) for tick in ticks],
+        **more,
     )
 
 
-def log_axis(title: str, **more: Any) -> dict[str, Any]:
-    """A logarithmic axis without powers of ten in small print."""
-    return axis(title, type="log", tickformat=",~g", **more)
+def size_axis(sizes: Sequence[float]) -> dict[str, Any]:
+    """A logarithmic axis of message sizes with ticks at sizes that occur: 4 B, 64 KiB."""
+    ticks = _spaced(sorted({size for size in sizes if size}), 0.13)
+    texts = [format_bytes(size) for size in ticks]
+    return axis(
+        "message", type="log", tickmode="array", tickvals=ticks, ticktext=texts, tickangle=0
+    )
+
+
+def _round_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times the powers of ten in a range, or only the powers of ten of a long range."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 4 else (1,)
+    candidates = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+    return [tick for tick in candidates if 0.99 * low <= tick <= 1.01 * high]
+
+
+def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
+    """Of ascending ticks those that are `gap` of the logarithmic axis apart."""
+    kept: list[float] = []
+    for tick in ticks:
+        if not kept or tick >= kept[-1] * (ticks[-1] / ticks[0]) ** gap:
+            kept.append(tick)
+    return kept
+
+
+def _tick_text(tick: float) -> str:
+    return f"{tick:,.0f}" if tick >= 1000 else f"{tick:.3g}"
 
 
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of too many points, the means of stretches of equal length."""
+    """At most MOST_POINTS points: means over stretches of equal length."""
     count = -(-len(points) // MOST_POINTS)
     if count <= 1:
         return list(points)
-    pieces = [points[at : at + count] for at in range(0, len(points), count)]
-    return [(mean(x for x, _ in piece), mean(y for _, y in piece)) for piece in pieces]
+    stretches = [points[start : start + count] for start in range(0, len(points), count)]
+    return [(fmean(x for x, _ in each), fmean(y for _, y in each)) for each in stretches]
 
 
 def milliseconds(seconds: float | None) -> float | None:
-    """For tables and plots, which show milliseconds."""
     return None if seconds is None else 1e3 * seconds
 
 
 def percent(share: float | None) -> float | None:
-    """For tables and plots, which show per cent."""
     return None if share is None else 100 * share

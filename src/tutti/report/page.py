@@ -1,8 +1,8 @@
-"""From figures to one file: nothing in it asks the network for anything.
+"""Builds the page: one HTML file that requests nothing from the network.
 
-Three things see to that and to it that no text from a file becomes code: the template escapes all
-text, figures travel as data that no tag can end, and the page's own policy lets the browser run
-only the scripts whose hashes it names and fetch nothing.
+No text from a file can become code: the template escapes all text, figures are embedded as JSON
+that no tag can end, and the page's content security policy allows only the two scripts whose hashes
+it names, and no requests.
 """
 
 import base64
@@ -14,14 +14,14 @@ from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any
 
-from tutti.report.collect import Material
-from tutti.report.figure import Figure, for_plotly
+from tutti.report.figure import Figure, plotly_data
+from tutti.report.sources import ReportSources
 from tutti.report.summary import sentences, tiles
 from tutti.world.errors import UsageError
 
-# Printed pages leave out the numbers of figures that have more rows: the page itself has them.
+# Longer tables stay closed when the page is printed.
 _LONG_TABLE = 60
-# What a damaged or older file may lack: its figure is left out, and a line says so.
+# Errors of a damaged or older file: its figure is left out, and a note says so.
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
 
 
@@ -32,14 +32,14 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _Section:
+class _PageSection:
     id: str
     title: str
     groups: list[_Group]
 
 
 def check_installed() -> None:
-    """Refuse before anything is read."""
+    """Refuse before anything is read if jinja2 or plotly is missing."""
     for package in ("jinja2", "plotly"):
         if find_spec(package) is None:
             raise UsageError(
@@ -48,20 +48,19 @@ def check_installed() -> None:
             )
 
 
-def build(material: Material) -> str:
+def build_page(sources: ReportSources) -> str:
     """The page as text."""
     check_installed()
     import jinja2
+    from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
-    notes = list(material.notes)
-    for run in material.profiled:
+    notes = list(sources.notes)
+    for run in sources.profiled:
         notes += [f"{run.name}: {note}" for note in (run.profile or {}).get("notes") or []]
-    sections = list(_sections(material, notes))
-    summary = list(_guarded(sentences, material, "the summary", notes))
-    numbers = list(_guarded(tiles, material, "the summary's numbers", notes))
+    sections = list(_sections(sources, notes))
     drawn = {
-        name: for_plotly(figure)
+        name: plotly_data(figure)
         for section in sections
         for group in section.groups
         for name, figure in group.figures
@@ -71,44 +70,44 @@ def build(material: Material) -> str:
     script = (room / "page.js").read_text()
     library = get_plotlyjs()
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(show=show, value=value, picture=_picture)
+    environment.filters.update(show=show, value=full_value, picture=_svg_data_url)
     return environment.from_string((room / "page.html").read_text()).render(
-        title=material.title,
-        style=_raw((room / "page.css").read_text()),
-        library=_raw(library),
-        script=_raw(script),
-        hashes=" ".join(f"'sha256-{_digest(each)}'" for each in (library, script)),
-        figures=_raw(data_for_script(drawn)),
-        summary=summary,
-        tiles=numbers,
-        advice=list(_guarded(_advice, material, "the advice", notes)),
+        title=sources.title,
+        style=Markup((room / "page.css").read_text()),
+        library=Markup(library),
+        script=Markup(script),
+        hashes=" ".join(f"'sha256-{_sha256(each)}'" for each in (library, script)),
+        figures=Markup(script_json(drawn)),
+        summary=list(_without_damage(sentences, sources, "the summary", notes)),
+        tiles=list(_without_damage(tiles, sources, "the summary's numbers", notes)),
+        advice=list(_without_damage(_advice, sources, "the advice", notes)),
         sections=sections,
         notes=list(dict.fromkeys(notes)),
         long=_LONG_TABLE,
     )
 
 
-def _sections(material: Material, notes: list[str]) -> Iterator[_Section]:
+def _sections(sources: ReportSources, notes: list[str]) -> Iterator[_PageSection]:
     from tutti.report.figures import SECTIONS
 
     count = 0
     for number, section in enumerate(SECTIONS):
         groups = []
-        for source in section.sources(material):
+        for source in section.select(sources):
             name = getattr(source, "name", "")
             figures = []
-            for maker in section.makers:
+            for make in section.makers:
                 what = f"{section.title}{f' of {name}' if name else ''}"
-                for figure in _guarded(maker, source, what, notes):
+                for figure in _without_damage(make, source, what, notes):
                     count += 1
                     figures.append((f"figure{count}", figure))
             if figures:
                 groups.append(_Group(name, figures))
         if groups:
-            yield _Section(f"section{number}", section.title, groups)
+            yield _PageSection(f"section{number}", section.title, groups)
 
 
-def _guarded(
+def _without_damage(
     make: Callable[[Any], Iterator[Any]], source: Any, what: str, notes: list[str]
 ) -> Iterator[Any]:
     try:
@@ -118,15 +117,15 @@ def _guarded(
         notes.append(f"{what}: a part is left out, its file is not as expected: {error} {kind}")
 
 
-def _advice(material: Material) -> Iterator[tuple[str, dict[str, Any]]]:
-    several = len(material.profiled) > 1
-    for run in material.profiled:
+def _advice(sources: ReportSources) -> Iterator[tuple[str, dict[str, Any]]]:
+    several = len(sources.profiled) > 1
+    for run in sources.profiled:
         for each in (run.profile or {}).get("advice") or []:
             yield (run.name if several else ""), each
 
 
 def show(cell: Any) -> str:
-    """A cell for people: four digits, no exponent where it can be helped."""
+    """A table cell for display: four digits, no exponent if possible."""
     if cell is None:
         return "–"
     if isinstance(cell, bool):
@@ -142,31 +141,25 @@ def show(cell: Any) -> str:
     return str(cell)
 
 
-def value(cell: Any) -> str:
-    """A cell for sorting and copying: a number in full, or the text."""
+def full_value(cell: Any) -> str:
+    """A table cell for sorting and copying: a number with all digits, or the text."""
     if isinstance(cell, bool) or not isinstance(cell, int | float):
         return "" if cell is None else show(cell)
     return repr(cell)
 
 
-def data_for_script(content: Any) -> str:
-    """JSON that no tag in it can end: `</script>` and `<!--` cannot occur."""
+def script_json(content: Any) -> str:
+    """JSON that cannot end its script tag: `</script>` and `<!--` cannot occur."""
     text = json.dumps(content, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text
 
 
-def _raw(text: str) -> Any:
-    from markupsafe import Markup
-
-    return Markup(text)
-
-
-def _picture(svg: str) -> str:
-    """As an image: its rules hold for nothing else on the page, and nothing in it can run."""
+def _svg_data_url(svg: str) -> str:
+    """As an image, an SVG cannot run scripts, and its styles do not affect the page."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
-def _digest(script: str) -> str:
+def _sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

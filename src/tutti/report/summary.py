@@ -1,58 +1,141 @@
-"""The first lines of a page: what is worth knowing, in sentences and in a few large numbers."""
+"""The beginning of a page: a summary in sentences, and a few large numbers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from tutti.report.collect import Material, Result, Run
-from tutti.report.figures.loss import values
-from tutti.report.key_numbers import (
-    LOST,
-    Rows,
-    best_of_scale,
-    flags_of,
-    largest_loss,
-    learning_rate,
-    of_learning_rates,
-    of_run,
-    unit_of,
-)
+from tutti.report.figure import LOSS_NAMES
+from tutti.report.sources import ReportSources, Result, Run
 
-# A sentence about each of more runs than these would be no summary.
-_MOST_RUNS = 3
+Rows = list[dict[str, Any]]
+
+# The parts of a step in which nothing computes, as sentences name them.
+LOST_PARTS = {
+    "exposed": "exposed communication",
+    "wait": "waiting for ranks",
+    "bubble": "pipeline bubbles",
+    "input": "waiting for input",
+    "host_gap": "gaps",
+}
+_MOST_RUNS = 3  # sentences about each of more runs would not be a summary
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A number, what it is, and of what."""
+class KeyNumbers:
+    """The most important numbers of a run; None is unknown."""
 
-    value: str
-    name: str
-    about: str
+    ranks: int | None
+    backend: str | None
+    samples_per_s: float | None
+    step_s: float | None
+    computing: float | None
+    """Share of the step, mean over ranks: compute alone or with hidden communication."""
+    lost: dict[str, float]
+    """Share of the step by part, mean over ranks, the largest first."""
+    late: dict[str, Any] | None
+    """The row of the most expensive straggler."""
 
 
-def sentences(material: Material) -> Iterator[str]:
-    """Scalings first, then runs, then checks."""
-    for result in material.of("tutti.scale"):
+def key_numbers(run: Run) -> KeyNumbers:
+    """From the summary, or from the traces where the summary has nothing."""
+    profile = run.profile or {}
+    rows = profile.get("ranks") or []
+    world = run.summary.get("world") or run.started.get("world") or {}
+    lost = {name: fmean(row["parts_share"][name] for row in rows) for name in LOST_PARTS if rows}
+    late = [each for each in profile.get("stragglers") or [] if each["straggler"]]
+    return KeyNumbers(
+        ranks=world.get("size") or profile.get("world_size"),
+        backend="+".join(sorted({row["backend"] for row in rows})) or None,
+        samples_per_s=run.summary.get("samples_per_s"),
+        step_s=fmean(row["step_s"]["mean"] for row in rows) if rows else None,
+        computing=fmean(row["busy"] for row in rows) if rows else None,
+        lost=dict(sorted(lost.items(), key=lambda item: -item[1])),
+        late=late[0] if late else None,
+    )
+
+
+def metric(run: Run, name: str, rank: int | None = None) -> list[tuple[float, float]]:
+    """(step, value) of a metric of one rank; without a rank, of the first."""
+    if not run.metrics:
+        return []
+    rows = run.metrics.get(min(run.metrics) if rank is None else rank, [])
+    return [
+        (row["step"], float(row[name])) for row in rows if isinstance(row.get(name), int | float)
+    ]
+
+
+def scale_rows(result: Result) -> dict[str, Rows]:
+    """The rows of a scaling by ascending ranks, for each set of swept flags."""
+    found: dict[str, Rows] = {"": result.content["rows"]} if result.content["rows"] else {}
+    for row in result.content.get("sweep") or []:
+        if "efficiency" in row:
+            found.setdefault(flag_words(row), []).append(row)
+    return {flags: sorted(rows, key=lambda row: int(row["ranks"])) for flags, rows in found.items()}
+
+
+def best_scale_rows(result: Result) -> Rows:
+    """Of a sweep, the rows of the flags that were fastest with the most ranks."""
+    found = scale_rows(result).values()
+    return max(found, key=lambda rows: (rows[-1]["ranks"], rows[-1]["samples_per_s"]), default=[])
+
+
+def learning_rate_rows(result: Result) -> Rows:
+    """The rows of a learning rate sweep, which have losses and no efficiency; ascending."""
+    rows = [row for row in result.content.get("sweep") or [] if "final_loss" in row]
+    return sorted(rows, key=lambda row: (row["ranks"], learning_rate(row)))
+
+
+def learning_rate(row: dict[str, Any]) -> float:
+    return float(row["flags"]["lr"])
+
+
+def throughput_unit(result: Result) -> str:
+    return result.content.get("unit") or "samples/s"
+
+
+def flag_words(row: dict[str, Any]) -> str:
+    return " ".join(f"--{name.lstrip('-')} {value}" for name, value in row["flags"].items())
+
+
+def largest_loss(row: dict[str, Any]) -> tuple[str, float]:
+    """Name and share of the largest cause; `other` is replaced by its split."""
+    causes = {LOSS_NAMES[name]: share for name, share in row["loss"].items() if name != "other"}
+    names = {"compute": "slower compute", "gaps": "more gaps"}
+    for name, share in (row.get("other") or {"rest": row["loss"]["other"]}).items():
+        causes[names.get(name, name)] = share
+    name = max(causes, key=lambda each: float(causes[each]))
+    return name, causes[name]
+
+
+def sentences(sources: ReportSources) -> Iterator[str]:
+    """Scaling first, then runs, checks and benchmarks."""
+    scalings = sources.of_schema("tutti.scale")
+    for result in scalings:
         yield from _scale_sentences(result)
-    for run in _told(material):
-        yield from _run_sentences(run)
-    if len(material.runs) > _MOST_RUNS and not material.of("tutti.scale"):
-        yield f"{len(material.runs)} runs are on this page."
-    for result in material.of("tutti.parity"):
+    # A scaling's curve says more than its runs: of these only the largest is described.
+    runs = sources.profiled[-1:] if scalings else sources.runs
+    if len(runs) <= _MOST_RUNS:
+        for run in runs:
+            yield from _run_sentences(run)
+    elif not scalings:
+        yield f"This page shows {len(runs)} runs."
+    for result in sources.of_schema("tutti.parity"):
         rows = [row for row in result.content["rows"] if not row.get("not_applicable")]
         failed = [row["layout"] for row in rows if not row["ok"]]
         if failed:
-            yield f"Of {len(rows)} layouts these differ from one device: {', '.join(failed)}."
+            names = ", ".join(failed)
+            yield f"{len(rows)} layouts: {len(failed)} differ from one device ({names})."
         else:
-            yield f"{len(rows)} layouts compute what one device computes."
-    for result in material.of("tutti.doctor"):
+            yield f"{len(rows)} layouts: all agree with one device."
+    for result in sources.of_schema("tutti.doctor"):
         checks = result.content["checks"]
-        bad = [each["id"] for each in checks if each["status"] == "fail"]
-        warned = sum(each["status"] == "warn" for each in checks)
-        said = f"{', '.join(bad[:4])} fail" if bad else "no check fails"
-        yield f"Of {len(checks)} checks, {said}, {warned} warn."
-    benches = [each for each in material.results if each.schema.startswith("tutti.bench.")]
+        failed = [each["id"] for each in checks if each["status"] == "fail"]
+        warnings = sum(each["status"] == "warn" for each in checks)
+        names = f" ({', '.join(failed[:4])})" if failed else ""
+        plural = "s" * (warnings != 1)
+        yield f"{len(checks)} checks: {len(failed)} failed{names}, {warnings} warning{plural}."
+    benches = [each for each in sources.results if each.schema.startswith("tutti.bench.")]
     if benches:
         kinds = sorted({each.schema.removeprefix("tutti.bench.") for each in benches})
         hosts = sorted({str(each.environment["host"]) for each in benches if each.environment})
@@ -60,93 +143,47 @@ def sentences(material: Material) -> Iterator[str]:
         yield f"Benchmarks: {', '.join(kinds)}{where}."
 
 
-def tiles(material: Material) -> Iterator[Tile]:
-    """Throughput, efficiency, the largest loss, who is late: of the scaling or the first run."""
-    scalings = material.of("tutti.scale")
-    run = next(iter(material.profiled[-1:] if scalings else material.runs[:1]), None)
-    for last in best_of_scale(scalings[0])[-1:] if scalings else []:
-        yield Tile(
-            f"{last['samples_per_s']:,.0f}", unit_of(scalings[0]), f"on {last['ranks']} ranks"
-        )
-        yield Tile(f"{100 * last['efficiency']:.0f} %", "efficiency", f"on {last['ranks']} ranks")
-        name, share = largest_loss(last)
-        if share > 0:
-            yield Tile(f"{100 * share:.0f} %", name, "of the step: the largest loss")
-    if run is None:
-        return
-    numbers = of_run(run)
-    whose = f", in {run.name}" if len(material.runs) > 1 else ""
-    if not scalings:
-        if numbers.samples_per_s is not None:
-            yield Tile(f"{numbers.samples_per_s:,.0f}", "samples/s", run.name)
-        if numbers.computing is not None:
-            yield Tile(f"{100 * numbers.computing:.0f} %", "computing", f"of the step{whose}")
-        name, share = next(iter(numbers.lost.items()), ("", 0.0))
-        if share > 0:
-            yield Tile(f"{100 * share:.0f} %", LOST[name], f"of the step{whose}: the largest loss")
-    if numbers.late is not None:
-        cost = f"others wait {1e3 * numbers.late['cost_s']['mean']:.1f} ms of a step{whose}"
-        yield Tile(f"rank {numbers.late['rank']}", "is late", cost)
-    elif run.profile is not None and (numbers.ranks or 1) > 1:
-        yield Tile("nobody", "is late", f"no rank makes the others wait{whose}")
-
-
-def _told(material: Material) -> list[Run]:
-    """Of a scaling the curve tells more than its runs; of these the last, which is the largest."""
-    if material.of("tutti.scale"):
-        return material.profiled[-1:]
-    return material.runs if len(material.runs) <= _MOST_RUNS else []
-
-
 def _scale_sentences(result: Result) -> Iterator[str]:
-    yield from _learning_rate_sentences(result)
-    rows = best_of_scale(result)
+    by_ranks: dict[int, Rows] = {}
+    for row in learning_rate_rows(result):
+        by_ranks.setdefault(row["ranks"], []).append(row)
+    for ranks, rates in by_ranks.items():
+        finished = [row for row in rates if row["final_loss"] is not None]
+        if finished:
+            best = min(finished, key=lambda row: float(row["final_loss"]))
+            yield (
+                f"Of {len(rates)} learning rates with {_count(ranks, 'rank')}, "
+                f"{learning_rate(best):g} has the lowest final loss: {best['final_loss']:.4g}."
+            )
+    rows = best_scale_rows(result)
     if len(rows) < 2:
         return
-    last = rows[-1]
+    first, last = rows[0], rows[-1]
     lost = 1 - last["efficiency"]
-    with_ = f" with {flags_of(last)}" if "flags" in last else ""
-    said = (
-        f"{last['ranks']} ranks{with_} are {last['speedup']:.2f} times as fast as {_ranks(rows[0])}"
+    flags = f" with {flag_words(last)}" if "flags" in last else ""
+    text = (
+        f"{last['ranks']} ranks{flags} are {last['speedup']:.2f} times as fast as "
+        f"{_count(first['ranks'], 'rank')}: an efficiency of {100 * last['efficiency']:.0f} %."
     )
-    said += f": {100 * last['efficiency']:.0f} % of the ideal."
     name, share = largest_loss(last)
     if lost > 0 and share > 0:
-        said += (
-            f" Of the {100 * lost:.0f} % that are lost, the most is {name}: "
+        text += (
+            f" The largest cause of the lost {100 * lost:.0f} % is {name}, "
             f"{100 * share:.0f} % of the step."
         )
-    yield said
-
-
-def _learning_rate_sentences(result: Result) -> Iterator[str]:
-    by_ranks: dict[int, Rows] = {}
-    for row in of_learning_rates(result):
-        by_ranks.setdefault(row["ranks"], []).append(row)
-    for ranks, rows in by_ranks.items():
-        ended = [row for row in rows if row["final_loss"] is not None]
-        if ended:
-            best = min(ended, key=lambda row: float(row["final_loss"]))
-            yield (
-                f"Of {len(rows)} learning rates on {ranks} rank{'s' * (ranks != 1)}, "
-                f"{learning_rate(best):g} ends with the lowest loss: {best['final_loss']:.4g}."
-            )
-
-
-def _ranks(row: dict[str, Any]) -> str:
-    return "1" if row["ranks"] == 1 else f"{row['ranks']} ranks"
+    yield text
 
 
 def _run_sentences(run: Run) -> Iterator[str]:
-    numbers = of_run(run)
+    numbers = key_numbers(run)
     facts = []
     if numbers.ranks:
-        facts.append(f"{numbers.ranks} rank{'s' * (numbers.ranks != 1)}")
+        facts.append(_count(numbers.ranks, "rank"))
     if run.summary.get("layout"):
         facts.append(f"layout {run.summary['layout']}")
     if numbers.samples_per_s is not None:
         facts.append(f"{numbers.samples_per_s:,.0f} samples/s")
-    losses = values(run, "loss")
+    losses = metric(run, "loss")
     if losses:
         facts.append(f"loss {losses[0][1]:.3g} to {losses[-1][1]:.3g} in {len(losses)} steps")
     if run.summary.get("reason"):
@@ -154,16 +191,60 @@ def _run_sentences(run: Run) -> Iterator[str]:
     if facts:
         yield f"{run.name}: {', '.join(facts)}."
     if numbers.step_s is not None and numbers.computing is not None:
-        said = (
-            f"A step takes {1e3 * numbers.step_s:.1f} ms, and for {100 * numbers.computing:.0f} % "
-            "of it ranks compute"
+        text = (
+            f"A step takes {1e3 * numbers.step_s:.1f} ms; ranks compute for "
+            f"{100 * numbers.computing:.0f} % of it"
         )
         name, share = next(iter(numbers.lost.items()), ("", 0.0))
-        said += f"; the most is lost to {LOST[name]}, {100 * share:.0f} %." if share else "."
-        yield said
+        lost = f"; the largest loss is {LOST_PARTS[name]}, {100 * share:.0f} %" if share else ""
+        yield f"{text}{lost}."
     if numbers.late is not None:
         cost, share = numbers.late["cost_s"]["mean"], numbers.late["cost_share"]
         yield (
-            f"Rank {numbers.late['rank']} is late: the others wait {1e3 * cost:.1f} ms of a step "
+            f"Rank {numbers.late['rank']} is late: the others wait {1e3 * cost:.1f} ms per step "
             f"for it ({100 * share:.0f} %)."
         )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A large number, what it is, and what it refers to."""
+
+    value: str
+    name: str
+    about: str
+
+
+def tiles(sources: ReportSources) -> Iterator[Tile]:
+    """Throughput, efficiency, largest loss and straggler of the scaling or of the first run."""
+    scalings = sources.of_schema("tutti.scale")
+    run = next(iter(sources.profiled[-1:] if scalings else sources.runs[:1]), None)
+    for last in best_scale_rows(scalings[0])[-1:] if scalings else []:
+        ranks = f"with {last['ranks']} ranks"
+        yield Tile(f"{last['samples_per_s']:,.0f}", throughput_unit(scalings[0]), ranks)
+        yield Tile(f"{100 * last['efficiency']:.0f} %", "efficiency", ranks)
+        name, share = largest_loss(last)
+        if share > 0:
+            yield Tile(f"{100 * share:.0f} %", name, "of the step: the largest loss")
+    if run is None:
+        return
+    numbers = key_numbers(run)
+    where = f", in {run.name}" if len(sources.runs) > 1 else ""
+    if not scalings:
+        if numbers.samples_per_s is not None:
+            yield Tile(f"{numbers.samples_per_s:,.0f}", "samples/s", run.name)
+        if numbers.computing is not None:
+            yield Tile(f"{100 * numbers.computing:.0f} %", "computing", f"of the step{where}")
+        name, share = next(iter(numbers.lost.items()), ("", 0.0))
+        if share > 0:
+            about = f"of the step{where}: the largest loss"
+            yield Tile(f"{100 * share:.0f} %", LOST_PARTS[name], about)
+    if numbers.late is not None:
+        cost = f"the others wait {1e3 * numbers.late['cost_s']['mean']:.1f} ms per step{where}"
+        yield Tile(f"rank {numbers.late['rank']}", "is late", cost)
+    elif run.profile is not None and (numbers.ranks or 1) > 1:
+        yield Tile("no rank", "is late", f"no rank makes the others wait{where}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

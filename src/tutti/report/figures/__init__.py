@@ -1,87 +1,74 @@
-"""The figures of a page, in order: to add one, write `figures(source)` and name it here."""
+"""The sections of a page, in order: to add a figure, write a generator and name it here."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tutti.report.collect import Material
 from tutti.report.figure import Figure
 from tutti.report.figures import (
-    bandwidth,
-    checks,
-    collectives,
-    comparison,
-    environment,
-    learning_rates,
-    loss,
-    memory,
-    overlap,
-    pairs,
-    parity,
-    parts,
-    recipes,
-    scaling,
-    symmetric,
-    tables,
-    throughput,
-    timeline,
-    topology,
-    traffic,
-    waits,
+    bench_plots,
+    machine_health,
+    scaling_curves,
+    step_communication,
+    step_profile,
+    step_timeline,
+    training_curves,
 )
-
-Maker = Callable[[Any], Iterator[Figure]]
+from tutti.report.sources import ReportSources
 
 
 @dataclass(frozen=True)
 class Section:
-    """Each source is handed to each maker; figures of one source stand together."""
+    """Each selected source is given to each maker; the figures of one source stand together."""
 
     title: str
-    sources: Callable[[Material], Iterable[Any]]
-    makers: tuple[Maker, ...]
+    select: Callable[[ReportSources], Iterable[Any]]
+    makers: tuple[Callable[[Any], Iterator[Figure]], ...]
 
 
-def _of(*schemas: str) -> Callable[[Material], Iterable[Any]]:
-    return lambda material: [each for schema in schemas for each in material.of(schema)]
+def _results(*schemas: str) -> Callable[[ReportSources], Iterable[Any]]:
+    return lambda sources: sources.of_schema(*schemas)
 
 
-def _runs(material: Material) -> list[Any]:
-    return [material.runs]
+def _runs(sources: ReportSources) -> list[Any]:
+    return [sources.runs]
 
 
-def _other(material: Material) -> list[Any]:
-    return [each for each in material.results if each.schema not in _SHOWN]
+def _profiled(sources: ReportSources) -> list[Any]:
+    return list(sources.profiled)
 
 
-_SHOWN = (
+def _other_results(sources: ReportSources) -> list[Any]:
+    return [each for each in sources.results if each.schema not in _WITH_FIGURES]
+
+
+_WITH_FIGURES = (
     *("tutti.scale", "tutti.bench.collectives", "tutti.bench.bandwidth", "tutti.bench.pairs"),
     *("tutti.bench.symmetric", "tutti.parity", "tutti.doctor", "tutti.topo", "tutti.machine"),
 )
 
 SECTIONS = (
-    Section("Runs", _runs, (recipes.figures, comparison.figures)),
-    Section("Training", _runs, (loss.figures, throughput.figures)),
-    Section("Scaling", _of("tutti.scale"), (scaling.figures, learning_rates.figures)),
+    Section("Runs", _runs, (training_curves.runs_table, training_curves.step_comparison)),
+    Section("Training", _runs, (training_curves.loss, training_curves.throughput)),
+    Section(
+        "Scaling", _results("tutti.scale"), (scaling_curves.scaling, scaling_curves.learning_rates)
+    ),
     Section(
         "The step",
-        lambda material: material.profiled,
+        _profiled,
         (
-            parts.figures,
-            timeline.figures,
-            waits.figures,
-            overlap.figures,
-            memory.figures,
-            traffic.figures,
+            *(step_profile.parts, step_timeline.timeline, step_profile.waits),
+            *(step_communication.overlap, step_profile.utilization, step_profile.memory),
+            step_communication.communication,
         ),
     ),
-    Section("Collectives", _of("tutti.bench.collectives"), (collectives.figures,)),
-    Section("Bandwidth", _of("tutti.bench.bandwidth"), (bandwidth.figures,)),
-    Section("Symmetric memory", _of("tutti.bench.symmetric"), (symmetric.figures,)),
-    Section("Pairs", _of("tutti.bench.pairs"), (pairs.figures,)),
-    Section("Parity", _of("tutti.parity"), (parity.figures,)),
-    Section("Topology", _of("tutti.topo", "tutti.machine"), (topology.figures,)),
-    Section("Health", _of("tutti.doctor"), (checks.figures,)),
-    Section("Other results", _other, (tables.figures,)),
-    Section("Environment", lambda material: [material], (environment.figures,)),
+    Section("Collectives", _results("tutti.bench.collectives"), (bench_plots.collectives,)),
+    Section("Bandwidth", _results("tutti.bench.bandwidth"), (bench_plots.bandwidth,)),
+    Section("Symmetric memory", _results("tutti.bench.symmetric"), (bench_plots.symmetric,)),
+    Section("Pairs", _results("tutti.bench.pairs"), (bench_plots.pairs,)),
+    Section("Parity", _results("tutti.parity"), (machine_health.parity,)),
+    Section("Topology", _results("tutti.topo", "tutti.machine"), (machine_health.topology,)),
+    Section("Health", _results("tutti.doctor"), (machine_health.checks,)),
+    Section("Other results", _other_results, (machine_health.result_tables,)),
+    Section("Environment", lambda sources: [sources], (machine_health.environments,)),
 )

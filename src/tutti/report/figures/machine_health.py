@@ -1,0 +1,223 @@
+"""Proof and machine: parity, topology, checks, environments, and results without own figures."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from tutti.machine.device_topology import Topology
+from tutti.machine.observation import Machine
+from tutti.machine.topology_svg import draw
+from tutti.report.figure import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    VERMILION,
+    Figure,
+    Table,
+    axis,
+    bar,
+    dotted_line,
+)
+from tutti.report.sources import ReportSources, Result
+
+_SMALLEST_ERROR = 1e-17  # an error of 0 has no logarithm and is drawn here
+_STATUS_COLOURS = {"fail": VERMILION, "warn": ORANGE, "pass": GREEN, "skip": GREY}
+_GIB = 1 << 30
+# These differ between ranks of one host or between runs, and do not identify a machine.
+_OF_A_PROCESS = ("cpus", "variables")
+_NOT_RESULTS = ("environment", "command", "schema", "world", "places")
+
+
+def parity(result: Result) -> Iterator[Figure]:
+    """Errors of losses and gradients of each layout against one device, and the tolerance."""
+    content = result.content
+    rows = [row for row in content["rows"] if not row.get("not_applicable")]
+    failed = sum(not row["ok"] for row in rows)
+    verdict = f"{failed} of {len(rows)} layouts fail" if failed else "all layouts agree"
+    limit = (content.get("tolerance") or {}).get("gradient")
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": name,
+            "x": [row["layout"] for row in rows],
+            "y": [None if row[key] is None else max(_SMALLEST_ERROR, row[key]) for row in rows],
+            "marker": {"color": colour, "symbol": symbol, "size": 9},
+            "hovertemplate": "%{x}: %{y:.2g}<extra>%{fullData.name}</extra>",
+        }
+        for name, key, colour, symbol in (
+            ("loss", "loss_rel_err", GREEN, "diamond"),
+            ("gradient", "grad_rel_err", BLUE, "circle"),
+        )
+    ]
+    yield Figure(
+        "Layouts against one device",
+        f"{content.get('precision', '')}: {verdict}. The dotted line is the gradient tolerance.",
+        Table(
+            ["layout", "ranks", "loss error", "gradient error", "worst parameter", "ok", "finding"],
+            [
+                (
+                    *(row["layout"], row["ranks"], row.get("loss_rel_err")),
+                    *(row.get("grad_rel_err"), row.get("worst_parameter"), row["ok"]),
+                    row.get("not_applicable") or row.get("diagnosis"),
+                )
+                for row in content["rows"]
+            ],
+        ),
+        traces if rows else (),
+        {
+            "xaxis": {"type": "category", "tickangle": -45},
+            "yaxis": axis("relative error", type="log", exponentformat="power"),
+            "height": 400,
+            "showlegend": True,
+            "shapes": [dotted_line(VERMILION, y=limit)] if limit else [],
+        },
+    )
+
+
+def topology(result: Result) -> Iterator[Figure]:
+    """The picture of `tutti topo`, and every link in a table.
+
+    Only recorded machines are drawn; the machine that makes the page may be another one.
+    """
+    machines = [Machine.from_json(each) for each in result.content.get("machines") or []]
+    topologies = [Topology(machine) for machine in machines]
+    rows = result.content.get("links")
+    if rows is None:
+        rows = [link for each in topologies for link in each.to_json()["links"]]
+    table = Table(
+        ["host", "from", "to", "class", "NVLinks", "NVLink GB/s", "reason"],
+        [
+            (
+                *(row["host"], row["a"], row["b"], row["class"], row.get("nvlinks")),
+                *(row.get("nvlink_gbs"), row.get("reason")),
+            )
+            for row in rows
+        ],
+    )
+    if not topologies:
+        about = (
+            "This older file cannot be drawn: `tutti topo --json` now records what a picture needs."
+        )
+        yield Figure("Links", about, table)
+        return
+    yield Figure(
+        f"Topology of {', '.join(each.machine.host for each in topologies)}",
+        "Green: GPUs and NVLinks. Blue: NICs. Red: devices with errors or lost links.",
+        table,
+        pictures=(draw(topologies, "light"), draw(topologies, "dark")),
+    )
+
+
+def checks(result: Result) -> Iterator[Figure]:
+    """The checks of `tutti doctor`: failures first, with their cures."""
+    rows = result.content["checks"]
+    count = Counter(each["status"] for each in rows)
+    order = [name for name in _STATUS_COLOURS if name in count]
+    order += sorted(set(count) - set(order))
+    yield Figure(
+        "Checks",
+        ", ".join(f"{count[name]} {name}" for name in order) + ".",
+        Table(
+            ["status", "check", "host", "where", "observed", "expected", "cure"],
+            [
+                (
+                    *(each["status"], each["id"], each.get("host"), each["scope"]),
+                    *(each["observed"], each["expected"], each["cure"]),
+                )
+                for each in sorted(rows, key=lambda each: order.index(each["status"]))
+            ],
+        ),
+        [
+            bar(name, ["checks"], [count[name]], _STATUS_COLOURS.get(name, GREY), name)
+            for name in order
+        ],
+        {
+            "barmode": "stack",
+            "height": 150,
+            "xaxis": {"showgrid": False},
+            "yaxis": {"visible": False},
+            "showlegend": True,
+        },
+    )
+
+
+def result_tables(result: Result) -> Iterator[Figure]:
+    """Results without figures of their own: a table for each list of objects and for values."""
+    values: list[tuple[str, Any]] = []
+    for key, value in result.content.items():
+        if key in _NOT_RESULTS:
+            continue
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            flat = [_flatten(row) for row in value]
+            head = list(dict.fromkeys(name for row in flat for name in row))
+            table = Table(head, [[row.get(name) for name in head] for row in flat])
+            yield Figure(key.replace("_", " "), "", table)
+        elif not isinstance(value, dict | list) and value is not None:
+            values.append((key, value))
+    if values:
+        yield Figure("Values", "", Table(["name", "value"], values))
+
+
+def _flatten(row: dict[str, Any]) -> dict[str, Any]:
+    """One level: `time_us.p50`."""
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, dict) and value:
+            flat |= {f"{key}.{inner}": each for inner, each in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def environments(sources: ReportSources) -> Iterator[Figure]:
+    """A table for each machine, then the commands and variables of each source."""
+    machines: list[tuple[dict[str, Any], list[str]]] = []
+    commands, variables = [], []
+    for source in sources.all:
+        if source.command is not None:
+            commands.append((source.name, source.command))
+        environment = source.environment
+        if environment is None:
+            continue
+        for name, value in (environment.get("variables") or {}).items():
+            variables.append((source.name, name, value))
+        machine = {key: value for key, value in environment.items() if key not in _OF_A_PROCESS}
+        names = next((names for seen, names in machines if seen == machine), None)
+        if names is None:
+            machines.append((machine, [source.name]))
+        else:
+            names.append(source.name)
+    for machine, names in machines:
+        yield Figure(
+            f"Machine: {machine.get('host', 'unnamed')}",
+            f"Of {', '.join(names)}.",
+            Table(["what", "value"], list(_machine_rows(machine))),
+        )
+    if commands:
+        yield Figure("Commands", "", Table(["source", "command"], commands))
+    if variables:
+        yield Figure(
+            "Variables",
+            "Only variables that control torch, its backends and launchers are recorded.",
+            Table(["source", "variable", "value"], variables),
+        )
+
+
+def _machine_rows(machine: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in machine.items():
+        name = key.replace("_", " ")
+        if key == "memory_bytes":
+            yield "memory GiB", value / _GIB
+        elif key == "gpus":
+            for number, gpu in enumerate(value):
+                memory = f"{gpu['memory_bytes'] / _GIB:.0f} GiB"
+                yield f"GPU {number}", f"{gpu['name']}, {memory}, driver {gpu['driver']}"
+            if not value:
+                yield "GPUs", "none"
+        elif isinstance(value, dict):
+            for inner, each in value.items():
+                yield (f"{name} {inner}" if key != "versions" else str(inner)), each
+        elif value is not None:
+            yield name, value

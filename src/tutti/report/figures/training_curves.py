@@ -1,0 +1,212 @@
+"""Runs side by side: key numbers, recipes, steps, loss, accuracy, throughput, waiting."""
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+from tutti.profile.step_breakdown import PARTS
+from tutti.report.figure import (
+    PART_COLOURS,
+    PART_NAMES,
+    Figure,
+    Table,
+    axis,
+    bar,
+    bar_layout,
+    curve,
+    milliseconds,
+    percent,
+    series_dash,
+    thin,
+)
+from tutti.report.sources import Run
+from tutti.report.summary import key_numbers, metric
+
+_MOST_CURVES = 16  # of ranks in one plot
+
+
+def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
+    """The runs in a table, and the differences of their recipes if there are several."""
+    if not runs:
+        return
+    rows = []
+    for run in runs:
+        numbers = key_numbers(run)
+        world = run.summary.get("world") or run.started.get("world") or {}
+        rows.append(
+            {
+                "run": run.name,
+                "ranks": numbers.ranks,
+                "layout": run.summary.get("layout"),
+                "backend": world.get("backend") or numbers.backend,
+                "steps": run.summary.get("steps"),
+                "samples/s": numbers.samples_per_s,
+                "step ms": milliseconds(numbers.step_s),
+                "computing %": percent(numbers.computing),
+                "final loss": run.summary.get("final_loss"),
+                "test accuracy %": percent(run.summary.get("test_accuracy")),
+                "ended": run.summary.get("reason"),
+            }
+        )
+    head = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    yield Figure(
+        "The runs",
+        "Computing is the share of the profiled steps in which a rank computes.",
+        Table(head, [[row[name] for name in head] for row in rows]),
+    )
+    yield from _recipe_differences([run for run in runs if run.recipe])
+
+
+def _recipe_differences(runs: Sequence[Run]) -> Iterator[Figure]:
+    if len(runs) < 2:
+        return
+    keys = list(dict.fromkeys(key for run in runs for key in run.recipe))
+    rows: list[list[Any]] = []
+    for key in keys:
+        values = [run.recipe.get(key, "absent") for run in runs]
+        if any(value != values[0] for value in values):
+            rows.append([key, *values])
+    about = f"{len(rows)} of {len(keys)} settings differ." if rows else "All settings are equal."
+    table = Table(["setting", *(run.name for run in runs)], rows)
+    yield Figure("Differences between the recipes", about, table)
+
+
+def step_comparison(runs: Sequence[Run]) -> Iterator[Figure]:
+    """The steps of several profiled runs: the mean over ranks of each part."""
+    profiled = {run.name: run.profile["ranks"] for run in runs if run.profile is not None}
+    if len(profiled) < 2:
+        return
+    parts = {
+        name: {part: 1e3 * fmean(row["parts_s"][part] for row in rows) for part in PARTS}
+        for name, rows in profiled.items()
+    }
+    yield Figure(
+        "Steps of the runs",
+        "Milliseconds per step, mean over ranks and steps.",
+        Table(
+            ["run", "step ms", *(f"{PART_NAMES[part]} ms" for part in PARTS)],
+            [(name, sum(each.values()), *each.values()) for name, each in parts.items()],
+        ),
+        [
+            bar(
+                PART_NAMES[part],
+                list(parts),
+                [each[part] for each in parts.values()],
+                PART_COLOURS[part],
+                "ms",
+            )
+            for part in PARTS
+            if any(each[part] for each in parts.values())
+        ],
+        bar_layout("ms", 150 + 34 * len(parts), barmode="stack"),
+    )
+
+
+def loss(runs: Sequence[Run]) -> Iterator[Figure]:
+    """The loss of all runs in one plot; then the accuracy of evaluated runs."""
+    traces: list[dict[str, Any]] = []
+    rows: list[tuple[Any, ...]] = []
+    has_tests = any(metric(run, "test_loss") for run in runs)
+    for number, run in enumerate(runs):
+        points = thin(metric(run, "loss"))
+        if not points:
+            continue
+        name = f"{run.name}, training" if has_tests else run.name
+        mode = "lines" if len(points) > 1 else "markers"
+        traces.append(
+            curve(name, number, *_xy(points), mode=mode, line={"dash": series_dash(number)})
+        )
+        rows += [(run.name, "training", x, y) for x, y in points]
+        if tests := metric(run, "test_loss"):
+            traces.append(_dotted_curve(f"{run.name}, test", number, tests))
+            rows += [(run.name, "test", x, y) for x, y in tests]
+    if traces:
+        about = "Training loss, mean over all ranks."
+        if max(len(metric(run, "loss")) for run in runs) > len(rows):
+            about += " Each point is the mean of several steps."
+        yield Figure(
+            "Loss",
+            about,
+            Table(["run", "loss of", "step", "loss"], rows),
+            traces,
+            {"xaxis": axis("step"), "yaxis": axis("loss"), "showlegend": len(traces) > 1},
+            half=True,
+        )
+    accuracies = {run.name: [(x, 100 * y) for x, y in metric(run, "test_accuracy")] for run in runs}
+    if any(accuracies.values()):
+        yield Figure(
+            "Test accuracy",
+            "In per cent, after the step.",
+            Table(["run", "step", "accuracy %"], _by_name(accuracies)),
+            [
+                _dotted_curve(name, number, points)
+                for number, (name, points) in enumerate(accuracies.items())
+                if points
+            ],
+            {"xaxis": axis("step"), "yaxis": axis("%"), "showlegend": len(accuracies) > 1},
+            half=True,
+        )
+
+
+def throughput(runs: Sequence[Run]) -> Iterator[Figure]:
+    """Samples per second of the runs, then the share of time that each rank waits."""
+    speeds = {run.name: thin(metric(run, "samples_per_s")) for run in runs}
+    if any(speeds.values()):
+        yield Figure(
+            "Throughput",
+            "Samples per second over all ranks, measured about once a second; the first point "
+            "includes start-up.",
+            Table(["run", "step", "samples/s"], _by_name(speeds)),
+            [
+                curve(name, number, *_xy(points))
+                for number, (name, points) in enumerate(speeds.items())
+                if points
+            ],
+            {
+                "xaxis": axis("step"),
+                "yaxis": axis("samples/s", rangemode="tozero"),
+                "showlegend": len(speeds) > 1,
+            },
+            half=True,
+        )
+    for run in runs:
+        yield from _waiting_by_rank(run)
+
+
+def _waiting_by_rank(run: Run) -> Iterator[Figure]:
+    waiting = {
+        rank: [(x, 100 * y) for x, y in thin(points)]
+        for rank in sorted(run.metrics)
+        if (points := metric(run, "wait_fraction", rank))
+    }
+    if not waiting:
+        return
+    shown = list(waiting)
+    if len(shown) > _MOST_CURVES:  # those that wait least and those that wait most
+        ordered = sorted(shown, key=lambda rank: fmean(y for _, y in waiting[rank]))
+        shown = sorted(ordered[: _MOST_CURVES // 2] + ordered[-_MOST_CURVES // 2 :])
+    drawn = f" {len(shown)} of {len(waiting)} ranks are drawn." * (len(shown) < len(waiting))
+    yield Figure(
+        f"Waiting for other ranks: {run.name}",
+        "Share of the time, measured during training. The rank that waits least delays the "
+        f"others.{drawn}",
+        Table(["rank", "step", "waiting %"], _by_name(waiting)),
+        [curve(f"rank {rank}", number, *_xy(waiting[rank])) for number, rank in enumerate(shown)],
+        {"xaxis": axis("step"), "yaxis": axis("%", rangemode="tozero")},
+        half=True,
+    )
+
+
+_Points = Sequence[tuple[float, float]]
+
+
+def _xy(points: _Points) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _by_name(curves: dict[Any, list[tuple[float, float]]]) -> list[tuple[Any, ...]]:
+    return [(name, x, y) for name, points in curves.items() for x, y in points]
+
+
+def _dotted_curve(name: str, number: int, points: _Points) -> dict[str, Any]:
+    return curve(name, number, *_xy(points), line={"width": 1, "dash": "dot"})

@@ -1,0 +1,291 @@
+"""Finds and reads what a page shows: run directories, scaling folders, result files.
+
+A path that the user names must exist and be a file or folder of tutti. What is missing or damaged
+inside a run directory becomes a note, and the rest is shown.
+"""
+
+import json
+import re
+import tomllib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tutti.profile.trace_file import is_merged
+from tutti.world.errors import UsageError
+
+if TYPE_CHECKING:
+    from tutti.profile.explain import Explanation
+
+_RUN_FILES = ("recipe.toml", "summary.json", "environment.json", "metrics", "traces")
+ACCEPTED = (
+    "a run directory of `tutti train`, a folder of `tutti profile` or `tutti scale`, "
+    "or a file written by --json"
+)
+# A trace begins with one of these keys. Its events may be gigabytes and are not read to find out.
+_TRACE_KEY = re.compile(r'"(traceEvents|schemaVersion|deviceProperties)"')
+
+
+@dataclass
+class Source(ABC):
+    """A run or a result, with a name that is unique on the page."""
+
+    name: str
+    path: Path
+
+    @property
+    def environment(self) -> dict[str, Any] | None:
+        """The machine that it was measured on, as recorded; never this machine."""
+        found = (each.get("environment") for each in self._documents())
+        return next((each for each in found if isinstance(each, dict)), None)
+
+    @property
+    def command(self) -> str | None:
+        """The command that wrote it."""
+        found = (each.get("command") for each in self._documents())
+        return next((" ".join(map(str, each)) for each in found if isinstance(each, list)), None)
+
+    @abstractmethod
+    def _documents(self) -> Sequence[dict[str, Any]]:
+        """The documents that may have an environment and a command."""
+
+
+@dataclass
+class Run(Source):
+    """One training run or one profiled program; absent parts are empty."""
+
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Flattened: `optimization.lr`."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    started: dict[str, Any] = field(default_factory=dict)
+    """environment.json: command, environment, world, git."""
+    metrics: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """By rank."""
+    profile: dict[str, Any] | None = None
+    explanation: "Explanation | None" = None
+    """None if there is only the JSON of a profile, which has no intervals."""
+    in_detail: bool = True
+    """Of a scaling folder, only the largest runs are shown step by step."""
+
+    def _documents(self) -> Sequence[dict[str, Any]]:
+        return self.started, self.summary, self.profile or {}
+
+
+@dataclass
+class Result(Source):
+    """A JSON file that a command wrote."""
+
+    schema: str
+    """Without its version: tutti.bench.collectives."""
+    content: dict[str, Any]
+
+    def _documents(self) -> Sequence[dict[str, Any]]:
+        return (self.content,)
+
+
+@dataclass
+class ReportSources:
+    """Everything that a page shows."""
+
+    title: str = "report"
+    runs: list[Run] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[Source]:
+        return [*self.runs, *self.results]
+
+    @property
+    def profiled(self) -> list[Run]:
+        """The runs whose steps are shown."""
+        return [run for run in self.runs if run.profile is not None and run.in_detail]
+
+    def of_schema(self, *schemas: str) -> list[Result]:
+        return [each for schema in schemas for each in self.results if each.schema == schema]
+
+
+def read_sources(paths: Sequence[Path]) -> ReportSources:
+    """Read everything; refuses paths with nothing to report."""
+    names = [path.resolve().name if path.is_dir() else path.stem for path in paths]
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    sources = ReportSources(", ".join(names[:3]) + rest)
+    for path in paths:
+        before = len(sources.all)
+        if path.is_dir():
+            _read_directory(path, sources)
+        else:
+            _read_file(path, sources)
+        if len(sources.all) == before:
+            raise UsageError(f"{path} holds nothing to report: name {ACCEPTED}")
+    _make_names_unique(sources.all)
+    return sources
+
+
+def _read_file(path: Path, sources: ReportSources) -> None:
+    if _is_trace(path):
+        sources.runs.append(run := Run(path.name.split(".")[0], path))
+        _explain(run, [path], sources)
+        return
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}: name {ACCEPTED}") from None
+    result = _result(path, content)
+    if result is None:
+        raise UsageError(f"{path} has no tutti `schema`: name {ACCEPTED}")
+    _add_result(result, sources)
+
+
+def _read_directory(path: Path, sources: ReportSources) -> None:
+    results = []
+    for each in sorted(path.glob("*.json")):
+        if each.name in _RUN_FILES or is_merged(each):
+            continue
+        try:
+            if not _is_trace(each):
+                results.append(_result(each, json.loads(each.read_text())))
+        except (OSError, ValueError) as error:
+            sources.notes.append(f"{each} is left out: {error}")
+    if any((path / name).exists() for name in _RUN_FILES) or _traces_in(path):
+        sources.runs.append(_read_run(path, sources))
+    for result in filter(None, results):
+        # A profile beside the traces that it was made from adds nothing.
+        if result.schema != "tutti.profile" or not (path / "traces").is_dir():
+            _add_result(result, sources)
+        if result.schema == "tutti.scale":
+            _read_scale_runs(path, result.content, sources)
+
+
+def _add_result(result: Result, sources: ReportSources) -> None:
+    if result.schema == "tutti.profile":
+        sources.runs.append(Run(result.name, result.path, profile=result.content))
+    elif result.schema == "tutti.train":
+        sources.runs.append(Run(result.name, result.path, summary=result.content))
+    else:
+        sources.results.append(result)
+
+
+def _result(path: Path, content: Any) -> Result | None:
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if not isinstance(schema, str) or not schema.startswith("tutti."):
+        return None
+    return Result(path.stem, path, schema.partition("/")[0], content)
+
+
+def _read_run(path: Path, sources: ReportSources) -> Run:
+    run = Run(path.resolve().name, path)
+    if (path / "recipe.toml").is_file():
+        try:
+            run.recipe = _flatten(tomllib.loads((path / "recipe.toml").read_text()))
+        except (OSError, ValueError) as error:
+            sources.notes.append(f"{path / 'recipe.toml'} is left out: {error}")
+    run.summary = _read_object(path / "summary.json", sources)
+    run.started = _read_object(path / "environment.json", sources)
+    for file in sorted((path / "metrics").glob("rank*.jsonl")):
+        if number := re.fullmatch(r"rank(\d+)", file.stem):
+            run.metrics[int(number[1])] = _read_metrics(file, sources)
+    try:
+        from tutti.profile.explain import trace_files
+
+        files = trace_files(path) if (path / "traces").is_dir() else []
+    except UsageError:
+        files = []
+    files = files or _traces_in(path)
+    if files:
+        _explain(run, files, sources)
+    return run
+
+
+def _read_scale_runs(path: Path, content: dict[str, Any], sources: ReportSources) -> None:
+    """Read one repeat of each number of ranks and each swept value.
+
+    It is the repeat that its row in scale.json names, or the first: repeats differ by noise only.
+    """
+    rows = [*(content.get("rows") or []), *(content.get("sweep") or [])]
+    named = {Path(row["folder"]).name for row in rows if row.get("folder")}
+    found: dict[tuple[str, int], list[tuple[bool, int, Path]]] = {}
+    for folder in path.glob("*ranks*-repeat*"):
+        if name := re.fullmatch(r"(.*)ranks(\d+)-repeat(\d+)", folder.name):
+            entry = (folder.name not in named, int(name[3]), folder)
+            found.setdefault((name[1], int(name[2])), []).append(entry)
+    for flags, ranks in sorted(found):
+        run = _read_run(min(found[flags, ranks])[-1], sources)
+        run.in_detail = ranks == max(size for other, size in found if other == flags)
+        sources.runs.append(run)
+
+
+def _explain(run: Run, files: Sequence[Path], sources: ReportSources) -> None:
+    from tutti.profile.explain import explain
+
+    try:
+        run.explanation = explain(files)
+        run.profile = run.explanation.rows()
+    except (UsageError, ValueError, OSError) as error:
+        sources.notes.append(f"{run.name}: {error}")
+
+
+def _read_object(path: Path, sources: ReportSources) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        sources.notes.append(f"{path} is left out: {error}")
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _read_metrics(path: Path, sources: ReportSources) -> list[dict[str, Any]]:
+    rows, damaged = [], 0
+    with path.open(errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+                rows += [row] if isinstance(row.get("step"), int) else []
+            except (ValueError, AttributeError):
+                damaged += 1
+    if damaged:
+        sources.notes.append(f"{path}: {damaged} damaged lines are left out")
+    return rows
+
+
+def _traces_in(path: Path) -> list[Path]:
+    return [each for each in sorted(path.glob("*.json*")) if _is_trace(each)]
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether a file is the trace of one rank, by its beginning; every gzipped file is."""
+    if path.name.startswith(".") or not path.is_file() or is_merged(path):
+        return False
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if head[:2] == b"\x1f\x8b":
+        return True
+    text = head.decode(errors="replace")
+    return '"schema": "tutti.' not in text and _TRACE_KEY.search(text) is not None
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _make_names_unique(sources: Sequence[Source]) -> None:
+    """Prefix equal names with their folders, then number those that are still equal."""
+    names = [each.name for each in sources]
+    for each in sources:
+        if names.count(each.name) > 1:
+            each.name = f"{each.path.resolve().parent.name}/{each.name}"
+    for number, each in enumerate(sources):
+        if [one.name for one in sources].count(each.name) > 1:
+            each.name = f"{each.name} ({number + 1})"
