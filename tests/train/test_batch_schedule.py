@@ -1,4 +1,4 @@
-"""The arithmetic of a run: batches, steps, learning rates, and what is refused."""
+"""Batch schedule: batch sizes, steps and learning rates, and which values are refused."""
 
 import math
 
@@ -16,7 +16,7 @@ def recipe(**values: object) -> Recipe:
     return with_values(flat, values)
 
 
-def test_the_global_batch_is_derived_and_says_how() -> None:
+def test_the_global_batch_is_derived_with_a_reason() -> None:
     schedule = make_schedule(
         recipe(batching={"batch": 32, "accumulation": 3}), ranks=4, samples=10_000
     )
@@ -24,18 +24,18 @@ def test_the_global_batch_is_derived_and_says_how() -> None:
     assert schedule.reasons["global_batch"] == "batch 32 × 4 ranks × accumulation 3"
 
 
-def test_a_given_global_batch_gives_the_batch_per_rank() -> None:
+def test_a_global_batch_sets_the_batch_per_rank() -> None:
     schedule = make_schedule(recipe(batching={"global_batch": 384, "accumulation": 3}), 4, 10_000)
     assert schedule.rank_batch == 32
 
 
-def test_a_global_batch_that_does_not_divide_is_refused_with_its_neighbours() -> None:
+def test_an_indivisible_global_batch_is_refused_with_the_nearest_valid_ones() -> None:
     with pytest.raises(UsageError, match=r"--global-batch 100 .* 3 ranks .* = 3: use 99 or 102"):
         make_schedule(recipe(batching={"global_batch": 100}), 3, 10_000)
 
 
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, 4), (True, 3)])
-def test_the_ragged_last_step_of_an_epoch_counts_or_not(drop_last: bool, steps: int) -> None:
+def test_drop_last_skips_the_smaller_last_step(drop_last: bool, steps: int) -> None:
     batching = {"batch": 30, "drop_last": drop_last}
     schedule = make_schedule(recipe(batching=batching, length={"epochs": 2.0}), 1, 100)
     assert schedule.steps_per_epoch == steps and schedule.steps == 2 * steps
@@ -53,19 +53,19 @@ def test_the_learning_rate_scales_with_the_batch_by_the_stated_rule(
 
 
 @given(ranks=st.integers(1, 8), done=st.floats(0, 1))
-def test_the_schedule_counts_samples_and_never_ranks(ranks: int, done: float) -> None:
+def test_the_learning_rate_depends_on_samples_and_not_on_ranks(ranks: int, done: float) -> None:
     same = recipe(
         optimization={"schedule": "cosine", "warmup": 0.1, "lr": 0.5},
         batching={"global_batch": 840},
         length={"epochs": 3.0},
     )
-    alone, many = make_schedule(same, 1, 84_000), make_schedule(same, ranks, 84_000)
-    samples = int(done * alone.samples)
-    assert many.lr_at(samples, same) == alone.lr_at(samples, same)
+    one, many = make_schedule(same, 1, 84_000), make_schedule(same, ranks, 84_000)
+    samples = int(done * one.samples)
+    assert many.lr_at(samples, same) == one.lr_at(samples, same)
     assert 0 <= many.lr_at(samples, same) <= 0.5
 
 
-def test_warm_up_rises_and_cosine_falls_to_what_is_left() -> None:
+def test_warm_up_rises_and_cosine_falls_to_the_final_rate() -> None:
     cosine = recipe(
         optimization={"schedule": "cosine", "warmup": 0.1, "lr": 1.0, "final_lr": 0.2},
         batching={"batch": 10},
@@ -79,7 +79,7 @@ def test_warm_up_rises_and_cosine_falls_to_what_is_left() -> None:
     assert schedule.lr_at(1000, cosine) == pytest.approx(0.2)
 
 
-def test_linear_falls_in_a_straight_line() -> None:
+def test_linear_decay() -> None:
     linear = recipe(
         optimization={"schedule": "linear", "lr": 1.0},
         batching={"batch": 10},
@@ -95,7 +95,7 @@ def test_linear_falls_in_a_straight_line() -> None:
         ({"batching": {"accumulation": 0}}, "--accumulation 0"),
         ({"batching": {"split": "2,1,1"}}, "3 shares for 2 ranks"),
         ({"batching": {"split": "most"}}, "--split most: use even, measured, or shares"),
-        ({"length": {"epochs": 0.0}}, "--epochs 0.0: use more than 0"),
+        ({"length": {"epochs": 0.0}}, "--epochs 0.0: must be finite and more than 0"),
         ({"length": {"steps": 0}}, "--steps 0"),
         ({"batching": {"batch": 600, "drop_last": True}}, "larger than the data set of 1000"),
         ({"optimization": {"warmup": 1.5}}, "--warmup 1.5"),
@@ -109,6 +109,6 @@ def test_linear_falls_in_a_straight_line() -> None:
         ({"length": {"checkpoint_every": 0}}, "--checkpoint-every 0"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(values: dict[str, object], message: str) -> None:
+def test_invalid_values_are_refused_in_one_line(values: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_schedule(recipe(**values), 2, 1000)

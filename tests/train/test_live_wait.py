@@ -1,4 +1,4 @@
-"""While it trains, every rank says what share of its steps it waits, and a late rank is named."""
+"""During training every rank records the fraction of a step spent waiting; stragglers are named."""
 
 import json
 import math
@@ -22,7 +22,7 @@ RANKS, LATE, SLEEP_S = 4, 2, 0.03
 
 
 def model() -> Any:
-    """A small model that sleeps in the forward passes of one rank, if it is told to."""
+    """A small model that sleeps in the forward pass of one rank if `sleeps` is set."""
     import torch.distributed as dist
     from torch import nn
 
@@ -38,7 +38,7 @@ def model() -> Any:
 
 
 def train(world: Any, backend: str, sleeps: bool, layout: str | None) -> dict[str, Any]:
-    """On every rank: what it wrote and said in 46 steps."""
+    """Train 46 steps; returns the metrics and the standard error of this rank."""
     from tutti.train.run_directory import RunDirectory
     from tutti.train.trainer import Trainer
     from tutti.world.exchange import gather_json
@@ -51,19 +51,19 @@ def train(world: Any, backend: str, sleeps: bool, layout: str | None) -> dict[st
         length=replace(recipe.length, steps=46, evaluate=False),
         parallel=replace(recipe.parallel, layout=layout),
     )
-    said = StringIO()
+    stderr = StringIO()
     given = default_group("gloo") if backend == "gloo" else nullcontext()
-    with given, tempfile.TemporaryDirectory() as folder, redirect_stderr(said):
+    with given, tempfile.TemporaryDirectory() as folder, redirect_stderr(stderr):
         directory = RunDirectory(Path(gather_json(folder)[0]))
         trainer = Trainer(world, recipe, directory, save=False)
         if world.is_first:
             directory.create()
-        gather_json(None)  # the folder is there
+        gather_json(None)  # the folder exists
         trainer.model.sleeps = sleeps
         trainer.run()
         lines = map(json.loads, trainer.metrics.path.read_text().splitlines())
         rows = [each for each in lines if "wait_fraction" in each]
-        gather_json(None)  # all have read
+        gather_json(None)  # all ranks have read their file
     return {
         "fractions": [each["wait_fraction"] for each in rows],
         "waited_s": [
@@ -71,7 +71,7 @@ def train(world: Any, backend: str, sleeps: bool, layout: str | None) -> dict[st
             for each in rows
             if each["wait_fraction"] is not None
         ],
-        "said": said.getvalue(),
+        "stderr": stderr.getvalue(),
     }
 
 
@@ -86,41 +86,39 @@ def train_all(world: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Any]]:
-    """Each rank's account of four trainings in one world."""
+    """The results of each rank for four trainings in one world."""
     return in_world(train_all, RANKS)
 
 
 @pytest.mark.measured
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_the_others_wait_what_the_late_rank_sleeps(
+def test_the_other_ranks_wait_as_long_as_the_straggler_sleeps(
     runs: list[dict[str, Any]], backend: str
 ) -> None:
     waited = [fmean(each[backend]["waited_s"]) for each in runs]
 
     assert waited[LATE] < 0.2 * SLEEP_S
     for rank in set(range(RANKS)) - {LATE}:
-        assert 0.7 * SLEEP_S < waited[rank] < 1.5 * SLEEP_S  # room for a loaded machine
+        assert 0.7 * SLEEP_S < waited[rank] < 1.5 * SLEEP_S  # tolerates a loaded machine
 
 
 @pytest.mark.measured
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_the_late_rank_is_named_once_by_the_first_rank(
-    runs: list[dict[str, Any]], backend: str
-) -> None:
-    said = [each[backend]["said"] for each in runs]
+def test_rank_0_names_the_straggler_once(runs: list[dict[str, Any]], backend: str) -> None:
+    stderr = [each[backend]["stderr"] for each in runs]
 
-    assert said[0].count(" late: ") == 1
-    assert f"rank {LATE} is late: the others wait " in said[0]
-    assert "% of the step for it (last 2" in said[0]  # 20 steps, or a few more
-    assert not any(said[1:])
+    assert stderr[0].count(" late: ") == 1
+    assert f"rank {LATE} is late: the others wait " in stderr[0]
+    assert "% of the step for it (last 2" in stderr[0]  # 20 steps, or a few more
+    assert not any(stderr[1:])
 
 
 @pytest.mark.measured
-def test_without_the_sleep_it_is_not_named_and_the_waiting_is_gone(
+def test_without_the_sleep_no_straggler_is_named_and_the_waiting_is_gone(
     runs: list[dict[str, Any]],
 ) -> None:
-    assert f"rank {LATE} is late" not in runs[0]["even"]["said"]
-    for rank in set(range(RANKS)) - {LATE}:  # some is left: four ranks share what cores there are
+    assert f"rank {LATE} is late" not in runs[0]["even"]["stderr"]
+    for rank in set(range(RANKS)) - {LATE}:  # some waiting is left: four ranks share the cores
         even, late = (fmean(runs[rank][which]["waited_s"]) for which in ("even", "shm"))
         assert even < late / 2
 
@@ -128,16 +126,16 @@ def test_without_the_sleep_it_is_not_named_and_the_waiting_is_gone(
 @pytest.mark.gpu
 @pytest.mark.measured
 @pytest.mark.timeout(300)
-def test_on_a_gpu_the_events_of_the_device_say_the_same() -> None:
+def test_on_a_gpu_cuda_events_give_the_same_waiting_times() -> None:
     runs = in_world(train, RANKS, "nccl", True, None, gpu=True, timeout=200)
 
     waited = [fmean(each["waited_s"]) for each in runs]
     assert waited.pop(LATE) < 0.2 * SLEEP_S
     assert all(0.7 * SLEEP_S < each < 1.5 * SLEEP_S for each in waited)
-    assert f"rank {LATE} is late: the others wait " in runs[0]["said"]
+    assert f"rank {LATE} is late: the others wait " in runs[0]["stderr"]
 
 
-def test_it_is_not_known_where_ranks_meet_inside_forward(runs: list[dict[str, Any]]) -> None:
+def test_waiting_is_unknown_where_ranks_communicate_in_forward(runs: list[dict[str, Any]]) -> None:
     fractions = [each["sharded"]["fractions"] for each in runs]
 
     assert all(fractions) and not any(value is not None for each in fractions for value in each)
@@ -155,19 +153,19 @@ def _status(first: int, owns: list[tuple[float, ...]], seconds: float = 0.1) -> 
     )
 
 
-def test_shares_are_of_the_step_and_not_known_for_the_first_one() -> None:
+def test_the_waiting_fraction_is_unknown_for_the_first_step() -> None:
     stragglers = Stragglers(0)
 
     assert stragglers.add(_status(0, [(0.05, 0.09)])) == [None, None]
     assert stragglers.add(_status(1, [(0.05, 0.07), (0.09, 0.07)])) == pytest.approx([0.1, 0.1])
     assert stragglers.add(_status(3, [(0.05, math.nan)])) == [None, None]
-    assert stragglers.add(_status(4, [(0.05,)])) == [0.0]  # alone
+    assert stragglers.add(_status(4, [(0.05,)])) == [0.0]  # one rank
 
 
-def test_ranks_that_are_late_together_are_named_together_and_not_again_soon() -> None:
+def test_several_late_ranks_are_named_in_one_warning_that_is_not_repeated_soon() -> None:
     stragglers = Stragglers(0)
     stragglers.add(_status(1, [(0.05, 0.05, 0.07, 0.07)] * 19))
-    assert stragglers.warning() is None  # too early to tell
+    assert stragglers.warning() is None  # fewer than 20 measured steps
     stragglers.add(_status(20, [(0.05, 0.05, 0.07, 0.07)]))
 
     assert stragglers.warning() == (
@@ -185,11 +183,11 @@ def test_ranks_that_are_late_together_are_named_together_and_not_again_soon() ->
     "owns",
     [
         [(0.05, 0.05, 0.055)] * 20,  # 5 % of the step
-        [(0.05, 0.09), (0.09, 0.05)] * 10,  # in turn: noise
-        [(0.05, 0.05, 0.05)] * 18 + [(0.05, 0.05, 0.5)] * 2,  # twice: no habit
+        [(0.05, 0.09), (0.09, 0.05)] * 10,  # alternating
+        [(0.05, 0.05, 0.05)] * 18 + [(0.05, 0.05, 0.5)] * 2,  # twice only
     ],
 )
-def test_noise_is_not_a_late_rank(owns: list[tuple[float, ...]]) -> None:
+def test_random_delays_give_no_warning(owns: list[tuple[float, ...]]) -> None:
     stragglers = Stragglers(0)
     stragglers.add(_status(1, owns))
 

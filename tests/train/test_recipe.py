@@ -1,4 +1,4 @@
-"""Recipes as files: what is written reads back, and every mistake is named with the nearest key."""
+"""Recipe files: round trip through TOML, and errors that suggest the nearest key."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tutti.world.errors import UsageError
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_that_was_written_reads_back_the_same(name: str, tmp_path: Path) -> None:
+def test_a_written_recipe_reads_back_the_same(name: str, tmp_path: Path) -> None:
     changed = with_values(
         RECIPES[name],
         {
@@ -24,7 +24,7 @@ def test_a_recipe_that_was_written_reads_back_the_same(name: str, tmp_path: Path
     assert read_recipe(str(path)) == changed
 
 
-def test_a_file_changes_its_base_only_where_it_says_so(tmp_path: Path) -> None:
+def test_a_file_changes_only_the_given_keys_of_its_base(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('base = "gpt"\n[optimization]\nlr = 1\n[architecture]\nlayers = 2\n')
     mine = read_recipe(str(path))
@@ -48,14 +48,14 @@ def test_a_file_changes_its_base_only_where_it_says_so(tmp_path: Path) -> None:
         ("lr = = 2", "Invalid"),
     ],
 )
-def test_a_mistake_in_a_file_is_named(content: str, message: str, tmp_path: Path) -> None:
+def test_an_error_in_a_file_names_the_key(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(content)
     with pytest.raises(UsageError, match=message):
         read_recipe(str(path))
 
 
-def test_a_recipe_that_does_not_exist_gets_the_nearest_name() -> None:
+def test_an_unknown_recipe_suggests_the_nearest_name() -> None:
     with pytest.raises(UsageError, match="no recipe 'lennet': did you mean lenet"):
         read_recipe("lennet")
     with pytest.raises(UsageError, match="No such file"):

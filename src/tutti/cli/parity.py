@@ -97,7 +97,7 @@ def _options(arguments: list[str], launched: int | None) -> tuple[Parity, list[L
 def _recipe_named_in(arguments: Sequence[str]) -> str:
     """Return the value of --recipe, which decides the flags of the model."""
     name = "gpt"
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         if argument == "--recipe":
             name = following
         elif argument.startswith("--recipe="):

@@ -94,7 +94,7 @@ def make_schedule(recipe: Recipe, ranks: int, samples: int) -> BatchSchedule:
         reasons["steps"] = "requested"
     else:
         if not 0 < length.epochs < 1e9:
-            raise UsageError(f"--epochs {length.epochs}: use more than 0")
+            raise UsageError(f"--epochs {length.epochs}: must be finite and more than 0")
         steps = max(1, round(length.epochs * steps_per_epoch))
         reasons["steps"] = f"{length.epochs:g} epochs × {steps_per_epoch} steps"
     total = _samples_in(steps, steps_per_epoch, samples, global_batch, batching.drop_last)
@@ -169,7 +169,7 @@ def _peak_lr(recipe: Recipe, global_batch: int) -> tuple[float, str]:
     rule, lr = recipe.optimization.lr_scale, recipe.optimization.lr
     reference = recipe.optimization.lr_batch
     if rule == "none":
-        return lr, "requested, independent of the batch"
+        return lr, "fixed, not scaled with the batch size"
     if reference is None:
         raise UsageError(
             f"--lr-scale {rule} needs --lr-batch, the global batch that --lr was tuned for"
@@ -198,7 +198,7 @@ def _check_numbers(recipe: Recipe) -> None:
     """Refuse numbers outside their range; NaN fails every comparison and is refused, too."""
     o, length = recipe.optimization, recipe.length
     valid = {
-        f"--lr {o.lr}: use more than 0": 0 < o.lr < math.inf,
+        f"--lr {o.lr}: must be finite and more than 0": 0 < o.lr < math.inf,
         f"--momentum {o.momentum}: use 0 to below 1": 0 <= o.momentum < 1,
         f"--betas {o.betas}: use two, 0 to below 1": (
             len(o.betas) == 2 and all(0 <= beta < 1 for beta in o.betas)

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,6 @@ from tutti.train.checkpoint.load import Loaded, load_checkpoint, print_once, thi
 from tutti.train.checkpoint.save import (
     OTHER_RANK_FAILED,
     Save,
-    SaveError,
     Snapshot,
     assign_writers,
     describe_shards,
@@ -76,10 +76,10 @@ class Checkpoints:
         self._snapshot = Snapshot()
         self._digests: list[str] = []
         self._tensors: dict[str, SavedTensor] = {}
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "tutti-checkpoint")
         self._stop = threading.Event()
-        self._saving: int | None = None
-        self._failure: str | None = None
+        # The step that is being saved.
+        self._pending: tuple[int, Future[None]] | None = None
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, oldest first, as rank 0 sees them."""
@@ -114,9 +114,9 @@ class Checkpoints:
         # The description travels only when it has changed; its digest always does.
         digest = hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
 
-        self._join()
+        failure = self._wait_for_thread()
         folder, problem = self._new_folder(step)
-        told = comm.gather_json([step, digest, folder, problem, self._failure])
+        told = comm.gather_json([step, digest, folder, problem, failure])
         self._report([failure for *_, failure in told])
         if len({each[0] for each in told}) > 1:
             steps = ", ".join(str(each[0]) for each in told)
@@ -142,27 +142,17 @@ class Checkpoints:
             state=saved_state,
         )
         self._snapshot.take(rank, self._tensors, tensors)
-
-        def write() -> None:
-            try:
-                save.run(self._snapshot, self._stop)
-            except SaveError as error:
-                self._failure = str(error)
-
-        self._saving = step
-        self._thread = threading.Thread(target=write, name="tutti-checkpoint")
-        self._thread.start()
+        self._pending = step, self._thread.submit(save.run, self._snapshot, self._stop)
 
     def wait(self) -> None:
         """Wait until the last save has ended on all ranks; `failed` says whether it failed."""
-        if self._saving is not None:
-            self._join()
-            self._report(comm.gather_json(self._failure))
+        if self._pending is not None:
+            self._report(comm.gather_json(self._wait_for_thread()))
 
     def close(self) -> None:
         """Close without the other ranks: a save that still waits for them is abandoned."""
         self._stop.set()
-        self._join()
+        self._thread.shutdown()
 
     def load(
         self,
@@ -207,17 +197,17 @@ class Checkpoints:
         except OSError as error:
             return None, str(error)
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def _wait_for_thread(self) -> str | None:
+        """Wait until this rank has written; returns the reason if that failed."""
+        error = self._pending[1].exception() if self._pending else None
+        return None if error is None else str(error)
 
     def _report(self, failures: list[str | None]) -> None:
         reasons = [f"rank {rank}: {why}" for rank, why in enumerate(failures) if why is not None]
         causes = [reason for reason in reasons if not reason.endswith(OTHER_RANK_FAILED)]
-        if reasons and self._saving is not None:
-            self._fail(self._saving, (causes or reasons)[0])
-        self._saving, self._failure = None, None
+        if reasons and self._pending is not None:
+            self._fail(self._pending[0], (causes or reasons)[0])
+        self._pending = None
 
     def _fail(self, step: int, reason: str) -> None:
         self.failed[step] = reason

@@ -136,15 +136,16 @@ def _refuse_mismatch(
     problems = [f"it does not have {_names(missing)}"] if missing else []
     found = {name: tensor for name, tensor in targets.items() if name in saved}
     for name, tensor in found.items():
-        if saved[name].shape != (shape := tuple(tensor.shape)):
-            saved_shape = saved[name].shape
-            problems.append(f"its {_names([name])} has shape {saved_shape}, this model's {shape}")
-            break
-    for name, tensor in found.items():
-        dtypes = saved[name].dtype, tensor.dtype
-        if dtypes[0] != dtypes[1] and not all(dtype.is_floating_point for dtype in dtypes):
-            problems.append(f"its {_names([name])} is {dtypes[0]}, this model's {dtypes[1]}")
-            break
+        shape, dtype = saved[name].shape, saved[name].dtype
+        convertible = dtype.is_floating_point and tensor.dtype.is_floating_point
+        if shape != tuple(tensor.shape):
+            found_text = f"has shape {shape}, this model's {tuple(tensor.shape)}"
+        elif dtype != tensor.dtype and not convertible:
+            found_text = f"is {dtype}, this model's {tensor.dtype}"
+        else:
+            continue
+        problems.append(f"its {_names([name])} {found_text}")
+        break
     if optimizer is not None and (problem := optimizer_mismatch(optimizer, index.optimizer)):
         problems.append(problem)
     told = comm.gather_json([[*targets], problems])
