@@ -56,11 +56,9 @@ class Doctor:
     """The device that --active measures."""
     ranks_per_gpu: int = 1
     """How many ranks may share one GPU."""
-    active: Annotated[
-        bool, tyro.conf.arg(help_behavior_hint="(default: on with several ranks)")
-    ] = False
+    active: bool | None = None
     """Measure compute, memory, links between ranks, copies between GPUs and a collective.
-    Takes some seconds."""
+    Takes some seconds. By default only with more than one rank."""
     fix: bool = False
     """Print the commands that cure the findings. They are never run."""
     all: bool = False
@@ -97,9 +95,8 @@ def main(arguments: list[str]) -> int:
             reported_codes=(1, 2),  # a check failed or wrong usage: not a crash of a rank
         ).run()
     if identity.size == 1:
-        return _conclude(collect_this_host(options.device, options.active), options)
-    decided = any(each.partition("=")[0] in ("--active", "--no-active") for each in arguments)
-    cluster = _collect_world(identity, options, active=options.active or not decided)
+        return _conclude(collect_this_host(options.device, bool(options.active)), options)
+    cluster = _collect_world(identity, options)
     # All ranks exit with the same code.
     return _conclude(cluster, options) if identity.rank == 0 else _exit_code(run_checks(cluster))
 
@@ -133,13 +130,14 @@ def _exit_code(findings: "Sequence[Finding]") -> int:
 # --- all ranks of a world ------------------------------------------------------------------------
 
 
-def _collect_world(identity: Identity, options: Doctor, active: bool) -> "Cluster":
+def _collect_world(identity: Identity, options: Doctor) -> "Cluster":
     """Observe and probe all ranks, through the rendezvous store only.
 
     No process group is created before the hosts are known to reach each other: a fault in the
     network would hang it.
     """
     machine = observe()  # before anything here changes variables, threads or CPU affinity
+    active = options.active is not False
 
     def progress(text: str) -> None:
         if identity.rank == 0:

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,30 +155,25 @@ def numa_node_of_gpu(pci_address: str) -> int | None:
 @contextmanager
 def nvml() -> Iterator[Any]:
     """The initialised NVML library; None if nvidia-ml-py or the driver is not installed."""
-    if _nvml_error() is not None:
-        yield None
-        return
-    import pynvml
-
-    pynvml.nvmlInit()
+    library, _ = _start_nvml()
     try:
-        yield pynvml
+        yield library
     finally:
-        pynvml.nvmlShutdown()
+        if library is not None:
+            library.nvmlShutdown()
 
 
-def _nvml_error() -> str | None:
-    """Why NVML cannot be used; None if it can."""
+def _start_nvml() -> tuple[Any, str]:
+    """The initialised NVML library, or None and the reason."""
     try:
         import pynvml
     except ImportError:
-        return "the package nvidia-ml-py is not installed"
+        return None, "the package nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return f"NVML: {error}"
-    pynvml.nvmlShutdown()
-    return None
+        return None, f"NVML: {error}"
+    return pynvml, ""
 
 
 # --- all GPUs of the host, from NVML -------------------------------------------------------------
@@ -257,7 +251,8 @@ def read_accelerators(
     """
     with nvml() as library:
         if library is None:
-            return _accelerators_from_torch(files), ()
+            files.unknown["accelerators"] = _start_nvml()[1]
+            return (), ()
         query = _Query(library, files.unknown)
         with contextlib.suppress(library.NVMLError):
             versions["driver"] = library.nvmlSystemGetDriverVersion()
@@ -471,45 +466,3 @@ def _read_peers(query: _Query, handles: dict[int, Any]) -> tuple[PeerAccess, ...
         )
         found.append(PeerAccess(src, dst, **access, driver_class=pci_class))
     return tuple(found)
-
-
-# --- without NVML --------------------------------------------------------------------------------
-
-
-def _accelerators_from_torch(files: SysFiles) -> tuple[Accelerator, ...]:
-    """The few facts that torch knows about GPUs, on a host where NVML does not work."""
-    reason = _nvml_error() or "NVML could not be initialised"
-    files.unknown["accelerators"] = reason
-    # Importing torch takes seconds, so it is done only if a device file suggests a GPU.
-    device_files = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-    if not any(map(files.exists, device_files)) and "torch" not in sys.modules:
-        return ()
-    try:
-        import torch
-
-        count = torch.cuda.device_count()
-        found = [torch.cuda.get_device_properties(index) for index in range(count)]
-    except (ImportError, RuntimeError, AssertionError) as error:
-        files.unknown["accelerators"] = f"{reason}; torch: {error}"
-        return ()
-    if found:
-        files.unknown["accelerators"] = f"{reason}; only torch reports this GPU"
-    return tuple(_from_torch(index, properties) for index, properties in enumerate(found))
-
-
-def _from_torch(index: int, properties: Any) -> Accelerator:
-    values: dict[str, Any] = dict.fromkeys(Accelerator.__dataclass_fields__)
-    if hasattr(properties, "pci_bus_id"):
-        domain, bus = properties.pci_domain_id, properties.pci_bus_id
-        values["pci_address"] = f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
-    uuid = getattr(properties, "uuid", None)
-    values |= {
-        "index": index,
-        "name": properties.name,
-        "uuid": None if uuid is None else f"GPU-{uuid}",
-        "memory_bytes": properties.total_memory,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "clocks": Clocks(**dict.fromkeys(Clocks.__dataclass_fields__)),
-        "ecc": Ecc(**dict.fromkeys(Ecc.__dataclass_fields__)),
-    }
-    return Accelerator(**values)

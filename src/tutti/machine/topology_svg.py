@@ -80,7 +80,7 @@ def draw(topologies: Sequence[Topology], page: Literal["light", "dark", "any"] =
 
 
 @dataclass(frozen=True)
-class _Cluster:
+class _SwitchGroup:
     """The devices below one PCIe switch, or a single device. NICs are drawn above GPUs."""
 
     root: str
@@ -105,22 +105,22 @@ class _Panel:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         nodes = {node.id: node for node in topology.machine.numa}
-        self.columns: list[tuple[int | None, list[_Cluster]]] = []
+        self.columns: list[tuple[int | None, list[_SwitchGroup]]] = []
         self.empty: list[int] = []
         for node in (*nodes, None):
             # With a single node, devices of unknown NUMA node are drawn in that node.
             members = {node, None} if len(nodes) == 1 and node is not None else {node}
-            clusters = [] if node is None and len(nodes) == 1 else self._clusters(members)
+            groups = [] if node is None and len(nodes) == 1 else self._switch_groups(members)
             # Nodes without devices are drawn only if there are at most two nodes.
-            if clusters or (node is not None and len(nodes) <= 2) or (not nodes and node is None):
-                self.columns.append((node, clusters))
+            if groups or (node is not None and len(nodes) <= 2) or (not nodes and node is None):
+                self.columns.append((node, groups))
             elif node is not None:
                 self.empty.append(node)
         self.centers: dict[int, float] = {}  # x of the centre of each GPU's box
-        widths = [self._node_width(clusters) for _, clusters in self.columns]
+        widths = [self._node_width(groups) for _, groups in self.columns]
         self.width = int(2 * _MARGIN + sum(widths) + _GAP * (len(widths) - 1))
         self.width = max(self.width, 640)
-        has_nics = any(cluster.nics for _, each in self.columns for cluster in each)
+        has_nics = any(group.nics for _, each in self.columns for group in each)
         has_gpus = bool(topology.gpus)
         self.gpu_top = _TITLE + _HEAD + 2 * _PAD + (_NIC_HEIGHT + 10) * has_nics
         bottom = self.gpu_top + (_GPU_HEIGHT if has_gpus else -10)
@@ -135,7 +135,7 @@ class _Panel:
         self.wires_bottom = self.node_bottom + wires_height
         self.height = int(self.wires_bottom + 30 + 16 * bool(self.empty) + _MARGIN)
 
-    def _clusters(self, numa_nodes: set[int | None]) -> list[_Cluster]:
+    def _switch_groups(self, numa_nodes: set[int | None]) -> list[_SwitchGroup]:
         """The devices of these NUMA nodes in PCI order, grouped by PCIe switch."""
         topology = self.topology
         left: list[tuple[tuple[str, ...], str, Interface | Accelerator]] = []
@@ -148,15 +148,15 @@ class _Panel:
                 path = pci_place(topology.machine, nic.pci_address, None).path
                 left.append((path, nic.id, nic))
         left.sort(key=lambda each: (each[0], each[1]))
-        clusters = []
+        groups = []
         while left:
             path, name, _ = left[0]
             same = [each for each in left if self._below_one_switch(name, each[1])]
             left = [each for each in left if each not in same]
             nics = tuple(device for _, _, device in same if isinstance(device, Interface))
             gpus = tuple(device for _, _, device in same if isinstance(device, Accelerator))
-            clusters.append(_Cluster(path[0] if path else "", nics, gpus))
-        return clusters
+            groups.append(_SwitchGroup(path[0] if path else "", nics, gpus))
+        return groups
 
     def _below_one_switch(self, a: str, b: str) -> bool:
         return a == b or any(
@@ -164,8 +164,8 @@ class _Panel:
         )
 
     @staticmethod
-    def _node_width(clusters: Sequence[_Cluster]) -> float:
-        inside = sum(cluster.slots * _SLOT + _PAD for cluster in clusters)
+    def _node_width(groups: Sequence[_SwitchGroup]) -> float:
+        inside = sum(group.slots * _SLOT + _PAD for group in groups)
         return max(_NUMA_WIDTH, inside + _PAD)
 
     def draw(self) -> Iterator[str]:
@@ -173,12 +173,12 @@ class _Panel:
         yield _text(_MARGIN, 34, machine.host, "title")
         count = f"{machine.cpus.packages} × " if (machine.cpus.packages or 1) > 1 else ""
         product = f"{machine.product}, " if machine.product else ""
-        about = f"{product}{count}{machine.cpus.model}"
-        yield _text(_MARGIN, 53, about.replace("(R)", ""), "soft")
+        subtitle = f"{product}{count}{machine.cpus.model}"
+        yield _text(_MARGIN, 53, subtitle.replace("(R)", ""), "soft")
         left: float = _MARGIN
-        for number, (node, clusters) in enumerate(self.columns):
-            width = self._node_width(clusters)
-            yield from self._draw_node(left, width, node, clusters)
+        for number, (node, groups) in enumerate(self.columns):
+            width = self._node_width(groups)
+            yield from self._draw_node(left, width, node, groups)
             if number + 1 < len(self.columns):
                 yield from self._draw_between(left + width, node, self.columns[number + 1][0])
             left += width + _GAP
@@ -189,7 +189,7 @@ class _Panel:
         yield from self._draw_foot()
 
     def _draw_node(
-        self, left: float, width: float, node: int | None, clusters: Sequence[_Cluster]
+        self, left: float, width: float, node: int | None, groups: Sequence[_SwitchGroup]
     ) -> Iterator[str]:
         yield _box(left, _TITLE, width, self.node_bottom - _TITLE, "node", 10)
         machine = self.topology.machine
@@ -201,33 +201,33 @@ class _Panel:
         size = "" if memory is None else f", {memory / (1 << 30):.0f} GiB"
         yield _text(left + _PAD, _TITLE + 40, f"CPUs {cpus}{size}", "soft")
         at = left + _PAD
-        for number, cluster in enumerate(clusters):
-            if cluster.root and (number == 0 or clusters[number - 1].root != cluster.root):
-                same = [each for each in clusters if each.root == cluster.root]
-                wide = sum(each.slots * _SLOT + _PAD for each in same) - _PAD
+        for number, group in enumerate(groups):
+            if group.root and (number == 0 or groups[number - 1].root != group.root):
+                same = [each for each in groups if each.root == group.root]
+                group_width = sum(each.slots * _SLOT + _PAD for each in same) - _PAD
                 top = _TITLE + _HEAD - 4
-                yield _box(at - 5, top, wide + 10, self.node_bottom - top - 6, "root", 8)
-                yield _text(at, top - 4, cluster.root, "soft")
-            yield from self._draw_cluster(at, cluster)
-            at += cluster.slots * _SLOT + _PAD
+                yield _box(at - 5, top, group_width + 10, self.node_bottom - top - 6, "root", 8)
+                yield _text(at, top - 4, group.root, "soft")
+            yield from self._draw_group(at, group)
+            at += group.slots * _SLOT + _PAD
 
-    def _draw_cluster(self, left: float, cluster: _Cluster) -> Iterator[str]:
+    def _draw_group(self, left: float, group: _SwitchGroup) -> Iterator[str]:
         nic_top = _TITLE + _HEAD + _PAD
-        if cluster.is_switch:
+        if group.is_switch:
             height = self.node_bottom - nic_top - _PAD + 2
-            yield _box(left, nic_top - 8, cluster.slots * _SLOT, height, "switch", 6)
-        for number, nic in enumerate(cluster.nics):
+            yield _box(left, nic_top - 8, group.slots * _SLOT, height, "switch", 6)
+        for number, nic in enumerate(group.nics):
             on = nic.state in ("ACTIVE", "up")
             mark = " bad" if nic.errors or (nic.ports and not on) else "" if on else " off"
             rate = "rate unknown" if nic.rate_gbps is None else f"{nic.rate_gbps:g} Gb/s"
             lines = [f"{nic.id} {nic.name}", rate if on else nic.state]
             if nic.errors:
                 lines[1] += ", errors"
-            about = ", ".join(f"{name} {count}" for name, count in nic.errors.items())
+            tooltip = ", ".join(f"{name} {count}" for name, count in nic.errors.items())
             where = (left + number * _SLOT + 4, nic_top)
             style = f"nic{mark}"
-            yield from _device(where, _NIC_HEIGHT, style, lines, f"{nic.pci_address} {about}")
-        for number, gpu in enumerate(cluster.gpus):
+            yield from _device(where, _NIC_HEIGHT, style, lines, f"{nic.pci_address} {tooltip}")
+        for number, gpu in enumerate(group.gpus):
             x = left + number * _SLOT + 4
             self.centers[gpu.index] = x + _BOX / 2
             links = gpu.nvlinks or ()
@@ -244,9 +244,9 @@ class _Panel:
             yield from _device((x, self.gpu_top), _GPU_HEIGHT, style, lines, gpu.uuid or "")
 
     def _draw_between(self, x: float, a: int | None, b: int | None) -> Iterator[str]:
-        nodes = {node.id: node for node in self.topology.machine.numa}
         if a is None or b is None:
             return
+        nodes = {node.id: node for node in self.topology.machine.numa}
         y = _TITLE + 22
         yield f'<line class="between" x1="{x:g}" y1="{y}" x2="{x + _GAP:g}" y2="{y}"/>'
         distances = nodes[a].distances
@@ -258,12 +258,12 @@ class _Panel:
         top = self.node_bottom + 40
         ends = list(self.centers.values())
         left, right = min(ends) - _BOX / 2, max(ends) + _BOX / 2
-        usual = max(self._active(gpu) for gpu in self.topology.gpus)
+        most = max(self._active(gpu) for gpu in self.topology.gpus)
         for gpu in self.topology.gpus:
             count = self._active(gpu)
             if not count:
                 continue
-            x, broken = self.centers[gpu.index], " broken" * (count < usual)
+            x, broken = self.centers[gpu.index], " broken" * (count < most)
             y = self.gpu_top + _GPU_HEIGHT
             yield f'<path class="wire{broken}" d="M{x:g} {y:g} V{top}"/>'
             yield _text(x + 6, top - 10, f"NV{count}", "soft")
@@ -280,18 +280,18 @@ class _Panel:
         """An arc for each pair of GPUs; the farther apart they are, the deeper the arc."""
         order = sorted(self.centers, key=lambda index: self.centers[index])
         y = self.gpu_top + _GPU_HEIGHT
-        usual = max(link.nvlinks for link in self.pairs)
+        most = max(link.nvlinks for link in self.pairs)
         for link in self.pairs:
             ends = sorted(order.index(int(each.removeprefix("GPU"))) for each in (link.a, link.b))
             # Arcs that start at the same GPU start side by side.
             spread = 8 * (ends[1] - ends[0] - 1)
             x1, x2 = self.centers[order[ends[0]]] + 12 + spread, self.centers[order[ends[1]]]
             x2 -= 12 + spread
-            deep = self.node_bottom + 10 + 30 * (ends[1] - ends[0])
-            broken = " broken" * (link.nvlinks < usual)
-            curve = f"M{x1:g} {y} C{x1:g} {deep} {x2:g} {deep} {x2:g} {y}"
+            depth = self.node_bottom + 10 + 30 * (ends[1] - ends[0])
+            broken = " broken" * (link.nvlinks < most)
+            curve = f"M{x1:g} {y} C{x1:g} {depth} {x2:g} {depth} {x2:g} {y}"
             yield f'<path class="wire{broken}" d="{curve}"/>'
-            middle, low = (x1 + x2) / 2, y + 0.75 * (deep - y)
+            middle, low = (x1 + x2) / 2, y + 0.75 * (depth - y)
             yield _text(middle, low - 5, link.link_class, "soft middle")
 
     def _draw_foot(self) -> Iterator[str]:
@@ -301,7 +301,7 @@ class _Panel:
             yield _text(_MARGIN, y, f"NUMA {nodes}: CPUs and memory, no GPU or NIC", "soft")
             y += 16
         legend = "dashed: PCIe root complex; grey: PCIe switch (PIX); number between nodes:"
-        if any(cluster.root for _, clusters in self.columns for cluster in clusters):
+        if any(group.root for _, groups in self.columns for group in groups):
             yield _text(_MARGIN, y, f"{legend} NUMA distance", "soft")
         elif reason := self.topology.machine.why("pci"):
             yield _text(_MARGIN, y, f"PCI paths unknown: {reason}", "soft")
@@ -312,10 +312,10 @@ def _device(
     height: float,
     style: str,
     lines: Sequence[str],
-    about: str,
+    tooltip: str,
 ) -> Iterator[str]:
     left, top = where
-    yield f"<g><title>{escape(about)}</title>"
+    yield f"<g><title>{escape(tooltip)}</title>"
     yield _box(left, top, _BOX, height, style, 5)
     for number, line in enumerate(lines):
         kind = "name middle" if number == 0 else "soft middle"
@@ -323,10 +323,10 @@ def _device(
     yield "</g>"
 
 
-def _box(left: float, top: float, width: float, height: float, style: str, round_: int) -> str:
+def _box(left: float, top: float, width: float, height: float, style: str, radius: int) -> str:
     return (
         f'<rect class="{style}" x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" '
-        f'rx="{round_}"/>'
+        f'rx="{radius}"/>'
     )
 
 

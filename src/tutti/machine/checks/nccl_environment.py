@@ -1,6 +1,7 @@
 """Checks env.*: variables that are misspelt, renamed, left over from debugging, or invalid."""
 
-from collections.abc import Collection, Iterator, Mapping
+import difflib
+from collections.abc import Iterator, Mapping
 
 from tutti.machine.checks.cluster import Cluster
 from tutti.machine.checks.finding import Verdict, fail, host_check, machine_check, passed, warn
@@ -144,33 +145,14 @@ _PLUGINS = (
 )
 
 
-def closest_known(name: str, known: Collection[str] = KNOWN) -> str | None:
+def closest_known(name: str) -> str | None:
     """The known variable that `name` is probably a misspelling of; None if none is close."""
-    if name in known or name in RENAMED or name.startswith(_PLUGINS):
+    if name in KNOWN or name in RENAMED or name.startswith(_PLUGINS):
         return None
-    if name.upper() in known:
+    if name.upper() in KNOWN:
         return name.upper()
-    # One edit in a short name, two in a long one: NCCL_NET is not a misspelt NCCL_PXN.
-    allowed = 1 if len(name) < 12 else 2
-    close = [(distance, each) for each in known if (distance := _edits(name, each)) <= allowed]
-    return min(close)[1] if close else None
-
-
-def _edits(one: str, other: str) -> int:
-    """Damerau-Levenshtein distance: insertions, deletions, changes, swaps of adjacent letters."""
-    if abs(len(one) - len(other)) > 2:
-        return 3
-    before: list[int] = []
-    last = list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
-        row = [i]
-        for j, b in enumerate(other, 1):
-            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b))
-            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
-                cost = min(cost, before[j - 2] + 1)
-            row.append(cost)
-        before, last = last, row
-    return last[-1]
+    close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.88)
+    return close[0] if close else None
 
 
 @machine_check(
