@@ -30,14 +30,14 @@ def measure(backends: list[str], rounds: int, steps: int) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     import tutti
-    from tutti.bench.contenders import process_group
-    from tutti.bench.control import Control
-    from tutti.bench.pinning import pin
+    from tutti.bench.collectives.backends import process_group
+    from tutti.bench.host_setup import pin
+    from tutti.bench.rank_control import RankControl
     from tutti.world.exchange import gather_json
 
     with tutti.init(device="cpu") as world:
         cpus = gather_json(pin(world))
-        control = Control()
+        control = RankControl()
         runs = {}
         for backend in backends:
             torch.manual_seed(0)
@@ -57,7 +57,7 @@ def measure(backends: list[str], rounds: int, steps: int) -> dict[str, Any]:
             turn = number % len(backends)
             for backend in backends[turn:] + backends[:turn]:
                 model, optimizer = runs[backend]
-                control.meet()
+                control.check_stop()
                 for batch in batches[number * steps : (number + 1) * steps]:
                     began = time.perf_counter()
                     optimizer.zero_grad()
@@ -67,7 +67,7 @@ def measure(backends: list[str], rounds: int, steps: int) -> dict[str, Any]:
                     times[backend].append(time.perf_counter() - began)
                     losses[backend].append(loss.item())
         slowest = {
-            backend: control.largest(each[steps:])  # the first round warms up
+            backend: control.max_over_ranks(each[steps:])  # the first round warms up
             for backend, each in times.items()
         }
         return {

@@ -32,7 +32,12 @@ from typing import NoReturn
 _IMPORTS = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
     *("torch.distributed.checkpoint", "hypothesis", "pytest", "runpy"),
-    *("tutti.bench.sweep", "tutti.parallel.build", "tutti.train.trainer", "tutti.world.launch"),
+    *(
+        "tutti.bench.collectives.interleaved_sweep",
+        "tutti.parallel.build",
+        "tutti.train.trainer",
+        "tutti.world.launch",
+    ),
 )
 
 

@@ -21,10 +21,10 @@ PAIR_KEYS = {
     ("arguments", "message"),
     [
         (["--only", "pears"], "--only: no part 'pears': did you mean pairs?"),
-        (["--sizes", "12Q"], "'12Q' is no size"),
-        (["--backend", "nccl", "--device", "cpu"], "--backend nccl moves CUDA tensors only"),
+        (["--sizes", "12Q"], "'12Q' is not a size"),
+        (["--backend", "nccl", "--device", "cpu"], "--backend nccl communicates CUDA tensors only"),
         (["--ranks", "1", "--device", "cpu"], "--ranks 1: one rank on a CPU has no link"),
-        (["--pin", "0/x"], "--pin 0/x: own, none, or a CPU list for each rank"),
+        (["--pin", "0/x"], "--pin 0/x: give own, none, or one CPU list per rank"),
         (["--budget", "-1"], "--budget -1.0: give seconds above 0"),
         (["--expect", "/nowhere.toml"], "--expect /nowhere.toml: No such file"),
         (["--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
@@ -91,9 +91,13 @@ def _written_and_lied(world: Any) -> Any:
     import torch
     import torch.distributed as dist
 
-    from tutti.bench.bandwidth_traffic import Meter, Traffic
-    from tutti.bench.control import Control
-    from tutti.bench.point_to_point import ring_all_reduce, tree_all_reduce
+    from tutti.bench.bandwidth.point_to_point import (
+        Traffic,
+        TrafficMeter,
+        ring_all_reduce,
+        tree_all_reduce,
+    )
+    from tutti.bench.rank_control import RankControl
 
     # Three ranks may be more than there are CPUs, and shm would wait by spinning.
     group = dist.new_group(backend="gloo")
@@ -106,11 +110,11 @@ def _written_and_lied(world: Any) -> Any:
             if not torch.equal(tensor, expected):
                 wrong.append([algorithm.__name__, count])
 
-    class Liar(Meter):
+    class Liar(TrafficMeter):
         """Rank 1 finds two bytes changed on the way."""
 
-        def _exchange(self, *arguments: Any) -> None:
-            super()._exchange(*arguments)
+        def _exchange_window(self, *arguments: Any) -> None:
+            super()._exchange_window(*arguments)
             if world.rank == 1:
                 self._received[5:7] += 1
 
@@ -118,8 +122,8 @@ def _written_and_lied(world: Any) -> Any:
         return [Traffic("one way", ((0, 1),), 4000), Traffic("both ways", ((0, 2), (2, 0)), 4000)]
 
     honest, lies = fresh(), fresh()
-    control = Control()
-    Meter(group, control, world.device, 0.01).run(honest, lambda line: None)
+    control = RankControl()
+    TrafficMeter(group, control, world.device, 0.01).run(honest, lambda line: None)
     Liar(group, control, world.device, 0.01).run(lies, lambda line: None)
     return {
         "wrong": wrong,

@@ -21,13 +21,13 @@ SHORT = ["--budget", "0.01", "--backends", "gloo"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "what should be measured? tutti bench collectives"),
+        ([], "which kind? tutti bench collectives"),
         (["colectives"], "no kind 'colectives': did you mean collectives?"),
         (["collectives", "--ops", "al_reduce"], "'al_reduce': did you mean all_reduce?"),
         (["collectives", "--backends", "goo"], "no backend 'goo': there are gloo, shm, "),
-        (["collectives", "--backends", "gloo,gloo"], "--backends gloo,gloo: name gloo once"),
-        (["collectives", "--sizes", "4:1K:x1"], "--sizes 4:1K:x1: with the step x1"),
-        (["collectives", "--iterations", "few"], "--iterations few: auto, or a number"),
+        (["collectives", "--backends", "gloo,gloo"], "--backends gloo,gloo: gloo is named twice"),
+        (["collectives", "--sizes", "4:1K:x1"], "--sizes 4:1K:x1: 4:1K:x1: with the step x1"),
+        (["collectives", "--iterations", "few"], "--iterations few: use auto, or a number"),
         (["collectives", "--group", "0"], "--group 0: use 1 (no groups) or more calls"),
         (["collectives", "--budget", "0"], "--budget 0.0: give seconds above 0, such as 0.5"),
         (["collectives", "--ranks", "0"], "--ranks 0: a world has at least one rank"),
@@ -45,7 +45,7 @@ def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], mess
 def test_what_no_memory_holds_is_refused_before_anything_is_measured() -> None:
     done = run_tutti(*BENCH, *SHORT, "--sizes", "1K,1024G")
     assert done.returncode == 2 and not done.stdout
-    assert "--sizes 1024G: 2 ranks of a host need" in done.stderr
+    assert "--sizes 1024G: 2 ranks on a host need" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
 
 
@@ -65,7 +65,7 @@ def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) > 1:  # each rank has a core: how far they are apart is told
         (trip,) = content["round_trips"]
         assert trip["ranks"] == [0, 1] and trip["before_ns"] > 0 and trip["after_ns"] > 0
-        assert "# cores: ranks 0 and 1 are " in done.stdout
+        assert "# cores: cache-line round trip between ranks 0 and 1: " in done.stdout
     found = [(row["op"], row["bytes"], row["placement"]) for row in content["rows"]]
     assert found == [
         ("all_reduce", 4, "out"), ("all_reduce", 4, "in"),
@@ -89,7 +89,7 @@ def test_a_narrow_terminal_gets_short_lines(tmp_path: Path) -> None:
 
 def test_a_backend_that_is_not_here_is_an_unmet_need() -> None:
     done = run_tutti(*BENCH, "--backends", "nccl", "--sizes", "4")
-    assert done.returncode == 2 and "nccl: NCCL moves CUDA tensors only" in done.stderr
+    assert done.returncode == 2 and "nccl: NCCL communicates CUDA tensors only" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["collectives", "symmetric"])

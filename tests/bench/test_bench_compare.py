@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from tutti.bench.compare import compare, differences
-from tutti.bench.expect import Source, expect, notes, read_source
+from tutti.bench.compare_results import compare, environment_differences
+from tutti.bench.expectations import (
+    Expectation,
+    baseline_differences,
+    read_expectation,
+    unmet_expectations,
+)
 from tutti.cli import run
 from tutti.world.errors import UsageError
 
@@ -94,7 +99,7 @@ def test_another_machine_is_told() -> None:
     new["environment"] |= {"host": "b", "gpus": [{"name": "NVIDIA H200"}] * 2}
     new["environment"]["versions"] = {"torch": "2.12"}
     new["environment"]["variables"] = {"TUTTI_RUN_ID": "other each time", "NCCL_ALGO": "ring"}
-    assert differences(old, new) == [
+    assert environment_differences(old, new) == [
         "host: a → b",
         "gpus: none → 2 × NVIDIA H200",
         "torch: 2.13 → 2.12",
@@ -114,7 +119,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run([*command, "--json", str(tmp_path / "c.json")]) == 0
     said = capsys.readouterr()
     assert "slower" in said.out and "bytes 1024" in said.out and "bytes 2048" not in said.out
-    assert "# 1 slower, 1 same" in said.out and "not the same in both: host: a → b" in said.err
+    assert "# 1 slower, 1 same" in said.out and "other environment: host: a → b" in said.err
     content = json.loads((tmp_path / "c.json").read_text())
     assert content["schema"] == "tutti.bench.compare/1"
     assert [row["verdict"] for row in content["rows"]] == ["slower", "same"]
@@ -132,16 +137,16 @@ def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:
     for content in ("no json", '{"schema": "tutti.world/1"}', "[]"):
         other.write_text(content)
         assert run(["bench", "compare", str(other), str(other)]) == 2
-    with pytest.raises(UsageError, match="give two of the same bench"):
+    with pytest.raises(UsageError, match="give two results of the same bench"):
         compare(result("collectives", rows=[]), result("symmetric", rows=[]))
 
 
 # ---- --expect ----
 
 
-def thresholds(tmp_path: Path, text: str) -> Source:
+def thresholds(tmp_path: Path, text: str) -> Expectation:
     (tmp_path / "t.toml").write_text(text)
-    return read_source("--expect", str(tmp_path / "t.toml"), "collectives")
+    return read_expectation(str(tmp_path / "t.toml"), "collectives")
 
 
 MEASURED = result("collectives", rows=[operation(1 << 20, 100.0), operation(1 << 26, 1000.0)])
@@ -149,15 +154,19 @@ MEASURED = result("collectives", rows=[operation(1 << 20, 100.0), operation(1 <<
 
 def test_thresholds_are_held_against_the_rows_they_name(tmp_path: Path) -> None:
     rule = '[[expect]]\nop = "all_reduce"\nbytes = "64M"\n'
-    assert expect(MEASURED, thresholds(tmp_path, rule + "busbw_gbs = { min = 60 }")) == []
-    (miss,) = expect(MEASURED, thresholds(tmp_path, rule + '"time_us.p50" = { max = 900 }'))
+    assert (
+        unmet_expectations(MEASURED, thresholds(tmp_path, rule + "busbw_gbs = { min = 60 }")) == []
+    )
+    (miss,) = unmet_expectations(
+        MEASURED, thresholds(tmp_path, rule + '"time_us.p50" = { max = 900 }')
+    )
     assert str(miss) == (
         "op all_reduce, backend nccl, bytes 67108864: time_us.p50 is 1000, "
         "expected time_us.p50 at most 900"
     )
     every = '[[expect]]\nbackend = ["nccl", "gloo"]\nbytes = { min = "1M" }\nwrong = { max = 0 }'
-    assert expect(MEASURED, thresholds(tmp_path, every)) == []
-    (miss,) = expect(MEASURED, thresholds(tmp_path, every.replace("nccl", "mpi")))
+    assert unmet_expectations(MEASURED, thresholds(tmp_path, every)) == []
+    (miss,) = unmet_expectations(MEASURED, thresholds(tmp_path, every.replace("nccl", "mpi")))
     assert "nothing was checked" in str(miss)
 
 
@@ -167,7 +176,7 @@ def test_thresholds_are_held_against_the_rows_they_name(tmp_path: Path) -> None:
         ("expect = 3", r"a list of \[\[expect\]\] tables"),
         ('[[expect]]\nop = "all_reduce"', "rule 1: it has no bound"),
         ("[[expect]]\nbusbw_gbs = { least = 3 }", "a bound has min, max or both"),
-        ("[[expect", "no TOML"),
+        ("[[expect", "not TOML"),
     ],
 )
 def test_a_file_of_thresholds_that_cannot_be_one(tmp_path: Path, text: str, message: str) -> None:
@@ -177,13 +186,15 @@ def test_a_file_of_thresholds_that_cannot_be_one(tmp_path: Path, text: str, mess
 
 def test_a_baseline_allows_for_its_spread(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(json.dumps(MEASURED))
-    source = read_source("--expect", str(tmp_path / "b.json"), "collectives")
+    source = read_expectation(str(tmp_path / "b.json"), "collectives")
     slower = result("collectives", rows=[operation(1 << 20, 103.0), operation(1 << 26, 1500.0)])
-    assert expect(MEASURED, source) == [] and notes(MEASURED, source) == []
-    (miss,) = expect(slower, source)
+    assert (
+        unmet_expectations(MEASURED, source) == [] and baseline_differences(MEASURED, source) == []
+    )
+    (miss,) = unmet_expectations(slower, source)
     assert "bytes 67108864" in miss.what and miss.expected == "1000 within 6 %"
-    with pytest.raises(UsageError, match="nothing that is measured here is in it"):
-        expect(result("collectives", rows=[operation(8, 1.0)]), source)
+    with pytest.raises(UsageError, match="it has no row in common with this run"):
+        unmet_expectations(result("collectives", rows=[operation(8, 1.0)]), source)
 
 
 def test_the_catalogue_is_for_what_it_knows() -> None:
@@ -192,14 +203,14 @@ def test_the_catalogue_is_for_what_it_knows() -> None:
     known["world"]["ranks"] = on_gpus
     known["environment"]["gpus"] = [{"name": "NVIDIA H200"}] * 8
     known["rows"] = [operation(1 << 28, 700.0, busbw_gbs=400.0)]
-    assert expect(known, Source("catalogue")) == []
+    assert unmet_expectations(known, Expectation("catalogue")) == []
     known["rows"] = [operation(1 << 28, 700.0, busbw_gbs=300.0), operation(8, 1.0, busbw_gbs=0.1)]
-    (miss,) = expect(known, Source("catalogue"))
+    (miss,) = unmet_expectations(known, Expectation("catalogue"))
     assert miss.observed == "busbw is 300 GB/s" and "0.8 × 432 GB/s (Azure" in miss.expected
     for change in ({"node": 1}, {"ranks_on_device": 2}):
         other = copy.deepcopy(known)
         other["world"]["ranks"][7] |= change
-        with pytest.raises(UsageError, match="has no figure for what is measured"):
-            expect(other, Source("catalogue"))
+        with pytest.raises(UsageError, match="has no figure for this run"):
+            unmet_expectations(other, Expectation("catalogue"))
     with pytest.raises(UsageError, match="on this machine: give an earlier result"):
-        expect(MEASURED, Source("catalogue"))
+        unmet_expectations(MEASURED, Expectation("catalogue"))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tutti.bench.pairs.catalogue import SHIPPED
-from tutti.bench.pairs.likeness import difference, snapshot
+from tutti.bench.pairs import BUILTIN_PAIRS
+from tutti.bench.pairs.paired_runs import difference, snapshot
 from worlds import TUTTI, clean_environment, run_command, run_tutti
 
 PAIRS = ["bench", "pairs"]
@@ -83,7 +83,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     (folder / "own.py").write_text(OWN)
     own = "takes-turns,shows-turns,differs,near-enough,wrong-later,fails,returns-nothing,needs-more"
     flags = ["--quick", "--budget", "0.2", "--rounds", "6", "--json", folder / "p.json"]
-    names = ["--only", ",".join([*SHIPPED, own]), "--file", folder / "own.py"]
+    names = ["--only", ",".join([*BUILTIN_PAIRS, own]), "--file", folder / "own.py"]
     done = run_tutti(*PAIRS, "--ranks", "2", "--device", "cpu", *flags, *names, timeout=110)
     content = json.loads((folder / "p.json").read_text()) if done.returncode == 1 else {}
     rows = {row["name"]: row for row in content.get("rows", [])}
@@ -94,7 +94,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     ("arguments", "message"),
     [
         (["--only", "overlapp"], "--only: no pair 'overlapp': did you mean overlap?"),
-        (["--only", "shm,shm"], "--only shm,shm: name shm once"),
+        (["--only", "shm,shm"], "--only shm,shm: shm is named twice"),
         (["--file", "nowhere.py"], "--file nowhere.py: there is no such Python file"),
         (["--rounds", "0"], "--rounds 0: use 1 or more"),
         (["--budget", "-1"], "--budget -1.0: give seconds above 0"),
@@ -108,14 +108,14 @@ def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], mess
 
 def test_a_list_names_what_comes_with_tutti_or_what_is_in_a_file(tmp_path: Path) -> None:
     done = run_command([*TUTTI, *PAIRS, "--list"])
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(SHIPPED)
-    assert len(SHIPPED) == 12 and done.stdout.count("→") == 12
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(BUILTIN_PAIRS)
+    assert len(BUILTIN_PAIRS) == 12 and done.stdout.count("→") == 12
     (tmp_path / "own.py").write_text(OWN)
     done = run_command([*TUTTI, *PAIRS, "--list", "--file", tmp_path / "own.py"])
     assert done.stdout.splitlines()[0].split(maxsplit=1) == ["takes-turns", "in turns → in turns"]
     (tmp_path / "none.py").write_text("PAIRS = 1")
     done = run_command([*TUTTI, *PAIRS, "--file", tmp_path / "none.py"])
-    assert done.returncode == 2 and "it must say PAIRS = [function, …]" in done.stderr
+    assert done.returncode == 2 and "it must define PAIRS = [function, …]" in done.stderr
 
 
 def test_every_shipped_pair_gives_equal_results_or_says_what_it_lacks(measured: Any) -> None:
@@ -123,8 +123,8 @@ def test_every_shipped_pair_gives_equal_results_or_says_what_it_lacks(measured: 
     assert content, measured["done"].stdout + measured["done"].stderr
     assert content["schema"] == "tutti.bench.pairs/1" and content["complete"]
     assert content["environment"]["versions"]["torch"] and "--quick" in content["command"]
-    assert [name for name in rows if name in SHIPPED] == list(SHIPPED)
-    for name in SHIPPED:
+    assert [name for name in rows if name in BUILTIN_PAIRS] == list(BUILTIN_PAIRS)
+    for name in BUILTIN_PAIRS:
         row = rows[name]
         assert row.keys() >= KEYS
         if name not in ON_CPU and name != "placement":
@@ -157,7 +157,7 @@ def test_what_differs_on_any_rank_is_named_and_fails_the_run(measured: Any) -> N
     assert rows["fails"]["check"] == "failed: RuntimeError: it broke"
     assert "return tensors or numbers" in rows["returns-nothing"]["check"]
     assert rows["needs-more"]["check"] == "skipped: only rank 0 has it"
-    assert "# 4 did not give the same results: FAILED" in done.stdout
+    assert "# results of 4 pairs differ: FAILED" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tutti.bench.path_table import measurements, settled
+from tutti.bench.collectives.path_tuning import path_measurements, smooth_choice
 from tutti.comm.path_selection import Measured, choose, fastest, load, save
 from worlds import TUTTI, run_command, run_tutti
 
@@ -41,27 +41,31 @@ def test_a_crossover_is_one_whatever_the_noise_around_it() -> None:
         1024: (12.0, 5.0), 2048: (12.0, 6.0), 4096: (12.0, 12.2), 8192: (13.0, 12.8),
         16384: (13.1, 13.3), 32768: (14.0, 20.0), 65536: (16.0, 38.0),
     }  # fmt: skip
-    paths = [each.path for each in settled(_measured(noisy))]
+    paths = [each.path for each in smooth_choice(_measured(noisy))]
     assert paths[:2] == [ONE_SHOT] * 2 and paths[-2:] == [NCCL] * 2
     assert sum(one != other for one, other in pairwise(paths)) == 1
 
 
 def test_a_change_that_pays_is_kept_and_one_that_does_not_is_not() -> None:
     slower_once = {1: (10.0, 20.0), 2: (10.3, 10.0), 4: (10.0, 20.0)}
-    assert [each.path for each in settled(_measured(slower_once))] == [NCCL] * 3
+    assert [each.path for each in smooth_choice(_measured(slower_once))] == [NCCL] * 3
     much_slower_once = {1: (10.0, 20.0), 2: (15.0, 10.0), 4: (10.0, 20.0)}
-    assert [each.path for each in settled(_measured(much_slower_once))] == [NCCL, ONE_SHOT, NCCL]
+    assert [each.path for each in smooth_choice(_measured(much_slower_once))] == [
+        NCCL,
+        ONE_SHOT,
+        NCCL,
+    ]
 
 
 def test_a_path_that_ends_hands_over() -> None:
     ends = {1024: (12.0, 5.0), 2048: (12.0, 6.0), 4096: (12.0, None)}
-    assert [each.path for each in settled(_measured(ends))] == [ONE_SHOT, ONE_SHOT, NCCL]
+    assert [each.path for each in smooth_choice(_measured(ends))] == [ONE_SHOT, ONE_SHOT, NCCL]
 
 
 def test_comm_goes_by_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     times = {1024: (12.0, 5.0), 65536: (14.0, 9.0), 1 << 20: (20.0, 60.0)}
-    written = save(fastest(settled(_measured(times)), ranks=4, dtype="float32"))
+    written = save(fastest(smooth_choice(_measured(times)), ranks=4, dtype="float32"))
     assert written.is_relative_to(tmp_path)
     table = load(4)
     both = (NCCL, ONE_SHOT)
@@ -81,7 +85,7 @@ def test_only_single_calls_in_their_own_place_with_right_results_count() -> None
         {**good, "backend": "nccl x8"},
         {**good, "op": "send_recv"},
     ]
-    found = measurements([good, *others], "cuda")
+    found = path_measurements([good, *others], "cuda")
     assert found == [Measured("all_reduce", "cuda", NCCL, 1024, 12.0)]
 
 

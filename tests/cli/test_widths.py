@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tutti.bench.table import Table
+from tutti.bench.collectives.nccl_tests_table import CollectivesTable
 from tutti.cli.world import _print_table
 from worlds import TUTTI, run_command
 
@@ -81,9 +81,9 @@ def test_a_sweep_shows_as_much_as_fits(
         }
         for placement in placements
     ]  # fmt: skip
-    Table({"all_reduce": placements}, 1, sys.stdout, spread=True).add(rows)
+    CollectivesTable({"all_reduce": placements}, 1, sys.stdout, spread=True).add(rows)
     out = capsys.readouterr().out
     place = 13 * (len(placements) > 1)  # out-of-place is told behind the row
     assert max(map(len, out.splitlines())) <= max(columns, 52 + place), out
     room = columns >= 74 + place
-    assert ("cv%" in out) == room and ("have no room here" in out) != room
+    assert ("cv%" in out) == room and ("too narrow" in out) != room

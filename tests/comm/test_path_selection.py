@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti import comm
-from tutti.bench.path_table import path_table
+from tutti.bench.collectives.path_tuning import path_table
 from tutti.comm import path_selection
 from tutti.comm.operation import CommGroup
 from tutti.comm.path_selection import Choice, Measured, Row, Table, choose

@@ -1,1 +1,5 @@
-"""Benchmarks that check what they time: collectives, symmetric memory."""
+"""Benchmarks: collectives, bandwidth of links, symmetric memory, and pairs of techniques."""
+
+
+class Unsupported(Exception):
+    """A backend, an operation or a pair cannot be measured here; the message says why."""

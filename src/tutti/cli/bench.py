@@ -1,24 +1,49 @@
-"""tutti bench KIND: measure what this machine does, and check what it did."""
+"""tutti bench KIND, and what its kinds share: starting ranks, result files, --sizes, --expect."""
 
 import os
 import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+from tutti.bench.expectations import (
+    AllowedValues,
+    Expectation,
+    baseline_differences,
+    read_expectation,
+    unmet_expectations,
+)
+from tutti.cli.results import write_json, write_whole
+from tutti.machine.gpus import visible_gpu_count
+from tutti.measure.terminal import print_line, print_note
+from tutti.measure.units import parse_sizes
 from tutti.world.errors import UsageError, did_you_mean
+from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
 
+if TYPE_CHECKING:
+    from tutti.world.world import World
+
+Row = dict[str, Any]
+INTERRUPTED = 130
+# From Ctrl-C to SIGKILL, for ranks to finish their round and write their files.
+_GRACE_SECONDS = 30.0
+
 _KINDS = {
-    "collectives": ("tutti.cli.bench_collectives", "every backend side by side, as nccl-tests"),
-    "bandwidth": ("tutti.cli.bench_bandwidth", "every pair of ranks; slow links are named"),
-    "pairs": ("tutti.cli.bench_pairs", "a baseline and its optimized form, results compared"),
-    "tune": ("tutti.cli.bench_tune", "where one path overtakes another: tutti.comm's size table"),
-    "symmetric": ("tutti.cli.bench_symmetric", "one-sided memory, and the structures on it"),
-    "compare": ("tutti.cli.bench_compare", "what changed between two results, beyond the spread"),
+    "collectives": ("tutti.cli.bench_collectives", "all backends side by side, as nccl-tests"),
+    "bandwidth": ("tutti.cli.bench_bandwidth", "every pair of ranks; names slow links"),
+    "pairs": ("tutti.cli.bench_pairs", "techniques against their baselines, results compared"),
+    "tune": ("tutti.cli.bench_tune", "the fastest path by message size, for tutti.comm"),
+    "symmetric": ("tutti.cli.bench_symmetric", "one-sided memory and the structures built on it"),
+    "compare": ("tutti.cli.bench_compare", "what changed between two results beyond the spread"),
 }
 
 _USAGE = """usage: tutti bench KIND [flags]
 
-Measures several ways in one run, in turns, and checks the results of what was timed.
+Measures alternatives in turns in one run, and checks the results of the timed calls.
 
 kinds:
 {kinds}
@@ -33,20 +58,207 @@ def main(arguments: list[str]) -> int:
         print(_USAGE.format(kinds=rows))
         return 0
     if not arguments or arguments[0].startswith("-"):
-        raise UsageError(f"what should be measured? tutti bench {' or '.join(_KINDS)}, see --help")
+        raise UsageError(f"which kind? tutti bench {' or '.join(_KINDS)}, see --help")
     if arguments[0] not in _KINDS:
         raise UsageError(f"no kind {arguments[0]!r}: {did_you_mean(arguments[0], _KINDS)}")
-    if identify(os.environ).launcher != "python":
-        _end_at_once_on_ctrl_c()
+    if is_rank() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        # Until RankControl.stop_on_signals takes over, Ctrl-C ends a rank at once. A Python
+        # KeyboardInterrupt can be swallowed inside torch's import or a destructor; the rank would
+        # go on and wait for peers that have ended. Ignored SIGINT (nohup, `&`) stays ignored.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     code: int = import_module(_KINDS[arguments[0]][0]).main(arguments[1:])
     return code
 
 
-def _end_at_once_on_ctrl_c() -> None:
-    """In a rank, until it measures and stops in good order (Control.stop_on_signals).
+# ---- Ranks ----
 
-    Python's KeyboardInterrupt may come inside torch's import or a destructor, where it is caught or
-    only printed: this rank would go on and wait at the roll call for the others, who have gone.
+
+class RankOptions(Protocol):
+    """The flags about ranks that every measuring kind has."""
+
+    @property
+    def ranks(self) -> int | None:
+        """--ranks."""
+
+    @property
+    def device(self) -> str:
+        """--device."""
+
+    @property
+    def ranks_per_gpu(self) -> int:
+        """--ranks-per-gpu."""
+
+    @property
+    def start_timeout(self) -> float | None:
+        """--start-timeout."""
+
+
+def is_rank() -> bool:
+    """Whether a launcher started this process as a rank."""
+    return identify(os.environ).launcher != "python"
+
+
+def default_ranks(options: RankOptions) -> int:
+    """--ranks, else one rank per GPU (times --ranks-per-gpu), at least 2."""
+    if options.ranks is not None:
+        return options.ranks
+    gpus = 0 if options.device == "cpu" else visible_gpu_count()
+    return max(2, gpus * options.ranks_per_gpu)
+
+
+def start_ranks(
+    kind: str, arguments: Sequence[str], options: RankOptions, ranks: int | None = None
+) -> int:
+    """Run `tutti bench KIND` again in local ranks; returns the exit code."""
+    return LocalWorld(
+        command=[sys.executable, "-m", "tutti", "bench", kind, *arguments],
+        ranks=default_ranks(options) if ranks is None else ranks,
+        device=options.device,
+        ranks_per_gpu=options.ranks_per_gpu,
+        show="first",
+        grace=_GRACE_SECONDS,
+        reported_codes=(1, 2),
+    ).run()
+
+
+@contextmanager
+def open_world(options: RankOptions, backend: str | None = None) -> "Iterator[World]":
+    """Join the world as the flags say."""
+    from tutti.world.world import init
+
+    with init(
+        device=options.device,
+        backend=backend,
+        ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
+        start_timeout=options.start_timeout,
+    ) as world:
+        yield world
+
+
+def pin_and_describe_ranks(world: "World", pin: bool) -> list[Row]:
+    """Pin this rank to its CPUs; returns the rows of all ranks for JSON. Collective."""
+    from tutti.bench import host_setup
+
+    return describe_ranks(world, host_setup.pin(world) if pin else world.cpus, pin)
+
+
+def describe_ranks(world: "World", cpus: str, pinned: bool) -> list[Row]:
+    """The rows of all ranks for JSON. Collective."""
+    from tutti.world.exchange import gather_json
+
+    return gather_json({**world.row(), "cpus": cpus, "pinned": pinned})
+
+
+def print_ranks(world: "World", ranks: list[Row], with_backend: bool = False) -> None:
+    """The head of the output: where each rank runs, and whether GPUs are shared."""
+    for row in ranks:
+        backend = f"{row['backend']}, " if with_backend else ""
+        pinned = "pinned to CPU" if row["pinned"] else "on CPU"
+        threads = f"{row['threads']} thread{'s' * (row['threads'] != 1)}"
+        where = f"{row['host']}, {row['device']}, {backend}{pinned} {row['cpus']}, {threads}"
+        print_note(f"rank {row['rank']}: {where}")
+    if world.sharing_note:
+        print_note(f"note: {world.sharing_note}")
+
+
+def world_json(world: "World", ranks: list[Row]) -> Row:
+    """The `world` of every result."""
+    return {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note}
+
+
+def print_wrong(wrong: int) -> None:
+    """The last line of nccl-tests."""
+    print_note(f"Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+
+
+# ---- Flags and files ----
+
+
+def sizes_flag(text: str) -> list[int]:
+    """Parse --sizes; raises UsageError."""
+    try:
+        return parse_sizes(text)
+    except ValueError as error:
+        raise UsageError(f"--sizes {text}: {error}") from None
+
+
+class ResultFiles:
+    """--json and --csv, written again after every row, so that any end of the run keeps results.
+
+    Ctrl-C, SIGKILL and the death of a rank need no handling. `complete` in the JSON is false until
+    everything was measured.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored (nohup, `&`) stays ignored
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def __init__(self, schema: str, json: Path | None, csv: Path | None = None) -> None:
+        self._schema = schema
+        self._json = json
+        self._csv = csv
+        self._warned = False
+
+    def save(self, results: Row) -> None:
+        """Write intermediate results; if that fails, warn once and go on measuring."""
+        try:
+            self.write(results)
+        except UsageError as error:
+            if not self._warned:
+                print(f"note: {error}", file=sys.stderr, flush=True)
+            self._warned = True
+
+    def write(self, results: Row) -> None:
+        """Write the results; raises UsageError if the file cannot be written."""
+        if self._csv is not None:
+            from tutti.bench.collectives.nccl_tests_table import csv_text
+
+            write_whole("--csv", self._csv, csv_text(results["rows"]))
+        if self._json is not None:
+            write_json(self._json, self._schema, results)
+
+
+# ---- --expect ----
+
+
+def expect_flag(
+    text: str | None, bench: str, device: str, allowed: AllowedValues | None = None
+) -> Expectation | None:
+    """Read --expect; UsageError if no result of this run could be checked against it.
+
+    `allowed` has further values of text fields of this run, such as the names of pairs.
+    """
+    if text is None:
+        return None
+    expectation = read_expectation(text, bench, allowed)
+    # bench bandwidth judges CPU links by their class, without the catalogue.
+    needs_gpu = text == "catalogue" and bench != "bandwidth"
+    if needs_gpu and (device == "cpu" or not visible_gpu_count()):
+        raise UsageError(
+            "--expect catalogue: it has figures for GPUs only, and ranks are on the CPU: give an "
+            "earlier result or a file of thresholds"
+        )
+    return expectation
+
+
+def check_planned_rows(schema: str, planned: Row, expectation: Expectation | None) -> None:
+    """UsageError if a baseline or the catalogue has no figure for any of the planned rows.
+
+    Rules are not checked here: one file of rules may serve several runs.
+    """
+    if expectation is not None and expectation.rules is None:
+        unmet_expectations({"schema": schema, **planned}, expectation)
+
+
+def report_unmet(schema: str, results: Row, expectation: Expectation | None) -> bool:
+    """Print the unmet expectations; returns whether there are any.
+
+    Called after the world is closed, since it raises UsageError if nothing could be checked.
+    """
+    if expectation is None:
+        return False
+    content = {"schema": schema, **results}
+    for difference in baseline_differences(content, expectation):
+        print_line(f"--expect {expectation.name}: other environment: {difference}", sys.stderr)
+    unmet = unmet_expectations(content, expectation)
+    for each in unmet:
+        print_note(f"missed: {each}")
+    if not unmet:
+        print_note(f"--expect {expectation.name}: all expectations are met")
+    return bool(unmet)

@@ -1,6 +1,5 @@
-"""tutti bench symmetric: one-sided latency, and the structures built on it."""
+"""tutti bench symmetric: latency of one-sided operations, and of the structures built on them."""
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,22 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.cli.bench_results import ResultFiles, sizes_flag
+from tutti.cli import bench
 from tutti.cli.flags import parse
-from tutti.cli.results import check_writable, usage_error_on_rank_0
+from tutti.cli.mistakes import told_once
+from tutti.cli.results import check_writable
 from tutti.measure.terminal import print_line, print_note, terminal_width
 from tutti.measure.units import format_size
 from tutti.world.errors import UsageError, checked_seconds
-from tutti.world.launch import LocalWorld
-from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
-    from tutti.bench.symmetric_rows import Symmetric as Measured
+    from tutti.bench.symmetric.symmetric_bench import SymmetricBench
     from tutti.world.world import World
 
-# Between Ctrl-C and SIGKILL a round is finished and the file is written.
-_GRACE_SECONDS = 30.0
-_INTERRUPTED = 130
 _FULL_WIDTH = 86
 
 
@@ -31,25 +26,25 @@ _FULL_WIDTH = 86
 class Symmetric:
     """Measure symmetric memory: tutti bench symmetric --ranks 2
 
-    Latencies are of calls from Python, p50 and p99 over rounds in which all take turns. One way is
-    half of a message there and back. Everything is between ranks 0 and 1, except what all ranks do
-    together; results are checked. Ctrl-C leaves what was measured.
+    Latencies are of calls from Python, p50 and p99 over interleaved rounds. One way is half of a
+    round trip. Everything is between ranks 0 and 1, except operations of all ranks; results are
+    checked. Ctrl-C keeps what was measured.
     """
 
     sizes: str = "1K,64K,1M,16M"
-    """Bytes of the all-reduces that are compared: 1K,64K or 1K:64M:x4."""
+    """Bytes of the compared all-reduces: 1K,64K or 1K:64M:x4."""
     ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 2
-    """How many local ranks to start, unless a launcher already did."""
+    """Local ranks to start, unless a launcher already did."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the memory is."""
+    """Device of the memory."""
     ranks_per_gpu: int = 1
-    """How many ranks may share one GPU."""
+    """Ranks that may share one GPU."""
     budget: float = 0.2
     """Seconds for each row."""
     pin: bool = True
     """Pin every rank to CPUs of its own."""
     json: Path | None = None
-    """Write rows, environment and command to this file, too."""
+    """Also write rows, environment and command to this file."""
     start_timeout: float | None = None
     """Seconds for all ranks to arrive (default 300)."""
 
@@ -57,62 +52,45 @@ class Symmetric:
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Symmetric, "tutti bench symmetric", arguments)
-    sizes = sizes_flag(options.sizes)
+    sizes = bench.sizes_flag(options.sizes)
     checked_seconds("--budget", options.budget, example=0.2)
     check_writable("--json", options.json)
-    if identify(os.environ).launcher == "python":
-        if options.ranks < 2:
-            raise UsageError(f"--ranks {options.ranks}: one-sided memory needs a peer, use 2")
-        return LocalWorld(
-            command=[sys.executable, "-m", "tutti", "bench", "symmetric", *arguments],
-            ranks=options.ranks,
-            device=options.device,
-            ranks_per_gpu=options.ranks_per_gpu,
-            show="first",
-            grace=_GRACE_SECONDS,
-        ).run()
-    return _measure(options, sizes)
+    if bench.is_rank():
+        return _measure(options, sizes)
+    if options.ranks < 2:
+        raise UsageError(f"--ranks {options.ranks}: one-sided memory needs a peer, use 2")
+    return bench.start_ranks("symmetric", arguments, options)
 
 
 def _measure(options: Symmetric, sizes: list[int]) -> int:
-    from tutti.bench.control import Control
-    from tutti.bench.pinning import pin
-    from tutti.bench.room import check_room
-    from tutti.bench.symmetric_rows import Symmetric as Measured
-    from tutti.world.exchange import gather_json
-    from tutti.world.world import init
+    from tutti.bench.host_setup import check_host_memory
+    from tutti.bench.rank_control import RankControl
+    from tutti.bench.symmetric.symmetric_bench import SymmetricBench
 
-    with init(
-        device=options.device,
-        ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
-        start_timeout=options.start_timeout,
-    ) as world:
-        cpus = pin(world) if options.pin else world.cpus
-        ranks = gather_json({**world.row(), "cpus": cpus, "pinned": options.pin})
-        with usage_error_on_rank_0(world):
-            check_room(max(sizes), world)
-        control = Control()
-        measured = Measured(world, control, options.budget)
+    with bench.open_world(options) as world:
+        ranks = bench.pin_and_describe_ranks(world, options.pin)
+        with told_once(world):
+            check_host_memory(max(sizes), world)
+        control = RankControl()
+        probes = SymmetricBench(world, control, options.budget)
         with control.stop_on_signals():
-            files = ResultFiles("tutti.bench.symmetric/1", options.json)
+            files = bench.ResultFiles("tutti.bench.symmetric/1", options.json)
             if world.is_first:
                 _print_head(world, ranks)
-                measured.keep = lambda: files.update(_results(measured, ranks))
-            measured.run(sizes, _print_rows if world.is_first else lambda rows: None)
+                probes.save = lambda: files.save(_results(probes, ranks))
+            probes.run(sizes, _print_rows if world.is_first else lambda rows: None)
             if world.is_first:
-                files.write(_results(measured, ranks))
-                _conclude(measured)
-    return _INTERRUPTED if measured.stopped else int(any(row["wrong"] for row in measured.rows))
+                files.write(_results(probes, ranks))
+                for each in probes.skipped:
+                    print_note(f"{each['name']} is skipped: {each['reason']}")
+                bench.print_wrong(sum(row["wrong"] for row in probes.rows))
+                if probes.stopped:
+                    print_note(f"stopped: {len(probes.rows)} rows were measured")
+    return bench.INTERRUPTED if probes.stopped else int(any(row["wrong"] for row in probes.rows))
 
 
 def _print_head(world: "World", ranks: list[dict[str, Any]]) -> None:
-    for each in ranks:
-        pinned = "pinned to CPU" if each["pinned"] else "on CPU"
-        print_note(
-            f"rank {each['rank']}: {each['host']}, {each['device']}, {pinned} {each['cpus']}"
-        )
-    if world.sharing_note:
-        print_note(f"note: {world.sharing_note}")
+    bench.print_ranks(world, ranks)
     if _narrow():
         print_line(f"# {'':<{_name_width() - 2}} {'size':>5} {'p50 (us)':>9} {'p99':>9}")
         return
@@ -127,8 +105,8 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
         if _narrow():
             name = row["name"] if row["name"] != "all_reduce" else f"all_reduce, {row['backend']}"
             wrong = f" {row['wrong']} WRONG" if row["wrong"] else ""
-            room = _name_width()
-            print_line(f"{name:<{room}.{room}} {size:>5} {times}{wrong}")
+            width = _name_width()
+            print_line(f"{name:<{width}.{width}} {size:>5} {times}{wrong}")
             continue
         print_line(f"{row['name']:<42} {row['backend']:<10} {size:>6} {times} {row['wrong']:>6}")
 
@@ -138,24 +116,14 @@ def _narrow() -> bool:
 
 
 def _name_width() -> int:
-    """What size and times leave of a narrow terminal, up to the longest name."""
+    """The rest of a narrow line beside size and times, at most the longest name."""
     return max(20, min(42, terminal_width(sys.stdout) - 26))
 
 
-def _results(measured: "Measured", ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    world = measured.world
+def _results(probes: "SymmetricBench", ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "rows": measured.rows,
-        "skipped": measured.skipped,
-        "complete": measured.complete,
-        "world": {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note},
+        "rows": probes.rows,
+        "skipped": probes.skipped,
+        "complete": probes.complete,
+        "world": bench.world_json(probes.world, ranks),
     }
-
-
-def _conclude(measured: "Measured") -> None:
-    for each in measured.skipped:
-        print_note(f"{each['name']} is left out: {each['reason']}")
-    wrong = sum(row["wrong"] for row in measured.rows)
-    print_note(f"Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
-    if measured.stopped:
-        print_note(f"stopped: {len(measured.rows)} rows were measured")

@@ -1,59 +1,51 @@
-"""tutti bench tune: measure where one path overtakes another, and keep it for tutti.comm."""
+"""tutti bench tune: measure the fastest path by message size, and save the table for tutti.comm."""
 
-import os
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.cli.bench_results import ResultFiles, sizes_flag
+from tutti.cli import bench
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable
-from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note
 from tutti.measure.units import format_size
 from tutti.world.errors import checked_seconds
-from tutti.world.launch import LocalWorld
-from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
-    from tutti.bench.sweep import Sweep
+    from tutti.bench.collectives.interleaved_sweep import Sweep
     from tutti.comm.path_selection import Table
     from tutti.world.world import World
-
-_GRACE_SECONDS = 30.0
-_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
 class Tune:
-    """Measure which path is fastest at which size, and write the table: tutti bench tune
+    """Measure which path is fastest at which size, and save the table: tutti bench tune
 
-    tutti.comm reads it: where a group has several paths (today all_reduce on CUDA, by NCCL or by
-    one-shot kernels on symmetric memory), the table decides by size. It is kept for machines like
-    this one and this number of ranks. Ctrl-C writes no table.
+    tutti.comm reads the table: if a group has several paths (today all_reduce on CUDA, by NCCL or
+    by one-shot kernels on symmetric memory), the table decides by size. It applies to machines of
+    this kind and this number of ranks. Ctrl-C writes no table.
     """
 
     sizes: str = "1K:8M:x2"
     """Bytes: 1K,64K or a range 1K:8M:x2. K, M, G are binary."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """How many local ranks to start, unless a launcher already did (default: one per GPU, or 2)."""
+    """Local ranks to start, unless a launcher already did (default: one per GPU, or 2)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where tensors are."""
+    """Device of tensors."""
     ranks_per_gpu: int = 1
-    """How many ranks may share one GPU."""
+    """Ranks that may share one GPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the elements."""
     budget: float = 0.5
     """Seconds for each path and size."""
     dry_run: bool = False
-    """Show the table, and write nothing."""
+    """Print the table, and write nothing."""
     pin: bool = True
     """Pin every rank to CPUs of its own."""
     json: Path | None = None
-    """Write rows, table, environment and command to this file, too."""
+    """Also write rows, table, environment and command to this file."""
     start_timeout: float | None = None
     """Seconds for all ranks to arrive (default 300)."""
 
@@ -61,129 +53,106 @@ class Tune:
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Tune, "tutti bench tune", arguments)
-    sizes = sizes_flag(options.sizes)
+    sizes = bench.sizes_flag(options.sizes)
     checked_seconds("--budget", options.budget, example=0.5)
     check_writable("--json", options.json)
-    if identify(os.environ).launcher != "python":
-        return _tune(options, sizes)
-    gpus = 0 if options.device == "cpu" else visible_gpu_count()
-    return LocalWorld(
-        command=[sys.executable, "-m", "tutti", "bench", "tune", *arguments],
-        ranks=max(2, gpus * options.ranks_per_gpu) if options.ranks is None else options.ranks,
-        device=options.device,
-        ranks_per_gpu=options.ranks_per_gpu,
-        show="first",
-        grace=_GRACE_SECONDS,
-    ).run()
+    return (
+        _tune(options, sizes) if bench.is_rank() else bench.start_ranks("tune", arguments, options)
+    )
 
 
 def _tune(options: Tune, sizes: list[int]) -> int:
-    from tutti.bench.pinning import pin
     from tutti.comm.operation import comm_group_of
     from tutti.comm.path_selection import available_paths
-    from tutti.world.world import init
 
-    with init(
-        device=options.device,
-        ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
-        start_timeout=options.start_timeout,
-    ) as world:
-        if options.pin:
-            pin(world)
+    with bench.open_world(options) as world:
+        bench.pin_and_describe_ranks(world, options.pin)
         paths = available_paths(comm_group_of(None), world.device.type)
         if len(paths) == 1:
-            return _nothing_to_choose(options, world, paths[0])
-        sweep = _measured(options, sizes, world, paths)
+            if world.is_first:
+                _report_single_path(options, world, paths[0])
+            return 0
+        sweep = _measure(options, sizes, world, paths)
         if sweep.stopped:
             if world.is_first:
                 print_note("stopped: no table was written")
-            return _INTERRUPTED
+            return bench.INTERRUPTED
         if world.is_first:
-            _conclude(options, world, paths, sweep)
+            _save_table(options, world, paths, sweep)
         return int(any(row["wrong"] for row in sweep.rows))
 
 
-def _nothing_to_choose(options: Tune, world: "World", path: str) -> int:
+def _report_single_path(options: Tune, world: "World", path: str) -> None:
     device = world.device.type
-    why = f"on {device} a group of {world.size} has one path, that of its backend: {path}"
-    if world.is_first:
-        print_note(f"there is nothing to choose: {why}. No table was written, none is needed.")
-        if device == "cpu":
-            print_note("Which backend is fastest: tutti bench collectives --backends gloo,shm")
-        nothing: dict[str, Any] = {"rows": [], "table": None, "written": None, "complete": True}
-        _files(options).write({**nothing, "reason": why, **_about(world)})
-    return 0
+    reason = f"on {device} a group of {world.size} has one path, that of its backend: {path}"
+    print_note(f"there is nothing to choose: {reason}. No table was written, none is needed.")
+    if device == "cpu":
+        print_note("To compare backends: tutti bench collectives --backends gloo,shm")
+    nothing: dict[str, Any] = {"rows": [], "table": None, "written": None, "complete": True}
+    _files(options).write({**nothing, "reason": reason, **_world_json(world)})
 
 
-def _measured(options: Tune, sizes: list[int], world: "World", paths: tuple[str, ...]) -> "Sweep":
-    from tutti.bench.case import Case
-    from tutti.bench.contenders import contenders
-    from tutti.bench.control import Control
-    from tutti.bench.path_table import PATH_OF
-    from tutti.bench.payload import DTYPES
-    from tutti.bench.sweep import Plan, Sweep
+def _measure(options: Tune, sizes: list[int], world: "World", paths: tuple[str, ...]) -> "Sweep":
+    from tutti.bench.collectives.backends import open_backends
+    from tutti.bench.collectives.cases import DTYPES, CollectiveCase
+    from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
+    from tutti.bench.collectives.path_tuning import PATH_OF
+    from tutti.bench.rank_control import RankControl
     from tutti.measure.bus_bandwidth import OPERATIONS
 
     operation, dtype = OPERATIONS["all_reduce"], DTYPES[options.dtype]
     counts = dict.fromkeys(operation.count(size, dtype.itemsize, world.size) for size in sizes)
-    lines = [
-        [Case(operation, count, dtype, operation.native, world.rank, world.size)]
+    groups = [
+        [CollectiveCase(operation, count, dtype, operation.native, world.rank, world.size)]
         for count in counts
     ]
     names = [name for name, path in PATH_OF.items() if path in paths]
-    largest = max(case.bytes for line in lines for case in line)
-    control = Control()
-    with control.stop_on_signals(), contenders(names, world, largest) as (found, missing):
-        sweep = Sweep(found, Plan(budget=options.budget), control, world.device, world.nodes == 1)
+    largest = max(case.bytes for group in groups for case in group)
+    control, settings = RankControl(), SweepSettings(budget=options.budget)
+    with control.stop_on_signals(), open_backends(names, world, largest) as (backends, missing):
+        sweep = Sweep(backends, settings, control, world.device, world.nodes == 1)
         sweep.skipped += missing
         files = _files(options)
 
         def report(rows: list[dict[str, Any]]) -> None:
-            _print_line_of(rows)
-            files.update({**_results(sweep, paths), **_about(world)})
+            if rows:
+                cells = [f"{PATH_OF[row['backend']]} {row['time_us']['p50']:.2f}" for row in rows]
+                print_line(f"{format_size(rows[0]['bytes']):>8}  {', '.join(cells)}")
+            files.save({**_results(sweep, paths), **_world_json(world)})
 
         if world.is_first:
             if world.sharing_note:
                 print_note(f"note: {world.sharing_note}")
             print_note(f"all_reduce, {world.size} ranks, {options.dtype}, p50 in us")
-        sweep.run(lines, report if world.is_first else lambda rows: None)
+        sweep.run(groups, report if world.is_first else lambda rows: None)
     return sweep
 
 
-def _print_line_of(rows: list[dict[str, Any]]) -> None:
-    from tutti.bench.path_table import PATH_OF
-
-    if rows:
-        cells = [f"{PATH_OF[row['backend']]} {row['time_us']['p50']:.2f}" for row in rows]
-        print_line(f"{format_size(rows[0]['bytes']):>8}  {', '.join(cells)}")
-
-
-def _conclude(options: Tune, world: "World", paths: tuple[str, ...], sweep: "Sweep") -> None:
-    from tutti.bench.path_table import measurements, settled
+def _save_table(options: Tune, world: "World", paths: tuple[str, ...], sweep: "Sweep") -> None:
+    from tutti.bench.collectives.path_tuning import path_measurements, smooth_choice
     from tutti.comm.path_selection import fastest, save
 
-    device = world.device.type
-    chosen = settled(measurements(sweep.rows, device))
+    chosen = smooth_choice(path_measurements(sweep.rows, world.device.type))
     table = fastest(chosen, world.size, options.dtype)
-    for line in describe(table):
+    for line in describe_table(table):
         print_note(line)
     written = None
     if options.dry_run:
         print_note("--dry-run: nothing was written")
     elif table.rows:
-        written = save(table)
+        written = str(save(table))
         print_note(f"written to {written}")
         print_note(
-            f"worlds of {world.size} ranks on machines like this one ({table.machine}) go by it "
-            "from their next start; delete the file, and the defaults hold again"
+            f"worlds of {world.size} ranks on machines of this kind ({table.machine}) use the "
+            "table from their next start; delete the file to return to the defaults"
         )
     content = {"rows": [asdict(row) for row in table.rows], "machine": table.machine}
-    made = {"table": content, "written": None if written is None else str(written)}
-    _files(options).write({**_results(sweep, paths), **made, **_about(world)})
+    results = _results(sweep, paths) | {"table": content, "written": written}
+    _files(options).write({**results, **_world_json(world)})
 
 
-def describe(table: "Table") -> list[str]:
-    """A table in words, a line for each range."""
+def describe_table(table: "Table") -> list[str]:
+    """One line per range of sizes."""
     lines = []
     for row in table.rows:
         end = "on" if row.to_bytes is None else f"to {format_size(row.to_bytes)}"
@@ -191,12 +160,12 @@ def describe(table: "Table") -> list[str]:
     return lines
 
 
-def _files(options: Tune) -> ResultFiles:
-    return ResultFiles("tutti.bench.tune/1", options.json)
+def _files(options: Tune) -> bench.ResultFiles:
+    return bench.ResultFiles("tutti.bench.tune/1", options.json)
 
 
 def _results(sweep: "Sweep", paths: tuple[str, ...]) -> dict[str, Any]:
-    """What is known before there is a table."""
+    """The results before there is a table."""
     return {
         "rows": sweep.rows,
         "paths": list(paths),
@@ -207,6 +176,6 @@ def _results(sweep: "Sweep", paths: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _about(world: "World") -> dict[str, Any]:
+def _world_json(world: "World") -> dict[str, Any]:
     about = {"size": world.size, "device": world.device.type, "note": world.sharing_note}
     return {"world": about}

@@ -1,6 +1,6 @@
-"""Pairs: a baseline and its optimized form, run in turns in one process group, results compared.
+"""Pairs: a baseline and its optimized form, measured in turns in one process group and compared.
 
-A pair of one's own is a function in a file, for `tutti bench pairs --file FILE`:
+A pair of your own is a function in a file, for `tutti bench pairs --file FILE`:
 
     import torch
     from tutti.bench.pairs import Pair, Setting
@@ -16,10 +16,163 @@ A pair of one's own is a function in a file, for `tutti bench pairs --file FILE`
 
     PAIRS = [one_call_for_all_rows]
 
-Its name is the function's, with dashes; the first line of its docstring says what the two sides do.
+Its name is the function's, with dashes; the first line of its docstring describes the two sides.
+This module does not import torch: the command line looks up names before it starts ranks.
 """
 
-from tutti.bench.pairs.pair import Pair, Setting
-from tutti.bench.unsupported import Unsupported
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["Pair", "Setting", "Unsupported"]
+from tutti.bench import Unsupported
+from tutti.world.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+
+    from tutti.world.world import World
+
+__all__ = ["BUILTIN_PAIRS", "Pair", "PairEntry", "Setting", "Unsupported", "select_pairs"]
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two functions without arguments that do the same work, on every rank.
+
+    Each returns its result: a tensor or number, or lists, tuples and dicts of them. Calls are
+    independent of each other and can be repeated. On CUDA a call may leave work on the current
+    stream; the harness synchronizes.
+    """
+
+    baseline: Callable[[], Any]
+    optimized: Callable[[], Any]
+    tolerance: float = 0.0
+    """Largest allowed difference relative to the largest value of a tensor; 0: bit-identical."""
+    reason: str = ""
+    """Workload, and why the tolerance is not 0; printed under the row."""
+    close: Callable[[], None] = lambda: None
+    """Called on all ranks at the end."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a pair is measured: the argument of every function that makes a pair."""
+
+    world: "World"
+    quick: bool = False
+    """Small workloads, to check that a pair works, not to quote its figures."""
+
+    @property
+    def device(self) -> "torch.device":
+        """The device of tensors."""
+        return self.world.device
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.world.device.type == "cuda"
+
+    def pick(self, full: Value, quick: Value) -> Value:
+        """`quick` with --quick, else `full`."""
+        return quick if self.quick else full
+
+    def need(self, has: bool, reason: str) -> None:
+        """Skip the pair on all ranks unless `has` is true on every rank. Collective."""
+        from tutti.world.exchange import gather_json
+
+        if not all(gather_json(has)):
+            raise Unsupported(reason)
+
+
+PairFactory = Callable[[Setting], Pair]
+
+
+@dataclass(frozen=True)
+class PairEntry:
+    """A pair by name, before its module is imported."""
+
+    name: str
+    about: str  # what the baseline does → what the optimized form does
+    module: str  # a module, or the path of a .py file
+    function: str
+
+    def load(self) -> PairFactory:
+        """Import the module, and with it torch, and return the function."""
+        if self.module.endswith(".py"):
+            factories = _factories_in(Path(self.module))
+            return next(each for each in factories if _pair_name(each) == self.name)
+        factory: PairFactory = getattr(import_module(self.module), self.function)
+        return factory
+
+
+_TRAINING, _MESSAGES = "tutti.bench.pairs.training_pairs", "tutti.bench.pairs.message_pairs"
+_MEMORY = "tutti.bench.pairs.memory_pairs"
+BUILTIN_PAIRS = {
+    name: PairEntry(name, about, module, name.replace("-", "_"))
+    for name, about, module in (
+        ("data-parallel", "DataParallel in one process → DDP, a process for each GPU", _TRAINING),
+        ("overlap", "gradients all-reduced after backward → during it, same buckets", _TRAINING),
+        ("grouped", "many small all-reduces → the same in comm.group()", _MESSAGES),
+        ("buckets", "all gradients in one bucket → buckets of the size found best", _TRAINING),
+        ("from-scratch", "an all-reduce for each gradient → one for all of them", _MESSAGES),
+        ("pinned", "copies to the GPU from pageable memory → from pinned memory", _MEMORY),
+        ("shm", "a DDP step over gloo → over shared memory", _TRAINING),
+        ("symmetric", "a small message by a collective → by symmetric memory", _MESSAGES),
+        ("accumulation", "all-reduce after each small batch → after several", _TRAINING),
+        ("unified", "explicit copies through pinned memory → unified memory", _MEMORY),
+        ("placement", "memory on this rank's NUMA node → on another (a cost)", _MEMORY),
+        ("bf16-gradients", "gradients sent in full precision → as bfloat16", _TRAINING),
+    )
+}
+
+
+def select_pairs(only: Sequence[str], file: Path | None) -> list[PairEntry]:
+    """The pairs of --only, else those of --file, else all built-in ones; UsageError if unknown."""
+    own = {} if file is None else {entry.name: entry for entry in _entries_in(file)}
+    known = BUILTIN_PAIRS | own
+    for name in only:
+        if name not in known:
+            raise UsageError(f"--only: no pair {name!r}: {did_you_mean(name, known)}")
+        if only.count(name) > 1:
+            raise UsageError(f"--only {','.join(only)}: {name} is named twice")
+    return [known[name] for name in only or own or BUILTIN_PAIRS]
+
+
+def _pair_name(factory: PairFactory) -> str:
+    return str(getattr(factory, "__name__", "")).replace("_", "-")
+
+
+def _entries_in(file: Path) -> list[PairEntry]:
+    if not file.is_file():
+        raise UsageError(f"--file {file}: there is no such Python file")
+    path = file.absolute()
+    return [
+        PairEntry(_pair_name(each), (each.__doc__ or "").strip().partition("\n")[0], str(path), "")
+        for each in _factories_in(path)
+    ]
+
+
+@cache
+def _factories_in(file: Path) -> list[PairFactory]:
+    """The functions in PAIRS of a user's file, which is executed once."""
+    spec = importlib.util.spec_from_file_location(f"tutti_pairs_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"--file {file}: its name must end in .py")
+    module: Any = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file may raise anything
+        raise UsageError(f"--file {file}: {type(error).__name__}: {error}") from error
+    factories = getattr(module, "PAIRS", None)
+    if not isinstance(factories, list) or not factories or not all(map(callable, factories)):
+        raise UsageError(
+            f"--file {file}: it must define PAIRS = [function, …], functions that take a Setting "
+            "and return a Pair"
+        )
+    return factories

@@ -1,0 +1,395 @@
+"""The parts of `tutti bench bandwidth`: run in order, collected as rows, printed as text."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tutti.bench.bandwidth import PARTS
+from tutti.bench.bandwidth.device_copies import copy_row, host_copies, peer_copies, run_copies
+from tutti.bench.bandwidth.link_verdicts import Finding, RankLocation, judge_pairs, pair_class
+from tutti.bench.bandwidth.point_to_point import (
+    Flow,
+    PointToPointAllReduce,
+    Traffic,
+    TrafficMeter,
+    disjoint_rounds,
+)
+from tutti.bench.collectives.backends import TorchBackend, process_group
+from tutti.bench.collectives.cases import Backend, Buffers, CollectiveCase
+from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
+from tutti.bench.rank_control import RankControl
+from tutti.machine.catalogue import Figure, figure
+from tutti.measure.bus_bandwidth import OPERATIONS
+from tutti.measure.spread import relative_mad, round_significant
+from tutti.measure.units import format_size
+from tutti.world.exchange import gather_json
+from tutti.world.world import World
+
+Row = dict[str, Any]
+_SMALLEST_ALL_REDUCE = 1 << 10
+_RETRIES, _PASSES_PER_RETRY = 2, 2
+_DTYPE = torch.float32
+
+
+@dataclass
+class BandwidthBench:
+    """Settings and the results so far; the same on all ranks."""
+
+    world: World
+    control: RankControl
+    locations: Sequence[RankLocation]  # of all ranks
+    backend: str
+    sizes: Sequence[int]
+    budget: float  # seconds for each kind of traffic, operation and size
+    concurrent: bool = False  # disjoint pairs at the same time
+    pairs: list[Row] = field(default_factory=list)
+    one_to_all: list[Row] = field(default_factory=list)
+    all_to_all: list[Row] = field(default_factory=list)
+    ring_vs_tree: list[Row] = field(default_factory=list)
+    copies: list[Row] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    stopped: bool = False
+    complete: bool = False  # every part was measured
+    save: Callable[[], None] | None = None
+    """Called after each pass, operation and copy, on the rank that writes files."""
+
+    def run(self, parts: Sequence[str], progress: Callable[[str], None]) -> None:
+        """Measure these parts. Collective."""
+        if self.world.size < 2:
+            for part in PARTS[:-1]:
+                self._skip(part, parts, "one rank has no pairs: use --ranks 2")
+        else:
+            group, _ = process_group(self.backend)
+            self._measure_traffic(group, parts, progress)
+            self._measure_collectives(group, parts, progress)
+        if self.world.device.type == "cpu":
+            self._skip("copies", parts, "ranks are on the CPU: use --device cuda")
+        elif "copies" in parts and not self.stopped:
+            progress("copies between hosts and devices")
+            self._measure_copies()
+        self.complete = not self.stopped
+
+    @property
+    def classes(self) -> list[Row]:
+        """Median speed and spread of each class of pairs."""
+        keys = dict.fromkeys((row["class"], row["bytes"]) for row in self.pairs)
+        rows = []
+        for name, size in keys:
+            members = [r for r in self.pairs if (r["class"], r["bytes"]) == (name, size)]
+            one_way = [r["gbs_uni"] for r in members if r["gbs_uni"] is not None]
+            both = [r["gbs_bi"] for r in members if r["gbs_bi"] is not None]
+            rows.append(
+                {
+                    "class": name,
+                    "bytes": size,
+                    "pairs": len(members),
+                    "gbs_uni": median(one_way) if one_way else None,
+                    "gbs_bi": median(both) if both else None,
+                    "scatter": round(relative_mad(one_way), 4) if one_way else None,
+                }
+            )
+        return rows
+
+    @property
+    def wrong(self) -> int:
+        """Wrong elements over all parts."""
+        parts = (self.pairs, self.one_to_all, self.all_to_all, self.ring_vs_tree, self.copies)
+        return sum(row["wrong"] for part in parts for row in part)
+
+    def _skip(self, part: str, parts: Sequence[str], reason: str) -> None:
+        if part in parts:
+            self.skipped.append({"name": part, "reason": reason})
+
+    # ---- Pairs and one to all ----
+
+    def _measure_traffic(
+        self, group: dist.ProcessGroup, parts: Sequence[str], progress: Callable[[str], None]
+    ) -> None:
+        traffic: list[Traffic] = []
+        for size in self.sizes:
+            if "pairs" in parts:
+                traffic += self._pair_traffic(size)
+            if "one_to_all" in parts:
+                for root in range(self.world.size):
+                    flows = tuple((root, r) for r in range(self.world.size) if r != root)
+                    traffic.append(Traffic("one to all", flows, size))
+        if not traffic:
+            return
+        seconds = len(traffic) * self.budget
+        if seconds > 60:
+            progress(
+                f"{len(traffic)} kinds of traffic of about {self.budget:g} s each: "
+                f"{seconds / 60:.0f} minutes; --together or a smaller --budget takes less"
+            )
+        meter = TrafficMeter(group, self.control, self.world.device, self.budget)
+
+        def after_pass() -> None:
+            if self.save is not None:
+                self._update_rows(traffic)
+                self.save()
+
+        self.stopped = not meter.run(traffic, progress, after_pass=after_pass)
+        self._update_rows(traffic)
+        # Measure slow pairs again: a disturbance passes, a slow link stays slow.
+        for _ in range(_RETRIES):
+            slow = {(r["src"], r["dst"]) for r in self.pairs if r["verdict"] in ("degraded", "bad")}
+            again = [each for each in traffic if each.kind != "one to all" and slow & {*each.flows}]
+            if self.stopped or not again:
+                return
+            progress(f"measuring {len(slow)} slow pairs of {len(self.pairs)} again")
+            self.stopped = not meter.run(again, progress, _PASSES_PER_RETRY, after_pass)
+            self._update_rows(traffic)
+
+    def _pair_traffic(self, size: int) -> Iterator[Traffic]:
+        ranks = self.world.size
+        single = [[pair] for pair in combinations(range(ranks), 2)]
+        for pairs in disjoint_rounds(ranks) if self.concurrent else single:
+            there, back = tuple(pairs), tuple((b, a) for a, b in pairs)
+            yield Traffic("one way", there, size)
+            yield Traffic("one way", back, size)
+            yield Traffic("both ways", there + back, size)
+
+    def _update_rows(self, traffic: Sequence[Traffic]) -> None:
+        rows: dict[tuple[Flow, int], Row] = {}
+        self.one_to_all = []
+        for each in (each for each in traffic if each.seconds):
+            if each.kind == "one to all":
+                self.one_to_all.append(_one_to_all_row(each))
+                continue
+            for flow in each.flows:
+                row = rows.setdefault((flow, each.bytes), self._empty_row(flow, each.bytes))
+                both = each.kind == "both ways"
+                speeds = each.total_speeds([flow, flow[::-1]]) if both else each.speeds(flow)
+                metric = "gbs_bi" if both else "gbs_uni"
+                row[metric] = round_significant(median(speeds))
+                row[f"{metric}_best"] = round_significant(max(speeds))
+                row["spread"] = max(row["spread"], round(relative_mad(speeds), 4))
+                row["wrong"] += each.wrong[flow]
+        self.pairs = [rows[key] for key in sorted(rows, key=lambda key: (key[1], key[0]))]
+        self.findings = judge_pairs(self.pairs, self.locations, self._published)
+
+    def _empty_row(self, flow: Flow, size: int) -> Row:
+        return {
+            "src": flow[0],
+            "dst": flow[1],
+            "backend": self.backend,
+            "bytes": size,
+            "class": pair_class(*(self.locations[rank] for rank in flow)),
+            "gbs_uni": None,
+            "gbs_uni_best": None,
+            "gbs_bi": None,
+            "gbs_bi_best": None,
+            "spread": 0.0,
+            "wrong": 0,
+            "verdict": "unknown",
+            "causes": [],
+        }
+
+    def _published(self, row: Row) -> Figure | None:
+        if row["class"] not in ("NVLink", "NVSwitch"):
+            return None
+        return figure(self.locations[row["src"]]["gpu"]["name"], "pair", row["bytes"])
+
+    # ---- Collectives ----
+
+    def _measure_collectives(
+        self, group: dist.ProcessGroup, parts: Sequence[str], progress: Callable[[str], None]
+    ) -> None:
+        buffers = Buffers(self.world.device)
+        own = TorchBackend(self.backend, group, "", buffers)
+        if "all_to_all" in parts and not self.stopped:
+            progress("all to all")
+            self._sweep([own], "all_to_all", self.sizes, self.all_to_all)
+        if "ring_vs_tree" in parts and not self.stopped:
+            progress("all_reduce as a ring, as a tree, and by the backend")
+            baselines = [
+                PointToPointAllReduce(f"{self.backend} {name}", group, name, buffers)
+                for name in ("ring", "tree")
+            ]
+            sizes = {max(self.sizes)}
+            while min(sizes) // 16 >= _SMALLEST_ALL_REDUCE:
+                sizes.add(min(sizes) // 16)
+            self._sweep([*baselines, own], "all_reduce", sorted(sizes), self.ring_vs_tree)
+
+    def _sweep(
+        self, backends: Sequence[Backend], op: str, sizes: Sequence[int], into: list[Row]
+    ) -> None:
+        world, operation = self.world, OPERATIONS[op]
+        counts = [operation.count(size, _DTYPE.itemsize, world.size) for size in sizes]
+        groups = [
+            [CollectiveCase(operation, count, _DTYPE, operation.native, world.rank, world.size)]
+            for count in dict.fromkeys(counts)
+        ]
+        settings = SweepSettings(budget=self.budget)
+        sweep = Sweep(backends, settings, self.control, world.device, world.nodes == 1)
+
+        def report(rows: list[Row]) -> None:
+            into.extend(rows)
+            if self.save is not None:
+                self.save()
+
+        sweep.run(groups, report)
+        self.stopped = sweep.stopped
+        for each in sweep.skipped:
+            self.skipped.append({"name": f"{op}, {each['backend']}", "reason": each["reason"]})
+
+    # ---- Copies ----
+
+    def _measure_copies(self) -> None:
+        """One rank after the other, since ranks may share a link; all at once if concurrent."""
+        world = self.world
+        for turn in range(1 if self.concurrent else world.size):
+            if self.control.check_stop():
+                self.stopped = True
+                break
+            mine: list[Row] = []
+            if self.concurrent or turn == world.rank:
+                for size in self.sizes:
+                    copies = host_copies(world.device, size)
+                    # One process per host measures all its visible GPUs.
+                    copies += peer_copies(size) if world.local_rank == 0 else []
+                    done = run_copies(copies, lambda: self.control.stop_requested)
+                    mine += [copy_row(copy, world.rank) for copy in copies if copy.speeds]
+                    if not done:
+                        break
+            self.copies += [row for rows in gather_json(mine) for row in rows]
+            if self.save is not None:
+                self.save()
+        self.stopped = self.control.check_stop() or self.stopped
+
+
+def _one_to_all_row(traffic: Traffic) -> Row:
+    speeds = traffic.total_speeds()
+    slowest = min(traffic.flows, key=lambda flow: median(traffic.speeds(flow)))
+    return {
+        "root": traffic.flows[0][0],
+        "bytes": traffic.bytes,
+        "gbs": round_significant(median(speeds)),
+        "spread": round(relative_mad(speeds), 4),
+        "slowest": slowest[1],
+        "wrong": sum(traffic.wrong.values()),
+    }
+
+
+# ---- Text ----
+
+_CELL = 9  # two marks, a number such as 0.0246, and a space
+
+
+def format_bandwidth(bench: BandwidthBench, width: int) -> Iterator[str]:
+    """The lines to print: matrices of pairs, classes, the other parts, and findings."""
+    for size in dict.fromkeys(row["bytes"] for row in bench.pairs):
+        rows = [row for row in bench.pairs if row["bytes"] == size]
+        yield from _matrices(rows, bench, size, width)
+    yield from _classes(bench.classes)
+    if bench.one_to_all:
+        yield f"# {'one to all, GB/s in total':<25} {'size':>6} {'':>8} {'spread':>8}  slowest"
+    for row in bench.one_to_all:
+        yield (
+            f"  from rank {row['root']:<15} {format_size(row['bytes']):>6} "
+            f"{_number(row['gbs']):>8} {_percent(row['spread']):>8}  rank {row['slowest']}"
+        )
+    if bench.all_to_all:
+        yield f"# {'all to all':<25} {'size':>6} {'time us':>9} {'busbw':>8}"
+    for row in bench.all_to_all:
+        yield (
+            f"  {row['backend']:<25} {format_size(row['bytes']):>6} {row['time_us']['p50']:>9.0f} "
+            f"{_number(row['busbw_gbs']):>8}"
+        )
+    yield from _ring_vs_tree(bench.ring_vs_tree)
+    if bench.copies:
+        yield f"# {'copies, GB/s':<34} {'size':>6} {'':>8} {'spread':>8}  verdict"
+    for row in bench.copies:
+        expected = f" ({_number(row['expected_gbs'])} published)" if row["expected_gbs"] else ""
+        what, size = f"rank {row['rank']}, {row['kind']}", format_size(row["bytes"])
+        yield (
+            f"  {what:<34} {size:>6} {_number(row['gbs']):>8} {_percent(row['spread']):>8}  "
+            f"{row['verdict']}{expected}"
+        )
+    for each in bench.skipped:
+        yield f"# {each['name']} is skipped: {each['reason']}"
+    yield from _verdicts(bench)
+
+
+def _matrices(rows: Sequence[Row], bench: BandwidthBench, size: int, width: int) -> Iterator[str]:
+    ranks = bench.world.size
+    how = "disjoint pairs at the same time" if bench.concurrent else "one pair at a time"
+    if 6 + _CELL * ranks > width:
+        yield f"# a matrix of {ranks} × {ranks} pairs is too wide here: use --json FILE"
+        return
+    by_flow = {(row["src"], row["dst"]): row for row in rows}
+    for metric, what in (("gbs_uni", "one way"), ("gbs_bi", "both ways, the sum")):
+        yield f"# {what}, GB/s, messages of {format_size(size)}, {how}: rows send, columns receive"
+        yield f"#{'':5}" + "".join(f"{rank:>{_CELL}}" for rank in range(ranks))
+        for src in range(ranks):
+            cells = (_cell(by_flow.get((src, dst)), metric) for dst in range(ranks))
+            yield f"{src:>6}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
+
+
+def _cell(row: Row | None, metric: str) -> str:
+    if row is None or row[metric] is None:
+        return "-"
+    mark = {"degraded": "!", "bad": "!!"}.get(row["verdict"], "")
+    return mark + _number(row[metric])
+
+
+def _number(value: float | None) -> str:
+    """Three digits: 396, 3.21, 0.0246."""
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _classes(rows: Sequence[Row]) -> Iterator[str]:
+    if rows:
+        yield f"# {'class':<18} {'size':>6} {'pairs':>6} {'one way':>8} {'both':>8} {'spread':>8}"
+    for row in rows:
+        one_way, both = _number(row["gbs_uni"]), _number(row["gbs_bi"])
+        yield (
+            f"  {row['class']:<18} {format_size(row['bytes']):>6} {row['pairs']:>6} {one_way:>8} "
+            f"{both:>8} {_percent(row['scatter']):>8}"
+        )
+
+
+def _ring_vs_tree(rows: Sequence[Row]) -> Iterator[str]:
+    names = list(dict.fromkeys(row["backend"] for row in rows))
+    if names:
+        heads = "".join(f" {name:>9}" for name in names)
+        yield f"# {'all_reduce, us':<14} {'size':>5}{heads}  faster"
+    for size in dict.fromkeys(row["bytes"] for row in rows):
+        times = {row["backend"]: row["time_us"]["p50"] for row in rows if row["bytes"] == size}
+        texts = (f"{times[name]:.1f}" if name in times else "-" for name in names)
+        cells = "".join(f" {each:>9}" for each in texts)
+        baselines = {name: times[name] for name in times if name.endswith((" ring", " tree"))}
+        faster = min(baselines, key=baselines.__getitem__).split()[-1] if baselines else ""
+        yield f"  {'':<14} {format_size(size):>5}{cells}  {faster}"
+
+
+def _verdicts(bench: BandwidthBench) -> Iterator[str]:
+    for finding in bench.findings:
+        reference = f"{_number(finding.against_gbs)} ({finding.against})"
+        what = f"{finding.what}: {_number(finding.gbs)} GB/s against {reference}"
+        yield f"# {finding.verdict}: {what}"
+        for cause in finding.causes:
+            yield f"#   {cause if cause.startswith('seen') else 'possible cause: ' + cause}"
+    verdicts = [row["verdict"] for row in bench.pairs]
+    if verdicts and not bench.findings:
+        unknown = verdicts.count("unknown")
+        if unknown == len(verdicts):
+            yield (
+                "# verdict: unknown: the only pair of a class has no other to compare with, and "
+                "the catalogue has no figure"
+            )
+        else:
+            good, also = len(verdicts) - unknown, f", {unknown} unknown" if unknown else ""
+            yield f"# verdict: good: {good} pairs are as fast as their class{also}"

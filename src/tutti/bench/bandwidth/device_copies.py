@@ -1,0 +1,137 @@
+"""Copies between host and GPU, inside a GPU, and between the GPUs of one process.
+
+Timed with CUDA events around 16 copies, one sample per pass, all kinds interleaved. A copy inside
+a GPU reads and writes each byte: `gbs` counts the copied bytes, half of the memory traffic.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.bench.bandwidth.link_verdicts import fraction_verdict
+from tutti.bench.bandwidth.point_to_point import PASSES, data_pattern
+from tutti.machine.catalogue import accelerator, figure, link
+from tutti.measure.spread import relative_mad
+from tutti.measure.timing import no_garbage_collection
+
+_COPIES = 16  # between two events, as nvbandwidth does, which hides the launch time on the host
+HOST_KINDS = (
+    *("host to device, pinned", "host to device, pageable"),
+    *("device to host, pinned", "device to host, pageable", "inside the device"),
+)
+
+
+@dataclass
+class Copy:
+    """One kind of copy between two tensors of the same size."""
+
+    kind: str
+    source: Tensor
+    target: Tensor
+    speeds: list[float] = field(default_factory=list)  # GB/s, one per pass
+    wrong: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU whose stream runs the copy."""
+        return (self.target if self.target.is_cuda else self.source).device
+
+    def time(self, keep_sample: bool = True) -> None:
+        """Time the copy and check its result; the first time only to touch pages."""
+        self.target.zero_()  # stale data must not pass the check
+        with torch.cuda.device(self.device), no_garbage_collection():
+            torch.cuda.synchronize()
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            before.record()
+            for _ in range(_COPIES):
+                self.target.copy_(self.source, non_blocking=True)
+            after.record()
+            after.synchronize()
+        self.wrong += int((self.target.to(self.device) != self.source.to(self.device)).sum())
+        if keep_sample:
+            seconds = float(before.elapsed_time(after)) / 1e3 / _COPIES
+            self.speeds.append(self.source.numel() / seconds / 1e9)
+
+
+def host_copies(device: torch.device, size: int) -> list[Copy]:
+    """Between the host's memory and the device, and inside the device."""
+    pageable = data_pattern(0, size, torch.device("cpu"))
+    on_device = data_pattern(1, size, device)
+    pinned = pageable.clone().pin_memory()
+    to_pinned = torch.zeros(size, dtype=torch.uint8).pin_memory()
+    to_pageable = torch.zeros(size, dtype=torch.uint8)
+    to_device = torch.zeros_like(on_device)
+    ends = (
+        (pinned, to_device),
+        (pageable, to_device),
+        (on_device, to_pinned),
+        (on_device, to_pageable),
+        (on_device, to_device),
+    )
+    return [Copy(kind, *each) for kind, each in zip(HOST_KINDS, ends, strict=True)]
+
+
+def peer_copies(size: int) -> list[Copy]:
+    """From every GPU visible to this process to every other one."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    sources = {device: data_pattern(device.index, size, device) for device in devices}
+    targets = {device: torch.zeros_like(sources[device]) for device in devices}
+    copies = []
+    for a in devices:
+        for b in devices:
+            if a != b:
+                peer = torch.cuda.can_device_access_peer(a, b)
+                kind = f"{a} to {b}, {'peer' if peer else 'by way of the host'}"
+                copies.append(Copy(kind, sources[a], targets[b]))
+    return copies
+
+
+def run_copies(copies: Sequence[Copy], stop: Callable[[], bool]) -> bool:
+    """Time all copies in interleaved passes; False if asked to stop."""
+    for copy in copies:
+        copy.time(keep_sample=False)
+    for _ in range(PASSES):
+        for copy in copies:
+            if stop():
+                return False
+            copy.time()
+    return True
+
+
+def copy_row(copy: Copy, rank: int) -> dict[str, Any]:
+    """For tables and JSON, with a verdict if the catalogue has a figure."""
+    name, size = torch.cuda.get_device_name(copy.device), copy.source.numel()
+    expected = expected_copy(name, copy.kind, size)
+    best = max(copy.speeds)
+    return {
+        "rank": rank,
+        "device": str(copy.device),
+        "name": name,
+        "kind": copy.kind,
+        "bytes": size,
+        "gbs": round(median(copy.speeds), 3),
+        "spread": round(relative_mad(copy.speeds), 4),
+        "wrong": copy.wrong,
+        "verdict": "unknown" if expected is None else fraction_verdict(best, expected[0]),
+        "expected_gbs": None if expected is None else expected[0],
+        "expected_source": None if expected is None else expected[1],
+    }
+
+
+def expected_copy(name: str, kind: str, size: int) -> tuple[float, str] | None:
+    """(GB/s, source) in the catalogue for a copy to or from pinned memory, else None."""
+    direction, _, memory = kind.partition(", ")
+    if memory != "pinned":
+        return None
+    published = figure(name, direction, size)
+    if published is not None:
+        return published.gbs, published.source
+    known = accelerator(name)
+    host_link = link(known.host_link) if known is not None else None
+    if host_link is None or host_link.achieved_gbs is None or size < 64 << 20:
+        return None
+    return host_link.achieved_gbs, f"{host_link.name}: {host_link.source}"

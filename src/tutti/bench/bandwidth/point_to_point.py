@@ -1,0 +1,264 @@
+"""Point-to-point messages: the speed of concurrent flows, and all-reduce as a ring and as a tree.
+
+A flow is (source rank, destination rank). The receiver's clock counts: it starts after the first
+window of messages has arrived and stops after the last, so that neither a late start nor the
+sender's buffers count. All kinds of traffic are measured in interleaved passes: a disturbance of
+the machine costs each of them one sample, instead of one of them all its samples.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tutti.bench import Unsupported
+from tutti.bench.collectives.cases import Buffers, CollectiveCase, PreparedCase
+from tutti.bench.rank_control import RankControl
+from tutti.measure.timing import no_garbage_collection
+
+PASSES = 5
+# Messages in flight at once, so that the capacity of the link counts, not the wake-up latency.
+_WINDOW = 4
+_MAX_WINDOWS = 1000
+_PERIOD = 8191  # of the data; a prime: no chunk size of a backend is a multiple of it
+_PROGRESS_SECONDS = 2.0
+
+Flow = tuple[int, int]
+
+
+@dataclass
+class Traffic:
+    """Flows at the same time, at most one into each rank, and their samples."""
+
+    kind: str  # one way, both ways, one to all
+    flows: tuple[Flow, ...]
+    bytes: int  # per message
+    window: int = 1  # messages in flight
+    windows: int = 0  # timed in each pass
+    # Per flow: seconds per message in each pass, and the number of wrong bytes.
+    seconds: dict[Flow, list[float]] = field(default_factory=dict)
+    wrong: dict[Flow, int] = field(default_factory=dict)
+
+    def speeds(self, flow: Flow) -> list[float]:
+        """GB/s of a flow in each pass, ascending."""
+        return sorted(self.bytes / each / 1e9 for each in self.seconds.get(flow, ()))
+
+    def total_speeds(self, flows: Sequence[Flow] | None = None) -> list[float]:
+        """GB/s of all flows (or of these) together in each pass; the slowest flow sets the time."""
+        taken = [self.seconds.get(flow, []) for flow in flows or self.flows]
+        slowest = [max(each) for each in zip(*taken, strict=True)]
+        return sorted(len(taken) * self.bytes / each / 1e9 for each in slowest)
+
+
+def disjoint_rounds(ranks: int) -> list[list[Flow]]:
+    """All pairs (a < b) in rounds of disjoint pairs: the circle method of round-robin schedules."""
+    circle: list[int | None] = [*range(ranks), *([None] if ranks % 2 else [])]
+    rounds = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return rounds
+
+
+class TrafficMeter:
+    """Measures traffic over one process group. All ranks make the same calls."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, control: RankControl, device: torch.device, budget: float
+    ) -> None:
+        self._group = group
+        self._control = control
+        self._device = device
+        self._budget = budget  # seconds for each kind of traffic
+        self._rank = control.rank
+        self._sent = torch.empty(0, dtype=torch.uint8, device=device)
+        self._received = torch.empty_like(self._sent)
+        # NCCL requires that every rank has used the group before some exchange messages.
+        dist.barrier(group)
+
+    def run(
+        self,
+        all_traffic: Sequence[Traffic],
+        progress: Callable[[str], None],
+        passes: int = PASSES,
+        after_pass: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Measure all traffic in interleaved passes; False if a rank was asked to stop."""
+        printed = time.monotonic()
+        for number in range(passes):
+            for position, traffic in enumerate(all_traffic):
+                if self._control.check_stop():
+                    return False
+                if time.monotonic() - printed > _PROGRESS_SECONDS:
+                    where = f"{traffic.kind}, {position + 1} of {len(all_traffic)}"
+                    progress(f"pass {number + 1} of {passes}: {where}")
+                    printed = time.monotonic()
+                self._measure(traffic)
+            after_pass()
+        return True
+
+    def _measure(self, traffic: Traffic) -> None:
+        to = [b for a, b in traffic.flows if a == self._rank]
+        source = next((a for a, b in traffic.flows if b == self._rank), None)
+        self._resize_buffers(traffic.bytes)
+        if source is not None:
+            self._received.zero_()  # stale data must not pass the check
+        self._control.check_stop()
+        if not traffic.windows:
+            seconds = self._collect(traffic, self._time(1, 1, to, source))
+            wanted = self._budget / PASSES / max(float(seconds.max()), 1e-9)
+            # A very slow link is measured with one message per pass.
+            traffic.window = min(_WINDOW, max(1, int(wanted)))
+            traffic.windows = min(_MAX_WINDOWS, max(1, math.ceil(wanted / traffic.window)))
+            self._control.check_stop()
+        seconds = self._collect(traffic, self._time(traffic.windows, traffic.window, to, source))
+        wrong = 0
+        if source is not None:
+            expected = data_pattern(source, traffic.bytes, self._device)
+            wrong = int((self._received != expected).sum())
+        wrongs = self._collect(traffic, wrong)
+        for flow, each, lost in zip(traffic.flows, seconds.tolist(), wrongs.tolist(), strict=True):
+            traffic.seconds.setdefault(flow, []).append(each)
+            traffic.wrong[flow] = traffic.wrong.get(flow, 0) + int(lost)
+
+    def _resize_buffers(self, size: int) -> None:
+        if self._sent.numel() != size:
+            # Free the old buffers first: both may be large.
+            self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=self._device)
+            self._sent = data_pattern(self._rank, size, self._device)
+            self._received = torch.zeros_like(self._sent)
+
+    def _collect(self, traffic: Traffic, value: float) -> Tensor:
+        """The receivers' values, one per flow, on all ranks."""
+        mine = [value if b == self._rank else 0.0 for _, b in traffic.flows]
+        return self._control.max_of_tensor(torch.tensor(mine, dtype=torch.float64))
+
+    def _time(self, windows: int, window: int, to: Sequence[int], source: int | None) -> float:
+        """Seconds per message over `windows` windows, after an untimed one."""
+        if not to and source is None:
+            return 0.0
+        with no_garbage_collection():
+            self._exchange_window(window, to, source)
+            if self._device.type == "cuda":
+                before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                before.record()
+                for _ in range(windows):
+                    self._exchange_window(window, to, source)
+                after.record()
+                after.synchronize()
+                return float(before.elapsed_time(after)) / 1e3 / windows / window
+            started = time.perf_counter()
+            for _ in range(windows):
+                self._exchange_window(window, to, source)
+            return (time.perf_counter() - started) / windows / window
+
+    def _exchange_window(self, window: int, to: Sequence[int], source: int | None) -> None:
+        messages: list[tuple[Any, Tensor, int]] = [(dist.isend, self._sent, peer) for peer in to]
+        if source is not None:
+            messages.append((dist.irecv, self._received, source))
+        # The messages of a window have equal content, so one receive buffer serves all.
+        _exchange(messages * window, self._group)
+
+
+def _exchange(messages: Sequence[tuple[Any, Tensor, int]], group: dist.ProcessGroup) -> None:
+    """Post (isend or irecv, tensor, peer) together and wait for all of them."""
+    if messages and messages[0][1].is_cuda:
+        # A ring of NCCL sends that wait for their receives would deadlock: post one batch.
+        batch = [dist.P2POp(how, tensor, peer, group=group) for how, tensor, peer in messages]
+        works: list[dist.Work | None] = [*dist.batch_isend_irecv(batch)]
+    else:
+        works = [how(tensor, peer, group=group) for how, tensor, peer in messages]
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def data_pattern(rank: int, size: int, device: torch.device) -> Tensor:
+    """The bytes that a rank sends: never 0, and different for each rank."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    tile = torch.randint(1, 256, (_PERIOD,), generator=generator, dtype=torch.uint8)
+    return tile.to(device).repeat(-(-size // _PERIOD))[:size]
+
+
+# ---- All-reduce from messages ----
+
+
+class PointToPointAllReduce:
+    """all_reduce in place as a ring or a tree of messages: baselines for the backend's own.
+
+    For n ranks, S bytes, α seconds per message and β seconds per byte:
+
+        ring: 2 (n - 1) steps of S / n bytes: 2 (n - 1) α + 2 (n - 1) / n · S β
+        tree: 2 ⌈log2 n⌉ steps of S bytes:    2 ⌈log2 n⌉ (α + S β)
+
+    The tree is faster for small messages on many ranks, the ring for large ones. On two ranks the
+    ring sends two halves each way, the tree sends the whole tensor there and back.
+    """
+
+    def __init__(
+        self, name: str, group: dist.ProcessGroup, algorithm: str, buffers: Buffers
+    ) -> None:
+        self.name = name
+        self.about = f"all_reduce as a {algorithm} of point-to-point messages, a baseline"
+        self._group = group
+        self._algorithm = {"ring": ring_all_reduce, "tree": tree_all_reduce}[algorithm]
+        self._buffers = buffers
+
+    def prepare(self, case: CollectiveCase) -> PreparedCase:
+        """The case on ordinary tensors."""
+        if case.operation.name != "all_reduce" or not case.in_place:
+            raise Unsupported(f"{self.name} has all_reduce in place only")
+        tensor = self._buffers.take("received", case.count, case.dtype)
+        scratch = self._buffers.take("scratch", case.count, case.dtype)
+        return PreparedCase(tensor, tensor, partial(self._algorithm, tensor, scratch, self._group))
+
+
+def ring_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum over all ranks in place; `scratch` has the size of the tensor.
+
+    Reduce-scatter, after which every rank holds one complete shard, then all-gather.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    shards, scratches = tensor.tensor_split(ranks), scratch.tensor_split(ranks)
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    for step in range(ranks - 1):
+        sent, received = (rank - step) % ranks, (rank - step - 1) % ranks
+        _send_recv((shards[sent], after), (scratches[received], before), group)
+        shards[received].add_(scratches[received])
+    for step in range(ranks - 1):
+        sent, received = (rank + 1 - step) % ranks, (rank - step) % ranks
+        _send_recv((shards[sent], after), (shards[received], before), group)
+
+
+def tree_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum over all ranks in place: a binomial tree reduces to rank 0 and broadcasts back."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    distances = [1 << level for level in range((ranks - 1).bit_length())]
+    for distance in distances:
+        # Multiples of 2 × distance receive from the odd multiples of the distance.
+        if rank % (2 * distance) == distance:
+            _send_recv((tensor, rank - distance), None, group)
+        elif rank % (2 * distance) == 0 and rank + distance < ranks:
+            _send_recv(None, (scratch, rank + distance), group)
+            tensor.add_(scratch)
+    for distance in reversed(distances):
+        if rank % (2 * distance) == distance:
+            _send_recv(None, (tensor, rank - distance), group)
+        elif rank % (2 * distance) == 0 and rank + distance < ranks:
+            _send_recv((tensor, rank + distance), None, group)
+
+
+def _send_recv(
+    sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None, group: dist.ProcessGroup
+) -> None:
+    """Send one tensor and receive another at the same time; empty tensors are not sent."""
+    both = ((dist.isend, sent), (dist.irecv, received))
+    _exchange([(how, *each) for how, each in both if each is not None and each[0].numel()], group)

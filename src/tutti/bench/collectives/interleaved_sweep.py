@@ -1,0 +1,238 @@
+"""The sweep of `tutti bench collectives`: per case all backends take turns, and are checked."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.bench.collectives.cases import Backend, CollectiveCase, Payload, PreparedCase, payload
+from tutti.bench.rank_control import RankControl, try_on_all_ranks
+from tutti.measure.bus_bandwidth import bandwidth
+from tutti.measure.spread import summarize_us
+from tutti.measure.timing import time_back_to_back, time_isolated
+
+# With calls longer than this, fewer rounds suffice.
+_LONG_CALL_SECONDS = 0.02
+_ROUNDS_OF_LONG_CALLS = 4
+_MAX_CALLS_PER_ROUND = 1000
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """How much to measure. `iterations` is the number of calls, or None: as the budget allows."""
+
+    timings: Sequence[str] = ("back-to-back",)
+    iterations: int | None = None
+    warmup: int = 20
+    budget: float = 0.5  # seconds per backend, case and timing
+    rounds: int = 8  # every backend has one turn per round
+
+
+@dataclass
+class _Entry:
+    """One backend in one case."""
+
+    backend: Backend
+    prepared: PreparedCase
+    seconds: float = 0.0  # of one call, estimated by the warm-up
+    calls: int = 0  # per round
+    wrong: int = 0
+
+
+class Sweep:
+    """Measures cases one after the other; keeps the rows and what could not be measured."""
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        settings: SweepSettings,
+        control: RankControl,
+        device: torch.device,
+        one_host: bool = True,
+    ) -> None:
+        self.rows: list[Row] = []
+        self.skipped: list[dict[str, str]] = []
+        self.stopped = False
+        self.complete = False  # every case was measured
+        self.about = {backend.name: backend.about for backend in backends}
+        self._backends = backends
+        self._settings = settings
+        self._control = control
+        self._device = device
+        self._one_host = one_host
+
+    def run(
+        self, groups: Iterable[Sequence[CollectiveCase]], report: Callable[[list[Row]], None]
+    ) -> None:
+        """Measure all cases; `report` gets the rows of each group when it is finished."""
+        for group in groups:
+            rows: list[Row] = []
+            for case in group:
+                if not self.stopped:
+                    rows += self._measure(case)
+            self.rows += rows
+            report(rows)
+            if self.stopped:
+                return
+        self.complete = True
+
+    def planned_rows(self, groups: Iterable[Sequence[CollectiveCase]]) -> list[Row]:
+        """The rows to come, with ideal figures: to check that --expect matches some row."""
+        times = {"p50": 1e-9, "p95": 1e-9, "min": 1e-9, "cv": 0.0}
+        ideal = {"time_us": times, "busbw_gbs": math.inf, "group": 1, "wrong": 0}
+        return [
+            {**_row_key(case, backend.name, timing), **ideal}
+            for group in groups
+            for case in group
+            for backend in self._backends
+            for timing in self._settings.timings
+        ]
+
+    def _measure(self, case: CollectiveCase) -> list[Row]:
+        data = payload(case)
+        entries = list(self._prepare(case, data))
+        rows: list[Row] = []
+        try:
+            for timing in self._settings.timings:
+                samples = self._interleave(case, data, entries, timing)
+                if self.stopped:
+                    return []
+                for entry, seconds in zip(entries, samples, strict=True):
+                    rows.append(_row(case, entry, timing, seconds))
+        finally:
+            for entry in entries:
+                entry.prepared.close()
+        return rows
+
+    def _prepare(self, case: CollectiveCase, data: Payload) -> Iterator[_Entry]:
+        """The backends that support the case, warmed up, their first call checked."""
+        for backend in self._backends:
+            prepared, reason = try_on_all_ranks(lambda b=backend: b.prepare(case))  # type: ignore[misc]
+            if prepared is None:
+                self._skip(backend.name, case, reason)
+                continue
+            entry = _Entry(backend, prepared)
+            wrong, reason = try_on_all_ranks(lambda e=entry: self._checked_call(e, data))  # type: ignore[misc]
+            if wrong is None:
+                prepared.close()
+                self._skip(backend.name, case, reason)
+                continue
+            entry.wrong = self._control.sum_over_ranks(wrong)
+            once = self._time(entry, 1)
+            warmup = min(self._settings.warmup, int(self._settings.budget / 4 / once))
+            entry.seconds = self._time(entry, max(1, warmup))
+            yield entry
+
+    def _skip(self, backend: str, case: CollectiveCase, reason: str) -> None:
+        key = {"backend": backend, "op": case.operation.name, "placement": case.placement}
+        if not any(key.items() <= skipped.items() for skipped in self.skipped):
+            self.skipped.append({**key, "dtype": _dtype_name(case.dtype), "reason": reason})
+
+    def _time(self, entry: _Entry, times: int) -> float:
+        """Mean seconds of a call on the slowest rank; the same on all ranks."""
+        self._control.check_stop()
+        seconds = time_back_to_back(entry.prepared.call, times, self._device)
+        return max(1e-7, self._control.max_over_ranks([float(seconds.mean())])[0])
+
+    def _interleave(
+        self, case: CollectiveCase, data: Payload, entries: list[_Entry], timing: str
+    ) -> list[Tensor]:
+        """Seconds of every call of each entry, measured in rounds with a rotating order."""
+        long = any(entry.seconds > _LONG_CALL_SECONDS for entry in entries)
+        rounds = self._settings.rounds
+        rounds = min(_ROUNDS_OF_LONG_CALLS, rounds) if long else rounds
+        for entry in entries:
+            wanted = self._settings.iterations or self._settings.budget / entry.seconds
+            entry.calls = min(_MAX_CALLS_PER_ROUND, max(2, math.ceil(wanted / rounds)))
+        samples: list[list[Tensor]] = [[] for _ in entries]
+        for number in range(rounds):
+            last_round = number == rounds - 1
+            for offset in range(len(entries)):
+                position = (number + offset) % len(entries)
+                entry = entries[position]
+                if last_round:
+                    _reset(entry.prepared, data)
+                if self._control.check_stop():
+                    self.stopped = True
+                    return []
+                samples[position].append(self._round(entry, timing))
+                if last_round:
+                    entry.wrong += self._check_result(case, entry, data)
+        return [
+            torch.cat(seconds) / entry.prepared.operations
+            for entry, seconds in zip(entries, samples, strict=True)
+        ]
+
+    def _round(self, entry: _Entry, timing: str) -> Tensor:
+        """Seconds of each call of one round, on the slowest rank."""
+        call = entry.prepared.call
+        # Untimed: other backends ran meanwhile, and ranks leave the barrier one after the other.
+        for _ in range(1 if entry.seconds > 1e-3 else 3):
+            call()
+        if timing == "back-to-back":
+            seconds = time_back_to_back(call, entry.calls, self._device)
+            return self._control.max_of_tensor(seconds)
+        starts, ends = time_isolated(call, entry.calls, self._device, self._control.check_stop)
+        if not self._one_host:  # the hosts' clocks differ: each rank's own duration
+            return self._control.max_of_tensor(ends - starts)
+        return self._control.max_of_tensor(ends) - self._control.max_of_tensor(starts)
+
+    def _checked_call(self, entry: _Entry, data: Payload) -> int:
+        _reset(entry.prepared, data)
+        entry.prepared.call()
+        return self._count_wrong(entry, data)
+
+    def _check_result(self, case: CollectiveCase, entry: _Entry, data: Payload) -> int:
+        """Wrong elements of all ranks after the timed calls; if not idempotent, after one more."""
+        if case.idempotent:
+            return self._control.sum_over_ranks(self._count_wrong(entry, data))
+        return self._control.sum_over_ranks(self._checked_call(entry, data))
+
+    def _count_wrong(self, entry: _Entry, data: Payload) -> int:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return data.count_wrong(entry.prepared.received)
+
+
+def _reset(prepared: PreparedCase, data: Payload) -> None:
+    """Clear the result, then write the input: in place, the two overlap."""
+    prepared.received.zero_()
+    prepared.sent.copy_(data.sent)
+
+
+def _row(case: CollectiveCase, entry: _Entry, timing: str, seconds: Tensor) -> Row:
+    times = summarize_us(seconds.tolist())
+    algorithm, bus = bandwidth(case.operation, case.bytes, case.ranks, times["p50"] / 1e6)
+    return {
+        **_row_key(case, entry.backend.name, timing),
+        "group": entry.prepared.operations,
+        "calls": len(seconds),
+        "time_us": times,
+        "algbw_gbs": round(algorithm, 4),
+        "busbw_gbs": round(bus, 4),
+        "wrong": entry.wrong,
+    }
+
+
+def _row_key(case: CollectiveCase, backend: str, timing: str) -> Row:
+    return {
+        "op": case.operation.name,
+        "backend": backend,
+        "ranks": case.ranks,
+        "bytes": case.bytes,
+        "count": case.count,
+        "dtype": _dtype_name(case.dtype),
+        "redop": "sum" if case.operation.reduces else "none",
+        "root": 0 if case.operation.rooted else -1,
+        "placement": case.placement,
+        "timing": timing,
+    }
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

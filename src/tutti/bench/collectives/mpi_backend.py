@@ -1,0 +1,185 @@
+"""Open MPI as a backend, through mpi4py: shared memory on one host without torch.
+
+MPI ranks must be started by mpirun, which tutti supports as a launcher. With --backends mpi,
+mpirun starts the ranks, and the torch backends run in the same processes.
+"""
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+
+from tutti.bench import Unsupported
+from tutti.bench.collectives.cases import (
+    Buffers,
+    CollectiveCase,
+    PreparedCase,
+    allocate,
+    copy_then_call,
+)
+from tutti.measure.bus_bandwidth import uneven_shards
+from tutti.world.errors import UsageError
+
+_MPI_TYPES = {
+    torch.float64: "DOUBLE",
+    torch.float32: "FLOAT",
+    torch.int64: "INT64_T",
+    torch.int32: "INT32_T",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+}
+# At least one is set if MPI can find the other ranks: started by mpirun, or by Slurm with PMIx.
+_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MPI_LOCALRANKID")
+
+# Exit codes of mpirun if the signal that it forwarded has killed a rank.
+_KILLED_BY_SIGNAL = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
+
+
+def mpirun_command(ranks: int, command: Sequence[str]) -> list[str]:
+    """`command` as an Open MPI job on this host; UsageError if mpi4py or mpirun is missing."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise UsageError(
+            "--backends mpi needs mpi4py: pip install 'tutti-torch[mpi]', or leave mpi out"
+        )
+    program = _open_mpi()
+    if program is None:
+        raise UsageError(
+            "--backends mpi needs Open MPI's mpirun, and none is on the PATH: install openmpi-bin, "
+            "or leave mpi out"
+        )
+    # Without --host, inside a Slurm job mpirun would place ranks on all of its nodes.
+    flags = ["-n", str(ranks), "--host", f"localhost:{ranks}", "--bind-to", "none"]
+    flags += ["--oversubscribe", "--quiet"]
+    if os.geteuid() == 0:
+        flags.append("--allow-run-as-root")
+    return [program, *flags, *command]
+
+
+def _open_mpi() -> str | None:
+    for name in ("mpirun.openmpi", "mpirun"):
+        program = shutil.which(name)
+        if program is None:
+            continue
+        version = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30)
+        if "Open MPI" in version.stdout:
+            return program
+    return None
+
+
+def run_mpirun(command: Sequence[str], width: int) -> int:
+    """Run an mpirun command to its end; returns its exit code.
+
+    At Ctrl-C mpirun would kill its ranks within a second, and their results would be lost. It runs
+    in a process group of its own instead, and is asked to forward SIGUSR1, at which ranks finish
+    their round and write their files. A second Ctrl-C terminates them; so does SIGUSR1 before the
+    ranks have installed their handler.
+    """
+    with subprocess.Popen(
+        list(command),
+        # mpirun gives rank 0 a pseudo-terminal without a width.
+        env={**os.environ, "COLUMNS": str(width)},
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+    ) as mpirun:
+        interrupted = False
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            nonlocal interrupted
+            mpirun.send_signal(signal.SIGTERM if interrupted else signal.SIGUSR1)
+            interrupted = True
+
+        before = {each: signal.signal(each, forward) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = mpirun.wait()
+            if interrupted and code in _KILLED_BY_SIGNAL:
+                print("tutti bench: stopped before anything was measured", file=sys.stderr)
+                return 130
+            return code
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class OpenMpi:
+    """MPI calls on numpy views of ordinary tensors."""
+
+    name = "mpi"
+
+    def __init__(self, buffers: Buffers, ranks: int) -> None:
+        if "SLURM_STEP_ID" in os.environ and not any(map(os.environ.__contains__, _MPI_VARIABLES)):
+            # MPI_Init would end this process, and with it all ranks of the srun.
+            raise Unsupported(
+                "srun started the ranks without MPI support: use srun --mpi=pmix, or mpirun in the "
+                "job, or let tutti bench start the ranks with --ranks"
+            )
+        import mpi4py
+
+        mpi4py.rc.thread_level = "funneled"  # only one thread calls MPI: no locking needed
+        from mpi4py import MPI
+
+        self._mpi: Any = MPI
+        self._world: Any = MPI.COMM_WORLD
+        self._buffers = buffers
+        self.about = MPI.Get_library_version().split(",")[0].strip()
+        if self._world.size != ranks:
+            raise Unsupported(
+                f"MPI sees {self._world.size} of the {ranks} ranks: start them with the mpirun of "
+                f"{self.about}, or let tutti bench start them with --ranks"
+            )
+
+    def prepare(self, case: CollectiveCase) -> PreparedCase:
+        """The case through MPI."""
+        if case.dtype not in _MPI_TYPES:
+            raise Unsupported(f"MPI has no type for {case.dtype}")
+        datatype = getattr(self._mpi, _MPI_TYPES[case.dtype])
+        world, IN_PLACE = self._world, self._mpi.IN_PLACE
+        in_place, root_in_place = case.in_place, case.in_place and case.is_root
+        sent, received, fill, check = allocate(case, partial(self._buffers.take, dtype=case.dtype))
+        if case.operation.name == "reduce_scatter" and in_place:
+            # MPI leaves a rank's shard at the start of its buffer.
+            received = check = sent[: case.count]
+        send, receive = [sent.numpy(), datatype], [received.numpy(), datatype]
+        match case.operation.name:
+            case "all_reduce":
+                call = partial(world.Allreduce, IN_PLACE if in_place else send, receive)
+            case "reduce":
+                source = IN_PLACE if root_in_place else send
+                call = partial(world.Reduce, source, receive if case.is_root else None)
+            case "broadcast":
+                call = partial(world.Bcast, receive)
+                if case.is_root and not in_place:
+                    call = partial(copy_then_call, received, sent, call)
+            case "all_gather":
+                call = partial(world.Allgather, IN_PLACE if in_place else send, receive)
+            case "reduce_scatter":
+                arguments = (IN_PLACE, send) if in_place else (send, receive)
+                call = partial(world.Reduce_scatter_block, *arguments)
+            case "gather":
+                source = IN_PLACE if root_in_place else send
+                call = partial(world.Gather, source, receive if case.is_root else None)
+            case "scatter":
+                target = IN_PLACE if root_in_place else receive
+                call = partial(world.Scatter, send if case.is_root else None, target)
+            case "all_to_all":
+                call = partial(world.Alltoall, send, receive)
+            case "send_recv":
+                to, source = case.neighbours
+                call = partial(world.Sendrecv, send, to, recvbuf=receive, source=source)
+            case "all_gather_uneven":
+                shards = uneven_shards(case.count, case.ranks)
+                call = partial(world.Allgatherv, send, [received.numpy(), shards, datatype])
+            case "all_to_all_uneven":
+                splits = case.uneven_splits(case.rank)
+                uneven = ([each.numpy(), splits, datatype] for each in (sent, received))
+                call = partial(world.Alltoallv, *uneven)
+            case _:
+                call = partial(world.Barrier)
+        return PreparedCase(fill, check, call)

@@ -1,0 +1,205 @@
+"""Rows of a sweep as a table with the columns of nccl-tests, and as CSV.
+
+A wide terminal gets one line per backend with in-place and out-of-place columns side by side; a
+narrow one gets one line per row, with as many columns as fit.
+"""
+
+import csv
+import io
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from tutti.measure.terminal import print_line, terminal_width
+from tutti.measure.units import format_size
+
+Row = dict[str, Any]
+# Column: (unit, width).
+_COLUMNS = {
+    "time": ("(us)", 9),
+    "algbw": ("(GB/s)", 7),
+    "busbw": ("(GB/s)", 7),
+    "#wrong": ("", 6),
+    "ratio": ("", 7),
+    "min": ("(us)", 9),
+    "p99": ("(us)", 9),
+    "cv%": ("", 6),
+}
+_SPREAD = ("min", "p99", "cv%")
+_KEY_WIDTH = 60  # size to backend in the wide form
+_NARROW_KEY_WIDTH = 21
+_TIMING_WIDTH = 13  # a timing or "out-of-place" with its space
+_PLACEMENTS = {"in": "in-place", "out": "out-of-place"}
+
+
+class CollectivesTable:
+    """Prints rows as they come. `placements` maps each operation to its measured placements."""
+
+    def __init__(
+        self,
+        placements: Mapping[str, Sequence[str]],
+        timings: int,
+        stream: TextIO = sys.stdout,
+        spread: bool = False,
+    ) -> None:
+        self._placements_of = placements
+        self._with_timing = timings > 1
+        self._with_spread = spread
+        self._stream = stream
+        self._operation = ""
+
+    def add(self, rows: list[Row]) -> None:
+        """Print the rows of one operation and size."""
+        if not rows:
+            return
+        placements = self._placements_of[rows[0]["op"]]
+        columns = [name for name in _COLUMNS if self._with_spread or name not in _SPREAD]
+        width = _KEY_WIDTH + _TIMING_WIDTH * self._with_timing
+        width += len(placements) * _width(columns)
+        narrow = terminal_width(self._stream) < width
+        if narrow:
+            columns = self._narrow_columns(placements)
+        if rows[0]["op"] != self._operation:
+            self._operation = rows[0]["op"]
+            ranks = f"{rows[0]['ranks']} rank{'s' * (rows[0]['ranks'] != 1)}"
+            dtype, redop = rows[0]["dtype"], rows[0]["redop"]
+            self._print(f"# {self._operation}, {ranks}, {dtype}, redop {redop}")
+            if narrow:
+                self._print_narrow_head(columns)
+            else:
+                self._print_wide_head(columns, placements)
+        if narrow:
+            for row in rows:
+                self._print(_narrow_line(row, rows, columns))
+            return
+        lines: dict[tuple[str, str], dict[str, Row]] = {}
+        for row in rows:
+            lines.setdefault((row["backend"], row["timing"]), {})[row["placement"]] = row
+        for by_placement in lines.values():
+            self._print(self._wide_line(by_placement, rows, columns, placements))
+
+    def _print_wide_head(self, columns: Sequence[str], placements: Sequence[str]) -> None:
+        key = f"{'size':>10} {'count':>10} {'type':>8} {'redop':>6} {'root':>5} {'backend':<12}"
+        key += f" {'timing':<12}" if self._with_timing else ""
+        titles = "".join(f" {_PLACEMENTS[each]:^{_width(columns) - 1}}" for each in placements)
+        self._print(f"#{' ' * (len(key) - 1)}{titles}")
+        names, units = _head(columns)
+        self._print(f"#{key[1:]}{names * len(placements)}")
+        self._print(
+            f"#{'(B)':>9} {'(elements)':>10}{' ' * (len(key) - 21)}{units * len(placements)}"
+        )
+
+    def _wide_line(
+        self,
+        by_placement: dict[str, Row],
+        rows: list[Row],
+        columns: Sequence[str],
+        placements: Sequence[str],
+    ) -> str:
+        row = next(iter(by_placement.values()))
+        line = f"{row['bytes']:>10} {row['count']:>10} {row['dtype']:>8} {row['redop']:>6} "
+        line += f"{row['root']:>5} {row['backend']:<12}"
+        line += f" {row['timing']:<12}" if self._with_timing else ""
+        missing = {"time": "N/A", "#wrong": "N/A"}
+        for placement in placements:
+            each = by_placement.get(placement)
+            line += _cells(missing if each is None else _texts(each, rows), columns)
+        return line
+
+    def _print_narrow_head(self, columns: Sequence[str]) -> None:
+        names, units = _head(columns)
+        self._print(f"# {'size':>6} {'backend':<12}{names}")
+        self._print(f"# {'(B)':>6} {'':<12}{units}")
+        if self._with_spread and "cv%" not in columns:
+            self._print("# too narrow for min, p99 and cv: use --json")
+
+    def _narrow_columns(self, placements: Sequence[str]) -> list[str]:
+        """time, busbw and ratio, and as many others as fit; requested ones first."""
+        chosen = {"time", "busbw", "ratio"}
+        suffixes = (list(placements) != ["in"]) + self._with_timing
+        free = terminal_width(self._stream) - _NARROW_KEY_WIDTH - _width(chosen)
+        free -= _TIMING_WIDTH * suffixes
+        for names in (_SPREAD, ("algbw",), ("#wrong",)):
+            if _width(names) <= free and (self._with_spread or names is not _SPREAD):
+                chosen |= {*names}
+                free -= _width(names)
+        return [name for name in _COLUMNS if name in chosen]
+
+    def _print(self, line: str) -> None:
+        print_line(line.rstrip(), self._stream)
+
+
+def _width(columns: Any) -> int:
+    return sum(1 + _COLUMNS[name][1] for name in columns)
+
+
+def _head(columns: Sequence[str]) -> tuple[str, str]:
+    """Names and units of columns."""
+    units = {name: _COLUMNS[name][0] for name in columns}
+    return _cells({name: name for name in columns}, columns), _cells(units, columns)
+
+
+def _cells(texts: Mapping[str, str], columns: Sequence[str]) -> str:
+    return "".join(f" {texts.get(name, ''):>{_COLUMNS[name][1]}}" for name in columns)
+
+
+def _texts(row: Row, rows: list[Row]) -> dict[str, str]:
+    times = row["time_us"]
+    return {
+        "time": _format_us(times["p50"]),
+        "algbw": f"{row['algbw_gbs']:.2f}",
+        "busbw": f"{row['busbw_gbs']:.2f}",
+        "#wrong": str(row["wrong"]),
+        "ratio": _ratio(row, _baseline(row, rows)),
+        "min": _format_us(times["min"]),
+        "p99": _format_us(times["p99"]),
+        "cv%": f"{times['cv']:.1%}",
+    }
+
+
+def _narrow_line(row: Row, rows: list[Row], columns: Sequence[str]) -> str:
+    # The usual placement and timing are not printed, to save space.
+    suffix = "" if row["placement"] == "in" else " out-of-place"
+    suffix += "" if row["timing"] == "back-to-back" else f" {row['timing']}"
+    suffix += "" if row["wrong"] == 0 or "#wrong" in columns else f" {row['wrong']} WRONG"
+    key = f"{format_size(row['bytes']):>8} {row['backend']:<12}"
+    return key + _cells(_texts(row, rows), columns) + suffix
+
+
+def _baseline(row: Row, rows: list[Row]) -> Row:
+    """The row that ratios refer to: the first backend's; for grouped calls the ungrouped ones."""
+    comparable = [
+        each
+        for each in rows
+        if (each["placement"], each["timing"]) == (row["placement"], row["timing"])
+    ]
+    ungrouped = row["backend"].removesuffix(f" x{row['group']}")
+    if ungrouped != row["backend"]:
+        return next((each for each in comparable if each["backend"] == ungrouped), row)
+    return comparable[0]
+
+
+def _ratio(row: Row, baseline: Row) -> str:
+    if row is baseline or not row["time_us"]["p50"]:
+        return "1"
+    ratio = baseline["time_us"]["p50"] / row["time_us"]["p50"]
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}"
+
+
+def _format_us(microseconds: float) -> str:
+    return f"{microseconds:.2f}" if microseconds < 1000 else f"{microseconds:.0f}"
+
+
+def csv_text(rows: list[Row]) -> str:
+    """The rows as CSV with a header; time_us is flattened to time_us_p50, time_us_p95, …"""
+    flat = [
+        {key: value for key, value in row.items() if key != "time_us"}
+        | {f"time_us_{name}": value for name, value in row["time_us"].items()}
+        for row in rows
+    ]
+    text = io.StringIO()
+    if flat:
+        writer = csv.DictWriter(text, list(flat[0]))
+        writer.writeheader()
+        writer.writerows(flat)
+    return text.getvalue()

@@ -1,0 +1,67 @@
+"""From the rows of a sweep to the table by which tutti.comm chooses a path by message size."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tutti.comm.ledger import KINDS
+from tutti.comm.path_selection import Measured, Table, fastest
+from tutti.measure.bus_bandwidth import OPERATIONS
+
+# Rows on symmetric tensors are left out: the table is for ordinary tensors.
+PATH_OF = {"gloo": "gloo", "shm": "shm", "nccl": "nccl", "staged": "symmetric one-shot"}
+# Changing the path between two sizes must save at least this fraction of the time, summed over
+# the larger sizes.
+_MIN_GAIN = 0.05
+
+
+def path_table(rows: Iterable[dict[str, Any]], device: str, ranks: int, dtype: str) -> Table:
+    """The fastest path per operation and size."""
+    return fastest(path_measurements(rows, device), ranks, dtype)
+
+
+def path_measurements(rows: Iterable[dict[str, Any]], device: str) -> list[Measured]:
+    """The correct back-to-back rows in torch's native placement, by path."""
+    return [
+        Measured(row["op"], device, PATH_OF[row["backend"]], row["bytes"], row["time_us"]["p50"])
+        for row in rows
+        if row["backend"] in PATH_OF
+        and row["timing"] == "back-to-back"
+        and row["wrong"] == 0
+        and row["op"] in KINDS
+        and row["placement"] == OPERATIONS[row["op"]].native
+    ]
+
+
+def smooth_choice(measured: Sequence[Measured]) -> list[Measured]:
+    """One measurement per operation and size: that of the path to take.
+
+    The fastest path at each size would alternate with the noise around a crossover. This choice
+    minimizes the sum over sizes of ln(time / fastest time), plus ln 1.05 per change of path, by
+    dynamic programming over ascending sizes (Viterbi).
+    """
+    result: list[Measured] = []
+    for op, device in dict.fromkeys((each.op, each.device) for each in measured):
+        by_size: dict[int, dict[str, Measured]] = {}
+        for each in measured:
+            if (each.op, each.device) == (op, device):
+                by_size.setdefault(each.bytes, {})[each.path] = each
+        result += _viterbi([by_size[size] for size in sorted(by_size)])
+    return result
+
+
+def _viterbi(sizes: list[dict[str, Measured]]) -> list[Measured]:
+    change_cost = math.log(1 + _MIN_GAIN)
+    best: dict[str, tuple[float, list[Measured]]] = {}  # (cost, choices) by the last path
+    for choices in sizes:
+        fastest_us = min(each.time_us for each in choices.values())
+        following = {}
+        for path, each in choices.items():
+            before = [
+                (cost + change_cost * (last != path), chosen)
+                for last, (cost, chosen) in best.items()
+            ] or [(0.0, [])]
+            cost, chosen = min(before, key=lambda candidate: candidate[0])
+            following[path] = cost + math.log(each.time_us / fastest_us), [*chosen, each]
+        best = following
+    return min(best.values(), key=lambda candidate: candidate[0])[1] if best else []

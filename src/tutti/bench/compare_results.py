@@ -1,0 +1,223 @@
+"""Figures in the JSON of any bench, and the comparison of two results beyond their spread.
+
+A figure is identified by the key fields of its row. Its spread is σ relative to the value, as far
+as the file tells it: of single calls for times, of passes for bandwidths.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tutti.world.errors import UsageError
+
+Content = dict[str, Any]
+Row = dict[str, Any]
+Key = tuple[tuple[str, Any], ...]
+
+VERDICTS = ("wrong", "slower", "faster", "same", "new", "gone")
+# Two runs on an undisturbed machine differ by a few per cent.
+TOLERANCE = 0.05
+
+_COLLECTIVE_KEY = (
+    *("op", "backend", "ranks", "bytes", "dtype", "redop", "placement", "timing", "group"),
+)
+# (bench, list in its JSON): (key fields, figures; True if higher is better).
+_ROW_LISTS: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, bool]]] = {
+    ("collectives", "rows"): (_COLLECTIVE_KEY, {"time_us.p50": False}),
+    ("symmetric", "rows"): (("name", "backend", "bytes"), {"p50_us": False}),
+    ("pairs", "rows"): (("name",), {"speedup": True}),
+    ("bandwidth", "pairs"): (
+        ("src", "dst", "class", "backend", "bytes"),
+        {"gbs_uni": True, "gbs_bi": True},
+    ),
+    ("bandwidth", "one_to_all"): (("root", "bytes"), {"gbs": True}),
+    ("bandwidth", "all_to_all"): (_COLLECTIVE_KEY, {"time_us.p50": False}),
+    ("bandwidth", "ring_vs_tree"): (_COLLECTIVE_KEY, {"time_us.p50": False}),
+    ("bandwidth", "copies"): (("rank", "device", "kind", "bytes"), {"gbs": True}),
+}
+# For normally distributed samples: (p95 - min) / σ and (p99 - min) / σ of many, (p75 - p25) / σ.
+_SIGMAS_TO_P95, _SIGMAS_TO_P99 = 4.0, 5.0
+_SIGMAS_BETWEEN_QUARTILES = 1.349
+
+
+# ---- Reading figures ----
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured value of a row."""
+
+    key: Key
+    metric: str
+    value: float
+    spread: float
+    higher_is_better: bool
+    wrong: int
+
+    @property
+    def name(self) -> str:
+        """The key fields as text."""
+        return ", ".join(f"{name} {value}" for name, value in self.key)
+
+
+def read_results(flag: str, path: Path) -> Content:
+    """Read the JSON of a bench; UsageError if the file is missing or something else."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
+        raise UsageError(f"{flag} {path}: {reason}: give a file that bench --json wrote") from None
+    schema = content.get("schema", "") if isinstance(content, dict) else ""
+    if not any(f"tutti.bench.{bench}/" in schema for bench, _ in _ROW_LISTS):
+        found = f"its schema is {schema!r}" if schema else "it has no schema"
+        raise UsageError(f"{flag} {path}: {found}: give a file that tutti bench --json wrote")
+    return dict(content)
+
+
+def bench_of(content: Content) -> str:
+    """collectives, symmetric, bandwidth or pairs."""
+    return str(content["schema"]).removeprefix("tutti.bench.").partition("/")[0]
+
+
+def rows_of(content: Content) -> Iterator[tuple[str, Row]]:
+    """(name of the list, row) for every row with figures."""
+    for bench, part in _ROW_LISTS:
+        if bench == bench_of(content):
+            yield from ((part, row) for row in content.get(part) or ())
+
+
+def figures_of(content: Content) -> dict[tuple[Key, str], Figure]:
+    """Every figure of a result, by key and metric."""
+    found: dict[tuple[Key, str], Figure] = {}
+    for part, row in rows_of(content):
+        fields, metrics = _ROW_LISTS[bench_of(content), part]
+        # Results of older versions have no `group`: 1 is implied.
+        known = [name for name in fields if name in row and (name, row[name]) != ("group", 1)]
+        row_key: Key = () if part == "rows" else (("part", part),)
+        row_key += tuple((name, row[name]) for name in known)
+        if "ranks" not in row and "world" in content:
+            row_key += (("ranks", content["world"]["size"]),)
+        for metric, higher_is_better in metrics.items():
+            value = value_of(row, metric)
+            if not isinstance(value, int | float) or value <= 0:
+                continue
+            key, repeat = row_key, 2
+            while (key, metric) in found:  # rows with equal keys are told apart by their order
+                key, repeat = (*row_key, ("again", repeat)), repeat + 1
+            wrong = row.get("wrong", str(row.get("check", "")).startswith("different"))
+            found[key, metric] = Figure(
+                key, metric, float(value), spread_of(row, metric), higher_is_better, int(wrong)
+            )
+    return found
+
+
+def value_of(row: Row, name: str) -> Any:
+    """A value by its dotted name, such as `time_us.p50`; None if the row does not have it."""
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def spread_of(row: Row, metric: str) -> float:
+    """σ of a figure relative to its value."""
+    if metric == "time_us.p50":
+        times = row["time_us"]
+        # One outlier inflates cv, but not the distance from min to p95.
+        to_p95 = (times["p95"] - times["min"]) / times["p50"] / _SIGMAS_TO_P95
+        return float(min(times["cv"], to_p95))
+    if metric == "p50_us":
+        return float((row["p99_us"] - row["min_us"]) / row["p50_us"] / _SIGMAS_TO_P99)
+    spread = row["spread"]
+    if isinstance(spread, dict):
+        return float((spread["p75"] - spread["p25"]) / row[metric] / _SIGMAS_BETWEEN_QUARTILES)
+    return float(spread)
+
+
+# ---- Comparing two results ----
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure in both results, or in one of them."""
+
+    name: str
+    metric: str
+    old: float | None
+    new: float | None
+    spread_old: float | None
+    spread_new: float | None
+    ratio: float | None  # of speeds: above 1 the new result is faster
+    limit: float | None  # ratios from 1 / (1 + limit) to 1 + limit count as the same
+    verdict: str
+
+    def row(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def compare(old: Content, new: Content, tolerance: float = TOLERANCE) -> list[Change]:
+    """Every figure of both results in the order of the new one, then those that are gone."""
+    if bench_of(old) != bench_of(new):
+        raise UsageError(
+            f"a result of bench {bench_of(old)} cannot be compared with one of bench "
+            f"{bench_of(new)}: give two results of the same bench"
+        )
+    before, after = figures_of(old), figures_of(new)
+    changes = [_change(before.get(key), each, tolerance) for key, each in after.items()]
+    gone = [_change(each, None, tolerance) for key, each in before.items() if key not in after]
+    return changes + gone
+
+
+def _change(old: Figure | None, new: Figure | None, tolerance: float) -> Change:
+    either = new or old
+    assert either is not None
+    ratio = limit = None
+    verdict = "new" if old is None else "gone"
+    if old is not None and new is not None:
+        ratio = new.value / old.value if new.higher_is_better else old.value / new.value
+        # 2 σ of the difference of two independent figures.
+        limit = max(tolerance, 2 * math.hypot(old.spread, new.spread))
+        verdict = "faster" if ratio > 1 + limit else "slower" if ratio < 1 / (1 + limit) else "same"
+    if new is not None and new.wrong:
+        verdict = "wrong"
+    return Change(
+        name=either.name,
+        metric=either.metric,
+        old=None if old is None else old.value,
+        new=None if new is None else new.value,
+        spread_old=None if old is None else round(old.spread, 4),
+        spread_new=None if new is None else round(new.spread, 4),
+        ratio=None if ratio is None else round(ratio, 4),
+        limit=None if limit is None else round(limit, 4),
+        verdict=verdict,
+    )
+
+
+def environment_differences(old: Content, new: Content) -> list[str]:
+    """How the machines and versions of two results differ: their times are not comparable then."""
+    before, after = old.get("environment", {}), new.get("environment", {})
+    found = []
+    for name in ("host", "system", "cpu", "cpus", "cpu_quota", "memory_bytes"):
+        if before.get(name) != after.get(name):
+            found.append(f"{name}: {before.get(name)} → {after.get(name)}")
+    gpus = [Counter(gpu["name"] for gpu in each.get("gpus", ())) for each in (before, after)]
+    if gpus[0] != gpus[1]:
+        found.append(f"gpus: {_format_counts(gpus[0])} → {_format_counts(gpus[1])}")
+    for part in ("versions", "variables"):
+        one, other = before.get(part, {}), after.get(part, {})
+        for name in sorted({*one, *other}):
+            if one.get(name) != other.get(name) and not name.startswith("TUTTI_"):
+                found.append(f"{name}: {one.get(name, 'none')} → {other.get(name, 'none')}")
+    for name, content in (("old", old), ("new", new)):
+        if content.get("complete") is False:
+            found.append(f"the {name} result was interrupted")
+    return found
+
+
+def _format_counts(gpus: "Counter[str]") -> str:
+    return ", ".join(f"{count} × {name}" for name, count in gpus.items()) or "none"

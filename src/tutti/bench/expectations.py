@@ -1,0 +1,445 @@
+"""--expect: a bench as a check, against the catalogue, an earlier result, or thresholds.
+
+A file of thresholds has rules; each selects rows and bounds their values:
+
+    [[expect]]
+    op = "all_reduce"
+    backend = ["nccl", "shm"]     # any of these
+    bytes = "64M"                 # or { min = "1M" }, { max = … }
+    busbw_gbs = { min = 350 }
+    "time_us.p50" = { max = 400 }
+
+A table with min or max bounds a value; a table for bytes, ranks, … selects rows; any other value
+must be equal. A rule that matches no row of any run is an error in the file, reported before
+anything is measured. A rule that matches no row of this run is unmet, because it checked nothing.
+"""
+
+import math
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tutti.bench.collectives import BACKENDS
+from tutti.bench.compare_results import (
+    Content,
+    Row,
+    bench_of,
+    compare,
+    environment_differences,
+    figures_of,
+    read_results,
+    rows_of,
+    value_of,
+)
+from tutti.machine.catalogue import figure
+from tutti.machine.environment import describe_environment
+from tutti.measure.bus_bandwidth import OPERATIONS
+from tutti.measure.units import parse_size
+from tutti.world.errors import UsageError, did_you_mean
+
+Rule = Mapping[str, Any]
+AllowedValues = Mapping[str, Collection[str]]
+
+# Fraction of a published figure that must be reached: machines of one kind differ.
+CATALOGUE_FRACTION = 0.8
+
+# ---- The fields of rows ----
+
+# A table for one of these selects rows; for any other number it is a bound.
+_SELECTORS = ("bytes", "ranks", "count", "src", "dst", "root", "rank")
+_INTEGERS = (*_SELECTORS, "group", "calls", "rounds", "slowest")
+_TEXTS = (
+    *("op", "backend", "dtype", "redop", "placement", "timing", "class", "verdict", "name"),
+    *("kind", "device", "check", "about", "note", "expected_source"),
+)
+_COLLECTIVE_FIELDS = (
+    *("op", "backend", "ranks", "bytes", "count", "dtype", "redop", "root", "placement", "timing"),
+    *("group", "calls", "time_us.p50", "time_us.p95", "time_us.p99", "time_us.min"),
+    *("time_us.mean", "time_us.cv", "algbw_gbs", "busbw_gbs", "wrong"),
+)
+# bench: {list in its JSON: fields of its rows}
+FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "collectives": {"rows": _COLLECTIVE_FIELDS},
+    "bandwidth": {
+        "pairs": (
+            *("src", "dst", "backend", "bytes", "class", "gbs_uni", "gbs_uni_best", "gbs_bi"),
+            *("gbs_bi_best", "spread", "wrong", "verdict"),
+        ),
+        "one_to_all": ("root", "bytes", "gbs", "spread", "slowest", "wrong"),
+        "all_to_all": _COLLECTIVE_FIELDS,
+        "ring_vs_tree": _COLLECTIVE_FIELDS,
+        "copies": (
+            *("rank", "device", "name", "kind", "bytes", "gbs", "spread", "wrong", "verdict"),
+            *("expected_gbs", "expected_source"),
+        ),
+    },
+    "pairs": {
+        "rows": (
+            *("name", "about", "baseline_ms", "optimized_ms", "speedup", "spread.p25"),
+            *("spread.p75", "verdict", "rounds", "calls_per_round.baseline"),
+            *("calls_per_round.optimized", "check", "note"),
+        )
+    },
+}
+# Values that a text field can have, if they are known in advance.
+ALLOWED_VALUES: dict[str, AllowedValues] = {
+    "collectives": {
+        "op": tuple(OPERATIONS),
+        "backend": BACKENDS,
+        "dtype": (
+            *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"),
+        ),
+        "redop": ("sum", "none"),
+        "placement": ("in", "out"),
+        "timing": ("back-to-back", "isolated"),
+    },
+    "bandwidth": {
+        "op": ("all_to_all", "all_reduce"),
+        "backend": ("shm", "gloo", "nccl"),
+        "dtype": ("float32",),
+        "redop": ("sum", "none"),
+        "placement": ("in", "out"),
+        "timing": ("back-to-back",),
+        "class": (
+            *("same core", "same NUMA node", "other NUMA node", "same host", "other host"),
+            *("same GPU", "NVLink", "NVSwitch", "NUMA", "PCIe"),
+        ),
+        "verdict": ("unknown", "good", "degraded", "bad"),
+    },
+    "pairs": {"verdict": ("faster", "slower", "no difference")},
+}
+_EXAMPLE_BOUNDS = {
+    "collectives": "busbw_gbs = { min = 350 }",
+    "bandwidth": "gbs_uni = { min = 330 }",
+    "pairs": "speedup = { min = 1.05 }",
+}
+
+# ---- Reading --expect ----
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The argument of --expect, read: an earlier result, rules, or neither for the catalogue."""
+
+    name: str
+    baseline: Content | None = None
+    rules: tuple[Rule, ...] | None = None
+
+
+def read_expectation(
+    text: str, bench: str, allowed: AllowedValues | None = None, flag: str = "--expect"
+) -> Expectation:
+    """Read and check --expect before anything is measured.
+
+    `allowed` has further values of text fields of this run, such as the names of pairs.
+    """
+    path = Path(text)
+    if text == "catalogue":
+        if bench == "pairs":
+            raise UsageError(
+                f"{flag} catalogue: it has no speed-ups of pairs: give an earlier JSON or a TOML "
+                "file of thresholds"
+            )
+        return Expectation(text)
+    if path.suffix == ".json":
+        return Expectation(text, baseline=_read_baseline(flag, path, bench))
+    return Expectation(text, rules=_read_rules(flag, path, bench, allowed or {}))
+
+
+def _read_baseline(flag: str, path: Path, bench: str) -> Content:
+    baseline = read_results(flag, path)
+    if bench_of(baseline) != bench:
+        raise UsageError(
+            f"{flag} {path}: it is a result of bench {bench_of(baseline)}, this is bench {bench}: "
+            "give a result of the same bench"
+        )
+    try:
+        figures = figures_of(baseline)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise UsageError(
+            f"{flag} {path}: its rows are not those of a bench ({error}): measure it again"
+        ) from None
+    if not figures:
+        raise UsageError(f"{flag} {path}: it has no figures: give a complete result")
+    return baseline
+
+
+def _read_rules(flag: str, path: Path, bench: str, allowed: AllowedValues) -> tuple[Rule, ...]:
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not TOML: {error}"
+        raise UsageError(
+            f"{flag} {path}: {reason}: give catalogue, a .json that a bench wrote, or a .toml of "
+            "thresholds"
+        ) from None
+    rules = content.get("expect")
+    tables = isinstance(rules, list) and all(isinstance(rule, dict) for rule in rules)
+    if not rules or not tables or set(content) != {"expect"}:
+        raise UsageError(f"{flag} {path}: a file of thresholds is a list of [[expect]] tables")
+    rules = [dict(_flatten(rule)) for rule in rules]
+    for number, rule in enumerate(rules, 1):
+        try:
+            _check_rule(rule, bench, {**ALLOWED_VALUES[bench], **allowed})
+        except UsageError as error:
+            raise UsageError(f"{flag} {path}: rule {number}: {error}") from None
+    return tuple(rules)
+
+
+def _flatten(rule: Rule) -> Iterator[tuple[str, Any]]:
+    """TOML reads an unquoted time_us.p50 as a table in a table; restore the dotted name."""
+    for name, value in rule.items():
+        if isinstance(value, dict) and value and all(isinstance(e, dict) for e in value.values()):
+            yield from ((f"{name}.{inner}", each) for inner, each in value.items())
+        else:
+            yield name, value
+
+
+def _check_rule(rule: Rule, bench: str, allowed: AllowedValues) -> None:
+    parts = FIELDS[bench]
+    known = list(dict.fromkeys(name for fields in parts.values() for name in fields))
+    for name in rule:
+        if name not in known and name != "part":
+            inner = [each for each in known if each.startswith(f"{name}.")]
+            hint = did_you_mean(name, inner or ["part", *known])
+            raise UsageError(f"bench {bench} has no {name!r}: {hint}")
+    for name, value in rule.items():
+        if name == "part":
+            _check_text(name, value, parts)
+        elif name in _TEXTS:
+            _check_text(name, value, allowed.get(name))
+        elif isinstance(value, dict):
+            _check_range(name, value)
+        else:
+            _check_number(name, value)
+    bounds = _bounds(rule)
+    if not bounds:
+        raise UsageError(f"it has no bound: add one, such as {_EXAMPLE_BOUNDS[bench]}")
+    named = rule.get("part", list(parts))
+    selected = {name for name in rule if name not in bounds and name != "part"}
+    matching = [
+        fields
+        for part, fields in parts.items()
+        if part in _as_list(named) and selected <= {*fields}
+    ]
+    for name in bounds:
+        if not any(name in fields for fields in matching):
+            having = [part for part, fields in parts.items() if name in fields]
+            raise UsageError(
+                f"{name} is a field of {' and '.join(having)}, which the other keys exclude: "
+                "write two rules"
+            )
+
+
+def _check_text(name: str, value: Any, allowed: Collection[str] | None) -> None:
+    for each in _as_list(value):
+        if not isinstance(each, str):
+            raise UsageError(f"{name} = {_format(value)}: write a string, or a list of strings")
+        # Rows of a backend may have a suffix: "gloo x16", "shm ring".
+        word = each.partition(" ")[0] if name == "backend" else each
+        if allowed is not None and word not in allowed:
+            raise UsageError(f"no {name} {each!r}: {did_you_mean(word, allowed)}")
+
+
+def _check_range(name: str, value: Mapping[str, Any]) -> None:
+    if not value or not set(value) <= {"min", "max"}:
+        raise UsageError(f"{name} = {_format(value)}: a bound has min, max or both")
+    ends = {end: _check_value(f"{name}.{end}", each, name) for end, each in value.items()}
+    if ends.get("min", -math.inf) > ends.get("max", math.inf):
+        raise UsageError(f"{name}: no value is {_format(value)}: exchange min and max")
+
+
+def _check_number(name: str, value: Any) -> None:
+    for each in _as_list(value):
+        _check_value(name, each, name)
+    if name not in _INTEGERS:
+        end = "max" if name == "wrong" or "us." in name else "min"
+        raise UsageError(
+            f"{name} = {_format(value)}: a measured value never equals a number: give a bound, "
+            f"such as {name} = {{ {end} = {value} }}"
+        )
+
+
+def _check_value(label: str, value: Any, name: str) -> float:
+    try:
+        if isinstance(value, bool) or (isinstance(value, str) and name != "bytes"):
+            raise ValueError
+        number = _number(value)
+        if math.isnan(number):
+            raise ValueError
+    except (ValueError, TypeError):
+        cure = "64M or 1024" if name == "bytes" else "a number without quotes"
+        raise UsageError(f"{label} = {value!r} is not a number: write {cure}") from None
+    return number
+
+
+def _bounds(rule: Rule) -> dict[str, dict[str, float]]:
+    """The bounds of a rule; its other keys select rows."""
+    return {
+        name: value
+        for name, value in rule.items()
+        if isinstance(value, dict) and name not in _SELECTORS
+    }
+
+
+def _number(value: Any) -> float:
+    """A number, or a size such as 64M."""
+    return parse_size(value) if isinstance(value, str) else float(value)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _format(value: Any) -> str:
+    """A value of a rule for messages."""
+    if isinstance(value, dict):
+        signs = {"min": "at least", "max": "at most"}
+        return " and ".join(f"{signs.get(end, end)} {each}" for end, each in value.items())
+    return " or ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# ---- Checking results ----
+
+
+@dataclass(frozen=True)
+class Unmet:
+    """One expectation that a result does not meet."""
+
+    what: str
+    observed: str
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.observed}, expected {self.expected}"
+
+
+def unmet_expectations(results: Content, expectation: Expectation) -> list[Unmet]:
+    """The expectations that the results do not meet.
+
+    `results` is the JSON of a bench with its schema; the environment may be missing. Raises
+    UsageError if nothing could be checked, because that must not count as a pass.
+    """
+    if expectation.rules is not None:
+        return [unmet for rule in expectation.rules for unmet in _check_against_rule(rule, results)]
+    if expectation.baseline is not None:
+        return _check_against_baseline(results, expectation.baseline, expectation.name)
+    return _check_against_catalogue(results)
+
+
+def baseline_differences(results: Content, expectation: Expectation) -> list[str]:
+    """How the environment of a baseline differs from this run's."""
+    if expectation.baseline is None:
+        return []
+    environment = results.get("environment") or describe_environment()
+    return environment_differences(expectation.baseline, {**results, "environment": environment})
+
+
+def _check_against_rule(rule: Rule, results: Content) -> Iterator[Unmet]:
+    bounds = _bounds(rule)
+    selection = {name: value for name, value in rule.items() if name not in bounds}
+    checked = 0
+    for part, row in rows_of(results):
+        if not _matches(selection, part, row):
+            continue
+        for name, bound in bounds.items():
+            value = value_of(row, name)
+            if value is None:
+                continue
+            checked += 1
+            if not bound.get("min", value) <= value <= bound.get("max", value):
+                what, expected = _row_name(row, selection), f"{name} {_format(bound)}"
+                yield Unmet(what, f"{name} is {value:g}", expected)
+    if not checked:
+        about = ", ".join(f"{name} {_format(value)}" for name, value in selection.items())
+        expected = f"{', '.join(bounds)} of some row"
+        yield Unmet(about or "every row", "no row matches, nothing was checked", expected)
+
+
+def _matches(selection: Mapping[str, Any], part: str, row: Row) -> bool:
+    for name, wanted in selection.items():
+        value: Any = part if name == "part" else row.get(name)
+        if isinstance(wanted, dict):
+            ends = {end: _number(each) for end, each in wanted.items()}
+            if value is None or not ends.get("min", value) <= value <= ends.get("max", value):
+                return False
+        elif value not in [_number(e) if name == "bytes" else e for e in _as_list(wanted)]:
+            return False
+    return True
+
+
+def _row_name(row: Row, selection: Mapping[str, Any]) -> str:
+    names = ("op", "name", "kind", "backend", "src", "dst", "root", "rank", "bytes", *selection)
+    return ", ".join(f"{name} {row[name]}" for name in dict.fromkeys(names) if name in row)
+
+
+def _check_against_baseline(results: Content, baseline: Content, name: str) -> list[Unmet]:
+    changes = compare(baseline, results)
+    if not any(change.ratio is not None for change in changes):
+        raise UsageError(
+            f"--expect {name}: it has no row in common with this run: use the flags that it was "
+            "measured with"
+        )
+    return [
+        Unmet(
+            f"{change.name}, {change.metric}",
+            "the result is wrong" if change.verdict == "wrong" else f"{change.new:g}",
+            f"{change.old or 0:g} within {100 * (change.limit or 0):.0f} %",
+        )
+        for change in changes
+        if change.verdict in ("slower", "wrong")
+    ]
+
+
+def _check_against_catalogue(results: Content) -> list[Unmet]:
+    gpu = _gpu_of_exclusive_node(results)
+    unmet, checked = _check_verdicts(results) if bench_of(results) == "bandwidth" else ([], 0)
+    for _, row in rows_of(results):
+        if gpu is None or "busbw_gbs" not in row:
+            continue
+        published = figure(gpu, row["op"], row["bytes"], row["ranks"], row["timing"])
+        if published is None:
+            continue
+        checked += 1
+        if row["busbw_gbs"] < CATALOGUE_FRACTION * published.gbs:
+            expected = f"{CATALOGUE_FRACTION:g} × {published.gbs:g} GB/s ({published.source})"
+            observed = f"busbw is {row['busbw_gbs']:g} GB/s"
+            unmet.append(Unmet(_row_name(row, {}), observed, expected))
+    if not checked:
+        raise UsageError(
+            f"--expect catalogue: it has no figure for this run on {gpu or 'this machine'}: give "
+            "an earlier result or a file of thresholds"
+        )
+    return unmet
+
+
+def _check_verdicts(results: Content) -> tuple[list[Unmet], int]:
+    """The verdicts that bench bandwidth has already given, and how many there are."""
+    unmet = [
+        Unmet(each["what"], f"{each['gbs']:g} GB/s", f"{each['against_gbs']:g}: {each['against']}")
+        for each in results["findings"]
+    ]
+    slow: Sequence[Row] = [r for r in results["copies"] if r["verdict"] in ("degraded", "bad")]
+    unmet += [
+        Unmet(
+            f"rank {row['rank']}, {row['kind']}",
+            f"{row['gbs']:g} GB/s",
+            f"{CATALOGUE_FRACTION:g} × {row['expected_gbs']:g} ({row['expected_source']})",
+        )
+        for row in slow
+    ]
+    judged = sum(row.get("verdict", "unknown") != "unknown" for _, row in rows_of(results))
+    return unmet, judged
+
+
+def _gpu_of_exclusive_node(results: Content) -> str | None:
+    """The GPU model, if all ranks have a GPU of one model to themselves on one node."""
+    ranks = results.get("world", {}).get("ranks", [])
+    environment = results.get("environment") or describe_environment()
+    models = {gpu["name"] for gpu in environment.get("gpus", ())}
+    on_gpus = bool(ranks) and all(str(each["device"]).startswith("cuda") for each in ranks)
+    sharing = any(each.get("ranks_on_device", 1) > 1 for each in ranks)
+    nodes = len({each["node"] for each in ranks})
+    return models.pop() if on_gpus and len(models) == 1 and nodes == 1 and not sharing else None

@@ -1,0 +1,170 @@
+"""CPU pinning, free host memory, and the latency between the cores of ranks."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tutti.machine.cpu_numa import (
+    allowed_cpus,
+    format_cpu_list,
+    parse_cpu_list,
+    read_memory,
+)
+from tutti.machine.sysfs import SysFiles
+from tutti.measure.units import format_bytes, format_size
+from tutti.world.errors import UsageError
+from tutti.world.exchange import gather_json
+from tutti.world.rendezvous import has_shm
+from tutti.world.world import World
+
+# ---- Pinning: a rank that migrates or shares its CPUs measures the scheduler ----
+
+
+def pin(world: World) -> str:
+    """Pin this rank to its share of the CPUs allowed to it; returns the CPU list. Collective.
+
+    The CPUs are divided among the ranks of the host that have the same allowed set. If there are
+    more ranks than CPUs, each rank gets one CPU, round-robin.
+    """
+    mine = [world.host, format_cpu_list(allowed_cpus())]
+    sharers = [rank for rank, theirs in enumerate(gather_json(mine)) if theirs == mine]
+    cpus = share_of_cpus(parse_cpu_list(mine[1]), sharers.index(world.rank), len(sharers))
+    _pin_threads(cpus)
+    return format_cpu_list(cpus)
+
+
+def share_of_cpus(cpus: tuple[int, ...], position: int, sharers: int) -> tuple[int, ...]:
+    """The CPUs of the rank at `position` among `sharers` ranks."""
+    if sharers > len(cpus):
+        return (cpus[position % len(cpus)],)
+    return cpus[position * len(cpus) // sharers : (position + 1) * len(cpus) // sharers]
+
+
+def pin_to(cpus: tuple[int, ...]) -> str:
+    """Pin every thread of this rank to these CPUs; UsageError if they are not allowed."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            f"--pin: this rank cannot run on CPU {format_cpu_list(cpus)} ({error}): its allowed "
+            f"CPUs are {format_cpu_list(allowed_cpus())}"
+        ) from None
+    _pin_threads(cpus)
+    return format_cpu_list(cpus)
+
+
+def _pin_threads(cpus: tuple[int, ...]) -> None:
+    # All threads of the process: gloo's are already running.
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cpus)
+
+
+# ---- Memory ----
+
+
+def check_host_memory(size: int, world: World) -> None:
+    """Raise UsageError if a host lacks memory for messages of `size` bytes. Collective.
+
+    Every rank needs at least a send buffer and the expected result. Without this check the kernel
+    would kill ranks in the middle of the run.
+    """
+    available = read_memory(SysFiles()).available_bytes
+    for ranks, free in gather_json((world.local_size, available)):
+        needed = 2 * size * ranks
+        if free is not None and needed > free:
+            raise UsageError(
+                f"--sizes {format_size(size)}: {ranks} rank{'s' * (ranks > 1)} on a host need at "
+                f"least {format_bytes(needed)} of memory, {format_bytes(free)} are free: use "
+                "smaller sizes or fewer ranks"
+            )
+
+
+# ---- Latency between cores ----
+
+
+class CoreLatency:
+    """Round-trip time of a cache line between the cores of neighbouring ranks of one host.
+
+    Tens of nanoseconds between cores with a shared cache, hundreds otherwise; the speed of messages
+    depends on it. The hypervisor of a virtual machine may move its cores during a run, so it is
+    measured before and after. Known only if every rank has CPUs of its own. Construction and
+    `measure_again` are collective.
+    """
+
+    _ROUNDS, _TURNS = 5, 2000
+    _MAX_PAIRS = 7
+    _TIMEOUT_SECONDS = 2.0
+    _MOVED_RATIO = 2.0  # smaller changes are noise of an undisturbed machine
+
+    def __init__(self, world: World, cpus: Sequence[str]) -> None:
+        sets = [set(parse_cpu_list(each)) for each in cpus]
+        disjoint = len(sets) > 1 and sum(map(len, sets)) == len(set().union(*sets))
+        known = world.device.type == "cpu" and world.nodes == 1 and disjoint and has_shm()
+        self._pairs = list(pairwise(range(world.size)))[: self._MAX_PAIRS] if known else []
+        self._rank = world.rank
+        self.before = self._measure()
+        self.after: list[float | None] = []
+
+    def measure_again(self) -> None:
+        """Measure after the benchmark."""
+        self.after = self._measure()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For JSON: nanoseconds before and after, null if a rank timed out."""
+        after = self.after or [None] * len(self._pairs)
+        return [
+            {"ranks": list(pair), "before_ns": one, "after_ns": other}
+            for pair, one, other in zip(self._pairs, self.before, after, strict=True)
+        ]
+
+    def __str__(self) -> str:
+        known = [each for each in self.before if each]
+        if not known:
+            return ""
+        low, high = f"{min(known):.0f}", f"{max(known):.0f}"
+        between = "ranks 0 and 1" if len(self._pairs) == 1 else "neighbouring ranks"
+        time = low if low == high else f"{low} to {high}"
+        return f"cache-line round trip between {between}: {time} ns"
+
+    def change(self) -> str:
+        """A note if the latency of a pair changed by more than a factor of 2, else empty."""
+        for pair, one, other in zip(self._pairs, self.before, self.after, strict=True):
+            if one and other and not 1 / self._MOVED_RATIO < other / one < self._MOVED_RATIO:
+                return (
+                    f"the cache-line round trip between ranks {pair[0]} and {pair[1]} was "
+                    f"{one:.0f} ns before and {other:.0f} ns after: the hypervisor probably moved "
+                    "their cores, and the figures mix both placements"
+                )
+        return ""
+
+    def _measure(self) -> list[float | None]:
+        if not self._pairs:
+            return []
+        from tutti.comm.shm.native import core
+        from tutti.comm.symmetric import Heap
+
+        mine: dict[int, float | None] = {}
+        with Heap(bytes=1 << 16, device="cpu") as heap:
+            lines = heap.counters(self._ROUNDS * len(self._pairs))
+            for number, pair in enumerate(self._pairs):
+                heap.barrier()  # one pair at a time
+                if self._rank not in pair:
+                    continue
+                samples = [
+                    core().tutti_round_trip_ns(
+                        lines.address(index, pair[0]),
+                        self._rank == pair[0],
+                        self._TURNS,
+                        self._TIMEOUT_SECONDS,
+                    )
+                    for index in range(self._ROUNDS * number, self._ROUNDS * (number + 1))
+                ]
+                mine[number] = median(samples) if min(samples) > 0 else None
+            heap.barrier()
+        everyone = gather_json([mine.get(number) for number in range(len(self._pairs))])
+        return [everyone[first][number] for number, (first, _) in enumerate(self._pairs)]

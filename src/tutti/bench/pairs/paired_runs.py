@@ -1,0 +1,212 @@
+"""The harness of `tutti bench pairs`: both sides alternate in rounds; each round gives one ratio.
+
+In a round each side makes a few calls; the order alternates from round to round, so that neither
+side always finds the machine as the other left it. A side's time in a round is that of its slowest
+rank. A disturbance longer than a round affects both sides, so the ratio of a round varies less than
+either time. The speed-up is the median of the ratios, its spread the interval from their lower to
+their upper quartile.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from tutti.bench import Unsupported
+from tutti.bench.pairs import Pair, PairEntry, Setting
+from tutti.bench.rank_control import RankControl
+from tutti.measure.spread import percentile
+from tutti.measure.timing import no_garbage_collection
+from tutti.world.errors import UsageError
+from tutti.world.exchange import gather_json
+
+_MIN_ROUNDS = 6
+_MAX_CALLS = 1000
+# Before a turn one untimed call warms caches and threads, unless calls are longer than this.
+_LONG_CALL_SECONDS = 0.05
+
+Row = dict[str, Any]
+Result = TypeVar("Result")
+Snapshot = tuple[list[Any], str]
+
+
+@dataclass
+class _Side:
+    call: Callable[[], Any]
+    seconds: float = 0.0  # of one call, estimated
+    calls: int = 1  # per round
+    rounds: list[float] = field(default_factory=list)  # seconds per call, by round
+
+
+class PairedRuns:
+    """Measures pairs one after the other and keeps their rows; the same on all ranks."""
+
+    def __init__(self, setting: Setting, control: RankControl, budget: float, rounds: int) -> None:
+        self.rows: list[Row] = []
+        self.stopped = False
+        self.complete = False  # every pair was measured
+        self._setting = setting
+        self._control = control
+        self._budget = budget
+        self._rounds = rounds
+
+    def run(self, entries: Iterable[PairEntry], report: Callable[[Row], None]) -> None:
+        """Measure pairs; `report` gets each row when it is known. Collective."""
+        for entry in entries:
+            row = self._measure(entry)
+            if self.stopped:
+                return
+            self.rows.append(row)
+            report(row)
+        self.complete = True
+
+    def _measure(self, entry: PairEntry) -> Row:
+        named = {"name": entry.name, "about": entry.about}
+        no_figures = dict.fromkeys(("baseline_ms", "optimized_ms", "speedup", "spread"))
+        pair, error = _try_on_all_ranks(lambda: entry.load()(self._setting))
+        if pair is None:
+            return {**named, **no_figures, "check": error}
+        try:
+            sides = _Side(pair.baseline), _Side(pair.optimized)
+            check, error = _try_on_all_ranks(lambda: self._compare_results(pair))
+            if check is None or check.startswith("different"):
+                return {**named, **no_figures, "check": check or error, "note": pair.reason}
+            if not self._alternate(*sides):
+                return {}
+            # Checked again, because the timed calls must not have changed the results.
+            check = self._compare_results(pair)
+            return {**named, **_figures(*sides), "check": check, "note": pair.reason}
+        finally:
+            pair.close()
+
+    def _compare_results(self, pair: Pair) -> str:
+        """Call both sides once and describe how their results differ; the same on all ranks."""
+        results = [snapshot(call()) for call in (pair.baseline, pair.optimized)]
+        error = self._control.max_over_ranks([difference(*results)])[0]
+        if error == 0:
+            return "equal"
+        if error <= pair.tolerance:
+            return f"within {pair.tolerance:g}: {error:.2g}"
+        return f"different: {error:.2g}, allowed is {pair.tolerance:g}"
+
+    def _alternate(self, baseline: _Side, optimized: _Side) -> bool:
+        """All rounds; False if a rank was asked to stop."""
+        for side in (baseline, optimized):
+            side.seconds = self._time(side)
+        both = baseline.seconds + optimized.seconds
+        rounds = max(_MIN_ROUNDS, min(self._rounds, int(self._budget / both)))
+        for side in (baseline, optimized):
+            share = self._budget / 2 / rounds / side.seconds
+            side.calls = min(_MAX_CALLS, max(1, math.ceil(share)))
+        for number in range(rounds):
+            for side in (baseline, optimized) if number % 2 == 0 else (optimized, baseline):
+                if self._control.check_stop():
+                    self.stopped = True
+                    return False
+                if side.seconds < _LONG_CALL_SECONDS:
+                    side.call()
+                side.rounds.append(self._time(side))
+        return True
+
+    def _time(self, side: _Side) -> float:
+        """Mean seconds of a call over a round, on the slowest rank."""
+        self._synchronize_device()
+        with no_garbage_collection():
+            started = time.perf_counter()
+            for _ in range(side.calls):
+                side.call()
+            self._synchronize_device()
+            seconds = time.perf_counter() - started
+        return max(1e-9, self._control.max_over_ranks([seconds / side.calls])[0])
+
+    def _synchronize_device(self) -> None:
+        if self._setting.on_gpu:
+            torch.cuda.synchronize(self._setting.device)
+
+
+def _figures(baseline: _Side, optimized: _Side) -> Row:
+    ratios = [b / o for b, o in zip(baseline.rounds, optimized.rounds, strict=True)]
+    low, high = percentile(ratios, 25), percentile(ratios, 75)
+    return {
+        "baseline_ms": round(median(baseline.rounds) * 1e3, 6),
+        "optimized_ms": round(median(optimized.rounds) * 1e3, 6),
+        "speedup": round(median(ratios), 4),
+        "spread": {"p25": round(low, 4), "p75": round(high, 4)},
+        "verdict": "faster" if low > 1 else "slower" if high < 1 else "no difference",
+        "rounds": len(ratios),
+        "calls_per_round": {"baseline": baseline.calls, "optimized": optimized.calls},
+    }
+
+
+def _try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
+    """(result, ""), or (None, "skipped: …" or "failed: …") if any rank was skipped or failed.
+
+    Unlike rank_control's, it catches everything: a user's pair that fails is a row, and the run
+    continues.
+    """
+    result: Result | None = None
+    message = ""
+    try:
+        result = action()
+    except Unsupported as error:
+        message = f"skipped: {error}"
+    except UsageError as error:
+        message = f"failed: {error}"
+    except Exception as error:
+        lines = str(error).splitlines()
+        message = f"failed: {type(error).__name__}: {lines[0] if lines else ''}"
+    messages = [each for each in gather_json(message) if each]
+    if not messages:
+        return result, ""
+    return None, next((each for each in messages if each.startswith("failed")), messages[0])
+
+
+# ---- Comparing results ----
+
+
+def snapshot(result: Any) -> Snapshot:
+    """A copy of a result on the CPU: the next call may overwrite its tensors."""
+    leaves, structure = tree_flatten(result)
+    return [_copy_leaf(leaf) for leaf in leaves], str(structure)
+
+
+def _copy_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().to("cpu", copy=True)
+    if not isinstance(leaf, bool | int | float | complex):
+        raise UsageError(
+            f"a side returned {type(leaf).__name__}, which cannot be compared: return tensors or "
+            "numbers, or lists, tuples and dicts of them"
+        )
+    return leaf
+
+
+def difference(baseline: Snapshot, optimized: Snapshot) -> float:
+    """The largest |a - b| / max |a| over all tensors; inf if structures or shapes differ.
+
+    Each tensor is scaled by its own largest value. NaN counts as different from everything.
+    """
+    (a, a_structure), (b, b_structure) = baseline, optimized
+    if a_structure != b_structure:
+        return math.inf
+    return max(map(_relative_error, a, b), default=0.0)
+
+
+def _relative_error(a: Any, b: Any) -> float:
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    if a.shape != b.shape:
+        return math.inf
+    if not a.numel():
+        return 0.0
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    error = float((a.to(wide) - b.to(wide)).abs().max())
+    if error == 0:
+        return 0.0
+    scale = float(a.to(wide).abs().max())
+    return error / scale if scale > 0 and not math.isnan(error) else math.inf

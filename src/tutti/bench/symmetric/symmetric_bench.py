@@ -1,0 +1,160 @@
+"""The run of `tutti bench symmetric`: interleaved latency probes, then all-reduces of backends."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.bench.collectives.backends import open_backends
+from tutti.bench.collectives.cases import CollectiveCase
+from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
+from tutti.bench.rank_control import RankControl, try_on_all_ranks
+from tutti.bench.symmetric.latency_probes import Probe, all_probes
+from tutti.comm.symmetric import Heap
+from tutti.measure.bus_bandwidth import OPERATIONS
+from tutti.measure.spread import summarize_us
+from tutti.measure.timing import time_back_to_back
+from tutti.world.world import World
+
+Row = dict[str, Any]
+_HEAP_BYTES = 256 << 20
+_ROUNDS = 8
+_MAX_CALLS_PER_ROUND = 1000
+_BACKENDS = {
+    "cpu": ("gloo", "shm", "symmetric", "one-shot", "two-shot", "ring"),
+    "cuda": ("nccl", "one-shot", "two-shot", "ring"),
+}
+
+
+@dataclass
+class SymmetricBench:
+    """Settings and the results so far; the same on all ranks."""
+
+    world: World
+    control: RankControl
+    budget: float  # seconds per row
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    stopped: bool = False
+    complete: bool = False  # every row was measured
+    save: Callable[[], None] = lambda: None
+    """Called after each round of probes and each size of all-reduce."""
+
+    def run(self, sizes: Sequence[int], report: Callable[[list[Row]], None]) -> None:
+        """Measure everything; `report` gets rows when they are final. Collective."""
+        with Heap(bytes=_HEAP_BYTES, device=self.world.device) as heap, ExitStack() as stack:
+            self._run_probes(heap, stack, report)
+        if not self.stopped:
+            self._compare_all_reduces(sizes, report)
+        self.complete = not self.stopped
+
+    # ---- Probes ----
+
+    def _run_probes(
+        self, heap: Heap, stack: ExitStack, report: Callable[[list[Row]], None]
+    ) -> None:
+        probes: list[Probe] = []
+        for name, make in all_probes(heap, stack):
+            made, reason = try_on_all_ranks(lambda make=make: list(make()))  # type: ignore[misc]
+            if made is None:
+                self.skipped.append({"name": name, "reason": reason})
+            for probe in made or ():
+                reason = self._warm_up(probe)
+                if reason:
+                    self.skipped.append({"name": probe.name, "reason": reason})
+                else:
+                    probes.append(probe)
+        for _ in range(_ROUNDS):
+            for probe in probes:
+                if self.control.check_stop():
+                    self.stopped = True
+                    break
+                probe.seconds.append(self._round(probe))
+                probe.total_wrong += self.control.sum_over_ranks(probe.wrong())
+            self.rows = [_probe_row(probe, heap.backend) for probe in probes if probe.seconds]
+            self.save()
+            if self.stopped:
+                break
+        report(self.rows)
+
+    def _warm_up(self, probe: Probe) -> str:
+        """First calls, and the number of calls per round; returns why it failed, or ""."""
+        device = self.world.device
+
+        def first_call() -> None:
+            if probe.call is not None:
+                probe.call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        _, reason = try_on_all_ranks(first_call)
+        if not reason:
+            probe.calls = 10
+            once = float(self._round(probe).mean()) * probe.parts
+            wanted = math.ceil(self.budget / _ROUNDS / once)
+            probe.calls = min(_MAX_CALLS_PER_ROUND, max(2, wanted))
+        return reason
+
+    def _round(self, probe: Probe) -> Tensor:
+        """Seconds of each call, the same on all ranks."""
+        self.control.check_stop()
+        times = torch.zeros(probe.calls, dtype=torch.float64)
+        if probe.call is not None:  # the other ranks sleep in the next barrier
+            times = time_back_to_back(probe.call, probe.calls, self.world.device)
+        if not probe.slowest_rank and self.control.rank != 0:
+            times.zero_()
+        return self.control.max_of_tensor(times) / probe.parts
+
+    # ---- All-reduces ----
+
+    def _compare_all_reduces(
+        self, sizes: Sequence[int], report: Callable[[list[Row]], None]
+    ) -> None:
+        world, operation = self.world, OPERATIONS["all_reduce"]
+        groups = [
+            [CollectiveCase(operation, size // 4, torch.float32, "in", world.rank, world.size)]
+            for size in sizes
+            if size >= 4
+        ]
+
+        def add(measured: list[Row]) -> None:
+            rows = [
+                _row("all_reduce", row["backend"], row["bytes"], row["time_us"], row["calls"])
+                | {"wrong": row["wrong"]}
+                for row in measured
+            ]
+            self.rows += rows
+            report(rows)
+            self.save()
+
+        with open_backends(_BACKENDS[world.device.type], world, max(sizes)) as (backends, missing):
+            settings = SweepSettings(budget=self.budget)
+            sweep = Sweep(backends, settings, self.control, world.device)
+            sweep.run(groups, add)
+            self.stopped = sweep.stopped
+        for each in missing + sweep.skipped:
+            name = f"all_reduce {each['backend']}"
+            self.skipped.append({"name": name, "reason": each["reason"]})
+
+
+def _probe_row(probe: Probe, backend: str) -> Row:
+    seconds = torch.cat(probe.seconds)
+    times = summarize_us(seconds.tolist())
+    row = _row(probe.name, backend, probe.bytes, times, len(seconds))
+    return row | {"wrong": probe.total_wrong}
+
+
+def _row(name: str, backend: str, size: int, times: dict[str, float], calls: int) -> Row:
+    return {
+        "name": name,
+        "backend": backend,
+        "bytes": size,
+        "p50_us": times["p50"],
+        "p99_us": times["p99"],
+        "min_us": times["min"],
+        "calls": calls,
+    }
