@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tutti.bench.bandwidth.link_verdicts import Finding, judge_pairs, pair_class
 from tutti.bench.bandwidth.point_to_point import disjoint_rounds
-from tutti.machine.catalogue import Figure
+from tutti.machine.hardware_catalogue import Figure
 
 Flow = tuple[int, int]
 

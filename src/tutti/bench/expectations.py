@@ -33,8 +33,8 @@ from tutti.bench.compare_results import (
     rows_of,
     value_of,
 )
-from tutti.machine.catalogue import figure
 from tutti.machine.environment import describe_environment
+from tutti.machine.hardware_catalogue import figure
 from tutti.measure.bus_bandwidth import OPERATIONS
 from tutti.measure.units import parse_size
 from tutti.world.errors import UsageError, did_you_mean

@@ -16,7 +16,7 @@ from tutti.bench.expectations import (
     read_expectation,
     unmet_expectations,
 )
-from tutti.cli.results import write_json, write_whole
+from tutti.cli.results import write_json, write_result
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note
 from tutti.measure.units import parse_sizes
@@ -209,7 +209,7 @@ class ResultFiles:
         if self._csv is not None:
             from tutti.bench.collectives.nccl_tests_table import csv_text
 
-            write_whole("--csv", self._csv, csv_text(results["rows"]))
+            write_result("--csv", self._csv, csv_text(results["rows"]))
         if self._json is not None:
             write_json(self._json, self._schema, results)
 

@@ -11,8 +11,7 @@ from tutti.bench.bandwidth import PARTS
 from tutti.bench.expectations import Expectation
 from tutti.cli import bench
 from tutti.cli.flags import parse
-from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable
+from tutti.cli.results import check_writable, usage_error_on_rank_0
 from tutti.machine.cpu_numa import parse_cpu_list
 from tutti.machine.environment import describe_environment
 from tutti.machine.gpus import visible_gpu_count
@@ -129,7 +128,7 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
             options.sizes or ("256M" if world.device.type == "cuda" else "16M")
         )
         backend = options.backend or world.backend
-        with told_once(world):
+        with usage_error_on_rank_0(world):
             _check_backend(backend, world.device.type)
             parts = _parts(options, world)
             if world.device.type == "cpu":

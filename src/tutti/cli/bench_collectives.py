@@ -13,8 +13,7 @@ from tutti.bench.collectives.nccl_tests_table import CollectivesTable
 from tutti.bench.expectations import Expectation
 from tutti.cli import bench
 from tutti.cli.flags import parse
-from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable
+from tutti.cli.results import check_writable, usage_error_on_rank_0
 from tutti.measure.bus_bandwidth import OPERATIONS, Operation
 from tutti.measure.terminal import print_note, terminal_width
 from tutti.world.errors import UsageError, checked_seconds, did_you_mean
@@ -150,7 +149,7 @@ def _measure(
         latency = CoreLatency(world, [row["cpus"] for row in ranks])
         groups = _case_groups(operations, sizes, options, world)
         largest = max((case.bytes for group in groups for case in group), default=0)
-        with told_once(world):
+        with usage_error_on_rank_0(world):
             check_host_memory(largest, world)
         default = ["nccl", "symmetric"] if world.device.type == "cuda" else ["gloo", "shm"]
         control = RankControl()
@@ -159,13 +158,13 @@ def _measure(
             with open_backends(backend_names or default, world, largest) as (backends, missing):
                 if not backends:
                     reasons = "; ".join(f"{each['backend']}: {each['reason']}" for each in missing)
-                    with told_once(world):
+                    with usage_error_on_rank_0(world):
                         raise UsageError(f"--backends: {reasons}")
                 if options.group > 1:
                     backends = list(with_grouped(backends, options.group, world.device))
                 sweep = Sweep(backends, settings, control, world.device, world.nodes == 1)
                 sweep.skipped += missing
-                with told_once(world):
+                with usage_error_on_rank_0(world):
                     planned = _results(sweep, world, ranks, latency)
                     planned["rows"] = sweep.planned_rows(groups)
                     bench.check_planned_rows(_SCHEMA, planned, expectation)

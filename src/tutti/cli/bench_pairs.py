@@ -12,8 +12,7 @@ from tutti.bench.expectations import Expectation
 from tutti.bench.pairs import BUILTIN_PAIRS, PairEntry, Setting, select_pairs
 from tutti.cli import bench
 from tutti.cli.flags import parse
-from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable
+from tutti.cli.results import check_writable, usage_error_on_rank_0
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note, terminal_width, text_width, wrap_line
 from tutti.world.errors import UsageError, checked_seconds
@@ -102,7 +101,7 @@ def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation 
         control = RankControl()
         budget = options.budget / 10 if options.quick else options.budget
         runs = PairedRuns(Setting(world, options.quick), control, budget, options.rounds)
-        with told_once(world):
+        with usage_error_on_rank_0(world):
             ideal = {"speedup": math.inf, "spread": {"p25": 1.0, "p75": 1.0}}
             planned = _results(runs, options, world, ranks)
             planned["rows"] = [{"name": entry.name, **ideal} for entry in entries]

@@ -9,8 +9,7 @@ import tyro
 
 from tutti.cli import bench
 from tutti.cli.flags import parse
-from tutti.cli.mistakes import told_once
-from tutti.cli.results import check_writable
+from tutti.cli.results import check_writable, usage_error_on_rank_0
 from tutti.measure.terminal import print_line, print_note, terminal_width
 from tutti.measure.units import format_size
 from tutti.world.errors import UsageError, checked_seconds
@@ -69,7 +68,7 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
 
     with bench.open_world(options) as world:
         ranks = bench.pin_and_describe_ranks(world, options.pin)
-        with told_once(world):
+        with usage_error_on_rank_0(world):
             check_host_memory(max(sizes), world)
         control = RankControl()
         probes = SymmetricBench(world, control, options.budget)

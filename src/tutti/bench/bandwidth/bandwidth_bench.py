@@ -23,7 +23,7 @@ from tutti.bench.collectives.backends import TorchBackend, process_group
 from tutti.bench.collectives.cases import Backend, Buffers, CollectiveCase
 from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
 from tutti.bench.rank_control import RankControl
-from tutti.machine.catalogue import Figure, figure
+from tutti.machine.hardware_catalogue import Figure, figure
 from tutti.measure.bus_bandwidth import OPERATIONS
 from tutti.measure.spread import relative_mad, round_significant
 from tutti.measure.units import format_size

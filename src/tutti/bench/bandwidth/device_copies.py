@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tutti.bench.bandwidth.link_verdicts import fraction_verdict
 from tutti.bench.bandwidth.point_to_point import PASSES, data_pattern
-from tutti.machine.catalogue import accelerator, figure, link
+from tutti.machine.hardware_catalogue import accelerator, figure, link
 from tutti.measure.spread import relative_mad
 from tutti.measure.timing import no_garbage_collection
 
