@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from tutti.machine.observation import observe
 from tutti.machine.cpu_numa import numa_nodes, parse_cpu_list
 from tutti.machine.gpus import numa_node_of_gpu
 from tutti.machine.hardware_catalogue import Figure
+from tutti.machine.observation import observe
 from tutti.measure.spread import round_significant
 from tutti.world.world import World
 
