@@ -21,8 +21,8 @@ def ends() -> Iterator[list[Liveness]]:
     """A hub and two members, in one process."""
     listener = open_listener("127.0.0.1")
     address = listener.getsockname()
-    hub = Liveness.hub(listener, HOSTS, "start-1", lambda failure: None)
-    members = [Liveness.member(r, address, HOSTS, "start-1", lambda failure: None) for r in (1, 2)]
+    hub = Liveness(0, HOSTS, "start-1", lambda failure: None, listener=listener)
+    members = [Liveness(r, HOSTS, "start-1", lambda failure: None, address=address) for r in (1, 2)]
     assert hub.all_connected(5)
     yield [hub, *members]
     for end in [*members, hub]:

@@ -45,15 +45,9 @@ def identify(env: Environment) -> Identity:
     if not found:
         _refuse_incomplete_variables(env)
         values = ("launcher", "rank", "size", "local_rank", "local_size", "node", "nodes")
+        reasons = dict.fromkeys(values, "default: no launcher found")
         return Identity(
-            "python",
-            rank=0,
-            size=1,
-            local_rank=0,
-            local_size=1,
-            node=0,
-            nodes=1,
-            reasons=dict.fromkeys(values, "default: no launcher found"),
+            "python", 0, 1, local_rank=0, local_size=1, node=0, nodes=1, reasons=reasons
         )
     read, identity = found[0]
     if read is _from_environment:
@@ -87,54 +81,49 @@ _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI
 
 
 def _from_torchrun(env: Environment) -> Identity | None:
-    name = "TORCHELASTIC_RUN_ID"
-    if name not in env:
-        return None
-    agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _from_torch_variables(env, "torchrun", name, env[name], agent_store)
+    return _from_torch_variables(env, "torchrun", "TORCHELASTIC_RUN_ID")
 
 
 def _from_tutti_run(env: Environment) -> Identity | None:
-    name = "TUTTI_RUN_ID"
-    return _from_torch_variables(env, "tutti", name, env[name]) if name in env else None
+    return _from_torch_variables(env, "tutti", "TUTTI_RUN_ID")
 
 
 def _from_environment(env: Environment) -> Identity | None:
-    if not all(name in env for name in _REQUIRED):
+    return _from_torch_variables(env, "environment", *_REQUIRED)
+
+
+def _from_torch_variables(env: Environment, launcher: str, *recognised_by: str) -> Identity | None:
+    if not all(name in env for name in recognised_by):
         return None
+    reader = _Reader(env, launcher, " ".join(recognised_by))
+    reader.integer("rank", "RANK")
+    reader.integer("size", "WORLD_SIZE")
+    for variable in ("MASTER_ADDR", "MASTER_PORT"):
+        reader.text("master", variable)  # raises if it is missing
+    optional = {
+        "local_rank": "LOCAL_RANK",
+        "local_size": "LOCAL_WORLD_SIZE",
+        "node": "GROUP_RANK",
+        "nodes": "GROUP_WORLD_SIZE",
+    }
+    for value, variable in optional.items():
+        if variable in env:
+            reader.integer(value, variable)
     job = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-    return _from_torch_variables(env, "environment", " ".join(_REQUIRED), job)
-
-
-def _from_torch_variables(
-    env: Environment, launcher: str, recognised_by: str, job: str, agent_store: bool = False
-) -> Identity:
-    for variable in _REQUIRED:
-        _Reader(env, launcher, recognised_by).text(variable, variable)  # raises if it is missing
-    reader = _Reader(env, launcher, recognised_by)
-    return reader.identity(
-        launcher,
-        rank=reader.integer("rank", "RANK"),
-        size=reader.integer("size", "WORLD_SIZE"),
-        local_rank=reader.optional("local_rank", "LOCAL_RANK"),
-        local_size=reader.optional("local_size", "LOCAL_WORLD_SIZE"),
-        node=reader.optional("node", "GROUP_RANK"),
-        nodes=reader.optional("nodes", "GROUP_WORLD_SIZE"),
-        job=job,
-        agent_store=agent_store,
-    )
+    if len(recognised_by) == 1:
+        job = env[recognised_by[0]]
+    agent_store = launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return reader.identity(job, agent_store=agent_store)
 
 
 def _from_openmpi(env: Environment) -> Identity | None:
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
-    reader = _Reader(env, "Open MPI", "OMPI_COMM_WORLD_RANK")
-    rank = reader.integer("rank", "OMPI_COMM_WORLD_RANK")
-    size = reader.integer("size", "OMPI_COMM_WORLD_SIZE")
-    local_rank = reader.integer("local_rank", "OMPI_COMM_WORLD_LOCAL_RANK")
-    local_size = reader.integer("local_size", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    reader = _Reader(env, "openmpi", "OMPI_COMM_WORLD_RANK")
+    for value in ("rank", "size", "local_rank", "local_size"):
+        reader.integer(value, f"OMPI_COMM_WORLD_{value.upper()}")
     host = None
-    if local_size < size and "MASTER_ADDR" not in env:
+    if not reader.on_one_host and "MASTER_ADDR" not in env:
         # Open MPI does not say where rank 0 runs. It is usually on the first node of a Slurm job,
         # or where mpirun runs, whose address all ranks know. Rank 0 checks that it is there.
         uri = env.get("OMPI_MCA_orte_hnp_uri", "")
@@ -143,28 +132,28 @@ def _from_openmpi(env: Environment) -> Identity | None:
         elif "tcp://" in uri:
             host = uri.split("tcp://", 1)[1].split(":", 1)[0].split(",", 1)[0]
             reader.reasons["master"] = "OMPI_MCA_orte_hnp_uri, the host of mpirun"
-    job = "openmpi-" + env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
-    return reader.identity("openmpi", rank, size, local_rank, local_size, host=host, job=job)
+    job = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
+    return reader.identity(f"openmpi-{job}", host)
 
 
 def _from_mpich(env: Environment) -> Identity | None:
     # `srun --mpi=pmi2` sets PMI_RANK too, but no local rank: _from_slurm reads that case.
     if "PMI_RANK" not in env or "MPI_LOCALRANKID" not in env:
         return None
-    reader = _Reader(env, "MPICH", "PMI_RANK and MPI_LOCALRANKID")
-    rank = reader.integer("rank", "PMI_RANK")
-    size = reader.integer("size", "PMI_SIZE")
-    local_rank = reader.integer("local_rank", "MPI_LOCALRANKID")
-    local_size = reader.integer("local_size", "MPI_LOCALNRANKS")
+    reader = _Reader(env, "mpich", "PMI_RANK and MPI_LOCALRANKID")
+    reader.integer("rank", "PMI_RANK")
+    reader.integer("size", "PMI_SIZE")
+    reader.integer("local_rank", "MPI_LOCALRANKID")
+    reader.integer("local_size", "MPI_LOCALNRANKS")
     host, job = None, ""
-    if local_size == size:
+    if reader.on_one_host:
         job = "mpich-" + (env.get("PMI_JOBID") or _socket_peer(env.get("PMI_FD", "")))
     elif "SLURM_STEP_ID" in env:
         # Inside a Slurm job Hydra starts its ranks in a step of their own.
         job = f"mpich-slurm-{env.get('SLURM_JOB_ID', '')}-{env['SLURM_STEP_ID']}"
         if "MASTER_ADDR" not in env:
             host = reader.first_node("SLURM_STEP_NODELIST")
-    return reader.identity("mpich", rank, size, local_rank, local_size, host=host, job=job)
+    return reader.identity(job, host)
 
 
 def _socket_peer(descriptor: str) -> str:
@@ -185,33 +174,31 @@ def _from_slurm(env: Environment) -> Identity | None:
     # started other ranks: only a step has peers.
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return None
-    reader = _Reader(env, "Slurm", "SLURM_STEP_ID")
-    rank = reader.integer("rank", "SLURM_PROCID")
+    reader = _Reader(env, "slurm", "SLURM_STEP_ID")
+    reader.integer("rank", "SLURM_PROCID")
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    size = reader.integer("size", tasks)
-    if size == 1:
+    if reader.integer("size", tasks) == 1:
         # Most often a shell (srun --pty bash) whose commands start ranks as in any other shell;
         # or one of several steps whose ranks were numbered by hand.
         return None
-    local_rank = reader.integer("local_rank", "SLURM_LOCALID")
+    reader.integer("local_rank", "SLURM_LOCALID")
     node = reader.integer("node", "SLURM_NODEID")
-    tasks_per_node = reader.text("local_size", "SLURM_STEP_TASKS_PER_NODE")
-    counts = expand_tasks_per_node(tasks_per_node, "SLURM_STEP_TASKS_PER_NODE")
+    variable = "SLURM_STEP_TASKS_PER_NODE"
+    tasks_per_node = reader.text("local_size", variable)
+    counts = expand_tasks_per_node(tasks_per_node, variable)
     if node >= len(counts):
         raise UsageError(
-            f"SLURM_NODEID={node} but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} lists only "
-            f"{len(counts)} nodes: start the ranks with srun"
+            f"SLURM_NODEID={node} but {variable}={tasks_per_node} lists only {len(counts)} nodes: "
+            "start the ranks with srun"
         )
-    reader.reasons["nodes"] = "SLURM_STEP_TASKS_PER_NODE"
+    reader.values |= {"local_size": counts[node], "nodes": len(counts)}
+    reader.reasons["nodes"] = variable
     host = None
     if "MASTER_ADDR" not in env:
         # Not SLURM_LAUNCH_NODE_IPADDR, which is the host where srun was called, and not the job's
         # node list, because a step may run on some of the job's nodes only.
         host = reader.first_node("SLURM_STEP_NODELIST")
-    job = f"slurm-{env.get('SLURM_JOB_ID', '')}-{env['SLURM_STEP_ID']}"
-    return reader.identity(
-        "slurm", rank, size, local_rank, counts[node], node, len(counts), host, job=job
-    )
+    return reader.identity(f"slurm-{env.get('SLURM_JOB_ID', '')}-{env['SLURM_STEP_ID']}", host)
 
 
 _LAUNCHERS: tuple[Callable[[Environment], Identity | None], ...] = (
@@ -225,12 +212,17 @@ _LAUNCHERS: tuple[Callable[[Environment], Identity | None], ...] = (
 
 
 class _Reader:
-    """Reads one launcher's variables and records which variable gave which value."""
+    """Reads one launcher's variables: the values, and which variable gave each."""
 
     def __init__(self, env: Environment, launcher: str, recognised_by: str) -> None:
         self.env = env
         self.launcher = launcher
+        self.values: dict[str, int] = {}
         self.reasons = {"launcher": recognised_by}
+
+    @property
+    def on_one_host(self) -> bool:
+        return self.values.get("local_size") == self.values["size"]
 
     def text(self, value: str, variable: str) -> str:
         if variable not in self.env:
@@ -245,50 +237,37 @@ class _Reader:
         text = self.text(value, variable)
         if not text.isdecimal():
             raise UsageError(f"{variable}={text!r}: set it to an integer >= 0, or unset it")
+        self.values[value] = int(text)
         return int(text)
-
-    def optional(self, value: str, variable: str) -> int | None:
-        return self.integer(value, variable) if variable in self.env else None
 
     def first_node(self, variable: str) -> str:
         return expand_hosts(self.text("master", variable), variable)[0]
 
-    def identity(
-        self,
-        launcher: str,
-        rank: int,
-        size: int,
-        local_rank: int | None = None,
-        local_size: int | None = None,
-        node: int | None = None,
-        nodes: int | None = None,
-        host: str | None = None,
-        job: str = "",
-        agent_store: bool = False,
-    ) -> Identity:
+    def identity(self, job: str, host: str | None = None, agent_store: bool = False) -> Identity:
+        rank, size = self.values["rank"], self.values["size"]
         if size < 1:
             raise UsageError(f"{self.reasons['size']}={size}: a world has at least one rank")
-        if not 0 <= rank < size:
+        if rank >= size:
             raise UsageError(
                 f"{self.reasons['rank']}={rank} but {self.reasons['size']}={size}: "
                 f"a rank is 0 to {size - 1}"
             )
         if self.env.get("MASTER_ADDR"):
             host = self.text("master", "MASTER_ADDR")
-        elif local_size == size:
+        elif self.on_one_host:
             host = "127.0.0.1"
             self.reasons["master"] = f"all {size} ranks are on this host"
-        port = self.optional("port", "MASTER_PORT")
+        port = self.integer("port", "MASTER_PORT") if "MASTER_PORT" in self.env else None
         if port is not None and not 0 < port < 65536:
             raise UsageError(f"MASTER_PORT={port} is not a port: use 1024 to 65535")
         return Identity(
-            launcher,
+            self.launcher,
             rank,
             size,
-            local_rank,
-            local_size,
-            node,
-            nodes,
+            self.values.get("local_rank"),
+            self.values.get("local_size"),
+            self.values.get("node"),
+            self.values.get("nodes"),
             host,
             port,
             job,

@@ -45,13 +45,19 @@ class Failure:
 class Liveness:
     """This rank's end of the liveness connections, served by a thread.
 
+    Rank 0, the hub, accepts connections at `listener`; other ranks connect to its `address`.
     `on_failure` is called once, in a thread of its own, when the world has failed.
     """
 
-    _listener: socket.socket | None = None
-
     def __init__(
-        self, rank: int, hosts: Sequence[str], start_id: str, on_failure: Callable[[Failure], None]
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        start_id: str,
+        on_failure: Callable[[Failure], None],
+        *,
+        listener: socket.socket | None = None,
+        address: tuple[str, int] | None = None,
     ) -> None:
         self.rank = rank
         self.hosts = hosts
@@ -65,45 +71,21 @@ class Liveness:
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, _Peer] = {}
         self._closing = False
+        self._listener = listener
+        if listener is not None:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+        if address is not None:
+            connection = socket.create_connection(address, timeout=30)
+            connection.sendall(_encode({"hello": rank, "start": start_id}))
+            self._add(connection, 0)
         # The main thread sends to the serving thread through a socket pair.
         self._to_thread, thread_end = socket.socketpair()
         self._add(thread_end, rank)
-        self._thread = threading.Thread(target=self._serve, name="tutti-liveness", daemon=True)
-        # A forked child would keep the connection open after its parent's death.
+        # A forked child would keep the connections open after its parent's death.
         os.register_at_fork(after_in_child=self._close_all)
-
-    @classmethod
-    def hub(
-        cls,
-        listener: socket.socket,
-        hosts: Sequence[str],
-        start_id: str,
-        on_failure: Callable[[Failure], None],
-    ) -> "Liveness":
-        """Rank 0's end, to which the other ranks connect."""
-        liveness = cls(0, hosts, start_id, on_failure)
-        listener.setblocking(False)
-        liveness._listener = listener
-        liveness._selector.register(listener, selectors.EVENT_READ)
-        liveness._thread.start()
-        return liveness
-
-    @classmethod
-    def member(
-        cls,
-        rank: int,
-        address: tuple[str, int],
-        hosts: Sequence[str],
-        start_id: str,
-        on_failure: Callable[[Failure], None],
-    ) -> "Liveness":
-        """Another rank's end: connects to rank 0."""
-        liveness = cls(rank, hosts, start_id, on_failure)
-        connection = socket.create_connection(address, timeout=30)
-        connection.sendall(_encode({"hello": rank, "start": start_id}))
-        liveness._add(connection, 0)
-        liveness._thread.start()
-        return liveness
+        self._thread = threading.Thread(target=self._serve, name="tutti-liveness", daemon=True)
+        self._thread.start()
 
     def all_connected(self, seconds: float) -> bool:
         """Rank 0: wait until every other rank has connected; False at the timeout."""

@@ -88,19 +88,9 @@ class World:
 
     def row(self) -> dict[str, Any]:
         """This rank's row for tables and JSON."""
-        return {
-            "rank": self.rank,
-            "local_rank": self.local_rank,
-            "node": self.node,
-            "host": self.host,
-            "device": str(self.device),
-            "backend": self.backend,
-            "launcher": self.launcher,
-            "cpus": self.cpus,
-            "threads": self.threads,
-            "ranks_on_device": self.ranks_on_device,
-            "reasons": dict(self.reasons),
-        }
+        names = ("rank", "local_rank", "node", "host", "backend", "launcher", "cpus", "threads")
+        values = {name: getattr(self, name) for name in (*names, "ranks_on_device")}
+        return values | {"device": str(self.device), "reasons": dict(self.reasons)}
 
     def close(self) -> None:
         """Leave the world and destroy the process group. Safe to call twice."""
@@ -258,7 +248,7 @@ def _open_liveness(
 ) -> Liveness:
     hosts = [info.host for info in roster.ranks]
     if listener is not None:
-        liveness = Liveness.hub(listener, hosts, roster.start_id, failures.on_failure)
+        liveness = Liveness(rank, hosts, roster.start_id, failures.on_failure, listener=listener)
         if not liveness.all_connected(timeout):
             raise UsageError("a rank ended between the rendezvous and the start: see its output")
         return liveness
@@ -267,9 +257,8 @@ def _open_liveness(
     # Rank 0 may know only its loopback address; then it is where its store is.
     host = rendezvous.host if same_machine or hub.address.startswith("127.") else hub.address
     try:
-        return Liveness.member(
-            rank, (host, hub.liveness_port), hosts, roster.start_id, failures.on_failure
-        )
+        address = (host, hub.liveness_port)
+        return Liveness(rank, hosts, roster.start_id, failures.on_failure, address=address)
     except OSError as error:
         raise UsageError(
             f"rank {rank} could not connect to rank 0 at {host} port {hub.liveness_port}: {error}: "
