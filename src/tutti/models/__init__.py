@@ -1,7 +1,7 @@
-"""Plain models that know nothing of ranks: LeNet, WideResNet, EfficientNetV2 and a GPT.
+"""Plain models that do not know about ranks: LeNet, WideResNet, EfficientNetV2 and a GPT.
 
-The configs need no torch, so flags and help can be made from them at once; a model class, and
-torch with it, is imported when its name is first used. All four models share one convention:
+The configs need no torch, so that flags and help are made from them quickly; a model class, and
+torch with it, is imported on first use. All four models share one convention:
 `init_weights()` sets every parameter and buffer and is the only place that draws random numbers,
 so a model made on the meta device, emptied onto a real one with `to_empty` and then initialised
 has the same weights as one constructed there directly from the same seed.

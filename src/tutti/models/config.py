@@ -1,4 +1,4 @@
-"""What each model can be told, and the arithmetic that follows from it. No torch in this file."""
+"""The configuration of each model, with parameter and FLOP counts. Does not import torch."""
 
 import math
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ class LeNetConfig:
     def padding(self) -> int:
         """Pixels of zeros around each convolution's input: 0 from 28 pixels a side, else 2.
 
-        Unpadded 5×5 convolutions eat an 8×8 image before the second pooling. With 2 pixels of
-        padding only the poolings shrink it (8 → 4 → 2), and a step costs a quarter of what it
-        would on the image enlarged to 28×28, which adds no information.
+        Unpadded 5×5 convolutions would reduce an 8×8 image below one pixel. With 2 pixels of padding
+        only the poolings shrink it (8 → 4 → 2), and a step costs a quarter of a step on the image
+        enlarged to 28×28, which adds no information.
         """
         return 0 if self.image_size >= 28 else 2
 
@@ -131,7 +131,7 @@ class GPTConfig:
     tied: bool = False
     """The head uses the embedding's weights."""
     rope_theta: float = 10_000.0
-    """Base of the rotary wavelengths: they run from 2π to about 2π × rope_theta tokens."""
+    """Base of the rotary wavelengths, from 2π to about 2π × rope_theta tokens."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
 
@@ -178,12 +178,12 @@ class GPTConfig:
 
     @property
     def key_value_heads(self) -> int:
-        """kv_heads, or heads where it is unset."""
+        """kv_heads, or heads if it is unset."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def hidden(self) -> int:
-        """mlp_dim, or where unset 8/3 × dim, so that three matrices weigh what 4 × dim does in two.
+        """mlp_dim; unset: 8/3 × dim, so that three matrices have the size of two with 4 × dim.
 
         A multiple of 64 splits over tensor-parallel ranks and suits matrix units.
         """
@@ -193,8 +193,8 @@ class GPTConfig:
     def init_std(self) -> float:
         """Standard deviation of the initial weights: 0.5 / √dim.
 
-        This is 0.018 at the width of GPT-2, which used 0.02 for all; narrow models learn visibly
-        slower with that. The first loss is then about ln(vocab_size) + 1/8 at every width.
+        This is 0.018 at the width of GPT-2, which used 0.02 for all widths; narrow models learn
+        measurably slower with 0.02. The first loss is about ln(vocab_size) + 1/8 at every width.
         """
         return 0.5 / math.sqrt(self.dim)
 
@@ -210,7 +210,7 @@ class GPTConfig:
         return self.layers * block + self.dim * self.vocab_size
 
     def parameters(self) -> int:
-        """All weights, each once; what `sum(p.numel() for p in GPT(config).parameters())` gives."""
+        """Number of weights: `sum(p.numel() for p in GPT(config).parameters())`."""
         norms = (2 * self.layers + 1) * self.dim
         embedding = 0 if self.tied else self.vocab_size * self.dim
         return self.matmul_parameters() + norms + embedding

@@ -105,7 +105,7 @@ class StochasticDepth(nn.Module):
 
 
 class Block(nn.Module):
-    """MBConv or its fused form: expand, filter, project; added to the input where shapes agree."""
+    """MBConv or its fused form: expand, filter, project; added to the input if the shapes agree."""
 
     def __init__(self, stage: Stage, inputs: int, stride: int, skip_probability: float) -> None:
         super().__init__()
@@ -134,9 +134,9 @@ class EfficientNet(nn.Module):
     """EfficientNetV2. With the auxiliary head on, the output is main + 0.3 × auxiliary.
 
     The auxiliary head is average pooling and one linear layer on the features of the fifth stage:
-    the last at stride 16, at about 60 % of the depth, where classes can already be told apart and
-    the gradient still has most of the network below it. It adds to the output in training and in
-    evaluation alike, so one loss trains both heads and no loop needs to know that there are two.
+    the last at stride 16, at about 60 % of the depth, where the classes are already separable and
+    most of the network is below. It contributes to the output in training and in evaluation, so one
+    loss trains both heads and a training loop needs no special case.
     """
 
     def __init__(self, config: EfficientNetConfig) -> None:
@@ -186,7 +186,7 @@ class EfficientNet(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def classify(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The main and the auxiliary head's logits, apart; None where there is no such head."""
+        """The logits of the main and of the auxiliary head; None without an auxiliary head."""
         x: Tensor = self.stem(images)
         auxiliary: Tensor | None = None
         for i, stage in enumerate(self.stages):

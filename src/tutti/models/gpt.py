@@ -1,9 +1,9 @@
 """A GPT: RMSNorm before each half of a block, rotary positions, grouped-query attention, SwiGLU.
 
-SwiGLU rather than GELU: for equal parameters and FLOPs it reaches the lower loss (Shazeer, arXiv
-2002.05202), and gate and up split by columns, down by rows, as the attention's matrices do.
+SwiGLU instead of GELU: with equal parameters and FLOPs it reaches a lower loss (Shazeer, arXiv
+2002.05202), and tensor parallelism splits gate and up by columns, down by rows, as in attention.
 
-Plans for sharding, tensor and pipeline parallelism address the parts by name:
+Sharding rules, tensor and pipeline parallelism address the modules by name:
 
     embed
     blocks.N.attention_norm   blocks.N.attention.{wq,wk,wv,wo}
@@ -11,8 +11,8 @@ Plans for sharding, tensor and pipeline parallelism address the parts by name:
     norm
     head
 
-A pipeline stage sets the parts that it lacks to None (embed, norm, head) or deletes them (entries
-of blocks, a dict, so that the names of the others stay); forward skips what is missing.
+A pipeline stage sets the modules of other stages to None (embed, norm, head) or deletes them
+(entries of blocks, a dict, so that the remaining names do not change); forward skips them.
 """
 
 import torch
@@ -26,8 +26,8 @@ from tutti.models.kv_cache import KVCache, LayerCache, causal_mask
 class Rotary(nn.Module):
     """Rotates each pair (i, i + half) of a head by position × theta^(-i / half).
 
-    Blocks get this module rather than the tables: FSDP casts floating-point arguments to its
-    compute type, and bfloat16 cannot tell neighbouring angles apart.
+    Blocks receive this module, not the tables: FSDP casts floating-point arguments to its compute
+    dtype, and bfloat16 cannot represent the difference of neighbouring angles.
     """
 
     cos: Tensor
@@ -52,7 +52,7 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
         """(batch, seq, heads, head_dim) → the same, rotated; computed in the tables' type.
 
-        start: the position of the first token, where a cache holds those before it.
+        start: the position of the first token; a cache holds the tokens before it.
         """
         end = start + x.size(1)
         if end > self.cos.size(0):
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         q, k = rotary(q, start), rotary(k, start)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = None
-        if cache is not None and start:  # new tokens see the old ones: no longer a square
+        if cache is not None and start:  # new tokens attend to cached ones: the mask is not square
             k, v = cache.extend(k, v)
             mask = causal_mask(q.size(2), k.size(2), q.device)
         elif cache is not None:
@@ -124,16 +124,16 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rotary: Rotary, cache: LayerCache | None = None) -> Tensor:
-        # By keyword: plans for tensor parallelism say how each positional argument is split.
+        # By keyword: tensor-parallel rules say how each positional argument is sharded.
         x = x + self.attention(self.attention_norm(x), rotary, cache=cache)
         x = x + self.mlp(self.mlp_norm(x))
         return x
 
 
 class GPT(nn.Module):
-    """Tokens in, logits out; a pipeline stage takes and gives hidden states where it is cut."""
+    """Tokens in, logits out; between pipeline stages, hidden states in and out."""
 
-    cuttable = True  # forward skips the parts that are missing
+    cuttable = True  # for pipelines: forward skips missing modules
 
     embed: nn.Embedding | None
     norm: nn.RMSNorm | None
@@ -181,7 +181,7 @@ class GPT(nn.Module):
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """Tokens (batch, seq), or hidden states (batch, seq, dim) → logits or hidden states.
 
-        With a cache these are the tokens that come after those it has seen, and it sees them.
+        With a cache, `x` holds the tokens after the cached ones and is appended to the cache.
         """
         if self.embed is not None:
             x = self.embed(x)

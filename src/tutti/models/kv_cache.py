@@ -1,7 +1,7 @@
-"""Keys and values of the tokens so far: a GPT that goes on need not compute them again.
+"""Key-value cache of a GPT: keys and values of earlier tokens are not computed again.
 
-Without it the n-th token costs a forward pass over n tokens; with it, over one. The memory is
-2 × layers × capacity × kv_heads × head_dim numbers for each sequence.
+Without the cache the n-th token costs a forward pass over n tokens, with it over one. The memory is
+2 × layers × capacity × kv_heads × head_dim elements per sequence.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LayerCache:
-    """The keys and values of one attention; their memory is taken when the first ones come."""
+    """Keys and values of one attention layer; allocated at the first `extend`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -18,16 +18,16 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens, (batch, heads, new, head_dim); returns all there are.
+        """Append keys and values of new tokens, (batch, heads, new, head_dim); returns all.
 
-        The shape is that of what comes: under tensor parallelism, of this rank's heads.
+        The number of heads is that of `keys`: under tensor parallelism, this rank's heads.
         """
         batch, heads, new, size = keys.shape
         end = self.length + new
         if end > self.capacity:
             raise ValueError(
-                f"gpt: {end} tokens in a key-value cache for {self.capacity}: use a larger one, up "
-                "to max_seq_len"
+                f"gpt: {end} tokens exceed the key-value cache of {self.capacity}: use a larger "
+                "capacity, up to max_seq_len"
             )
         if self._keys is None or self._values is None:
             self._keys = keys.new_empty(batch, heads, self.capacity, size)
@@ -39,21 +39,19 @@ class LayerCache:
 
 
 class KVCache:
-    """The caches of a model's blocks, by name: a pipeline stage fills those of its own blocks.
+    """The caches of a model's blocks, by name; a pipeline stage uses those of its own blocks.
 
         cache = KVCache(capacity=64)
         with torch.no_grad():
-            logits = model(prompt, cache=cache)           # all tokens of the prompt at once
-            logits = model(next_token, cache=cache)       # then one by one
+            logits = model(prompt, cache=cache)           # all tokens of the prompt
+            logits = model(next_token, cache=cache)       # then one token at a time
 
-    For inference only: tensors are written in place. All sequences of a batch have one length.
+    For inference only: tensors are written in place. All sequences of a batch have the same length.
     """
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise ValueError(
-                f"a key-value cache for {capacity} tokens holds nothing: use 1 or more"
-            )
+            raise ValueError(f"a key-value cache of {capacity} tokens: use a capacity of 1 or more")
         self.capacity = capacity
         self._layers: dict[str, LayerCache] = {}
 
@@ -65,12 +63,12 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens that every block has seen; 0 before the first."""
+        """Tokens in the cache of every block; 0 before the first."""
         return min((layer.length for layer in self._layers.values()), default=0)
 
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor | None:
-    """Which of `total` keys each of the last `new` queries may see; None where that is all."""
+    """Which of `total` keys each of the last `new` queries may attend to; None for all."""
     if new == 1:
         return None
     return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)

@@ -18,8 +18,8 @@ class Block(nn.Module):
         self.norm2 = nn.BatchNorm2d(outputs)
         self.dropout = nn.Dropout(dropout)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        # Only where the shape changes; elsewhere the input itself is added, unactivated, so that
-        # an untouched path runs through the stage.
+        # Only if the shape changes; otherwise the input itself is added without activation, so that
+        # an identity path runs through the stage.
         self.shortcut: nn.Conv2d | None = None
         if inputs != outputs or stride != 1:
             self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
