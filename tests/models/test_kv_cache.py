@@ -94,13 +94,16 @@ def test_given_a_cache_when_one_token_is_added_then_only_that_token_is_computed(
 def test_given_a_full_cache_when_one_token_more_then_the_error_names_the_capacity() -> None:
     model, x = GPT(SMALL), tokens(SMALL, length=9)
     cache = KVCache(8)
-    with torch.no_grad(), pytest.raises(ValueError, match="9 tokens in a key-value cache for 8"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="9 tokens exceed the key-value cache of 8"),
+    ):
         model(x, cache=cache)
     long = KVCache(64)
     with torch.no_grad(), pytest.raises(ValueError, match="33 tokens is longer than max_seq_len"):
         model(tokens(SMALL, length=32), cache=long)
         model(x[:, :1], cache=long)
-    with pytest.raises(ValueError, match="holds nothing"):
+    with pytest.raises(ValueError, match="use a capacity of 1 or more"):
         KVCache(0)
 
 

@@ -36,8 +36,8 @@ class LeNetConfig:
     def padding(self) -> int:
         """Pixels of zeros around each convolution's input: 0 from 28 pixels a side, else 2.
 
-        Unpadded 5×5 convolutions would reduce an 8×8 image below one pixel. With 2 pixels of padding
-        only the poolings shrink it (8 → 4 → 2), and a step costs a quarter of a step on the image
+        Unpadded 5×5 convolutions reduce an 8×8 image below one pixel. With 2 pixels of padding only
+        the poolings shrink it (8 → 4 → 2), and a step costs a quarter of a step on the image
         enlarged to 28×28, which adds no information.
         """
         return 0 if self.image_size >= 28 else 2

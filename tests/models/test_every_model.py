@@ -1,4 +1,4 @@
-"""What holds for the room as a whole."""
+"""Properties that every model has."""
 
 import subprocess
 import sys
