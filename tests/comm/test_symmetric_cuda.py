@@ -271,7 +271,7 @@ def mistakes(heap: symmetric.Heap, left: int, right: int) -> None:
         for mistake, words in (
             (lambda: t.put(torch.zeros(11, device=heap.device), to=0), "11 elements at 0"),
             (lambda: heap.wait(slot=5000), "signals=5001"),
-            (lambda: symmetric.all_reduce(t, "bxor"), "no meaning"),
+            (lambda: symmetric.all_reduce(t, "bxor"), "not defined"),
             (lambda: symmetric.all_reduce(t, out=torch.zeros(10)), "on cuda"),
         ):
             with pytest.raises(UsageError, match=words):

@@ -7,7 +7,7 @@ import torch
 
 from tutti.comm import symmetric
 from tutti.structures import DistributedTensor, ParameterCache
-from tutti.structures.rows import Rows
+from tutti.structures.distributed_tensor import RowPlacement
 from tutti.world.errors import UsageError
 from worlds import in_world
 
@@ -18,8 +18,8 @@ def test_every_row_has_one_place_on_one_rank() -> None:
     for placement in ("block", "cyclic"):
         for count in (1, 2, 5, 7, 12):
             for size in (1, 2, 3, 5):
-                rows = Rows(count, size, placement)
-                placed = [(rows.owner(i), rows.place(i)) for i in range(count)]
+                rows = RowPlacement(count, size, placement)
+                placed = [(rows.owner(i), rows.position(i)) for i in range(count)]
                 assert len(set(placed)) == count
                 assert all(place < rows.per_rank for _, place in placed)
                 listed = [(r, p) for r in range(size) for p in range(len(rows.of(r)))]
@@ -27,7 +27,7 @@ def test_every_row_has_one_place_on_one_rank() -> None:
                 assert all(placed[i] == (r, p) for r in range(size) for p, i in _numbered(rows, r))
 
 
-def _numbered(rows: Rows, rank: int) -> list[tuple[int, int]]:
+def _numbered(rows: RowPlacement, rank: int) -> list[tuple[int, int]]:
     return list(enumerate(rows.of(rank).tolist()))
 
 
@@ -127,7 +127,7 @@ def _published_rows_are_found(heap: symmetric.Heap) -> None:
         with pytest.raises(IndexError, match="row 9"):
             cache.lookup(9)
         with pytest.raises(
-            symmetric.Timeout, match=f"version 99 of row {foreign}: rank {foreign} l"
+            symmetric.Timeout, match=f"version 99 of row {foreign}: rank {foreign} is alive"
         ):
             cache.wait_for(foreign, 99, timeout=0.05)
         heap.barrier()

@@ -1,9 +1,9 @@
-"""Data structures in symmetric memory. Each class says when to use it, and when not.
+"""Data structures in symmetric memory. Each class says when to use it and when not to.
 
 - DistributedTensor: the rows of a large table, gathered and added to by index
 - HashMap: values under 64-bit keys
-- RingBuffer: a stream of slots from one rank to another, written where it is read
-- ParameterCache: rows with versions, published by their owners, looked up by all
+- RingBuffer: a stream of slots from one rank to another, in the reader's memory
+- ParameterCache: rows with versions, published by their owners, looked up by all ranks
 - AdapterStore: sets of weights, prefetched in the background, switched in microseconds
 - PooledCache: a cache that spills into peers' memory and to the host
 """

@@ -1,35 +1,37 @@
-"""AdapterStore: small sets of weights in slots on every rank, switched by turning an epoch."""
+"""AdapterStore: small sets of weights in slots on every rank, switched in microseconds."""
 
-from collections.abc import Iterator, Mapping
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
 from tutti.comm.symmetric.heap import Heap
-from tutti.structures import native
-from tutti.structures.adapter_directory import (
-    AdapterDirectory,
-    Listing,
-    checked_name,
-)
-from tutti.structures.adapter_slots import AdapterSlots, Slot
-from tutti.structures.adapter_template import AdapterTemplate
-from tutti.structures.structure import Structure
+from tutti.comm.symmetric.symmetric_tensor import SymmetricTensor
+from tutti.structures import structure_base as base
+from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
-_ATTEMPTS = 100  # to copy a slot that changes under the copier
+_COPY_ATTEMPTS = 100  # to copy a slot that its owner changes meanwhile
+_ALIGNMENT = 64  # bytes: tensors begin at multiples of this
+_NAME_BYTES = 120
+_RECORD_BYTES = 192  # of which 24 + _NAME_BYTES are used
+_CELL_BYTES = 320  # of the announcement: a cell with a name in it
 
 
 class Adapter(Mapping[str, torch.Tensor]):
-    """The tensors of one adapter, as views of the slot that it is in.
+    """The tensors of one adapter, as views of its slot.
 
-    They stay as they are at least until the second next `activate`; inside a `with` block, for the
+    They stay unchanged at least until the second next `activate`; inside a `with` block, for the
     whole block.
     """
 
     def __init__(
-        self, slots: AdapterSlots, slot: Slot, epoch: int, tensors: dict[str, torch.Tensor]
+        self, slots: "AdapterSlots", slot: "Slot", epoch: int, tensors: dict[str, torch.Tensor]
     ) -> None:
         self.name = slot.name
         self.version = slot.version
@@ -65,18 +67,19 @@ class AdapterStore(Structure):
 
     Use it where a server switches between fine-tuned variants from one request to the next: one
     rank puts an adapter, the others prefetch it in the background while they still compute with
-    another, then `activate` flips to it in microseconds. Slots are reused in order of last use.
+    another, then `activate` switches to it in microseconds.
 
     Do not use it for weights that change every step (ParameterCache, an all-reduce), or for more
     adapters in use at once than there are slots.
 
     template: tensor name → shape, or → a tensor of that shape and dtype. An adapter that was put on
-    a rank stays there until it is removed there or put again; copies elsewhere may be evicted when
-    room is needed, least recently used first, but never the active one, the one before it, or one
-    inside a `with` block. Putting a name again makes a new version; `prefetch` fetches the newest.
+    a rank stays there until it is removed there or put again; copies on other ranks may be evicted,
+    least recently used first, but never the active one, the previous active one, or one inside a
+    `with` block. Putting a name again makes a new version; `prefetch` fetches the newest.
 
-    A copy is checked against its source's sequence number before and after, and made again if the
-    source changed meanwhile: nobody pins a slot of another rank, so nobody can leave it pinned.
+    A copy is checked against the source's sequence number before and after, and repeated if the
+    source changed meanwhile: no rank pins a slot of another rank, so a rank that dies leaves no
+    slot pinned.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class AdapterStore(Structure):
             raise UsageError(f"slots={slots}: a switch needs 2 slots or more")
         self.slots = slots
         self.template = AdapterTemplate(template, dtype)
-        self._core = native.core()
+        self._core = base.core()
         self._payload = self._zeros((slots * self.template.bytes,), torch.uint8)
         records = self._host_zeros(AdapterDirectory.bytes(slots))
         self._directory = AdapterDirectory(records, heap.rank, heap.size, slots)
@@ -104,15 +107,15 @@ class AdapterStore(Structure):
         self._counts = dict.fromkeys(("puts", "fetched", "resident", "late", "again"), 0)
         heap.barrier()
 
-    # ---- Filling ----
+    # ---- Putting and fetching ----
 
     def put(self, name: str, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Store an adapter in a slot of this rank; returns its version. Others may fetch it.
+        """Store an adapter in a slot of this rank; returns its version. Other ranks may fetch it.
 
-        One rank at a time puts a name: of two that do so at once either may stay.
+        One rank at a time may put a name: of two concurrent puts either may stay.
         """
         self._check_open()
-        self.template.check(checked_name(name), tensors)
+        self.template.check(_checked_name(name), tensors)
         with self._slots.lock:
             before = self._directory.newest(name)
             slot = self._slots.begin(name)
@@ -122,17 +125,17 @@ class AdapterStore(Structure):
             except BaseException:
                 self._slots.clear(slot)
                 raise
-            self._slots.finish(slot, name, before.version + 1 if before else 1, home=True)
+            self._slots.finish(slot, name, before.version + 1 if before else 1, is_original=True)
             self._counts["puts"] += 1
             return slot.version
 
     def prefetch(self, name: str) -> "Future[int]":
-        """Have the newest version in a slot of this rank, copied by a thread in the background.
+        """Copy the newest version to a slot of this rank, in a background thread.
 
         The future's result is the version; LookupError if no rank has the adapter.
         """
         self._check_open()
-        return self._thread.submit(self._fetch, checked_name(name))
+        return self._thread.submit(self._fetch, _checked_name(name))
 
     def remove(self, name: str) -> None:
         """Empty the slot that holds an adapter on this rank."""
@@ -150,13 +153,14 @@ class AdapterStore(Structure):
     def activate(self, name: str, everywhere: bool = False) -> int:
         """Make an adapter the active one; returns this rank's new epoch.
 
-        Prefetched before, this takes microseconds; else it waits for the copy. With `everywhere`,
-        every other rank follows at its next call of `active`; prefetch on all ranks first.
+        This takes microseconds if the adapter was prefetched; else it waits for the copy. With
+        `everywhere`, every other rank switches at its next call of `active`; prefetch on all ranks
+        first.
         """
         self._check_open()
-        self._have(checked_name(name))
+        self._ensure_resident(_checked_name(name))
         if not everywhere:
-            return self._flip(name)
+            return self._switch_to(name)
         number = self._served(
             lambda: self._directory.announce(name),
             self._directory.declare_dead,
@@ -164,10 +168,10 @@ class AdapterStore(Structure):
         )
         with self._slots.lock:
             self._followed = max(self._followed, number)
-            return self._flip(name)
+            return self._switch_to(name)
 
     def active(self) -> Adapter:
-        """The active adapter: what this rank activated, or what was activated everywhere since."""
+        """The adapter that this rank activated last, or that was activated everywhere since."""
         if self.closed:
             self._check_open()
         if self._directory.announcements > self._followed:
@@ -176,10 +180,10 @@ class AdapterStore(Structure):
             raise LookupError("no adapter is active: activate one first")
         return self._current
 
-    # ---- Looking ----
+    # ---- Queries ----
 
     def holders(self, name: str) -> dict[int, int]:
-        """The ranks that have an adapter now, and in which version."""
+        """The ranks that have an adapter now, with their versions."""
         self._check_open()
         return {
             rank: max(each.version for each in found)
@@ -192,7 +196,7 @@ class AdapterStore(Structure):
         return self._slots.names()
 
     def stats(self) -> dict[str, int]:
-        """What this rank has done; `late` activations had to wait for a copy."""
+        """This rank's counts; `late` activations had to wait for a copy."""
         more = {"evicted": self._slots.evicted, "epoch": self._epoch, "slots": self.slots}
         return self._counts | more
 
@@ -204,16 +208,18 @@ class AdapterStore(Structure):
 
     # ---- Epochs ----
 
-    def _have(self, name: str) -> None:
+    def _ensure_resident(self, name: str) -> None:
         if self._slots.find(name) is None:
             self._counts["late"] += 1
             self.prefetch(name).result()
 
-    def _flip(self, name: str) -> int:
+    def _switch_to(self, name: str) -> int:
         with self._slots.lock:
             slot = self._slots.find(name)
             if slot is None:
-                raise LookupError(f"adapter {name!r} was evicted from rank {self.rank} meanwhile")
+                raise LookupError(
+                    f"adapter {name!r} was evicted from rank {self.rank} before the switch"
+                )
             self._epoch += 1
             self._slots.touch(slot)
             others = [each for each in self._slots.active if each is not slot]
@@ -230,16 +236,16 @@ class AdapterStore(Structure):
             return number
 
         number = self._served(look, self._directory.declare_dead, None, "the announced adapter")
-        self._have(name)
+        self._ensure_resident(name)
         with self._slots.lock:
             if number > self._followed:
                 self._followed = number
-                self._flip(name)
+                self._switch_to(name)
 
-    # ---- Copies; in the background thread ----
+    # ---- Copies, in the background thread ----
 
     def _fetch(self, name: str) -> int:
-        for _ in range(_ATTEMPTS):
+        for _ in range(_COPY_ATTEMPTS):
             source = self._directory.newest(name)
             with self._slots.lock:
                 have = self._slots.find(name)
@@ -252,20 +258,22 @@ class AdapterStore(Structure):
                 slot = self._slots.begin(name)
             copied = False
             try:
-                copied = self._copied(source, slot)
+                copied = self._copy_slot(source, slot)
             finally:
                 with self._slots.lock:
                     if copied:
-                        self._slots.finish(slot, name, source.version, home=False)
+                        self._slots.finish(slot, name, source.version, is_original=False)
                     else:
                         self._slots.clear(slot)
                     self._counts["fetched" if copied else "again"] += 1
             if copied:
                 return source.version
-        raise UsageError(f"adapter {name!r} changed {_ATTEMPTS} times while it was being copied")
+        raise UsageError(
+            f"adapter {name!r} changed {_COPY_ATTEMPTS} times while it was being copied"
+        )
 
-    def _copied(self, source: Listing, slot: Slot) -> bool:
-        """Copy a peer's slot into one of ours; whether it stayed the same meanwhile."""
+    def _copy_slot(self, source: "Listing", slot: "Slot") -> bool:
+        """Copy a peer's slot into one of this rank; False if the peer's slot changed meanwhile."""
         target, origin = self._bytes_of(self.rank, slot.number), self._bytes_of(*source[:2])
         if self._stream is None:
             record = self._directory.record(source.rank, source.slot)
@@ -296,3 +304,267 @@ class AdapterStore(Structure):
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class AdapterTemplate:
+    """Names, shapes and dtypes of an adapter's tensors, packed one after the other into `bytes`."""
+
+    def __init__(
+        self, tensors: Mapping[str, tuple[int, ...] | torch.Tensor], dtype: torch.dtype
+    ) -> None:
+        if not tensors:
+            raise UsageError("the template is empty: name the tensors of an adapter")
+        self._layout: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+        self.bytes = 0
+        for name, like in tensors.items():
+            shape = like.shape if isinstance(like, torch.Tensor) else torch.Size(like)
+            kind = like.dtype if isinstance(like, torch.Tensor) else dtype
+            self._layout[name] = (self.bytes, shape, kind)
+            self.bytes += max(1, -(-shape.numel() * kind.itemsize // _ALIGNMENT)) * _ALIGNMENT
+
+    def views(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors of a slot, as views of its bytes."""
+        return {
+            name: slot[at : at + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for name, (at, shape, dtype) in self._layout.items()
+        }
+
+    def check(self, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse an adapter with other tensors than the template."""
+        for name, (_, shape, dtype) in self._layout.items():
+            given = tensors.get(name)
+            if given is None or given.shape != shape or given.dtype is not dtype:
+                what = "missing" if given is None else f"{given.dtype} of {tuple(given.shape)}"
+                raise UsageError(
+                    f"adapter {adapter!r}: {name} is {what}, the template has {dtype} of "
+                    f"{tuple(shape)}"
+                )
+        if extra := sorted(set(tensors) - set(self._layout)):
+            raise UsageError(f"adapter {adapter!r} has {extra}, which the template does not have")
+
+
+@dataclass(eq=False)
+class Slot:
+    """One of this rank's own slots. Only this process writes them; peers copy from them."""
+
+    number: int
+    name: str = ""
+    version: int = 0  # 0: empty
+    is_original: bool = False  # put on this rank, not fetched: never evicted
+    is_being_written: bool = False
+    pins: int = 0
+    last_used: int = 0  # a clock that counts uses
+
+
+class AdapterSlots:
+    """The slots of one rank. Callers hold `lock` from a query until the change that follows it."""
+
+    def __init__(self, directory: "AdapterDirectory", count: int) -> None:
+        self.lock = threading.RLock()
+        self.active: tuple[Slot, ...] = ()  # the active slot and the previous one
+        self.evicted = 0
+        self._directory = directory
+        self._slots = [Slot(number) for number in range(count)]
+        self._clock = 0
+
+    def find(self, name: str) -> Slot | None:
+        """The slot with the newest version of an adapter."""
+        with self.lock:
+            found = [slot for slot in self._slots if slot.version and slot.name == name]
+            return max(found, key=lambda slot: slot.version, default=None)
+
+    def names(self) -> list[str]:
+        """The adapters that are here, least recently used first."""
+        with self.lock:
+            return [s.name for s in sorted(self._slots, key=lambda s: s.last_used) if s.version]
+
+    def in_use(self, slot: Slot) -> bool:
+        """Whether the slot is being written, pinned, active or was active before."""
+        return slot.is_being_written or slot.pins > 0 or slot in self.active
+
+    def touch(self, slot: Slot) -> None:
+        """Mark the slot as the most recently used."""
+        self._clock += 1
+        slot.last_used = self._clock
+
+    def begin(self, wanted: str) -> Slot:
+        """An empty slot, or the least recently used one that is not in use, ready to be written."""
+        candidates = [
+            slot
+            for slot in self._slots
+            if not self.in_use(slot) and (not slot.is_original or slot.name == wanted)
+        ]
+        if not candidates:
+            count, originals = len(self._slots), sum(slot.is_original for slot in self._slots)
+            raise UsageError(
+                f"no slot for adapter {wanted!r} on rank {self._directory.rank}: of {count} slots "
+                f"{originals} hold adapters that were put here, the others are in use: use more "
+                "slots, or remove() adapters"
+            )
+        # First an empty slot, then an older version of the same adapter, then the oldest slot.
+        slot = min(candidates, key=lambda s: (s.version > 0, s.name != wanted, s.last_used))
+        self.evicted += slot.version > 0 and slot.name != wanted
+        slot.is_being_written, slot.version = True, 0
+        self._directory.begin(slot.number)
+        return slot
+
+    def finish(self, slot: Slot, name: str, version: int, is_original: bool) -> None:
+        """Mark a slot as written; older versions of the adapter are removed unless in use."""
+        self._directory.end(slot.number, name, version)
+        slot.name, slot.version, slot.is_original, slot.is_being_written = (
+            name,
+            version,
+            is_original,
+            False,
+        )
+        self.touch(slot)
+        for old in self._slots:
+            if old is not slot and old.version and old.name == name:
+                old.is_original = False
+                if not self.in_use(old):
+                    self.clear(old)
+
+    def clear(self, slot: Slot) -> None:
+        """Empty a slot."""
+        self._directory.begin(slot.number)
+        self._directory.end(slot.number, "", 0)
+        slot.name, slot.version, slot.is_original, slot.is_being_written = "", 0, False, False
+
+    def pin(self, slot: Slot, name: str, version: int) -> None:
+        """Keep the content of a slot, if it is still what the reader saw."""
+        with self.lock:
+            if (slot.name, slot.version) != (name, version):
+                raise UsageError(f"adapter {name!r} has left its slot: call active() again")
+            slot.pins += 1
+
+    def unpin(self, slot: Slot) -> None:
+        with self.lock:
+            slot.pins -= 1
+
+
+class Listing(NamedTuple):
+    """One adapter in one slot of a rank, as recorded at `sequence`."""
+
+    rank: int
+    slot: int
+    sequence: int
+    version: int
+    name: str
+
+
+class AdapterDirectory:
+    """What every rank has in its slots, readable by all, and the announced adapter.
+
+    A record per slot: a sequence number (odd while the slot is being written), then the version,
+    the length of the name and the name. The sequence number covers the record and the slot's
+    tensors alike. Only a rank itself writes its records; any rank announces.
+    """
+
+    def __init__(self, memory: SymmetricTensor, rank: int, size: int, slots: int) -> None:
+        self.rank, self.size, self.slots = rank, size, slots
+        self._core, self._quick = base.core(), base.quick()
+        bases = [memory.address(peer) for peer in range(size)]
+        # The announcement is row 0, in rank 0's memory, of a table that has one row per rank.
+        self._announced = self._core.tutti_rows_create(
+            base.pointers(bases), size, rank, size, _NAME_BYTES, _CELL_BYTES, 0
+        )
+        self._announcement = self._core.tutti_rows_state(self._announced, 0)
+        self._records = [base + _CELL_BYTES for base in bases]
+
+    @staticmethod
+    def bytes(slots: int) -> int:
+        """The size of a directory on every rank."""
+        return _CELL_BYTES + slots * _RECORD_BYTES
+
+    def record(self, rank: int, slot: int) -> int:
+        """The address of a slot's sequence number."""
+        return self._records[rank] + slot * _RECORD_BYTES
+
+    def begin(self, slot: int) -> None:
+        """Mark a slot of this rank as being written: copies made from now on are refused."""
+        self._quick.tutti_slot_begin(self.record(self.rank, slot))
+
+    def end(self, slot: int, name: str, version: int) -> None:
+        """Record what a slot of this rank holds now; version 0: nothing."""
+        record, text = self.record(self.rank, slot), name.encode()
+        words = (ctypes.c_uint64 * 2)(version, len(text))
+        self._quick.tutti_slot_write(record + 8, ctypes.addressof(words), 16)
+        self._quick.tutti_slot_write(record + 24, text.ljust(_NAME_BYTES, b"\0"), _NAME_BYTES)
+        self._quick.tutti_slot_end(record)
+
+    def sequence(self, rank: int, slot: int) -> int:
+        """A slot's sequence number now."""
+        return int(self._quick.tutti_load(self.record(rank, slot)))
+
+    def of(self, rank: int) -> Iterator[Listing]:
+        """What a rank has now, without slots that are being written."""
+        buffer = ctypes.create_string_buffer(16 + _NAME_BYTES)
+        target = ctypes.addressof(buffer)
+        for slot in range(self.slots):
+            record = self.record(rank, slot)
+            sequence = self.sequence(rank, slot)
+            if sequence == 0 or sequence % 2:
+                continue
+            if self._quick.tutti_slot_copy(target, record + 8, len(buffer), record, sequence):
+                version, length = (ctypes.c_uint64 * 2).from_buffer(buffer)
+                if version:
+                    name = buffer.raw[16 : 16 + length].decode()
+                    yield Listing(rank, slot, sequence, version, name)
+
+    def newest(self, name: str) -> Listing | None:
+        """The newest copy on any rank; of equal versions this rank's own, then the next rank's."""
+        ranks = [(self.rank + i) % self.size for i in range(self.size)]
+        copies = self._found(ranks, lambda: [c for rank in ranks for c in self.copies(rank, name)])
+        return max(copies, key=lambda copy: copy.version, default=None)
+
+    def copies(self, rank: int, name: str) -> list[Listing]:
+        """A rank's copies of an adapter; several while older versions are still in use."""
+        return self._found([rank], lambda: [c for c in self.of(rank) if c.name == name])
+
+    def _found(self, ranks: list[int], search: Callable[[], list[Listing]]) -> list[Listing]:
+        """The result of a search on these ranks.
+
+        A new version is written to another slot before the old one is removed. A search slot by
+        slot may miss both, so an empty result counts only if nothing has changed meanwhile.
+        """
+        while True:
+            before = self._sequences(ranks)
+            copies = search()
+            if copies or before == self._sequences(ranks):
+                return copies
+
+    def _sequences(self, ranks: list[int]) -> list[int]:
+        return [self.sequence(rank, slot) for rank in ranks for slot in range(self.slots)]
+
+    # ---- The announcement of an adapter for all ranks ----
+
+    @property
+    def announcements(self) -> int:
+        """The number of announcements so far."""
+        return int(self._quick.tutti_load(self._announcement)) >> base.VERSION_SHIFT
+
+    def announce(self, name: str) -> int:
+        """A compiled call (see Structure._served): the number of this announcement, or a code."""
+        text = name.encode().ljust(_NAME_BYTES, b"\0")
+        return int(self._quick.tutti_rows_publish(self._announced, 0, text))
+
+    def announced(self) -> tuple[int, str]:
+        """The number and the name of the last announcement; a negative number: try again."""
+        text = ctypes.create_string_buffer(_NAME_BYTES + 1)
+        number = self._quick.tutti_rows_lookup(self._announced, 0, ctypes.addressof(text))
+        return int(number), text.value.decode()
+
+    def declare_dead(self, rank: int) -> None:
+        """Take over the claim of a rank that died while it announced."""
+        self._core.tutti_rows_declare_dead(self._announced, rank)
+
+    def free(self) -> None:
+        self._core.tutti_rows_free(self._announced)
+
+
+def _checked_name(name: str) -> str:
+    """The name, if it fits into a record."""
+    length = len(name.encode())
+    if 0 < length <= _NAME_BYTES and "\0" not in name:
+        return name
+    raise UsageError(f"adapter name {name!r} takes {length} bytes: 1 to {_NAME_BYTES} are allowed")

@@ -1,29 +1,85 @@
-"""DistributedTensor: the rows of one large tensor, shared out over the ranks."""
+"""DistributedTensor: the rows of one large tensor, sharded over the ranks."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
 from tutti.comm.symmetric.heap import Heap
-from tutti.structures import native
-from tutti.structures.rows import Placement, Rows, plain_indices
-from tutti.structures.structure import Structure
+from tutti.structures import structure_base as base
+from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
+
+Placement = Literal["block", "cyclic"]
+
+
+@dataclass(frozen=True)
+class RowPlacement:
+    """`rows` rows over `size` ranks: in consecutive blocks, or cyclic: row i on rank i % size."""
+
+    rows: int
+    size: int
+    placement: Placement = "block"
+
+    def __post_init__(self) -> None:
+        if self.placement not in get_args(Placement):
+            raise UsageError(f"placement {self.placement!r}: choose block or cyclic")
+        if self.rows < 1:
+            raise UsageError(f"rows={self.rows}: a table needs at least one row")
+
+    @property
+    def cyclic(self) -> bool:
+        return self.placement == "cyclic"
+
+    @property
+    def per_rank(self) -> int:
+        """Rows that every rank has memory for; the last rank may hold fewer."""
+        return -(-self.rows // self.size)
+
+    def owner(self, index: int) -> int:
+        """The rank whose memory holds a row."""
+        self.check(index)
+        return index % self.size if self.cyclic else index // self.per_rank
+
+    def position(self, index: int) -> int:
+        """The position of a row in its owner's memory."""
+        self.check(index)
+        return index // self.size if self.cyclic else index % self.per_rank
+
+    def of(self, rank: int) -> torch.Tensor:
+        """The indices of a rank's rows, in the order of their positions."""
+        if self.cyclic:
+            return torch.tensor(range(rank, self.rows, self.size), dtype=torch.int64)
+        begin = min(rank * self.per_rank, self.rows)
+        return torch.arange(begin, min(begin + self.per_rank, self.rows))
+
+    def check(self, index: int) -> None:
+        if not 0 <= index < self.rows:
+            raise IndexError(f"row {index}: the rows are 0 to {self.rows - 1}")
+
+
+def contiguous_indices(indices: torch.Tensor) -> torch.Tensor:
+    """The indices as contiguous int64 on the CPU, for compiled code."""
+    if indices.dtype is torch.int64 and indices.is_cpu and indices.is_contiguous():
+        return indices
+    return indices.to("cpu", torch.int64).contiguous()
 
 
 class DistributedTensor(Structure):
     """A table of `rows` × `columns` in the memory of all ranks, read and added to by row index.
 
     Use it for a table that is too large for one rank, or that all ranks change: embeddings, feature
-    stores, histograms, sums of sparse gradients. Any rank gathers and adds at any time, without its
-    owner's help. Block placement keeps neighbouring rows together; cyclic spreads a hot beginning
-    over the ranks.
+    stores, histograms, sums of sparse gradients. Any rank gathers and adds at any time, without the
+    owner's help. Block placement keeps neighbouring rows together; cyclic placement spreads rows
+    that are used often, such as the first ones, over the ranks.
 
-    Do not use it where a reader must see a row as one writer left it while others write: that is
-    ParameterCache. Nor for dense sums of whole tensors: an all-reduce is faster.
+    Do not use it where a reader must see a consistent row while others write: use ParameterCache.
+    Nor for dense sums of whole tensors: an all-reduce is faster.
 
-    `scatter_add` adds every element atomically: concurrent adders lose nothing, in whatever order
-    they come (so float sums may differ in the last bits from run to run). `gather` and `scatter`
-    are plain copies. To see what another rank wrote before now, meet it first: `heap.barrier()` or
-    a signal. On CUDA everything is enqueued on the current stream.
+    `scatter_add` adds every element atomically: no concurrent addition is lost, in any order (float
+    sums may differ in the last bits from run to run). `gather` and `scatter` are plain copies. To
+    see what another rank wrote, synchronise with it first: `heap.barrier()` or a signal. On CUDA
+    everything is enqueued on the current stream.
     """
 
     def __init__(
@@ -35,7 +91,7 @@ class DistributedTensor(Structure):
     ) -> None:
         super().__init__(heap)
         rows, self.columns = shape
-        self.rows = Rows(rows, heap.size, placement)
+        self.rows = RowPlacement(rows, heap.size, placement)
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self._table = self._zeros((self.rows.per_rank, self.columns), dtype)
@@ -45,22 +101,22 @@ class DistributedTensor(Structure):
         if heap.device.type == "cpu":
             bases = [self._table.address(rank) for rank in range(heap.size)]
             row_bytes = self.columns * dtype.itemsize
-            self._core = native.core()
+            self._core = base.core()
             self._native = self._core.tutti_rows_create(
-                native.pointers(bases),
+                base.pointers(bases),
                 *(heap.size, heap.rank, rows, row_bytes, row_bytes, self.rows.cyclic),
             )
         heap.barrier()
 
     @property
     def local(self) -> torch.Tensor:
-        """The rows that lie on this rank, as a view; `local_indices` says which they are."""
+        """The rows that this rank holds, as a view; `local_indices` has their indices."""
         self._check_open()
         return self._table.local[: len(self._mine)]
 
     @property
     def local_indices(self) -> torch.Tensor:
-        """The indices of `local`'s rows, in its order."""
+        """The indices of the rows in `local`, in its order."""
         return self._mine
 
     def owner(self, index: int) -> int:
@@ -68,9 +124,9 @@ class DistributedTensor(Structure):
         return self.rows.owner(index)
 
     def row(self, index: int) -> torch.Tensor:
-        """One row as a view, wherever it lies."""
+        """One row as a view, on whichever rank it is."""
         self._check_open()
-        return self._table.peer(self.rows.owner(index))[self.rows.place(index)]
+        return self._table.peer(self.rows.owner(index))[self.rows.position(index)]
 
     def gather(self, indices: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copies of the rows at `indices`, of shape (*indices.shape, columns)."""
@@ -86,15 +142,17 @@ class DistributedTensor(Structure):
             self._gather_on_device(indices, out)
             return out
         target = out if out.is_contiguous() else torch.empty_like(out).contiguous()
-        where = plain_indices(indices)
-        bad = self._core.tutti_rows_gather(self._native, where.data_ptr(), count, target.data_ptr())
-        self._check_indices(where, bad)
+        positions = contiguous_indices(indices)
+        bad = self._core.tutti_rows_gather(
+            self._native, positions.data_ptr(), count, target.data_ptr()
+        )
+        self._check_indices(positions, bad)
         if target is not out:
             out.copy_(target)
         return out
 
     def scatter(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `values[i]` as row `indices[i]`. Two ranks at one row may leave a mixture."""
+        """Store `values[i]` as row `indices[i]`. Concurrent writes of a row may mix values."""
         self._check_open()
         self._check_values("values", values, indices)
         self._scattered += indices.numel()
@@ -102,32 +160,32 @@ class DistributedTensor(Structure):
             for rank, here, there in self._by_owner(indices):
                 self._table.peer(rank)[there] = values.reshape(-1, self.columns)[here]
             return
-        where, source = plain_indices(indices), values.contiguous()
+        positions, source = contiguous_indices(indices), values.contiguous()
         bad = self._core.tutti_rows_scatter(
-            self._native, where.data_ptr(), indices.numel(), source.data_ptr()
+            self._native, positions.data_ptr(), indices.numel(), source.data_ptr()
         )
-        self._check_indices(where, bad)
+        self._check_indices(positions, bad)
 
     def scatter_add(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Add `values[i]` to row `indices[i]`; repeated indices and concurrent ranks all count."""
+        """Add `values[i]` to row `indices[i]`; repeated indices and concurrent ranks all add."""
         self._check_open()
         self._check_values("values", values, indices)
         self._added += indices.numel()
         if self._native is None:
-            from tutti.structures.device_rows import add_rows
+            from tutti.structures.cuda_row_add import add_rows
 
             for rank, here, there in self._by_owner(indices):
                 add_rows(self._table.peer(rank), there, values.reshape(-1, self.columns)[here])
             return
-        code = native.ADDABLE.get(self.dtype)
+        code = base.ADDABLE.get(self.dtype)
         if code is None:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in native.ADDABLE)
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in base.ADDABLE)
             raise UsageError(f"scatter_add on {self.dtype}: it adds {names} atomically")
-        where, source = plain_indices(indices), values.contiguous()
+        positions, source = contiguous_indices(indices), values.contiguous()
         bad = self._core.tutti_rows_scatter_add(
-            self._native, where.data_ptr(), indices.numel(), source.data_ptr(), code
+            self._native, positions.data_ptr(), indices.numel(), source.data_ptr(), code
         )
-        self._check_indices(where, bad)
+        self._check_indices(positions, bad)
 
     def to_full(self) -> torch.Tensor:
         """All rows in order, as an ordinary tensor on this rank."""
@@ -140,7 +198,7 @@ class DistributedTensor(Structure):
         return full
 
     def stats(self) -> dict[str, int | str]:
-        """What this rank has done, in rows."""
+        """Rows that this rank has gathered, scattered and added."""
         return {
             "rows": self.rows.rows,
             "local_rows": len(self._mine),
@@ -161,18 +219,18 @@ class DistributedTensor(Structure):
             target[here] = self._table.peer(rank)[there]
 
     def _by_owner(self, indices: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """For each owner of some of the rows: their positions in `indices`, and in its table."""
+        """For each owner of some of the rows: their positions in `indices`, and in its memory."""
         flat = indices.reshape(-1).to(self.heap.device, torch.int64)
         if len(flat):
             self._check_indices(flat, _first_bad(flat, self.rows.rows))
         divisor = self.size if self.rows.cyclic else self.rows.per_rank
         quotient, rest = flat // divisor, flat % divisor
-        owners, places = (rest, quotient) if self.rows.cyclic else (quotient, rest)
+        owners, positions = (rest, quotient) if self.rows.cyclic else (quotient, rest)
         parts = []
         for rank in range(self.size):
             here = (owners == rank).nonzero().flatten()
             if len(here):
-                parts.append((rank, here, places[here]))
+                parts.append((rank, here, positions[here]))
         return parts
 
     def _check_values(self, name: str, values: torch.Tensor, indices: torch.Tensor) -> None:

@@ -7,34 +7,34 @@ from collections.abc import Callable
 import torch
 
 from tutti.comm.symmetric.heap import Heap
-from tutti.structures import native
-from tutti.structures.structure import Structure
+from tutti.structures import structure_base as base
+from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
 _RESERVED = 2**64 - 1
-_empty_like = torch.empty_like  # a global name is found faster: a get takes about a microsecond
+_empty_like = torch.empty_like  # a global is found faster than an attribute: a get takes about 1 µs
 
 
 class Full(RuntimeError):
-    """A shard of a HashMap has no entry left; the message has the numbers and the cure."""
+    """A shard of a HashMap has no free entry; the message has the numbers and the cure."""
 
 
 class HashMap(Structure):
     """A dictionary from uint64 keys to tensors of one shape and dtype, shared by all ranks.
 
     Use it for sparse state that any rank reads and changes: counts by token or user, embeddings of
-    ids that are not row numbers, a directory of who has what. Any rank puts, gets, adds and deletes
-    at any time, without the help of the key's owner; a get takes about a microsecond, waits for no
-    writer and never returns a mixture of two values.
+    ids that are not row numbers, a directory of what each rank holds. Any rank puts, gets, adds and
+    deletes at any time, without the help of the key's owner; a get takes about 1 µs, does not wait
+    for writers and never returns a mixture of two values.
 
     Do not use it for dense row numbers (DistributedTensor, ParameterCache), for values of different
-    sizes (PooledCache), or for keys that come and go without end: a deleted key keeps its entry for
-    its own return, until `compact()` on all ranks. Values take twice their memory, so that a writer
-    that is killed half way leaves the last value intact.
+    sizes (PooledCache), or for an unbounded stream of new keys: a deleted key keeps its entry,
+    until `compact()` on all ranks. Values take twice their memory, so that a writer that is killed
+    during a write leaves the last value intact.
 
-    `capacity` is the number of keys over all ranks. Keys go to ranks by their hash, and each shard
-    has some room for chance. Key 2^64 - 1 is reserved. Value: `value_shape` and `dtype`, or
-    `value_bytes` for raw bytes (uint8).
+    `capacity` is the number of keys over all ranks. Keys are distributed by their hash, and each
+    shard has spare entries for uneven hashes. Key 2^64 - 1 is reserved. Values have `value_shape`
+    and `dtype`, or are `value_bytes` raw bytes (uint8).
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class HashMap(Structure):
         super().__init__(heap)
         self._on_cpu()
         if capacity < 1:
-            raise UsageError(f"capacity {capacity}: a HashMap needs room for at least one key")
+            raise UsageError(f"capacity={capacity}: a HashMap needs room for at least one key")
         if value_bytes is not None:
             value_shape, dtype = (value_bytes,), torch.uint8
         self.capacity = capacity
         self.value_shape = tuple(value_shape)
         self.dtype = dtype
-        self._core, self._quick = native.core(), native.quick()
+        self._core, self._quick = base.core(), base.quick()
         self._blank = torch.empty(self.value_shape, dtype=dtype)
         self._value_bytes = self._blank.numel() * dtype.itemsize
         entries = _entries(capacity, heap.size)
@@ -62,7 +62,7 @@ class HashMap(Structure):
             (self._core.tutti_map_shard_bytes(entries, self._value_bytes),), torch.uint8
         )
         self._native = self._core.tutti_map_create(
-            native.pointers([memory.address(rank) for rank in range(heap.size)]),
+            base.pointers([memory.address(rank) for rank in range(heap.size)]),
             *(heap.size, heap.rank, entries, self._value_bytes),
         )
         self._get = self._quick.tutti_map_get
@@ -86,18 +86,18 @@ class HashMap(Structure):
         return out if found else default
 
     def put(self, key: int, value: torch.Tensor | float) -> bool:
-        """Store a value; returns whether the key is new. The last of concurrent puts stays."""
+        """Store a value; returns whether the key is new. Of concurrent puts the last one stays."""
         return self._write(key, value, self._quick.tutti_map_put)
 
     def add(self, key: int, value: torch.Tensor | float) -> bool:
-        """Add to the value, element by element, or to zeros; returns whether the key is new.
+        """Add to the value, or to zeros if there is none; returns whether the key is new.
 
-        Concurrent adds to one key all count.
+        No concurrent addition to a key is lost.
         """
         return self._write(key, value, self._quick.tutti_map_add, self._addable())
 
     def delete(self, key: int) -> bool:
-        """Forget a key; returns whether it was there. Its entry stays reserved for it."""
+        """Delete a key; returns whether it was present. Its entry stays reserved for it."""
         self._check_key(key)
         self._deletes += 1
         call = self._quick.tutti_map_delete
@@ -106,8 +106,8 @@ class HashMap(Structure):
     def get_many(
         self, keys: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values, of shape (*keys.shape, *value_shape), and which were found: the others are 0."""
-        where = self._checked_keys(keys)
+        """Values, of shape (*keys.shape, *value_shape), 0 where absent, and which were found."""
+        checked = self._checked_keys(keys)
         shape = (*keys.shape, *self.value_shape)
         if out is None:
             out = torch.empty(shape, dtype=self.dtype)
@@ -115,16 +115,16 @@ class HashMap(Structure):
             self._check_out(out, shape)
         found = torch.empty(keys.shape, dtype=torch.bool)
         self._core.tutti_map_get_many(
-            self._native, where.data_ptr(), where.numel(), out.data_ptr(), found.data_ptr()
+            self._native, checked.data_ptr(), checked.numel(), out.data_ptr(), found.data_ptr()
         )
         return out, found
 
     def put_many(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `values[i]` under `keys[i]`, each on its own."""
+        """Store `values[i]` under `keys[i]`, each separately."""
         self._write_many(keys, values, -1)
 
     def add_many(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Add `values[i]` to the value of `keys[i]`; repeated keys all count."""
+        """Add `values[i]` to the value of `keys[i]`; repeated keys all add."""
         self._write_many(keys, values, self._addable())
 
     def owner(self, key: int) -> int:
@@ -142,7 +142,7 @@ class HashMap(Structure):
         return keys[:count], values[:count]
 
     def compact(self) -> None:
-        """Give the entries of deleted keys back. Collective: nobody uses the map meanwhile."""
+        """Free the entries of deleted keys. Collective: no rank may use the map meanwhile."""
         self._check_open()
         self.heap.barrier()
         code = self._core.tutti_map_compact(self._native)
@@ -168,7 +168,7 @@ class HashMap(Structure):
         return sum(self._live(rank) for rank in range(self.size))
 
     def stats(self) -> dict[str, int | list[int]]:
-        """What this rank has done, and how full every rank's shard is."""
+        """This rank's counts, and how full every rank's shard is."""
         self._check_open()
         claimed = [int(self._core.tutti_map_claimed(self._native, r)) for r in range(self.size)]
         return {
@@ -208,12 +208,12 @@ class HashMap(Structure):
             code = self._retried(
                 lambda: call(self._native, key, address, *dtype), f"write of key {key}"
             )
-        if code == native.FULL:
+        if code == base.FULL:
             self._refuse_full(key)
         return bool(code)
 
     def _write_many(self, keys: torch.Tensor, values: torch.Tensor, dtype: int) -> None:
-        where = self._checked_keys(keys)
+        checked = self._checked_keys(keys)
         shape = (*keys.shape, *self.value_shape)
         if values.shape != shape or values.dtype is not self.dtype or not values.is_cpu:
             self._refuse_value("values", values, shape)
@@ -221,22 +221,22 @@ class HashMap(Structure):
         code = ctypes.c_int(0)
         done = 0
 
-        def go_on() -> int:
+        def write_rest() -> int:
             nonlocal done
             done += self._core.tutti_map_put_many(
                 self._native,
-                where.data_ptr() + 8 * done,
-                where.numel() - done,
+                checked.data_ptr() + 8 * done,
+                checked.numel() - done,
                 source.data_ptr() + self._value_bytes * done,
                 dtype,
                 ctypes.addressof(code),
             )
             return code.value
 
-        self._retried(go_on, "write of many keys")
+        self._retried(write_rest, "write of many keys")
         self._writes += done
-        if code.value == native.FULL:
-            self._refuse_full(int(where.reshape(-1)[done]) % 2**64)
+        if code.value == base.FULL:
+            self._refuse_full(int(checked.reshape(-1)[done]) % 2**64)
 
     def _retried(self, call: Callable[[], int], what: str) -> int:
         return self._served(
@@ -244,9 +244,9 @@ class HashMap(Structure):
         )
 
     def _addable(self) -> int:
-        code = native.ADDABLE.get(self.dtype)
+        code = base.ADDABLE.get(self.dtype)
         if code is None:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in native.ADDABLE)
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in base.ADDABLE)
             raise UsageError(f"add on values of {self.dtype}: a HashMap adds {names}")
         return code
 
@@ -259,10 +259,10 @@ class HashMap(Structure):
         self._check_open()
         if keys.dtype not in (torch.int64, torch.uint64) or not keys.is_cpu:
             raise UsageError(f"keys are {keys.dtype} on {keys.device}: give int64 or uint64 on CPU")
-        where = keys.contiguous()
-        if bool((where.view(torch.int64) == -1).any()):
+        contiguous = keys.contiguous()
+        if bool((contiguous.view(torch.int64) == -1).any()):
             raise UsageError("keys hold 2^64 - 1 (as int64: -1), which is reserved")
-        return where
+        return contiguous
 
     def _check_out(self, out: torch.Tensor, shape: tuple[int, ...]) -> None:
         if out.shape != shape or out.dtype is not self.dtype or not out.is_cpu:
@@ -272,7 +272,7 @@ class HashMap(Structure):
 
     def _refuse_value(self, name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
         raise UsageError(
-            f"{name} is {value.dtype} of shape {tuple(value.shape)} on {value.device}, the map "
+            f"{name} is {value.dtype} of shape {tuple(value.shape)} on {value.device}: the map "
             f"takes {self.dtype} of shape {shape} on the CPU"
         )
 
@@ -291,8 +291,8 @@ class HashMap(Structure):
 def _entries(capacity: int, size: int) -> int:
     """Entries of a shard, a power of 2, so that `capacity` keys fit whatever their hashes.
 
-    Keys per shard are binomial: six deviations above the mean are exceeded once in 10^9 maps. An
-    eighth of the entries stays free.
+    The number of keys per shard is binomial: the mean plus six standard deviations is exceeded
+    once in 10^9 maps. An eighth of the entries stays free.
     """
     mean = capacity / size
     most = min(capacity, mean + 6 * math.sqrt(mean) + 1)

@@ -1,26 +1,28 @@
-"""ParameterCache: rows with versions that anybody reads while their owners publish new ones."""
+"""ParameterCache: rows with versions; every rank reads them while their owners publish new ones."""
 
 import torch
 
 from tutti.comm.symmetric.heap import Heap
-from tutti.structures import native
-from tutti.structures.rows import Placement, Rows, plain_indices
-from tutti.structures.structure import Structure
+from tutti.structures import structure_base as base
+from tutti.structures.distributed_tensor import Placement, RowPlacement, contiguous_indices
+from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
-_empty_like = torch.empty_like  # a global name is found faster: a lookup takes about a microsecond
+_empty_like = (
+    torch.empty_like
+)  # a global is found faster than an attribute: a lookup takes about 1 µs
 
 
 class ParameterCache(Structure):
     """A table of `rows` × `columns`; each row's owner publishes versions, every rank looks them up.
 
-    Use it where readers and writers run at their own pace: parameters that a server publishes and
+    Use it where readers and writers are not synchronised: parameters that a server publishes and
     workers fetch, normalisation statistics, routing tables, tables of learning rates. A lookup
-    takes a microsecond, waits for nobody, and never returns a mixture of two versions.
+    takes about 1 µs, never waits, and never returns a mixture of two versions.
 
     Do not use it to sum contributions of many writers (DistributedTensor), or for keys that are
     not row numbers (HashMap). It takes twice the memory of its rows: a new version is written
-    beside the one that readers use, so that a writer that is killed half way leaves the last
+    beside the one that readers use, so a writer that is killed during a write leaves the last
     version intact.
     """
 
@@ -34,16 +36,16 @@ class ParameterCache(Structure):
     ) -> None:
         super().__init__(heap)
         self._on_cpu()
-        self.rows = Rows(rows, heap.size, placement)
+        self.rows = RowPlacement(rows, heap.size, placement)
         self.columns = columns
         self.dtype = dtype
-        self._core, self._quick = native.core(), native.quick()
+        self._core, self._quick = base.core(), base.quick()
         row_bytes = columns * dtype.itemsize
-        # Rows on their own cache lines: publishing one does not disturb readers of its neighbours.
+        # Each row on its own cache lines: publishing one does not slow readers of its neighbours.
         stride = -(-self._core.tutti_cell_bytes(row_bytes) // 64) * 64
         memory = self._zeros((self.rows.per_rank * stride,), torch.uint8)
         self._native = self._core.tutti_rows_create(
-            native.pointers([memory.address(rank) for rank in range(heap.size)]),
+            base.pointers([memory.address(rank) for rank in range(heap.size)]),
             *(heap.size, heap.rank, rows, row_bytes, stride, self.rows.cyclic),
         )
         self._row = torch.empty(columns, dtype=dtype)
@@ -73,7 +75,7 @@ class ParameterCache(Structure):
         source = row if row.is_contiguous() else row.contiguous()
         address = source.data_ptr()
         self._published += 1
-        # Other writers of this row are threads of this process: soon done.
+        # Other writers of this row are threads of this process, which finish soon.
         return self._served(
             lambda: int(self._quick.tutti_rows_publish(self._native, index, address)),
             lambda rank: self._core.tutti_rows_declare_dead(self._native, rank),
@@ -82,7 +84,7 @@ class ParameterCache(Structure):
         )
 
     def publish_all(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
-        """Publish many rows of this rank, each on its own."""
+        """Publish many rows of this rank, each separately."""
         self._check_row("rows", rows, (*indices.shape, self.columns))
         for index, row in zip(indices.tolist(), rows, strict=True):
             self.publish(index, row)
@@ -96,7 +98,7 @@ class ParameterCache(Structure):
         if not 0 <= index < self._count:
             self.rows.check(index)
         if self._lookup(self._native, index, out.data_ptr()) <= 0:
-            self._looked_up_slowly(index, out)
+            self._lookup_with_retry(index, out)
         return out
 
     def lookup_versioned(
@@ -108,17 +110,18 @@ class ParameterCache(Structure):
         else:
             self._check_out(out)
         self.rows.check(index)
-        return out, self._looked_up_slowly(index, out)
+        return out, self._lookup_with_retry(index, out)
 
     def lookup_many(
         self, indices: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of rows, of shape (*indices.shape, columns), and their versions.
 
-        Each row is whole; rows are not of one moment. A row never published has version 0 and is 0.
+        Each row is consistent, but rows may be of different times. A row that was never published
+        has version 0 and zeros.
         """
         self._check_open()
-        where = plain_indices(indices)
+        positions = contiguous_indices(indices)
         if out is None:
             out = torch.empty((*indices.shape, self.columns), dtype=self.dtype)
         else:
@@ -127,17 +130,17 @@ class ParameterCache(Structure):
         versions = torch.empty(indices.shape, dtype=torch.int64)
         bad = self._core.tutti_rows_lookup_many(
             self._native,
-            *(where.data_ptr(), where.numel(), target.data_ptr(), versions.data_ptr()),
+            *(positions.data_ptr(), positions.numel(), target.data_ptr(), versions.data_ptr()),
         )
         if bad >= 0:
-            self.rows.check(int(where.reshape(-1)[bad]))
+            self.rows.check(int(positions.reshape(-1)[bad]))
         if target is not out:
             out.copy_(target)
         return out, versions
 
     def version(self, index: int) -> int:
         """How often a row was published."""
-        return int(self._quick.tutti_load(self._state(index))) >> native.VERSION_SHIFT
+        return int(self._quick.tutti_load(self._state(index))) >> base.VERSION_SHIFT
 
     def wait_for(self, index: int, version: int, timeout: float | None = None) -> int:
         """Wait until a row has at least this version; returns the version it has.
@@ -148,13 +151,13 @@ class ParameterCache(Structure):
             return self.version(index)
         state = self._await(
             self._state(index),
-            version << native.VERSION_SHIFT,
+            version << base.VERSION_SHIFT,
             *(self.owner(index), timeout, f"version {version} of row {index}"),
         )
-        return state >> native.VERSION_SHIFT
+        return state >> base.VERSION_SHIFT
 
     def stats(self) -> dict[str, int]:
-        """What this rank has done; `retries` are copies that a writer overtook twice."""
+        """This rank's counts; `retries` are copies during which a writer changed the row twice."""
         self._check_open()
         return {
             "lookups": int(self._core.tutti_rows_lookups(self._native)),
@@ -173,7 +176,7 @@ class ParameterCache(Structure):
         self.rows.check(index)
         return int(self._quick.tutti_rows_state(self._native, index))
 
-    def _looked_up_slowly(self, index: int, out: torch.Tensor) -> int:
+    def _lookup_with_retry(self, index: int, out: torch.Tensor) -> int:
         self._check_open()
         address = out.data_ptr()
         version = self._served(

@@ -1,31 +1,163 @@
-"""PooledCache: tensors under keys, kept near, then in peers' spare memory, then on the host."""
+"""PooledCache: tensors under keys, in local memory, then in peers' memory, then on the host."""
 
+from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
-from tutti.comm.symmetric.heap import Heap
-from tutti.structures.memory_tier import UNIT, AreaTier, Held, HostTier, MemoryTier
-from tutti.structures.structure import Structure
+from tutti.comm.symmetric.heap import Allocator, Heap
+from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
+
+UNIT = 64  # bytes: values begin at multiples of this
+
+
+@dataclass
+class CachedValue:
+    """A value in a tier. `area` is -1 where every value is a separate tensor."""
+
+    view: torch.Tensor
+    bytes: int
+    area: int = -1
+    offset: int = 0
+    pins: int = 0
+
+
+class MemoryTier(ABC):
+    """One level of the cache: values in the order of their last use. It never evicts by itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.values: OrderedDict[Hashable, CachedValue] = OrderedDict()
+        self.hits = 0
+
+    def store(self, key: Hashable, data: torch.Tensor) -> bool:
+        """Store a copy, as the most recently used value; False if there is no free memory."""
+        held = self._take(data)
+        if held is None:
+            return False
+        held.view.copy_(data)
+        self.values[key] = held
+        return True
+
+    def drop(self, key: Hashable) -> None:
+        """Remove a value and free its memory."""
+        self._give(self.values.pop(key))
+
+    @abstractmethod
+    def could_store(self, data: torch.Tensor) -> bool:
+        """Whether data would fit if all values that are not pinned were removed."""
+
+    def oldest(self) -> Hashable:
+        """The least recently used value that is not pinned."""
+        return next(key for key, held in self.values.items() if not held.pins)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all values."""
+        return sum(held.bytes for held in self.values.values())
+
+    def _pinned(self) -> list[CachedValue]:
+        return [held for held in self.values.values() if held.pins]
+
+    @abstractmethod
+    def _take(self, data: torch.Tensor) -> CachedValue | None:
+        """Memory for data, or None."""
+
+    @abstractmethod
+    def _give(self, held: CachedValue) -> None:
+        """Free the memory of a value."""
+
+
+class AreaTier(MemoryTier):
+    """Values in areas of symmetric memory that only this rank's cache writes."""
+
+    def __init__(self, name: str, areas: list[torch.Tensor]) -> None:
+        super().__init__(name)
+        self._areas = areas
+        self._allocators = [Allocator(area.numel(), UNIT) for area in areas]
+
+    def could_store(self, data: torch.Tensor) -> bool:
+        wanted, pinned = _bytes(data), self._pinned()
+        return any(
+            wanted <= _largest_gap(allocator.bytes, [p for p in pinned if p.area == number])
+            for number, allocator in enumerate(self._allocators)
+        )
+
+    def _take(self, data: torch.Tensor) -> CachedValue | None:
+        wanted = _bytes(data)
+        fitting = [
+            n for n, each in enumerate(self._allocators) if each.largest_gap >= _rounded(wanted)
+        ]
+        if not fitting:
+            return None
+        # The areas of several peers are filled evenly.
+        area = max(fitting, key=lambda number: self._allocators[number].free)
+        offset = self._allocators[area].take(wanted)
+        view = self._areas[area][offset : offset + wanted].view(data.dtype).view(data.shape)
+        return CachedValue(view, wanted, area, offset)
+
+    def _give(self, held: CachedValue) -> None:
+        self._allocators[held.area].give(held.offset)
+
+
+class HostTier(MemoryTier):
+    """Values in ordinary host memory, page-locked for a GPU, at most `limit` bytes."""
+
+    def __init__(self, limit: int, pinned: bool) -> None:
+        super().__init__("host")
+        self._limit = self._free = limit
+        self._pin_memory = pinned
+
+    def could_store(self, data: torch.Tensor) -> bool:
+        return _bytes(data) <= self._limit - sum(held.bytes for held in self._pinned())
+
+    def _take(self, data: torch.Tensor) -> CachedValue | None:
+        wanted = _bytes(data)
+        if wanted > self._free:
+            return None
+        self._free -= wanted
+        view = torch.empty(data.shape, dtype=data.dtype, pin_memory=self._pin_memory)
+        return CachedValue(view, wanted)
+
+    def _give(self, held: CachedValue) -> None:
+        self._free += held.bytes
+
+
+def _bytes(data: torch.Tensor) -> int:
+    return data.numel() * data.itemsize
+
+
+def _rounded(bytes: int) -> int:
+    return max(1, -(-bytes // UNIT)) * UNIT
+
+
+def _largest_gap(bytes: int, pinned: list[CachedValue]) -> int:
+    end, largest = 0, 0
+    for held in sorted(pinned, key=lambda held: held.offset):
+        largest = max(largest, held.offset - end)
+        end = held.offset + _rounded(held.bytes)
+    return max(largest, bytes - end)
 
 
 class PooledCache(Structure):
-    """This rank's cache of immutable tensors, which spills over: local → peers → host → dropped.
+    """This rank's cache of immutable tensors, which spills: local → peers → host → dropped.
 
-    Use it for values that are dear to make again and come in different sizes: key-value blocks of
-    long prompts, decoded samples, intermediate features. When `local_bytes` are full, the least
-    recently used values move to memory that the other ranks lend (`peer_bytes` per rank, shared
-    out evenly among the others), then to ordinary memory of the host (`host_bytes`; pinned when
-    the heap is on a GPU). A `get` from a lower tier promotes the value again.
+    Use it for values that are expensive to compute again and have different sizes: key-value blocks
+    of long prompts, decoded samples, intermediate features. When `local_bytes` are full, the least
+    recently used values move to memory on the other ranks (`peer_bytes` per rank, divided evenly
+    among the others), then to ordinary host memory (`host_bytes`; page-locked when the heap is on a
+    GPU). A `get` from a lower tier promotes the value again.
 
-    Do not use it to share values between ranks: keys are this rank's own (that is HashMap). On a
-    CPU all tiers are equally near, unless they lie on other NUMA nodes; it pays on GPUs.
+    Do not use it to share values between ranks: keys belong to this rank (use HashMap). On the CPU
+    all tiers are equally fast, unless they are on other NUMA nodes; it pays on GPUs.
 
-    Nothing is lost silently: `put` returns the keys that were dropped for want of room, `on_drop`
-    is called with each, `stats` counts them, and no `get` ever drops anything. Values never
-    change: to replace one, remove it first. One thread at a time; on CUDA one stream.
+    Nothing is lost silently: `put` returns the keys that were dropped for lack of memory, `on_drop`
+    is called with each, `stats` counts them, and `get` never drops anything. Values never change:
+    to replace one, remove it first. One thread at a time; on CUDA one stream.
     """
 
     def __init__(
@@ -44,17 +176,17 @@ class PooledCache(Structure):
             )
         local = local_bytes // UNIT * UNIT
         others = heap.size - 1
-        lent = peer_bytes // others // UNIT * UNIT if others else 0
-        pool = self._zeros((local + lent * others,), torch.uint8)
-        loans = []
-        for lender in range(heap.size) if lent else ():
-            if lender != heap.rank:
-                # A lender's loans lie in the order of the borrowers' ranks.
-                begin = local + lent * (heap.rank - (heap.rank > lender))
-                loans.append(pool.peer(lender)[begin : begin + lent])
+        share = peer_bytes // others // UNIT * UNIT if others else 0
+        pool = self._zeros((local + share * others,), torch.uint8)
+        peer_areas = []
+        for peer in range(heap.size) if share else ():
+            if peer != heap.rank:
+                # A peer's memory holds one area for each other rank, in the order of ranks.
+                begin = local + share * (heap.rank - (heap.rank > peer))
+                peer_areas.append(pool.peer(peer)[begin : begin + share])
         self._tiers: list[MemoryTier] = [
             AreaTier("local", [pool.local[:local]]),
-            AreaTier("peer", loans),
+            AreaTier("peer", peer_areas),
             HostTier(host_bytes, pinned=heap.device.type != "cpu"),
         ]
         self._on_drop = on_drop
@@ -62,13 +194,13 @@ class PooledCache(Structure):
         heap.barrier()
 
     def put(self, key: Hashable, value: torch.Tensor) -> list[Hashable]:
-        """Keep a copy of a value; returns the keys that were dropped to make room for it.
+        """Store a copy of a value; returns the keys that were dropped to make room for it.
 
         A value that fits into no tier is dropped itself: then its own key is returned.
         """
         self._check_open()
         if key in self:
-            raise UsageError(f"key {key!r} has a value, and values do not change: remove it first")
+            raise UsageError(f"key {key!r} has a value, and values cannot change: remove it first")
         self._puts += 1
         dropped: list[Hashable] = []
         self._place(key, value, self._tiers, dropped)
@@ -92,9 +224,9 @@ class PooledCache(Structure):
 
     @contextmanager
     def borrow(self, key: Hashable) -> Iterator[torch.Tensor]:
-        """`with cache.borrow(key) as view:` gives the value where it lies, without a copy.
+        """`with cache.borrow(key) as view:` gives the value in its tier, without a copy.
 
-        It stays there inside the block. Do not write to it. Raises KeyError if it is not there.
+        It stays there inside the block. Do not write to it. Raises KeyError if there is none.
         """
         _, held = self._hit(key)
         if held is None:
@@ -106,7 +238,7 @@ class PooledCache(Structure):
             held.pins -= 1
 
     def remove(self, key: Hashable) -> None:
-        """Forget a value. Raises KeyError if it is not there."""
+        """Remove a value. Raises KeyError if there is none."""
         self._check_open()
         tier = self._tier_of(key)
         if tier is None:
@@ -116,7 +248,7 @@ class PooledCache(Structure):
         tier.drop(key)
 
     def tier(self, key: Hashable) -> str | None:
-        """Where a value is now: local, peer, host, or None."""
+        """The tier of a value: local, peer, host, or None."""
         tier = self._tier_of(key)
         return None if tier is None else tier.name
 
@@ -127,7 +259,7 @@ class PooledCache(Structure):
         return sum(len(tier.values) for tier in self._tiers)
 
     def stats(self) -> dict[str, int]:
-        """Hits, values and bytes of every tier, and what has moved or was dropped."""
+        """Hits, values and bytes of every tier, and counts of moves and drops."""
         counts = {
             "puts": self._puts,
             "misses": self._misses,
@@ -144,7 +276,7 @@ class PooledCache(Structure):
     def _tier_of(self, key: Hashable) -> MemoryTier | None:
         return next((tier for tier in self._tiers if key in tier.values), None)
 
-    def _hit(self, key: Hashable) -> tuple[MemoryTier | None, Held | None]:
+    def _hit(self, key: Hashable) -> tuple[MemoryTier | None, CachedValue | None]:
         self._check_open()
         tier = self._tier_of(key)
         if tier is None:
@@ -161,7 +293,7 @@ class PooledCache(Structure):
         tiers: Sequence[MemoryTier],
         dropped: list[Hashable],
     ) -> bool:
-        """Store in the first tier that can have it; what was used least gives way downwards."""
+        """Store in the first tier that can hold it; least recently used values move down."""
         for level, tier in enumerate(tiers):
             if not tier.could_store(data):
                 continue
@@ -175,7 +307,7 @@ class PooledCache(Structure):
         return False
 
     def _promote(self, key: Hashable, lower: MemoryTier, data: torch.Tensor) -> None:
-        """Bring a value to the local tier, if all that must give way finds free room below."""
+        """Move a value to the local tier, if the values that it displaces fit into lower tiers."""
         local = self._tiers[0]
         while local.could_store(data):
             if local.store(key, data):
@@ -191,7 +323,7 @@ class PooledCache(Structure):
             self._spilled += 1
 
     def _swap(self, key: Hashable, lower: MemoryTier, data: torch.Tensor) -> None:
-        """Exchange places with the oldest local value of the same size: needs no free room."""
+        """Swap with the oldest local value of the same size: needs no free memory."""
         local, bytes = self._tiers[0], lower.values[key].bytes
         for other, held in local.values.items():
             if held.pins or held.bytes != bytes:
@@ -199,7 +331,7 @@ class PooledCache(Structure):
             kept = held.view.clone()
             local.drop(other)
             lower.drop(key)
-            local.store(key, data)  # each fits into the place that the other has left
+            local.store(key, data)  # each fits into the memory that the other has left
             lower.store(other, kept)
             self._promoted += 1
             self._spilled += 1

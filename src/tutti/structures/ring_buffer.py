@@ -1,4 +1,4 @@
-"""RingBuffer: a stream of equal slots from one rank to another, written where they are read."""
+"""RingBuffer: a stream of equal slots from one rank to another, in the reader's memory."""
 
 from collections.abc import Iterator
 from types import TracebackType
@@ -6,11 +6,11 @@ from types import TracebackType
 import torch
 
 from tutti.comm.symmetric.heap import Heap
-from tutti.structures import native
-from tutti.structures.structure import Structure
+from tutti.structures import structure_base as base
+from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
-_END = 1 << 63  # in `filled`: no more will come; in `emptied`: no more will be taken
+_END = 1 << 63  # in `filled`: the producer has finished; in `emptied`: the consumer has cancelled
 
 
 class EndOfStream(Exception):
@@ -18,27 +18,27 @@ class EndOfStream(Exception):
 
 
 class ConsumerGone(RuntimeError):
-    """The consumer has cancelled the stream: nothing more will be taken."""
+    """The consumer has cancelled the stream and takes no more slots."""
 
 
 class RingBuffer(Structure):
     """`slots` slots of one shape in the consumer's memory; the producer fills them in turn.
 
-    Use it to hand activations to the next pipeline stage, batches from a loading rank to a training
-    rank, gradients to a parameter server: a stream in order, one producer, one consumer, without a
+    Use it to pass activations to the next pipeline stage, batches from a loading rank to a training
+    rank, gradients to a parameter server: an ordered stream, one producer, one consumer, without a
     copy on either side (`reserve` and `next` give views of the slot itself) and with back pressure:
     a full ring makes the producer wait.
 
     Do not use it between more than two ranks (make a ring per pair), or for messages of very
     different sizes (a slot has the largest). One thread at a time may use each end.
 
-    Made on all ranks of the heap together, also on those that are neither end. Every wait ends with
-    Timeout, or PeerDied when the other end has died. Slots: `slot_shape` and `dtype`, or
-    `slot_bytes` for raw bytes (uint8).
+    Created on all ranks of the heap together, also on those that are neither end. Every wait ends
+    with Timeout, or PeerDied when the other end has died. Slots have `slot_shape` and `dtype`, or
+    are `slot_bytes` raw bytes (uint8).
 
     Memory order: the producer writes the slot, then stores `filled` (release); the consumer loads
     `filled` (acquire) before it reads the slot. `emptied` does the same in the other direction. On
-    CUDA each end waits for its stream before it says so: right, but not asynchronous.
+    CUDA each end synchronises its stream before it stores the word: correct, but not asynchronous.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class RingBuffer(Structure):
         self.slots = slots
         self.slot_shape = tuple(slot_shape)
         self.dtype = dtype
-        self._core, self._quick = native.core(), native.quick()
+        self._core, self._quick = base.core(), base.quick()
         self._slot_bytes = torch.Size(slot_shape).numel() * dtype.itemsize
         self._stride = -(-self._slot_bytes // 64) * 64
         self._ring = self._zeros((slots * self._stride,), torch.uint8)
-        # Each end waits on a word in its own memory, on a cache line of its own.
+        # Each end waits on a word in its own memory, on a separate cache line.
         words = self._host_zeros(128)
         self._on_gpu = heap.device.type != "cpu"
         self._filled = words.address(consumer)
@@ -85,7 +85,7 @@ class RingBuffer(Structure):
         ]
         self._addresses = [view.data_ptr() for view in self._views]
         self._done = 0  # slots that this end has filled or emptied
-        # How far each end may go before it must look again; 0 for who is not that end.
+        # Up to which slot each end may go before it must read the other's word again; 0 elsewhere.
         self._fill_limit = slots if heap.rank == producer else 0
         self._take_limit = 0
         self._waits = 0
@@ -97,17 +97,17 @@ class RingBuffer(Structure):
     # ---- The producer's end ----
 
     def reserve(self, timeout: float | None = None) -> "_Reservation":
-        """`with ring.reserve() as slot:` gives a free slot to write into; its end hands it over.
+        """`with ring.reserve() as slot:` gives a free slot to write; the end of the block sends it.
 
-        An error inside the block hands nothing over.
+        An error inside the block sends nothing.
         """
         self._reservation.timeout = timeout
         return self._reservation
 
     def put(self, value: torch.Tensor, timeout: float | None = None) -> None:
-        """Copy a tensor into the next slot and hand it over."""
+        """Copy a tensor into the next slot and send it."""
         if self._done >= self._fill_limit:
-            self._wait_for_room(timeout)
+            self._wait_for_free_slot(timeout)
         if value.shape != self.slot_shape or value.dtype is not self.dtype:
             raise UsageError(
                 f"value is {value.dtype} of shape {tuple(value.shape)}, slots are {self.dtype} of "
@@ -123,19 +123,19 @@ class RingBuffer(Structure):
             self._done += 1
         else:
             self._views[slot].copy_(value)
-            self._hand_over()
+            self._publish_slot()
 
     def try_put(self, value: torch.Tensor) -> bool:
-        """Put if there is room now; returns whether there was."""
+        """Put if a slot is free now; returns whether it was."""
         if self._done >= self._fill_limit:
-            self._look_for_room()
+            self._check_free_slot()
             if self._done >= self._fill_limit:
                 return False
         self.put(value)
         return True
 
     def finish(self) -> None:
-        """The stream ends here: the consumer takes what is there, then sees EndOfStream."""
+        """End the stream: the consumer takes the remaining slots, then gets EndOfStream."""
         self._check_end("finish", self.producer)
         self._ended = True
         self._fill_limit = 0
@@ -144,7 +144,7 @@ class RingBuffer(Structure):
     # ---- The consumer's end ----
 
     def next(self, timeout: float | None = None) -> "_Next":
-        """`with ring.next() as item:` gives the oldest slot as a view; its end gives it back.
+        """`with ring.next() as item:` gives the oldest slot as a view, freed at the block's end.
 
         Raises EndOfStream when the producer has finished. An error inside the block keeps the slot.
         """
@@ -152,18 +152,18 @@ class RingBuffer(Structure):
         return self._next
 
     def get(self, out: torch.Tensor | None = None, timeout: float | None = None) -> torch.Tensor:
-        """A copy of the oldest slot, which is given back."""
+        """A copy of the oldest slot, which is freed."""
         if self._done >= self._take_limit:
             self._wait_for_item(timeout)
         view = self._views[self._done % self.slots]
         out = view.clone() if out is None else out.copy_(view)
-        self._hand_over()
+        self._publish_slot()
         return out
 
     def try_get(self) -> torch.Tensor | None:
         """A copy of the oldest slot, or None if there is none now; EndOfStream as `get`."""
         if self._done >= self._take_limit:
-            self._look_for_item()
+            self._check_item()
             if self._done >= self._take_limit:
                 return None
         return self.get()
@@ -178,51 +178,53 @@ class RingBuffer(Structure):
                 return
 
     def cancel(self) -> None:
-        """The consumer takes no more: the producer's next wait raises ConsumerGone."""
+        """End the stream as the consumer: the producer's next wait raises ConsumerGone."""
         self._check_end("cancel", self.consumer)
         self._ended = True
         self._take_limit = 0
         self._quick.tutti_store(self._emptied, self._done | _END)
 
-    # ---- Both ----
+    # ---- Both ends ----
 
     def __len__(self) -> int:
-        """Slots that are filled and not yet given back, as this end sees it now."""
+        """Slots that are filled and not yet freed, as this end sees it now."""
         self._check_open()
         filled = self._quick.tutti_load(self._filled) & ~_END
         return int(filled - (self._quick.tutti_load(self._emptied) & ~_END))
 
     def stats(self) -> dict[str, int]:
-        """Slots that this end has handed over, their bytes, and how often it had to wait."""
+        """Slots that this end has sent or freed, their bytes, and how often it had to wait."""
         return {
             "slots": self._done,
             "bytes": self._done * self._slot_bytes,
             "waits": self._waits,
         }
 
-    def _hand_over(self) -> None:
-        """Tell the other end that this slot is filled, or empty again (release)."""
+    def _publish_slot(self) -> None:
+        """Publish that this slot is filled, or empty again (release)."""
         if self._on_gpu:
             torch.cuda.current_stream(self.heap.device).synchronize()
         self._done += 1
         word = self._filled if self.rank == self.producer else self._emptied
         self._quick.tutti_store(word, self._done)
 
-    def _look_for_room(self) -> None:
+    def _check_free_slot(self) -> None:
         self._check_end("put", self.producer)
         if self._ended:
             raise UsageError("put after finish(): this rank has ended the stream")
-        self._saw_room(self._quick.tutti_load(self._emptied))
+        self._update_fill_limit(self._quick.tutti_load(self._emptied))
 
-    def _wait_for_room(self, timeout: float | None) -> None:
-        self._look_for_room()
+    def _wait_for_free_slot(self, timeout: float | None) -> None:
+        self._check_free_slot()
         if self._done >= self._fill_limit:
             self._waits += 1
-            what = f"room in a ring of {self.slots} slots to rank {self.consumer}"
+            what = f"a free slot in a ring of {self.slots} slots to rank {self.consumer}"
             enough = self._done - self.slots + 1
-            self._saw_room(self._await(self._emptied, enough, self.consumer, timeout, what))
+            self._update_fill_limit(
+                self._await(self._emptied, enough, self.consumer, timeout, what)
+            )
 
-    def _saw_room(self, emptied: int) -> None:
+    def _update_fill_limit(self, emptied: int) -> None:
         if emptied & _END:
             raise ConsumerGone(
                 f"rank {self.consumer} has cancelled the ring after {emptied & ~_END} slots; "
@@ -230,20 +232,22 @@ class RingBuffer(Structure):
             )
         self._fill_limit = emptied + self.slots
 
-    def _look_for_item(self) -> None:
+    def _check_item(self) -> None:
         self._check_end("get", self.consumer)
         if self._ended:
             raise UsageError("get after cancel(): this rank has ended the stream")
-        self._saw_items(self._quick.tutti_load(self._filled))
+        self._update_take_limit(self._quick.tutti_load(self._filled))
 
     def _wait_for_item(self, timeout: float | None) -> None:
-        self._look_for_item()
+        self._check_item()
         if self._done >= self._take_limit:
             self._waits += 1
             what = f"slot {self._done} of a ring from rank {self.producer}"
-            self._saw_items(self._await(self._filled, self._done + 1, self.producer, timeout, what))
+            self._update_take_limit(
+                self._await(self._filled, self._done + 1, self.producer, timeout, what)
+            )
 
-    def _saw_items(self, filled: int) -> None:
+    def _update_take_limit(self, filled: int) -> None:
         self._take_limit = filled & ~_END
         if filled & _END and self._done >= self._take_limit:
             raise EndOfStream(f"rank {self.producer} has finished after {self._done} slots")
@@ -261,8 +265,8 @@ class RingBuffer(Structure):
         super()._end()
 
 
-class _Hold:
-    """A slot in somebody's hands, who hands it over at the end unless there was an error."""
+class _SlotBlock:
+    """A `with` block that holds a slot; its end publishes the slot unless there was an error."""
 
     __slots__ = ("_ring", "timeout")
 
@@ -277,23 +281,23 @@ class _Hold:
         where: TracebackType | None,
     ) -> None:
         if error is None:
-            self._ring._hand_over()
+            self._ring._publish_slot()
 
 
-class _Reservation(_Hold):
-    """The producer's hold on the next free slot."""
+class _Reservation(_SlotBlock):
+    """The producer's block with the next free slot."""
 
     __slots__ = ()
 
     def __enter__(self) -> torch.Tensor:
         ring = self._ring
         if ring._done >= ring._fill_limit:
-            ring._wait_for_room(self.timeout)
+            ring._wait_for_free_slot(self.timeout)
         return ring._views[ring._done % ring.slots]
 
 
-class _Next(_Hold):
-    """The consumer's hold on the oldest filled slot."""
+class _Next(_SlotBlock):
+    """The consumer's block with the oldest filled slot."""
 
     __slots__ = ()
 

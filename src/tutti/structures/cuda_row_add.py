@@ -1,4 +1,4 @@
-"""Adding rows to a table on a GPU that several ranks add to at once."""
+"""Atomic addition of rows to a table in GPU memory that several ranks add to at once (Triton)."""
 
 import torch
 
@@ -21,14 +21,14 @@ if triton is not None:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < columns
         value = tl.load(values + tl.program_id(0).to(tl.int64) * columns + column, mask=inside)
-        # torch's index_add_ is atomic within one GPU only; peers may write from another.
+        # torch's index_add_ is atomic within one GPU only; peers may add from another GPU.
         tl.atomic_add(
             table + row * columns + column, value, mask=inside, sem="relaxed", scope="sys"
         )
 
 
 def add_rows(table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """table[rows[i]] += values[i], every element atomically between all GPUs that see the table."""
+    """table[rows[i]] += values[i], each element atomically between all GPUs that map the table."""
     if triton is None:
         raise UsageError("scatter_add on a GPU needs Triton: pip install triton")
     if table.dtype not in _ADDABLE:
