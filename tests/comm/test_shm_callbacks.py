@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from shm_ranks import Group, results
 
 from forked_ranks import forked
 from shm_cases import group_of
+from shm_ranks import Group, results
 from tutti.comm.shm import native
 from tutti.comm.shm.native import core
 

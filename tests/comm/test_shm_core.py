@@ -5,8 +5,8 @@ import os
 
 import numpy as np
 import pytest
-from shm_ranks import Group, results
 
+from shm_ranks import Group, results
 from tutti.comm.shm import native
 from tutti.comm.shm.native import core
 

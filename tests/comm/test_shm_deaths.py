@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 import pytest
-from shm_ranks import COLLECTIVES, Group, call, errors, results
 
+from shm_ranks import COLLECTIVES, Group, call, errors, results
 from tutti.comm.shm import native
 from tutti.comm.shm.native import core
 

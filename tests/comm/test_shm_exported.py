@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from shm_ranks import Group, results
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shm_cases import group_of
+from shm_ranks import Group, results
 from tutti.comm.shm import native
 from tutti.comm.shm.native import core
 from worlds import in_world

@@ -5,8 +5,8 @@ import time
 
 import numpy as np
 import pytest
-from shm_ranks import Group, call, errors, outcomes, results
 
+from shm_ranks import Group, call, errors, outcomes, results
 from tutti.comm.shm import native
 from tutti.comm.shm.native import core
 

@@ -5,8 +5,8 @@ import struct
 from pathlib import Path
 
 import numpy as np
-from shm_ranks import Group, call, results
 
+from shm_ranks import Group, call, results
 from tutti.comm.shm import native
 from tutti.comm.shm.native import core
 

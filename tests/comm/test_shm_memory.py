@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shm_ranks import Group, results
 
+from shm_ranks import Group, results
 from tutti.comm.shm import native
 from tutti.comm.shm.native import core
 from worlds import run_command

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from whole_numbers import check_same, reduced, whole_numbers
 
+from exact_reductions import check_same, reduced, whole_numbers
 from tutti.comm import shm, symmetric
 from tutti.comm.symmetric.heap_collectives import _stages as stages
 from tutti.world.errors import UsageError

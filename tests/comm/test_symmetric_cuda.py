@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from whole_numbers import check_same, reduced, whole_numbers
 
+from exact_reductions import check_same, reduced, whole_numbers
 from tutti.comm import symmetric
 from tutti.world.errors import RanksDiffer, UsageError
 from worlds import in_world

@@ -11,49 +11,11 @@ from typing import Any
 
 import pytest
 
+from heap_ranks import HEAD, run_ranks
 from tutti.comm.shm import native
 from tutti.comm.symmetric import cpu_heap
 from tutti.world.errors import UsageError
 from worlds import clean_environment
-
-# Ranks without tutti's launcher, which would end the world with its first dead rank.
-HEAD = """
-import os, signal, sys, time, torch, torch.distributed as dist
-from tutti.comm import symmetric
-from tutti.world.errors import UsageError
-rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-
-def caught(act):
-    try:
-        act()
-    except Exception as error:
-        print(type(error).__name__, getattr(error, "rank", "-"), error, flush=True)
-    else:
-        print("nothing raised", flush=True)
-"""
-
-
-def run_ranks(program: str, size: int, folder: Path, timeout: float = 60) -> list[tuple[int, str]]:
-    """Exit code and output of each rank."""
-    (folder / "program.py").write_text(HEAD + program)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, folder / "program.py", str(rank), str(size), folder],
-            env=clean_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [(rank.returncode, out) for rank, out in zip(ranks, outputs, strict=True)]
 
 
 def test_a_peer_that_dies_or_leaves_ends_every_wait(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import signal
 from pathlib import Path
 
-from test_symmetric_faults import run_ranks
+from heap_ranks import run_ranks
 
 HEAD = """
 from tutti.comm.shm.native import core
@@ -43,7 +43,7 @@ assert other.stats()["slots"] == 4
     _, (first, second) = outputs(program, 2, tmp_path, dead=0)
     assert first.startswith("PeerDied 0 rank 0 died while this rank waited for slot 3 of a ring")
     assert second.startswith(
-        "PeerDied 0 rank 0 died while this rank waited for room in a ring of 4"
+        "PeerDied 0 rank 0 died while this rank waited for a free slot in a ring of 4"
     )
 
 

@@ -14,15 +14,14 @@ from typing import Any, NoReturn, Self
 import torch
 
 from tutti.comm.shm import native
+from tutti.comm.shm.native import PeerDied, PeerLeft
 from tutti.comm.symmetric.heap import Heap
-from tutti.comm.symmetric.heap_rendezvous import PeerDied, PeerLeft, Timeout
+from tutti.comm.symmetric.heap_rendezvous import Timeout, lost_peer
 from tutti.comm.symmetric.symmetric_tensor import SymmetricTensor
 from tutti.world.errors import UsageError
 
-FULL = -100
-OVERTAKEN = -101
-BUSY = -1000  # or less: BUSY - the rank that is writing the value
-VERSION_SHIFT = 16
+FULL, OVERTAKEN, VERSION_SHIFT = native.FULL, native.OVERTAKEN, native.VERSION_SHIFT
+BUSY = native.BUSY  # or less: BUSY - the rank that is writing the value
 
 # The core's numbers of the dtypes that can be added atomically.
 ADDABLE = {
@@ -213,7 +212,7 @@ class Structure:
             if value >= at_least:
                 return value
             if end is not None:
-                raise end(source, what)
+                raise lost_peer(end, source, what)
             if remaining <= 0:
                 raise Timeout(
                     f"rank {self.rank} waited {seconds:g} s for {what}: rank {source} is alive, "

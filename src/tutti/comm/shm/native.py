@@ -76,9 +76,13 @@ class ShmTimeout(ShmError, TimeoutError):
 class PeerDied(ShmError):
     """A rank's process has died."""
 
+    rank = -1  # which; -1 where only the text says it
+
 
 class PeerLeft(ShmError):
-    """A rank closed the group while others still waited for it."""
+    """A rank closed the group or heap while others still waited for it."""
+
+    rank = -1  # which; -1 where only the text says it
 
 
 class GroupClosed(ShmError):

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tutti.comm.shm.native import PeerDied, PeerLeft
     from tutti.comm.symmetric.heap import Heap, available
     from tutti.comm.symmetric.heap_collectives import (
         all_gather,
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
         all_reduce_staged,
         reduce_scatter,
     )
-    from tutti.comm.symmetric.heap_rendezvous import PeerDied, PeerLeft, Timeout
+    from tutti.comm.symmetric.heap_rendezvous import Timeout
     from tutti.comm.symmetric.symmetric_tensor import Counters, SymmetricTensor
 
 __all__ = [

@@ -23,9 +23,8 @@ from tutti.comm.shm import native, native_group
 from tutti.comm.symmetric.cpu_collectives import CpuCollectives
 from tutti.comm.symmetric.heap_rendezvous import (
     HeapRendezvous,
-    PeerDied,
-    PeerLeft,
     Timeout,
+    lost_peer,
     refuse_different_calls,
     refuse_different_heaps,
 )
@@ -412,8 +411,8 @@ class ControlPages:
         # Deaths first: a rank may have left because of one.
         for peer in dead:
             if peer not in left:
-                return PeerDied(peer, waiting_for)
-        return PeerLeft(left[0], waiting_for) if left else None
+                return lost_peer(native.PeerDied, peer, waiting_for)
+        return lost_peer(native.PeerLeft, left[0], waiting_for) if left else None
 
     def fall_out_of_step(self, error: BaseException) -> None:
         """Remember that the ranks' arrival counts differ now: no collective can follow."""

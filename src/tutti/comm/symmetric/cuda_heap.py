@@ -23,12 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tutti.comm.shm.native import PeerDied
 from tutti.comm.symmetric import cuda_kernels
 from tutti.comm.symmetric.cuda_collectives import CudaCollectives
 from tutti.comm.symmetric.heap_rendezvous import (
     HeapRendezvous,
-    PeerDied,
     Timeout,
+    lost_peer,
     refuse_different_calls,
     refuse_different_heaps,
 )
@@ -429,7 +430,7 @@ class Words:
         for rank, pid in enumerate(self.pids):
             if pid is not None and not _is_running(pid):
                 self._broken = f"rank {rank} died"
-                raise PeerDied(rank, what)
+                raise lost_peer(PeerDied, rank, what)
         if "all ranks" in what:
             self._broken = f"rank {self._rank} waited {what}"
         raise Timeout(f"rank {self._rank} waited {what}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tutti.comm.shm.native import PeerDied, PeerLeft
 from tutti.machine.environment import boot_id
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.exchange import RanksMissing, gather_json_from_store
@@ -16,23 +17,15 @@ class Timeout(TimeoutError):
     """A wait took longer than its timeout; the message says for whom and how long."""
 
 
-class PeerDied(RuntimeError):
-    """The process of rank `rank` ended while this rank waited for it."""
-
-    def __init__(self, rank: int, waiting_for: str) -> None:
-        super().__init__(f"rank {rank} died while this rank waited for {waiting_for}")
-        self.rank = rank
-
-
-class PeerLeft(RuntimeError):
-    """Rank `rank` closed the heap while this rank waited for it."""
-
-    def __init__(self, rank: int, waiting_for: str) -> None:
-        super().__init__(
-            f"rank {rank} closed the heap while this rank waited for {waiting_for}: "
-            "close it on all ranks together"
-        )
-        self.rank = rank
+def lost_peer(kind: type[PeerDied | PeerLeft], rank: int, waiting_for: str) -> PeerDied | PeerLeft:
+    """The error for a peer that died, or that closed the heap, while this rank waited for it."""
+    died = kind is PeerDied
+    error = kind(
+        f"rank {rank} {'died' if died else 'closed the heap'} while this rank waited for "
+        f"{waiting_for}" + ("" if died else ": close it on all ranks together")
+    )
+    error.rank = rank
+    return error
 
 
 class HeapRendezvous:

@@ -1,4 +1,4 @@
-"""What reductions of symmetric tensors must give, on the CPU and on GPUs."""
+"""Test data whose reductions are exact in every dtype, and the expected results."""
 
 import torch
 
