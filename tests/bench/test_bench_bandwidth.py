@@ -1,4 +1,4 @@
-"""tutti bench bandwidth: rows of every part, data checked, Ctrl-C, flags; on a GPU, copies."""
+"""tutti bench bandwidth: every part is measured and checked; flags, Ctrl-C, copies on a GPU."""
 
 import json
 import signal
@@ -30,15 +30,15 @@ PAIR_KEYS = {
         (["--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], message: str) -> None:
+def test_wrong_flags_give_one_line_before_ranks_start(arguments: list[str], message: str) -> None:
     done = run_command([*TUTTI, *BENCH, *arguments])
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_every_part_is_measured_and_right(tmp_path: Path) -> None:
+def test_every_part_is_measured_and_correct(tmp_path: Path) -> None:
     flags = ["--ranks", 3, "--sizes", "64K", "--budget", "0.01", "--pin", "0/1/0", "--together"]
-    # Of three ranks two are on one CPU here, where shm would wait by spinning.
+    # Two of the three ranks share a CPU, on which shm would spin.
     done = run_tutti(*CPU, *flags, "--backend", "gloo", "--json", tmp_path / "b.json")
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "b.json").read_text())
@@ -61,7 +61,7 @@ def test_every_part_is_measured_and_right(tmp_path: Path) -> None:
     assert "both ways, the sum" in done.stdout
 
 
-def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     flags = ["--ranks", "2", "--sizes", "1M", "--budget", "60", "--json", str(tmp_path / "b.json")]
     process = subprocess.Popen(
         [*TUTTI, *CPU, *flags],
@@ -84,10 +84,10 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     assert f"# stopped: {len(content['pairs'])} pairs were measured" in out
 
 
-# ---- What the parts are made of, in a real world ----
+# ---- Components, in a world of real ranks ----
 
 
-def _written_and_lied(world: Any) -> Any:
+def _all_reduces_and_corrupted_traffic(world: Any) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -99,7 +99,7 @@ def _written_and_lied(world: Any) -> Any:
     )
     from tutti.bench.rank_control import RankControl
 
-    # Three ranks may be more than there are CPUs, and shm would wait by spinning.
+    # With fewer CPUs than ranks, shm would spin.
     group = dist.new_group(backend="gloo")
     wrong = []
     for count in (1, 2, 3, 1000):  # fewer elements than ranks, too
@@ -110,8 +110,8 @@ def _written_and_lied(world: Any) -> Any:
             if not torch.equal(tensor, expected):
                 wrong.append([algorithm.__name__, count])
 
-    class Liar(TrafficMeter):
-        """Rank 1 finds two bytes changed on the way."""
+    class CorruptingMeter(TrafficMeter):
+        """Changes two received bytes on rank 1."""
 
         def _exchange_window(self, *arguments: Any) -> None:
             super()._exchange_window(*arguments)
@@ -121,25 +121,25 @@ def _written_and_lied(world: Any) -> Any:
     def fresh() -> list[Traffic]:
         return [Traffic("one way", ((0, 1),), 4000), Traffic("both ways", ((0, 2), (2, 0)), 4000)]
 
-    honest, lies = fresh(), fresh()
+    honest, corrupted = fresh(), fresh()
     control = RankControl()
     TrafficMeter(group, control, world.device, 0.01).run(honest, lambda line: None)
-    Liar(group, control, world.device, 0.01).run(lies, lambda line: None)
+    CorruptingMeter(group, control, world.device, 0.01).run(corrupted, lambda line: None)
     return {
         "wrong": wrong,
         "honest": [list(each.wrong.values()) for each in honest],
-        "lies": [list(each.wrong.values()) for each in lies],
+        "corrupted": [list(each.wrong.values()) for each in corrupted],
         "samples": [len(each.seconds[each.flows[0]]) for each in honest],
         "seconds": [list(each.seconds.values()) for each in honest],
     }
 
 
-def test_ring_and_tree_are_right_and_damaged_messages_are_counted() -> None:
-    first, *others = in_world(_written_and_lied, 3)
+def test_ring_and_tree_are_correct_and_corrupted_messages_are_counted() -> None:
+    first, *others = in_world(_all_reduces_and_corrupted_traffic, 3)
     assert first["wrong"] == [] and all(each["wrong"] == [] for each in others)
     assert first["honest"] == [[0], [0, 0]] and first["samples"] == [5, 5]
     # two bytes in each of five passes, on the flow to rank 1 alone
-    assert first["lies"] == [[10], [0, 0]]
+    assert first["corrupted"] == [[10], [0, 0]]
     # every rank has the figures of all flows
     assert all(each["seconds"] == first["seconds"] for each in others)
 
@@ -168,7 +168,7 @@ def test_copies_between_host_and_device(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_ranks_that_share_a_gpu_are_measured_and_said_to(tmp_path: Path) -> None:
+def test_ranks_that_share_a_gpu_are_measured_with_a_note(tmp_path: Path) -> None:
     flags = ["--device", "cuda", "--ranks", "2", "--ranks-per-gpu", "2", "--sizes", "1M"]
     done = run_command(
         [*TUTTI, *BENCH, *flags, "--budget", "0.05", "--json", tmp_path / "b.json"],

@@ -1,4 +1,4 @@
-"""Given hosts of which one has a slow link, when all pairs are measured, then it is named alone."""
+"""tutti bench bandwidth over several hosts with one slow link: only that link is named."""
 
 import json
 import sys
@@ -23,15 +23,15 @@ def three_hosts() -> Iterator[Network]:
         yield made
 
 
-def limit(made: Network, host: int, interfaces: Sequence[str]) -> None:
-    """Slow down what the host's interface (eth0) or the other end of its cable (nN) sends."""
+def limit_rate(made: Network, host: int, interfaces: Sequence[str]) -> None:
+    """Limit the rate of the host's interface (eth0) or of its switch port (nN)."""
     for interface in interfaces:
         where = made.hosts[host] if interface == "eth0" else made.hub
         done = where.run(["tc", "qdisc", "add", "dev", interface, "root", *SLOW.split()])
         assert done.returncode == 0, done.stderr
 
 
-def free(made: Network, host: int, interfaces: Sequence[str]) -> None:
+def remove_limit(made: Network, host: int, interfaces: Sequence[str]) -> None:
     for interface in interfaces:
         where = made.hosts[host] if interface == "eth0" else made.hub
         where.run(["tc", "qdisc", "del", "dev", interface, "root"])
@@ -54,13 +54,13 @@ def measured(made: Network, file: Path, *flags: str) -> tuple[int, dict[str, Any
 
 
 @pytest.mark.measured
-def test_the_slow_link_is_named_and_no_other(three_hosts: Network, tmp_path: Path) -> None:
-    # Both directions of n2's cable: four of the six pairs are slow, so most of them.
-    limit(three_hosts, 1, ["eth0", "n2"])
+def test_only_the_slow_link_is_named(three_hosts: Network, tmp_path: Path) -> None:
+    # Both directions of n2's link: four of the six pairs are slow, which is the majority.
+    limit_rate(three_hosts, 1, ["eth0", "n2"])
     try:
         code, content, said = measured(three_hosts, tmp_path / "b.json", "--expect", "catalogue")
     finally:
-        free(three_hosts, 1, ["eth0", "n2"])
+        remove_limit(three_hosts, 1, ["eth0", "n2"])
     (finding,) = content["findings"]
     assert finding["what"] == "the link of host n2, sending and receiving", said
     assert finding["verdict"] == "bad"
@@ -72,7 +72,7 @@ def test_the_slow_link_is_named_and_no_other(three_hosts: Network, tmp_path: Pat
     }  # fmt: skip
     assert {row["class"] for row in content["pairs"]} == {"other host"}
     assert all(row["wrong"] == 0 for row in content["pairs"])
-    # 200 Mbit/s are 0.025 GB/s, less the headers of the packets
+    # 200 Mbit/s are 0.025 GB/s, minus packet headers
     slow = [row["gbs_uni"] for row in content["pairs"] if row["verdict"] == "bad"]
     assert max(slow) < 0.03
     assert "# bad: the link of host n2, sending and receiving: 0.02" in said
@@ -80,14 +80,14 @@ def test_the_slow_link_is_named_and_no_other(three_hosts: Network, tmp_path: Pat
 
 
 @pytest.mark.measured
-def test_one_direction_of_a_link_is_told_from_the_other(
+def test_a_link_that_is_slow_in_one_direction_is_named_with_the_direction(
     three_hosts: Network, tmp_path: Path
 ) -> None:
-    limit(three_hosts, 2, ["n3"])  # what the switch sends to n3
+    limit_rate(three_hosts, 2, ["n3"])  # only the direction from the switch to n3
     try:
         code, content, said = measured(three_hosts, tmp_path / "b.json")
     finally:
-        free(three_hosts, 2, ["n3"])
+        remove_limit(three_hosts, 2, ["n3"])
     assert [each["what"] for each in content["findings"]] == ["the link of host n3, receiving"], (
         said
     )

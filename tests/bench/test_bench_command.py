@@ -1,4 +1,4 @@
-"""tutti bench: flags, tables, files, Ctrl-C."""
+"""tutti bench collectives: wrong flags, table, result files, Ctrl-C, mpirun."""
 
 import csv
 import importlib.util
@@ -36,13 +36,13 @@ SHORT = ["--budget", "0.01", "--backends", "gloo"]
         (["collectives", "--siezs", "4"], "no flag --siezs: did you mean --sizes?"),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], message: str) -> None:
+def test_wrong_flags_give_one_line_before_ranks_start(arguments: list[str], message: str) -> None:
     done = run_command([*TUTTI, "bench", *arguments])
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_what_no_memory_holds_is_refused_before_anything_is_measured() -> None:
+def test_sizes_beyond_host_memory_are_refused_before_measuring() -> None:
     done = run_tutti(*BENCH, *SHORT, "--sizes", "1K,1024G")
     assert done.returncode == 2 and not done.stdout
     assert "--sizes 1024G: 2 ranks on a host need" in done.stderr
@@ -55,14 +55,14 @@ def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
     done = run_tutti(*BENCH, *SHORT, *kinds, "--spread", *files)
     assert done.returncode == 0, done.stderr
     assert "# rank 1: " in done.stdout and "pinned to CPU" in done.stdout
-    assert "out-of-place" in done.stdout and "cv%" in done.stdout
+    assert "out-of-location" in done.stdout and "cv%" in done.stdout
     head = next(line for line in done.stdout.splitlines() if "busbw" in line)
     assert head.split()[1:6] == ["size", "count", "type", "redop", "root"]  # as nccl-tests has them
     assert "# Out of bounds values : 0 OK" in done.stdout
     content = json.loads((tmp_path / "new" / "b.json").read_text())
     assert content["schema"] == "tutti.bench.collectives/1" and content["complete"]
     assert content["environment"]["versions"]["torch"] and "--ops" in content["command"]
-    if len(os.sched_getaffinity(0)) > 1:  # each rank has a core: how far they are apart is told
+    if len(os.sched_getaffinity(0)) > 1:  # every rank has a core of its own
         (trip,) = content["round_trips"]
         assert trip["ranks"] == [0, 1] and trip["before_ns"] > 0 and trip["after_ns"] > 0
         assert "# cores: cache-line round trip between ranks 0 and 1: " in done.stdout
@@ -87,13 +87,13 @@ def test_a_narrow_terminal_gets_short_lines(tmp_path: Path) -> None:
     assert sum(" gloo x2 " in line for line in rows) == 1
 
 
-def test_a_backend_that_is_not_here_is_an_unmet_need() -> None:
+def test_an_unavailable_backend_exits_with_2() -> None:
     done = run_tutti(*BENCH, "--backends", "nccl", "--sizes", "4")
     assert done.returncode == 2 and "nccl: NCCL communicates CUDA tensors only" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["collectives", "symmetric"])
-def test_a_reader_that_leaves_early_costs_no_results(kind: str, tmp_path: Path) -> None:
+def test_a_closed_output_pipe_does_not_stop_the_measurement(kind: str, tmp_path: Path) -> None:
     flags = ["--device", "cpu", "--sizes", "4,1K", "--budget", "0.01"]
     process = subprocess.Popen(
         [*TUTTI, "bench", kind, *flags, "--json", str(tmp_path / "b.json")],
@@ -114,7 +114,7 @@ def test_a_reader_that_leaves_early_costs_no_results(kind: str, tmp_path: Path) 
     assert content["complete"] and content["rows"]
 
 
-def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     sizes = ["--sizes", "4:64M:x2", "--backends", "gloo", "--json", tmp_path / "b.json"]
     command = [str(word) for word in [*TUTTI, *BENCH, *sizes]]
     process = subprocess.Popen(
@@ -145,7 +145,7 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     importlib.util.find_spec("mpi4py") is None or shutil.which("mpirun.openmpi") is None,
     reason="needs mpi4py and Open MPI",
 )
-def test_open_mpi_takes_part_in_every_operation(tmp_path: Path) -> None:
+def test_open_mpi_runs_every_operation(tmp_path: Path) -> None:
     flags = ["--backends", "gloo,mpi", "--ops", "all", "--placement", "both", "--sizes", "4,100K"]
     done = run_command([*TUTTI, *BENCH, *flags, "--budget", "0.01", "--json", tmp_path / "b.json"])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -158,7 +158,7 @@ def test_open_mpi_takes_part_in_every_operation(tmp_path: Path) -> None:
     importlib.util.find_spec("mpi4py") is None or shutil.which("mpirun.openmpi") is None,
     reason="needs mpi4py and Open MPI",
 )
-def test_ctrl_c_under_mpirun_leaves_what_was_measured(tmp_path: Path) -> None:
+def test_ctrl_c_under_mpirun_keeps_what_was_measured(tmp_path: Path) -> None:
     flags = ["--backends", "gloo,mpi", "--json", str(tmp_path / "b.json")]
     process = subprocess.Popen(
         [*TUTTI, *BENCH, *flags],

@@ -1,19 +1,28 @@
-"""--expect is checked before anything is measured: what could never be met is a mistake."""
+"""--expect: invalid expectations are refused before measuring; results are checked against it."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from bench_results import operation, result
 
 from tutti.bench.bandwidth.link_verdicts import VERDICTS
 from tutti.bench.collectives.cases import DTYPES
-from tutti.bench.expectations import ALLOWED_VALUES, FIELDS, read_expectation
+from tutti.bench.expectations import (
+    ALLOWED_VALUES,
+    FIELDS,
+    Expectation,
+    baseline_differences,
+    read_expectation,
+    unmet_expectations,
+)
 from tutti.cli.bench_collectives import Collectives
 from tutti.world.errors import UsageError
 from worlds import TUTTI, run_command, run_tutti
 
-# Who measured at all with this would be at it for hours.
+# A run that measured anything with these flags would take hours.
 LONG = ["--budget", "1000", "--device", "cpu"]
 
 
@@ -47,7 +56,7 @@ LONG = ["--budget", "1000", "--device", "cpu"]
         ("pairs", "speed_up = { min = 1 }", "'speed_up': did you mean speedup?"),
     ],
 )
-def test_a_rule_that_no_row_can_fit_is_refused(
+def test_a_rule_that_can_match_no_row_is_refused(
     tmp_path: Path, bench: str, rule: str, message: str
 ) -> None:
     file = tmp_path / "t.toml"
@@ -61,7 +70,7 @@ def test_a_rule_that_no_row_can_fit_is_refused(
 
 
 @pytest.mark.parametrize("bench", ["collectives", "bandwidth", "pairs"])
-def test_nothing_is_measured_where_expect_is_wrong(bench: str, tmp_path: Path) -> None:
+def test_nothing_is_measured_with_an_invalid_expect(bench: str, tmp_path: Path) -> None:
     file, other = tmp_path / "t.toml", tmp_path / "symmetric.json"
     file.write_text("[[expect]]\nwrogn = { max = 0 }\n")
     other.write_text(json.dumps({"schema": "tutti.bench.symmetric/1", "rows": []}))
@@ -75,7 +84,7 @@ def test_nothing_is_measured_where_expect_is_wrong(bench: str, tmp_path: Path) -
         assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_a_baseline_of_other_flags_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_baseline_without_common_rows_is_refused_before_measuring(tmp_path: Path) -> None:
     bench = ["bench", "collectives", "--backends", "gloo", "--device", "cpu"]
     then = ["--sizes", "1K", "--budget", "0.01", "--json", tmp_path / "then.json"]
     assert run_tutti(*bench, *then).returncode == 0
@@ -95,7 +104,7 @@ def test_a_baseline_of_other_flags_is_told_before_anything_is_measured(tmp_path:
     assert "then.json: it has no row in common with this run" in done.stderr
 
 
-def test_rules_know_what_rows_have(tmp_path: Path) -> None:
+def test_fields_of_rules_are_the_fields_of_rows(tmp_path: Path) -> None:
     file, result = tmp_path / "t.toml", tmp_path / "r.json"
     file.write_text(
         "[[expect]]\nop = 'all_reduce'\nbytes = { max = '1K' }\nwrong = { max = 0 }\n"
@@ -119,7 +128,7 @@ def test_rules_know_what_rows_have(tmp_path: Path) -> None:
     assert {_flat(row) for row in rows} == {frozenset(FIELDS["pairs"]["rows"])}
 
 
-def test_rules_know_the_words_that_flags_take() -> None:
+def test_allowed_values_are_those_of_the_flags() -> None:
     words, flags = ALLOWED_VALUES["collectives"], get_type_hints(Collectives)
     assert [*words["dtype"]] == [*get_args(flags["dtype"])] and {*words["dtype"]} <= {*DTYPES}
     assert {*words["timing"]} == {*get_args(flags["timing"])} - {"both"}
@@ -131,3 +140,78 @@ def _flat(row: dict[str, Any]) -> frozenset[str]:
     for name, value in row.items():
         names += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) else [name]
     return frozenset(names)
+
+
+# ---- --expect ----
+
+
+def thresholds(tmp_path: Path, text: str) -> Expectation:
+    (tmp_path / "t.toml").write_text(text)
+    return read_expectation(str(tmp_path / "t.toml"), "collectives")
+
+
+MEASURED = result("collectives", rows=[operation(1 << 20, 100.0), operation(1 << 26, 1000.0)])
+
+
+def test_thresholds_apply_to_the_rows_they_select(tmp_path: Path) -> None:
+    rule = '[[expect]]\nop = "all_reduce"\nbytes = "64M"\n'
+    assert (
+        unmet_expectations(MEASURED, thresholds(tmp_path, rule + "busbw_gbs = { min = 60 }")) == []
+    )
+    (miss,) = unmet_expectations(
+        MEASURED, thresholds(tmp_path, rule + '"time_us.p50" = { max = 900 }')
+    )
+    assert str(miss) == (
+        "op all_reduce, backend nccl, bytes 67108864: time_us.p50 is 1000, "
+        "expected time_us.p50 at most 900"
+    )
+    every = '[[expect]]\nbackend = ["nccl", "gloo"]\nbytes = { min = "1M" }\nwrong = { max = 0 }'
+    assert unmet_expectations(MEASURED, thresholds(tmp_path, every)) == []
+    (miss,) = unmet_expectations(MEASURED, thresholds(tmp_path, every.replace("nccl", "mpi")))
+    assert "nothing was checked" in str(miss)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("expect = 3", r"a list of \[\[expect\]\] tables"),
+        ('[[expect]]\nop = "all_reduce"', "rule 1: it has no bound"),
+        ("[[expect]]\nbusbw_gbs = { least = 3 }", "a bound has min, max or both"),
+        ("[[expect", "not TOML"),
+    ],
+)
+def test_an_invalid_file_of_thresholds_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        thresholds(tmp_path, text)
+
+
+def test_a_baseline_allows_for_its_spread(tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text(json.dumps(MEASURED))
+    source = read_expectation(str(tmp_path / "b.json"), "collectives")
+    slower = result("collectives", rows=[operation(1 << 20, 103.0), operation(1 << 26, 1500.0)])
+    assert (
+        unmet_expectations(MEASURED, source) == [] and baseline_differences(MEASURED, source) == []
+    )
+    (miss,) = unmet_expectations(slower, source)
+    assert "bytes 67108864" in miss.what and miss.expected == "1000 within 6 %"
+    with pytest.raises(UsageError, match="it has no row in common with this run"):
+        unmet_expectations(result("collectives", rows=[operation(8, 1.0)]), source)
+
+
+def test_the_catalogue_checks_only_figures_it_has() -> None:
+    on_gpus = [{"device": f"cuda:{n}", "node": 0, "ranks_on_device": 1} for n in range(8)]
+    known = copy.deepcopy(MEASURED)
+    known["world"]["ranks"] = on_gpus
+    known["environment"]["gpus"] = [{"name": "NVIDIA H200"}] * 8
+    known["rows"] = [operation(1 << 28, 700.0, busbw_gbs=400.0)]
+    assert unmet_expectations(known, Expectation("catalogue")) == []
+    known["rows"] = [operation(1 << 28, 700.0, busbw_gbs=300.0), operation(8, 1.0, busbw_gbs=0.1)]
+    (miss,) = unmet_expectations(known, Expectation("catalogue"))
+    assert miss.observed == "busbw is 300 GB/s" and "0.8 × 432 GB/s (Azure" in miss.expected
+    for change in ({"node": 1}, {"ranks_on_device": 2}):
+        other = copy.deepcopy(known)
+        other["world"]["ranks"][7] |= change
+        with pytest.raises(UsageError, match="has no figure for this run"):
+            unmet_expectations(other, Expectation("catalogue"))
+    with pytest.raises(UsageError, match="on this machine: give an earlier result"):
+        unmet_expectations(MEASURED, Expectation("catalogue"))

@@ -1,4 +1,4 @@
-"""tutti bench pairs: both sides in turns, results compared; what is not here is said to be so."""
+"""tutti bench pairs: sides alternate, results are compared, unmet requirements are reported."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ ON_CPU = {
 }
 
 OWN = '''
-"""Pairs that show what the harness sees."""
+"""Pairs that exercise the harness."""
 import torch
 import torch.distributed as dist
 from tutti.bench.pairs import Pair, Setting, Unsupported
@@ -32,7 +32,7 @@ turns = []
 def takes_turns(setting: Setting) -> Pair:
     """in turns → in turns
 
-    And more that nobody needs in a list.
+    Further lines are not listed.
     """
     def side(name):
         turns.append(name)
@@ -44,7 +44,7 @@ def shows_turns(setting):
     return Pair(lambda: 0, lambda: 0, reason="".join(turns))
 
 def differs(setting):
-    # Only on one rank: all must know.
+    # Different on one rank only.
     wrong = torch.ones(4)
     wrong[2] += 0.25 * (setting.world.rank == 1)
     return Pair(lambda: {"a": torch.ones(4)}, lambda: {"a": wrong}, tolerance=0.1)
@@ -78,7 +78,7 @@ PAIRS += [fails, returns_nothing, needs_more]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """All pairs that come with tutti and those above, in one world."""
+    """All built-in pairs and those above, measured in one world."""
     folder = tmp_path_factory.mktemp("pairs")
     (folder / "own.py").write_text(OWN)
     own = "takes-turns,shows-turns,differs,near-enough,wrong-later,fails,returns-nothing,needs-more"
@@ -100,13 +100,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         (["--budget", "-1"], "--budget -1.0: give seconds above 0"),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], message: str) -> None:
+def test_wrong_flags_give_one_line_before_ranks_start(arguments: list[str], message: str) -> None:
     done = run_command([*TUTTI, *PAIRS, *arguments])
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_a_list_names_what_comes_with_tutti_or_what_is_in_a_file(tmp_path: Path) -> None:
+def test_list_shows_the_builtin_pairs_or_those_of_a_file(tmp_path: Path) -> None:
     done = run_command([*TUTTI, *PAIRS, "--list"])
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(BUILTIN_PAIRS)
     assert len(BUILTIN_PAIRS) == 12 and done.stdout.count("→") == 12
@@ -118,7 +118,7 @@ def test_a_list_names_what_comes_with_tutti_or_what_is_in_a_file(tmp_path: Path)
     assert done.returncode == 2 and "it must define PAIRS = [function, …]" in done.stderr
 
 
-def test_every_shipped_pair_gives_equal_results_or_says_what_it_lacks(measured: Any) -> None:
+def test_every_builtin_pair_gives_equal_results_or_the_reason_it_is_skipped(measured: Any) -> None:
     content, rows = measured["content"], measured["rows"]
     assert content, measured["done"].stdout + measured["done"].stderr
     assert content["schema"] == "tutti.bench.pairs/1" and content["complete"]
@@ -134,26 +134,26 @@ def test_every_shipped_pair_gives_equal_results_or_says_what_it_lacks(measured: 
             assert row["baseline_ms"] > 0 and row["optimized_ms"] > 0
             assert row["spread"]["p25"] <= row["speedup"] <= row["spread"]["p75"]
     for name in ("overlap", "grouped", "buckets", "from-scratch", "shm", "symmetric"):
-        assert rows[name]["check"] == "equal"  # to the bit, with two ranks
+        assert rows[name]["check"] == "equal"  # bit by bit, with two ranks
 
 
-def test_sides_take_turns_and_who_begins_changes(measured: Any) -> None:
+def test_sides_alternate_and_the_first_side_changes(measured: Any) -> None:
     order = measured["rows"]["shows-turns"]["note"]
-    # One call each for the check, one to know how long it takes; then six rounds, and the check.
+    # One call each for the check and for the estimate of its time; then six rounds; then the check.
     assert order.startswith("bobo") and order.endswith("bo")
     turns = [side for side, before in zip(order, " " + order, strict=False) if side != before]
-    # b o | o b | b o … : where a round ends and the next begins, the same side goes on. So it does
-    # from the last round, which ends with b, to the check.
+    # b o | o b | b o …: the side that ends a round begins the next one, and the side that ends
+    # the last round begins the check.
     assert len(turns) == 4 + 7 + 1 and measured["rows"]["takes-turns"]["rounds"] == 6
 
 
-def test_what_differs_on_any_rank_is_named_and_fails_the_run(measured: Any) -> None:
+def test_a_difference_on_any_rank_is_reported_and_fails_the_run(measured: Any) -> None:
     done, rows = measured["done"], measured["rows"]
     assert done.returncode == 1
     assert rows["differs"]["check"] == "different: 0.25, allowed is 0.1"
-    assert rows["differs"]["speedup"] is None  # what computes something else is not compared
+    assert rows["differs"]["speedup"] is None  # no speed-up of a side that computes something else
     assert rows["near-enough"]["check"] == "within 0.1: 0.05"
-    assert rows["wrong-later"]["check"] == "different: 1, allowed is 0"  # seen after the timing
+    assert rows["wrong-later"]["check"] == "different: 1, allowed is 0"  # by the second check
     assert rows["fails"]["check"] == "failed: RuntimeError: it broke"
     assert "return tensors or numbers" in rows["returns-nothing"]["check"]
     assert rows["needs-more"]["check"] == "skipped: only rank 0 has it"
@@ -172,11 +172,11 @@ def test_what_differs_on_any_rank_is_named_and_fails_the_run(measured: Any) -> N
         (torch.empty(0), torch.empty(0), 0.0),
     ],
 )
-def test_how_far_results_are_apart(one: Any, other: Any, apart: float) -> None:
+def test_relative_difference_of_results(one: Any, other: Any, apart: float) -> None:
     assert difference(snapshot(one), snapshot(other)) == apart
 
 
-def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from tutti.bench.pairs import Pair\n"
         "import time\n"
@@ -198,7 +198,7 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     lines = []
     while not lines or lines[-1].startswith("#"):
         lines.append(process.stdout.readline())
-        assert lines[-1], "it ended before it was interrupted"
+        assert lines[-1], "ended before it was interrupted"
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
@@ -208,7 +208,7 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_pairs_of_a_gpu_give_equal_results(tmp_path: Path) -> None:
+def test_gpu_pairs_give_equal_results(tmp_path: Path) -> None:
     flags = ["--device", "cuda", "--ranks", "2", "--ranks-per-gpu", "2", "--quick"]
     done = run_command(
         [*TUTTI, *PAIRS, *flags, "--budget", "1", "--json", tmp_path / "p.json"],

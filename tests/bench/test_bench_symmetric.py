@@ -1,4 +1,4 @@
-"""tutti bench symmetric: every row is there, right, and in the JSON; Ctrl-C leaves a part."""
+"""tutti bench symmetric: every row is measured and correct; Ctrl-C keeps what was measured."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ _NAMES = {
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_row_is_measured_and_right(tmp_path: Path, ranks: int) -> None:
+def test_every_row_is_measured_and_correct(tmp_path: Path, ranks: int) -> None:
     flags = ["--ranks", str(ranks), "--budget", "0.01", "--sizes", "4,10K"]
     done = run_tutti(*BENCH, *flags, "--json", tmp_path / "s.json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -35,12 +35,12 @@ def test_every_row_is_measured_and_right(tmp_path: Path, ranks: int) -> None:
     assert compared == {"gloo", "shm", "symmetric", "one-shot", "two-shot", "ring"}
 
 
-def test_one_rank_has_no_peer() -> None:
+def test_one_rank_is_refused() -> None:
     done = run_tutti(*BENCH, "--ranks", "1")
     assert done.returncode == 2 and "--ranks 1: one-sided memory needs a peer" in done.stderr
 
 
-def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*TUTTI, *BENCH, "--budget", "30", "--json", str(tmp_path / "s.json")],
         env=clean_environment(),
@@ -51,7 +51,7 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
         start_new_session=True,
     )
     assert process.stdout is not None
-    for _ in range(4):  # the head is printed, the probes are running
+    for _ in range(4):  # the header is printed, the probes are running
         assert process.stdout.readline().startswith("#")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=90)

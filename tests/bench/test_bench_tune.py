@@ -1,4 +1,4 @@
-"""tutti bench tune: crossovers from measurements, the table that tutti.comm reads."""
+"""tutti bench tune: the fastest path by size, and the table that tutti.comm reads."""
 
 import json
 from itertools import pairwise
@@ -14,7 +14,7 @@ NCCL, ONE_SHOT = "nccl", "symmetric one-shot"
 
 
 def _measured(times: dict[int, tuple[float | None, float | None]]) -> list[Measured]:
-    """All-reduces of some sizes: what NCCL took, and what the one-shot kernels took."""
+    """{size: (time of NCCL, time of the one-shot kernels)} as measurements of all_reduce."""
     return [
         Measured("all_reduce", "cuda", path, size, each)
         for size, both in times.items()
@@ -23,7 +23,7 @@ def _measured(times: dict[int, tuple[float | None, float | None]]) -> list[Measu
     ]
 
 
-def test_where_a_group_has_one_path_nothing_is_measured_or_written(tmp_path: Path) -> None:
+def test_a_group_with_one_path_is_not_measured(tmp_path: Path) -> None:
     flags = ["--device", "cpu", "--ranks", "2", "--json", tmp_path / "t.json"]
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = run_tutti("bench", "tune", *flags, env=cache)
@@ -35,8 +35,8 @@ def test_where_a_group_has_one_path_nothing_is_measured_or_written(tmp_path: Pat
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_crossover_is_one_whatever_the_noise_around_it() -> None:
-    # In the middle each is ahead by turns, by less than a change of path is worth.
+def test_noise_around_a_crossover_gives_a_single_change_of_path() -> None:
+    # At the middle sizes the faster path alternates, by less than a change must gain.
     noisy = {
         1024: (12.0, 5.0), 2048: (12.0, 6.0), 4096: (12.0, 12.2), 8192: (13.0, 12.8),
         16384: (13.1, 13.3), 32768: (14.0, 20.0), 65536: (16.0, 38.0),
@@ -46,7 +46,7 @@ def test_a_crossover_is_one_whatever_the_noise_around_it() -> None:
     assert sum(one != other for one, other in pairwise(paths)) == 1
 
 
-def test_a_change_that_pays_is_kept_and_one_that_does_not_is_not() -> None:
+def test_a_change_of_path_must_gain_enough() -> None:
     slower_once = {1: (10.0, 20.0), 2: (10.3, 10.0), 4: (10.0, 20.0)}
     assert [each.path for each in smooth_choice(_measured(slower_once))] == [NCCL] * 3
     much_slower_once = {1: (10.0, 20.0), 2: (15.0, 10.0), 4: (10.0, 20.0)}
@@ -57,12 +57,12 @@ def test_a_change_that_pays_is_kept_and_one_that_does_not_is_not() -> None:
     ]
 
 
-def test_a_path_that_ends_hands_over() -> None:
+def test_a_path_with_a_size_limit_is_left_at_its_limit() -> None:
     ends = {1024: (12.0, 5.0), 2048: (12.0, 6.0), 4096: (12.0, None)}
     assert [each.path for each in smooth_choice(_measured(ends))] == [ONE_SHOT, ONE_SHOT, NCCL]
 
 
-def test_comm_goes_by_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comm_uses_the_saved_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     times = {1024: (12.0, 5.0), 65536: (14.0, 9.0), 1 << 20: (20.0, 60.0)}
     written = save(fastest(smooth_choice(_measured(times)), ranks=4, dtype="float32"))
@@ -73,7 +73,7 @@ def test_comm_goes_by_what_was_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert choose("all_reduce", 1 << 20, "cuda", both, table).path == NCCL
 
 
-def test_only_single_calls_in_their_own_place_with_right_results_count() -> None:
+def test_only_correct_back_to_back_calls_in_native_placement_count() -> None:
     good = {
         "op": "all_reduce", "backend": "nccl", "bytes": 1024, "timing": "back-to-back",
         "placement": "in", "wrong": 0, "time_us": {"p50": 12.0},
@@ -90,7 +90,7 @@ def test_only_single_calls_in_their_own_place_with_right_results_count() -> None
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_paths_are_measured_and_the_table_is_shown(tmp_path: Path) -> None:
+def test_paths_on_a_gpu_are_measured_and_saved(tmp_path: Path) -> None:
     flags = ["--device", "cuda", "--ranks", "2", "--ranks-per-gpu", "2", "--sizes", "1K,64K,2M"]
     done = run_command(
         [*TUTTI, "bench", "tune", *flags, "--budget", "0.05", "--json", tmp_path / "t.json"],

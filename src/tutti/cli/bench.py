@@ -5,9 +5,12 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
 
 from tutti.bench.expectations import (
     AllowedValues,
@@ -73,24 +76,20 @@ def main(arguments: list[str]) -> int:
 # ---- Ranks ----
 
 
-class RankOptions(Protocol):
-    """The flags about ranks that every measuring kind has."""
+@dataclass(frozen=True)
+class RankFlags:
+    """The flags that every measuring kind has."""
 
-    @property
-    def ranks(self) -> int | None:
-        """--ranks."""
-
-    @property
-    def device(self) -> str:
-        """--device."""
-
-    @property
-    def ranks_per_gpu(self) -> int:
-        """--ranks-per-gpu."""
-
-    @property
-    def start_timeout(self) -> float | None:
-        """--start-timeout."""
+    ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
+    """Local ranks to start, unless a launcher already did (default: one per GPU, or 2)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of tensors."""
+    ranks_per_gpu: int = 1
+    """Ranks that may share one GPU."""
+    start_timeout: float | None = None
+    """Seconds for all ranks to arrive (default 300)."""
+    json: Path | None = None
+    """Also write the results, with environment and command, to this file."""
 
 
 def is_rank() -> bool:
@@ -98,7 +97,7 @@ def is_rank() -> bool:
     return identify(os.environ).launcher != "python"
 
 
-def default_ranks(options: RankOptions) -> int:
+def default_ranks(options: RankFlags) -> int:
     """--ranks, else one rank per GPU (times --ranks-per-gpu), at least 2."""
     if options.ranks is not None:
         return options.ranks
@@ -107,7 +106,7 @@ def default_ranks(options: RankOptions) -> int:
 
 
 def start_ranks(
-    kind: str, arguments: Sequence[str], options: RankOptions, ranks: int | None = None
+    kind: str, arguments: Sequence[str], options: RankFlags, ranks: int | None = None
 ) -> int:
     """Run `tutti bench KIND` again in local ranks; returns the exit code."""
     return LocalWorld(
@@ -122,7 +121,7 @@ def start_ranks(
 
 
 @contextmanager
-def open_world(options: RankOptions, backend: str | None = None) -> "Iterator[World]":
+def open_world(options: RankFlags, backend: str | None = None) -> "Iterator[World]":
     """Join the world as the flags say."""
     from tutti.world.world import init
 

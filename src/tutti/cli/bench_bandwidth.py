@@ -2,10 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.bench.bandwidth import PARTS
 from tutti.bench.expectations import Expectation
@@ -26,7 +23,7 @@ _SCHEMA = "tutti.bench.bandwidth/1"
 
 
 @dataclass(frozen=True)
-class Bandwidth:
+class Bandwidth(bench.RankFlags):
     """Measure the links between ranks and mark slow ones: tutti bench bandwidth --ranks 4
 
     Measures every pair of ranks one way and both ways, one pair at a time; one rank to all others;
@@ -36,16 +33,10 @@ class Bandwidth:
     checked. Ctrl-C keeps what was measured.
     """
 
-    ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Local ranks to start, unless a launcher already did (default: one per GPU, or 2)."""
     sizes: str | None = None
     """Bytes per message: 16M or 64K,16M or 64K:16M:x16 (default 16M, on CUDA 256M)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of tensors."""
     backend: Literal["shm", "gloo", "nccl"] | None = None
     """Backend of messages (default shm, which is gloo between hosts; on CUDA nccl)."""
-    ranks_per_gpu: int = 1
-    """Ranks that may share one GPU."""
     only: str | None = None
     """Comma-separated parts to measure: pairs, one_to_all, all_to_all, ring_vs_tree, copies
     (default: all that apply)."""
@@ -60,10 +51,6 @@ class Bandwidth:
     expect: str | None = None
     """Exit with 1 if results miss an expectation: catalogue, an earlier JSON of this bench, or a
     TOML file of thresholds."""
-    json: Path | None = None
-    """Also write pairs, verdicts, environment and command to this file."""
-    start_timeout: float | None = None
-    """Seconds for all ranks to arrive (default 300)."""
 
 
 def main(arguments: list[str]) -> int:

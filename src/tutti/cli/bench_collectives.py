@@ -4,9 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.bench.collectives import BACKENDS
 from tutti.bench.collectives.nccl_tests_table import CollectivesTable
@@ -29,7 +27,7 @@ _SCHEMA = "tutti.bench.collectives/1"
 
 
 @dataclass(frozen=True)
-class Collectives:
+class Collectives(bench.RankFlags):
     """Measure collectives, all backends in turns in one run: tutti bench collectives --ranks 2
 
     Columns and formulas are those of nccl-tests; time is the p50 over calls, each on its slowest
@@ -45,12 +43,6 @@ class Collectives:
     """gloo, shm, symmetric (shm on symmetric tensors; on CUDA tutti's own kernels), one-shot,
     two-shot, ring (algorithms on symmetric tensors), staged (through a symmetric buffer), mpi,
     nccl. Ratios are against the first. Default: gloo,shm, on CUDA nccl,symmetric."""
-    ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Local ranks to start, unless a launcher already did (default: one per GPU, or 2)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of tensors."""
-    ranks_per_gpu: int = 1
-    """Ranks that may share one GPU."""
     dtype: Literal[
         "float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"
     ] = "float32"
@@ -75,15 +67,11 @@ class Collectives:
     expect: str | None = None
     """Exit with 1 if results miss an expectation: catalogue, an earlier JSON of this bench, or a
     TOML file of thresholds."""
-    json: Path | None = None
-    """Also write rows, environment and command to this file."""
     csv: Path | None = None
     """Also write the rows to this file as CSV."""
     save_paths: bool = False
     """Save the fastest backend per size for this machine: tutti.comm chooses by it if a group has
     several paths (all_reduce on CUDA), and comm.explain shows it."""
-    start_timeout: float | None = None
-    """Seconds for all ranks to arrive (default 300)."""
 
 
 def main(arguments: list[str]) -> int:

@@ -4,9 +4,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.bench.expectations import Expectation
 from tutti.bench.pairs import BUILTIN_PAIRS, PairEntry, Setting, select_pairs
@@ -27,7 +25,7 @@ _NAME_WIDTH = max(map(len, BUILTIN_PAIRS))
 
 
 @dataclass(frozen=True)
-class Pairs:
+class Pairs(bench.RankFlags):
     """Measure techniques against their baselines: tutti bench pairs --ranks 2
 
     Both sides of a pair do the same work in turns in one process group, and their results are
@@ -42,15 +40,9 @@ class Pairs:
     """Comma-separated names of pairs (default: all, or all of --file)."""
     file: Path | None = None
     """A Python file with pairs of your own: PAIRS = [function, …]."""
-    ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Local ranks to start, unless a launcher already did (default: one per GPU, or 2)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of tensors."""
     backend: Literal["auto", "gloo", "shm", "nccl"] = "auto"
     """Backend of pairs that do not compare backends (auto: nccl on CUDA; gloo on the CPU, where its
     messages cost about as much as those of a network)."""
-    ranks_per_gpu: int = 1
-    """Ranks that may share one GPU."""
     rounds: int = 20
     """Rounds of both sides; fewer (at least 6) if --budget is short."""
     budget: float = 20.0
@@ -62,10 +54,6 @@ class Pairs:
     expect: str | None = None
     """Exit with 1 if results miss an expectation: an earlier JSON of this bench, or a TOML file of
     thresholds."""
-    json: Path | None = None
-    """Also write rows, environment and command to this file."""
-    start_timeout: float | None = None
-    """Seconds for all ranks to arrive (default 300)."""
 
 
 def main(arguments: list[str]) -> int:

@@ -2,8 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -22,7 +21,7 @@ _FULL_WIDTH = 86
 
 
 @dataclass(frozen=True)
-class Symmetric:
+class Symmetric(bench.RankFlags):
     """Measure symmetric memory: tutti bench symmetric --ranks 2
 
     Latencies are of calls from Python, p50 and p99 over interleaved rounds. One way is half of a
@@ -30,22 +29,14 @@ class Symmetric:
     checked. Ctrl-C keeps what was measured.
     """
 
+    ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = 2
+    """Local ranks to start, unless a launcher already did."""
     sizes: str = "1K,64K,1M,16M"
     """Bytes of the compared all-reduces: 1K,64K or 1K:64M:x4."""
-    ranks: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 2
-    """Local ranks to start, unless a launcher already did."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the memory."""
-    ranks_per_gpu: int = 1
-    """Ranks that may share one GPU."""
     budget: float = 0.2
     """Seconds for each row."""
     pin: bool = True
     """Pin every rank to CPUs of its own."""
-    json: Path | None = None
-    """Also write rows, environment and command to this file."""
-    start_timeout: float | None = None
-    """Seconds for all ranks to arrive (default 300)."""
 
 
 def main(arguments: list[str]) -> int:
@@ -56,7 +47,7 @@ def main(arguments: list[str]) -> int:
     check_writable("--json", options.json)
     if bench.is_rank():
         return _measure(options, sizes)
-    if options.ranks < 2:
+    if options.ranks is not None and options.ranks < 2:
         raise UsageError(f"--ranks {options.ranks}: one-sided memory needs a peer, use 2")
     return bench.start_ranks("symmetric", arguments, options)
 

@@ -1,10 +1,7 @@
 """tutti bench tune: measure the fastest path by message size, and save the table for tutti.comm."""
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.cli import bench
 from tutti.cli.flags import parse
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Tune:
+class Tune(bench.RankFlags):
     """Measure which path is fastest at which size, and save the table: tutti bench tune
 
     tutti.comm reads the table: if a group has several paths (today all_reduce on CUDA, by NCCL or
@@ -30,12 +27,6 @@ class Tune:
 
     sizes: str = "1K:8M:x2"
     """Bytes: 1K,64K or a range 1K:8M:x2. K, M, G are binary."""
-    ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Local ranks to start, unless a launcher already did (default: one per GPU, or 2)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of tensors."""
-    ranks_per_gpu: int = 1
-    """Ranks that may share one GPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the elements."""
     budget: float = 0.5
@@ -44,10 +35,6 @@ class Tune:
     """Print the table, and write nothing."""
     pin: bool = True
     """Pin every rank to CPUs of its own."""
-    json: Path | None = None
-    """Also write rows, table, environment and command to this file."""
-    start_timeout: float | None = None
-    """Seconds for all ranks to arrive (default 300)."""
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""tutti bench that is ended before its time: what it leaves, and that it leaves at once."""
+"""Interrupted benches: ranks end at once, and result files keep what was measured."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 
 from worlds import TUTTI, clean_environment
 
-# A rank that is importing torch when Ctrl-C comes; rank 0's import swallows it, as torch's may.
+# Ctrl-C arrives while ranks import torch; the import of rank 0 swallows KeyboardInterrupt.
 _SWALLOWS = """
 import os, sys, time
 from pathlib import Path
@@ -36,7 +36,7 @@ sys.meta_path.insert(0, Slow())
 
 @contextmanager
 def started(*words: str | Path, **env: str) -> Iterator["subprocess.Popen[str]"]:
-    """A bench in a session of its own; nothing of it is left when the block is."""
+    """A bench in its own session; killed at the end of the block."""
     process = subprocess.Popen(
         [str(word) for word in [*TUTTI, "bench", *words]],
         env=clean_environment() | env,
@@ -50,7 +50,7 @@ def started(*words: str | Path, **env: str) -> Iterator["subprocess.Popen[str]"]
         yield process
     finally:
         if process.poll() is None:
-            process.kill()  # its ranks go with it
+            process.kill()  # its ranks end with it
         process.communicate()
 
 
@@ -62,7 +62,7 @@ def wait_for(files: list[Path], process: "subprocess.Popen[str]") -> None:
         time.sleep(0.02)
 
 
-def test_ctrl_c_ends_ranks_that_are_still_starting_though_an_import_swallows_it(
+def test_ctrl_c_ends_starting_ranks_even_if_an_import_swallows_it(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(_SWALLOWS)
@@ -70,13 +70,13 @@ def test_ctrl_c_ends_ranks_that_are_still_starting_though_an_import_swallows_it(
     with started("collectives", "-n", "2", "--device", "cpu", PYTHONPATH=path) as process:
         wait_for([tmp_path / "importing0", tmp_path / "importing1"], process)
         os.killpg(process.pid, signal.SIGINT)
-        # Rank 0 would wait for rank 1 at the roll call, until the 30 s of grace are over.
+        # If rank 0 had gone on, it would wait for rank 1 until the 30 s of grace are over.
         _, err = process.communicate(timeout=15)
     assert process.returncode == 130
     assert "stopped by SIGINT: all 2 ranks have ended" in err
 
 
-# Each takes long enough after its first row to be killed in the midst of it.
+# Each runs long enough after its first row to be killed while it measures.
 _LONG = {
     "collectives": ["--sizes", "4:64M:x2", "--backends", "gloo"],
     "bandwidth": ["--sizes", "64K", "--only", "pairs", "--budget", "2", "--backend", "gloo"],
@@ -88,11 +88,11 @@ _LONG = {
 @pytest.mark.parametrize(
     ("bench", "victim"), [(bench, "parent") for bench in _LONG] + [("collectives", "rank 1")]
 )
-def test_kill_9_leaves_what_was_measured(bench: str, victim: str, tmp_path: Path) -> None:
+def test_sigkill_keeps_what_was_measured(bench: str, victim: str, tmp_path: Path) -> None:
     file, table = tmp_path / "b.json", tmp_path / "b.csv"
     flags = ["-n", "2", "--device", "cpu", *_LONG[bench], "--json", str(file)]
     flags += ["--csv", str(table)] if bench == "collectives" else []
-    # Who is killed cannot take its scratch directory away.
+    # A killed process cannot remove its scratch directory.
     with started(bench, *flags, TMPDIR=str(tmp_path)) as process:
         wait_for([file], process)
         ranks = psutil.Process(process.pid).children()
@@ -107,4 +107,6 @@ def test_kill_9_leaves_what_was_measured(bench: str, victim: str, tmp_path: Path
     assert content["schema"] == f"tutti.bench.{bench}/1" and content["environment"]
     assert all(row.get("wrong", 0) == 0 for row in rows)
     if bench == "collectives":
-        assert len(table.read_text().splitlines()) >= 1 + len(rows)  # a head; it is written first
+        assert len(table.read_text().splitlines()) >= 1 + len(
+            rows
+        )  # with a header; the CSV is written before the JSON
