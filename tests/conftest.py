@@ -1,4 +1,4 @@
-"""Nothing may leak: every test is checked for processes, shared memory and scratch it left."""
+"""Every test is checked for leaked processes, shared memory and temporary folders."""
 
 import contextlib
 import ctypes
@@ -17,55 +17,55 @@ from worlds import standing_processes
 
 pytest_plugins = ["measured"]
 
-# A process whose parent has died comes to us instead of to init, so that no leaked one is missed.
+# Orphaned processes become children of this process, not of init, so that leaks are found.
 _PR_SET_CHILD_SUBREAPER = 36
 ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
-# A shell's background job ignores Ctrl-C, and so would all ranks, to whom the tests send it.
+# A background job of a shell ignores SIGINT, and so would the ranks to which tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# For torch's threads, here and in all ranks: those that wait sleep, and leave the cores to others.
+# Waiting threads of torch, here and in all ranks, sleep instead of spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Properties are searched without a clock: how long an example takes says nothing of it.
+# No deadline for examples of property tests: their time is not what is tested.
 settings.register_profile("no clock", deadline=None)
 settings.load_profile("no clock")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def scratch_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    # Temporary files of this session only: other sessions on this machine have theirs.
+def temporary_folder_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # A temporary folder per session: several test sessions may run on one machine.
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("scratch"))
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    before = _leavings()
+def check_for_leaks() -> Iterator[None]:
+    before = _resources()
     yield
     deadline = time.monotonic() + 5  # killed processes take a moment to be reaped
-    while (left := _leavings() - before) and time.monotonic() < deadline:
-        _bury_orphans()
+    while (left := _resources() - before) and time.monotonic() < deadline:
+        _reap_orphans()
         time.sleep(0.05)
     assert not left, f"the test left behind: {sorted(left)}"
 
 
-def _bury_orphans() -> None:
-    """Wait for dead processes that came to us when their parents died: nobody else will."""
+def _reap_orphans() -> None:
+    """Wait for ended processes whose parents ended earlier."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
             if child.status() == psutil.STATUS_ZOMBIE:
                 os.waitpid(child.pid, os.WNOHANG)
 
 
-def _leavings() -> set[str]:
+def _resources() -> set[str]:
     processes = {
         f"process {child.pid} {child.name()}"
         for child in psutil.Process().children(recursive=True)
         if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
         if child.pid not in standing_processes()
     }
-    # By name: other programs on this machine may use shared memory, too.
-    shared = {str(path) for path in Path("/dev/shm").glob("*tutti*")}
-    scratch = {str(path) for path in Path(tempfile.gettempdir()).glob("tutti-run-*")}
-    return processes | shared | scratch
+    # By name: other programs use shared memory too.
+    shared_memory = {str(path) for path in Path("/dev/shm").glob("*tutti*")}
+    folders = {str(path) for path in Path(tempfile.gettempdir()).glob("tutti-run-*")}
+    return processes | shared_memory | folders

@@ -1,6 +1,6 @@
-"""Ranks that are not started by tutti: forked from one process that has imported torch once.
+"""Ranks without tutti.init(), forked from one process that has imported torch.
 
-For tests of what a plain script sees, and of ranks that are killed, which a tutti world would end.
+For tests of plain torch scripts, and of ranks that are killed: a tutti world would end the others.
 """
 
 import importlib.util
@@ -53,7 +53,7 @@ def _start(source: str, name: str, count: str, backend: str, arguments: str, fol
     for rank in range(int(count)):
         child = os.fork()
         if child == 0:
-            _be_a_rank(getattr(module, name), rank, int(count), backend, arguments, folder)
+            _run_rank(getattr(module, name), rank, int(count), backend, arguments, folder)
         children.append(child)
     for rank, child in enumerate(children):
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -62,7 +62,7 @@ def _start(source: str, name: str, count: str, backend: str, arguments: str, fol
             result.write_text(json.dumps({"exit": status}))
 
 
-def _be_a_rank(
+def _run_rank(
     function: Callable[..., Any], rank: int, size: int, backend: str, arguments: str, folder: str
 ) -> None:
     status = 1

@@ -111,7 +111,7 @@ class Host:
         long-lived process, lest it blocks on a full pipe. The process ends with the host.
         """
         if self._init.poll() is not None:
-            # By now its pid may be that of a stranger, whose namespaces are not ours to enter.
+            # The pid may have been reused by another process, whose namespaces must not be entered.
             raise RuntimeError(f"host {self.name} is off")
         init = str(self._init.pid)
         enter = ["nsenter", "--target", init, "--net", "--mount", "--uts", "--ipc", "--"]
@@ -223,7 +223,7 @@ def network(count: int = 2) -> Iterator[Network]:
 
 
 def _connect(hub: Host, hosts: Sequence[Host]) -> None:
-    """Lay a veth pair from each host to a bridge in the hub."""
+    """Connect each host to a bridge in the hub by a veth pair."""
     at_hub = [
         "link set lo up",
         "link add bridge type bridge",
@@ -264,13 +264,13 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 @functools.cache
 def hosts_missing() -> str | None:
-    """Say why no hosts can be made here, for `pytest.mark.skipif`; None when they can."""
+    """Why no hosts can be made here, for `pytest.mark.skipif`; None if they can."""
     if os.geteuid() != 0:
         return "hosts need root (network namespaces)"
     absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if absent:
         return f"hosts need {', '.join(absent)}: install iproute2, util-linux, coreutils, hostname"
-    # Root in a container may lack the capabilities, and a kernel the bridge: only a try can tell.
+    # Root in a container may lack capabilities, and a kernel the bridge: try it.
     try:
         with network(1):
             return None

@@ -1,9 +1,9 @@
-"""Tests of what was measured: what a busy machine has spoilt is measured again.
+"""Tests of measured times: a test that fails on a busy machine is measured again.
 
-A test marked `measured` plants a cause in real processes and judges the seconds that tutti reads
-from them. Others who use the cores may spoil such a figure, in one run of many; a fault of tutti is
-there in every run. So when one fails, its fixtures are made anew and it runs again, three times in
-all, and the end of the test run names it with what failed.
+A test marked `measured` plants a cause in real processes and checks the times that tutti measures.
+Other programs on the cores may disturb one measurement of many; a fault of tutti is in every one.
+So a failed test runs again with new fixtures, up to three times, and the summary of the test run
+lists it with the failure.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from _pytest.runner import runtestprotocol
 
 ATTEMPTS = 3
 
-_again: list[tuple[str, str]] = []  # test, and why it was measured again
+_again: list[tuple[str, str]] = []  # (test, failure of the earlier attempt)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,7 +28,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for attempt in range(ATTEMPTS):
         if attempt:
-            # The fixtures of the module hold what was measured.
+            # The fixtures of the module hold the measurements: tear them down.
             item.session._setupstate.teardown_exact(None)
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         failed = [each for each in reports if each.failed]

@@ -1,4 +1,4 @@
-"""Ranks that are forked warm are given what new interpreters are given, and end as they do."""
+"""Forked ranks get the same environment as new interpreters, and end in the same way."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ print(json.dumps({
 OF_THIS_WORLD = ("MASTER_PORT", "TUTTI_RUN_ID", "TUTTI_REPORT")
 
 
-def test_a_forked_rank_is_given_what_a_new_interpreter_is(tmp_path: Path) -> None:
+def test_a_forked_rank_has_the_environment_of_a_new_interpreter(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(SHOW)
     words = ["run", "-n", "2", "--show", "first", script, "--flag"]
@@ -40,8 +40,8 @@ def test_a_forked_rank_is_given_what_a_new_interpreter_is(tmp_path: Path) -> Non
     assert forked == new
 
 
-def test_every_fork_throws_its_own_dice(tmp_path: Path) -> None:
-    script = tmp_path / "dice.py"
+def test_every_fork_has_its_own_random_seeds(tmp_path: Path) -> None:
+    script = tmp_path / "seeds.py"
     script.write_text(
         "import random, numpy, torch\n"
         "print(random.random(), numpy.random.random(), torch.rand(()).item())\n"

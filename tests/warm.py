@@ -1,11 +1,11 @@
-"""Processes that need not import torch: forked from one that has, in 20 ms instead of 2 s each.
+"""Processes forked from one that has imported torch: 20 ms to start instead of 2 s.
 
-The tests keep one warm process, which has done nothing but imports and has no other thread, so a
-fork of it is a fresh interpreter but for the wait. What a fork is given is what a new process would
-be: its own session, environment, directory, files, signal handlers and random seeds.
+The tests keep one warm process, which has only imported modules and has no other thread, so a fork
+behaves as a new interpreter. Each fork gets its own session, environment, directory, files, signal
+handlers and random seeds.
 
-Two things differ from new interpreters: ranks share one seed of str's hash, and they leave without
-taking the interpreter down. Tests of how processes start, stop and die start new ones.
+Two things differ from new interpreters: all forks share the seed of str hashes, and they end
+without finalising the interpreter. Tests of how processes start, stop and die start new ones.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
-# What worlds use; making an optimizer imports torch._dynamo, a second's worth.
+# What ranks use; making an optimizer imports torch._dynamo, which takes a second.
 _IMPORTS = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
     *("torch.distributed.checkpoint", "hypothesis", "pytest", "runpy"),
@@ -42,7 +42,7 @@ _IMPORTS = (
 
 
 class Warm:
-    """The warm process, as the tests see it."""
+    """The warm process."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._line, theirs = socket.socketpair()
@@ -60,32 +60,32 @@ class Warm:
     def run(
         self, command: Sequence[str], timeout: float, env: Mapping[str, str], cwd: Path
     ) -> subprocess.CompletedProcess[str]:
-        """Run `SCRIPT ARGUMENTS…` in a fork, to its end, or kill it all at the timeout."""
+        """Run `SCRIPT ARGUMENTS…` in a fork to its end; kill its process group at the timeout."""
         with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
-            said, complained = Path(folder, "stdout"), Path(folder, "stderr")
-            words = [*command], dict(env), str(cwd), str(said), str(complained)
+            stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+            words = [*command], dict(env), str(cwd), str(stdout), str(stderr)
             self._line.sendall(json.dumps(words).encode() + b"\n")
             child = int(self._answers.readline())
-            # A file of a socket with a timeout is of no use after one: a timer kills instead.
+            # The file of a socket is unusable after a timeout: a timer kills the process instead.
             timer = threading.Timer(timeout, os.killpg, (child, signal.SIGKILL))
             timer.start()
             code = int(self._answers.readline())
             in_time = timer.is_alive()
             timer.cancel()
-            out, err = said.read_text(), complained.read_text()
+            out, err = stdout.read_text(), stderr.read_text()
         if not in_time:
             raise AssertionError(f"{' '.join(command)}\nran past {timeout} s\n{out}\n{err}")
         return subprocess.CompletedProcess(command, code, out, err)
 
     def end(self) -> None:
-        """Let the warm process go."""
+        """End the warm process."""
         self._answers.close()
         self._line.close()
         self._process.wait()
 
 
 class ForkedRank:
-    """What subprocess.Popen is to the launcher, as a fork of the launcher: for Python only."""
+    """Replaces subprocess.Popen in the launcher: runs a Python command in a fork."""
 
     returncode: int | None = None
 
@@ -106,24 +106,24 @@ class ForkedRank:
             preexec_fn()
             _become(command[1:], env, stdout, stderr)
         with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(self.pid, self.pid)  # whoever is first: it may be signalled from here on
+            os.setpgid(self.pid, self.pid)  # by parent and child, whichever is first
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
 
 def _serve(line: socket.socket) -> None:
-    """In the warm process: fork for every request, and answer with the child and how it ended."""
+    """In the warm process: fork for every request; reply with the pid and the exit status."""
     for request in line.makefile():
-        command, env, folder, said, complained = json.loads(request)
+        command, env, folder, stdout, stderr = json.loads(request)
         child = os.fork()
         if child == 0:
             line.detach()
             os.setsid()
             os.chdir(folder)
-            files = [os.open(name, os.O_WRONLY | os.O_CREAT) for name in (said, complained)]
-            starts = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
-            import_module("tutti.world.launch").subprocess = starts  # type: ignore[attr-defined]
+            files = [os.open(name, os.O_WRONLY | os.O_CREAT) for name in (stdout, stderr)]
+            replaced = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
+            import_module("tutti.world.launch").subprocess = replaced  # type: ignore[attr-defined]
             _become(command, env, *files)
         line.sendall(b"%d\n" % child)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -133,7 +133,7 @@ def _serve(line: socket.socket) -> None:
 def _become(
     command: Sequence[str], env: Mapping[str, str], stdout: int | None, stderr: int | None
 ) -> NoReturn:
-    """In a fork: be what a new interpreter would be, run the script, and end as one would."""
+    """In a fork: set up the process as a new interpreter, run the script, and exit."""
     status = 1
     try:
         for fd, target in enumerate((os.open(os.devnull, os.O_RDONLY), stdout, stderr)):
@@ -146,16 +146,16 @@ def _become(
                 signal.signal(number, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the launcher's folders
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the launcher's temporary folders
         os.environ.clear()
         os.environ.update(env)
         tempfile.tempdir = None
         import numpy
         import torch
 
-        torch.seed()  # new processes throw different dice, and so do forks
+        torch.seed()  # new processes have different seeds
         numpy.random.seed()
-        if "OMP_NUM_THREADS" in env:  # read when torch was loaded, by the warm process
+        if "OMP_NUM_THREADS" in env:  # torch has read the warm process's value
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
         status = _run(command)
     except BaseException:
@@ -181,7 +181,7 @@ def _run(command: Sequence[str]) -> int:
         except SystemExit:
             raise
         except BaseException:
-            sys.excepthook(*sys.exc_info())  # which may choose the exit code, too
+            sys.excepthook(*sys.exc_info())  # may choose the exit code
             return 1
     except SystemExit as end:
         if isinstance(end.code, str):
@@ -193,5 +193,5 @@ def _run(command: Sequence[str]) -> int:
 if __name__ == "__main__":
     for name in _IMPORTS:
         import_module(name)
-    gc.freeze()  # collections in the forks would touch, and so copy, all that was imported
+    gc.freeze()  # garbage collection in the forks would copy the pages of all imported objects
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -25,9 +25,9 @@ _warm: Warm | None = None
 
 
 def clean_environment() -> dict[str, str]:
-    """This process' environment without what some launcher around the tests may have set.
+    """The environment without the variables of a launcher that may have started the tests.
 
-    GPUs are hidden, so that a test means the same everywhere; tests marked `gpu` show one.
+    GPUs are hidden, so that tests run the same everywhere; tests marked `gpu` show one.
     """
     ours = {k: v for k, v in os.environ.items() if not k.startswith(_NO_LAUNCHER)}
     return ours | {"CUDA_VISIBLE_DEVICES": ""}
@@ -66,7 +66,7 @@ def run_warm(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """As `run_command` with Python in front, but it and its ranks have imported torch (warm.py)."""
+    """As `run_command` of a Python script, in a process that has imported torch (warm.py)."""
     global _warm
     _warm = _warm or Warm(clean_environment())
     env = clean_environment() | dict(env or {})
@@ -79,12 +79,12 @@ def run_tutti(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """As `run_command` with TUTTI in front, but it and its ranks have imported torch (warm.py)."""
+    """As `run_command` of tutti, in a process that has imported torch (warm.py)."""
     return run_warm(["-m", "tutti", *words], timeout, env, cwd)
 
 
 def standing_processes() -> set[int]:
-    """Processes that stay until the tests end."""
+    """Processes that exist until the tests end."""
     return {_warm.pid} if _warm else set()
 
 
@@ -97,7 +97,7 @@ def in_world(
 ) -> list[Any]:
     """Run `function(world, *arguments)` on every rank of a new world; returns each rank's result.
 
-    Arguments and results travel as JSON. The function must be importable: a top-level one.
+    Arguments and results are sent as JSON. The function must be defined at the top of its module.
     With `gpu`, all ranks share the first GPU.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
@@ -118,18 +118,18 @@ def in_world(
 
 @contextlib.contextmanager
 def default_group(backend: str) -> Iterator[None]:
-    """On every rank: until the end, the default group is one of this backend."""
+    """On every rank: inside the context the default group has this backend."""
     import torch.distributed as dist
 
-    given = dist.group.WORLD
+    original = dist.group.WORLD
     dist.group.WORLD = dist.new_group(backend=backend, group_desc="default_pg")
     try:
         yield
     finally:
-        dist.group.WORLD = given
+        dist.group.WORLD = original
 
 
-def _be_a_rank(source: str, name: str, arguments: str, folder: str) -> None:
+def _run_rank(source: str, name: str, arguments: str, folder: str) -> None:
     import tutti
 
     sys.path.insert(0, str(Path(source).parent))
@@ -144,4 +144,4 @@ def _be_a_rank(source: str, name: str, arguments: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    _be_a_rank(*sys.argv[1:])
+    _run_rank(*sys.argv[1:])
