@@ -87,7 +87,7 @@ class RankFlags:
     ranks_per_gpu: int = 1
     """Ranks that may share one GPU."""
     start_timeout: float | None = None
-    """Seconds for all ranks to arrive (default 300)."""
+    """Seconds for all ranks to start (default 300)."""
     json: Path | None = None
     """Also write the results, with environment and command, to this file."""
 

@@ -51,11 +51,11 @@ class Doctor:
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Start this many local ranks, unless a launcher already did."""
+    """Local ranks to start, unless a launcher already did."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device that --active measures."""
     ranks_per_gpu: int = 1
-    """How many ranks may share one GPU."""
+    """Ranks that may share one GPU."""
     active: bool | None = None
     """Measure compute, memory, links between ranks, copies between GPUs and a collective.
     Takes some seconds. By default only with more than one rank."""
@@ -70,7 +70,7 @@ class Doctor:
     json: Path | None = None
     """Also write the findings to this file."""
     start_timeout: float = START_TIMEOUT
-    """Seconds to wait for all ranks."""
+    """Seconds for all ranks to start."""
 
 
 def main(arguments: list[str]) -> int:

@@ -44,19 +44,19 @@ class Parity:
     layouts: str = "all"
     """Layouts to check, such as dp2.tp2,shard4; all: every layout of this number of ranks."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start, unless a launcher did; unset: as many as --layouts needs."""
+    """Local ranks to start, unless a launcher already did; unset: as many as --layouts needs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks."""
+    """The device of the ranks; auto: CUDA if a GPU is visible."""
     ranks_per_gpu: int = 1
-    """Maximum number of ranks per GPU."""
+    """Ranks that may share one GPU."""
     backend: str | None = None
     """nccl, shm or gloo; unset: the default of the device."""
     json: Path | None = None
-    """Write the rows to this file, too."""
+    """Also write the rows to this file."""
     start_timeout: float | None = None
-    """Seconds until all ranks must have started (default 300)."""
+    """Seconds for all ranks to start (default 300)."""
     timeout: float | None = None
-    """Timeout of a collective, in seconds (default 600)."""
+    """Seconds for a collective (default 600)."""
 
 
 def main(arguments: list[str]) -> int:

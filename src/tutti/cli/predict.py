@@ -66,19 +66,19 @@ class Predict:
     out: Path | None = None
     """File of the results (default: RUN/predictions-SPLIT.jsonl; for texts: none)."""
     json: Path | None = None
-    """Write score, environment and command to this file, too."""
+    """Also write score, environment and command to this file."""
     layout: str | None = None
     """Axes and their ranks, such as dp2.tp2 (default: a replica on each rank)."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Number of local ranks to start, unless a launcher did."""
+    """Local ranks to start, unless a launcher already did."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks."""
+    """The device of the ranks; auto: CUDA if a GPU is visible."""
     ranks_per_gpu: int = 1
-    """Maximum number of ranks per GPU."""
+    """Ranks that may share one GPU."""
     start_timeout: float | None = None
-    """Seconds until all ranks must have started (default 300)."""
+    """Seconds for all ranks to start (default 300)."""
     timeout: float | None = None
-    """Timeout of a collective, in seconds (default 600)."""
+    """Seconds for a collective (default 600)."""
 
 
 def main(arguments: list[str]) -> int:

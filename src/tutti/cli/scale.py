@@ -60,13 +60,13 @@ class Scale:
     """A flag of tutti train and its values, as bucket-mb=1,5,25 or batch=4,8; all are run with
     every number of ranks. lr=… compares losses instead, like tutti train --lr-sweep."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device of the ranks."""
+    """The device of the ranks; auto: CUDA if a GPU is visible."""
     ranks_per_gpu: int = 1
-    """How many ranks may share one GPU."""
+    """Ranks that may share one GPU."""
     out: Path | None = None
     """The folder for scale.json and all runs (default: runs/scale-DATE-TIME)."""
     json: Path | None = None
-    """Write the results to this file, too."""
+    """Also write the results to this file."""
 
 
 def main(arguments: list[str]) -> int:

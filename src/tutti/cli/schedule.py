@@ -46,9 +46,9 @@ class ShowSchedule:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure."""
     ranks_per_gpu: int = 1
-    """How many ranks may share one GPU."""
+    """Ranks that may share one GPU."""
     json: Path | None = None
-    """Write timelines, bubbles, environment and command to this file, too."""
+    """Also write timelines, bubbles, environment and command to this file."""
 
     @property
     def options(self) -> ParallelOptions:

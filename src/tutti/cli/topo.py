@@ -42,9 +42,9 @@ class Topo:
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Show the hosts of a recorded file instead of this one."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Start this many local ranks, unless a launcher already did."""
+    """Local ranks to start, unless a launcher already did."""
     start_timeout: float = START_TIMEOUT
-    """Seconds to wait for all ranks."""
+    """Seconds for all ranks to start."""
 
 
 def main(arguments: list[str]) -> int:

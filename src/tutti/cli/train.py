@@ -39,11 +39,11 @@ class Train:
     recipe: str = "lenet"
     """lenet, wideresnet, efficientnet, gpt, or a TOML file that begins with base = "NAME"."""
     ranks: Annotated[str | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Start this many local ranks, unless a launcher already did; a list (1,2) with --lr-sweep."""
+    """Local ranks to start, unless a launcher already did; a list (1,2) with --lr-sweep."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks compute."""
+    """The device of the ranks; auto: CUDA if a GPU is visible."""
     ranks_per_gpu: int = 1
-    """How many ranks may share one GPU."""
+    """Ranks that may share one GPU."""
     out: Path | None = None
     """The run directory (default: runs/NAME-DATE-TIME)."""
     resume: bool = False
@@ -59,9 +59,9 @@ class Train:
     lr_sweep: str | None = None
     """Learning rates to compare, as 0.05,0.1,0.2: one run for each, and for each of --ranks."""
     start_timeout: float | None = None
-    """Seconds for all ranks to arrive (default 300)."""
+    """Seconds for all ranks to start (default 300)."""
     timeout: float | None = None
-    """Seconds that a collective may take (default 600)."""
+    """Seconds for a collective (default 600)."""
 
 
 def main(arguments: list[str]) -> int:

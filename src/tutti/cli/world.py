@@ -23,13 +23,13 @@ class Show:
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Start this many local ranks, unless a launcher already did."""
+    """Local ranks to start, unless a launcher already did."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device of the ranks; auto: CUDA if a GPU is visible."""
     ranks_per_gpu: int | None = None
     """Ranks that may share one GPU (default 1)."""
     json: Path | None = None
-    """Write the rows to this file."""
+    """Also write the rows to this file."""
     start_timeout: float = START_TIMEOUT
     """Seconds for all ranks to start."""
     ledger: tuple[int, ...] | None = None
