@@ -32,7 +32,7 @@ SHORT = ["--budget", "0.01", "--backends", "gloo"]
         (["collectives", "--budget", "0"], "--budget 0.0: give seconds above 0, such as 0.5"),
         (["collectives", "--ranks", "0"], "--ranks 0: a world has at least one rank"),
         (["collectives", "--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
-        (["collectives", "--csv", "/"], "--csv /: it is a directory"),
+        (["collectives", "--csv", "/"], "--csv /: is a directory"),
         (["collectives", "--siezs", "4"], "no flag --siezs: did you mean --sizes?"),
     ],
 )

@@ -22,23 +22,61 @@ VERDICTS = ("wrong", "slower", "faster", "same", "new", "gone")
 # Two runs on an undisturbed machine differ by a few per cent.
 TOLERANCE = 0.05
 
-_COLLECTIVE_KEY = (
-    *("op", "backend", "ranks", "bytes", "dtype", "redop", "placement", "timing", "group"),
-)
-# (bench, list in its JSON): (key fields, figures; True if higher is better).
-_ROW_LISTS: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, bool]]] = {
-    ("collectives", "rows"): (_COLLECTIVE_KEY, {"time_us.p50": False}),
-    ("symmetric", "rows"): (("name", "backend", "bytes"), {"p50_us": False}),
-    ("pairs", "rows"): (("name",), {"speedup": True}),
-    ("bandwidth", "pairs"): (
-        ("src", "dst", "class", "backend", "bytes"),
-        {"gbs_uni": True, "gbs_bi": True},
+
+@dataclass(frozen=True)
+class RowList:
+    """A list of rows in the JSON of a bench."""
+
+    bench: str
+    name: str
+    key: tuple[str, ...]  # fields that identify a row
+    figures: dict[str, bool]  # True if higher is better
+    others: tuple[str, ...] = ()  # further fields that rules of --expect can use
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All fields for rules of --expect."""
+        return (*self.key, *self.figures, *self.others)
+
+
+def _collective_rows(bench: str, name: str) -> RowList:
+    return RowList(
+        *(bench, name),
+        key=("op", "backend", "ranks", "bytes", "dtype", "redop", "placement", "timing", "group"),
+        figures={"time_us.p50": False},
+        others=(
+            *("count", "root", "calls", "time_us.p95", "time_us.p99", "time_us.min"),
+            *("time_us.mean", "time_us.cv", "algbw_gbs", "busbw_gbs", "wrong"),
+        ),
+    )
+
+
+ROW_LISTS = (
+    _collective_rows("collectives", "rows"),
+    RowList("symmetric", "rows", ("name", "backend", "bytes"), {"p50_us": False}),
+    RowList(
+        *("pairs", "rows", ("name",), {"speedup": True}),
+        others=(
+            *("about", "baseline_ms", "optimized_ms", "spread.p25", "spread.p75", "verdict"),
+            *("rounds", "calls_per_round.baseline", "calls_per_round.optimized", "check", "note"),
+        ),
     ),
-    ("bandwidth", "one_to_all"): (("root", "bytes"), {"gbs": True}),
-    ("bandwidth", "all_to_all"): (_COLLECTIVE_KEY, {"time_us.p50": False}),
-    ("bandwidth", "ring_vs_tree"): (_COLLECTIVE_KEY, {"time_us.p50": False}),
-    ("bandwidth", "copies"): (("rank", "device", "kind", "bytes"), {"gbs": True}),
-}
+    RowList(
+        *("bandwidth", "pairs", ("src", "dst", "class", "backend", "bytes")),
+        figures={"gbs_uni": True, "gbs_bi": True},
+        others=("gbs_uni_best", "gbs_bi_best", "spread", "wrong", "verdict"),
+    ),
+    RowList(
+        *("bandwidth", "one_to_all", ("root", "bytes"), {"gbs": True}),
+        others=("spread", "slowest", "wrong"),
+    ),
+    _collective_rows("bandwidth", "all_to_all"),
+    _collective_rows("bandwidth", "ring_vs_tree"),
+    RowList(
+        *("bandwidth", "copies", ("rank", "device", "kind", "bytes"), {"gbs": True}),
+        others=("name", "spread", "wrong", "verdict", "expected_gbs", "expected_source"),
+    ),
+)
 # For normally distributed samples: (p95 - min) / σ and (p99 - min) / σ of many, (p75 - p25) / σ.
 _SIGMAS_TO_P95, _SIGMAS_TO_P99 = 4.0, 5.0
 _SIGMAS_BETWEEN_QUARTILES = 1.349
@@ -72,7 +110,7 @@ def read_results(flag: str, path: Path) -> Content:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
         raise UsageError(f"{flag} {path}: {reason}: give a file that bench --json wrote") from None
     schema = content.get("schema", "") if isinstance(content, dict) else ""
-    if not any(f"tutti.bench.{bench}/" in schema for bench, _ in _ROW_LISTS):
+    if not any(f"tutti.bench.{each.bench}/" in schema for each in ROW_LISTS):
         found = f"its schema is {schema!r}" if schema else "it has no schema"
         raise UsageError(f"{flag} {path}: {found}: give a file that tutti bench --json wrote")
     return dict(content)
@@ -83,25 +121,24 @@ def bench_of(content: Content) -> str:
     return str(content["schema"]).removeprefix("tutti.bench.").partition("/")[0]
 
 
-def rows_of(content: Content) -> Iterator[tuple[str, Row]]:
-    """(name of the list, row) for every row with figures."""
-    for bench, part in _ROW_LISTS:
-        if bench == bench_of(content):
-            yield from ((part, row) for row in content.get(part) or ())
+def rows_of(content: Content) -> Iterator[tuple[RowList, Row]]:
+    """Every row with figures, and the list that it is in."""
+    for each in ROW_LISTS:
+        if each.bench == bench_of(content):
+            yield from ((each, row) for row in content.get(each.name) or ())
 
 
 def figures_of(content: Content) -> dict[tuple[Key, str], Figure]:
     """Every figure of a result, by key and metric."""
     found: dict[tuple[Key, str], Figure] = {}
-    for part, row in rows_of(content):
-        fields, metrics = _ROW_LISTS[bench_of(content), part]
+    for rows, row in rows_of(content):
         # Results of older versions have no `group`: 1 is implied.
-        known = [name for name in fields if name in row and (name, row[name]) != ("group", 1)]
-        row_key: Key = () if part == "rows" else (("part", part),)
+        known = [name for name in rows.key if name in row and (name, row[name]) != ("group", 1)]
+        row_key: Key = () if rows.name == "rows" else (("part", rows.name),)
         row_key += tuple((name, row[name]) for name in known)
         if "ranks" not in row and "world" in content:
             row_key += (("ranks", content["world"]["size"]),)
-        for metric, higher_is_better in metrics.items():
+        for metric, higher_is_better in rows.figures.items():
             value = value_of(row, metric)
             if not isinstance(value, int | float) or value <= 0:
                 continue

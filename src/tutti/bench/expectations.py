@@ -23,6 +23,7 @@ from typing import Any
 
 from tutti.bench.collectives import BACKENDS
 from tutti.bench.compare_results import (
+    ROW_LISTS,
     Content,
     Row,
     bench_of,
@@ -54,34 +55,10 @@ _TEXTS = (
     *("op", "backend", "dtype", "redop", "placement", "timing", "class", "verdict", "name"),
     *("kind", "device", "check", "about", "note", "expected_source"),
 )
-_COLLECTIVE_FIELDS = (
-    *("op", "backend", "ranks", "bytes", "count", "dtype", "redop", "root", "placement", "timing"),
-    *("group", "calls", "time_us.p50", "time_us.p95", "time_us.p99", "time_us.min"),
-    *("time_us.mean", "time_us.cv", "algbw_gbs", "busbw_gbs", "wrong"),
-)
 # bench: {list in its JSON: fields of its rows}
-FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
-    "collectives": {"rows": _COLLECTIVE_FIELDS},
-    "bandwidth": {
-        "pairs": (
-            *("src", "dst", "backend", "bytes", "class", "gbs_uni", "gbs_uni_best", "gbs_bi"),
-            *("gbs_bi_best", "spread", "wrong", "verdict"),
-        ),
-        "one_to_all": ("root", "bytes", "gbs", "spread", "slowest", "wrong"),
-        "all_to_all": _COLLECTIVE_FIELDS,
-        "ring_vs_tree": _COLLECTIVE_FIELDS,
-        "copies": (
-            *("rank", "device", "name", "kind", "bytes", "gbs", "spread", "wrong", "verdict"),
-            *("expected_gbs", "expected_source"),
-        ),
-    },
-    "pairs": {
-        "rows": (
-            *("name", "about", "baseline_ms", "optimized_ms", "speedup", "spread.p25"),
-            *("spread.p75", "verdict", "rounds", "calls_per_round.baseline"),
-            *("calls_per_round.optimized", "check", "note"),
-        )
-    },
+FIELDS = {
+    bench: {each.name: each.fields for each in ROW_LISTS if each.bench == bench}
+    for bench in ("collectives", "bandwidth", "pairs")
 }
 # Values that a text field can have, if they are known in advance.
 ALLOWED_VALUES: dict[str, AllowedValues] = {
@@ -128,9 +105,7 @@ class Expectation:
     rules: tuple[Rule, ...] | None = None
 
 
-def read_expectation(
-    text: str, bench: str, allowed: AllowedValues | None = None, flag: str = "--expect"
-) -> Expectation:
+def read_expectation(text: str, bench: str, allowed: AllowedValues | None = None) -> Expectation:
     """Read and check --expect before anything is measured.
 
     `allowed` has further values of text fields of this run, such as the names of pairs.
@@ -139,52 +114,52 @@ def read_expectation(
     if text == "catalogue":
         if bench == "pairs":
             raise UsageError(
-                f"{flag} catalogue: it has no speed-ups of pairs: give an earlier JSON or a TOML "
+                "--expect catalogue: it has no speed-ups of pairs: give an earlier JSON or a TOML "
                 "file of thresholds"
             )
         return Expectation(text)
     if path.suffix == ".json":
-        return Expectation(text, baseline=_read_baseline(flag, path, bench))
-    return Expectation(text, rules=_read_rules(flag, path, bench, allowed or {}))
+        return Expectation(text, baseline=_read_baseline(path, bench))
+    return Expectation(text, rules=_read_rules(path, bench, allowed or {}))
 
 
-def _read_baseline(flag: str, path: Path, bench: str) -> Content:
-    baseline = read_results(flag, path)
+def _read_baseline(path: Path, bench: str) -> Content:
+    baseline = read_results("--expect", path)
     if bench_of(baseline) != bench:
         raise UsageError(
-            f"{flag} {path}: it is a result of bench {bench_of(baseline)}, this is bench {bench}: "
-            "give a result of the same bench"
+            f"--expect {path}: it is a result of bench {bench_of(baseline)}, this is bench "
+            f"{bench}: give a result of the same bench"
         )
     try:
         figures = figures_of(baseline)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise UsageError(
-            f"{flag} {path}: its rows are not those of a bench ({error}): measure it again"
+            f"--expect {path}: its rows are not those of a bench ({error}): measure it again"
         ) from None
     if not figures:
-        raise UsageError(f"{flag} {path}: it has no figures: give a complete result")
+        raise UsageError(f"--expect {path}: it has no figures: give a complete result")
     return baseline
 
 
-def _read_rules(flag: str, path: Path, bench: str, allowed: AllowedValues) -> tuple[Rule, ...]:
+def _read_rules(path: Path, bench: str, allowed: AllowedValues) -> tuple[Rule, ...]:
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not TOML: {error}"
         raise UsageError(
-            f"{flag} {path}: {reason}: give catalogue, a .json that a bench wrote, or a .toml of "
+            f"--expect {path}: {reason}: give catalogue, a .json that a bench wrote, or a .toml of "
             "thresholds"
         ) from None
     rules = content.get("expect")
     tables = isinstance(rules, list) and all(isinstance(rule, dict) for rule in rules)
     if not rules or not tables or set(content) != {"expect"}:
-        raise UsageError(f"{flag} {path}: a file of thresholds is a list of [[expect]] tables")
+        raise UsageError(f"--expect {path}: a file of thresholds is a list of [[expect]] tables")
     rules = [dict(_flatten(rule)) for rule in rules]
     for number, rule in enumerate(rules, 1):
         try:
             _check_rule(rule, bench, {**ALLOWED_VALUES[bench], **allowed})
         except UsageError as error:
-            raise UsageError(f"{flag} {path}: rule {number}: {error}") from None
+            raise UsageError(f"--expect {path}: rule {number}: {error}") from None
     return tuple(rules)
 
 
@@ -341,8 +316,8 @@ def _check_against_rule(rule: Rule, results: Content) -> Iterator[Unmet]:
     bounds = _bounds(rule)
     selection = {name: value for name, value in rule.items() if name not in bounds}
     checked = 0
-    for part, row in rows_of(results):
-        if not _matches(selection, part, row):
+    for rows, row in rows_of(results):
+        if not _matches(selection, rows.name, row):
             continue
         for name, bound in bounds.items():
             value = value_of(row, name)
