@@ -422,35 +422,21 @@ def _is_shape(value: Any) -> bool:
 
 
 def cover_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Return why boxes do not cover a shape exactly once; None if they do."""
-    for box in boxes:
-        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
-            return f"a shard with {len(box.sizes)} dims in a tensor with {len(shape)}"
-        spans = zip(box.offsets, box.sizes, shape, strict=True)
-        if not all(start >= 0 and 0 < size <= whole - start for start, size, whole in spans):
-            return f"a shard at {list(box.offsets)} of {list(box.sizes)} exceeds {list(shape)}"
-    present, expected = sum(box.elements for box in boxes), math.prod(shape)
-    if present != expected:
-        return f"its shards have {present} elements in total, not {expected}"
-    return _overlap(boxes) if len(boxes) > 1 else None
+    """Return why boxes are not a grid that covers a shape exactly once; None if they are.
 
-
-def _overlap(boxes: Sequence[Box]) -> str | None:
-    # Sweep along the dim with the most cuts: only boxes that cross the sweep line can overlap.
-    dims = range(len(boxes[0].offsets))
-    sweep = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}), default=None)
-    if sweep is None:
-        return "a scalar has several shards"
-    crossing: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.offsets[sweep]):
-        start = box.offsets[sweep]
-        crossing = [each for each in crossing if each.offsets[sweep] + each.sizes[sweep] > start]
-        for other in crossing:
-            if all(
-                box.offsets[dim] < other.offsets[dim] + other.sizes[dim]
-                and other.offsets[dim] < box.offsets[dim] + box.sizes[dim]
-                for dim in dims
-            ):
-                return f"shards at {list(other.offsets)} and {list(box.offsets)} overlap"
-        crossing.append(box)
+    DTensor divides each dim separately, so its shards always form a grid.
+    """
+    if math.prod(shape) == 0:
+        return "a tensor without elements has shards" if boxes else None
+    if any(len(box.offsets) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
+        return f"a shard does not have {len(shape)} dims"
+    cells = 1
+    for dim, size in enumerate(shape):
+        spans = sorted({(box.offsets[dim], box.sizes[dim]) for box in boxes})
+        starts, ends = [start for start, _ in spans], [start + length for start, length in spans]
+        if [*starts, size] != [0, *ends] or any(length < 1 for _, length in spans):
+            return f"its shards do not cover dim {dim} of size {size} exactly once"
+        cells *= len(spans)
+    if not len(boxes) == len(set(boxes)) == cells:
+        return f"it has {len(boxes)} shards instead of {cells}"
     return None

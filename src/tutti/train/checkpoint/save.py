@@ -173,7 +173,7 @@ class Save:
     timeout: float
     token: str
     ranks: int
-    tensors: Mapping[str, SavedTensor]
+    tensors: dict[str, SavedTensor]
     optimizer: OptimizerOptions | None
     state: dict[str, Any]
 
@@ -230,8 +230,7 @@ class Save:
         if self.optimizer is not None:
             values = {name: slots for note in notes for name, slots in note["values"].items()}
             optimizer = replace(self.optimizer, values=values)
-        tensors = dict(self.tensors)
-        index = Index(self.step, self.ranks, tensors, files, optimizer, self.state)
+        index = Index(self.step, self.ranks, self.tensors, files, optimizer, self.state)
         write_index(self.folder, index, versions())
         for rank in range(len(notes)):
             self._note(rank).unlink()
