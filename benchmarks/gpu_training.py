@@ -30,13 +30,12 @@ from tutti.data.sampler import Position
 from tutti.machine.environment import describe_environment
 from tutti.machine.hardware_catalogue import peak_flops
 from tutti.models import GPT, GPTConfig, LeNet, LeNetConfig
-from tutti.parallel.single import Single
-from tutti.train.optimizer import build_optimizer
+from tutti.parallel.engine import Single
+from tutti.train.init import build_optimizer
+from tutti.train.loop import Trainer
 from tutti.train.recipe import RECIPES, Compute, Optimization, Recipe, with_values
 from tutti.train.run_directory import RunDirectory
-from tutti.train.step import Step
-from tutti.train.task import Task
-from tutti.train.trainer import Trainer
+from tutti.train.step import Step, Task
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that a recipe can name images() below
 SAMPLES, BATCH, LR = 60_000, 256, 0.05
@@ -144,7 +143,7 @@ def ours(
 
     def epoch() -> float:
         began = _now()
-        trainer.runner.run(trainer.plan.steps_per_epoch).tolist()
+        trainer.runner.run(trainer.schedule.steps_per_epoch).tolist()
         return _now() - began
 
     return epoch, trainer.model

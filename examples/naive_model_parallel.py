@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tutti
-from tutti.parallel.naive import ColumnLinear, LayersOnRanks, RowLinear, own_part
+from tutti.parallel.teaching import ColumnLinear, LayersOnRanks, RowLinear, own_slice
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
             split.set_submodule(name, kind(whole.get_submodule(name)))
         split(x).square().sum().backward()
         pairs = [
-            (split.get_submodule(name).weight.grad, own_part(gradients[f"{name}.weight"], dim))
+            (split.get_submodule(name).weight.grad, own_slice(gradients[f"{name}.weight"], dim))
             for name, dim in {"0": 0, "2": 1, "4": 0, "6": 1}.items()
         ]
         tell(world, "channels split", split, pairs, held)

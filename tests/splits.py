@@ -70,7 +70,7 @@ def step(
     for number, (x, y) in enumerate(cut(mine, [1] * accumulate)):
         last = number == accumulate - 1
         if len(x) == 0:
-            engine.idle_microbatch(batch[0][:2], last=last)
+            engine.empty_microbatch(batch[0][:2], last=last)
             continue
         with engine.microbatch(last):
             engine.backward(F.cross_entropy(engine(x), y, reduction="sum") / len(batch[0]))

@@ -34,8 +34,8 @@ _IMPORTS = (
     *("torch.distributed.checkpoint", "hypothesis", "pytest", "runpy"),
     *(
         "tutti.bench.collectives.interleaved_sweep",
-        "tutti.parallel.build",
-        "tutti.train.trainer",
+        "tutti.parallel.apply",
+        "tutti.train.loop",
         "tutti.world.launch",
     ),
 )

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tutti.parallel.apply import parallelize
     from tutti.parallel.layout import Layout
-    from tutti.parallel.parallelize import parallelize
     from tutti.train.checkpoint import Checkpoints
     from tutti.train.own_loop import Meter, loader
     from tutti.world.errors import UsageError
@@ -38,7 +38,7 @@ _MODULES = {
     "check_same": "tutti.world.exchange",
     "init": "tutti.world.world",
     "loader": "tutti.train.own_loop",
-    "parallelize": "tutti.parallel.parallelize",
+    "parallelize": "tutti.parallel.apply",
 }
 _SUBPACKAGES = ("comm", "profile")  # tutti.comm.all_reduce(…), tutti.profile(…)
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tutti.models import GPT, GPTConfig
-from tutti.parallel.engine import Engine, Objective
+from tutti.parallel.engine import Engine
 from tutti.parallel.tensor import loss_context
-from tutti.train.task import Task
+from tutti.train.step import Task
 
 TOLERANCE = 1e-12
 SAMPLES, MICROBATCHES = 8, 2
@@ -49,18 +49,17 @@ def step_of(
     engine: Engine, inputs: torch.Tensor, targets: torch.Tensor, shares: list[int]
 ) -> torch.Tensor:
     """One step in which data rank r has `shares[r]` samples; the loss over all ranks."""
-    rank, total = engine.grid.data_rank, targets.numel()
+    rank, total = engine.mesh.data_rank, targets.numel()
     mine = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
     x, y = inputs[mine], targets[mine]
     sizes = [len(x) // MICROBATCHES + (n < len(x) % MICROBATCHES) for n in range(MICROBATCHES)]
     parts = list(zip(x.split(sizes), y.split(sizes), strict=True))
-    objective = Objective(
-        of_inputs=lambda a, b: TASK.loss_sum(engine(a), b) / total,
-        of_outputs=lambda outputs, b: TASK.loss_sum(outputs, b) / total,
-        example=inputs[:1],
-    )
-    with loss_context(engine.grid.layout.tp > 1):
-        loss = engine.run(parts, objective)
+    with loss_context(engine.mesh.layout.tp > 1):
+        loss = engine.run(
+            parts,
+            lambda outputs, wanted: TASK.loss_sum(outputs, wanted) / total,
+            example=inputs[:1],
+        )
     torch.distributed.all_reduce(loss)
     return loss
 

@@ -19,9 +19,8 @@ from torch._dynamo.utils import counters
 import tutti
 from tutti.models import EfficientNet, EfficientNetConfig
 from tutti.parallel import build_engine
-from tutti.parallel.blocks import compile_blocks
-from tutti.parallel.options import ParallelOptions, Recompute
-from tutti.parallel.recompute import recompute_activations
+from tutti.parallel.checkpointing import compile_blocks, recompute_activations
+from tutti.parallel.layout import ParallelOptions, Recompute
 from worlds import in_world
 
 
@@ -40,7 +39,7 @@ def _compiled(world: tutti.World) -> dict[str, float]:
         for size in (8, 4):
             x, y = inputs[:size], targets[:size]
             engine.model.zero_grad()
-            step_of(engine, x, y, [size // engine.grid.layout.data_ranks] * 2)
+            step_of(engine, x, y, [size // engine.mesh.layout.data_ranks] * 2)
             told[f"{name}, {size}"] = worst_error(
                 engine, plain_step(small_gpt().to(world.device), x, y)[1]
             )
@@ -58,7 +57,7 @@ def _compiled_and_recomputed(world: tutti.World) -> dict[str, Any]:
         counters.clear()
         with pytest.MonkeyPatch.context() as patch:
             quick = functools.partial(compile_blocks, backend="aot_eager")
-            patch.setattr("tutti.parallel.techniques.compile_blocks", quick)
+            patch.setattr("tutti.parallel.apply.compile_blocks", quick)
             options = ParallelOptions(layout=layout)
             engine = build_engine(
                 *(small_gpt(), world, None, options),

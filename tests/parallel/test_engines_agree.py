@@ -194,8 +194,8 @@ def _idle(world: tutti.World) -> dict[str, Any]:
         example = torch.randn(1, 1, 4, 4)
         random = torch.get_rng_state()
         if not options.static_graph:
-            engine.idle_microbatch(example, last=False)
-        engine.idle_microbatch(example, last=True)
+            engine.empty_microbatch(example, last=False)
+        engine.empty_microbatch(example, last=True)
         engine.reduce()
         results[name] = [
             all(torch.equal(a, b) for a, b in zip(buffers, engine.model.buffers(), strict=True)),

@@ -19,9 +19,8 @@ from one_step import (
 import tutti
 from tutti.models import WideResNet, WideResNetConfig
 from tutti.parallel import EngineOptions, Layout, build_engine
-from tutti.parallel.clipping import clip_by_global_norm
-from tutti.parallel.engine import Objective
-from tutti.parallel.options import ParallelOptions
+from tutti.parallel.grad_norm import clip_by_global_norm
+from tutti.parallel.layout import ParallelOptions
 from worlds import in_world
 
 
@@ -119,11 +118,7 @@ def _batch_norms(world: tutti.World) -> dict[str, Any]:
         engine = build_engine(copy.deepcopy(model), world, options, ParallelOptions(layout=layout))
         mine = [inputs[n : n + 1] for n in (world.rank, 4 + world.rank)]
         labels = [targets[n : n + 1] for n in (world.rank, 4 + world.rank)]
-        objective = Objective(
-            lambda a, b, engine=engine: TASK.loss_sum(engine(a), b) / 8,  # type: ignore[misc]
-            lambda outputs, b: outputs,
-        )
-        engine.run(list(zip(mine, labels, strict=True)), objective)
+        engine.run(list(zip(mine, labels, strict=True)), lambda a, b: TASK.loss_sum(a, b) / 8)
         engine.share_buffers()
         buffers = dict(engine.model.named_buffers())
         statistics = [

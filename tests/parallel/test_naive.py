@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tutti
-from tutti.parallel.naive import ColumnLinear, LayersOnRanks, RowLinear, own_part
+from tutti.parallel.teaching import ColumnLinear, LayersOnRanks, RowLinear, own_slice
 from worlds import TUTTI, in_world, run_command
 
 TOLERANCE = 1e-12
@@ -64,7 +64,7 @@ def _channels(world: tutti.World) -> dict[str, float]:
                 "outputs": _error(outputs, expected),
                 "inputs": _error(mine.grad, x.grad),
                 "weight": _error(
-                    split.weight.grad, own_part(whole.weight.grad, 0 if column else 1)
+                    split.weight.grad, own_slice(whole.weight.grad, 0 if column else 1)
                 ),
             }
             if bias:
@@ -72,7 +72,7 @@ def _channels(world: tutti.World) -> dict[str, float]:
                 whole_bias = whole.bias.grad
                 assert whole_bias is not None
                 found["bias"] = _error(
-                    split.bias.grad, own_part(whole_bias, 0) if column else whole_bias
+                    split.bias.grad, own_slice(whole_bias, 0) if column else whole_bias
                 )
             errors |= {f"{kind.__name__} {bias} {what}": error for what, error in found.items()}
     return errors

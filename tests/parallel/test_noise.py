@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 import tutti
 from tutti.parallel import Layout, build_engine
-from tutti.parallel.engine import Engine, Objective
-from tutti.parallel.options import ParallelOptions, Recompute
+from tutti.parallel.engine import Engine
+from tutti.parallel.layout import ParallelOptions, Recompute
 from tutti.parallel.tensor import loss_context
 from tutti.train.checkpoint.training_state import rng_state, set_rng_state
-from tutti.train.task import Task
+from tutti.train.step import Task
 from worlds import in_world
 
 TASK = Task()
@@ -96,7 +96,7 @@ def _engine(world: tutti.World, layout: str, recompute: Recompute, **options: An
         microbatch_size=2,
         recompute=recompute,
     )
-    engine.seed_noise(7)
+    engine.seed_rng(7)
     return engine
 
 
@@ -104,12 +104,8 @@ def _step(engine: Engine) -> Masks:
     """One step of two microbatches; the masks that this rank drew in it."""
     SEEN.clear()
     tokens = torch.arange(4 * LENGTH, device=engine.world.device).view(4, LENGTH) % WORDS
-    objective = Objective(
-        of_inputs=lambda x, y: TASK.loss_sum(engine(x), y),
-        of_outputs=lambda outputs, y: TASK.loss_sum(outputs, y),
-    )
-    with loss_context(engine.grid.layout.tp > 1):
-        engine.run([(tokens[:2], tokens[:2]), (tokens[2:], tokens[2:])], objective)
+    with loss_context(engine.mesh.layout.tp > 1):
+        engine.run([(tokens[:2], tokens[:2]), (tokens[2:], tokens[2:])], TASK.loss_sum)
     return {where: list(masks) for where, masks in SEEN.items()}
 
 
@@ -213,24 +209,24 @@ def test_tp_ranks_draw_the_same_for_the_same_tensor_and_other_numbers_for_parts(
     told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
 ) -> None:
     for a, b in _pairs(layout[0], "tp"):
-        _shared_where_they_must(told[layout][a], told[layout][b], split_stream=layout[1])
+        _shared_where_they_must(told[layout][a], told[layout][b], splits_sequence=layout[1])
 
 
 @pytest.mark.gpu
 def test_a_gpus_generator_serves_as_well() -> None:
     layouts = [("tp2", True), ("tp2", False)]
     first, second = in_world(_tell, 2, layouts, gpu=True, timeout=240)
-    for one, other, (_, split_stream) in zip(first, second, layouts, strict=True):
-        _shared_where_they_must(one, other, split_stream)
+    for one, other, (_, splits_sequence) in zip(first, second, layouts, strict=True):
+        _shared_where_they_must(one, other, splits_sequence)
         assert one["reproducible"] and one["resumed"] and one["recomputed gradients"]
 
 
-def _shared_where_they_must(one: Any, other: Any, split_stream: bool) -> None:
+def _shared_where_they_must(one: Any, other: Any, splits_sequence: bool) -> None:
     """Masks and gradients of two tp ranks."""
     assert one["masks"].keys() == other["masks"].keys()
     for where in one["masks"]:
         part = where.split()[1]
-        split = part in ("inside", "functional") or (split_stream and part != "before")
+        split = part in ("inside", "functional") or (splits_sequence and part != "before")
         for mine, theirs in zip(one["masks"][where], other["masks"][where], strict=True):
             assert (mine != theirs) == split, where
     # What they hold alike has one gradient: noise that differs there would tear it apart.

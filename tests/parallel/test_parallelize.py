@@ -71,7 +71,7 @@ class _Feed(nn.Module):
         return out
 
 
-PLAN = {"layers.*.grow": "column", "layers.*.shrink": "row"}
+RULES = {"layers.*.grow": "column", "layers.*.shrink": "row"}
 
 
 def _own_layouts(world: tutti.World) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def _own_layouts(world: tutti.World) -> dict[str, Any]:
             layout = tutti.Layout.parse(text)
             data = x
             if kind == text:
-                model = tutti.parallelize(model, layout, world=world, plan=PLAN)  # type: ignore[arg-type]
-                data = x.chunk(layout.data_ranks)[layout.grid(world).data_rank]
+                model = tutti.parallelize(model, layout, world=world, rules=RULES)  # type: ignore[arg-type]
+                data = x.chunk(layout.data_ranks)[layout.mesh(world).data_rank]
             # One tensor at a time: tp leaves `last` whole, and torch does not mix the two kinds.
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
             losses[kind] = []
@@ -98,13 +98,13 @@ def _own_layouts(world: tutti.World) -> dict[str, Any]:
                 optimizer.step()
                 losses[kind].append(float(loss))
         told[text] = losses
-    for name, plan, layout_text in (
+    for name, rules, layout_text in (
         ("name", {"layers.*.grwo": "column"}, "tp2"),
         ("no plan", None, "tp2"),
         ("pipeline", None, "pp2"),
     ):
         try:
-            tutti.parallelize(_Feed(), layout_text, world=world, plan=plan)  # type: ignore[arg-type]
+            tutti.parallelize(_Feed(), layout_text, world=world, rules=rules)  # type: ignore[arg-type]
         except tutti.UsageError as error:
             told[name] = str(error)
     return told

@@ -11,21 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import tutti
 from tutti.models.config import GPTConfig
 from tutti.models.gpt import GPT
 from tutti.parallel import EngineOptions, build_engine
-from tutti.parallel.engine import Objective, Pair
-from tutti.parallel.grid import Grid
-from tutti.parallel.layout import Layout
-from tutti.parallel.options import ParallelOptions
-from tutti.parallel.pipeline.build import build_pipeline
-from tutti.parallel.pipeline.cost import measured
-from tutti.parallel.pipeline.engine import Pipeline
-from tutti.parallel.pipeline.layers import layers
+from tutti.parallel.engine import LossFunction, Microbatch
+from tutti.parallel.layout import ParallelOptions
+from tutti.parallel.materialize import ModuleInit
+from tutti.parallel.pipeline.executor import Pipeline
+from tutti.parallel.pipeline.stages import layer_units, measured_seconds
 from worlds import in_world
 
 TOLERANCE = 1e-10
@@ -44,7 +39,7 @@ def _sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), *hidden, nn.Linear(12, 5)).double()
 
 
-def _batch(kind: str, samples: int) -> Pair:
+def _batch(kind: str, samples: int) -> Microbatch:
     generator = torch.Generator().manual_seed(samples)
     if kind == "sequential":
         inputs = torch.randn(samples, 6, dtype=torch.float64, generator=generator)
@@ -53,19 +48,20 @@ def _batch(kind: str, samples: int) -> Pair:
     return tokens[:, :-1], tokens[:, 1:].contiguous()
 
 
-def _objective(count: int, example: torch.Tensor) -> Objective:
-    def of_outputs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _loss_fn(count: int) -> LossFunction:
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = outputs.flatten(0, -2)
         return F.cross_entropy(logits, targets.flatten(), reduction="sum") / count
 
-    def of_inputs(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("a pipeline has no forward of its own")
-
-    # A factor that must show in gradients and not in the loss.
-    return Objective(of_inputs, of_outputs, lambda part: part * 8, example)
+    return loss_fn
 
 
-def _plain(model: nn.Module, batch: Pair) -> tuple[float, dict[str, torch.Tensor]]:
+def _times_8(loss: torch.Tensor) -> torch.Tensor:
+    """A loss scale, which must show in gradients and not in the loss."""
+    return loss * 8
+
+
+def _plain(model: nn.Module, batch: Microbatch) -> tuple[float, dict[str, torch.Tensor]]:
     """One device, the whole batch at once: the loss and every gradient, times 8."""
     inputs, targets = batch
     outputs = model(inputs).flatten(0, -2)
@@ -102,7 +98,7 @@ def _compare(
         microbatches = list(zip(*[each.split(size) for each in mine], strict=True))
         count = batch[1].numel()
         engine.model.zero_grad()
-        part = engine.run(microbatches, _objective(count, batch[0][:1]))
+        part = engine.run(microbatches, _loss_fn(count), example=batch[0][:1], scale=_times_8)
         seen["loss"].append([part.item(), loss])
         for name, parameter in engine.model.named_parameters():
             assert parameter.grad is not None, name
@@ -119,71 +115,62 @@ def _compare(
 
 
 def _build(
-    kind: str, schedule: str, grid: Grid, whole: nn.Module, size: int = 3, apply: Any = None
+    world: tutti.World,
+    kind: str,
+    schedule: str,
+    whole: nn.Module,
+    layout: str | None = None,
+    size: int = 3,
+    keep: bool = False,
+    **options: Any,
 ) -> Pipeline:
-    return build_pipeline(
-        copy.deepcopy(whole),
-        grid,
-        ParallelOptions(pipeline_schedule=schedule, balance="even"),  # type: ignore[arg-type]
-        _batch(kind, 2)[0],
+    engine = build_engine(
+        whole if keep else copy.deepcopy(whole),
+        world,
+        parallel=ParallelOptions(
+            layout=layout or f"pp{world.size}",
+            pipeline_schedule=schedule,  # type: ignore[arg-type]
+            balance="even",
+        ),
+        example=_batch(kind, 2)[0],
         microbatches=4,
         microbatch_size=size,
-        apply=apply or (lambda model, stages: None),
+        **options,
     )
+    assert isinstance(engine, Pipeline)
+    return engine
 
 
-def _all_schedules(world: tutti.World, kind: str, grid: Grid) -> dict[str, Any]:
+def _all_schedules(world: tutti.World, kind: str) -> dict[str, Any]:
     results = {}
     for schedule in SCHEDULES:
         whole = _sequential() if kind == "sequential" else _gpt(kind == "tied")
-        engine = _build(kind, schedule, grid, whole)
+        engine = _build(world, kind, schedule, whole)
         results[schedule] = _compare(engine, whole, kind, 0, 1)
     return results
 
 
-def _shard(mesh: Any, stages: dict[int, nn.Module]) -> None:
-    for stage in stages.values():
-        for block in stage.blocks.values():  # type: ignore[operator, union-attr]
-            fully_shard(block, mesh=mesh)
-        fully_shard(stage, mesh=mesh)
-        for each in stage.modules():
-            if isinstance(each, FSDPModule):
-                each.set_gradient_divide_factor(1.0)
-
-
 def _sharded(world: tutti.World) -> dict[str, Any]:
-    grid = Layout(shard=2, pp=2).grid(world)
-    mesh = grid.mesh["dp", "shard"]
     results = {}
     for schedule in SCHEDULES:
         whole = _gpt(tied=True)
-        engine = _build(
-            "tied", schedule, grid, whole, 2, lambda model, stages: _shard(mesh, stages)
-        )
-        results[schedule] = _compare(engine, whole, "tied", grid.data_rank, 2)
+        engine = _build(world, "tied", schedule, whole, "shard2.pp2", size=2)
+        results[schedule] = _compare(engine, whole, "tied", engine.mesh.data_rank, 2)
     return results
 
 
-def _recomputed(world: tutti.World, grid: Grid) -> float:
-    """Zero-bubble goes through the graph twice; with activation checkpointing it must, too."""
+def _recomputed(world: tutti.World) -> float:
+    """Zero-bubble runs backward in two halves: recomputed activations must serve both."""
     whole = _gpt(tied=False)
-
-    def recompute(model: nn.Module, stages: dict[int, nn.Module]) -> None:
-        for stage in stages.values():
-            for name, block in list(stage.blocks.items()):  # type: ignore[operator, union-attr]
-                stage.blocks[name] = checkpoint_wrapper(block)  # type: ignore[index, operator]
-                model.blocks[name] = stage.blocks[name]  # type: ignore[index, operator]
-
-    engine = _build("untied", "zero-bubble", grid, copy.deepcopy(whole), apply=recompute)
+    engine = _build(world, "untied", "zero-bubble", whole, recompute="full")
     batch = _batch("untied", 12)
     _, gradients = _plain(whole, batch)
     pairs = list(zip(*[each.split(3) for each in batch], strict=True))
-    engine.run(pairs, _objective(batch[1].numel(), batch[0][:1]))
+    engine.run(pairs, _loss_fn(batch[1].numel()), example=batch[0][:1], scale=_times_8)
     worst = 0.0
     for name, parameter in engine.model.named_parameters():
         assert parameter.grad is not None
-        expected = gradients[name.replace("_checkpoint_wrapped_module.", "")]
-        worst = max(worst, _error(parameter.grad, expected))
+        worst = max(worst, _error(parameter.grad, gradients[name]))
     return worst
 
 
@@ -221,12 +208,12 @@ def _batch_norms(world: tutti.World, layout: str, schedule: str, recompute: str)
         microbatch_size=3,
         recompute=recompute,  # type: ignore[arg-type]
     )
-    rank, ranks = engine.grid.data_rank, engine.grid.layout.data_ranks
+    rank, ranks = engine.mesh.data_rank, engine.mesh.layout.data_ranks
     gradients = 0.0
     for sizes in SIZES:
         each = [sizes if r == ranks - 1 else [size or 2 for size in sizes] for r in range(ranks)]
         batch = _batch("sequential", sum(map(sum, each)))
-        objective = _objective(len(batch[0]), batch[0][:1])
+        loss_fn = _loss_fn(len(batch[0]))
         parts = [tensor.split([sum(mine) for mine in each]) for tensor in batch]
         cut = [[part[r].split(each[r]) for part in parts] for r in range(ranks)]
         pairs = [list(zip(*mine, strict=True)) for mine in cut]
@@ -234,10 +221,9 @@ def _batch_norms(world: tutti.World, layout: str, schedule: str, recompute: str)
         for microbatch in zip(*pairs, strict=True):
             inputs, targets = (torch.cat(tensors) for tensors in zip(*microbatch, strict=True))
             if len(inputs):
-                loss = objective.of_outputs(whole(inputs), targets)
-                objective.scale(loss).backward()  # type: ignore[no-untyped-call]
+                _times_8(loss_fn(whole(inputs), targets)).backward()  # type: ignore[no-untyped-call]
         engine.model.zero_grad()
-        engine.run(pairs[rank], objective)
+        engine.run(pairs[rank], loss_fn, example=batch[0][:1], scale=_times_8)
         for name, parameter in engine.model.named_parameters():
             right = whole.get_parameter(name).grad
             assert parameter.grad is not None and right is not None, name
@@ -250,22 +236,20 @@ def _batch_norms(world: tutti.World, layout: str, schedule: str, recompute: str)
     return gradients, statistics
 
 
-def _refusals(world: tutti.World, grid: Grid) -> list[str]:
+def _refusals(world: tutti.World) -> list[str]:
     whole = _sequential()
-    engine = _build("sequential", "1f1b", grid, whole)
+    engine = _build(world, "sequential", "1f1b", whole)
     inputs, targets = _batch("sequential", 4)
-    objective = _objective(4, inputs[:1])
-
-    def compiled(model: nn.Module, stages: dict[int, nn.Module]) -> None:
-        for each in model.children():
-            each.compile()
-
+    loss_fn = _loss_fn(4)
+    compiled = copy.deepcopy(whole)
+    for each in compiled.children():
+        each.compile()
     said = []
     for attempt in (
-        lambda: engine.run([(inputs, targets)], objective),
-        lambda: engine.run([(inputs[:1], targets[:1])] * 5, objective),
+        lambda: engine.run([(inputs, targets)], loss_fn),
+        lambda: engine.run([(inputs[:1], targets[:1])] * 5, loss_fn),
         lambda: engine(inputs),
-        lambda: _build("sequential", "zbv", grid, whole, apply=compiled),
+        lambda: _build(world, "sequential", "zbv", compiled, keep=True),
         lambda: build_engine(
             _gpt(tied=False),
             world,
@@ -287,29 +271,33 @@ def _refusals(world: tutti.World, grid: Grid) -> list[str]:
     return said
 
 
+def _measured(model: nn.Module) -> list[float]:
+    return measured_seconds(
+        model, layer_units(model), _batch("untied", 2)[0], ModuleInit(model, 0), torch.device("cpu")
+    )
+
+
 def _two_ranks(world: tutti.World) -> dict[str, Any]:
-    grid = Layout(pp=2).grid(world)
-    model = _gpt(tied=False)
-    units = [[name] for name in layers(model)]
+    with torch.device("meta"):
+        model = _gpt(tied=False)
     return {
-        "sequential": _all_schedules(world, "sequential", grid),
-        "tied": _all_schedules(world, "tied", grid),
-        "recomputed": _recomputed(world, grid),
+        "sequential": _all_schedules(world, "sequential"),
+        "tied": _all_schedules(world, "tied"),
+        "recomputed": _recomputed(world),
         "batch norms": [
             _batch_norms(world, "pp2", "1f1b", "none"),
             _batch_norms(world, "pp2", "1f1b", "full"),
             _batch_norms(world, "pp2", "zbv", "full"),
         ],
-        "refusals": _refusals(world, grid),
-        "measured": measured(model, units, _batch("untied", 2)[0]),
-        "clean": all(each.grad is None for each in model.parameters()),
+        "refusals": _refusals(world),
+        "measured": _measured(model),
+        "clean": all(each.grad is None and each.is_meta for each in model.parameters()),
     }
 
 
 def _four_ranks(world: tutti.World) -> dict[str, Any]:
-    grid = Layout(pp=4).grid(world)
     return {
-        "untied": _all_schedules(world, "untied", grid),
+        "untied": _all_schedules(world, "untied"),
         "sharded": _sharded(world),
         "joint batch norms": [
             _batch_norms(world, "dp2.pp2", "1f1b", "full"),

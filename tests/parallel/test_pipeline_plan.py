@@ -12,13 +12,21 @@ from torch import nn
 from tutti.models.config import GPTConfig, WideResNetConfig
 from tutti.models.gpt import GPT
 from tutti.models.wideresnet import WideResNet
-from tutti.parallel.options import ParallelOptions, ScheduleName
-from tutti.parallel.pipeline.balance import check_stages, cut, cut_evenly
-from tutti.parallel.pipeline.build import plan_stages
-from tutti.parallel.pipeline.cost import counted
-from tutti.parallel.pipeline.layers import keep, layers, units, view
-from tutti.parallel.pipeline.schedule import check_microbatches, rank_of, stages_of
-from tutti.parallel.pipeline.tied import find_ties, untie
+from tutti.parallel.layout import ParallelOptions, ScheduleName
+from tutti.parallel.pipeline.schedules import check_microbatches, rank_of, stages_of
+from tutti.parallel.pipeline.stages import (
+    check_stages,
+    counted_flops,
+    cut_by_cost,
+    cut_evenly,
+    find_ties,
+    keep_layers,
+    layer_names,
+    layer_units,
+    layer_view,
+    plan_stages,
+    untie,
+)
 from tutti.world.errors import UsageError
 
 CONFIG = GPTConfig(vocab_size=32, max_seq_len=8, layers=3, dim=16, heads=2)
@@ -33,19 +41,19 @@ def _gpt(tied: bool = False) -> GPT:
 
 def test_the_layers_of_a_gpt_are_embedding_blocks_norm_and_head() -> None:
     names = ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
-    assert layers(_gpt()) == names
-    assert units(_gpt()) == [[name] for name in names]
+    assert layer_names(_gpt()) == names
+    assert layer_units(_gpt()) == [[name] for name in names]
 
 
 def test_layers_without_parameters_stay_with_the_one_before_them() -> None:
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Dropout(), nn.Linear(4, 2), nn.Softmax(-1)
     )
-    assert layers(model) == ["0", "1", "2", "3", "4", "5"]
-    assert units(model) == [["0", "1", "2", "3"], ["4", "5"]]
+    assert layer_names(model) == ["0", "1", "2", "3", "4", "5"]
+    assert layer_units(model) == [["0", "1", "2", "3"], ["4", "5"]]
 
 
-@pytest.mark.parametrize("take", [keep, view])
+@pytest.mark.parametrize("take", [keep_layers, layer_view])
 def test_stages_in_a_row_compute_what_the_model_does(take: object) -> None:
     tokens = torch.randint(32, (2, 8))
     expected = _gpt()(tokens)
@@ -57,22 +65,22 @@ def test_stages_in_a_row_compute_what_the_model_does(take: object) -> None:
 
 def test_a_stage_names_its_parameters_as_the_whole_model_does() -> None:
     whole = dict(_gpt().named_parameters())
-    stage = keep(_gpt(), ["blocks.1", "norm"])
+    stage = keep_layers(_gpt(), ["blocks.1", "norm"])
     names = [name for name, _ in stage.named_parameters()]
     assert names and set(names) < set(whole)
     assert all(name.startswith(("blocks.1.", "norm.")) for name in names)
-    second = keep(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["1"])
+    second = keep_layers(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["1"])
     assert [name for name, _ in second.named_parameters()] == ["1.weight", "1.bias"]
 
 
 def test_a_view_shares_layers_and_nothing_else() -> None:
     model = _gpt()
-    seen = view(model, ["blocks.1"])
+    seen = layer_view(model, ["blocks.1"])
     assert seen.get_submodule("blocks.1") is model.get_submodule("blocks.1")
     seen.register_forward_hook(lambda *_: None)
     assert not model._forward_hooks
-    assert layers(model) == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
-    assert layers(seen) == ["blocks.1"]
+    assert layer_names(model) == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
+    assert layer_names(seen) == ["blocks.1"]
 
 
 class _Loose(nn.Module):
@@ -86,9 +94,9 @@ class _Loose(nn.Module):
 
 def test_a_model_that_cannot_be_cut_is_told_what_it_needs() -> None:
     with pytest.raises(UsageError, match=r"WideResNet cannot be cut .* `cuttable = True`"):
-        layers(WideResNet(WideResNetConfig(depth=10, width=1)))
+        layer_names(WideResNet(WideResNetConfig(depth=10, width=1)))
     with pytest.raises(UsageError, match="parameter gain belongs to no layer"):
-        layers(_Loose())
+        layer_names(_Loose())
 
 
 @settings(max_examples=200, deadline=None)
@@ -102,7 +110,7 @@ def test_no_cut_has_a_cheaper_most_expensive_stage(costs: list[int], stages: int
         return max(sum(costs[a:b]) for a, b in zip(starts, [*ends, len(costs)], strict=True))
 
     best = min(map(largest, itertools.combinations(range(1, len(costs)), stages - 1)))
-    parts = cut(costs, stages)
+    parts = cut_by_cost(costs, stages)
     assert len(parts) == stages and all(len(part) for part in parts)
     assert [layer for part in parts for layer in part] == list(range(len(costs)))
     assert max(sum(costs[layer] for layer in part) for part in parts) == best
@@ -110,7 +118,7 @@ def test_no_cut_has_a_cheaper_most_expensive_stage(costs: list[int], stages: int
 
 def test_among_equally_good_cuts_the_most_even_one_is_taken() -> None:
     # The first layer is the largest in any case; the others need not pile up on one stage.
-    assert [len(part) for part in cut([9, 1, 1, 1, 1], 3)] == [1, 2, 2]
+    assert [len(part) for part in cut_by_cost([9, 1, 1, 1, 1], 3)] == [1, 2, 2]
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
@@ -125,7 +133,9 @@ def test_even_cuts_differ_by_one_layer_at_most(count: int, stages: int) -> None:
 def test_counted_costs_are_the_flops_of_a_training_step() -> None:
     batch, length, dim = 2, 8, CONFIG.dim
     tokens = batch * length
-    costs = counted(_gpt(), units(_gpt()), torch.zeros(batch, length, dtype=torch.int64))
+    costs = counted_flops(
+        _gpt(), layer_units(_gpt()), torch.zeros(batch, length, dtype=torch.int64)
+    )
     embed, *blocks, norm, head = costs
     assert embed == norm == 0  # no products of matrices
     assert head == 3 * 2 * tokens * dim * CONFIG.vocab_size
@@ -182,7 +192,7 @@ def test_tied_parameters_are_found_across_stages_and_copied_on_one_rank() -> Non
     (tie,) = find_ties(model, stages)
     assert tie.name == "embed.weight"
     assert tie.names == {0: ["embed.weight"], 2: ["head.weight"]}
-    assert find_ties(model, [layers(model)]) == []  # within one stage it just is shared
+    assert find_ties(model, [layer_names(model)]) == []  # within one stage it just is shared
     assert find_ties(_gpt(), stages) == []
     assert model.embed is not None and model.head is not None
     untie(model, [tie], held=[0])

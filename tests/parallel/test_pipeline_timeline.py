@@ -12,11 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tutti
-from tutti.cli.schedule import main
-from tutti.parallel.options import ParallelOptions, ScheduleName
-from tutti.parallel.pipeline.order import Action, orders
-from tutti.parallel.pipeline.record import measure
-from tutti.parallel.pipeline.timeline import bubble, draw, formula, length, simulate
+from tutti.cli.show_schedule import main
+from tutti.parallel.layout import ParallelOptions, ScheduleName
+from tutti.parallel.pipeline.schedule_timeline import (
+    Action,
+    action_orders,
+    bubble,
+    bubble_formula,
+    draw,
+    length,
+    measure,
+    simulate,
+)
 from worlds import in_world, run_warm
 
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
@@ -57,12 +64,12 @@ def test_the_order_that_is_drawn_is_the_order_that_runs(
     ran: dict[str, Any], name: ScheduleName
 ) -> None:
     real = [[Action(*row) for row in rows] for rows in ran[name]]
-    assert orders(name, RANKS, MICROBATCHES, _per_rank(name)) == real
+    assert action_orders(name, RANKS, MICROBATCHES, _per_rank(name)) == real
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_nothing_is_computed_before_what_it_needs(name: ScheduleName) -> None:
-    timeline = simulate(orders(name, 4, 8, _per_rank(name)))
+    timeline = simulate(action_orders(name, 4, 8, _per_rank(name)))
     last = 4 * _per_rank(name) - 1
     ends = {span.action: span.end for spans in timeline for span in spans}
     kinds = {action.kind for action in ends}
@@ -86,23 +93,25 @@ def test_the_counted_bubble_is_that_of_the_formula(
     name: ScheduleName, ranks: int, rounds: int, more: int
 ) -> None:
     microbatches = ranks * rounds + (more if name in ("gpipe", "1f1b", "zbv") else 0)
-    closed = formula(name, ranks, microbatches, _per_rank(name))
+    closed = bubble_formula(name, ranks, microbatches, _per_rank(name))
     if closed is None:
         assert name == "zbv" and microbatches < 2 * ranks - 1
         return
-    timeline = simulate(orders(name, ranks, microbatches, _per_rank(name)))
+    timeline = simulate(action_orders(name, ranks, microbatches, _per_rank(name)))
     assert bubble(timeline) == pytest.approx(closed, abs=1e-12)
 
 
 def test_bubbles_as_the_papers_have_them() -> None:
-    counted = {name: bubble(simulate(orders(name, 4, 8, _per_rank(name)))) for name in SCHEDULES}
+    counted = {
+        name: bubble(simulate(action_orders(name, 4, 8, _per_rank(name)))) for name in SCHEDULES
+    }
     papers = {"gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 3 / 19}
     assert counted == pytest.approx(papers | {"zero-bubble": 3 / 51, "zbv": 3 / 51})
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_drawing_fits_the_page_and_has_every_action(name: ScheduleName) -> None:
-    timeline = simulate(orders(name, 4, 8, _per_rank(name)))
+    timeline = simulate(action_orders(name, 4, 8, _per_rank(name)))
     lines = draw(timeline)
     assert max(map(len, lines)) <= 80
     several = _per_rank(name) > 1
@@ -116,7 +125,7 @@ def test_a_drawing_fits_the_page_and_has_every_action(name: ScheduleName) -> Non
 
 
 def test_a_drawing_is_to_scale() -> None:
-    timeline = simulate(orders("1f1b", 2, 2, 1))
+    timeline = simulate(action_orders("1f1b", 2, 2, 1))
     assert length(timeline) == 9
     assert draw(timeline) == [
         "rank 0  F0-F1-......B0====...B1====",

@@ -1,15 +1,15 @@
-"""A plan says what each layer becomes under tp; what cannot be is refused before it begins."""
+"""A rules says what each layer becomes under tp; what cannot be is refused before it begins."""
 
 import pytest
 from torch import nn
 
 from tutti import UsageError
 from tutti.models import GPT, GPTConfig, LeNet, LeNetConfig
-from tutti.parallel.plans import (
+from tutti.parallel.sharding_rules import (
     check_between,
     check_divides,
-    default_plan,
-    resolve,
+    default_rules,
+    resolve_rules,
     splits_sequence,
 )
 
@@ -34,8 +34,8 @@ class _Usual(nn.Module):
 
 def test_the_gpt_is_split_from_its_embedding_to_its_head() -> None:
     model = _gpt()
-    plan = default_plan(model)
-    assert {name: role for name, role in plan.items() if not name.startswith("blocks.1")} == {
+    rules = default_rules(model)
+    assert {name: role for name, role in rules.items() if not name.startswith("blocks.1")} == {
         "embed": "vocabulary",
         "blocks.0.attention_norm": "norm",
         "blocks.0.attention": "input",
@@ -49,42 +49,42 @@ def test_the_gpt_is_split_from_its_embedding_to_its_head() -> None:
         "norm": "norm",
         "head": "head",
     }
-    assert splits_sequence(plan, model)
-    check_between(plan, model)
+    assert splits_sequence(rules, model)
+    check_between(rules, model)
 
 
 def test_usual_names_are_known_and_a_stream_without_ends_stays_whole() -> None:
     model = _Usual()
-    plan = default_plan(model)
-    assert plan == {
+    rules = default_rules(model)
+    assert rules == {
         **{f"layers.{n}.self_attn.q_proj": "column" for n in range(2)},
         **{f"layers.{n}.self_attn.o_proj": "row" for n in range(2)},
     }
-    assert not splits_sequence(plan, model)
-    check_between(plan, model)  # the norm is outside of the attention
+    assert not splits_sequence(rules, model)
+    check_between(rules, model)  # the norm is outside of the attention
 
 
 def test_a_layer_among_split_ones_needs_a_role() -> None:
     model = _Usual()
     model.layers[1].self_attn.q_norm = nn.RMSNorm(4)  # sees the heads of one rank only
     with pytest.raises(UsageError, match=r"layers.1.self_attn.q_norm.weight lies among layers of"):
-        check_between(default_plan(model), model)
+        check_between(default_rules(model), model)
 
 
 def test_torchs_own_attention_stays_whole_its_feed_forward_is_split() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16)
-    assert default_plan(layer) == {"linear1": "column", "linear2": "row"}
+    assert default_rules(layer) == {"linear1": "column", "linear2": "row"}
 
 
 def test_a_stream_with_a_layer_that_nobody_names_stays_whole() -> None:
     model = _gpt()
-    assert splits_sequence(default_plan(model), model)
+    assert splits_sequence(default_rules(model), model)
     model.scale = nn.Linear(32, 32)
-    assert not splits_sequence(default_plan(model), model)
+    assert not splits_sequence(default_rules(model), model)
 
 
 def test_a_star_stands_for_one_part_of_a_name() -> None:
-    resolved = resolve({"blocks.*.mlp.up": "column", "head": "head"}, _gpt())
+    resolved = resolve_rules({"blocks.*.mlp.up": "column", "head": "head"}, _gpt())
     assert resolved == {
         "blocks.0.mlp.up": "column",
         "blocks.1.mlp.up": "column",
@@ -93,7 +93,7 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("rules", "message"),
     [
         ({"blocks.*.mlp.upp": "column"}, r"no module 'blocks.\*.mlp.upp': did you mean"),
         ({"embed": "vocabulry"}, r"role 'vocabulry': did you mean vocabulary\?"),
@@ -101,14 +101,14 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
         ({"norm": "row"}, r"norm is a RMSNorm, role 'row' is for Linear"),
     ],
 )
-def test_a_plan_that_does_not_fit_the_model_is_refused(plan: dict[str, str], message: str) -> None:
+def test_a_plan_that_does_not_fit_the_model_is_refused(rules: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        resolve(plan, _gpt())  # type: ignore[arg-type]
+        resolve_rules(rules, _gpt())  # type: ignore[arg-type]
 
 
 def test_a_model_without_known_names_needs_a_plan() -> None:
-    with pytest.raises(UsageError, match=r"no layer of LeNet .* give a plan, such as"):
-        default_plan(LeNet(LeNetConfig()))
+    with pytest.raises(UsageError, match=r"no layer of LeNet .* give a rules, such as"):
+        default_rules(LeNet(LeNetConfig()))
 
 
 @pytest.mark.parametrize(
@@ -125,4 +125,4 @@ def test_a_split_through_a_head_or_a_word_is_refused(
 ) -> None:
     model = _gpt(**changes)
     with pytest.raises(UsageError, match=message):
-        check_divides(default_plan(model), model, tp)
+        check_divides(default_rules(model), model, tp)

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 import tutti
 from splits import ENGINES, Batch, batches, cut, plain_training, sgd, shares, step, worst_error
 from tutti.parallel import EngineOptions, Layout, build_engine
-from tutti.parallel.sync_batchnorm import convert
+from tutti.parallel.sync_batchnorm import convert_batchnorms
 from worlds import in_world
 
 NORMS: dict[str, tuple[nn.Module, list[int]]] = {
@@ -44,7 +44,7 @@ def _compare(
     for number, parameter in enumerate(norm.parameters()):
         parameter.data = torch.linspace(0.5, 1.5 + number, len(parameter)).to(parameter)
     held_in = torch.promote_types(dtype, torch.float32)
-    joint = convert(copy.deepcopy(norm).to(held_in), Layout(dp=world.size).grid(world))
+    joint = convert_batchnorms(copy.deepcopy(norm).to(held_in), Layout(dp=world.size).mesh(world))
     assert joint is not norm and joint.state_dict().keys() == norm.state_dict().keys()
     errors = []
 
@@ -148,16 +148,16 @@ def _train(world: tutti.World) -> dict[str, float]:
 
 def _refuse(world: tutti.World) -> list[str]:
     said = []
-    grid = Layout(dp=world.size).grid(world)
+    mesh = Layout(dp=world.size).mesh(world)
     for try_it in (
-        lambda: convert(nn.Sequential(_Custom(3)), grid),
-        lambda: convert(nn.BatchNorm1d(3), grid)(torch.randn(int(world.is_first), 3)),
+        lambda: convert_batchnorms(nn.Sequential(_Custom(3)), mesh),
+        lambda: convert_batchnorms(nn.BatchNorm1d(3), mesh)(torch.randn(int(world.is_first), 3)),
     ):
         try:
             try_it()
         except (tutti.UsageError, ValueError) as error:
             said.append(str(error))
-    nothing: Any = convert(nn.BatchNorm1d(3), grid)
+    nothing: Any = convert_batchnorms(nn.BatchNorm1d(3), mesh)
     nothing(torch.randn(0, 3)).sum().backward()  # empty on every rank: harmless
     said.append(f"{nothing.running_mean.tolist()} {int(nothing.num_batches_tracked)}")
     return said
@@ -212,8 +212,8 @@ def test_what_cannot_be_joined_is_refused_and_nothing_at_all_is_harmless(
 
 
 def _compiled(world: tutti.World) -> list[Any]:
-    grid = Layout(dp=world.size).grid(world)
-    model = nn.Sequential(nn.Linear(4, 4), convert(nn.BatchNorm1d(4), grid), nn.Tanh())
+    mesh = Layout(dp=world.size).mesh(world)
+    model = nn.Sequential(nn.Linear(4, 4), convert_batchnorms(nn.BatchNorm1d(4), mesh), nn.Tanh())
     compiled = torch.compile(model, backend="aot_eager")
     told: list[Any] = []
     for count in (3, 5, 7):

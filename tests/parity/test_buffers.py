@@ -10,9 +10,9 @@ from planting import instead
 from torch import nn
 
 import tutti
+from tutti.parallel.checkpointing import _Recomputation
 from tutti.parallel.layout import Layout
-from tutti.parallel.pipeline.filling import Filling
-from tutti.parallel.recompute import _SecondRun
+from tutti.parallel.pipeline.stages import Padding
 from tutti.parallel.sync_batchnorm import CpuBatchNorm
 from tutti.parity.check_layouts import Reference, check_layout
 from tutti.parity.compare import Difference, buffers_of_own_samples
@@ -49,13 +49,13 @@ def _nothing() -> AbstractContextManager[None]:
 
 def _counted_again_when_recomputed() -> AbstractContextManager[None]:
     def planted(init: Any) -> Any:
-        def wrong(self: _SecondRun, *arguments: Any) -> None:
+        def wrong(self: _Recomputation, *arguments: Any) -> None:
             init(self, *arguments)
             self._norms = []
 
         return wrong
 
-    return instead(_SecondRun, "__init__", planted)
+    return instead(_Recomputation, "__init__", planted)
 
 
 def _biased_variance() -> AbstractContextManager[None]:
@@ -67,7 +67,7 @@ def _biased_variance() -> AbstractContextManager[None]:
 
 def _copies_are_samples() -> AbstractContextManager[None]:
     """The norms of a pipeline count the padding of its microbatches."""
-    return instead(Filling, "microbatch", lambda _: lambda self, number: nullcontext())
+    return instead(Padding, "microbatch", lambda _: lambda self, number: nullcontext())
 
 
 CASES: dict[str, tuple[str, str, Callable[[], AbstractContextManager[None]]]] = {

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate
 import tutti
 from tutti.data.loader import Batch
 from tutti.models.config import GPTConfig
-from tutti.parallel import hybrid
+from tutti.parallel import engine as parallel_engine
 from tutti.parallel.ddp import Ddp
-from tutti.parallel.engine import Engine, Objective
+from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
-from tutti.parallel.pipeline import engine as pipeline_engine
-from tutti.parallel.pipeline.tied import Ties
+from tutti.parallel.pipeline import executor
+from tutti.parallel.pipeline.executor import TiedWeights
 from tutti.parity import compare
 from tutti.parity.check_layouts import Reference, check_layout
 from tutti.parity.parity_options import ParityOptions
@@ -40,9 +40,9 @@ def _missing_division_by_microbatches() -> AbstractContextManager[None]:
     """Each microbatch's gradient is not divided by their number; the reported loss stays right."""
 
     def planted(run: Any) -> Any:
-        def wrong(self: Engine, parts: Any, objective: Objective) -> Any:
-            scale = objective.scale
-            return run(self, parts, replace(objective, scale=lambda x: scale(x) * len(parts)))
+        def wrong(self: Engine, parts: Any, loss_fn: Any, **options: Any) -> Any:
+            scale = options.pop("scale")
+            return run(self, parts, loss_fn, scale=lambda x: scale(x) * len(parts), **options)
 
         return wrong
 
@@ -72,14 +72,14 @@ def _norms_not_reduced_over_tp() -> AbstractContextManager[None]:
 
         return wrong
 
-    return instead(hybrid, "place_gradients", planted)
+    return instead(parallel_engine, "place_gradients", planted)
 
 
 def _dropped_last_sample() -> AbstractContextManager[None]:
     def planted(call: Any) -> Any:
         def wrong(self: Step, batch: Batch) -> Any:
-            grid = self.engine.grid
-            if grid.data_rank == grid.layout.data_ranks - 1:
+            mesh = self.engine.mesh
+            if mesh.data_rank == mesh.layout.data_ranks - 1:
                 batch = replace(batch, inputs=batch.inputs[:-1], targets=batch.targets[:-1])
             return call(self, batch)
 
@@ -120,12 +120,12 @@ def _norm_of_one_part() -> AbstractContextManager[None]:
 
 
 def _loss_counted_by_every_tp_rank() -> AbstractContextManager[None]:
-    return instead(Engine, "speaks", lambda speaks: property(lambda self: True))
+    return instead(Engine, "reports_loss", lambda speaks: property(lambda self: True))
 
 
 def _copies_that_keep_their_own_part() -> AbstractContextManager[None]:
     """The first and last stage of a pipeline do not sum the gradients of their tied weight."""
-    return instead(Ties, "sum_gradients", lambda add: lambda self, model: None)
+    return instead(TiedWeights, "sum_gradients", lambda add: lambda self, model: None)
 
 
 def _gradients_divided_by_the_schedule() -> AbstractContextManager[None]:
@@ -139,7 +139,7 @@ def _gradients_divided_by_the_schedule() -> AbstractContextManager[None]:
 
         return wrong
 
-    return instead(pipeline_engine, "build_schedule", planted)
+    return instead(executor, "build_schedule", planted)
 
 
 FAULTS: dict[str, tuple[str, bool, Fault]] = {

@@ -6,8 +6,7 @@ from torch import nn
 
 from tutti import UsageError
 from tutti.models.config import GPTConfig, WideResNetConfig
-from tutti.parallel.layout import Layout
-from tutti.parallel.options import ParallelOptions
+from tutti.parallel.layout import Layout, ParallelOptions
 from tutti.parity.compare import compare_tensors
 from tutti.parity.parity_options import (
     ParityOptions,

@@ -16,7 +16,7 @@ from tutti.predict.predict_dataset import (
     Sums,
     prediction_lines,
 )
-from tutti.train.task import IGNORED
+from tutti.train.step import IGNORED
 
 SIZES = {"samples": st.integers(1, 300), "batch": st.integers(1, 9), "ranks": st.integers(1, 7)}
 

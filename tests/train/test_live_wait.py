@@ -39,8 +39,8 @@ def model() -> Any:
 
 def train(world: Any, backend: str, sleeps: bool, layout: str | None) -> dict[str, Any]:
     """Train 46 steps; returns the metrics and the standard error of this rank."""
+    from tutti.train.loop import Trainer
     from tutti.train.run_directory import RunDirectory
-    from tutti.train.trainer import Trainer
     from tutti.world.exchange import gather_json
 
     sys.modules.setdefault("test_live_wait", sys.modules[train.__module__])

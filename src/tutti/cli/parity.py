@@ -62,7 +62,7 @@ class Parity:
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     if "--show-schedule" in arguments:  # draws a pipeline schedule; has its own flags
-        from tutti.cli.schedule import main as show_schedule
+        from tutti.cli.show_schedule import main as show_schedule
 
         return show_schedule([each for each in arguments if each != "--show-schedule"])
     identity = identify(os.environ)
@@ -122,7 +122,7 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
     from tutti import comm
     from tutti.parity.check_layouts import ParityTable, check_layouts
     from tutti.parity.workload import make_workload
-    from tutti.train.together import together
+    from tutti.train.init import agree
     from tutti.world.world import init
 
     with init(
@@ -134,7 +134,7 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
     ) as world:
         settings = options.settings
         with usage_error_on_rank_0(world):
-            workload = together(lambda: make_workload(options.recipe, settings, layouts))
+            workload = agree(lambda: make_workload(options.recipe, settings, layouts))
         table = ParityTable(layouts)
         if world.is_first:
             table.begin(_title(options, workload, world))

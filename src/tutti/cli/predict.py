@@ -117,7 +117,7 @@ def _check(options: Predict) -> None:
 def _predict(options: Predict) -> int:
     from tutti.parallel.layout import layout_of
     from tutti.predict.trained_run import TrainedRun
-    from tutti.train.together import together
+    from tutti.train.init import agree
     from tutti.world.world import init
 
     with init(
@@ -128,8 +128,8 @@ def _predict(options: Predict) -> int:
     ) as world:
         with usage_error_on_rank_0(world):
             layout = layout_of(options.layout, world.size)
-            run = together(lambda: TrainedRun.open(options.run, options.step, options.precision))
-            together(lambda: _check_files(options) if world.is_first else None)
+            run = agree(lambda: TrainedRun.open(options.run, options.step, options.precision))
+            agree(lambda: _check_files(options) if world.is_first else None)
             is_text = bool(options.prompt) or options.prompts is not None
             prepare = _generate_text if is_text else _predict_dataset
             execute = prepare(options, world, run, layout)
@@ -179,7 +179,7 @@ def _generate_text(
     from tutti import comm
     from tutti.predict.generate_text import Generator, Sampling, encode, place_gpt
     from tutti.predict.prediction_file import PredictionFile
-    from tutti.train.together import together
+    from tutti.train.init import agree
 
     def read_prompts() -> list[str]:
         prompts = _prompts(options)
@@ -188,7 +188,7 @@ def _generate_text(
         return prompts
 
     sampling = Sampling(options.temperature, options.top_k, options.seed)
-    prompts: list[str] = comm.gather_json(together(read_prompts))[0]  # all ranks use rank 0's
+    prompts: list[str] = comm.gather_json(agree(read_prompts))[0]  # all ranks use rank 0's
     config = run.gpt_config()
     decoder, loaded = place_gpt(world, run, layout, config)
     _describe(world, loaded, decoder.engine.description)

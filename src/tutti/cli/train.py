@@ -14,7 +14,6 @@ from tutti.cli.results import usage_error_on_rank_0
 from tutti.parallel.layout import layout_of
 from tutti.train.recipe import RECIPES, Recipe, read_recipe, write_recipe
 from tutti.world.errors import UsageError
-from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
@@ -77,6 +76,8 @@ def main(arguments: list[str]) -> int:
     if ranks is not None and identify(os.environ).launcher == "python":
         layout_of(options.settings.parallel.layout, ranks)  # refused before anything starts
         out = options.out or _default_out(options.recipe)
+        from tutti.world.launch import LocalWorld
+
         return LocalWorld(
             command=[sys.executable, "-m", "tutti", "train", *arguments, "--out", str(out)],
             ranks=ranks,
@@ -96,14 +97,15 @@ def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Trai
 
 
 def _train(options: Train, base: Recipe) -> int:
-    from tutti.profile.captured_command import enlarge_flight_recorder
+    from tutti.train.init import agree
+    from tutti.train.loop import LossNotFinite, Trainer
     from tutti.train.run_directory import RunDirectory
-    from tutti.train.together import together
-    from tutti.train.trainer import LossNotFinite, Trainer
     from tutti.world.exchange import gather_json
     from tutti.world.world import init
 
     if options.profile:
+        from tutti.profile.captured_command import enlarge_flight_recorder
+
         enlarge_flight_recorder(os.environ)
     with init(
         device=options.device,
@@ -119,7 +121,7 @@ def _train(options: Train, base: Recipe) -> int:
                 raise UsageError(
                     "--nvtx marks steps for Nsight Systems, on CUDA only: leave it out"
                 )
-            together(lambda: directory.check(options.resume) if world.is_first else None)
+            agree(lambda: directory.check(options.resume) if world.is_first else None)
             trainer = Trainer(
                 world,
                 options.settings,
@@ -128,12 +130,12 @@ def _train(options: Train, base: Recipe) -> int:
                 tensorboard=options.tensorboard,
                 save=not options.benchmark,
             )
-            together(lambda: _open(directory, options, world) if world.is_first else None)
+            agree(lambda: _open(directory, options, world) if world.is_first else None)
         if world.is_first:
-            lines = _values(options.settings, base, options.recipe) + trainer.plan.describe()
+            lines = _values(options.settings, base, options.recipe) + trainer.schedule.describe()
             lines += [_describe_world(world), trainer.engine.description, *trainer.notes]
             print(*lines, sep="\n", file=sys.stderr)
-        if trainer.step >= trainer.plan.steps:
+        if trainer.step >= trainer.schedule.steps:
             if world.is_first:
                 print(f"nothing is left to do: {directory.path} is at step {trainer.step}")
             return 0

@@ -376,6 +376,20 @@ class Handle:
             return bool(self._event.query())  # type: ignore[no-untyped-call]
         return self._is_finished or self.work is None or bool(self.work.is_completed())
 
+    def future(self) -> "torch.futures.Future[torch.Tensor]":
+        """The result as a torch Future, as DDP's communication hooks return it; replaces wait()."""
+
+        def complete(_: Any) -> torch.Tensor | None:
+            # Not work.wait(): some backends complete the future before the work itself.
+            if self.operation.finish is not None:
+                self.operation.finish()
+            self._is_finished = True
+            self.operation.comm_group.ledger.mark(self._number, ledger.DONE)
+            return self.operation.result
+
+        future: torch.futures.Future[torch.Tensor] = self.work.get_future().then(complete)
+        return future
+
     def event(self) -> "torch.cuda.Event":
         """A CUDA event that fires when the result is complete; makes no other stream wait."""
         if not self.operation.is_on_stream:

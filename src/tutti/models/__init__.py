@@ -14,8 +14,7 @@ from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, Wide
 
 if TYPE_CHECKING:
     from tutti.models.efficientnet import EfficientNet
-    from tutti.models.gpt import GPT
-    from tutti.models.kv_cache import KVCache
+    from tutti.models.gpt import GPT, KVCache
     from tutti.models.lenet import LeNet
     from tutti.models.wideresnet import WideResNet
 
@@ -34,7 +33,7 @@ __all__ = [
 _MODULES = {
     "EfficientNet": "tutti.models.efficientnet",
     "GPT": "tutti.models.gpt",
-    "KVCache": "tutti.models.kv_cache",
+    "KVCache": "tutti.models.gpt",
     "LeNet": "tutti.models.lenet",
     "WideResNet": "tutti.models.wideresnet",
 }

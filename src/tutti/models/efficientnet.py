@@ -172,18 +172,21 @@ class EfficientNet(nn.Module):
 
     def init_weights(self) -> None:
         """He initialisation by fan-out; batch norms start as the identity."""
-        for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
-                nn.init.kaiming_normal_(layer.weight, mode="fan_out")
-                if layer.bias is not None:
-                    nn.init.zeros_(layer.bias)
-            elif isinstance(layer, _BatchNorm):
-                layer.reset_parameters()
-            elif isinstance(layer, nn.Linear):
-                nn.init.uniform_(
-                    layer.weight, -(layer.out_features**-0.5), layer.out_features**-0.5
-                )
-                nn.init.zeros_(layer.bias)
+        for name, module in self.named_modules():
+            self.init_module(name, module)
+
+    def init_module(self, name: str, module: nn.Module) -> None:
+        """Set the weights of one layer."""
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, _BatchNorm):
+            module.reset_parameters()
+        elif isinstance(module, nn.Linear):
+            bound = module.out_features**-0.5
+            nn.init.uniform_(module.weight, -bound, bound)
+            nn.init.zeros_(module.bias)
 
     def classify(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """The logits of the main and of the auxiliary head; None without an auxiliary head."""

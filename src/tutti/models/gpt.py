@@ -20,7 +20,72 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tutti.models.config import GPTConfig
-from tutti.models.kv_cache import KVCache, LayerCache, causal_mask
+
+
+class LayerCache:
+    """Keys and values of one attention layer; allocated at the first `extend`."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values of new tokens, (batch, heads, new, head_dim); returns all.
+
+        The number of heads is that of `keys`: under tensor parallelism, this rank's heads.
+        """
+        batch, heads, new, size = keys.shape
+        end = self.length + new
+        if end > self.capacity:
+            raise ValueError(
+                f"gpt: {end} tokens exceed the key-value cache of {self.capacity}: use a larger "
+                "capacity, up to max_seq_len"
+            )
+        if self._keys is None or self._values is None:
+            self._keys = keys.new_empty(batch, heads, self.capacity, size)
+            self._values = values.new_empty(batch, heads, self.capacity, size)
+        self._keys[:, :, self.length : end] = keys
+        self._values[:, :, self.length : end] = values
+        self.length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+
+class KVCache:
+    """The caches of a model's blocks, by name; a pipeline stage uses those of its own blocks.
+
+        cache = KVCache(capacity=64)
+        with torch.no_grad():
+            logits = model(prompt, cache=cache)           # all tokens of the prompt
+            logits = model(next_token, cache=cache)       # then one token at a time
+
+    For inference only: tensors are written in place. All sequences of a batch have the same length.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"a key-value cache of {capacity} tokens: use a capacity of 1 or more")
+        self.capacity = capacity
+        self._layers: dict[str, LayerCache] = {}
+
+    def layer(self, name: str) -> LayerCache:
+        """The cache of one block."""
+        if name not in self._layers:
+            self._layers[name] = LayerCache(self.capacity)
+        return self._layers[name]
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache of every block; 0 before the first."""
+        return min((layer.length for layer in self._layers.values()), default=0)
+
+
+def causal_mask(new: int, total: int, device: torch.device) -> Tensor | None:
+    """Which of `total` keys each of the last `new` queries may attend to; None for all."""
+    if new == 1:
+        return None
+    return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
 
 
 class Rotary(nn.Module):
@@ -159,24 +224,22 @@ class GPT(nn.Module):
         stream, get it divided by √(2 layers), so that its variance does not grow with depth. The
         head is not zero: then no gradient would reach the blocks in the first step.
         """
-        std = self.config.init_std
-        self.rotary.init_weights()
-        for module in self.modules():
-            if isinstance(module, nn.RMSNorm):
-                module.reset_parameters()
-        if self.embed is not None:
-            nn.init.normal_(self.embed.weight, std=std)
-        for block in self.blocks.values():
-            for name, module in block.named_modules():
-                if isinstance(module, nn.Linear):
-                    writes = name in ("attention.wo", "mlp.down")
-                    scale = (2 * self.config.layers) ** -0.5 if writes else 1.0
-                    nn.init.normal_(module.weight, std=std * scale)
-        if self.head is not None:
-            if self.config.tied and self.embed is not None:
-                self.head.weight = self.embed.weight
-            else:
-                nn.init.normal_(self.head.weight, std=std)
+        for name, module in self.named_modules():
+            if not (name == "head" and self.config.tied and self.embed is not None):
+                self.init_module(name, module)
+        if self.config.tied and self.head is not None and self.embed is not None:
+            self.head.weight = self.embed.weight
+
+    def init_module(self, name: str, module: nn.Module) -> None:
+        """Set the weights or tables of one module, by its name in the whole model."""
+        if isinstance(module, Rotary):
+            module.init_weights()
+        elif isinstance(module, nn.RMSNorm):
+            module.reset_parameters()
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            writes = name.endswith(("attention.wo", "mlp.down"))
+            scale = (2 * self.config.layers) ** -0.5 if writes else 1.0
+            nn.init.normal_(module.weight, std=self.config.init_std * scale)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """Tokens (batch, seq), or hidden states (batch, seq, dim) → logits or hidden states.

@@ -19,8 +19,13 @@ class LeNet(nn.Module):
 
     def init_weights(self) -> None:
         """Draw all weights anew with torch's defaults, as construction does."""
-        for layer in (self.conv1, self.conv2, self.hidden, self.head):
-            layer.reset_parameters()
+        for name, module in self.named_modules():
+            self.init_module(name, module)
+
+    def init_module(self, name: str, module: nn.Module) -> None:
+        """Draw the weights of one layer."""
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.reset_parameters()
 
     def forward(self, images: Tensor) -> Tensor:
         """(batch, channels, size, size) → logits (batch, classes)."""

@@ -57,14 +57,18 @@ class WideResNet(nn.Module):
 
     def init_weights(self) -> None:
         """He initialisation of the convolutions; batch norms start as the identity."""
-        for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
-                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(layer, _BatchNorm):
-                layer.reset_parameters()
-            elif isinstance(layer, nn.Linear):
-                nn.init.kaiming_normal_(layer.weight, nonlinearity="linear")
-                nn.init.zeros_(layer.bias)
+        for name, module in self.named_modules():
+            self.init_module(name, module)
+
+    def init_module(self, name: str, module: nn.Module) -> None:
+        """Set the weights of one layer."""
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, _BatchNorm):
+            module.reset_parameters()
+        elif isinstance(module, nn.Linear):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
+            nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) → logits (batch, classes)."""

@@ -1,27 +1,26 @@
-"""Layout, and what turns a plain model into a parallel one."""
+"""Layouts, and the techniques that make a plain model parallel."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tutti.parallel.build import build_engine
+    from tutti.parallel.apply import build_engine, parallelize
     from tutti.parallel.engine import Engine
-    from tutti.parallel.layout import Layout
-    from tutti.parallel.options import EngineOptions
-    from tutti.parallel.parallelize import parallelize
+    from tutti.parallel.layout import EngineOptions, Layout, ParallelOptions
 
-__all__ = ["Engine", "EngineOptions", "Layout", "build_engine", "parallelize"]
+__all__ = ["Engine", "EngineOptions", "Layout", "ParallelOptions", "build_engine", "parallelize"]
 
-_HOMES = {
+_MODULES = {
     "Engine": "tutti.parallel.engine",
-    "EngineOptions": "tutti.parallel.options",
+    "EngineOptions": "tutti.parallel.layout",
     "Layout": "tutti.parallel.layout",
-    "build_engine": "tutti.parallel.build",
-    "parallelize": "tutti.parallel.parallelize",
+    "ParallelOptions": "tutti.parallel.layout",
+    "build_engine": "tutti.parallel.apply",
+    "parallelize": "tutti.parallel.apply",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'tutti.parallel' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

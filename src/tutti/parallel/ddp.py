@@ -1,8 +1,8 @@
-"""torch DDP: gradients travel in buckets while backward still computes the others.
+"""torch DDP: buckets of gradients are all-reduced while backward computes the other gradients.
 
-DDP hands out the mean over ranks. The contract is the sum, so `backward` multiplies the loss by
-the number of ranks: (1/R) Σ R·g = Σ g. DDP divides every gradient before it is sent, so nothing
-that travels is larger than it would be otherwise.
+DDP averages over ranks; the contract of engines is the sum. So `backward` multiplies the loss by
+the number of ranks R: (1/R) Σ R·g = Σ g. DDP divides gradients before it sends them, so the values
+that are sent are not larger than those of a sum.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,20 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.parallel import DistributedDataParallel
 
-from tutti.parallel.engine import Engine
-from tutti.parallel.flat import sum_over_ranks
-from tutti.parallel.gradients import check_all_used, gradients, trained_parameters
-from tutti.parallel.options import EngineOptions
+from tutti.comm.collectives import all_reduce
+from tutti.comm.packing import all_reduce_coalesced
+from tutti.parallel.engine import (
+    Engine,
+    check_all_have_gradients,
+    gradients_to_sum,
+    trained_parameters,
+)
+from tutti.parallel.layout import EngineOptions
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
-# Steps before PowerSGD compresses. DDP rebuilds its buckets after the first step, and what
-# PowerSGD remembers belongs to a bucket; the first gradients also change fastest.
+# Steps before PowerSGD compresses. DDP rebuilds its buckets after the first step, and PowerSGD's
+# state belongs to a bucket; the first gradients also change fastest.
 POWERSGD_START = 10
 
 
@@ -41,7 +46,7 @@ class Ddp(Engine):
             static_graph=options.static_graph,
             find_unused=options.find_unused,
         )
-        # They are shared at the start, and by share_buffers() when it matters; not at each step.
+        # DDP broadcasts buffers when it is made, and share_buffers() does before they are read.
         self.replica.broadcast_buffers = False
         self.powersgd_state: powersgd.PowerSGDState | None = None
         if options.compress in _NARROW:
@@ -67,14 +72,14 @@ class Ddp(Engine):
         return self.replica(*inputs)
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        # DDP decides in forward whether this backward will communicate: both belong inside.
+        # DDP decides in forward whether backward will communicate: both must be inside.
         if last and self.options.overlap:
             return nullcontext()
         if self.options.static_graph:
-            # torch stops with an internal error: its first backward must communicate.
+            # torch fails with an internal error: its first backward must communicate.
             raise UsageError(
-                "--static-graph contradicts several microbatches per step, which communicate in "
-                "the last one only: leave --static-graph out or accumulate no gradients"
+                "--static-graph contradicts several microbatches per step, of which only the last "
+                "one communicates: leave --static-graph out or use --accumulation 1"
             )
         return self.replica.no_sync()
 
@@ -85,11 +90,11 @@ class Ddp(Engine):
 
     def reduce(self) -> None:
         if not self.options.overlap:
-            # Backward makes the last layer's gradients first: buckets in that order, as DDP's.
-            tensors = gradients(self.trained, self.options.find_unused)[::-1]
-            sum_over_ranks(tensors, self.options.bucket_mb * 2**20)
+            # Backward produces the last layer's gradients first: buckets in DDP's order.
+            tensors = gradients_to_sum(self.trained, self.options.find_unused)[::-1]
+            all_reduce_coalesced(tensors, bucket_bytes=self.options.bucket_mb * 2**20)
         elif not (self.options.find_unused or self.options.static_graph):
-            check_all_used(self.trained)
+            check_all_have_gradients(self.trained)
 
 
 def wrap_in_ddp(
@@ -100,7 +105,7 @@ def wrap_in_ddp(
     static_graph: bool,
     find_unused: bool,
 ) -> DistributedDataParallel:
-    """torch's module, which copies rank 0's parameters and buffers to all when it is made."""
+    """torch's DDP module, which broadcasts rank 0's parameters and buffers when it is made."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("the model has no parameter to train: use --engine single or train one")
     return DistributedDataParallel(
@@ -117,22 +122,19 @@ _Hook = Callable[[int, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def narrow_hook(dtype: torch.dtype) -> _Hook:
-    """A hook that sends a bucket as 16-bit numbers, on every backend.
+    """A communication hook that all-reduces a bucket in a 16-bit dtype, on every backend.
 
-    torch's bf16 hook asks for NCCL; gloo sums bf16 as well. Dividing comes before narrowing: it
-    is then done in the wide type, and R·g cannot overflow fp16 where g does not.
+    torch's bf16 hook requires NCCL; gloo sums bf16 as well. The division comes before the
+    conversion: it is then exact, and R·g cannot overflow fp16 where g does not.
     """
 
     def hook(ranks: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         wide = bucket.buffer()
         narrow = (wide / ranks).to(dtype)
-        work = dist.all_reduce(narrow, async_op=True)
-        assert work is not None  # it is None for ranks outside the group only
-
-        def widen(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            return wide.copy_(future.value()[0])
-
-        widened: torch.futures.Future[torch.Tensor] = work.get_future().then(widen)
+        future: torch.futures.Future[torch.Tensor] = all_reduce(narrow, wait=False).future()
+        widened: torch.futures.Future[torch.Tensor] = future.then(
+            lambda reduced: wide.copy_(reduced.value())
+        )
         return widened
 
     return hook
@@ -141,10 +143,10 @@ def narrow_hook(dtype: torch.dtype) -> _Hook:
 def powersgd_hook(
     state: powersgd.PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook, without its side effect on random numbers.
+    """torch's hook, without its side effect on random generators.
 
-    It draws a bucket's first Q from a seed that all ranks share, and sets that seed on CUDA too,
-    where it does not put the old one back: from then on all ranks would drop the same units.
+    It draws a bucket's first Q from a seed that all ranks share, and sets that seed on CUDA without
+    restoring the old state: from then on dropout masks would be the same on all ranks.
     """
     device = bucket.buffer().device
     first = state.iter >= POWERSGD_START and bucket.index() not in state.q_memory_dict
@@ -153,13 +155,13 @@ def powersgd_hook(
 
 
 def _powersgd_state(rank: int) -> powersgd.PowerSGDState:
-    """What PowerSGD remembers between steps.
+    """The state of PowerSGD between steps.
 
-    A gradient matrix M (n × m) travels as P (n × rank) and Q (m × rank), with M ≈ P Qᵀ. Kept for
-    each bucket: Q, where the next step starts from (warm start), the same on all ranks; and the
-    part M − P Qᵀ that was not sent and is added to the next gradient (error feedback), which is
-    this rank's own and as large as the gradients. Vectors, and matrices for which the factors
-    would not be half as large, travel as they are.
+    A gradient matrix M (n × m) is sent as P (n × rank) and Q (m × rank), with M ≈ P Qᵀ. Kept for
+    each bucket: Q, from which the next step starts (warm start), the same on all ranks; and the
+    residual M − P Qᵀ, which is added to the next gradient (error feedback), different on each rank
+    and as large as the gradients. Vectors, and matrices whose factors would not be at most half as
+    large, are sent uncompressed.
     """
     return powersgd.PowerSGDState(
         process_group=None,
@@ -167,6 +169,6 @@ def _powersgd_state(rank: int) -> powersgd.PowerSGDState:
         start_powerSGD_iter=POWERSGD_START,
         use_error_feedback=True,
         warm_start=True,
-        # Columns of zeros, as from a layer that got no gradient, must not become 0/0.
+        # Avoids 0/0 for columns of zeros, as from a layer without a gradient.
         orthogonalization_epsilon=1e-8,
     )

@@ -1,18 +1,26 @@
-"""Layout: over which axes the ranks of a world are spread, as one frozen value."""
+"""Layout: how many ranks each axis has, and the options of every technique. No torch in this file.
+
+Command lines are built from these dataclasses, and a layout can be checked without torch.
+"""
 
 import math
 import re
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
-    from tutti.parallel.grid import Grid
+    from tutti.parallel.mesh import Mesh
     from tutti.world.world import World
 
-# Outermost first. Neighbouring ranks differ in tp, whose messages are in every layer's way; then
-# shard, which moves parameters; then dp, once per step; pp sends least, and only to its neighbour.
+EngineName = Literal["single", "dataparallel", "scratch", "ddp"]
+Compression = Literal["none", "bf16", "fp16", "powersgd"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+Recompute = Literal["none", "selective", "full"]
+
+# Outermost axis first. Adjacent ranks differ in tp, which communicates in every layer; then shard,
+# which gathers parameters per block; then dp, once per step; pp sends least, to one neighbour.
 AXES = ("pp", "dp", "shard", "tp")
 
 
@@ -21,13 +29,13 @@ class Layout:
     """How many ranks each axis has. Written `dp2.shard2.tp2.pp2`; an axis of 1 is left out."""
 
     dp: int = 1
-    """Replicas: each has a copy of the whole model, and a part of the batch."""
+    """Replicas: each holds a copy of the model and computes a part of the batch."""
     shard: int = 1
-    """Ranks that share the parameters of a replica; each still takes a part of the batch."""
+    """Ranks that hold one shard each of a replica's parameters, and a part of the batch."""
     tp: int = 1
-    """Ranks that share every layer's matrices, and work on the same samples."""
+    """Ranks that hold one part each of every layer's matrices, and work on the same samples."""
     pp: int = 1
-    """Ranks that hold the layers one after the other, and pass activations on."""
+    """Ranks that hold consecutive layers, and send activations to the next."""
 
     def __post_init__(self) -> None:
         for axis, ranks in self.axes.items():
@@ -36,7 +44,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Read `dp2.tp2`; a mistake is an error that names the axes there are."""
+        """Parse `dp2.tp2`; raises UsageError that names the known axes."""
         known = [field.name for field in fields(cls)]
         axes: dict[str, int] = {}
         for part in text.split("."):
@@ -58,7 +66,7 @@ class Layout:
 
     @classmethod
     def every(cls, ranks: int) -> list["Layout"]:
-        """All layouts of exactly this many ranks: dp first, then with ever more axes."""
+        """All layouts of exactly this many ranks, sorted by the number of axes they use."""
         found = []
         for dp in _divisors(ranks):
             for shard in _divisors(ranks // dp):
@@ -68,7 +76,7 @@ class Layout:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The number of ranks on each axis, as it is written."""
+        """The number of ranks on each axis, in the order in which a layout is written."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
@@ -78,7 +86,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Into how many parts a batch is cut: ranks that differ in tp or pp get the same part."""
+        """Number of parts a batch is cut into; ranks that differ only in tp or pp share a part."""
         return self.dp * self.shard
 
     @property
@@ -101,25 +109,24 @@ class Layout:
         )
 
     def nearest(self, world_size: int, count: int = 2) -> list["Layout"]:
-        """The layouts of this many ranks that are most like this one: same axes, least change."""
+        """The most similar layouts with this many ranks: same axes, smallest change in size."""
         used = self._used
 
-        def strangeness(other: Layout) -> tuple[int, int, float, tuple[int, ...]]:
-            # Heads and layers that tp and pp divide are divided by their divisors too.
-            strange = [axis for axis in ("tp", "pp") if self.axes[axis] % other.axes[axis]]
+        def distance(other: Layout) -> tuple[int, int, float, tuple[int, ...]]:
+            # A divisor of tp (pp) also divides the heads (layers) that tp (pp) divides.
+            risky = [axis for axis in ("tp", "pp") if self.axes[axis] % other.axes[axis]]
             changed = [abs(math.log2(other.axes[a] / self.axes[a])) for a in self.axes]
-            return len(other._used ^ used), len(strange), sum(changed), _order(other)
+            return len(other._used ^ used), len(risky), sum(changed), _order(other)
 
-        ranked = sorted(Layout.every(world_size), key=strangeness)
-        # One that uses the same axes is enough; others are for when there is none.
+        ranked = sorted(Layout.every(world_size), key=distance)
+        # One layout with the same axes is enough; offer several only if there is none.
         return ranked[: 1 if ranked[0]._used >= used else count]
 
-    def grid(self, world: "World") -> "Grid":
-        """The ranks of a world, arranged by this layout. Call it on every rank."""
-        from tutti.parallel.grid import Grid  # torch: a layout can be read and checked without
+    def mesh(self, world: "World") -> "Mesh":
+        """The ranks of the world arranged by this layout. Call it on every rank."""
+        from tutti.parallel.mesh import Mesh  # imports torch; a layout is parsed without it
 
-        self.check(world.size)
-        return Grid(self, world)
+        return Mesh(self, world)
 
     @property
     def _used(self) -> set[str]:
@@ -131,7 +138,7 @@ class Layout:
 
 
 def layout_of(text: str | None, world_size: int) -> Layout:
-    """The layout that was asked for, checked against the world; unset: a replica on each rank."""
+    """The layout given as text, checked against the world size; None: one replica per rank."""
     layout = Layout(dp=world_size) if text is None else Layout.parse(text)
     layout.check(world_size)
     return layout
@@ -142,5 +149,170 @@ def _divisors(number: int) -> list[int]:
 
 
 def _order(layout: Layout) -> tuple[int, ...]:
-    """Larger early axes first: dp4, dp2.shard2, …, pp4."""
+    """Sort key, larger early axes first: dp4, dp2.shard2, …, pp4."""
     return tuple(-ranks for ranks in layout.axes.values())
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How gradients are synchronised between the replicas of a model."""
+
+    engine: EngineName = "ddp"
+    """What synchronises the replicas: torch DDP (ddp), nothing (single); for teaching: one process
+    with many devices (dataparallel), plain collectives after backward (scratch)."""
+    bucket_mb: float = 25.0
+    """ddp: bucket size in MiB: small buckets start early, large ones use the bandwidth better."""
+    overlap: bool = True
+    """ddp: all-reduce during backward, or only after it (the baseline)."""
+    gradient_as_bucket_view: bool = True
+    """ddp: gradients are views into the buckets, which saves one copy of the gradients."""
+    static_graph: bool = False
+    """ddp: every step uses the same parameters in the same order."""
+    find_unused: bool = False
+    """ddp, scratch: allow parameters without a gradient in a step, at the cost of a search."""
+    compress: Compression = "none"
+    """ddp: send gradients as bf16 or fp16 (half the bytes), or as low-rank factors (powersgd).
+    fp16 flushes gradients below 6e-8 to zero unless the loss is scaled; bf16 does not."""
+    powersgd_rank: int = 2
+    """ddp with --compress powersgd: the rank of the factors; a higher rank has a lower error."""
+    scratch_reduce: Literal["each", "grouped"] = "grouped"
+    """scratch: one all-reduce per gradient, or one for all gradients."""
+    sync_batchnorm: bool = False
+    """Batch norms compute their statistics over the microbatches of all data ranks."""
+
+    def __post_init__(self) -> None:
+        self._check_values()
+        self._check_engine()
+        self._check_pairs()
+
+    def _check_values(self) -> None:
+        if self.bucket_mb <= 0:
+            raise UsageError(f"--bucket-mb is {self.bucket_mb:g}: it must be above 0, such as 25")
+        if self.powersgd_rank < 1:
+            raise UsageError(f"--powersgd-rank is {self.powersgd_rank}: it must be at least 1")
+
+    def _check_engine(self) -> None:
+        """Refuse a flag that the chosen engine would ignore."""
+        for field in fields(self):
+            users = _USERS.get(field.name, ())
+            value = getattr(self, field.name)
+            if users and self.engine not in users and value != field.default:
+                raise UsageError(
+                    f"{flag_of(field.name, value)} does nothing with --engine {self.engine}: "
+                    f"leave it out or use --engine {' or '.join(users)}"
+                )
+
+    def _check_pairs(self) -> None:
+        if self.compress != "none" and not self.overlap:
+            raise UsageError(
+                f"--compress {self.compress} contradicts --no-overlap: DDP compresses buckets "
+                "during backward: leave one of the two out"
+            )
+        if self.static_graph and not self.overlap:
+            raise UsageError(
+                "--static-graph contradicts --no-overlap: it schedules the overlap: leave one of "
+                "the two out"
+            )
+        if self.static_graph and self.find_unused:
+            raise UsageError(
+                "--static-graph contradicts --find-unused: a static graph finds the unused "
+                "parameters in its first step and promises that they stay the same: leave one out"
+            )
+        if self.powersgd_rank != 2 and self.compress != "powersgd":
+            raise UsageError(
+                f"--powersgd-rank {self.powersgd_rank} does nothing with --compress "
+                f"{self.compress}: leave it out or use --compress powersgd"
+            )
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How a model is spread over ranks."""
+
+    layout: str | None = None
+    """Ranks per axis, such as dp2.shard2.tp2.pp2: replicas, parameter shards (FSDP2), tensor
+    parallelism, pipeline stages. Unset: one replica per rank."""
+    reshard: bool | None = None
+    """shard: free gathered parameters after forward and gather them again for backward, or keep
+    them until backward has ended. Unset: free them, except in a pipeline, which reuses them for
+    every microbatch."""
+    prefetch: int = 1
+    """shard: how many blocks ahead parameters are gathered; 0: when the block starts."""
+    gather_dtype: Literal["float32", "bf16"] | None = None
+    """shard: dtype in which blocks gather their parameters and compute. Unset: bf16 with
+    --precision bf16 (for models without batch norms), else the dtype of the parameters."""
+    reduce_dtype: Literal["float32", "bf16"] | None = None
+    """shard: dtype in which gradients are summed. Unset: that of --gather-dtype if given, else the
+    dtype of the parameters."""
+    sequence_parallel: bool = True
+    """tp: between the split layers, activations are split along the sequence."""
+    loss_parallel: bool = True
+    """tp: compute the loss on logits that are split along the vocabulary."""
+    async_tp: bool = False
+    """tp: overlap matrix products with their communication (CUDA, with --compile)."""
+    pipeline_schedule: ScheduleName = "1f1b"
+    """pp: order of forwards and backwards: gpipe, 1f1b, interleaved (1f1b with several stages per
+    rank), zero-bubble (interleaved; weight gradients fill the bubbles), zbv (V-shaped)."""
+    stages_per_rank: int | None = None
+    """pp: stages per rank. Unset: 1 for gpipe and 1f1b, 2 for the others."""
+    balance: Literal["counted", "measured", "even"] = "counted"
+    """pp: cut the layers into stages of equal FLOPs, equal measured time, or equal layer count."""
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise UsageError(f"--prefetch is {self.prefetch}: it must be 0 or more")
+        single = self.pipeline_schedule in ("gpipe", "1f1b")
+        stages = self.stages_per_rank
+        if stages is not None and (stages < 1 or single != (stages == 1)):
+            right = "1 stage" if single else "2 stages or more"
+            raise UsageError(
+                f"--stages-per-rank {stages}: --pipeline-schedule {self.pipeline_schedule} has "
+                f"{right} on each rank: leave --stages-per-rank out, or use --pipeline-schedule "
+                f"{'interleaved' if single else '1f1b'}"
+            )
+        if self.pipeline_schedule == "zbv" and stages not in (None, 2):
+            raise UsageError(
+                f"--stages-per-rank {stages}: schedule zbv has exactly 2 stages per rank: leave "
+                "--stages-per-rank out"
+            )
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages per rank of the pipeline."""
+        if self.stages_per_rank is not None:
+            return self.stages_per_rank
+        return 1 if self.pipeline_schedule in ("gpipe", "1f1b") else 2
+
+
+# The axis that a field configures. Parity tries many layouts and ignores fields of absent axes.
+AXIS_OF = {
+    **dict.fromkeys(("reshard", "prefetch", "gather_dtype", "reduce_dtype"), "shard"),
+    **dict.fromkeys(("sequence_parallel", "loss_parallel", "async_tp"), "tp"),
+    **dict.fromkeys(("pipeline_schedule", "stages_per_rank", "balance"), "pp"),
+}
+
+# The engines that read a field; fields that are missing here apply to all engines.
+_USERS: dict[str, tuple[EngineName, ...]] = {
+    "bucket_mb": ("ddp",),
+    "overlap": ("ddp",),
+    "gradient_as_bucket_view": ("ddp",),
+    "static_graph": ("ddp",),
+    "find_unused": ("ddp", "scratch"),
+    "compress": ("ddp",),
+    "powersgd_rank": ("ddp",),
+    "scratch_reduce": ("scratch",),
+    "sync_batchnorm": ("ddp", "scratch"),
+}
+
+
+def flag_of(name: str, value: object) -> str:
+    """An option and its value as written on a command line."""
+    words = name.replace("_", "-")
+    if isinstance(value, bool) and name != "reshard":  # reshard has a third value, None
+        return f"--{words}" if value else f"--no-{words}"
+    return f"--{words} {value}"
+
+
+def leave_out(name: str, default: object) -> str:
+    """The cure for an option that must not be set; the value may come from a recipe file."""
+    return f"leave it out, or pass {flag_of(name, default)} if a recipe file sets it"

@@ -1,41 +1,38 @@
-"""Batch norm over the microbatch of all ranks, as if one device had all its samples.
+"""Batch norm with the statistics of the microbatches of all data ranks, as on one device.
 
-torch has such a module for CUDA and refuses CPU tensors. On CUDA its fused kernels are used; on
-the CPU, the module here. Both hold the state of a plain BatchNorm under the same names, so that
-checkpoints go from one to the other. Statistics of all N samples and pixels, xᵢ of this channel:
+torch's SyncBatchNorm refuses CPU tensors. On CUDA its fused kernels are used; on the CPU, the
+module here. Both hold the state of a plain BatchNorm under the same names, so that checkpoints are
+interchangeable. Statistics of all N samples and pixels xᵢ of a channel:
 
     μ = Σ xᵢ / N        σ² = Σ (xᵢ − μ)² / N        x̂ᵢ = (xᵢ − μ) / √(σ² + ε)
 
     ∂L/∂xᵢ = γ / √(σ² + ε) · (dyᵢ − Σ dyⱼ / N − x̂ᵢ · Σ dyⱼ x̂ⱼ / N)
 
-All sums are over the ranks: one exchange in forward, one in backward. Gradients of γ and β are
-this rank's share; the engine adds them up with all others.
+All sums are over the ranks: one collective in forward, one in backward. Gradients of γ and β are
+this rank's share; the engine sums them with all other gradients.
 """
 
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tutti.parallel.grid import Grid
+from tutti.comm.collectives import all_gather, all_reduce
+from tutti.parallel.mesh import Mesh
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 
-def convert(model: nn.Module, grid: Grid) -> nn.Module:
+def convert_batchnorms(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Replace every batch norm by a synchronised one with the same parameters and buffers.
 
     Call it on every rank. Returns the model, or its replacement if it is a batch norm itself.
     """
-    # With replicas a group of its own: its exchanges may not be mistaken for those of gradients,
-    # which come in another order on a rank that left parameters unused.
-    group = dist.new_group() if grid.layout.only_replicas else grid.data_group
-    return _convert(model, grid.world, group)
+    return _convert(model, mesh.world, mesh.batchnorm_group)
 
 
 def _convert(module: nn.Module, world: World, group: Any) -> nn.Module:
@@ -64,27 +61,27 @@ def _synchronised(plain: _BatchNorm, world: World, group: Any) -> nn.Module:
 
 
 class JointBatchNorm(_BatchNorm, ABC):
-    """A batch norm whose statistics are those of all ranks; one of them may have no samples.
+    """A batch norm with the statistics of all ranks, of which some may have no samples.
 
-    In evaluation, and with no running statistics, each rank stands alone, as with torch's.
+    In evaluation without running statistics, each rank uses its own, as torch's SyncBatchNorm does.
     """
 
     process_group: Any = None
-    idle: bool = False
-    """Set while this rank runs a dummy: its inputs must count nowhere, and still it must take part
-    in every exchange."""
+    without_samples: bool = False
+    """Set while this rank runs on example inputs: they must not be counted, but the rank must take
+    part in every collective."""
 
-    # The compiler would cut it at its exchange, into graphs for each number of samples.
+    # The compiler would break the graph at the collective, with graphs for each sample count.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not (self.idle and self.training):
+        if not (self.without_samples and self.training):
             return self._forward(input)
-        # No samples, through the same exchanges in the same places of forward and backward.
+        # The same collectives at the same places of forward and backward, with no samples.
         zero = self._forward(input[:0]).sum()
         for parameter in (self.weight, self.bias):
             if parameter is not None:
-                zero = zero + parameter.sum() * 0  # torch's leaves them without a gradient
-        return F.softsign(input) + zero.to(input.dtype)  # any values will do, if they are finite
+                zero = zero + parameter.sum() * 0  # torch's norm gives them no gradient
+        return F.softsign(input) + zero.to(input.dtype)  # any finite values will do
 
     @abstractmethod
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -92,18 +89,18 @@ class JointBatchNorm(_BatchNorm, ABC):
 
 
 class CudaBatchNorm(JointBatchNorm, nn.SyncBatchNorm):
-    """torch's own, which can also idle."""
+    """torch's SyncBatchNorm, which here can also run without samples."""
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.numel() == 0 and self.training:
-            # For no samples torch sends zeros in the input's type, but peers with samples of
-            # 16 bits send sums of 32.
+            # Without samples torch sends zeros in the input's dtype, but ranks with 16-bit samples
+            # send float32 sums.
             return nn.SyncBatchNorm.forward(self, input.to(_wide(input))).to(input.dtype)
         return nn.SyncBatchNorm.forward(self, input)
 
 
 class CpuBatchNorm(JointBatchNorm):
-    """For CPU tensors of any float type; also right where it would run on CUDA, but slower."""
+    """For CPU tensors of any float dtype; correct on CUDA, too, but slower."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -135,10 +132,10 @@ class CpuBatchNorm(JointBatchNorm):
 
 
 def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Mean, biased variance and count of each channel over all ranks, in one exchange.
+    """Mean, biased variance and count of each channel over all ranks, in one collective.
 
     Every rank sends its own mean mᵣ, Σ (xᵢ − mᵣ)² and count nᵣ. Sums of squares around 0 would
-    lose the variance of data that is far from 0; around each rank's mean they do not:
+    cancel for data far from 0; sums around each rank's mean do not:
     Σ (xᵢ − μ)² = Σᵣ [Σ (xᵢ − mᵣ)² + nᵣ (mᵣ − μ)²].
     """
     x = x.to(_wide(x))
@@ -147,10 +144,8 @@ def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor
     mean = x.sum(dims) / max(n, 1)
     squares = (x - _channels(mean, x)).square().sum(dims)
     mine = torch.cat([mean, squares, mean.new_tensor([n])])
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    sizes = [len(mean), len(mean), 1]
-    means, squared, counts = torch.split(torch.stack(everyone), sizes, dim=1)
+    everyone = all_gather(mine, group=group).view(-1, len(mine))
+    means, squared, counts = torch.split(everyone, [len(mean), len(mean), 1], dim=1)
     count = int(counts.sum())
     mean = (means * counts).sum(0) / max(count, 1)
     variance = (squared + counts * (means - mean).square()).sum(0) / max(count, 1)
@@ -158,7 +153,7 @@ def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 class _Normalise(torch.autograd.Function):
-    """One node, so that its exchange in backward has one place among those of other layers."""
+    """One autograd node, so that its collective in backward has a fixed place in the order."""
 
     @staticmethod
     def forward(
@@ -191,7 +186,7 @@ class _Normalise(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:  # the same on all ranks: it is the same model
             sums = torch.stack([dbias, dweight])
-            dist.all_reduce(sums, group=ctx.group)
+            all_reduce(sums, group=ctx.group)
             mean_dy, mean_dy_normed = sums / max(ctx.count, 1)
             dx = dy - _channels(mean_dy, x) - normed * _channels(mean_dy_normed, x)
             dx = dx * _channels(rstd if weight is None else rstd * weight, x)
@@ -219,5 +214,5 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """The type that sums are made in: 32 bits at least."""
+    """The dtype of sums: float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)

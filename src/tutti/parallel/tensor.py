@@ -1,18 +1,18 @@
-"""Tensor parallelism: the matrices of a layer lie on several ranks, which work on the same samples.
+"""Tensor parallelism: the matrices of a layer are split over ranks that work on the same samples.
 
-With `sequence_parallel` the stream between the split layers is itself split, along the sequence:
+With `sequence_parallel`, the activations between the split layers are split along the sequence:
 
     embed ─ ▌norm▐ ─ gather ─ wq wk wv │ attention │ wo ─ scatter ─ ▌norm▐ ─ gather ─ …  ─ head
             part of the                 some of the              part of the
              sequence                      heads                  sequence
 
 An all-reduce (every rank gets the whole sum) becomes a reduce-scatter and an all-gather, which
-move the same bytes, and norms and residuals take a tp-th of the memory and time. Without it, every
-rank holds the whole stream, and computes the norms twice over.
+move the same bytes, and norms and residuals take 1/tp of the memory and time. Without it, every
+rank holds whole activations and computes all norms.
 
-All of it is DTensor's doing: a layer's weight knows how it is split, and the matrix product of
-split tensors gives one that is split or waits to be summed. Between the layers named in the plan,
-tensors are plain ones, this rank's part.
+DTensor does the work: a layer's weight knows how it is split, and a matrix product of split tensors
+gives a tensor that is split or still to be summed. Between the layers that the sharding rules name,
+tensors are plain tensors: this rank's part.
 """
 
 import warnings
@@ -35,10 +35,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tutti.parallel.grid import Grid
-from tutti.parallel.noise import place_noise
-from tutti.parallel.options import ParallelOptions
-from tutti.parallel.plans import Role
+from tutti.parallel.layout import ParallelOptions
+from tutti.parallel.mesh import Mesh
+from tutti.parallel.rng import set_up_dropout
+from tutti.parallel.sharding_rules import Role
 from tutti.world.errors import UsageError
 
 SEQUENCE = 1  # the dim of activations (batch, sequence, width) that is split
@@ -46,30 +46,31 @@ SEQUENCE = 1  # the dim of activations (batch, sequence, width) that is split
 
 def tensor_parallel(
     model: nn.Module,
-    grid: Grid,
-    plan: Mapping[str, Role],
+    mesh: Mesh,
+    rules: Mapping[str, Role],
     *,
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> None:
-    """Split the layers that the plan names over tp, in place; layers of other stages are skipped.
+    """Split the layers that the rules name over tp, in place; layers of other stages are skipped.
 
-    With `loss_parallel` the head's outputs stay split by words, and the loss must be computed
-    inside `loss_context`.
+    With `loss_parallel` the head's outputs stay split along the vocabulary, and the loss must be
+    computed inside `loss_context`. On the meta device no communication takes place.
     """
     stream = Shard(SEQUENCE) if sequence_parallel else Replicate()
     styles = {
-        name: _style(role, stream, _has_input_above(name, plan), loss_parallel)
-        for name, role in plan.items()
+        name: _style(role, stream, _has_input_above(name, rules), loss_parallel)
+        for name, role in rules.items()
     }
-    mesh = grid.mesh["tp"]
+    tp_mesh = mesh.device_mesh["tp"]
     ties = shared_parameters(model)
-    for name in _present(model, plan):
-        layer = parallelize_module(model.get_submodule(name), mesh, styles[name])
-        if plan[name] == "vocabulary":
-            layer.register_forward_hook(_arrived)
-    _tie_again(model, ties)
-    place_noise(model, grid, plan, split_stream=sequence_parallel)
+    present = dict(model.named_modules())
+    for name in [each for each in rules if each in present]:
+        layer = parallelize_module(present[name], tp_mesh, styles[name])
+        if rules[name] == "vocabulary":
+            layer.register_forward_hook(_wait_for_output)
+    _restore_ties(model, ties)
+    set_up_dropout(model, mesh, rules, splits_sequence=sequence_parallel)
 
 
 def check_sequence(example: torch.Tensor, tp: int) -> None:
@@ -83,13 +84,13 @@ def check_sequence(example: torch.Tensor, tp: int) -> None:
 
 
 def loss_context(split_logits: bool) -> AbstractContextManager[None]:
-    """Around a step whose logits may be split by words: forward and backward of the loss."""
+    """Context of forward and backward of a loss whose logits may be split along the vocabulary."""
     return loss_parallel() if split_logits else nullcontext()
 
 
-def overlap_matrix_products(grid: Grid, options: ParallelOptions, compiled: bool) -> None:
-    """Let the compiler split matrix products so that their parts travel while others are made."""
-    if grid.world.device.type != "cuda" or not compiled or not options.sequence_parallel:
+def overlap_matrix_products(mesh: Mesh, options: ParallelOptions, compiled: bool) -> None:
+    """Make the compiler split matrix products, so that parts are sent while others are computed."""
+    if mesh.world.device.type != "cuda" or not compiled or not options.sequence_parallel:
         raise UsageError(
             "--async-tp needs CUDA, --compile and --sequence-parallel: add them or leave it out"
         )
@@ -97,10 +98,10 @@ def overlap_matrix_products(grid: Grid, options: ParallelOptions, compiled: bool
     from torch.distributed import _symmetric_memory as symmetric
 
     config._micro_pipeline_tp = True
-    # torch calls this needless already in 2.11, where the compiler still asks whether it was made.
+    # torch 2.11 calls this deprecated, but its compiler still checks that it was called.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        symmetric.enable_symm_mem_for_group(grid.group("tp").group_name)
+        symmetric.enable_symm_mem_for_group(mesh.group("tp").group_name)
 
 
 def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> ParallelStyle:
@@ -125,18 +126,18 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
     )
 
 
-def _arrived(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """The stream as a plain tensor, not as one whose parts are still on their way.
+def _wait_for_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Wait for the embedding's collective, and return a plain tensor.
 
-    A compiled block that is given such a one sends it a gradient that DTensor cannot read (torch
-    2.13). The copy is small beside all that follows, which would wait for the parts anyway.
+    A compiled block that takes an AsyncCollectiveTensor returns a gradient that DTensor cannot
+    read (torch 2.13). The copy is small compared with the layers that follow, which would wait.
     """
     return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
 
 
 class Whole(ParallelStyle):
-    """A layer that is not split, with a weight that is a DTensor like all others: it works on the
-    stream as it is, and gives back what is split as its input is."""
+    """A layer that is not split, with a replicated DTensor as weight: its output is split as its
+    input is."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -152,10 +153,9 @@ class Whole(ParallelStyle):
 
 
 class Gather(ParallelStyle):
-    """The first argument of a module becomes whole, once for all columns inside of it.
+    """Gathers the first argument of a module once, for all column layers inside of the module.
 
-    In backward each column has a part of its gradient; they are added up over the columns here,
-    over the ranks once.
+    In backward, autograd adds the gradients of the columns, and one collective adds the ranks'.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -187,10 +187,10 @@ def _as_dtensor(
 
 
 def place_gradients(model: nn.Module) -> None:
-    """Let every gradient lie as its parameter does.
+    """Redistribute every gradient to the placements of its parameter.
 
-    Backward leaves it as the last operation made it: a norm's, from a part of the sequence, is
-    still to be summed over tp. FSDP does this itself for the parameters it holds.
+    Backward leaves the placements of the last operation: the gradient of a norm, computed from a
+    part of the sequence, is still to be summed over tp. FSDP does this for its own parameters.
     """
     for parameter in model.parameters():
         gradient, value = parameter.grad, parameter.data
@@ -201,23 +201,23 @@ def place_gradients(model: nn.Module) -> None:
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one and the same, such as a tied embedding and head."""
+    """Groups of names of the same parameter, such as a tied embedding and head."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [same for same in names.values() if len(same) > 1]
 
 
-def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
-    """Splitting made a new parameter for each name; a shared one must stay one."""
+def _restore_ties(model: nn.Module, ties: list[list[str]]) -> None:
+    """Splitting created a parameter for each name; tie the names of one parameter again."""
     for first, *others in ties:
         kept = model.get_parameter(first)
         for name in others:
             split = model.get_parameter(name)
             if _placements(split) != _placements(kept):
                 raise UsageError(
-                    f"plan: {first} and {name} are one parameter, but are split differently: give "
-                    'them roles that agree, as "vocabulary" and "head" do'
+                    f"sharding rules: {first} and {name} are one parameter, but are split "
+                    'differently: give them roles that agree, as "vocabulary" and "head" do'
                 )
             path, _, key = name.rpartition(".")
             setattr(model.get_submodule(path), key, kept)
@@ -227,12 +227,7 @@ def _placements(parameter: nn.Parameter) -> tuple[Any, ...]:
     return parameter.placements if isinstance(parameter, DTensor) else ()
 
 
-def _present(model: nn.Module, plan: Mapping[str, Role]) -> list[str]:
-    there = dict(model.named_modules())
-    return [name for name in plan if name in there]
-
-
-def _has_input_above(name: str, plan: Mapping[str, Role]) -> bool:
+def _has_input_above(name: str, rules: Mapping[str, Role]) -> bool:
     parts = name.split(".")
     above = (".".join(parts[:length]) for length in range(1, len(parts)))
-    return any(plan.get(parent) == "input" for parent in above)
+    return any(rules.get(parent) == "input" for parent in above)

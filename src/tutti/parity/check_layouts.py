@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tutti import comm
-from tutti.parallel.flat import copy_from_first
+from tutti.comm.packing import broadcast_coalesced
 from tutti.parallel.layout import Layout
 from tutti.parity.compare import StepDifference, make_engine, train_under_layout, worst
 from tutti.parity.diagnosis import Setting, diagnose
@@ -25,7 +25,7 @@ from tutti.parity.single_device import (
     train_single_device,
 )
 from tutti.parity.workload import Workload
-from tutti.train.together import together
+from tutti.train.init import agree
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
@@ -83,7 +83,7 @@ class Reference:
             ]
         for each in records:
             tensors = (each.gradients, each.updates, each.buffers)
-            copy_from_first([tensor for kind in tensors for tensor in kind.values()])
+            broadcast_coalesced([tensor for kind in tensors for tensor in kind.values()])
         return records
 
 
@@ -97,7 +97,7 @@ def check_layout(workload: Workload, layout: Layout, world: World, reference: Re
     results: dict[OptimizerName, list[StepDifference]] = {}
     for name in OPTIMIZERS:
         try:
-            engine = together(lambda: make_engine(workload, layout, world))
+            engine = agree(lambda: make_engine(workload, layout, world))
         except UsageError as error:
             return row | {
                 **dict.fromkeys(("loss_rel_err", "grad_rel_err", "norm_rel_err", "update_rel_err")),

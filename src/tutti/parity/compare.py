@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from tutti import comm
 from tutti.data import Loader
-from tutti.parallel.build import build_engine
+from tutti.parallel.apply import build_engine
 from tutti.parallel.engine import Engine
+from tutti.parallel.grad_norm import local_shard
 from tutti.parallel.layout import Layout
-from tutti.parallel.pieces import local
 from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.parity.parity_options import TOLERANCES, Tolerance
 from tutti.parity.single_device import (
@@ -32,10 +32,9 @@ from tutti.parity.single_device import (
     StepRecord,
 )
 from tutti.parity.workload import Workload
-from tutti.train.optimizer import build_optimizer
+from tutti.train.init import build_optimizer
 from tutti.train.recipe import Compute, Optimization
-from tutti.train.step import Step
-from tutti.train.task import Task
+from tutti.train.step import Step, Task
 from tutti.world.world import World
 
 # full_tensor() warns that gathering over two mesh axes takes two steps; a check may be slow.
@@ -170,7 +169,7 @@ def train_under_layout(
     reference: Sequence[StepRecord],
 ) -> Iterator[StepDifference]:
     """Train with an engine; yields the differences of each step, the same on every rank."""
-    options, grid, device = workload.options, engine.grid, engine.world.device
+    options, mesh, device = workload.options, engine.mesh, engine.world.device
     parameters = {  # a tied parameter under the first of its names
         workload.aliases[name]: parameter
         for name, parameter in engine.model.named_parameters()
@@ -192,14 +191,14 @@ def train_under_layout(
         Task(padded=workload.padded),
         Compute(precision=options.precision),
         workload.samples.inputs[:1].to(device),
-        workload.microbatches(grid.layout),
+        workload.microbatches(mesh.layout),
         scales.clip,
     )
     loader = Loader(
         workload.samples,
         workload.batch,
-        rank=grid.data_rank,
-        ranks=grid.layout.data_ranks,
+        rank=mesh.data_rank,
+        ranks=mesh.layout.data_ranks,
         shuffle=False,
         drop_last=False,
         device=device,
@@ -216,7 +215,7 @@ def train_under_layout(
             "updates": _compare_all(updates, record.updates, update_floor),
             "buffers": _compare_buffers(engine.model, record.buffers, tolerance.floor),
             "clip_factor": recorder.clip_factor,
-            "data_rank": grid.data_rank,
+            "data_rank": mesh.data_rank,
         }
         ranks = comm.gather_json(compared)
         own = _own_buffers(engine, ranks, tolerance.buffer)
@@ -250,12 +249,12 @@ class _GradientRecorder:
         """Of this rank's shards; None if all of their gradients are zero."""
         self._before: dict[str, Tensor] = {}
         self._run = engine.run
-        engine.run = self._run_and_record  # type: ignore[method-assign,assignment]
+        engine.run = self._run_and_record  # type: ignore[method-assign]
         optimizer.register_step_pre_hook(self._record_clipping)
 
-    def _run_and_record(self, *arguments: Any) -> Tensor:
-        loss = self._run(*arguments)
-        self._before = {n: local(_gradient(p)).clone() for n, p in self.parameters.items()}
+    def _run_and_record(self, *arguments: Any, **options: Any) -> Tensor:
+        loss = self._run(*arguments, **options)
+        self._before = {n: local_shard(_gradient(p)).clone() for n, p in self.parameters.items()}
         self.gradients = {n: _full(_gradient(p)) for n, p in self.parameters.items()}
         return loss
 
@@ -264,7 +263,7 @@ class _GradientRecorder:
         products = squares = 0.0
         for name, parameter in self.parameters.items():
             before = self._before[name].double()
-            products += float((before * local(_gradient(parameter)).double()).sum())
+            products += float((before * local_shard(_gradient(parameter)).double()).sum())
             squares += float(before.square().sum())
         self.clip_factor = products / squares if squares else None
 
@@ -328,7 +327,7 @@ def _own_buffers(engine: Engine, ranks: Sequence[Mapping[str, Any]], tolerance: 
 
     Batch norms are synchronised here, so their buffers are not among them.
     """
-    if engine.grid.layout.data_ranks == 1:
+    if engine.mesh.layout.data_ranks == 1:
         return []
     modules = engine.model.named_modules()
     synchronised = [name for name, module in modules if isinstance(module, JointBatchNorm)]

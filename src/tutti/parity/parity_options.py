@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from tutti.models.config import EfficientNetConfig, GPTConfig, WideResNetConfig
-from tutti.parallel.layout import Layout
-from tutti.parallel.options import EngineOptions, ParallelOptions, Recompute
+from tutti.parallel.layout import EngineOptions, Layout, ParallelOptions, Recompute
 from tutti.train.recipe import RECIPES, Architecture, Recipe
 from tutti.world.errors import UsageError, did_you_mean
 

@@ -9,13 +9,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from tutti.data import Dataset, TensorSamples
-from tutti.parallel.blocks import repeated_blocks
-from tutti.parallel.layout import Layout
-from tutti.parallel.options import Recompute
+from tutti.parallel.checkpointing import repeated_blocks
+from tutti.parallel.layout import Layout, Recompute
 from tutti.parity.parity_options import ParityOptions, microbatches_of, recipe_with, samples_for
-from tutti.train.datasets import load_dataset
-from tutti.train.models import build_model
-from tutti.train.task import IGNORED
+from tutti.train.init import build_model, load_dataset
+from tutti.train.step import IGNORED
 from tutti.world.errors import UsageError
 
 _NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, _BatchNorm)

@@ -28,8 +28,7 @@ from tutti import comm
 from tutti.data.sampler import hash_integers
 from tutti.data.text_datasets import BYTES
 from tutti.models.config import GPTConfig
-from tutti.models.gpt import GPT
-from tutti.models.kv_cache import KVCache
+from tutti.models.gpt import GPT, KVCache
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
 from tutti.predict.prediction_file import gather_text
@@ -107,15 +106,15 @@ class Decoder:
     """This rank's part of a GPT with its key-value cache."""
 
     def __init__(self, engine: Engine, width: int, dtype: torch.dtype) -> None:
-        self.engine, self.model, self.grid = engine, engine.model, engine.grid
+        self.engine, self.model, self.mesh = engine, engine.model, engine.mesh
         self.width, self.dtype, self.device = width, dtype, engine.world.device
-        self.stage, self.stages = self.grid.rank("pp"), self.grid.layout.pp
+        self.stage, self.stages = self.mesh.rank("pp"), self.mesh.layout.pp
         self._cache: KVCache | None = None
 
     @property
     def is_sampling_rank(self) -> bool:
         """Whether this rank has the logits of its data rank and picks the tokens."""
-        return self.stage == self.stages - 1 and self.grid.rank("tp") == 0
+        return self.stage == self.stages - 1 and self.mesh.rank("tp") == 0
 
     def begin(self, capacity: int) -> None:
         """Start a new sequence of at most `capacity` tokens."""
@@ -127,10 +126,10 @@ class Decoder:
         hidden = tokens.to(self.device)
         if self.stage > 0:
             hidden = torch.empty(*tokens.shape, self.width, dtype=self.dtype, device=self.device)
-            comm.recv(hidden, self.stage - 1, group=self.grid.group("pp"))
+            comm.recv(hidden, self.stage - 1, group=self.mesh.group("pp"))
         outputs: Tensor = self.model(hidden, cache=self._cache)
         if self.stage < self.stages - 1:
-            comm.send(outputs, self.stage + 1, group=self.grid.group("pp"))
+            comm.send(outputs, self.stage + 1, group=self.mesh.group("pp"))
             return None
         last = outputs[:, -1]
         return last.full_tensor() if isinstance(last, DTensor) else last
@@ -138,10 +137,10 @@ class Decoder:
     def broadcast_tokens(self, tokens: list[int]) -> list[int]:
         """Return the sampling rank's tokens on all ranks of its data rank."""
         values = torch.tensor(tokens, device=self.device)
-        if self.grid.layout.tp > 1 and self.stage == self.stages - 1:
-            comm.broadcast(values, 0, group=self.grid.group("tp"))
+        if self.mesh.layout.tp > 1 and self.stage == self.stages - 1:
+            comm.broadcast(values, 0, group=self.mesh.group("tp"))
         if self.stages > 1:
-            comm.broadcast(values, self.stages - 1, group=self.grid.group("pp"))
+            comm.broadcast(values, self.stages - 1, group=self.mesh.group("pp"))
         return values.tolist()
 
 
@@ -163,19 +162,19 @@ class Generator:
     def run(self, prompts: Sequence[str], tokens: int, batch: int) -> Iterator[list[Completion]]:
         """Yield completions in the order of the prompts; empty lists on ranks other than 0."""
         encoded = [encode(prompt, number, self.config) for number, prompt in enumerate(prompts)]
-        grid = self.decoder.grid
-        data_ranks = grid.layout.data_ranks
+        mesh = self.decoder.mesh
+        data_ranks = mesh.layout.data_ranks
         batches = [
             range(start, min(start + batch, len(encoded)))
             for start in range(0, len(encoded), batch)
         ]
         for first in range(0, len(batches), data_ranks):
             scattered = batches[first : first + data_ranks]
-            own = scattered[grid.data_rank] if grid.data_rank < len(scattered) else range(0)
+            own = scattered[mesh.data_rank] if mesh.data_rank < len(scattered) else range(0)
             texts = self._complete([encoded[i] for i in own], own, tokens) if own else []
-            if grid.layout.shard > 1:
+            if mesh.layout.shard > 1:
                 steps = [self._steps([encoded[i] for i in each], tokens) for each in scattered]
-                own_steps = steps[grid.data_rank] if own else 0
+                own_steps = steps[mesh.data_rank] if own else 0
                 self._run_idle_steps(max(steps) - own_steps)
             rows = [[i, text.hex()] for i, text in zip(own, texts, strict=True)]
             gathered = gather_text(json.dumps(rows if self.decoder.is_sampling_rank else []))

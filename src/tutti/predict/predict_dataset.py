@@ -28,12 +28,9 @@ from tutti.parallel.layout import Layout
 from tutti.predict.prediction_file import PredictionFile, gather_text
 from tutti.predict.trained_run import TrainedRun, place_model
 from tutti.train.checkpoint import Loaded
-from tutti.train.datasets import load_dataset
 from tutti.train.evaluate import Score
-from tutti.train.models import build_model
-from tutti.train.step import as_computed
-from tutti.train.task import IGNORED
-from tutti.train.together import together
+from tutti.train.init import agree, build_model, load_dataset
+from tutti.train.step import IGNORED, as_model_dtype
 from tutti.world.world import World
 
 # Batches of a rank between two exchanges: bounds the text in memory and makes waiting rare.
@@ -114,15 +111,17 @@ class Predictor:
         self, world: World, run: TrainedRun, layout: Layout, selection: SampleSelection
     ) -> None:
         self.world, self.trained_run, self.selection = world, run, selection
-        dataset, model = together(self._prepare)
+        dataset, model = agree(self._prepare)
         self.samples: Samples = dataset.test if selection.split == "test" else dataset.train
         self.count = min(len(self.samples), selection.limit or len(self.samples))
         batch = selection.batch or run.recipe.batching.batch
         example = dataset.train.batch([0])[0].to(world.device)
-        self.engine: Engine = place_model(model, world, layout, as_computed(example, model), batch)
+        self.engine: Engine = place_model(
+            model, world, layout, as_model_dtype(example, model), batch
+        )
         self.loaded: Loaded = run.load(self.engine)
         self.engine.model.eval()
-        self.example = as_computed(example, self.engine.model)
+        self.example = as_model_dtype(example, self.engine.model)
         self.scatter = RowScatter(self.count, batch, layout.data_ranks)
 
     def _prepare(self) -> tuple[Dataset, torch.nn.Module]:
@@ -141,9 +140,9 @@ class Predictor:
     def run(self, out: Path) -> Score:
         """Write a line for every sample to `out`; returns the score, the same on every rank."""
         # One rank of each data rank has the outputs; these ranks in the order of their samples.
-        places = comm.gather_json([self.engine.grid.data_rank, self.engine.speaks])
+        places = comm.gather_json([self.engine.mesh.data_rank, self.engine.reports_loss])
         writers = sorted((part, rank) for rank, (part, speaks) in enumerate(places) if speaks)
-        rank, sums = self.engine.grid.data_rank, Sums()
+        rank, sums = self.engine.mesh.data_rank, Sums()
         with ExitStack() as stack:
             file = stack.enter_context(PredictionFile(out)) if self.world.is_first else None
             batches = self._batches(stack)
@@ -156,7 +155,7 @@ class Predictor:
                     empty = self.example[:0]
                     inputs, targets = next(batches) if index < end else (empty, empty)
                     outputs = self._infer(inputs)
-                    if outputs is not None and self.engine.speaks:
+                    if outputs is not None and self.engine.reports_loss:
                         lines += prediction_lines(index, outputs, targets, sums)
                     index += len(inputs)
                 texts = gather_text("".join(lines))
@@ -168,7 +167,7 @@ class Predictor:
         return Score(loss / max(1, count), right / max(1, count), int(count))
 
     def _batches(self, stack: ExitStack) -> Iterator[tuple[Tensor, Tensor]]:
-        rank = self.engine.grid.data_rank
+        rank = self.engine.mesh.data_rank
         if not self.scatter.total(rank):
             return
         data = self.trained_run.recipe.data
@@ -187,7 +186,7 @@ class Predictor:
         autocast = self.trained_run.autocast
         with torch.autocast(self.world.device.type, autocast, enabled=autocast is not None):
             outputs: Tensor | None = self.engine.infer(
-                as_computed(inputs, self.engine.model), self.example
+                as_model_dtype(inputs, self.engine.model), self.example
             )
         return outputs
 

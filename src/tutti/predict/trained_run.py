@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tutti.models.config import GPTConfig
-from tutti.parallel.build import build_engine
+from tutti.parallel.apply import build_engine
 from tutti.parallel.engine import Engine
-from tutti.parallel.layout import Layout
-from tutti.parallel.options import ParallelOptions
+from tutti.parallel.layout import Layout, ParallelOptions
 from tutti.train.checkpoint import Checkpoints, Loaded
 from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step_name
 from tutti.train.recipe import Recipe, read_recipe

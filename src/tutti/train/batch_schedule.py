@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass, field, fields
 
-from tutti.parallel.layout import Layout, layout_of
-from tutti.parallel.options import AXIS_OF, flag_of, leave_out
+from tutti.parallel.layout import AXIS_OF, Layout, flag_of, layout_of, leave_out
 from tutti.train.recipe import Recipe
 from tutti.world.errors import UsageError
 

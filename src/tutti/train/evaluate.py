@@ -1,20 +1,19 @@
-"""Evaluation on all ranks, exact: every sample once, sums and counts reduced in one collective."""
+"""Evaluation over all ranks, exact: every sample once, sums and counts in one all-reduce."""
 
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from tutti.comm.collectives import all_reduce
 from tutti.data.loader import Loader
 from tutti.parallel.engine import Engine
-from tutti.train.step import as_computed
-from tutti.train.task import Task
+from tutti.train.step import Task, as_model_dtype
 
 
 @dataclass(frozen=True)
 class Score:
-    """How good a model is on a data set."""
+    """Loss and accuracy of a model on a data set."""
 
     loss: float
     accuracy: float
@@ -29,25 +28,24 @@ def evaluate(
     example: Tensor,
     autocast: torch.dtype | None = None,
 ) -> Score:
-    """Loss and accuracy of a model over all of a loader's samples, over all ranks.
+    """Loss and accuracy of a model over all samples of a loader, over all ranks.
 
-    The sums are in float64 and exact in their counts, however unevenly the samples fall on ranks.
+    Sums are in float64, and counts are exact, however unevenly the ranks share the samples.
     """
     model, device = engine.model, engine.world.device
     was_training = [module for module in model.modules() if module.training]
     model.eval()
-    # loss sum, correct, count
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, count
     for inputs, targets in loader.stream(epochs=1):
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            outputs = engine.infer(as_computed(inputs, model), example)
-        if outputs is None or not engine.speaks:
+            outputs = engine.infer(as_model_dtype(inputs, model), example)
+        if outputs is None or not engine.reports_loss:
             continue
         sums[0] += task.loss_sum(outputs, targets)
         sums[1] += task.correct(outputs, targets)
         sums[2] += task.count(targets)
-    for module in was_training:  # not the whole model: a user may have frozen parts of it
+    for module in was_training:  # not model.train(): the user may have frozen some modules
         module.training = True
-    dist.all_reduce(sums)
+    all_reduce(sums)
     loss, correct, count = sums.tolist()
     return Score(loss / count, correct / count, int(count))

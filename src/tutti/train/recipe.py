@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import tomli_w
 
 from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, WideResNetConfig
-from tutti.parallel.options import EngineOptions, ParallelOptions, Recompute
+from tutti.parallel.layout import EngineOptions, ParallelOptions, Recompute
 from tutti.world.errors import UsageError, did_you_mean
 
 Architecture = LeNetConfig | WideResNetConfig | EfficientNetConfig | GPTConfig

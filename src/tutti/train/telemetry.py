@@ -11,7 +11,8 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median_low
@@ -24,16 +25,130 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from tutti import comm
-from tutti.machine.hardware_catalogue import peak_flops
 from tutti.measure.files import write_atomically
 from tutti.models.config import GPTConfig
-from tutti.train.arrivals import Arrivals
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 _SYNC_SECONDS = 1.0
 _MAX_SYNC_STEPS = 1000
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+# At most this many steps are measured between two status syncs, to keep fast steps fast.
+MAX_MEASURED = 20
+
+_autograd_engine: Any = torch.autograd.Variable._execution_engine
+
+
+class StepTimer:
+    """Measures each rank's own seconds of a step, without the time in which it waits for others.
+
+    Replicas wait for each other once in a step, when gradients are summed. From the moment in which
+    a rank has the sums of one step to the end of its backward pass in the next, no other rank
+    delays it: update, input, forward and backward are its own time. The other ranks wait for the
+    rank with most of it:  waitᵣ = max over ranks of own − ownᵣ. DDP sends during backward, but
+    waits for the collectives only after it. Where ranks wait for each other inside of forward or
+    backward (sharded parameters, tp, pp, synchronised batch norms), this time would include
+    waiting, and is unknown.
+
+    The same steps are measured on all ranks; an engine calls the timer as its StepClock.
+
+    Nothing in here waits for a device: on CUDA, times are events in the stream of the step, so that
+    the device's time is measured, and a host that launches too late is seen as well.
+    """
+
+    def __init__(self, device: torch.device, *, own_time: bool, forward_time: bool = False) -> None:
+        """`own_time`: ranks wait for each other only after backward, so their own time is known.
+        `forward_time`: also measure forward passes, for --split measured."""
+        self._device = device
+        self._known = own_time
+        self._measures_forward = forward_time
+        self._stride = 1
+        self._step = 0  # since the last status sync
+        self._began: float | torch.cuda.Event | None = None
+        self._backward_ended: float | torch.cuda.Event | None = None
+        self._measured: list[tuple[int, Any, Any]] = []
+        self._forward_seconds = 0.0
+        self._forward_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def begin(self, steps: int) -> None:
+        """Start measuring; the next status sync is this many steps away."""
+        self._stride = -(-steps // MAX_MEASURED)
+        self._step = 0
+        self._began = self._mark() if self._known else None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Context of the forward pass of a microbatch."""
+        if not self._measures_forward:
+            yield
+        elif self._device.type == "cuda":
+            start, end = torch.cuda.Event(True), torch.cuda.Event(True)  # type: ignore[no-untyped-call]
+            start.record()
+            yield
+            end.record()
+            self._forward_events.append((start, end))
+        else:
+            began = time.perf_counter()
+            yield
+            self._forward_seconds += time.perf_counter() - began
+
+    def before_last_backward(self, loss: Tensor) -> None:
+        """Before the last backward of a step: record its end."""
+        if self._began is not None:
+            # The first node of backward queues this callback, so it runs before DDP's own, which
+            # waits for the other ranks.
+            hooked: Any = loss  # torch gives hooks no types
+            hooked.register_hook(lambda _: _autograd_engine.queue_callback(self._end_backward))
+
+    def gradients_ready(self) -> None:
+        """The gradients are summed over the ranks: the own time of the next step begins."""
+        if self._began is not None:
+            self._measured.append((self._step, self._began, self._backward_ended))
+        self._step += 1
+        self._began = self._backward_ended = None
+        if self._known and self._step % self._stride == 0:
+            self._began = self._mark()
+
+    def take(self) -> list[tuple[int, float]]:
+        """(step since `begin`, own seconds) of the measured steps; NaN: unknown.
+
+        Call it when the device has been waited for.
+        """
+        taken, self._measured = self._measured, []
+        return [(step, _seconds(began, ended)) for step, began, ended in taken]
+
+    def take_forward_seconds(self) -> float:
+        """Seconds of forward passes since the last call: a rank's own speed, without waiting.
+
+        Backward would not do: it ends when the slowest rank's gradients have arrived. Call it when
+        the device has been waited for.
+        """
+        for start, end in self._forward_events:
+            end.synchronize()
+            self._forward_seconds += start.elapsed_time(end) / 1000
+        taken, self._forward_seconds, self._forward_events = self._forward_seconds, 0.0, []
+        return taken
+
+    def _end_backward(self) -> None:
+        self._backward_ended = self._mark()
+
+    def _mark(self) -> float | torch.cuda.Event:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    if ended is None:
+        return math.nan
+    if isinstance(began, float):
+        return float(ended - began)
+    ended.synchronize()  # has happened: the losses of these steps have been read
+    return float(began.elapsed_time(ended)) / 1e3
 
 
 @dataclass(frozen=True)
@@ -64,11 +179,11 @@ class StatusSync:
     process.
     """
 
-    def __init__(self, rank: int, size: int, first_step: int, arrivals: Arrivals) -> None:
+    def __init__(self, rank: int, size: int, first_step: int, timer: StepTimer) -> None:
         self.rank = rank
         self.size = size
         self.next_at = first_step + 1
-        self.arrivals = arrivals
+        self.timer = timer
         self._first = first_step
         self._losses: list[Tensor] = []
         self._busy_seconds = 0.0
@@ -85,13 +200,13 @@ class StatusSync:
     def restart_clock(self) -> None:
         """Restart the clock after an evaluation or a checkpoint, which are not training time."""
         self._since = time.perf_counter()
-        self.arrivals.begin(self.next_at - self._first)
+        self.timer.begin(self.next_at - self._first)
 
     def sync(self, rank_samples: int = 0) -> Status:
         """Exchange the status. The only place in the training loop that waits for the device."""
         losses = torch.cat(self._losses).double().tolist() if self._losses else []
         now = time.perf_counter()
-        own = self.arrivals.take()
+        own = self.timer.take()
         steps = len(losses)
         nonfinite = next((n for n, loss in enumerate(losses) if not math.isfinite(loss)), None)
         # One vector, summed over all ranks: common values, then one slot per rank, which is zero
@@ -152,6 +267,8 @@ class Throughput:
         self._peak: tuple[float, str] | None = None
         if self._gpt is not None and world.device.type == "cuda":
             tf32 = torch.backends.cuda.matmul.allow_tf32
+            from tutti.machine.hardware_catalogue import peak_flops
+
             self._peak = peak_flops(torch.cuda.get_device_name(world.device), precision, tf32)
         self._samples = 0
         self._seconds = 0.0

@@ -70,7 +70,8 @@ def gather_json_from_store(
 
 # -- check_same ------------------------------------------------------------------------------------
 
-_CHUNK_ELEMENTS = 1 << 24  # limits the memory for hashing a large parameter
+_CHUNK_ELEMENTS = 1 << 20  # hashing takes about 32 bytes of memory per element of a chunk
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _CURES = {
     "recipe": "start every rank with the same flags and recipe file",
     "parameters": "use the same seed on every rank before building the model, or broadcast "
@@ -137,12 +138,13 @@ def _hash_text(text: str) -> int:
 def hash_tensor(tensor: torch.Tensor) -> int:
     """A 64-bit hash of a tensor's bits, shape and dtype, computed on its device.
 
-    Each byte is multiplied by an odd number that depends on its position, and the products are
-    summed modulo 2^64: integer sums do not depend on the order of summation, on GPUs either.
+    Each element's bits are multiplied by an odd number that depends on its position, and the
+    products are summed modulo 2^64: integer sums do not depend on the order of summation, on GPUs
+    either.
     """
     if tensor.is_meta:  # no values yet: only shape and dtype can differ
         return _hash_text(f"{tuple(tensor.shape)} {tensor.dtype} meta")
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     total = 0
     for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
         chunk = flat[start : start + _CHUNK_ELEMENTS].to(torch.int64)

@@ -10,10 +10,10 @@ from torch import Tensor
 from tutti import comm
 from tutti.bench.collectives.backends import process_group
 from tutti.bench.pairs import Pair, Setting
+from tutti.comm.packing import all_reduce_coalesced
 from tutti.comm.symmetric import Heap, all_reduce
 from tutti.models import WideResNet, WideResNetConfig
-from tutti.parallel.flat import sum_over_ranks
-from tutti.parallel.scratch import sum_one_by_one
+from tutti.parallel.teaching import all_reduce_each
 
 
 def grouped(setting: Setting) -> Pair:
@@ -58,8 +58,8 @@ def from_scratch(setting: Setting) -> Pair:
     megabytes = sum(each.nbytes for each in gradients) / 1e6
     exact = setting.world.size <= 2
     return Pair(
-        baseline=partial(side, 0, sum_one_by_one),
-        optimized=partial(side, 1, sum_over_ranks),
+        baseline=partial(side, 0, all_reduce_each),
+        optimized=partial(side, 1, all_reduce_coalesced),
         tolerance=0.0 if exact else 1e-5,
         reason=f"the {len(gradients)} gradients of a WideResNet-{depth}-1, {megabytes:.2g} MB"
         + ("" if exact else "; ranks are summed in another order"),

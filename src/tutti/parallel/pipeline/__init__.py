@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the layers of a model, one after the other, on different ranks."""
+"""Pipeline parallelism: consecutive layers of a model on different ranks."""

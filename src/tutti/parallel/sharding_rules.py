@@ -1,17 +1,17 @@
-"""Plan: what each layer of a model becomes when its matrices are split over tp.
+"""Sharding rules: how each layer of a model is split over tp.
 
-A plan is a dict from names of modules to roles; `*` stands for one part of a name:
+The rules are a dict from module names to roles; `*` stands for one part of a name:
 
     {"embed": "vocabulary", "blocks.*.attention.wq": "column", "blocks.*.attention.wo": "row"}
 
-Two matrices in a row are split so that nothing need be exchanged between them: the first by its
-columns, the second by its rows. Each rank then computes a part of the sum that is the result.
+Two consecutive matrices are split so that no communication is needed between them: the first by
+its columns, the second by its rows. Each rank computes one term of the sum that is the result.
 
                  ┌ A₁ ┐                       X A₁ → ReLU → · B₁ ┐
     X · [A₁ A₂]  │    │ · [B₁; B₂]    rank 0: X A₁ … B₁          ├ + → result
                  └ A₂ ┘               rank 1: X A₂ … B₂          ┘
 
-What is not in the plan is computed by every tp rank alike, on the whole stream.
+Layers without a rule are computed by every tp rank alike, on the whole activations.
 """
 
 import re
@@ -23,14 +23,14 @@ from torch import nn
 from tutti.world.errors import UsageError, did_you_mean
 
 Role = Literal["vocabulary", "norm", "whole", "input", "column", "row", "head"]
-"""vocabulary: an embedding, split by words. norm: works on a part of the sequence. whole: any
-other layer on the stream, computed by every rank. input: a module
-that needs the whole sequence, such as attention: gathered once for all its columns. column, row: a
-linear layer split by outputs or by inputs. head: split by outputs, which are words."""
-Plan = Mapping[str, Role]
+"""vocabulary: an embedding, split along the vocabulary. norm: applied to a part of the sequence.
+whole: any other layer between the split ones, computed by every rank. input: a module that needs
+the whole sequence, such as attention: its input is gathered once for all its columns. column, row:
+a linear layer split by outputs or by inputs. head: split by outputs, which are the vocabulary."""
+ShardingRules = Mapping[str, Role]
 
-# How common transformers name their layers; the last part of a name decides.
-_USUAL: dict[str, Role] = {
+# Layer names of common transformers; the last part of a module's name decides.
+_USUAL_NAMES: dict[str, Role] = {
     **dict.fromkeys(
         ("wq", "wk", "wv", "q_proj", "k_proj", "v_proj", "query", "key", "value"), "column"
     ),
@@ -50,50 +50,53 @@ _KINDS: dict[Role, tuple[type[nn.Module], ...]] = {
 }
 
 
-def default_plan(model: nn.Module) -> dict[str, Role]:
-    """A plan by the usual names of a transformer's layers; UsageError where none are found."""
-    plan: dict[str, Role] = {}
+def default_rules(model: nn.Module) -> dict[str, Role]:
+    """Rules by the usual layer names of transformers; UsageError if no layer has such a name."""
+    rules: dict[str, Role] = {}
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
-        role = _USUAL.get(last)
+        role = _USUAL_NAMES.get(last)
         if role is None or not isinstance(module, _KINDS[role]):
             continue
-        if not isinstance(model.get_submodule(parent), nn.MultiheadAttention):  # it takes weights
-            plan[name] = role
-    columns = [name for name, role in plan.items() if role == "column"]
+        if not isinstance(
+            model.get_submodule(parent), nn.MultiheadAttention
+        ):  # it passes the weights on, not the layer
+            rules[name] = role
+    columns = [name for name, role in rules.items() if role == "column"]
     fed = {name.rpartition(".")[0] for name in columns}
-    alone = [n for n, role in plan.items() if role == "row" and n.rpartition(".")[0] not in fed]
-    for name in alone:  # its inputs would be whole
-        del plan[name]
-    if not columns or "row" not in plan.values():
+    alone = [n for n, role in rules.items() if role == "row" and n.rpartition(".")[0] not in fed]
+    for name in alone:  # no column before it: its input is not split
+        del rules[name]
+    if not columns or "row" not in rules.values():
         raise UsageError(
             f"no layer of {type(model).__name__} has a name that says how to split it over tp: "
-            'give a plan, such as {"layers.*.up": "column", "layers.*.down": "row"}, or use '
+            'give rules, such as {"layers.*.up": "column", "layers.*.down": "row"}, or use '
             "shard or dp instead of tp"
         )
-    if {"vocabulary", "head"} <= set(plan.values()):
-        # From the embedding to the head the stream can be split along the sequence.
-        # A module of columns and rows alone gathers its input once for all of them; one that has
-        # norms of its own adds to the stream as well, and leaves gathering to each column.
-        inputs = {parent for parent in fed - {""} if not _uncovered(model, plan, parent)}
-        plan |= dict.fromkeys(inputs, "input")
+    if {"vocabulary", "head"} <= set(rules.values()):
+        # From the embedding to the head, activations can be split along the sequence. A module
+        # of columns and rows only gathers its input once for all of them; in a module that also
+        # has norms, each column gathers its own input.
+        inputs = {parent for parent in fed - {""} if not _uncovered(model, rules, parent)}
+        rules |= dict.fromkeys(inputs, "input")
         for name, module in model.named_modules():
             if isinstance(module, _KINDS["norm"]) and not _inside(name, inputs):
-                plan[name] = "norm"
-    return plan
+                rules[name] = "norm"
+    return rules
 
 
-def resolve(plan: Plan, model: nn.Module) -> dict[str, Role]:
-    """The plan with every `*` replaced by the names there are; a name without a module is refused.
+def resolve_rules(rules: ShardingRules, model: nn.Module) -> dict[str, Role]:
+    """The rules with every `*` expanded to module names; UsageError for a name without a module.
 
-    Give it the whole model, before a pipeline takes layers away.
+    Takes the whole model, before a pipeline removes layers.
     """
     names = [name for name, _ in model.named_modules() if name]
     resolved: dict[str, Role] = {}
-    for pattern, role in plan.items():
+    for pattern, role in rules.items():
         if role not in get_args(Role):
             raise UsageError(
-                f"plan: {pattern!r} has role {role!r}: {did_you_mean(role, get_args(Role))}"
+                f"sharding rules: {pattern!r} has role {role!r}: "
+                f"{did_you_mean(role, get_args(Role))}"
             )
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         found = [name for name in names if expression.fullmatch(name)]
@@ -102,7 +105,7 @@ def resolve(plan: Plan, model: nn.Module) -> dict[str, Role]:
                 re.sub(r"\b\d+\b", "*", n) if "*" in pattern else n for n in names
             )
             raise UsageError(
-                f"plan: {type(model).__name__} has no module {pattern!r}: "
+                f"sharding rules: {type(model).__name__} has no module {pattern!r}: "
                 f"{did_you_mean(pattern, known)}"
             )
         for name in found:
@@ -111,39 +114,41 @@ def resolve(plan: Plan, model: nn.Module) -> dict[str, Role]:
             if kinds is not None and not isinstance(module, kinds):
                 wanted = " or ".join(kind.__name__ for kind in kinds)
                 raise UsageError(
-                    f"plan: {name} is a {type(module).__name__}, role {role!r} is for {wanted}"
+                    f"sharding rules: {name} is a {type(module).__name__}, role {role!r} is for "
+                    f"{wanted}"
                 )
             resolved[name] = role
     return resolved
 
 
-def splits_sequence(plan: Mapping[str, Role], model: nn.Module) -> bool:
-    """Whether the stream can be split along the sequence: the plan says where it begins, where it
-    ends, and what every layer on the way does. Give it the whole model."""
-    return {"vocabulary", "norm", "head"} <= set(plan.values()) and not _uncovered(model, plan)
+def splits_sequence(rules: Mapping[str, Role], model: nn.Module) -> bool:
+    """Whether activations can be split along the sequence: the rules name the embedding, the head
+    and every layer between them. Takes the whole model."""
+    return {"vocabulary", "norm", "head"} <= set(rules.values()) and not _uncovered(model, rules)
 
 
-def check_between(plan: Mapping[str, Role], model: nn.Module) -> None:
-    """Raise UsageError where a layer may lie between split ones.
+def check_between(rules: Mapping[str, Role], model: nn.Module) -> None:
+    """Raise UsageError if a layer without a rule may lie between split layers.
 
-    There it would see some of the heads or channels only, and get a part of its gradient.
+    Such a layer would see only this rank's heads or channels, and get a part of its gradient.
     """
     names = {"column": set[str](), "row": set[str]()}
-    for name, role in plan.items():
+    for name, role in rules.items():
         if role in names:
             names[role].add(name.rpartition(".")[0])
     for parent in sorted(names["column"] & names["row"]):
-        for name in _uncovered(model, plan, parent) if parent else []:
+        for name in _uncovered(model, rules, parent) if parent else []:
             raise UsageError(
-                f"plan: {name} lies among layers of {parent} that are split over tp: give it the "
-                'role "norm" or "whole" if it works on the whole stream; if it works on a rank\'s '
-                "own heads, leave these layers out of the plan or use shard instead of tp"
+                f"sharding rules: {name} lies among layers of {parent} that are split over tp: "
+                'give it the role "norm" or "whole" if it works on whole activations; if it works '
+                "on a rank's own heads, leave these layers out of the rules or use shard instead "
+                "of tp"
             )
 
 
-def check_divides(plan: Mapping[str, Role], model: nn.Module, tp: int) -> None:
-    """Raise UsageError, with the equation and the nearest choice, where tp cuts through a unit."""
-    for name, role in plan.items():
+def check_divides(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:
+    """Raise UsageError, with the equation and the cure, where tp does not divide a layer."""
+    for name, role in rules.items():
         module = model.get_submodule(name)
         if role == "vocabulary":
             assert isinstance(module, nn.Embedding)
@@ -151,7 +156,7 @@ def check_divides(plan: Mapping[str, Role], model: nn.Module, tp: int) -> None:
         elif role in ("column", "row", "head"):
             assert isinstance(module, nn.Linear)
             width = module.in_features if role == "row" else module.out_features
-            # A head of attention is computed on one rank: it may not be cut.
+            # An attention head is computed on one rank: it cannot be split.
             parent = model.get_submodule(name.rpartition(".")[0])
             head_dim = getattr(parent, "head_dim", None)
             if isinstance(head_dim, int) and width % head_dim == 0:
@@ -170,11 +175,11 @@ def _must_divide(tp: int, count: int, what: str, name: str) -> None:
         )
 
 
-def _uncovered(model: nn.Module, plan: Mapping[str, Role], inside: str = "") -> list[str]:
-    """Parameters, of the whole model or inside of a module, whose layer the plan does not name."""
+def _uncovered(model: nn.Module, rules: Mapping[str, Role], inside: str = "") -> list[str]:
+    """Parameters of the whole model, or inside of one module, whose layer has no rule."""
     prefix = f"{inside}." if inside else ""
     owners = [(n, n.rpartition(".")[0]) for n, _ in model.named_parameters(prefix="")]
-    return [name for name, owner in owners if name.startswith(prefix) and owner not in plan]
+    return [name for name, owner in owners if name.startswith(prefix) and owner not in rules]
 
 
 def _inside(name: str, parents: set[str]) -> bool:

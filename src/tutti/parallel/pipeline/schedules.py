@@ -1,10 +1,10 @@
-"""The schedules by name: which stages a rank holds, and torch's class that runs them.
+"""Pipeline schedules by name: which stages a rank holds, and the class of torch that runs them.
 
-gpipe        all forwards, then all backwards: every activation is kept until then
-1f1b         backward as soon as it can be: stage s keeps at most S - s microbatches
-interleaved  1f1b with several stages on each rank: the bubble is divided by their number
-zero-bubble  interleaved; the weights' gradients are computed late, where a rank would wait
-zbv          zero-bubble with two stages on each rank, folded into a V
+gpipe        all forwards, then all backwards: activations of all microbatches are kept
+1f1b         backward as early as possible: stage s keeps at most S - s microbatches
+interleaved  1f1b with several stages per rank: the bubble is divided by their number
+zero-bubble  interleaved; weight gradients are computed late, in the bubbles
+zbv          zero-bubble with two stages per rank, folded into a V
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -23,7 +22,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from tutti.parallel.options import ScheduleName
+from tutti.parallel.layout import Recompute, ScheduleName
 from tutti.world.errors import UsageError
 
 SINGLE: dict[ScheduleName, type[PipelineScheduleSingle]] = {
@@ -37,9 +36,9 @@ MULTI: dict[ScheduleName, type[PipelineScheduleMulti]] = {
 }
 
 SPLIT_BACKWARD = ("zero-bubble", "zbv")
-"""Backward in two parts: the inputs' gradients, which others wait for, and the weights' later."""
+"""Backward in two halves: gradients of the inputs first, for other ranks; of the weights later."""
 
-Around = Callable[[int], AbstractContextManager[None]]
+StageContext = Callable[[int], AbstractContextManager[None]]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
@@ -49,40 +48,53 @@ def refuse_compiled(schedule: ScheduleName) -> None:
     if schedule in SPLIT_BACKWARD:
         raise UsageError(
             f"--compile contradicts --pipeline-schedule {schedule}: a compiled backward cannot be "
-            "split into the inputs' and the weights' gradients: use --pipeline-schedule 1f1b or "
+            "split into gradients of inputs and of weights: use --pipeline-schedule 1f1b or "
+            "interleaved"
+        )
+
+
+def check_techniques(schedule: ScheduleName, compile: bool, recompute: Recompute) -> None:
+    """Raise UsageError for techniques that a schedule with a split backward cannot run."""
+    if compile:
+        refuse_compiled(schedule)
+    if recompute == "selective" and schedule in SPLIT_BACKWARD:
+        raise UsageError(
+            f"--checkpoint-activations selective contradicts --pipeline-schedule {schedule}: the "
+            "activations that it keeps serve one backward, and this schedule splits backward into "
+            "two halves: use --checkpoint-activations full, or --pipeline-schedule 1f1b or "
             "interleaved"
         )
 
 
 class Stage(PipelineStage):
-    """torch's stage, with a context `around(number)` of all that it does for a microbatch.
+    """torch's stage, with a context `context(number)` around the work for a microbatch.
 
-    In 2.11 the tip of a V greets itself at the start, which backends refuse.
+    In 2.11 the last stage of a V-schedule sends to itself at the start, which backends refuse.
     """
 
-    def __init__(self, *arguments: Any, around: Around, **options: Any) -> None:
+    def __init__(self, *arguments: Any, context: StageContext, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._around = around
+        self._context = context
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
-        with self._around(fwd_chunk_id):
+        with self._context(fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
-        with self._around(bwd_chunk_id):
+        with self._context(bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
-        with self._around(bwd_chunk_id):
+        with self._context(bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        greetings = super()._get_init_p2p_neighbors_ops()
-        return [each for each in greetings if each.group_peer != self.group_rank]
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        operations = super()._get_init_p2p_neighbors_ops()
+        return [each for each in operations if each.group_peer != self.group_rank]
 
 
 def stages_of(name: ScheduleName, rank: int, ranks: int, per_rank: int) -> list[int]:
-    """The stages that a rank of the pipeline holds, in their order."""
+    """The stages that a rank of the pipeline holds, in ascending order."""
     if name == "zbv":
         return [rank, 2 * ranks - 1 - rank]  # down the V, and up again
     return [rank + loop * ranks for loop in range(per_rank)]
@@ -96,12 +108,12 @@ def rank_of(name: ScheduleName, stage: int, ranks: int) -> int:
 
 
 def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> None:
-    """Raise UsageError, with the equation and the nearest choice, if the schedule cannot run."""
+    """Raise UsageError, with the equation and the cure, if the schedule cannot run."""
     if microbatches < ranks:
         raise UsageError(
             f"--accumulation {microbatches} gives pp{ranks} {microbatches} "
-            f"microbatch{'es' * (microbatches != 1)}, fewer than its {ranks} ranks, of which some "
-            f"would always wait: use --accumulation {_valid(name, ranks, ranks)}"
+            f"microbatch{'es' * (microbatches != 1)}, fewer than its {ranks} ranks, some of which "
+            f"would always be idle: use --accumulation {_valid(name, ranks, ranks)}"
         )
     if not _divides(name, ranks, microbatches):
         rounds = microbatches // ranks
@@ -115,7 +127,7 @@ def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> Non
 def build_schedule(
     name: ScheduleName, stages: Sequence[PipelineStage], microbatches: int, loss: Loss
 ) -> Schedule:
-    """torch's schedule over this rank's stages. Losses are sums, so gradients are not scaled."""
+    """torch's schedule of this rank's stages. Losses are sums: gradients are not scaled."""
     if name in SINGLE:
         return SINGLE[name](stages[0], microbatches, loss, scale_grads=False)
     return MULTI[name](list(stages), microbatches, loss, scale_grads=False)

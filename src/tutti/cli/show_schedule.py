@@ -1,4 +1,4 @@
-"""The timeline of a pipeline schedule, counted and measured: `tutti parity --show-schedule`."""
+"""tutti parity --show-schedule: the timeline of a pipeline schedule, simulated and measured."""
 
 import os
 import sys
@@ -10,41 +10,42 @@ import tyro
 
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
-from tutti.parallel.options import ParallelOptions, ScheduleName
+from tutti.parallel.layout import ParallelOptions, ScheduleName
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
-    from tutti.parallel.pipeline.timeline import Timeline
+    from tutti.parallel.pipeline.schedule_timeline import Timeline
 
 _LEGEND = """\
 # F3: forward of microbatch 3 (5F3: on stage 5); B: backward; I, W: its halves,
-# the gradients of inputs and of weights; dots: waiting.
-# Counted: F, I and W take 1, B takes 2, messages take nothing. Measured: what
-# is too short for its label shows the start of it."""
+# the gradients of inputs and of weights; dots: idle.
+# Counted: F, I and W cost 1, B costs 2, communication costs nothing.
+# Measured: an action that is too short for its label shows the start of it."""
 
 
 @dataclass(frozen=True)
 class ShowSchedule:
     """Show a pipeline schedule: tutti parity --show-schedule --schedule 1f1b --pp 4
 
-    Prints who computes what and when, and the bubble: the share of time in which ranks wait. First
-    counted, then measured: the schedule runs on local ranks, with a small model of equal stages.
+    Prints which rank computes what and when, and the bubble: the share of time in which ranks are
+    idle. First counted, then measured: the schedule runs on local ranks, with a small model of
+    equal stages.
     """
 
     pipeline_schedule: Annotated[ScheduleName, tyro.conf.arg(aliases=["--schedule"])] = "1f1b"
     """gpipe, 1f1b, interleaved, zero-bubble or zbv."""
     pp: int = 4
-    """Ranks of the pipeline."""
+    """Number of ranks of the pipeline."""
     accumulation: int = 8
-    """Microbatches of a step."""
+    """Microbatches per step."""
     stages_per_rank: int | None = None
-    """Stages on each rank: 1 for gpipe and 1f1b, 2 for the others unless set."""
+    """Stages per rank. Unset: 1 for gpipe and 1f1b, 2 for the others."""
     measure: bool = True
-    """Run it on local ranks, too."""
+    """Also run the schedule on local ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to measure."""
+    """The device to measure on."""
     ranks_per_gpu: int = 1
     """Ranks that may share one GPU."""
     json: Path | None = None
@@ -52,7 +53,7 @@ class ShowSchedule:
 
     @property
     def options(self) -> ParallelOptions:
-        """What the engine is told."""
+        """The options of the engine."""
         return ParallelOptions(
             pipeline_schedule=self.pipeline_schedule, stages_per_rank=self.stages_per_rank
         )
@@ -68,9 +69,9 @@ def main(arguments: list[str]) -> int:
         return show(flags)
     if identify(os.environ).launcher != "python":
         return _measure(flags)
-    counted(flags)  # refuses what cannot run, before ranks are started
+    counted(flags)  # raises UsageError before ranks are started
     return LocalWorld(
-        command=[sys.executable, "-m", "tutti.cli.schedule", *arguments],
+        command=[sys.executable, "-m", "tutti.cli.show_schedule", *arguments],
         ranks=flags.pp,
         device=flags.device,
         ranks_per_gpu=flags.ranks_per_gpu,
@@ -79,21 +80,20 @@ def main(arguments: list[str]) -> int:
 
 
 def counted(flags: ShowSchedule) -> "Timeline":
-    """The timeline in units of a forward, as it follows from the order of actions."""
-    from tutti.parallel.pipeline.order import orders
-    from tutti.parallel.pipeline.timeline import simulate
+    """The simulated timeline, in units of a forward."""
+    from tutti.parallel.pipeline.schedule_timeline import action_orders, simulate
 
     per_rank = flags.options.virtual_stages
-    return simulate(orders(flags.pipeline_schedule, flags.pp, flags.accumulation, per_rank))
+    return simulate(action_orders(flags.pipeline_schedule, flags.pp, flags.accumulation, per_rank))
 
 
 def show(flags: ShowSchedule, measured: "Timeline | None" = None, note: str | None = None) -> int:
-    """Print the counted timeline, and the measured one beneath it; write the JSON."""
-    from tutti.parallel.pipeline.timeline import bubble, draw, formula, length
+    """Print the counted timeline, and the measured one below it; write the JSON."""
+    from tutti.parallel.pipeline.schedule_timeline import bubble, bubble_formula, draw, length
 
     timeline = counted(flags)
     per_rank = flags.options.virtual_stages
-    closed = formula(flags.pipeline_schedule, flags.pp, flags.accumulation, per_rank)
+    closed = bubble_formula(flags.pipeline_schedule, flags.pp, flags.accumulation, per_rank)
     print(
         f"schedule {flags.pipeline_schedule}: {flags.pp} ranks × {per_rank} "
         f"stage{'s' * (per_rank > 1)}, {flags.accumulation} microbatches"
@@ -102,16 +102,16 @@ def show(flags: ShowSchedule, measured: "Timeline | None" = None, note: str | No
     print("\ncounted")
     print("\n".join(draw(timeline)))
     if measured is not None:
-        # As long on paper as the counted one: what differs is who waits for how long.
+        # Drawn as wide as the counted one, so that idle times can be compared.
         unit = length(measured) / length(timeline)
         print(f"\nmeasured, {length(measured) * 1e3:.1f} ms, the fastest of several steps")
         print("\n".join(draw(measured, unit)))
-    said = f"\nbubble: counted {bubble(timeline):.1%}"
+    text = f"\nbubble: counted {bubble(timeline):.1%}"
     if closed is not None:
-        said += f", by the formula {closed:.1%}"
+        text += f", by the formula {closed:.1%}"
     if measured is not None:
-        said += f", measured {bubble(measured):.1%}"
-    print(said)
+        text += f", measured {bubble(measured):.1%}"
+    print(text)
     if note:
         print(f"note: {note}")
     if flags.json is not None:
@@ -132,7 +132,7 @@ def show(flags: ShowSchedule, measured: "Timeline | None" = None, note: str | No
 
 def _measure(flags: ShowSchedule) -> int:
     from tutti.machine.cpu_numa import allowed_cpus
-    from tutti.parallel.pipeline.record import measure
+    from tutti.parallel.pipeline.schedule_timeline import measure
     from tutti.world.exchange import gather_json
     from tutti.world.world import init
 
@@ -140,11 +140,10 @@ def _measure(flags: ShowSchedule) -> int:
     with init(device=flags.device, ranks_per_gpu=shared) as world:
         measured = measure(world, flags.options, flags.accumulation)
         note = world.sharing_note
-        # Each rank may be bound to some of them.
+        # Each rank may be bound to other CPUs.
         cpus = len({cpu for rank in gather_json(allowed_cpus()) for cpu in rank})
         if note is None and world.device.type == "cpu" and cpus < world.size:
-            note = f"{world.size} ranks take turns on {cpus} CPU{'s' * (cpus > 1)}: they wait for "
-            note += f"{'those' if cpus > 1 else 'it'}, too"
+            note = f"{world.size} ranks share {cpus} CPU{'s' * (cpus > 1)}: they also wait for CPUs"
         return show(flags, measured, note) if world.is_first else 0
 
 
@@ -164,7 +163,7 @@ def _rows(timeline: "Timeline") -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    # The ranks that main() starts.
+    # main() starts the ranks with this module.
     try:
         sys.exit(main(sys.argv[1:]))
     except UsageError as error:

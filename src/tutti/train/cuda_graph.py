@@ -1,8 +1,8 @@
-"""Runs steps as replays of one CUDA graph, for models so small that launching kernels is the cost.
+"""Steps as replays of one CUDA graph, for models so small that kernel launches dominate the time.
 
-The graph takes everything that changes from step to step from tables on the device, by a counter
-that it advances itself: which samples (the data lies on the device), the learning rate, and where
-the loss goes. A step is then a single launch, and the host has nothing else to do.
+The graph reads everything that changes from step to step from tables on the device, at a row that
+it advances itself: the samples' indices (the data is on the device), the learning rate, and where
+the loss is written. A step is then one launch, and the host does nothing else.
 """
 
 import torch
@@ -10,24 +10,24 @@ from torch import Tensor
 
 from tutti.data.loader import Batch, BatchIndices, Loader
 from tutti.train.batch_schedule import BatchSchedule
+from tutti.train.loop import Runner
 from tutti.train.recipe import Recipe
-from tutti.train.runner import Runner
 from tutti.train.step import Step
 from tutti.world.errors import UsageError
 
-# Steps run eagerly first: they create the optimizer's state and let cuDNN and cuBLAS choose.
+# The first steps run eagerly: they create the optimizer state and select cuDNN kernels.
 _WARMUP_STEPS = 3
-# Rows of the tables: the most steps that are replayed without a look from the host.
+# Rows of the tables: the most steps that are replayed before the host reads the losses.
 _ROWS = 1024
 
 
 class GraphRunner(Runner):
-    """Runs steps by replaying a graph of the whole step; ragged steps run eagerly."""
+    """Runs steps by replaying a graph of the whole step; incomplete batches run eagerly."""
 
-    def __init__(self, step: Step, loader: Loader, plan: BatchSchedule, recipe: Recipe) -> None:
-        super().__init__(step, loader, plan, recipe)
+    def __init__(self, step: Step, loader: Loader, schedule: BatchSchedule, recipe: Recipe) -> None:
+        super().__init__(step, loader, schedule, recipe)
         device = step.device
-        self._rank_batch = plan.rank_batch * plan.accumulation
+        self._rank_batch = schedule.rank_batch * schedule.accumulation
         self._indices = torch.zeros(_ROWS, self._rank_batch, dtype=torch.int64, device=device)
         self._rates = torch.zeros(_ROWS, device=device)
         self._losses = torch.zeros(_ROWS, device=device)
@@ -44,8 +44,8 @@ class GraphRunner(Runner):
             part = next(self._parts)
             self.samples += part.global_count
             self._rank_samples += len(part.indices)
-            rate = self.plan.lr_at(self.samples, self.recipe)
-            whole = part.global_count == self.plan.global_batch
+            rate = self.schedule.lr_at(self.samples, self.recipe)
+            whole = part.global_count == self.schedule.global_batch
             if whole and self._eager_steps >= _WARMUP_STEPS:
                 waiting.append((part, rate))
                 if len(waiting) == _ROWS:
@@ -64,7 +64,7 @@ class GraphRunner(Runner):
         self._graph = None
 
     def _eager(self, part: BatchIndices, rate: float) -> Tensor:
-        # On the side stream, as capture demands of the steps before it.
+        # On a side stream, as graph capture requires of the steps before it.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             indices = part.indices.to(self.step.device)
@@ -93,7 +93,7 @@ class GraphRunner(Runner):
         with torch.cuda.graph(graph):
             indices = self._indices.index_select(0, self._row).view(-1)
             self._set_rate(self._rates.index_select(0, self._row).view(()))
-            loss = self.step(self._batch(indices, self.plan.global_batch, like))
+            loss = self.step(self._batch(indices, self.schedule.global_batch, like))
             self._losses.index_copy_(0, self._row, loss.view(1))
             self._row.add_(1)
         return graph
@@ -108,7 +108,7 @@ class GraphRunner(Runner):
 
 
 def check_graph(recipe: Recipe, device: torch.device, ranks: int) -> None:
-    """Refuse what a graph of the step cannot hold."""
+    """Raise UsageError for what a graph of the step cannot contain."""
     needs = {
         "a CUDA device": device.type == "cuda",
         "--data-on-device": recipe.data.data_on_device,

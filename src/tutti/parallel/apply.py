@@ -1,0 +1,328 @@
+"""From a plain model to a parallel one: which techniques are applied, and in which order.
+
+`apply` holds the order. It changes a model on the meta device, so that a rank takes memory for its
+own shards only. `build_engine` and `parallelize` are the two ways to call it: for whole steps, and
+for one's own training loop.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from tutti.parallel.checkpointing import (
+    check_blocks,
+    compile_blocks,
+    recompute_activations,
+    repeated_blocks,
+)
+from tutti.parallel.engine import Engine, ShardedEngine, Single
+from tutti.parallel.layout import (
+    EngineOptions,
+    Layout,
+    ParallelOptions,
+    Recompute,
+    flag_of,
+    layout_of,
+    leave_out,
+)
+from tutti.parallel.materialize import ModuleInit, Weights, is_on_meta, materialize, take_weights
+from tutti.parallel.mesh import Mesh
+from tutti.parallel.sharding_rules import (
+    Role,
+    ShardingRules,
+    check_between,
+    check_divides,
+    default_rules,
+    resolve_rules,
+    splits_sequence,
+)
+from tutti.parallel.sync_batchnorm import convert_batchnorms
+from tutti.world.errors import UsageError
+from tutti.world.world import World
+
+if TYPE_CHECKING:
+    from tutti.parallel.pipeline.stages import Stages
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """Everything that is asked of `apply`, checked by `check`."""
+
+    options: ParallelOptions
+    rules: Mapping[str, Role] | None = None
+    """How tp splits layers; resolved: names of modules of the whole model."""
+    splits_sequence: bool = False
+    """tp: between the split layers, each rank holds a part of the sequence."""
+    recompute: Recompute = "none"
+    compile: bool = False
+    sync_batchnorm: bool = False
+    mean: bool = False
+    """Average gradients over the data ranks, as torch does, instead of summing them."""
+    autocast: torch.dtype | None = None
+    """The dtype of the autocast context in which steps will run."""
+    microbatch_size: int = 1
+    """pp: samples in every microbatch."""
+
+
+def apply(
+    model: nn.Module,
+    mesh: Mesh,
+    techniques: Techniques,
+    weights: Weights | None = None,
+    example: Tensor | None = None,
+) -> "tuple[nn.Module, Stages | None]":
+    """Make the model parallel: on meta, top to bottom; then give this rank's part its weights.
+
+    Matrices are split first, so that everything after sees this rank's own layers. Recomputation
+    wraps the forward of a block, and the compiler sees what is to be kept. Sharding comes last: its
+    hooks must gather a block's parameters before any of the block runs, also when it is recomputed.
+    """
+    layout, options = mesh.layout, techniques.options
+    if weights is None:
+        weights = _weights_of(model, layout)
+    if techniques.sync_batchnorm and layout.data_ranks > 1:
+        model = convert_batchnorms(model, mesh)
+    stages: Stages | None = None
+    if layout.pp > 1:
+        from tutti.parallel.pipeline.stages import cut_model
+
+        assert example is not None
+        stages = cut_model(model, mesh, options, example, techniques.microbatch_size, weights)
+    if layout.tp > 1:
+        from tutti.parallel.tensor import overlap_matrix_products, tensor_parallel
+
+        tensor_parallel(
+            model,
+            mesh,
+            techniques.rules or {},
+            sequence_parallel=techniques.splits_sequence,
+            loss_parallel=options.loss_parallel,
+        )
+        if options.async_tp:
+            overlap_matrix_products(mesh, options, techniques.compile)
+    if techniques.compile and techniques.recompute == "full":
+        # The compiled graph runs twice: with split matrices, torch 2.13 cannot keep the inputs of
+        # one graph that has both runs in it.
+        compile_blocks(model, forward_only=True)
+        recompute_activations(model, techniques.recompute)
+    else:
+        recompute_activations(model, techniques.recompute)
+        if techniques.compile:
+            compile_blocks(model)
+    if layout.data_ranks > 1 and not layout.only_replicas:  # replicas only: DDP wraps the result
+        from tutti.parallel.fsdp import shard
+
+        for part in stages.modules.values() if stages else [model]:
+            shard(part, mesh, options, mean=techniques.mean, autocast=techniques.autocast)
+    materialize(model, mesh.world.device)
+    if weights is not None:
+        weights.fill(model)
+        weights.release()
+    return model, stages
+
+
+def _weights_of(model: nn.Module, layout: Layout) -> Weights | None:
+    """Where the weights of a model come from; None: they are real, and stay in the model."""
+    if is_on_meta(model):
+        return ModuleInit(model, torch.initial_seed())
+    return None if layout.only_replicas else take_weights(model)
+
+
+def check(
+    model: nn.Module,
+    mesh: Mesh,
+    techniques: Techniques,
+    rules: ShardingRules | None = None,
+    example: Tensor | None = None,
+) -> Techniques:
+    """Refuse what cannot be applied to the whole model; returns the techniques with their rules."""
+    layout, options, recompute = mesh.layout, techniques.options, techniques.recompute
+    if layout.data_ranks > 1 and not techniques.sync_batchnorm:
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.SyncBatchNorm):
+                raise UsageError(
+                    f"layer {name} is torch's SyncBatchNorm, in which a rank without samples "
+                    "cannot take part: use --sync-batchnorm, which replaces it"
+                )
+    if rules is None:
+        rules = getattr(model, "sharding_rules", None)
+    resolved: dict[str, Role] = {}
+    splits = False
+    if layout.tp > 1:
+        resolved = resolve_rules(default_rules(model) if rules is None else rules, model)
+        check_between(resolved, model)
+        check_divides(resolved, model, layout.tp)
+        for name in resolved:
+            norm = isinstance(model.get_submodule(name), _NormBase)
+            if norm and techniques.sync_batchnorm and layout.data_ranks > 1:
+                raise UsageError(
+                    f"sharding rules: {name} is a synchronised batch norm, which tp cannot split: "
+                    "leave it out of the rules and outside of split modules, or use shard instead "
+                    "of tp"
+                )
+        splits = options.sequence_parallel and splits_sequence(resolved, model)
+        if splits and example is not None:
+            from tutti.parallel.tensor import check_sequence
+
+            check_sequence(example, layout.tp)
+    elif rules is not None:
+        resolve_rules(rules, model)  # a name that does not exist is a mistake in any layout
+    check_blocks(model, recompute)
+    if layout.pp > 1:
+        from tutti.parallel.pipeline.schedules import check_techniques
+
+        check_techniques(options.pipeline_schedule, techniques.compile, recompute)
+    autocast = techniques.autocast
+    if any(isinstance(m, _NormBase) for b in repeated_blocks(model) for m in b.modules()):
+        autocast = None  # batch norms want float32 weights beside 16-bit inputs
+    return replace(techniques, rules=resolved, splits_sequence=splits, autocast=autocast)
+
+
+def build_engine(
+    model: nn.Module,
+    world: World,
+    options: EngineOptions | None = None,
+    parallel: ParallelOptions | None = None,
+    *,
+    rules: ShardingRules | None = None,
+    example: Tensor | None = None,
+    microbatches: int = 1,
+    microbatch_size: int = 1,
+    recompute: Recompute = "none",
+    compile: bool = False,
+    autocast: torch.dtype | None = None,
+    weights: Weights | None = None,
+) -> Engine:
+    """Spread the model over the ranks as the layout says, on this rank's device, and run it.
+
+    Call it on every rank, with the same whole model: real, with the same weights on all ranks, or
+    on the meta device, to be initialised by `weights` (unset: by its modules' `reset_parameters`).
+    Make the optimizer afterwards, from `engine.model.parameters()`. `rules` say how tp splits
+    layers; unset, the model's attribute `sharding_rules`, or else the usual names of layers. A
+    pipeline needs an `example`, one real input with its batch dim, and the number and size of the
+    microbatches of a step.
+    """
+    options = options or EngineOptions()
+    parallel = parallel or ParallelOptions()
+    mesh = layout_of(parallel.layout, world.size).mesh(world)
+    layout = mesh.layout
+    asked = Techniques(
+        parallel,
+        recompute=recompute,
+        compile=compile,
+        sync_batchnorm=options.sync_batchnorm,
+        autocast=autocast,
+        microbatch_size=microbatch_size,
+    )
+    techniques = check(model, mesh, asked, rules, example)
+    if layout.only_replicas:
+        model, _ = apply(model, mesh, techniques, weights)
+        return _replicas(model, world, options)
+    _refuse_options_of_replicas(options, layout)
+    if layout.pp > 1 and example is None:
+        raise UsageError(f"layout {layout}: a pipeline needs an example, one real input")
+    if layout.pp > 1:
+        from tutti.parallel.pipeline.schedules import check_microbatches
+
+        check_microbatches(parallel.pipeline_schedule, layout.pp, microbatches)
+    model, stages = apply(model, mesh, techniques, weights, example)
+    engine: Engine
+    if stages is None:
+        engine = ShardedEngine(model, mesh)
+    else:
+        from tutti.parallel.pipeline.executor import Pipeline
+
+        engine = Pipeline(model, stages, mesh, parallel, microbatches)
+    engine.splits_sequence = techniques.splits_sequence
+    return engine
+
+
+def parallelize(
+    model: nn.Module,
+    layout: Layout | str | None = None,
+    *,
+    world: World,
+    rules: ShardingRules | None = None,
+    options: ParallelOptions | None = None,
+    checkpoint_activations: Recompute = "none",
+    compile: bool = False,
+    sync_batchnorm: bool = False,
+    bucket_mb: float = 25.0,
+    gradient_as_bucket_view: bool = True,
+    static_graph: bool = False,
+    find_unused: bool = False,
+) -> nn.Module:
+    """The model on this rank's device, spread over all ranks as the layout says.
+
+    layout: such as "dp2.tp2"; unset: one replica per rank. rules: how tp splits layers, a dict from
+    module names to roles, `*` for one part of a name: {"layers.*.up": "column", "layers.*.down":
+    "row"}; unset, the usual names of transformer layers decide. options: more about shard and tp.
+
+    The result is called like the model. Backward averages gradients over the ranks that have
+    different samples (`layout.mesh(world).data_rank` of `layout.data_ranks`), as torch does: give
+    each rank the same number of samples and use the mean loss of the rank's samples. Ranks that
+    differ only in tp must get the same samples. In a world of one the result is the model itself.
+
+    Call it on every rank, with the same weights, or with a model on the meta device and the same
+    torch seed: then every rank takes memory for its own shards only. Outputs that tp splits along
+    the vocabulary are gathered, unless options say loss_parallel. For dropout under tp, seed the
+    generators with `tutti.parallel.rng.seed_training_rng`. A pipeline cannot be called like a
+    model: see build_engine.
+    """
+    if isinstance(layout, str):
+        layout = Layout.parse(layout)
+    layout = layout or Layout(dp=world.size)
+    if layout.pp > 1:
+        raise UsageError(
+            f"layout {layout}: a pipeline runs whole steps, not a forward: use "
+            "tutti.parallel.build_engine and engine.run, or a layout without pp"
+        )
+    mesh = layout.mesh(world)
+    asked = Techniques(
+        options or ParallelOptions(loss_parallel=False),
+        recompute=checkpoint_activations,
+        compile=compile,
+        sync_batchnorm=sync_batchnorm,
+        mean=True,
+    )
+    model, _ = apply(model, mesh, check(model, mesh, asked, rules))
+    if world.size == 1 or not layout.only_replicas:
+        return model
+    from tutti.parallel.ddp import wrap_in_ddp
+
+    return wrap_in_ddp(
+        model,
+        bucket_mb=bucket_mb,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        static_graph=static_graph,
+        find_unused=find_unused,
+    )
+
+
+def _refuse_options_of_replicas(options: EngineOptions, layout: Layout) -> None:
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name != "sync_batchnorm" and value != option.default:
+            raise UsageError(
+                f"{flag_of(option.name, value)} is for replicas, layout {layout} uses FSDP2 and "
+                f"DTensor: {leave_out(option.name, option.default)}, or use --layout "
+                f"dp{layout.size}"
+            )
+
+
+def _replicas(model: nn.Module, world: World, options: EngineOptions) -> Engine:
+    if options.engine == "single":
+        return Single(model, world)
+    if options.engine == "ddp":
+        from tutti.parallel.ddp import Ddp
+
+        return Ddp(model, world, options)
+    from tutti.parallel import teaching  # only on request
+
+    if options.engine == "dataparallel":
+        return teaching.DataParallel(model, world)
+    return teaching.Scratch(model, world, options.scratch_reduce, options.find_unused)

@@ -1,0 +1,75 @@
+"""Sharded parameters with FSDP2. Every rank stores one shard of each parameter, its gradient and
+its optimizer state, and gathers the parameters of a block just before the block computes.
+
+    shard 0   [p0   ]  gather →  [p0 p1] forward, backward → [g0 g1] ┐ reduce-scatter → [g0   ]
+    shard 1   [   p1]  gather →  [p0 p1] forward, backward → [g0 g1] ┘                  [   g1]
+
+With dp as well (HSDP), the gradient shards are then summed over the replicas. With dp alone beside
+tp or pp, the shard of each rank is the whole parameter.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from tutti.parallel.checkpointing import repeated_blocks
+from tutti.parallel.layout import ParallelOptions
+from tutti.parallel.mesh import Mesh
+
+_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, None: None}
+
+
+def shard(
+    model: nn.Module,
+    mesh: Mesh,
+    options: ParallelOptions,
+    *,
+    mean: bool = False,
+    autocast: torch.dtype | None = None,
+) -> None:
+    """Shard each block of the model, then the remaining parameters, in place, also on meta.
+
+    Gradients are summed over the data ranks, or averaged, as torch does, with `mean`.
+
+    `autocast`: the step runs under autocast to this dtype. Autocast would convert gathered float32
+    weights and keep the converted copies of all blocks until backward: the whole model. So blocks
+    gather their weights in that dtype, and gradients are still summed in float32.
+    """
+    layout = mesh.layout
+    device_mesh = mesh.device_mesh["dp", "shard"] if layout.dp > 1 else mesh.device_mesh["shard"]
+    precision = MixedPrecisionPolicy(
+        param_dtype=_DTYPES[options.gather_dtype],
+        reduce_dtype=_DTYPES[options.reduce_dtype],
+        # Activations between blocks keep the dtype in which a block produced them.
+        cast_forward_inputs=options.gather_dtype is not None,
+    )
+    of_blocks = precision
+    if autocast is not None and options.gather_dtype is None:
+        reduce_dtype = _DTYPES[options.reduce_dtype] or torch.float32
+        of_blocks = MixedPrecisionPolicy(autocast, reduce_dtype, cast_forward_inputs=False)
+    # A pipeline uses a block for every microbatch: resharding would gather it every time.
+    reshard = options.reshard if options.reshard is not None else layout.pp == 1
+    for block in repeated_blocks(model):
+        if block is not model:
+            fully_shard(block, mesh=device_mesh, mp_policy=of_blocks, reshard_after_forward=reshard)
+    fully_shard(model, mesh=device_mesh, mp_policy=precision, reshard_after_forward=False)
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        # Reductions that divide on the way are known to NCCL only.
+        module.set_force_sum_reduction_for_comms(True)
+        if not mean:
+            module.set_gradient_divide_factor(1.0)
+    _set_prefetch([block for block in sharded if block is not model], options.prefetch)
+
+
+def _set_prefetch(blocks: Sequence[FSDPModule], ahead: int) -> None:
+    """Set which blocks are gathered while one computes: the next ones, in backward the previous.
+
+    A block that prefetches itself prefetches nothing; an empty list would mean torch's own choice.
+    """
+    for here, block in enumerate(blocks):
+        later, earlier = blocks[here + 1 : here + 1 + ahead], blocks[max(0, here - ahead) : here]
+        block.set_modules_to_forward_prefetch(list(later))
+        block.set_modules_to_backward_prefetch(list(reversed(earlier)) or [block])

@@ -1,0 +1,415 @@
+"""Meta first: a model is built without memory, made parallel, and only then given its weights.
+
+    build_on_meta(make, seed)     parameters on the meta device: shapes and dtypes, no memory
+    apply.py                      cut into stages, split, shard: still on meta
+    materialize(model, device)    memory for this rank's shards
+    weights.fill(model)           one module at a time: initialise the whole module on the host,
+                                  copy this rank's shards of it, free it
+
+So a rank never holds more than its shards and one module. Every module is initialised with a seed
+made of the run's seed and the module's name: its weights do not depend on the layout, on the rank,
+or on which other modules the rank holds.
+
+How a module is initialised: by `model.init_module(name, module)` if the model has this method, else
+by the module's `reset_parameters()`. Weights that a constructor sets in another way (pretrained,
+`nn.Parameter(torch.randn(…))`, a custom init loop) cannot be reproduced one module at a time. Then
+the model is built for real, whole, on every rank's host, and its shards are copied from there.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from tutti.parallel.grad_norm import local_shard, replicated_axes
+from tutti.parallel.layout import AXES
+from tutti.parallel.mesh import Mesh
+from tutti.parallel.rng import mixed_seed
+from tutti.world.errors import RanksDiffer, UsageError
+from tutti.world.exchange import gather_json, hash_tensor
+
+_RESETS = ("reset_parameters", "_reset_parameters")
+_IN_PLACE_OPERATORS = tuple(
+    f"__i{name}__"
+    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]
+)
+
+
+class Weights(ABC):
+    """The initial weights of a model that was built on meta."""
+
+    @abstractmethod
+    def fill(self, model: nn.Module) -> None:
+        """Write the initial values into every materialised parameter and buffer of (a part of)
+        the model; module names must be those of the whole model."""
+
+    def release(self) -> None:
+        """Free what is only needed until all weights are filled."""
+        return
+
+
+class ModuleInit(Weights):
+    """Weights that each module draws by itself, from a seed of its own."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        """`model` is whole, on meta, and in the dtypes in which it was built."""
+        self._seed = seed
+        # Values are drawn in the dtype of construction, so that a float64 run starts from the
+        # same values as a float32 run.
+        self._dtypes = {
+            name: tensor.dtype
+            for named in (model.named_parameters, model.named_buffers)
+            for name, tensor in named(remove_duplicate=False)
+            if tensor.is_meta
+        }
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        init_module = getattr(model, "init_module", None)
+        filled: set[int] = set()
+        with torch.random.fork_rng(devices=[]):
+            for name, module in model.named_modules():
+                own = {
+                    key: tensor
+                    for key, tensor in _own_tensors(module)
+                    if _joined(name, key) in self._dtypes
+                }
+                new = [key for key, tensor in own.items() if id(tensor) not in filled]
+                if not new:
+                    continue  # no tensors, or a tied one that its first owner has initialised
+                whole = {
+                    key: torch.empty(
+                        tensor.shape, dtype=self._dtypes[_joined(name, key)], device="cpu"
+                    )
+                    for key, tensor in own.items()
+                }
+                torch.default_generator.manual_seed(mixed_seed("weights", self._seed, name))
+                with _replaced(module, whole):
+                    if init_module is not None:
+                        init_module(name, module)
+                    else:
+                        _reset_of(module)()
+                for key in new:
+                    copy_shard(whole[key], own[key])
+                    filled.add(id(own[key]))
+
+
+class CopiedWeights(Weights):
+    """Weights that exist already: those of a real model, moved out of it by `take_weights`."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            copy_shard(self._tensors[name], parameter)
+
+    def release(self) -> None:
+        self._tensors.clear()
+
+
+def build_on_meta(
+    make: Callable[[], nn.Module], seed: int
+) -> tuple[nn.Module, Weights, str | None]:
+    """Call `make` so that parameters take no memory; returns the model, its weights and a note.
+
+    Buffers and plain attributes (masks, rotary tables) are computed as usual, on the CPU. The note
+    says why the model had to be built whole, where it had to be.
+    """
+    torch.manual_seed(seed)
+    reason: str | None
+    try:
+        with _parameters_on_meta(), _WriteRecorder() as recorder:
+            model = make()
+        reason = recorder.cannot_reproduce(model)
+    except UsageError:
+        raise
+    except Exception as error:
+        # The constructor needs values: if it is broken, the second attempt raises the same error.
+        reason = f"its constructor does not work without memory ({type(error).__name__})"
+    else:
+        _refuse_lazy(model)
+        if hasattr(model, "init_module"):
+            if not all(parameter.is_meta for parameter in model.parameters()):
+                with torch.device("meta"):
+                    model = make()
+            return model, ModuleInit(model, seed), None
+    if reason is None:
+        return model, ModuleInit(model, seed), None
+    torch.manual_seed(seed)
+    model = make()
+    _refuse_lazy(model)
+    weights = take_weights(model)
+    return model, weights, f"every rank builds the whole model on its host first: {reason}"
+
+
+def take_weights(model: nn.Module) -> CopiedWeights:
+    """Move the parameters out of a real model, in place: the model is on meta afterwards."""
+    tensors: dict[str, Tensor] = {}
+    on_meta: dict[int, nn.Parameter] = {}
+    keep = list(model.parameters())  # so that ids stay unique
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            tensors[_joined(name, key)] = parameter.detach()
+            if id(parameter) not in on_meta:
+                on_meta[id(parameter)] = _meta_parameter(parameter)
+            module._parameters[key] = on_meta[id(parameter)]
+    del keep
+    return CopiedWeights(tensors)
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether the model's parameters have no memory yet; a mixture is refused."""
+    kinds = {parameter.is_meta for parameter in model.parameters()}
+    if len(kinds) > 1:
+        name = next(name for name, each in model.named_parameters() if each.is_meta)
+        raise UsageError(
+            f"parameter {name} is on the meta device and others are not: build the whole model "
+            "under torch.device('meta'), or none of it"
+        )
+    return kinds == {True}
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every meta parameter and buffer (or this rank's shard of it) memory, in place.
+
+    Not `Module.to_empty`, which forgets that parameters are tied. Values are undefined afterwards.
+    """
+    made: dict[int, Any] = {}
+    keep = [*model.parameters(), *model.buffers()]  # so that ids stay unique
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = torch.empty_like(tensor, device=device)
+                    if isinstance(tensor, nn.Parameter):
+                        made[id(tensor)] = nn.Parameter(made[id(tensor)], tensor.requires_grad)
+                        made[id(tensor)].__dict__.update(tensor.__dict__)
+                tensors[key] = made[id(tensor)]
+    del keep
+    # Moves real buffers; FSDP also takes note of its new shards, and pads them where needed.
+    model.to(device)
+
+
+@torch.no_grad()
+def copy_shard(whole: Tensor, target: Tensor) -> None:
+    """Copy this rank's shard of a whole tensor into a parameter or buffer."""
+    local = local_shard(target)
+    if isinstance(target, DTensor) and local.numel():
+        (chunk,) = target.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            whole = whole.narrow(dim, start, size)
+    if local.numel():
+        local.copy_(whole)
+
+
+def check_replicas_equal(model: nn.Module, mesh: Mesh) -> None:
+    """Raise RanksDiffer unless ranks that hold the same parameters hold the same values.
+
+    Hashes of local shards are compared between the ranks along the axes on which a parameter is
+    replicated; nothing is gathered. Call it on every rank.
+    """
+    hashes = {
+        name: [*replicated_axes(tensor, mesh), str(hash_tensor(local_shard(tensor)))]
+        for name, tensor in model.named_parameters()
+    }
+    # One hash per set of axes; the names are exchanged only if hashes differ.
+    by_axes: dict[str, list[str]] = {}
+    for *axes, value in hashes.values():
+        by_axes.setdefault(" ".join(axes), []).append(value)
+    combined = {axes: mixed_seed(values) for axes, values in by_axes.items()}
+    reported = gather_json(combined)
+    odd: tuple[int, int, str] | None = None
+    for axes in sorted({axes for each in reported for axes in each}):
+        for first, rank in _replica_pairs(mesh, axes.split()):
+            if reported[first].get(axes) != reported[rank].get(axes):
+                odd = odd or (first, rank, axes)
+    if odd is None:
+        return
+    details = gather_json([mesh.world.host, hashes])
+    (_, expected), (host, found) = details[odd[0]], details[odd[1]]
+    names = [
+        name
+        for name, (*axes, value) in expected.items()
+        if " ".join(axes) == odd[2] and found.get(name, [""])[-1] != value
+    ]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    raise RanksDiffer(
+        f"the parameters of rank {odd[1]} on {host} differ from those of its replica on rank "
+        f"{odd[0]}, in {', '.join(names[:3])}{more}: seed every rank alike before the model is "
+        "built"
+    )
+
+
+def _replica_pairs(mesh: Mesh, axes: list[str]) -> Iterator[tuple[int, int]]:
+    """(first rank, other rank) of every group of ranks that differ only on these axes."""
+    dims = [AXES.index(axis) for axis in axes]
+    others = [dim for dim in range(len(AXES)) if dim not in dims]
+    groups = mesh.ranks.permute(*others, *dims).flatten(len(others)).flatten(0, len(others) - 1)
+    for first, *rest in groups.tolist():
+        for rank in rest:
+            yield first, rank
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, a parameter that is registered in a module is replaced by one without memory."""
+
+    def on_meta(module: nn.Module, name: str, parameter: Any) -> Any:
+        if type(parameter) is not nn.Parameter or parameter.is_meta:
+            return parameter  # a parameter on meta may be a tied one: the object must stay
+        return _meta_parameter(parameter)
+
+    handle = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _WriteRecorder(TorchFunctionMode):
+    """Records which tensors are written in place during construction, and by whom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_owner: set[tuple[int, int]] = set()  # (module, storage): by its reset_parameters
+        self._otherwise: set[int] = set()
+        self._keep: list[Any] = []  # ids stay unique while their objects live
+
+    def __enter__(self) -> "_WriteRecorder":
+        self._previous_profile = sys.getprofile()
+        sys.setprofile(self._observe_call)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        sys.setprofile(self._previous_profile)
+
+    def _observe_call(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Some functions of torch.nn.init do nothing on meta, which leaves no write to record."""
+        code = frame.f_code
+        if event == "call" and code.co_filename == nn.init.__file__ and code.co_name.endswith("_"):
+            target = frame.f_locals.get("tensor")
+            if isinstance(target, Tensor) and target.is_meta:
+                self._record(target, frame)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        targets = [kwargs["out"]] if isinstance(kwargs.get("out"), Tensor) else []
+        if _is_in_place(func):
+            targets.append(args[0] if args else kwargs.get("tensor"))
+        for target in targets:
+            if isinstance(target, Tensor) and target.is_meta:
+                self._record(target, sys._getframe(1))
+        return func(*args, **kwargs)
+
+    def _record(self, target: Tensor, frame: FrameType | None) -> None:
+        self._keep.append(target)
+        storage = target.untyped_storage()._cdata
+        while frame is not None and frame.f_code.co_name not in _RESETS:
+            frame = frame.f_back
+        module = None if frame is None else frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            self._keep.append(module)
+            self._by_owner.add((id(module), storage))
+            if any(
+                tensor.untyped_storage()._cdata == storage for _, tensor in _own_tensors(module)
+            ):
+                return
+        self._otherwise.add(storage)
+
+    def cannot_reproduce(self, model: nn.Module) -> str | None:
+        """Why the weights cannot be drawn one module at a time; None if they can."""
+        by_owner = {storage for _, storage in self._by_owner}
+        for name, module in model.named_modules():
+            for key, tensor in _own_tensors(module):
+                full_name = _joined(name, key)
+                if not tensor.is_meta:
+                    if isinstance(tensor, nn.Parameter):
+                        return f"{full_name} is a {type(tensor).__name__} that was replaced"
+                    continue  # a buffer, computed as usual
+                storage = tensor.untyped_storage()._cdata
+                if storage in self._otherwise:
+                    return f"{full_name} is set outside of its module's reset_parameters()"
+                if storage not in by_owner:
+                    return f"{full_name} is not set by a reset_parameters()"
+        return None
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__set__":  # of a property: tensor.data = …, but not tensor.requires_grad = …
+        return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
+    if name.startswith("__"):
+        return name == "__setitem__" or name in _IN_PLACE_OPERATORS
+    return name.endswith("_") and name not in ("requires_grad_", "detach_")
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None]:
+    for name in _RESETS:
+        reset = getattr(module, name, None)
+        if callable(reset):
+            return reset  # type: ignore[no-any-return]
+    raise UsageError(
+        f"{type(module).__name__} on the meta device cannot be initialised: give it a method "
+        "reset_parameters(), or build the model with real weights"
+    )
+
+
+@contextmanager
+def _replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, the module's own parameters and buffers are these plain tensors."""
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    for key, tensor in tensors.items():
+        if parameters.get(key) is not None:
+            module._parameters[key] = nn.Parameter(tensor, tensor.is_floating_point())
+        else:
+            module._buffers[key] = tensor
+    try:
+        yield
+    finally:
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of the module itself, without those of its children."""
+    both = [*module._parameters.items(), *module._buffers.items()]
+    return [(key, tensor) for key, tensor in both if tensor is not None]
+
+
+def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{name} belongs to a lazy module, whose size is unknown before the first forward: "
+                "give its sizes, or run one forward in the function that makes the model"
+            )
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key

@@ -1,0 +1,87 @@
+"""Mesh: the ranks of a world arranged by a layout, and the process groups along its axes.
+
+The ranks, sorted so that those of one node are adjacent, fill an array of shape pp × dp × shard ×
+tp. Ranks that differ in one coordinate only form a group. `dp2.tp2` in a world of 4:
+
+               tp 0   tp 1
+        dp 0     0      1          tp groups {0, 1} {2, 3}
+        dp 1     2      3          dp groups {0, 2} {1, 3}
+"""
+
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tutti.parallel.layout import AXES, Layout
+from tutti.world.exchange import gather_json
+from tutti.world.world import World
+
+
+class Mesh:
+    """The coordinates of this rank in a layout. Process groups are created on first use."""
+
+    def __init__(self, layout: Layout, world: World) -> None:
+        layout.check(world.size)
+        self.layout = layout
+        self.world = world
+        nodes = gather_json(world.node) if world.nodes > 1 else [0] * world.size
+        # Sorted by node: some launchers assign consecutive ranks to different nodes.
+        by_node = sorted(range(world.size), key=lambda rank: (nodes[rank], rank))
+        shape = [getattr(layout, axis) for axis in AXES]
+        self.ranks = torch.tensor(by_node, device="cpu").view(shape)
+        coordinates = (self.ranks == world.rank).nonzero()[0].tolist()
+        self._coordinates: dict[str, int] = dict(zip(AXES, coordinates, strict=True))
+        tp_groups = self.ranks.view(-1, layout.tp).tolist()
+        self.tp_crosses_nodes = any(len({nodes[rank] for rank in group}) > 1 for group in tp_groups)
+
+    def rank(self, axis: str) -> int:
+        """This rank's coordinate on an axis."""
+        return self._coordinates[axis]
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `layout.data_ranks` parts of the batch belongs to this rank."""
+        return self.rank("dp") * self.layout.shard + self.rank("shard")
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The axes pp, dp, shard, tp as torch's DeviceMesh. All ranks must ask for it."""
+        return DeviceMesh(self.world.device.type, self.ranks, mesh_dim_names=AXES)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one on this axis only."""
+        return self.device_mesh.get_group(axis)
+
+    @cached_property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same parameters, or shards of them, and different samples."""
+        if self.layout.only_replicas:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        return self.device_mesh["dp", "shard"]._flatten("data").get_group()
+
+    @cached_property
+    def batchnorm_group(self) -> dist.ProcessGroup:
+        """The data group, for the collectives of batch norms. Call it on every rank.
+
+        With replicas it is a separate group: DDP all-reduces gradients in another order on a rank
+        that left parameters unused, and the collectives of one group must not change their order.
+        """
+        return dist.new_group() if self.layout.only_replicas else self.data_group
+
+    def describe(self) -> str:
+        """The layout in words."""
+        layout = self.layout
+        words = []
+        if layout.dp > 1:
+            words.append(f"{layout.dp} replicas")
+        if layout.shard > 1:
+            words.append(f"parameters in {layout.shard} shards (FSDP2)")
+        if layout.tp > 1:
+            where = " across nodes, over the network" if self.tp_crosses_nodes else ""
+            words.append(f"layers split over {layout.tp} ranks{where}")
+        if layout.pp > 1:
+            words.append(f"a pipeline of {layout.pp} ranks")
+        return ", ".join(words)

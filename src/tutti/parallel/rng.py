@@ -1,0 +1,159 @@
+"""Random generators in a layout, mainly for dropout: which ranks draw the same numbers.
+
+    data ranks (dp, shard)    different samples           different numbers
+    stages (pp)               different layers            different numbers
+    tp, split activations     different heads, channels   different numbers: the same mask on every
+                              or sequence positions       part would be less random than asked for
+    tp, whole activations     the same samples            the same numbers, or the ranks' copies
+                                                          would no longer be equal
+
+Every rank draws from torch's default generator, whose state is all that checkpoints and
+recomputation have to save. `seed_training_rng` seeds it for the activations between the split
+layers: the same on tp ranks if each holds whole activations, different if each holds a part of the
+sequence. Layers that need the other kind get another seed for their duration, derived from a number
+that the generator drew itself: so the same state always gives the same masks.
+
+    whole activations        column ─ a seed per tp rank, from a number that all drew ─ row
+    part of the sequence     dropout of a gathered input: a seed drawn and broadcast by tp rank 0
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
+
+from tutti.comm.collectives import broadcast
+from tutti.parallel.layout import AXES
+from tutti.parallel.mesh import Mesh
+from tutti.parallel.sharding_rules import Role
+
+
+def rng_axes(splits_sequence: bool) -> tuple[str, ...]:
+    """The axes on which ranks draw different numbers; `splits_sequence`: tp splits it."""
+    return tuple(axis for axis in AXES if axis != "tp" or splits_sequence)
+
+
+def seed_training_rng(
+    seed: int, mesh: Mesh, *, splits_sequence: bool = False, step: int = 0
+) -> None:
+    """Seed torch's generators for training in this layout, from this step on."""
+    coordinates = [mesh.rank(axis) for axis in rng_axes(splits_sequence)]
+    torch.manual_seed(mixed_seed("noise", seed, step, *coordinates))
+
+
+def set_up_dropout(
+    model: nn.Module, mesh: Mesh, rules: Mapping[str, Role], *, splits_sequence: bool
+) -> None:
+    """Make the layers that the rules split over tp draw the right numbers, in place.
+
+    A model without dropout is not changed: hooks cost time, and break a compiler's graph.
+    """
+    if not has_dropout(model):
+        return
+    generator = _generator(mesh.world.device)
+    shared: Any = partial(_seed_of_first_rank, generator, mesh) if splits_sequence else nullcontext
+    for dropout in model.modules():
+        if isinstance(dropout, _DropoutNd):
+            dropout.forward = partial(_local_dropout, dropout, dropout.forward, shared)
+    if splits_sequence:
+        return
+    own = RankSeed(generator, mesh.rank("tp"))
+    layers = dict(model.named_modules())
+    for name, role in rules.items():
+        if name in layers and role == "column":
+            layers[name].register_forward_hook(own.begin)
+        elif name in layers and role == "row":
+            layers[name].register_forward_pre_hook(own.end)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a module has a dropout probability above 0: a Dropout layer, or an attribute with
+    "drop" in its name, since attention takes a number."""
+    return any(
+        isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
+    )
+
+
+class RankSeed:
+    """Gives each tp rank its own seed between a column layer and the row layer after it."""
+
+    def __init__(self, generator: torch.Generator, tp_rank: int) -> None:
+        self._generator = generator
+        self._tp_rank = tp_rank
+        self._own_seed: int | None = None
+        self._kept = generator.get_state()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Forward hook of column layers; those after the first change nothing."""
+        if not module.training or self._is_active():
+            return
+        drawn = _draw()  # the same on all tp ranks
+        self._kept = self._generator.get_state()
+        self._own_seed = mixed_seed("tp", drawn, self._tp_rank)
+        self._generator.manual_seed(self._own_seed)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end(self, module: nn.Module, inputs: Any) -> None:
+        """Forward pre-hook of the row layer."""
+        if self._is_active():
+            self._generator.set_state(self._kept)
+
+    def _is_active(self) -> bool:
+        """Read from the generator: recomputation may stop between layers, and resets it."""
+        return self._generator.initial_seed() == self._own_seed
+
+
+@contextmanager
+def _seed_of_first_rank(generator: torch.Generator, mesh: Mesh) -> Iterator[None]:
+    """Inside, all tp ranks draw the same numbers."""
+    drawn = torch.tensor([_draw()], device=mesh.world.device)
+    broadcast(drawn, 0, group=mesh.group("tp"))
+    kept = generator.get_state()
+    generator.manual_seed(int(drawn))
+    try:
+        yield
+    finally:
+        generator.set_state(kept)
+
+
+def _local_dropout(
+    dropout: nn.Module, forward: Any, shared: Any, input: torch.Tensor
+) -> torch.Tensor:
+    """The forward of a dropout layer whose input may be a DTensor that all tp ranks hold alike.
+
+    DTensor's own dropout would draw a different mask per rank on the CPU, and on CUDA it would set
+    every rank's generator to that of rank 0.
+    """
+    if not (isinstance(input, DTensor) and dropout.training):
+        return forward(input)  # type: ignore[no-any-return]
+    same_numbers: AbstractContextManager[None] = shared()
+    with same_numbers:
+        output = forward(input.to_local())
+    return DTensor.from_local(output, input.device_mesh, input.placements, run_check=False)
+
+
+def _draw() -> int:
+    """From the CPU generator, also on a GPU: reading a GPU's number would wait for the device."""
+    return int(torch.randint(2**62, (), device="cpu"))
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index or 0]
+
+
+def mixed_seed(*parts: object) -> int:
+    """A 63-bit seed from any values, the same on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

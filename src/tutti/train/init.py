@@ -1,0 +1,218 @@
+"""From a recipe to its data set, model and optimizer. Sizes that follow from the data are derived.
+
+The model is built on the meta device: parallel/apply.py gives this rank's shards their memory.
+"""
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tutti import data
+from tutti.data import DataError
+from tutti.data.dataset import Dataset
+from tutti.models.config import EfficientNetConfig, GPTConfig, LeNetConfig, WideResNetConfig
+from tutti.parallel.materialize import ModuleInit, Weights, build_on_meta
+from tutti.train.recipe import Architecture, Optimization, Recipe
+from tutti.world.errors import UsageError, did_you_mean
+from tutti.world.exchange import gather_json
+
+Result = TypeVar("Result")
+
+# Name of a model → its settings, and the module and class that --recipe NAME imports.
+_MODELS: dict[str, tuple[type[Architecture], str, str]] = {
+    "lenet": (LeNetConfig, "tutti.models.lenet", "LeNet"),
+    "wideresnet": (WideResNetConfig, "tutti.models.wideresnet", "WideResNet"),
+    "efficientnet": (EfficientNetConfig, "tutti.models.efficientnet", "EfficientNet"),
+    "gpt": (GPTConfig, "tutti.models.gpt", "GPT"),
+}
+
+
+def agree(make: Callable[[], Result]) -> Result:
+    """Call `make` on every rank; if it raises a usage error on one rank, raise it on all ranks.
+
+    For work that may fail on some ranks only (a file that one host lacks), before a collective in
+    which the other ranks would wait.
+    """
+    error: str | None = None
+    result: Result | None = None
+    try:
+        result = make()
+    except (DataError, UsageError) as raised:
+        error = str(raised)
+    errors = [(rank, text) for rank, text in enumerate(gather_json(error)) if text is not None]
+    if errors:
+        rank, text = errors[0]
+        where = "" if len(errors) > 1 or rank == 0 else f" (on rank {rank})"
+        raise UsageError(f"{text}{where}")
+    return result  # type: ignore[return-value]
+
+
+def build_meta_model(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Weights, str | None]:
+    """The recipe's model without memory, its initial weights, and a note for the user."""
+    make = _model_maker(recipe, dataset)
+    if recipe.model not in _MODELS:
+        return build_on_meta(make, recipe.length.seed)
+    with torch.device("meta"):
+        model = make()
+    return model, ModuleInit(model, recipe.length.seed), None
+
+
+def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
+    """The recipe's model, sized for the data set, on torch's default device."""
+    return _model_maker(recipe, dataset)()
+
+
+def _model_maker(recipe: Recipe, dataset: Dataset) -> Callable[[], nn.Module]:
+    if recipe.model not in _MODELS:
+        function = load_function(recipe.model, "--model", tuple(_MODELS))
+
+        def make() -> nn.Module:
+            model = function()
+            if not isinstance(model, nn.Module):
+                kind = type(model).__name__
+                raise UsageError(f"--model {recipe.model} returned {kind}, not a torch.nn.Module")
+            return model
+
+        return make
+    settings, module, name = _MODELS[recipe.model]
+    if type(recipe.architecture) is not settings:
+        raise UsageError(
+            f"--model {recipe.model}: the recipe has the settings of another model: use --recipe "
+            f"{recipe.model}, with --dataset and other flags on top"
+        )
+    try:
+        architecture = fit(recipe.architecture, dataset)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    model_class: type[nn.Module] = getattr(importlib.import_module(module), name)
+    return partial(model_class, architecture)
+
+
+def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
+    """The architecture with the sizes that the data set decides: classes, channels, vocabulary."""
+    shape = dataset.input_shape
+    if isinstance(architecture, GPTConfig):
+        tokens = dataset.train.batch([0])[0]
+        if tokens.is_floating_point() or tokens.dim() != 2:
+            raise UsageError(
+                f"model gpt needs text, data set {dataset.name} has none: use --dataset stdlib"
+            )
+        return dataclasses.replace(
+            architecture,
+            # A user's data set does not state its vocabulary: then --vocab-size does.
+            vocab_size=max(dataset.vocabulary or 0, architecture.vocab_size),
+            max_seq_len=max(architecture.max_seq_len, shape[0]),
+        )
+    if len(shape) != 3:
+        raise UsageError(f"this model needs images, data set {dataset.name} has inputs of {shape}")
+    # A user's data set does not state its number of classes: then --classes does.
+    sizes = {"classes": dataset.classes or architecture.classes, "channels": shape[0]}
+    if isinstance(architecture, LeNetConfig):
+        sizes["image_size"] = shape[1]
+    return dataclasses.replace(architecture, **sizes)  # type: ignore[arg-type]
+
+
+def load_dataset(recipe: Recipe) -> Dataset:
+    """The recipe's data set. Ranks of one host download it once."""
+    options, name = recipe.data, recipe.data.dataset
+    if name == "digits":
+        return data.digits_dataset(options.pixels)
+    if name in ("fashion-mnist", "cifar100"):
+        make = data.fashion_mnist_dataset if name == "fashion-mnist" else data.cifar100_dataset
+        return make(options.data_dir, download=options.download, note=_print_note)
+    if name == "stdlib":
+        return data.stdlib_dataset(options.seq_len)
+    if name == "text":
+        return data.byte_dataset(options.data_dir, options.seq_len)
+    if name == "tokens":
+        return data.token_dataset(options.data_dir, options.seq_len)
+    if name == "synthetic":
+        sizes = recipe.architecture
+        if isinstance(sizes, GPTConfig):
+            return data.synthetic_text_dataset(options.seq_len, sizes.vocab_size)
+        shape = (sizes.channels, options.pixels, options.pixels)
+        return data.synthetic_dataset(shape, sizes.classes)
+    known = ("digits", "fashion-mnist", "cifar100", "stdlib", "text", "tokens", "synthetic")
+    return data.as_dataset(load_function(name, "--dataset", known)(), name)
+
+
+def _print_note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], Any]:
+    """The function at `package.module:function`; the current directory is searched, too."""
+    module_name, colon, name = path.partition(":")
+    if not colon:
+        hint = did_you_mean(path, known)
+        raise UsageError(f"{flag} {path}: {hint} A function of your own is package.module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{flag} {path}: {error}: run the command in the directory of the module"
+        ) from None
+    except AttributeError:
+        raise UsageError(f"{flag} {path}: {module_name} has no {name}") from None
+    if not callable(found):
+        raise UsageError(f"{flag} {path} is not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def build_optimizer(
+    model: nn.Module, options: Optimization, lr: float, capturable: bool = False
+) -> torch.optim.Optimizer:
+    """SGD or AdamW for a model's parameters, fused where torch can; weight decay on matrices only.
+
+    `capturable`: the optimizer step will be part of a CUDA graph, so the learning rate must be a
+    tensor on the device, which the graph reads at each replay.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {
+            "params": [p for p in parameters if p.dim() >= 2],
+            "weight_decay": options.weight_decay,
+        },
+        # Biases and the gains of norms have one dim: decay would only distort them.
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    rate: float | torch.Tensor = lr
+    if capturable:
+        rate = torch.tensor(lr, device=parameters[0].device)
+    if options.optimizer == "sgd":
+        # torch has no DTensor rule for the fused SGD kernel, and takes tens of seconds to derive
+        # one for a list of parameters over a mesh of three axes.
+        sharded = any(isinstance(p, DTensor) for p in parameters)
+        return torch.optim.SGD(
+            groups, lr=rate, momentum=options.momentum, fused=not sharded, foreach=False
+        )
+    # A kernel over many parameters needs the same kind of parameter: a mixture of plain and split
+    # ones, which sharding rules may leave, is updated one parameter at a time.
+    kinds = {(isinstance(p, DTensor), getattr(p, "device_mesh", None)) for p in parameters}
+    return torch.optim.AdamW(
+        groups,
+        lr=rate,
+        betas=options.betas,
+        fused=len(kinds) < 2,
+        foreach=None if len(kinds) < 2 else False,
+        capturable=capturable,
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step, without waiting for the device."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
