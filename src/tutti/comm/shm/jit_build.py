@@ -112,8 +112,9 @@ def front_library() -> Library:
             *("-O2", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra"),
             f"-D_GLIBCXX_USE_CXX11_ABI={cxx11_abi}",
         ),
-        # torch has loaded these by the time the front is: no run path is needed.
-        ("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
+        # torch has loaded these before the front is loaded, so no run path is needed. libstdc++
+        # is named because some compilers link it statically; a second copy in one process crashes.
+        ("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-l:libstdc++.so.6"),
         f"torch{torch.__version__}-abi{cxx11_abi}-{sysconfig.get_config_var('SOABI')}"
         f"-{sys.platform}-{platform.machine()}",
         includes,
@@ -140,6 +141,8 @@ def built(*libraries: Library) -> list[Path]:
                 raise BuildFailed(_failure(library, log))
         if missing:
             commands = [_command(library) for library in missing]  # is there a compiler?
+            for left in folder.glob("tmp*"):  # of processes that were killed while compiling
+                shutil.rmtree(left, ignore_errors=True)
             _announce(folder)
             with ThreadPoolExecutor(len(missing)) as pool:
                 list(pool.map(_compile, missing, commands, [folder] * len(missing)))
