@@ -1,4 +1,4 @@
-"""Tables and text fit the terminal they are printed to; what goes into a file is whole."""
+"""Tables and text fit the terminal; output to a file is not wrapped."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def test_no_line_is_wider_than_the_terminal(words: list[str], columns: int) -> N
 
 
 @pytest.mark.parametrize("columns", ["60", "80", None])
-def test_a_comparison_fits_or_is_a_line_for_each_row(columns: str | None, tmp_path: Path) -> None:
+def test_a_comparison_fits_or_has_one_line_per_row(columns: str | None, tmp_path: Path) -> None:
     row = {
         "op": "all_reduce", "backend": "gloo", "ranks": 2, "bytes": 1024, "dtype": "float32",
         "redop": "sum", "placement": "in", "timing": "back-to-back", "wrong": 0,
@@ -45,7 +45,7 @@ def test_a_comparison_fits_or_is_a_line_for_each_row(columns: str | None, tmp_pa
     assert max(map(len, lines)) <= int(columns) if columns else len(lines) == 3
 
 
-def test_a_world_is_whole_in_a_file_and_fits_a_terminal(
+def test_the_world_table_fits_a_terminal_and_is_not_wrapped_in_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""One rank fails: the world ends, the message names the rank, nothing is left."""
+"""One rank fails: all ranks end, the message names the rank, no process remains."""
 
 import os
 import signal
@@ -126,7 +126,7 @@ def test_a_killed_launcher_leaves_no_orphans(world_of_four: subprocess.Popen[str
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_raises_is_printed_once_and_the_others_say_why_they_stopped(
+def test_an_exception_is_printed_once_and_the_other_ranks_name_its_rank(
     program: Path, who: int
 ) -> None:
     done = run_command([*TUTTI, "run", "-n", 3, program, "raise", who])
@@ -167,10 +167,10 @@ def test_a_segmentation_fault_is_named(program: Path) -> None:
     assert "rank 0" in done.stderr and "was killed by SIGSEGV" in done.stderr
 
 
-def test_ranks_stuck_outside_of_any_collective_end_too_whatever_started_them(
+def test_ranks_stuck_outside_a_collective_end_without_any_launcher(
     program: Path,
 ) -> None:
-    # No launcher that would kill them: two plain processes with the plain variables.
+    # Three plain processes with the four variables: no launcher would kill them.
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
@@ -187,7 +187,7 @@ def test_ranks_stuck_outside_of_any_collective_end_too_whatever_started_them(
     assert "rank 1" in errors[2] and "failed first" in errors[2]
 
 
-def test_a_rank_alone_on_its_host_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
+def test_a_dead_rank_on_another_host_is_named(tmp_path: Path) -> None:
     if hosts_missing() is not None:
         pytest.skip(str(hosts_missing()))
     program = tmp_path / "program.py"
@@ -207,7 +207,7 @@ def test_a_rank_alone_on_its_host_that_dies_is_named_by_the_others(tmp_path: Pat
     assert "rank 0 on n1 stopped: rank 1 on n2 failed first: it died" in errors
 
 
-def test_a_script_may_tear_the_group_down_itself(tmp_path: Path) -> None:
+def test_a_script_may_destroy_the_process_group_itself(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import time, torch.distributed as dist, tutti\n"

@@ -1,4 +1,4 @@
-"""Cluster jobs: scripts a person would have written, and no way to smuggle a command in."""
+"""Cluster jobs: readable scripts, and no injection of shell commands."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from worlds import TUTTI, run_command
 HOSTILE = ['x"; touch pwned; "', "$(touch pwned)", "`touch pwned`", "a\n#SBATCH --x", "a, b", "'"]
 
 
-def test_a_slurm_script_reads_as_if_written_by_hand() -> None:
+def test_a_slurm_script_is_readable() -> None:
     submit = ["submit", "slurm", "--nodes", 2, "--gpus-per-node", 8, "--cpus-per-rank", 12]
     limits = ["--partition", "gpu", "--time", "2:00:00", "--sbatch", "exclusive", "mail-type=END"]
     done = run_command(
@@ -55,7 +55,7 @@ def test_a_hostile_name_never_becomes_an_sbatch_line(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-def test_a_hostile_argument_arrives_as_it_is_and_nothing_runs(value: str, tmp_path: Path) -> None:
+def test_a_hostile_argument_is_quoted(value: str, tmp_path: Path) -> None:
     script = SlurmJob(
         [sys.executable, "-c", "import sys; print(sys.argv[1:])", value], 1, 1, None, {}
     )
@@ -73,7 +73,7 @@ def test_hosts_are_read_with_their_ranks() -> None:
             parse_hosts(wrong)
 
 
-def test_several_hosts_are_told_where_rank_zero_is() -> None:
+def test_several_hosts_get_the_address_of_rank_0() -> None:
     hosts = [("n1", 4), ("n2", 4)]
     openmpi = MpiJob(["prog"], hosts, ["mpirun"], "openmpi").script()
     mpich = MpiJob(["prog"], hosts, ["mpirun"], "mpich").script()
@@ -118,7 +118,9 @@ def test_an_existing_other_script_is_not_overwritten(tmp_path: Path) -> None:
         (["mpi", "--mpirun", "no-such-mpirun", "--", "true"], "no-such-mpirun is not installed"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_two(arguments: list[str], message: str) -> None:
+def test_wrong_usage_of_submit_is_one_line_and_exit_code_two(
+    arguments: list[str], message: str
+) -> None:
     done = run_command([*TUTTI, "submit", *arguments])
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -78,7 +78,7 @@ def test_a_master_that_does_not_resolve_is_named() -> None:
 
 
 def test_a_master_on_another_host_is_refused_by_rank_zero_at_once() -> None:
-    # 192.0.2.0/24 is set aside for documentation: nobody has it.
+    # 192.0.2.0/24 is reserved for documentation.
     elsewhere = replace(FIRST, master_host="192.0.2.77")
     with pytest.raises(UsageError, match=r"192\.0\.2\.77.*is another host's: set MASTER_ADDR"):
         open_rendezvous(elsewhere, timeout=10)
@@ -149,7 +149,7 @@ def info(rank: int, size: int) -> RankInfo:
 
 
 def exchange_all(store: dist.Store, infos: list[RankInfo], timeout: float = 10) -> list[Any]:
-    """Every rank calls the roster in a thread of its own; returns what each got or raised."""
+    """Every rank exchanges its information in its own thread; returns each result or error."""
     results: list[Any] = [None] * len(infos)
 
     def be(position: int) -> None:

@@ -1,4 +1,4 @@
-"""Several ranks on one real GPU: NCCL, DDP and FSDP2 give right results, MPS is gone after."""
+"""Several ranks on one real GPU: NCCL, DDP and FSDP2 are correct, and MPS ends afterwards."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ with tutti.init() as world:
     whole = [(a.to(world.device), b.to(world.device)) for a, b in zip(x, y)]
     part = [(a[mine], b[mine]) for a, b in whole]
 
-    # One device with the whole batch is what both must equal.
+    # The reference: one device with the whole batch.
     expected = copy.deepcopy(model)
     train(expected, whole, torch.optim.SGD(expected.parameters(), lr=0.1))
 

@@ -1,5 +1,4 @@
-"""`tutti world` under every launcher gives the right rows, and other commands act as one there.
-All launchers are the real ones."""
+"""tutti under real launchers: torchrun, Open MPI, MPICH and Slurm, on one host and on two."""
 
 import importlib.util
 import json
@@ -41,7 +40,7 @@ def check(done: Any) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
-def test_plain_python_is_a_world_of_one(tmp_path: Path) -> None:
+def test_plain_python_is_a_world_of_one_rank(tmp_path: Path) -> None:
     check(run_command([*TUTTI, "world", "--json", tmp_path / "w.json"]))
     (row,) = rows_in(tmp_path / "w.json")
     assert (row["rank"], row["launcher"], row["device"]) == (0, "python", "cpu")
@@ -64,7 +63,7 @@ def test_torchrun_on_one_node(tmp_path: Path) -> None:
     assert {row["launcher"] for row in rows} == {"torchrun"}
 
 
-def test_torchrun_restarts_a_failed_world_and_the_ranks_meet_again(tmp_path: Path) -> None:
+def test_torchrun_restarts_a_failed_world(tmp_path: Path) -> None:
     script = tmp_path / "fails_once.py"
     script.write_text(
         "import os, torch, torch.distributed as dist, tutti\n"
@@ -149,7 +148,7 @@ def test_srun_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
     assert rows[0]["reasons"]["master"] == "SLURM_STEP_NODELIST"
 
 
-def test_a_step_on_some_of_a_jobs_nodes_meets_on_the_steps_first(
+def test_a_step_on_some_nodes_of_a_job_uses_its_own_first_node(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     script = tmp_path / "job.sh"
@@ -192,7 +191,7 @@ def test_torchrun_inside_srun_is_torchrun(cluster: SlurmCluster, tmp_path: Path)
 
 
 @pytest.mark.parametrize("text", ["n[1-3]", "n[08-11,20]", "a,b[2-3]", "rack[1-2]n[01-02]"])
-def test_our_reading_of_node_lists_is_scontrols(cluster: SlurmCluster, text: str) -> None:
+def test_node_lists_expand_as_scontrol_does(cluster: SlurmCluster, text: str) -> None:
     said = cluster.run(["scontrol", "show", "hostnames", text]).stdout.split()
     assert expand_hosts(text) == said
 
@@ -209,7 +208,7 @@ def test_a_rank_killed_under_srun_ends_the_others_on_both_nodes(
         "        if world.rank == 3 and step == 50:\n"
         "            os.kill(os.getpid(), 9)\n"
     )
-    # Without --kill-on-bad-exit srun itself would let the others wait.
+    # Without --kill-on-bad-exit srun would not end the other ranks.
     srun = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, str(script)]
     done = cluster.run(srun, timeout=60)
     assert done.returncode != 0
@@ -223,7 +222,7 @@ def test_mpirun_inside_a_slurm_job_needs_no_master_address(
     if shutil.which(f"mpirun.{flavour}") is None:
         pytest.skip(f"mpirun.{flavour} is not installed")
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    # From the hub, which is no node of the job, as salloc's shell on a login node is not.
+    # From the hub, which is not a node of the job, like a login node with salloc's shell.
     job = ["salloc", "-N2", "--ntasks-per-node=1", f"mpirun.{flavour}", *TUTTI, "world", "--json"]
     check(cluster.run([*job, str(tmp_path / "w.json")], env=as_root, timeout=90))
     rows = rows_in(tmp_path / "w.json")
