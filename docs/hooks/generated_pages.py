@@ -12,11 +12,7 @@ from mkdocs.structure.files import File, Files
 import tutti.cli.flags
 from tutti.cli import COMMANDS
 from tutti.cli import run as run_command
-
-SUBCOMMANDS = {
-    "bench": ("collectives", "bandwidth", "symmetric", "pairs", "compare", "tune"),
-    "submit": ("slurm", "mpi"),
-}
+from tutti.cli.completion import SUBCOMMANDS
 
 
 class _Parsed(Exception):
