@@ -95,7 +95,7 @@ class LocalWorld:
             return supervisor.run()
 
     def _environments(self, shared: Mapping[str, str], scratch: Path) -> list[dict[str, str]]:
-        """The environment of each rank: torchrun's variables and tutti's (see docs/concepts/world.md)."""
+        """Each rank's environment: torchrun's variables and tutti's (docs/concepts/world.md)."""
         cores = min(len(allowed_cpus()), cpu_quota() or sys.maxsize)
         common = {
             # By default every rank would start a thread per core of the machine.
