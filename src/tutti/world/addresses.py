@@ -1,13 +1,12 @@
 """Ports, addresses and network interfaces: which are free, and which reach the other ranks."""
 
-import fcntl
 import hashlib
 import random
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from tutti.machine.nics import interface_address
 from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 # Outside Linux' ephemeral range (32768 to 60999), so that no outgoing connection takes one.
 _PORTS = range(20000, 30000)
 _CANDIDATES = 5
-_SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the IPv4 address of an interface
 
 
 def port_candidates(job: str) -> list[int]:
@@ -79,12 +77,5 @@ def _external_address(info: "RankInfo") -> str | None:
 
 
 def _interface_with(address: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if socket.inet_ntoa(reply[20:24]) == address:
-                return name
-    return None
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if interface_address(name) == address), None)

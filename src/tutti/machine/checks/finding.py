@@ -36,6 +36,9 @@ class Verdict:
     """Set by checks of a whole cluster if one host is at fault."""
 
 
+Verdicts = Iterator[Verdict]
+
+
 def passed(observed: str, scope: str = "machine") -> Verdict:
     """No problem; `observed` is what was seen."""
     return Verdict("pass", scope, observed)

@@ -1,11 +1,9 @@
 """Checks clocks.*: throttling, temperature, power limits and locked clocks of GPUs; clock skew."""
 
-from collections.abc import Iterator
-
 from tutti.machine.checks.cluster import Cluster
 from tutti.machine.checks.finding import (
     Skip,
-    Verdict,
+    Verdicts,
     cluster_check,
     fail,
     machine_check,
@@ -29,7 +27,7 @@ _HARDWARE_SLOWDOWN = {
     "one hot or underpowered GPU slows down all ranks",
     "check cooling and power supply",
 )
-def throttling(machine: Machine) -> Iterator[Verdict]:
+def throttling(machine: Machine) -> Verdicts:
     for gpu, reasons in read_gpus(machine, "clocks.throttle", lambda g: g.clocks.throttle):
         scope = f"gpu:{gpu.index}"
         heat = f", {gpu.temperature_c} °C" if gpu.temperature_c is not None else ""
@@ -51,7 +49,7 @@ def throttling(machine: Machine) -> Iterator[Verdict]:
     "the GPU will throttle under load",
     "check fans, filters and airflow",
 )
-def temperature(machine: Machine) -> Iterator[Verdict]:
+def temperature(machine: Machine) -> Verdicts:
     temperatures = read_gpus(machine, "temperature_c", lambda g: g.temperature_c)
     for gpu, heat in temperatures:
         if gpu.slowdown_c is not None and heat >= gpu.slowdown_c - 3:
@@ -68,7 +66,7 @@ def temperature(machine: Machine) -> Iterator[Verdict]:
     "a GPU with a lower limit is slower than the others",
     "restore the default limit, or set the same limit on all GPUs",
 )
-def power_limit(machine: Machine) -> Iterator[Verdict]:
+def power_limit(machine: Machine) -> Verdicts:
     for gpu, limit in read_gpus(machine, "power_limit_w", lambda g: g.power_limit_w):
         default = gpu.default_power_limit_w
         if default is not None and limit < 0.99 * default:
@@ -83,7 +81,7 @@ def power_limit(machine: Machine) -> Iterator[Verdict]:
     "the faster GPUs wait for the slower ones",
     "reset the clocks (nvidia-smi -rac, -rgc), or lock all GPUs alike",
 )
-def locked_clocks(machine: Machine) -> Iterator[Verdict]:
+def locked_clocks(machine: Machine) -> Verdicts:
     reasons = read_gpus(machine, "clocks.throttle", lambda g: g.clocks.throttle)
 
     def reset(index: int) -> str:
@@ -109,7 +107,7 @@ def locked_clocks(machine: Machine) -> Iterator[Verdict]:
     "above 1 ms the traces of ranks do not line up; above 5 s logs do not either",
     "run chrony or ntpd on every host",
 )
-def clock_skew(cluster: Cluster) -> Iterator[Verdict]:
+def clock_skew(cluster: Cluster) -> Verdicts:
     offsets = cluster.probes.clock_offsets
     if offsets is None:
         raise Skip(cluster.probes.skipped.get("clock_offsets", "needs a world on several hosts"))

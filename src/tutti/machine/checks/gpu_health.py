@@ -1,12 +1,11 @@
 """Checks gpus.*: number, models, memory errors, modes, other processes and Xid errors of GPUs."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 from tutti.machine.checks.cluster import Cluster
 from tutti.machine.checks.finding import (
     Skip,
-    Verdict,
+    Verdicts,
     cluster_check,
     fail,
     gpus_of,
@@ -33,7 +32,7 @@ def _reset(index: int) -> str:
     "a GPU that fell off the bus is missing without an error message",
     "reset the GPU or reboot; check power and seating",
 )
-def count(machine: Machine) -> Iterator[Verdict]:
+def count(machine: Machine) -> Verdicts:
     on_bus = [each for each in machine.pci if each.kind == "gpu" and each.vendor == _NVIDIA]
     reported = {each.pci_address for each in machine.accelerators}
     if not on_bus:
@@ -68,7 +67,7 @@ def count(machine: Machine) -> Iterator[Verdict]:
     "CUDA ignores the list after the first entry that does not exist",
     "correct the list, or unset the variable",
 )
-def visible_devices(machine: Machine) -> Iterator[Verdict]:
+def visible_devices(machine: Machine) -> Verdicts:
     installed = len(gpus_of(machine))
     value = machine.variables.get("CUDA_VISIBLE_DEVICES")
     if value is None:
@@ -106,7 +105,7 @@ def visible_devices(machine: Machine) -> Iterator[Verdict]:
     "the slowest GPU limits the speed of a job, the smallest its size",
     "exclude the others (CUDA_VISIBLE_DEVICES, a Slurm constraint)",
 )
-def same_model(cluster: Cluster) -> Iterator[Verdict]:
+def same_model(cluster: Cluster) -> Verdicts:
     models = Counter(gpu.name for machine in cluster.machines for gpu in machine.accelerators)
     if not models:
         raise Skip("no GPU")
@@ -126,7 +125,7 @@ def same_model(cluster: Cluster) -> Iterator[Verdict]:
     "uncorrectable errors lead to wrong gradients",
     "drain the host and reset the GPU; replace it if errors recur",
 )
-def ecc_errors(machine: Machine) -> Iterator[Verdict]:
+def ecc_errors(machine: Machine) -> Verdicts:
     counts = read_gpus(machine, "ecc.volatile_uncorrected", lambda g: g.ecc.volatile_uncorrected)
     for gpu, errors in counts:
         if errors:
@@ -146,7 +145,7 @@ def ecc_errors(machine: Machine) -> Iterator[Verdict]:
     "the bad row stays in use until the GPU is reset",
     "reset the GPU when it is idle",
 )
-def row_remapping(machine: Machine) -> Iterator[Verdict]:
+def row_remapping(machine: Machine) -> Verdicts:
     pending = read_gpus(
         machine,
         "ecc.remap_pending",
@@ -180,7 +179,7 @@ _RECOVERY_CURES = {
     "until then the GPU may be slow or compute wrong results",
     "do the requested action",
 )
-def recovery_action(machine: Machine) -> Iterator[Verdict]:
+def recovery_action(machine: Machine) -> Verdicts:
     for gpu, action in read_gpus(machine, "recovery_action", lambda g: g.recovery_action):
         if action != "none":
             command = "sudo reboot" if action == "node_reboot" else _reset(gpu.index)
@@ -195,7 +194,7 @@ def recovery_action(machine: Machine) -> Iterator[Verdict]:
     "an exclusive GPU refuses a second process; a MIG slice has no peer access",
     "set the compute mode to default and disable MIG",
 )
-def compute_mode(machine: Machine) -> Iterator[Verdict]:
+def compute_mode(machine: Machine) -> Verdicts:
     for gpu in gpus_of(machine):
         scope, command = f"gpu:{gpu.index}", f"sudo nvidia-smi -i {gpu.index}"
         if gpu.compute_mode == "prohibited":
@@ -215,7 +214,7 @@ def compute_mode(machine: Machine) -> Iterator[Verdict]:
     "without it the driver unloads between jobs, and every start takes seconds longer",
     "enable persistence mode",
 )
-def persistence_mode(machine: Machine) -> Iterator[Verdict]:
+def persistence_mode(machine: Machine) -> Verdicts:
     modes = read_gpus(machine, "persistence", lambda g: g.persistence)
     off = [str(gpu.index) for gpu, on in modes if not on]
     if off and not is_virtual(machine):
@@ -229,7 +228,7 @@ def persistence_mode(machine: Machine) -> Iterator[Verdict]:
     "they take memory and time from the job",
     "end the processes, or ask their owner to",
 )
-def other_processes(machine: Machine) -> Iterator[Verdict]:
+def other_processes(machine: Machine) -> Verdicts:
     for gpu, number in read_gpus(machine, "processes", lambda g: g.processes):
         scope, used = f"gpu:{gpu.index}", gpu.used_bytes or 0
         if number:
@@ -271,7 +270,7 @@ _RECENT_S = 24 * 3600
     "failing hardware is first reported there",
     "drain the host and reset the GPU; replace it if the error recurs",
 )
-def xid_errors(machine: Machine) -> Iterator[Verdict]:
+def xid_errors(machine: Machine) -> Verdicts:
     errors = known(machine, "xids", machine.xids)
     index = {gpu.pci_address: gpu.index for gpu in machine.accelerators}
     recent = {(x.pci_address, x.code) for x in errors if x.age_s is None or x.age_s < _RECENT_S}

@@ -1,10 +1,8 @@
 """Checks nvlink.* and pcie.*: links that are down, slow or faulty, peer access, ACS and IOMMU."""
 
-from collections.abc import Iterator
-
 from tutti.machine.checks.finding import (
     Skip,
-    Verdict,
+    Verdicts,
     fail,
     gpus_of,
     has_rdma,
@@ -31,7 +29,7 @@ _RESTART_FABRIC_MANAGER = "sudo systemctl restart nvidia-fabricmanager"
     "the GPU with the fewest links limits every ring",
     "reset the GPU or restart fabric manager; if that does not help, service the board",
 )
-def active_nvlinks(machine: Machine) -> Iterator[Verdict]:
+def active_nvlinks(machine: Machine) -> Verdicts:
     nvlinks = read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
     active = {gpu.index: sum(link.active is True for link in links) for gpu, links in nvlinks}
     expected, source = max(active.values()), "as on other GPUs"
@@ -64,7 +62,7 @@ def active_nvlinks(machine: Machine) -> Iterator[Verdict]:
     "one slow link slows all traffic of its GPU",
     "reset the GPU",
 )
-def nvlink_speed(machine: Machine) -> Iterator[Verdict]:
+def nvlink_speed(machine: Machine) -> Verdicts:
     speeds = [
         (gpu.index, link.index, link.speed_mbs)
         for gpu, links in read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
@@ -87,7 +85,7 @@ def nvlink_speed(machine: Machine) -> Iterator[Verdict]:
     "a link with errors is slow and likely to fail",
     "run a load and see whether the counts grow; if they do, service the link",
 )
-def nvlink_errors(machine: Machine) -> Iterator[Verdict]:
+def nvlink_errors(machine: Machine) -> Verdicts:
     nvlinks = read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
     if not any(links for _, links in nvlinks):
         raise Skip("no NVLink")
@@ -112,7 +110,7 @@ def nvlink_errors(machine: Machine) -> Iterator[Verdict]:
     "without fabric manager, CUDA does not start on NVSwitch boards or works without NVLink",
     "restart nvidia-fabricmanager",
 )
-def nvswitch_fabric(machine: Machine) -> Iterator[Verdict]:
+def nvswitch_fabric(machine: Machine) -> Verdicts:
     states = read_gpus(machine, "fabric_state", lambda g: g.fabric_state)
     if all(state == "not_supported" for _, state in states):
         raise Skip("no NVSwitch fabric to set up")
@@ -143,7 +141,7 @@ _PEER_ACCESS = {
     "without peer access all traffic goes through host memory",
     "disable ACS and IOMMU translation (pcie.acs, pcie.iommu); update the driver",
 )
-def peer_access(machine: Machine) -> Iterator[Verdict]:
+def peer_access(machine: Machine) -> Verdicts:
     if len(gpus_of(machine)) < 2:
         raise Skip("one GPU")
     if not machine.peers:
@@ -195,7 +193,7 @@ def _show_link(address: str) -> str:
     "half the lanes give half the speed of every copy",
     "reseat the card; check riser, slot and its BIOS setting",
 )
-def pcie_width(machine: Machine) -> Iterator[Verdict]:
+def pcie_width(machine: Machine) -> Verdicts:
     links = [link for link in _pcie_links(machine) if link[2].width and link[2].max_width]
     if not links:
         raise Skip(machine.why("accelerators[0].pcie.width") or "the PCIe widths are unknown")
@@ -211,7 +209,7 @@ def pcie_width(machine: Machine) -> Iterator[Verdict]:
     "each lower generation halves the speed",
     "check the BIOS setting of the slot, risers and retimers",
 )
-def pcie_generation(machine: Machine) -> Iterator[Verdict]:
+def pcie_generation(machine: Machine) -> Verdicts:
     """An idle GPU lowers its generation to save power, so only GPUs in use are checked."""
     idle = {f"gpu:{gpu.index}" for gpu in machine.accelerators if not gpu.processes}
     links = [
@@ -233,7 +231,7 @@ def pcie_generation(machine: Machine) -> Iterator[Verdict]:
     "a bad contact first causes retransmissions, then failures",
     "reseat the card; if the counts grow, service it",
 )
-def pcie_errors(machine: Machine) -> Iterator[Verdict]:
+def pcie_errors(machine: Machine) -> Verdicts:
     devices = [each for each in machine.pci if each.kind != "bridge"]
     if not devices:
         raise Skip(machine.why("pci") or "no GPU or NIC on the PCI bus")
@@ -271,7 +269,7 @@ def _pci_devices_of_gpus(machine: Machine) -> list[PciDevice]:
     "it sends traffic between devices through the CPU: slow, and corrupt or stuck on some boards",
     "disable ACS in the BIOS, or on each bridge after every boot",
 )
-def acs(machine: Machine) -> Iterator[Verdict]:
+def acs(machine: Machine) -> Verdicts:
     gpus_of(machine)
     if is_virtual(machine):
         raise Skip("a virtual machine: its host configures the PCIe bridges")
@@ -297,7 +295,7 @@ def acs(machine: Machine) -> Iterator[Verdict]:
     "peer access through a translating IOMMU is slow, and corrupt or stuck on some boards",
     "boot with iommu=pt, or disable VT-d / AMD-Vi in the BIOS",
 )
-def iommu(machine: Machine) -> Iterator[Verdict]:
+def iommu(machine: Machine) -> Verdicts:
     gpus_of(machine)
     if is_virtual(machine):
         raise Skip("a virtual machine: its host configures the IOMMU")
@@ -319,7 +317,7 @@ def iommu(machine: Machine) -> Iterator[Verdict]:
     "NCCL builds its rings from them; virtual machines often hide them",
     "give NCCL the provider's topology file: NCCL_TOPO_FILE",
 )
-def hidden_topology(machine: Machine) -> Iterator[Verdict]:
+def hidden_topology(machine: Machine) -> Verdicts:
     if len(gpus_of(machine)) < 2:
         raise Skip("one GPU")
     if "NCCL_TOPO_FILE" in settings(machine):

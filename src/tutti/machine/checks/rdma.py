@@ -1,13 +1,12 @@
 """Checks rdma.*: state, rate, errors and GIDs of InfiniBand and RoCE ports, and GPUDirect RDMA."""
 
 from collections import Counter
-from collections.abc import Iterator
 from statistics import median
 
 from tutti.machine.checks.cluster import Cluster
 from tutti.machine.checks.finding import (
     Skip,
-    Verdict,
+    Verdicts,
     cluster_check,
     fail,
     gpus_of,
@@ -35,7 +34,7 @@ def _ports(cluster: Cluster) -> list[tuple[Machine, RdmaPort]]:
     "NCCL does not use a port that is down, so a whole rail may be missing",
     "check cable, transceiver, switch port and subnet manager",
 )
-def port_state(cluster: Cluster) -> Iterator[Verdict]:
+def port_state(cluster: Cluster) -> Verdicts:
     ports = _ports(cluster)
     active = Counter((port.device, port.port) for _, port in ports if port.state == "ACTIVE")
     for machine, port in ports:
@@ -59,7 +58,7 @@ def port_state(cluster: Cluster) -> Iterator[Verdict]:
     "one port at half the rate slows every ring through it",
     "replace the cable or transceiver; check the setting of the switch port",
 )
-def port_rate(cluster: Cluster) -> Iterator[Verdict]:
+def port_rate(cluster: Cluster) -> Verdicts:
     ports = [(m, p) for m, p in _ports(cluster) if p.state == "ACTIVE" and p.rate_gbps]
     if not ports:
         raise Skip("no active RDMA port")
@@ -113,7 +112,7 @@ _NORMAL_COUNTS = {
     "a port that retransmits packets stalls the whole job",
     "clean or replace the cable; on RoCE check flow control (PFC, ECN) on the path",
 )
-def port_errors(cluster: Cluster) -> Iterator[Verdict]:
+def port_errors(cluster: Cluster) -> Verdicts:
     ports = _ports(cluster)
     usual = {name: median(p.counters.get(name, 0) for _, p in ports) for name in _NORMAL_COUNTS}
     for machine, port in ports:
@@ -135,7 +134,7 @@ def port_errors(cluster: Cluster) -> Iterator[Verdict]:
     "RoCE v1 is not routed, and NCCL prefers v2",
     "give the interface an IP address; set NCCL_IB_ROCE_VERSION_NUM=2",
 )
-def roce_gid(machine: Machine) -> Iterator[Verdict]:
+def roce_gid(machine: Machine) -> Verdicts:
     roce = [p for p in machine.rdma if p.link_layer == "Ethernet" and p.state == "ACTIVE"]
     if not roce:
         raise Skip("no RoCE")
@@ -154,7 +153,7 @@ def roce_gid(machine: Machine) -> Iterator[Verdict]:
     "NCCL falls back to TCP without a message at the default log level",
     "unset the variable, or name devices that exist",
 )
-def hca_variable(machine: Machine) -> Iterator[Verdict]:
+def hca_variable(machine: Machine) -> Verdicts:
     value = settings(machine).get("NCCL_IB_HCA")
     if value is None:
         raise Skip("NCCL_IB_HCA is not set")
@@ -175,7 +174,7 @@ def hca_variable(machine: Machine) -> Iterator[Verdict]:
     "otherwise each message is copied through host memory, at half the rate or less",
     "load nvidia_peermem, or use the open kernel modules (DMA-BUF)",
 )
-def gpu_direct(machine: Machine) -> Iterator[Verdict]:
+def gpu_direct(machine: Machine) -> Verdicts:
     gpus_of(machine)
     if not has_rdma(machine):
         raise Skip("no active RDMA port")

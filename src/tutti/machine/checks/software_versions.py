@@ -1,10 +1,8 @@
 """Checks versions.*: versions of torch, CUDA, driver and NCCL, and whether they fit together."""
 
-from collections.abc import Iterator
-
 from tutti.machine.checks.finding import (
     Skip,
-    Verdict,
+    Verdicts,
     fail,
     gpus_of,
     machine_check,
@@ -31,7 +29,7 @@ def _version(machine: Machine, name: str) -> str:
     "tutti uses functions that torch has since 2.11",
     "install torch 2.11 to 2.15",
 )
-def torch_version(machine: Machine) -> Iterator[Verdict]:
+def torch_version(machine: Machine) -> Verdicts:
     text = _version(machine, "torch")
     version = parse_version(text)[:2]
     if version < _OLDEST_TORCH:
@@ -49,7 +47,7 @@ def torch_version(machine: Machine) -> Iterator[Verdict]:
     "a CPU build of torch silently trains on the CPU",
     "install a CUDA build of torch",
 )
-def cuda_build(machine: Machine) -> Iterator[Verdict]:
+def cuda_build(machine: Machine) -> Verdicts:
     gpus_of(machine)
     _version(machine, "torch")
     if machine.versions.get("cuda") in (None, "", "none", "not installed"):
@@ -70,7 +68,7 @@ def cuda_build(machine: Machine) -> Iterator[Verdict]:
     "an older driver cannot run any kernel",
     "update the driver, or install a torch for the driver's CUDA",
 )
-def driver_version(machine: Machine) -> Iterator[Verdict]:
+def driver_version(machine: Machine) -> Verdicts:
     gpus_of(machine)
     cuda, supported = _version(machine, "cuda"), _version(machine, "cuda_driver")
     driver = machine.versions.get("driver", "unknown")
@@ -88,7 +86,7 @@ def driver_version(machine: Machine) -> Iterator[Verdict]:
     "NCCL 2.24 and newer can report which rank of a running job is late (RAS, port 28028)",
     "install a newer torch, or a newer NCCL",
 )
-def nccl_version(machine: Machine) -> Iterator[Verdict]:
+def nccl_version(machine: Machine) -> Verdicts:
     gpus_of(machine)
     text = _version(machine, "nccl")
     if parse_version(text)[:2] < _FIRST_NCCL_WITH_RAS:
