@@ -222,7 +222,7 @@ class GPTConfig:
         backward. L is layers, d is dim and s is the sequence length (unset: max_seq_len): q·k and
         scores·v cost 2 d s each forward, twice that backward, in each layer. By convention the
         attention term counts the whole s × s square although causal attention needs only half,
-        and recomputed activations are not counted, so figures compare with those of others.
+        and recomputed activations are not counted, so figures are comparable with published ones.
         """
         s = self.max_seq_len if seq_len is None else seq_len
         return 6 * self.matmul_parameters() + 12 * self.layers * self.dim * s

@@ -57,7 +57,7 @@ DROPOUT = {"s": 0.2, "m": 0.3, "l": 0.4}
 
 
 class ConvNorm(nn.Sequential):
-    """Convolution without bias, batch norm and, unless told otherwise, SiLU."""
+    """Convolution without bias, batch norm and, if `activate`, SiLU."""
 
     def __init__(
         self,

@@ -26,6 +26,8 @@ from typing import IO, Literal, TextIO
 
 from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
 from tutti.machine.gpus import visible_gpu_count
+from tutti.machine.process_limits import read_limits
+from tutti.machine.sysfs import SysFiles
 from tutti.world.addresses import free_port
 from tutti.world.errors import START_TIMEOUT, TIMEOUT, UsageError, checked_seconds
 from tutti.world.gpu_sharing import MpsDaemon, shared_gpu_variables
@@ -130,23 +132,17 @@ class LocalWorld:
 
 def _most_ranks() -> tuple[int, str]:
     """An upper bound on the ranks of this machine, by memory, processes and open files."""
+    limits = read_limits(SysFiles())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory = min(memory, _cgroup_limit("memory.max") or memory)
+    if isinstance(limits.cgroup_memory_bytes, int):
+        memory = min(memory, limits.cgroup_memory_bytes)
+    bounds = [(memory // _BYTES_PER_RANK, f"{memory / 1e9:.0f} GB of memory, 16 MB per process")]
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = [(memory // _BYTES_PER_RANK, f"{memory / 1e9:.0f} GB of memory, 16 MB per process")]
     if files != resource.RLIM_INFINITY:
-        limits.append(((files - _OWN_FILES) // _FILES_PER_RANK, f"{files} open files, ulimit -Hn"))
-    processes = _cgroup_limit("pids.max")
-    if processes is not None:
-        limits.append((processes, f"{processes} processes in this cgroup"))
-    return min(limits)
-
-
-def _cgroup_limit(name: str) -> int | None:
-    try:
-        return int(Path("/sys/fs/cgroup", name).read_text())
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return None
+        bounds.append(((files - _OWN_FILES) // _FILES_PER_RANK, f"{files} open files, ulimit -Hn"))
+    if isinstance(limits.processes, int):
+        bounds.append((limits.processes, f"{limits.processes} processes, ulimit -u"))
+    return min(bounds)
 
 
 def _start_mps(scratch: Path, stack: ExitStack) -> dict[str, str]:

@@ -170,8 +170,8 @@ def _socket_peer(descriptor: str) -> str:
 
 
 def _from_slurm(env: Environment) -> Identity | None:
-    # The batch shell and an salloc shell have SLURM_PROCID or SLURM_NTASKS too, but nobody has
-    # started other ranks: only a step has peers.
+    # The batch shell and an salloc shell have SLURM_PROCID or SLURM_NTASKS too, but no
+    # other ranks were started: only a step has peers.
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return None
     reader = _Reader(env, "slurm", "SLURM_STEP_ID")

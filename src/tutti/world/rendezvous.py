@@ -4,12 +4,12 @@ First the store. torch's TCPStore listens on every interface and answers any cli
 it is given. So rank 0 binds the socket itself, to loopback if all ranks are on one host, and passes
 the socket to torch.
 
-Then every rank writes a RankInfo to the store and reads those of all ranks. This settles before
-the first collective what launchers leave open: which ranks share a machine, which rank is missing,
-whose versions differ. After a restart by torchrun the same store still holds the entries of the
-dead processes (with their addresses, which is why torchrun's own restarts often fail with gloo).
-So rank 0 publishes a list of entries under a new start id, and the list counts only when every
-rank has confirmed that the list holds the rank's own, current entry.
+Then every rank writes a RankInfo to the store and reads that of every other rank. This settles
+before the first collective what launchers leave open: which ranks share a machine, which rank is
+missing, which versions differ. After a restart by torchrun the same store still holds the entries
+of the dead processes (with their addresses, which is why torchrun's own restarts often fail with
+gloo). So rank 0 publishes a list of entries under a new start id, and the list counts only when
+every rank has confirmed that the list holds the rank's own, current entry.
 """
 
 import importlib
@@ -136,7 +136,7 @@ def _connect(identity: Identity, address: str, reason: str, deadline: float) -> 
             store = _open_client(
                 address, port, min(_HANDSHAKE_SECONDS, deadline - time.monotonic())
             )
-            # A derived port may be the store of another job: only ours has our key.
+            # A derived port may be the store of another job: only this job's store has its key.
             given = identity.master_port is not None
             if store is not None and (given or store.check([_job_key(identity.job)])):
                 store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
@@ -207,7 +207,7 @@ def _resolve(name: str, reason: str) -> str:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank tells the others about itself. Sent as JSON, never as a pickle."""
+    """The information that a rank sends to all others. Sent as JSON, never as a pickle."""
 
     rank: int
     host: str
@@ -261,7 +261,7 @@ def shm_unavailable() -> str:
     """Why the shared-memory backend cannot be used here, or "". The first use compiles it."""
     if "shm" not in dist.Backend.backend_list:
         return "torch does not know the backend: install tutti-torch"
-    # Asked of the module that registered the backend, because this room imports nothing of comm.
+    # The module that registered the backend answers, because world must not import comm.
     creator = dist.Backend._plugins["SHM"].creator_fn
     usable, reason = importlib.import_module(creator.__module__).available()
     return "" if usable else str(reason)
