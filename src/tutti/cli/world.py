@@ -2,17 +2,21 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
-from tutti.world.errors import START_TIMEOUT
+from tutti.world.errors import START_TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
+
+if TYPE_CHECKING:
+    from tutti.comm.ledger_reader import OperationRecord, ProcessLedger
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,7 @@ def main(arguments: list[str]) -> int:
     options = parse(Show, "tutti world", arguments)
     check_writable("--json", options.json)
     if options.ledger is not None:
-        from tutti.cli.world_ledger import show_ledgers
-
-        rows = show_ledgers(options.ledger)
+        rows = _show_ledgers(options.ledger)
         if options.json is not None:
             write_json(options.json, "tutti.world.ledger/1", {"rows": rows})
         return 0
@@ -105,3 +107,57 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     sharing = max(row["ranks_on_device"] for row in rows)
     if sharing > 1:
         out.print(f"note: {sharing} ranks share one GPU")
+
+
+def _show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
+    """Print a row for each of these processes, or for all that have a ledger; returns the rows."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from tutti.comm.ledger_reader import processes, read_process
+    from tutti.measure.terminal import console, table_fits
+
+    found = [read_process(pid) for pid in pids or processes()]
+    ledgers = [ledger for ledger in found if ledger is not None]
+    for pid, ledger in zip(pids, found, strict=False):
+        if ledger is None:
+            raise UsageError(
+                f"--ledger {pid}: no ledger there: the process has ended, belongs to another user, "
+                "or has not called tutti.comm: `tutti world --ledger` lists the processes with one"
+            )
+    rows = [_row(ledger) for ledger in sorted(ledgers, key=lambda each: (each.rank, each.pid))]
+    out = console()
+    if not rows:
+        out.print("no process of this user on this host has a ledger")
+        return rows
+    table = Table(title="operations, from the ledgers of this host")
+    for name in rows[0]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(escape(str(value)) for value in row.values()))
+    if table_fits(table, out):
+        out.print(table)
+        return rows
+    for row in rows:  # one line per process
+        line = ", ".join(f"{name} {value}" for name, value in row.items() if value)
+        out.print(line, markup=False, soft_wrap=True)
+    return rows
+
+
+def _row(ledger: "ProcessLedger") -> dict[str, Any]:
+    current = ledger.current
+    location = f"{ledger.location}, {ledger.location_age:.1f} s ago" if ledger.location else ""
+    return {
+        "rank": f"{ledger.rank} of {ledger.size}" if ledger.rank >= 0 else "none",
+        "pid": ledger.pid,
+        "operation": "none yet" if current is None else str(current),
+        "state": "" if current is None else _state(current),
+        "called at": "" if current is None else current.where,
+        "main thread": location,
+    }
+
+
+def _state(record: "OperationRecord") -> str:
+    if record.ended is None:
+        return f"{record.state} for {record.age:.1f} s"
+    return f"{record.state} {record.ended:.1f} s ago"

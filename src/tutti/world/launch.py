@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Literal, TextIO
 
 from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
@@ -482,12 +482,7 @@ class RankOutput:
     def __enter__(self) -> "RankOutput":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for stream in self.streams:
             stream.close()
         for log in self._logs:

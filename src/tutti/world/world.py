@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -109,12 +108,7 @@ class World:
     def __enter__(self) -> "World":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         normal_exit = isinstance(error, SystemExit) and error.code in (None, 0)
         # BrokenPipeError: the reader of the output has ended (`tutti world | head`).
         if error is not None and not normal_exit and not isinstance(error, BrokenPipeError):
