@@ -20,6 +20,7 @@ measured on one block.
 import argparse
 import gc
 import json
+import resource
 import sys
 import tempfile
 import threading
@@ -47,8 +48,12 @@ _SAMPLE_SECONDS = 0.02
 
 def unique_set_size() -> int:
     """Private bytes of this process, in memory or swapped out."""
+    rollup = Path("/proc/self/smaps_rollup")
+    if not rollup.exists():  # kernels without it (gVisor): resident minus shared pages
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+        return (int(resident) - int(shared)) * resource.getpagesize()
     total = 0
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+    for line in rollup.read_text().splitlines():
         if line.startswith(("Private_Clean", "Private_Dirty", "Private_Hugetlb", "Swap:")):
             total += int(line.split()[1]) * 1024
     return total
