@@ -126,7 +126,7 @@ def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(
     # The same layout, but tp ranks that had numbers of their own now share them, or no longer do.
     flag = {"--sequence-parallel": "--no-sequence-parallel"}.get(stream, "--sequence-parallel")
     done = train(*resume, other, flag)
-    assert "saved where ranks of tp shared other numbers: random numbers start anew" in done.stderr
+    assert "ranks of tp drew other numbers: random generators are seeded anew" in done.stderr
     assert losses(other)[:2] == pytest.approx(right[:2], rel=TOLERANCE)
     assert losses(other)[2:] != pytest.approx(right[2:], rel=TOLERANCE)
 
@@ -136,13 +136,12 @@ def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(
     [
         (["--layout", "dp3"], "layout dp3 needs 3 ranks, this world has 2: use --ranks 3 or dp2"),
         (["--layout", "pp2", "--accumulation", "1"], "use --accumulation 2"),
-        (["--workers", "1", "--data-on-device"], "leave out --workers or --data-on-device"),
+        (["--workers", "1", "--data-on-device"], "--workers 1 with --data-on-device"),
         (["--layout", "tp2", "--seq-len", "15"], "15 / 2 = 7.5: use --seq-len 16"),
-        (["--layout", "shard2", "--bucket-mb", "3"], "say --bucket-mb 25.0 where a file has it"),
+        (["--layout", "shard2", "--bucket-mb", "3"], "--bucket-mb 25.0"),
         (
             ["--prefetch", "3"],
-            "--prefetch 3 does nothing in layout dp2, which has no shard: leave it out, or say "
-            "--prefetch 1 where a file has it",
+            "layout dp2, which has no shard: leave it out, or pass --prefetch 1",
         ),
     ],
 )

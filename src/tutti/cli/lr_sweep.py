@@ -1,4 +1,4 @@
-"""tutti train --lr-sweep: how sensitive a recipe is to its learning rate, for each world size."""
+"""tutti train --lr-sweep: train with several learning rates and numbers of ranks."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def sweep(options: "Train", arguments: list[str]) -> int:
 
 
 def train_all(options: "Train", arguments: list[str]) -> tuple[Results, int]:
-    """Train once for each; what was trained, and the exit code of what went wrong, or 0."""
+    """Train once for each; returns the summaries, and the exit code of the first failure, or 0."""
     rates = _numbers(options.lr_sweep or "", "--lr-sweep", float)
     ranks = [int(size) for size in _numbers(options.ranks or "1", "--ranks", int)]
     rest = _without(arguments, ("--lr-sweep", "--ranks", "-n", "--lr", "--out"))
@@ -49,13 +49,13 @@ def train_all(options: "Train", arguments: list[str]) -> tuple[Results, int]:
                 summary = out / "summary.json"
                 found = json.loads(summary.read_text()) if summary.exists() else {}
                 if code != 0 and "diverged" not in found:
-                    return results, code  # no verdict on the learning rate: another fault
+                    return results, code  # another failure than a diverging loss
                 results[rate, size] = found
     return results, 0
 
 
 def print_table(results: Results) -> None:
-    """The losses, a line for each learning rate."""
+    """Print the losses, one line per learning rate."""
     rates = list(dict.fromkeys(rate for rate, _ in results))
     ranks = list(dict.fromkeys(size for _, size in results))
     table = Table(title="final training loss, test accuracy")
@@ -103,5 +103,5 @@ def _without(arguments: list[str], flags: tuple[str, ...]) -> list[str]:
 
 
 def _plain(argument: str) -> str:
-    """The flag alone, with dashes: `--lr_sweep=1` is `--lr-sweep`, too."""
+    """The flag without its value, with dashes: `--lr_sweep=1` is `--lr-sweep`."""
     return argument.partition("=")[0].replace("_", "-")

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from tutti.train.run_directory import RunDirectory
     from tutti.world.world import World
 
-# What sysexits.h calls a temporary failure: the run was stopped, and goes on with --resume.
+# EX_TEMPFAIL of sysexits.h: the run was stopped by a signal, and --resume continues it.
 STOPPED = 75
-# A checkpoint may have to be written between SIGTERM and the end.
+# Time to write a checkpoint between SIGTERM and the end.
 _GRACE_SECONDS = 60.0
 
 
@@ -30,8 +30,8 @@ _GRACE_SECONDS = 60.0
 class Train:
     """Train a recipe: tutti train --recipe lenet --ranks 2
 
-    Values come from the recipe, then from its file, then from flags. The run directory holds all
-    that is needed to repeat the run, and to go on with it: --resume --out DIR.
+    Values come from the recipe, then from its file, then from flags. The run directory holds
+    everything that is needed to repeat the run, and to continue it: --resume --out DIR.
     """
 
     settings: Recipe
@@ -46,9 +46,9 @@ class Train:
     out: Path | None = None
     """The run directory (default: runs/NAME-DATE-TIME)."""
     resume: bool = False
-    """Go on with the run in --out, from its last good checkpoint."""
+    """Continue the run in --out from its last valid checkpoint."""
     tensorboard: bool = False
-    """Write TensorBoard files into the run directory, too; with --profile also the traces."""
+    """Also write TensorBoard files into the run directory; with --profile also the traces."""
     benchmark: bool = False
     """Measure throughput: synthetic data, no evaluation, no checkpoint, 50 steps unless --steps."""
     profile: bool = False
@@ -71,10 +71,10 @@ def main(arguments: list[str]) -> int:
 
         return sweep(options, arguments)
     if options.out is None and options.resume:
-        raise UsageError("--resume: say which run with --out DIR")
+        raise UsageError("--resume needs the directory of the run: add --out DIR")
     ranks = _whole_number(options.ranks)
     if ranks is not None and identify(os.environ).launcher == "python":
-        layout_of(options.settings.parallel.layout, ranks)  # refused before anything starts
+        layout_of(options.settings.parallel.layout, ranks)  # refused before ranks start
         out = options.out or _default_out(options.recipe)
         from tutti.world.launch import LocalWorld
 
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
 
 
 def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Train, Recipe]:
-    """What a command line asks for, and the recipe that its flags have changed."""
+    """The options of a command line, and the recipe before flags changed it."""
     base, name = _recipe_named_in(arguments)
     options = parse(Train, program, arguments, default=Train(settings=base, recipe=name))
     return (_as_benchmark(options, arguments) if options.benchmark else options), base
@@ -113,7 +113,7 @@ def _train(options: Train, base: Recipe) -> int:
         start_timeout=options.start_timeout,
         timeout=options.timeout,
     ) as world:
-        # Rank 0 chooses the directory, so that all ranks of a cluster agree on its name.
+        # The name of rank 0, since the default contains the time.
         out = Path(gather_json(str(options.out or _default_out(options.recipe)))[0])
         directory = RunDirectory(out)
         with usage_error_on_rank_0(world):
@@ -157,14 +157,14 @@ def _train(options: Train, base: Recipe) -> int:
         if world.is_first:
             _conclude(directory, outcome.summary, outcome.stopped)
             if options.profile:
-                print(f"where its steps went: tutti profile --trace {directory.path}")
+                print(f"to see where the step time went: tutti profile --trace {directory.path}")
         return STOPPED if outcome.stopped else 0
 
 
 def _as_benchmark(options: Train, arguments: list[str]) -> Train:
-    """The same job on data that costs nothing, with nothing but steps in it."""
+    """The same job on synthetic data, without evaluation."""
     if options.resume:
-        raise UsageError("--benchmark writes no checkpoint to go on from: leave --resume out")
+        raise UsageError("--benchmark writes no checkpoints: leave --resume out")
     recipe = options.settings
     data = dataclasses.replace(recipe.data, dataset="synthetic")
     if recipe.data.dataset == "cifar100":
@@ -177,7 +177,7 @@ def _as_benchmark(options: Train, arguments: list[str]) -> Train:
 
 
 def _open(directory: "RunDirectory", options: Train, world: "World") -> None:
-    """Once nothing can be refused any more: make the run directory."""
+    """Create the run directory, after all checks have passed."""
     directory.create()
     directory.write("recipe.toml", write_recipe(options.settings, _base(options.settings)))
     directory.write_environment(world, ["tutti", *sys.argv[1:]])
@@ -187,7 +187,7 @@ def _conclude(directory: "RunDirectory", summary: dict[str, Any], stopped: bool)
     content = {"schema": "tutti.train/1", "command": ["tutti", *sys.argv[1:]], **summary}
     directory.write_json("summary.json", content)
     if stopped:
-        print(f"stopped by a signal at step {summary['steps']}, with a checkpoint; to go on:")
+        print(f"stopped by a signal at step {summary['steps']}, with a checkpoint; to continue:")
         print(f"  tutti train --resume --out {directory.path} --ranks {summary['world']['size']}")
         return
     if summary["test_accuracy"] is not None:
@@ -205,7 +205,7 @@ def _conclude(directory: "RunDirectory", summary: dict[str, Any], stopped: bool)
 
 
 def _describe_world(world: "World") -> str:
-    """Where the run computes, and why there."""
+    """Device, backend and threads, with reasons."""
     device, backend = world.reasons["device"], world.reasons["backend"]
     return (
         f"{world.size} rank{'s' * (world.size != 1)} on {world.device.type} ({device}), backend "
@@ -215,9 +215,9 @@ def _describe_world(world: "World") -> str:
 
 
 def _recipe_named_in(arguments: list[str]) -> tuple[Recipe, str]:
-    """The recipe that other flags change, and its name: it decides which flags of a model exist.
+    """The recipe that other flags change, and its name: it decides which model flags exist.
 
-    A run that is resumed brings its own, unless another is asked for.
+    A resumed run uses the recipe in its directory, unless --recipe is given.
     """
     name, out = _value_of("--recipe", arguments), _value_of("--out", arguments)
     if name is None and out is not None and "--resume" in arguments:
@@ -228,7 +228,7 @@ def _recipe_named_in(arguments: list[str]) -> tuple[Recipe, str]:
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:
-    """What a flag was given, before all flags are read; None if it was not."""
+    """The value of a flag, before all flags are parsed; None if it is missing."""
     value = None
     for position, argument in enumerate(arguments):
         if argument == flag and position + 1 < len(arguments):
@@ -239,7 +239,7 @@ def _value_of(flag: str, arguments: list[str]) -> str | None:
 
 
 def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
-    """Every value, a line per section; those that the file or a flag changed say so."""
+    """Every value, one line per section, with a mark on those that the file or a flag changed."""
     named = RECIPES[_base(settings)]
     lines = [f"recipe {name}, model {settings.model}"]
     for field in dataclasses.fields(settings):
@@ -260,7 +260,7 @@ def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
 
 
 def _base(settings: Recipe) -> str:
-    """The recipe by name whose model has the same settings: what the written file is based on."""
+    """The name of the recipe with the same kind of model: the base of the written file."""
     kind = type(settings.architecture)
     return next(name for name, each in RECIPES.items() if type(each.architecture) is kind)
 

@@ -160,7 +160,7 @@ def test_the_command_prints_and_writes_what_it_counts(
     [
         (["--accumulation", "2"], "use --accumulation 4"),
         (["--pp", "1"], "--pp 1: a pipeline has 2 ranks or more"),
-        (["--schedule", "zbv", "--stages-per-rank", "3"], "schedule zbv has 2"),
+        (["--schedule", "zbv", "--stages-per-rank", "3"], "zbv has exactly 2"),
         (["--schedule", "interleaved", "--accumulation", "9"], "use --accumulation 10"),
     ],
 )
@@ -172,7 +172,7 @@ def test_the_command_refuses_what_cannot_run(flags: list[str], said: str) -> Non
 def test_the_command_measures_on_ranks_that_it_starts(tmp_path: Path) -> None:
     file = tmp_path / "schedule.json"
     flags = ["--pp", "2", "--accumulation", "2", "--device", "cpu", "--json", file]
-    done = run_warm(["-m", "tutti.cli.schedule", *flags])
+    done = run_warm(["-m", "tutti.cli.show_schedule", *flags])
     assert done.returncode == 0, done.stderr
     assert re.search(r"bubble: counted 33\.3%, by the formula 33\.3%, measured \d", done.stdout)
     rows = json.loads(file.read_text())["measured"]

@@ -107,7 +107,7 @@ def test_a_plan_that_does_not_fit_the_model_is_refused(rules: dict[str, str], me
 
 
 def test_a_model_without_known_names_needs_a_plan() -> None:
-    with pytest.raises(UsageError, match=r"no layer of LeNet .* give a rules, such as"):
+    with pytest.raises(UsageError, match=r"no layer of LeNet .* give rules, such as"):
         default_rules(LeNet(LeNetConfig()))
 
 
