@@ -12,22 +12,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tutti.comm.backend_calls import PLAIN, ReduceForm, check_out, receive_form, send_form
 from tutti.comm.operation import CommGroup, Operation, comm_group_of, current_block, perform
 from tutti.world.errors import UsageError
 
-Group = dist.ProcessGroup | None
+Group = dist.ProcessGroup | None  # None: all ranks
+Out = Tensor | None
 Result = Any  # the tensor, or with wait=False its Handle
 
 
 def all_reduce(
-    tensor: torch.Tensor,
-    op: str = "sum",
-    *,
-    out: torch.Tensor | None = None,
-    group: Group = None,
-    wait: bool = True,
+    tensor: Tensor, op: str = "sum", *, out: Out = None, group: Group = None, wait: bool = True
 ) -> Result:
     """Reduce over all ranks; every rank gets the result, in place or in `out`."""
     comm_group = comm_group_of(group)
@@ -48,11 +45,11 @@ def all_reduce(
 
 
 def reduce(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     root: int = 0,
     op: str = "sum",
     *,
-    out: torch.Tensor | None = None,
+    out: Out = None,
     group: Group = None,
     wait: bool = True,
 ) -> Result:
@@ -78,12 +75,7 @@ def reduce(
 
 
 def broadcast(
-    tensor: torch.Tensor,
-    root: int = 0,
-    *,
-    out: torch.Tensor | None = None,
-    group: Group = None,
-    wait: bool = True,
+    tensor: Tensor, root: int = 0, *, out: Out = None, group: Group = None, wait: bool = True
 ) -> Result:
     """Give every rank the root's tensor, in place or in `out`."""
     comm_group = comm_group_of(group)
@@ -100,11 +92,7 @@ def broadcast(
 
 
 def all_gather(
-    tensor: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
-    group: Group = None,
-    wait: bool = True,
+    tensor: Tensor, *, out: Out = None, group: Group = None, wait: bool = True
 ) -> Result:
     """Concatenate the tensors of all ranks along dim 0, in rank order, on every rank."""
     comm_group = comm_group_of(group)
@@ -118,12 +106,7 @@ def all_gather(
 
 
 def reduce_scatter(
-    tensor: torch.Tensor,
-    op: str = "sum",
-    *,
-    out: torch.Tensor | None = None,
-    group: Group = None,
-    wait: bool = True,
+    tensor: Tensor, op: str = "sum", *, out: Out = None, group: Group = None, wait: bool = True
 ) -> Result:
     """Reduce over all ranks; each rank gets its part of the result, split along dim 0."""
     comm_group = comm_group_of(group)
@@ -139,12 +122,7 @@ def reduce_scatter(
 
 
 def gather(
-    tensor: torch.Tensor,
-    root: int = 0,
-    *,
-    out: torch.Tensor | None = None,
-    group: Group = None,
-    wait: bool = True,
+    tensor: Tensor, root: int = 0, *, out: Out = None, group: Group = None, wait: bool = True
 ) -> Result:
     """Concatenate the tensors of all ranks along dim 0 at the root; the others get None."""
     comm_group = comm_group_of(group)
@@ -160,12 +138,7 @@ def gather(
 
 
 def scatter(
-    tensor: torch.Tensor | None = None,
-    root: int = 0,
-    *,
-    out: torch.Tensor | None = None,
-    group: Group = None,
-    wait: bool = True,
+    tensor: Out = None, root: int = 0, *, out: Out = None, group: Group = None, wait: bool = True
 ) -> Result:
     """Split the root's tensor along dim 0 and give each rank its part.
 
@@ -193,9 +166,9 @@ def scatter(
 
 
 def all_to_all(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     *,
-    out: torch.Tensor | None = None,
+    out: Out = None,
     in_splits: Sequence[int] | None = None,
     out_splits: Sequence[int] | None = None,
     group: Group = None,
@@ -231,7 +204,7 @@ def all_to_all(
 
 
 def send(
-    tensor: torch.Tensor, to: int, tag: int = 0, *, group: Group = None, wait: bool = True
+    tensor: Tensor, to: int, tag: int = 0, *, group: Group = None, wait: bool = True
 ) -> Result:
     """Send a tensor to one rank, which must receive it."""
     comm_group = comm_group_of(group)
@@ -244,12 +217,7 @@ def send(
 
 
 def recv(
-    out: torch.Tensor,
-    source: int | None,
-    tag: int = 0,
-    *,
-    group: Group = None,
-    wait: bool = True,
+    out: Tensor, source: int | None, tag: int = 0, *, group: Group = None, wait: bool = True
 ) -> Result:
     """Receive a tensor from one rank into `out`, which is also returned.
 
@@ -272,7 +240,7 @@ def barrier(*, group: Group = None, wait: bool = True) -> Result:
     return perform(Operation("barrier", comm_group_of(group), None, None, None, None, 0), wait)
 
 
-def all_gather_uneven(tensor: torch.Tensor, *, group: Group = None) -> list[torch.Tensor]:
+def all_gather_uneven(tensor: Tensor, *, group: Group = None) -> list[Tensor]:
     """The tensors of all ranks, in rank order, where dim 0 may differ from rank to rank.
 
     This takes two collectives: the lengths, then the rows, padded to the longest.
@@ -289,11 +257,11 @@ def all_gather_uneven(tensor: torch.Tensor, *, group: Group = None) -> list[torc
     return [part[:length] for part, length in zip(everything, lengths, strict=True)]
 
 
-def _concatenated_shape(tensor: torch.Tensor, size: int) -> tuple[int, ...]:
+def _concatenated_shape(tensor: Tensor, size: int) -> tuple[int, ...]:
     return (size * len(tensor), *tensor.shape[1:]) if tensor.dim() else (size,)
 
 
-def _part_shape(name: str, tensor: torch.Tensor, comm_group: CommGroup) -> tuple[int, ...]:
+def _part_shape(name: str, tensor: Tensor, comm_group: CommGroup) -> tuple[int, ...]:
     """The shape of one rank's part."""
     if tensor.dim() == 0 or len(tensor) % comm_group.size:
         raise UsageError(
@@ -303,12 +271,12 @@ def _part_shape(name: str, tensor: torch.Tensor, comm_group: CommGroup) -> tuple
     return (len(tensor) // comm_group.size, *tensor.shape[1:])
 
 
-def _output(tensor: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
+def _output(tensor: Tensor, shape: tuple[int, ...], out: Out) -> Tensor:
     return tensor.new_empty(shape) if out is None else check_out(out, shape, tensor)
 
 
 @torch.no_grad()
-def _copy_to_out(tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _copy_to_out(tensor: Tensor, out: Tensor) -> Tensor:
     return check_out(out, tuple(tensor.shape), tensor).copy_(tensor)
 
 

@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -112,12 +111,7 @@ class Block:
             self._token = current_block.set(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if self._outer is not None:
             return
         current_block.reset(self._token)

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -53,12 +52,7 @@ class Adapter(Mapping[str, torch.Tensor]):
         self._slots.pin(self._slot, self.name, self.version)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         self._slots.unpin(self._slot)
 
 

@@ -1,7 +1,6 @@
 """RingBuffer: a stream of equal slots from one rank to another, in the reader's memory."""
 
 from collections.abc import Iterator
-from types import TracebackType
 
 import torch
 
@@ -274,12 +273,7 @@ class _SlotBlock:
         self._ring = ring
         self.timeout: float | None = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if error is None:
             self._ring._publish_slot()
 

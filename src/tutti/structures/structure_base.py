@@ -8,7 +8,6 @@ import ctypes
 import time
 from collections.abc import Callable
 from functools import cache
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
@@ -138,12 +137,7 @@ class Structure:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if error is None:
             self.close()
         else:

@@ -64,6 +64,8 @@ class CpuCollectives:
         out_offset: int | None,
         timeout: float,
     ) -> None:
+        """`out` is `local` itself, another tensor of the heap (at `out_offset`), or any tensor."""
+        self._memory.control.check()
         codes = _codes(local.dtype, op)
         bytes = local.nbytes
         self.calls += 1
@@ -83,6 +85,17 @@ class CpuCollectives:
             if shared != offset:
                 self._core.tutti_put(out.data_ptr(), local.data_ptr(), bytes)
             self._ring(out, shared, codes, timeout)
+
+    def sum_in_place(self, local: torch.Tensor) -> None:
+        """None: the core chooses the algorithm by itself, in C."""
+
+    def all_reduce_staged(
+        self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
+    ) -> None:
+        """Reduce an ordinary `tensor` in place, through `buffer` of the same shape at `offset`."""
+        self._memory.control.check()
+        buffer.copy_(tensor)
+        self.all_reduce(buffer, offset, op, "auto", tensor, None, timeout)
 
     def _one_shot(
         self,
@@ -180,6 +193,7 @@ class CpuCollectives:
         self, local: torch.Tensor, offset: int, out: torch.Tensor, timeout: float
     ) -> None:
         """Every rank copies every rank's tensor."""
+        self._memory.control.check()
         self.calls += 1
         memory, bytes = self._memory, local.numel() * local.itemsize
         what = "all_gather"
@@ -194,6 +208,7 @@ class CpuCollectives:
         self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
     ) -> None:
         """Every rank reduces its own part of all ranks' tensors."""
+        self._memory.control.check()
         self.calls += 1
         memory, bytes = self._memory, out.numel() * out.itemsize
         what = "reduce_scatter"

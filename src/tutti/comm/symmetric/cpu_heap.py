@@ -28,7 +28,7 @@ from tutti.comm.symmetric.heap_rendezvous import (
     refuse_different_calls,
     refuse_different_heaps,
 )
-from tutti.comm.symmetric.symmetric_tensor import CHANNELS, Algorithm
+from tutti.comm.symmetric.symmetric_tensor import CHANNELS
 from tutti.world.errors import UsageError
 
 _PAGE = 4096
@@ -40,7 +40,11 @@ _open: set["CpuMemory"] = set()
 
 
 class CpuMemory:
-    """See HeapMemory. Created on all ranks of a group together; all must be on one host."""
+    """One block of the same size on every rank; `offset` is in bytes, the same place on all ranks.
+
+    Created on all ranks of a group together; all must be on one host. CudaMemory has the same
+    methods.
+    """
 
     backend = "shm"
     alignment = 64  # bytes of a cache line
@@ -78,7 +82,7 @@ class CpuMemory:
         self._put, self._put_signal = quick.tutti_put, quick.tutti_put_signal
         self._put_large, self._put_signal_large = core.tutti_put, core.tutti_put_signal
         self.control = ControlPages(self.rank, segments)
-        self._collectives = CpuCollectives(self)
+        self.collectives = CpuCollectives(self)
         self.puts = self.put_bytes = self.gets = self.get_bytes = 0
         self.waits = self.barriers = 0
         self._group = group
@@ -105,6 +109,7 @@ class CpuMemory:
     def view(
         self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
+        """A rank's bytes as a tensor, without a copy."""
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
@@ -115,6 +120,7 @@ class CpuMemory:
         return flat.view(shape)
 
     def address(self, rank: int, offset: int) -> int:
+        """The address of a rank's byte in this process."""
         return self._data[rank] + offset
 
     def put(self, to: int, offset: int, source: torch.Tensor, bytes: int) -> None:
@@ -160,6 +166,7 @@ class CpuMemory:
     def wait_word(
         self, address: int, at_least: int, source: int | None, timeout: float, what: str
     ) -> None:
+        """Wait until the word is at least this; the death of `source` (None: any) ends it."""
         self.waits += 1
         self.control.wait_for_word(address, at_least, source, timeout, what)
 
@@ -174,62 +181,27 @@ class CpuMemory:
         self.control.barrier(channel, timeout)
 
     def agree(self, call: str, timeout: float) -> None:
+        """Return when all ranks make the same call; raise RanksDiffer when they do not."""
         refuse_different_calls(self.control.exchange(call, timeout, call))
 
     @property
     def in_step(self) -> bool:
         return self.control.in_step
 
-    # ---- Collectives ----
-
-    def all_reduce(
-        self,
-        local: torch.Tensor,
-        offset: int,
-        op: str,
-        algorithm: Algorithm,
-        out: torch.Tensor,
-        out_offset: int | None,
-        timeout: float,
-    ) -> None:
-        self.control.check()
-        self._collectives.all_reduce(local, offset, op, algorithm, out, out_offset, timeout)
-
-    def sum_in_place(self, local: torch.Tensor) -> None:
-        """None: the core chooses the algorithm by itself, in C."""
-
-    def all_reduce_staged(
-        self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
-    ) -> None:
-        self.control.check()
-        buffer.copy_(tensor)
-        self._collectives.all_reduce(buffer, offset, op, "auto", tensor, None, timeout)
-
-    def all_gather(
-        self, local: torch.Tensor, offset: int, out: torch.Tensor, timeout: float
-    ) -> None:
-        self.control.check()
-        self._collectives.all_gather(local, offset, out, timeout)
-
-    def reduce_scatter(
-        self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
-    ) -> None:
-        self.control.check()
-        self._collectives.reduce_scatter(local, offset, op, out, timeout)
-
     # ---- Statistics and end ----
 
     def stats(self) -> dict[str, int]:
         names = ("puts", "put_bytes", "gets", "get_bytes", "waits", "barriers")
         return {name: getattr(self, name) for name in names} | {
-            "collectives": self._collectives.calls,
+            "collectives": self.collectives.calls,
             "known_to_backend": int(self._backend is not None),
         }
 
     def close(self) -> None:
+        """Leave: peers that still wait for this rank are told so. Not collective."""
         _open.discard(self)
         self.control.leave()
-        self._collectives.close()
+        self.collectives.close()
         if self._backend is not None and self._backend == native_group(self._group):
             self._core.tutti_group_remove_block(self._backend, self.number)
         # A segment is unmapped when the last tensor in it is gone.

@@ -91,6 +91,7 @@ class CudaCollectives:
         out_offset: int | None,
         timeout: float,
     ) -> None:
+        self._memory.check()
         in_place = out is local
         check_reduction(local.dtype, op)
         shared = in_place or out_offset is not None
@@ -187,6 +188,7 @@ class CudaCollectives:
         self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
     ) -> None:
         """`tensor` through `buffer`, which lies in the heap at `offset` and has its shape."""
+        self._memory.check()
         check_reduction(tensor.dtype, op)
         self.calls += 1
         # torch's kernel that includes the copy into the buffer requires the same alignment of both.
@@ -202,6 +204,7 @@ class CudaCollectives:
     def all_gather(
         self, local: torch.Tensor, offset: int, out: torch.Tensor, timeout: float
     ) -> None:
+        self._memory.check()
         self.calls += 1
         memory = self._memory
         rows = out.view(memory.size, -1)
@@ -214,6 +217,7 @@ class CudaCollectives:
     def reduce_scatter(
         self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
     ) -> None:
+        self._memory.check()
         check_reduction(local.dtype, op)
         self.calls += 1
         memory = self._memory

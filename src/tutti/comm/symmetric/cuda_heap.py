@@ -33,7 +33,7 @@ from tutti.comm.symmetric.heap_rendezvous import (
     refuse_different_calls,
     refuse_different_heaps,
 )
-from tutti.comm.symmetric.symmetric_tensor import CHANNELS, Algorithm
+from tutti.comm.symmetric.symmetric_tensor import CHANNELS
 from tutti.world.errors import UsageError
 
 _ALLOW_SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -41,7 +41,7 @@ _REMEMBERED_WAITS = 256  # whose description is kept for a timeout
 
 
 class CudaMemory:
-    """See HeapMemory. Created on all ranks of a group together."""
+    """The same methods as CpuMemory. Created on all ranks of a group together."""
 
     alignment = 256
 
@@ -96,7 +96,7 @@ class CudaMemory:
                     f"directly: a heap needs GPUs that are linked (backend={backend!r})"
                 )
             self._table = torch.tensor(self._bases, dtype=torch.int64, device=device)
-            self._collectives = CudaCollectives(self)
+            self.collectives = CudaCollectives(self)
             self.puts = self.put_bytes = self.gets = self.get_bytes = 0
             self.waits = self.barriers = 0
             # When all ranks have exchanged this, all blocks are zeroed and mapped.
@@ -252,54 +252,18 @@ class CudaMemory:
         """Raises the error of an earlier wait on the GPU."""
         return self._words.check
 
-    # ---- Collectives ----
-
-    def all_reduce(
-        self,
-        local: torch.Tensor,
-        offset: int,
-        op: str,
-        algorithm: Algorithm,
-        out: torch.Tensor,
-        out_offset: int | None,
-        timeout: float,
-    ) -> None:
-        self.check()
-        self._collectives.all_reduce(local, offset, op, algorithm, out, out_offset, timeout)
-
-    def sum_in_place(self, local: torch.Tensor) -> Callable[[], object] | None:
-        return self._collectives.sum_in_place(local)
-
-    def all_reduce_staged(
-        self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
-    ) -> None:
-        self.check()
-        self._collectives.all_reduce_staged(buffer, offset, tensor, op, timeout)
-
-    def all_gather(
-        self, local: torch.Tensor, offset: int, out: torch.Tensor, timeout: float
-    ) -> None:
-        self.check()
-        self._collectives.all_gather(local, offset, out, timeout)
-
-    def reduce_scatter(
-        self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
-    ) -> None:
-        self.check()
-        self._collectives.reduce_scatter(local, offset, op, out, timeout)
-
     # ---- Statistics and end ----
 
     def stats(self) -> dict[str, int]:
         names = ("puts", "put_bytes", "gets", "get_bytes", "waits", "barriers")
         return {name: getattr(self, name) for name in names} | {
-            "collectives": self._collectives.calls,
+            "collectives": self.collectives.calls,
             "ranks_on_gpu": self.sharing,
         }
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        del self._collectives, self._handle, self._block
+        del self.collectives, self._handle, self._block
 
 
 def _select_backend(symm_mem: Any, backend: str, device: torch.device) -> None:

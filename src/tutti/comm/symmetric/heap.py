@@ -3,8 +3,7 @@
 import importlib.util
 from bisect import bisect_left
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -13,11 +12,14 @@ from tutti.comm.symmetric import cpu_heap
 from tutti.comm.symmetric.symmetric_tensor import (
     CHANNELS,
     Counters,
-    HeapMemory,
+    HeapObject,
     Released,
     SymmetricTensor,
 )
 from tutti.world.errors import UsageError, checked_seconds, did_you_mean
+
+if TYPE_CHECKING:
+    from tutti.comm.symmetric.symmetric_tensor import HeapMemory
 
 Backend = Literal["auto", "shm", "cuda", "nvshmem"]
 
@@ -71,7 +73,7 @@ class Heap:
         self.bytes = bytes
         self.closed = False
         self._allocator = Allocator(self._memory.bytes, self._memory.alignment)
-        self._alive: dict[int, SymmetricTensor | Counters] = {}
+        self._alive: dict[int, HeapObject] = {}
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -104,7 +106,7 @@ class Heap:
         self._alive[offset] = counters
         return counters
 
-    def free(self, what: SymmetricTensor | Counters) -> None:
+    def free(self, what: HeapObject) -> None:
         """Free the memory, on all ranks. Views of it must not be used any more."""
         self._memory.agree(f"free({_describe(what)})", self.timeout)
         if self._alive.pop(what.offset, None) is not what:
@@ -201,12 +203,7 @@ class Heap:
     def __enter__(self) -> "Heap":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if error is None:
             self.close()
         else:  # the other ranks may never call close()
@@ -219,7 +216,7 @@ class Heap:
         self.closed = True
         memory = self._memory
         reason = "this heap is closed: make another, or close it later"
-        self._memory = cast(HeapMemory, Released(reason))
+        self._memory = cast("HeapMemory", Released(reason))
         for each in self._alive.values():
             each.release(reason)
         self._alive.clear()
@@ -267,9 +264,9 @@ class Heap:
         )
 
 
-def _describe(what: SymmetricTensor | Counters) -> str:
-    if isinstance(what, Counters):
-        return f"{what.count} counters at {what.offset}"
+def _describe(what: HeapObject) -> str:
+    if not isinstance(what, SymmetricTensor):
+        return f"counters at {what.offset}"
     return f"tensor {tuple(what.shape)} {what.dtype} at {what.offset}"
 
 
@@ -280,7 +277,7 @@ def _heap_memory(
     backend: str,
     signals: int,
     timeout: float,
-) -> HeapMemory:
+) -> "HeapMemory":
     """The memory of the backend that is asked for, or of the first one for the device."""
     kind, why = _device(group, device)
     fitting = available(kind)

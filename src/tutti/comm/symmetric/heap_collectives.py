@@ -46,7 +46,9 @@ def all_reduce(
         target = out
     if target is not t.local:
         _check(target, tuple(t.shape), t)
-    t.memory.all_reduce(t.local, t.offset, op, algorithm, target, offset, t.heap.timeout)
+    t.memory.collectives.all_reduce(
+        t.local, t.offset, op, algorithm, target, offset, t.heap.timeout
+    )
     return target
 
 
@@ -65,7 +67,7 @@ def all_gather(t: SymmetricTensor, out: torch.Tensor | None = None) -> torch.Ten
             f"out= has {out.numel()} elements: {size} ranks × {t.count} = {size * t.count} needed"
         )
     _check(out, tuple(out.shape), t)
-    t.memory.all_gather(t.local, t.offset, out, t.heap.timeout)
+    t.memory.collectives.all_gather(t.local, t.offset, out, t.heap.timeout)
     return out
 
 
@@ -87,7 +89,7 @@ def reduce_scatter(
     if out is None:
         out = torch.empty(shape, dtype=t.dtype, device=t.local.device)
     _check(out, shape, t)
-    t.memory.reduce_scatter(t.local, t.offset, op, out, t.heap.timeout)
+    t.memory.collectives.reduce_scatter(t.local, t.offset, op, out, t.heap.timeout)
     return out
 
 
@@ -162,7 +164,8 @@ class Stage:
         if not tensor.is_contiguous():
             return tensor.copy_(self.all_reduce(tensor.contiguous(), op))
         view = self._view(tensor)
-        view.memory.all_reduce_staged(view.local, view.offset, tensor, op, self.heap.timeout)
+        staged = view.memory.collectives.all_reduce_staged
+        staged(view.local, view.offset, tensor, op, self.heap.timeout)
         return tensor
 
     def close(self) -> None:

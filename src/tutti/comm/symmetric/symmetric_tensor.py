@@ -1,9 +1,7 @@
 """SymmetricTensor and Counters: objects that every rank has at the same offset of the heap."""
 
 import itertools
-from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Literal, NoReturn, Self, TypeAlias, cast
 
 import torch
 
@@ -11,99 +9,14 @@ from tutti.comm.ledger import REDUCTIONS
 from tutti.world.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
+    from tutti.comm.symmetric.cpu_heap import CpuMemory
+    from tutti.comm.symmetric.cuda_heap import CudaMemory
     from tutti.comm.symmetric.heap import Heap
+
+    HeapMemory: TypeAlias = CpuMemory | CudaMemory  # the same methods in both
 
 Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
 CHANNELS = 16  # barriers of different channels are independent of each other
-
-
-class HeapMemory(Protocol):
-    """What a heap needs of the backend that holds its bytes (cpu_heap.py, cuda_heap.py).
-
-    One block of the same size on every rank; `offset` is in bytes, the same place on all ranks.
-    """
-
-    backend: str
-    reason: str
-    device: torch.device
-    bytes: int
-    alignment: int
-    signals: int
-
-    def view(
-        self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """A rank's bytes as a tensor, without a copy."""
-
-    def address(self, rank: int, offset: int) -> int:
-        """The address of a rank's byte in this process."""
-
-    def put(self, to: int, offset: int, source: torch.Tensor, bytes: int) -> None: ...
-    def get(self, source: int, offset: int, out: torch.Tensor, bytes: int) -> None: ...
-    def put_signal(
-        self,
-        to: int,
-        offset: int,
-        source: torch.Tensor,
-        bytes: int,
-        slot: int,
-        value: int,
-        add: int,
-    ) -> None: ...
-
-    # 64-bit words by their address in this process.
-    def signal_address(self, rank: int, slot: int) -> int: ...
-    def load(self, address: int, /) -> int: ...
-    def store(self, address: int, value: int, /) -> None: ...
-    def add(self, address: int, value: int, /) -> object: ...
-    def fetch_add(self, address: int, value: int, /) -> int: ...
-    def compare_swap(self, address: int, expected: int, desired: int, /) -> int: ...
-    def wait_word(
-        self, address: int, at_least: int, source: int | None, timeout: float, what: str
-    ) -> None:
-        """Wait until the word is at least this; the death of `source` (None: any) ends it."""
-
-    def fence(self) -> None: ...
-    def quiet(self) -> None: ...
-    def barrier(self, channel: int, timeout: float) -> None: ...
-
-    @property
-    def in_step(self) -> bool:
-        """Whether all barriers and collectives so far completed: only then can one follow."""
-
-    def agree(self, call: str, timeout: float) -> None:
-        """Return when all ranks make the same call; raise RanksDiffer when they do not."""
-
-    def all_reduce(
-        self,
-        local: torch.Tensor,
-        offset: int,
-        op: str,
-        algorithm: Algorithm,
-        out: torch.Tensor,
-        out_offset: int | None,
-        timeout: float,
-    ) -> None:
-        """`out` is `local` itself, another tensor of the heap (at `out_offset`), or any tensor."""
-
-    def sum_in_place(self, local: torch.Tensor) -> Callable[[], object] | None:
-        """An all_reduce of this tensor, in place, with all choices made in advance; or None."""
-
-    def all_reduce_staged(
-        self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
-    ) -> None:
-        """Reduce an ordinary `tensor` in place, through `buffer` of the same shape at `offset`."""
-
-    def all_gather(
-        self, local: torch.Tensor, offset: int, out: torch.Tensor, timeout: float
-    ) -> None: ...
-    def reduce_scatter(
-        self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
-    ) -> None: ...
-
-    def stats(self) -> dict[str, int]: ...
-    def close(self) -> None:
-        """Leave: peers that still wait for this rank are told so. Not collective."""
 
 
 class Released:
@@ -116,7 +29,28 @@ class Released:
         raise UsageError(self._reason)
 
 
-class SymmetricTensor:
+class HeapObject:
+    """An object in a heap; a `with` block frees it at its end, on all ranks."""
+
+    def __init__(self, heap: "Heap", memory: "HeapMemory", offset: int) -> None:
+        self.heap = heap
+        self.memory = memory
+        self.offset = offset
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        # Freeing is collective; after an error on this rank the others may never call it.
+        if error is None:
+            self.heap.free(self)
+
+    def release(self, reason: str) -> None:
+        """Refuse every use from now on; the heap has taken the memory back."""
+        self.memory = cast("HeapMemory", Released(reason))
+
+
+class SymmetricTensor(HeapObject):
     """A tensor with the same shape and dtype on all ranks; each rank has its own values.
 
     Created by `heap.empty` and `heap.zeros`, freed by `heap.free` or at the end of a `with` block,
@@ -127,14 +61,12 @@ class SymmetricTensor:
     def __init__(
         self,
         heap: "Heap",
-        memory: HeapMemory,
+        memory: "HeapMemory",
         offset: int,
         shape: tuple[int, ...],
         dtype: torch.dtype,
     ) -> None:
-        self.heap = heap
-        self.memory = memory
-        self.offset = offset
+        super().__init__(heap, memory, offset)
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self.count = self.shape.numel()
@@ -144,7 +76,7 @@ class SymmetricTensor:
         self._slots = heap.signals
         self._views: list[torch.Tensor | None] = [None] * heap.size
         self.local = self.peer(heap.rank)
-        self.sum_in_place = memory.sum_in_place(self.local)
+        self.sum_in_place = memory.collectives.sum_in_place(self.local)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -223,22 +155,8 @@ class SymmetricTensor:
             to, self.offset + first, src, bytes, slot, value, 1 if op == "add" else 0
         )
 
-    def __enter__(self) -> "SymmetricTensor":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        # Freeing is collective; after an error on this rank the others may never call it.
-        if error is None:
-            self.heap.free(self)
-
     def release(self, reason: str) -> None:
-        """Refuse every use from now on; the heap has taken the memory back."""
-        self.memory = cast(HeapMemory, Released(reason))
+        super().release(reason)
         self.sum_in_place = None
         self._views = [None] * self._ranks
 
@@ -251,7 +169,7 @@ class SymmetricTensor:
         raise UsageError(f"{other.numel()} elements at {at} end beyond the tensor's {self.count}")
 
 
-class Counters:
+class Counters(HeapObject):
     """`count` unsigned 64-bit counters per rank, initially zero, `spacing` bytes apart.
 
     `at` is the rank whose counter is meant; None: this rank's. Every change is an atomic release
@@ -259,11 +177,9 @@ class Counters:
     """
 
     def __init__(
-        self, heap: "Heap", memory: HeapMemory, offset: int, count: int, spacing: int
+        self, heap: "Heap", memory: "HeapMemory", offset: int, count: int, spacing: int
     ) -> None:
-        self.heap = heap
-        self.memory = memory
-        self.offset = offset
+        super().__init__(heap, memory, offset)
         self.count = count
         self.spacing = spacing
         self._bases = {rank: memory.address(rank, offset) for rank in range(heap.size)}
@@ -308,23 +224,6 @@ class Counters:
 
     def __len__(self) -> int:
         return self.count
-
-    def __enter__(self) -> "Counters":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        # Freeing is collective; after an error on this rank the others may never call it.
-        if error is None:
-            self.heap.free(self)
-
-    def release(self, reason: str) -> None:
-        """Refuse every use from now on; the heap has taken the memory back."""
-        self.memory = cast(HeapMemory, Released(reason))
 
 
 # ---- What the collectives of both backends share ----
