@@ -12,10 +12,11 @@ precision, not a relative one.
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,7 +142,7 @@ class Predictor:
         """Write a line for every sample to `out`; returns the score, the same on every rank."""
         # One rank of each data rank has the outputs; these ranks in the order of their samples.
         places = comm.gather_json([self.engine.mesh.data_rank, self.engine.reports_loss])
-        writers = sorted((part, rank) for rank, (part, speaks) in enumerate(places) if speaks)
+        writers = sorted((part, rank) for rank, (part, has_it) in enumerate(places) if has_it)
         rank, sums = self.engine.mesh.data_rank, Sums()
         with ExitStack() as stack:
             file = stack.enter_context(PredictionFile(out)) if self.world.is_first else None
@@ -212,61 +213,43 @@ def prediction_lines(first: int, outputs: Tensor, targets: Tensor, sums: Sums) -
     sums.loss += losses.sum(dtype=torch.float64).item()
     sums.right += int(right.sum())
     sums.count += int(counted.sum())
-    columns = zip(
-        predictions.tolist(),
-        best.double().exp().tolist(),
-        targets.tolist(),
-        right.tolist(),
-        losses.tolist(),
-        strict=True,
-    )
-    line = _text_line if targets.dim() > 1 else _sample_line
-    return [line(index, *column) for index, column in enumerate(columns, start=first)]
+    columns = (predictions, best.double().exp(), targets, right, losses)
+    lines = []
+    for index, values in enumerate(zip(*(each.tolist() for each in columns), strict=True), first):
+        row = _text_row(*values) if targets.dim() > 1 else _sample_row(*values)
+        lines.append(json.dumps({"index": index, **row}) + "\n")
+    return lines
 
 
-def _sample_line(
-    index: int, prediction: int, probability: float, target: int, right: bool, loss: float
-) -> str:
+def _sample_row(
+    prediction: int, probability: float, target: int, right: bool, loss: float
+) -> dict[str, Any]:
     known = target != IGNORED
-    return _line(
-        index,
-        str(prediction),
-        _number(probability, ".6g"),
-        str(target) if known else "null",
-        json.dumps(right) if known else "null",
-        _number(loss, ".6f") if known else "null",
-    )
+    return {
+        "prediction": prediction,
+        "probability": _rounded(probability, ".6g"),
+        "target": target if known else None,
+        "right": right if known else None,
+        "loss": _rounded(loss, ".6f") if known else None,
+    }
 
 
-def _text_line(
-    index: int,
+def _text_row(
     predictions: list[int],
     probabilities: list[float],
     targets: list[int],
     right: list[bool],
     losses: list[float],
-) -> str:
+) -> dict[str, Any]:
     counted = sum(target != IGNORED for target in targets)
-    return _line(
-        index,
-        _list(map(str, predictions)),
-        _list(_number(each, ".6g") for each in probabilities),
-        _list("null" if target == IGNORED else str(target) for target in targets),
-        str(sum(right)),
-        _number(math.fsum(losses) / counted, ".6f") if counted else "null",
-    )
+    return {
+        "prediction": predictions,
+        "probability": [_rounded(each, ".6g") for each in probabilities],
+        "target": [None if target == IGNORED else target for target in targets],
+        "right": sum(right),
+        "loss": _rounded(math.fsum(losses) / counted, ".6f") if counted else None,
+    }
 
 
-def _line(index: int, prediction: str, probability: str, target: str, right: str, loss: str) -> str:
-    return (
-        f'{{"index": {index}, "prediction": {prediction}, "probability": {probability}, '
-        f'"target": {target}, "right": {right}, "loss": {loss}}}\n'
-    )
-
-
-def _list(items: Iterable[str]) -> str:
-    return f"[{', '.join(items)}]"
-
-
-def _number(value: float, digits: str) -> str:
-    return format(value, digits) if math.isfinite(value) else "null"  # JSON has no NaN
+def _rounded(value: float, digits: str) -> float | None:
+    return float(format(value, digits)) if math.isfinite(value) else None  # JSON has no NaN

@@ -116,27 +116,27 @@ class Checkpoints:
 
         failure = self._wait_for_thread()
         folder, problem = self._new_folder(step)
-        told = comm.gather_json([step, digest, folder, problem, failure])
-        self._report([failure for *_, failure in told])
-        if len({each[0] for each in told}) > 1:
-            steps = ", ".join(str(each[0]) for each in told)
+        gathered = comm.gather_json([step, digest, folder, problem, failure])
+        self._report([failure for *_, failure in gathered])
+        if len({each[0] for each in gathered}) > 1:
+            steps = ", ".join(str(each[0]) for each in gathered)
             raise RanksDiffer(f"ranks save different steps: {steps}")
-        if told[0][3] is not None:
-            self._fail(step, told[0][3])
+        if gathered[0][3] is not None:
+            self._fail(step, gathered[0][3])
             return
-        digests = [each[1] for each in told]
+        digests = [each[1] for each in gathered]
         if digests != self._digests:
             self._tensors = assign_writers(comm.gather_json(described))
             self._digests = digests
         save = Save(
             directory=self.directory,
-            folder=self.directory / told[0][2],
+            folder=self.directory / gathered[0][2],
             step=step,
             rank=rank,
             keep=self._keep,
             timeout=self._timeout,
             token=self._token,
-            ranks=len(told),
+            ranks=len(gathered),
             tensors=self._tensors,
             optimizer=options,
             state=saved_state,

@@ -148,10 +148,10 @@ def _refuse_mismatch(
         break
     if optimizer is not None and (problem := optimizer_mismatch(optimizer, index.optimizer)):
         problems.append(problem)
-    told = comm.gather_json([[*targets], problems])
-    expected = {name for names, _ in told for name in names}
+    gathered = comm.gather_json([[*targets], problems])
+    expected = {name for names, _ in gathered for name in names}
     extra = [name for name in saved if name.startswith("model.") and name not in expected]
-    problems = [problem for _, each in told for problem in each]
+    problems = [problem for _, each in gathered for problem in each]
     if extra:
         problems.append(f"it has {_names(extra)}, which this model does not")
     if problems:

@@ -160,11 +160,17 @@ def restore_optimizer(
         }
         groups.append({**group, **changed, "params": [id(each) for each in group["params"]]})
     # Keyed by parameter, not by name: a copy beside its original gets the same state, cloned.
-    by_parameter = {
-        key: {s: v.clone() if isinstance(v, torch.Tensor) else v for s, v in state[name].items()}
-        for key, name in names.items()
-        if name in state
-    }
+    by_parameter: dict[int, dict[str, Any]] = {}
+    restored: set[str] = set()
+    for key, name in names.items():
+        if name in restored:
+            by_parameter[key] = {
+                slot: value.clone() if isinstance(value, torch.Tensor) else value
+                for slot, value in state[name].items()
+            }
+        elif name in state:
+            by_parameter[key] = state[name]
+            restored.add(name)
     optimizer.load_state_dict({"state": by_parameter, "param_groups": groups})
 
 
