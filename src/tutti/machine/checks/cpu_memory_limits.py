@@ -2,8 +2,8 @@
 
 from tutti.machine.checks.cluster import Cluster
 from tutti.machine.checks.finding import (
+    Findings,
     Skip,
-    Verdicts,
     fail,
     gpus_of,
     has_rdma,
@@ -29,7 +29,7 @@ _MORE_CPUS = "request more CPUs (srun --cpus-per-task, mpirun --bind-to none)"
     "NCCL registers its buffers with the NIC; a limit of a few MiB makes it fail or use TCP",
     "set memlock to unlimited",
 )
-def memlock(machine: Machine) -> Verdicts:
+def memlock(machine: Machine) -> Findings:
     limit = known(machine, "limits.memlock_bytes", machine.limits.memlock_bytes)
     if limit == "unlimited" or machine.limits.ipc_lock or not has_rdma(machine):
         size = format_bytes(limit) if isinstance(limit, int) else limit
@@ -52,7 +52,7 @@ def memlock(machine: Machine) -> Verdicts:
     "each rank has a connection to every other rank, and data loaders open many files",
     "raise the soft limit (ulimit -n, LimitNOFILE)",
 )
-def open_files(cluster: Cluster, host: int) -> Verdicts:
+def open_files(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     limit = known(machine, "limits.open_files", machine.limits.open_files)
     needed = 65536 if has_rdma(machine) or len(cluster.ranks) > 64 else 1024
@@ -68,7 +68,7 @@ def open_files(cluster: Cluster, host: int) -> Verdicts:
     "NCCL, gloo, OpenMP and data loaders start dozens of threads per rank",
     "raise the soft limit (ulimit -u)",
 )
-def processes(machine: Machine) -> Verdicts:
+def processes(machine: Machine) -> Findings:
     limit = known(machine, "limits.processes", machine.limits.processes)
     observed = f"{limit} processes and threads"
     if isinstance(limit, int) and limit < 4096:
@@ -83,7 +83,7 @@ def processes(machine: Machine) -> Verdicts:
     "a rank needs one CPU to launch work and one to move data; above the quota all threads stop",
     "request more CPUs, or use fewer ranks and threads",
 )
-def cpus_for_ranks(cluster: Cluster, host: int) -> Verdicts:
+def cpus_for_ranks(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     ranks = cluster.ranks_on(host) or len(machine.accelerators)
     allowed = cluster.cpus_on(host)
@@ -115,7 +115,7 @@ def cpus_for_ranks(cluster: Cluster, host: int) -> Verdicts:
     "powersave delays every kernel launch (except with the intel_pstate driver, which passes)",
     "select the governor performance",
 )
-def governor(machine: Machine) -> Verdicts:
+def governor(machine: Machine) -> Findings:
     governors = known(machine, "cpus.governors", machine.cpus.governors)
     if not governors:
         raise Skip("the machine has no frequency governor")
@@ -132,7 +132,7 @@ def governor(machine: Machine) -> Verdicts:
     "buffers, data loaders and checkpoints need host memory; above the limit ranks are killed",
     "raise the limit (docker run --memory, Slurm --mem)",
 )
-def cgroup_memory(machine: Machine) -> Verdicts:
+def cgroup_memory(machine: Machine) -> Findings:
     limit = known(machine, "limits.cgroup_memory_bytes", machine.limits.cgroup_memory_bytes)
     if not isinstance(limit, int):
         yield passed("no cgroup memory limit")
@@ -157,7 +157,7 @@ def cgroup_memory(machine: Machine) -> Verdicts:
     "NCCL ranks of a host and data-loader workers exchange data through it",
     "enlarge /dev/shm to 1 GiB or more, or free space in it",
 )
-def shared_memory(machine: Machine) -> Verdicts:
+def shared_memory(machine: Machine) -> Findings:
     size = known(machine, "limits.shm_bytes", machine.limits.shm_bytes)
     free = known(machine, "limits.shm_free_bytes", machine.limits.shm_free_bytes)
     commands: tuple[str, ...] = ("sudo mount -o remount,size=8G /dev/shm",)
@@ -182,7 +182,7 @@ def shared_memory(machine: Machine) -> Verdicts:
     "without free memory the kernel kills ranks or swaps them out",
     "end the processes that use it",
 )
-def available_memory(machine: Machine) -> Verdicts:
+def available_memory(machine: Machine) -> Findings:
     total = known(machine, "memory.total_bytes", machine.memory.total_bytes)
     free = known(machine, "memory.available_bytes", machine.memory.available_bytes)
     observed = f"{format_bytes(free)} of {format_bytes(total)} host memory are available"
@@ -198,7 +198,7 @@ def available_memory(machine: Machine) -> Verdicts:
     "kernel launches and copies from the other socket are slower and load the socket interconnect",
     "bind ranks by GPU (tutti.init does; srun --cpu-bind, docker --cpuset-cpus)",
 )
-def gpu_affinity(cluster: Cluster, host: int) -> Verdicts:
+def gpu_affinity(cluster: Cluster, host: int) -> Findings:
     """Ranks of a world with the GPU that each would use; without a world, all GPUs."""
     machine = cluster.machines[host]
     local_cpus = {
@@ -237,7 +237,7 @@ def _bare_uuid(uuid: str | None) -> str:
     "if a node is full, its CPUs silently get memory of another node",
     "drop the page cache, or end the processes that fill the node",
 )
-def numa_memory(machine: Machine) -> Verdicts:
+def numa_memory(machine: Machine) -> Findings:
     if len(machine.numa) < 2:
         raise Skip("one NUMA node")
     for node in machine.numa:

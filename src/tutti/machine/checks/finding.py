@@ -1,18 +1,16 @@
 """Check and Finding: what a check looks at, and what it reports about one GPU, link, NIC or rank.
 
-A check is a generator of verdicts. No verdict means that no problem was found, `raise Skip(reason)`
+A check is a generator of findings. No finding means that no problem was found, `raise Skip(reason)`
 that the check cannot decide here. An unknown value is a reason to skip, never a fault.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from tutti.machine.checks.cluster import Cluster
 from tutti.machine.gpus import Accelerator
 from tutti.machine.observation import Machine
-
-Status = Literal["pass", "warn", "fail", "skip"]
 
 
 class Skip(Exception):
@@ -20,66 +18,55 @@ class Skip(Exception):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a check says about one thing."""
+class Finding:
+    """What a check reports about one thing. Check.findings() sets `id`, and `host` and `cure` if
+    they are empty.
+    """
 
-    status: Status
+    status: Literal["pass", "warn", "fail", "skip"]
     scope: str
     """machine, gpu:3, link:0-1, nic:eth0, rank:1, pair:0-1 or world."""
     observed: str
     expected: str = ""
     cure: str = ""
-    """Empty: the cure of the check."""
     commands: tuple[str, ...] = ()
     """Printed by --fix, never run."""
     host: str = ""
-    """Set by checks of a whole cluster if one host is at fault."""
+    """Empty if the finding is about all hosts."""
+    id: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of `checks[]`."""
+        names = ("id", "host", "scope", "status", "observed", "expected", "cure")
+        values = {name: getattr(self, name) for name in names}
+        return {**values, "commands": list(self.commands)}
 
 
-Verdicts = Iterator[Verdict]
+Findings = Iterator[Finding]
 
 
-def passed(observed: str, scope: str = "machine") -> Verdict:
+def passed(observed: str, scope: str = "machine") -> Finding:
     """No problem; `observed` is what was seen."""
-    return Verdict("pass", scope, observed)
+    return Finding("pass", scope, observed)
 
 
 def warn(
     scope: str, observed: str, expected: str, *commands: str, cure: str = "", host: str = ""
-) -> Verdict:
+) -> Finding:
     """It works, but is slower or less robust than it should be."""
-    return Verdict("warn", scope, observed, expected, cure, commands, host)
+    return Finding("warn", scope, observed, expected, cure, commands, host)
 
 
 def fail(
     scope: str, observed: str, expected: str, *commands: str, cure: str = "", host: str = ""
-) -> Verdict:
+) -> Finding:
     """It does not work, or is much slower than the hardware."""
-    return Verdict("fail", scope, observed, expected, cure, commands, host)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A verdict with the id of its check and its host."""
-
-    id: str
-    host: str
-    """Empty if the finding is about all hosts."""
-    scope: str
-    status: Status
-    observed: str
-    expected: str
-    cure: str
-    commands: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The keys of `checks[]`."""
-        return {**vars(self), "commands": list(self.commands)}
+    return Finding("fail", scope, observed, expected, cure, commands, host)
 
 
 # --- checks --------------------------------------------------------------------------------------
 
-Judge = Callable[[Cluster, int], Iterable[Verdict]]
+Judge = Callable[[Cluster, int], Iterable[Finding]]
 
 
 @dataclass(frozen=True)
@@ -94,34 +81,26 @@ class Check:
     per_host: bool = True
     """Whether it looks at each host alone, or at all hosts at once."""
 
-    def findings(self, cluster: Cluster) -> Iterator[Finding]:
+    def findings(self, cluster: Cluster) -> Findings:
         """Run the check. An exception in a check is reported as skipped; other checks still run."""
         scope = "machine" if self.per_host else "world"
-        for host in range(len(cluster.machines)) if self.per_host else (0,):
+        hosts = [machine.host for machine in cluster.machines] if self.per_host else [""]
+        for index, host in enumerate(hosts):
             try:
-                verdicts = list(self.judge(cluster, host))
+                found = list(self.judge(cluster, index))
             except Skip as reason:
-                verdicts = [Verdict("skip", scope, str(reason))]
+                found = [Finding("skip", scope, str(reason))]
             except Exception as error:
                 reason_text = f"the check itself failed: {type(error).__name__}: {error}"
-                verdicts = [Verdict("skip", scope, reason_text)]
-            for verdict in verdicts or [Verdict("pass", scope, "no problem found")]:
-                needs_cure = verdict.status in ("warn", "fail")
-                yield Finding(
-                    id=self.id,
-                    host=verdict.host or (cluster.machines[host].host if self.per_host else ""),
-                    scope=verdict.scope,
-                    status=verdict.status,
-                    observed=verdict.observed,
-                    expected=verdict.expected,
-                    cure=verdict.cure or (self.cure if needs_cure else ""),
-                    commands=verdict.commands,
-                )
+                found = [Finding("skip", scope, reason_text)]
+            for each in found or [passed("no problem found", scope)]:
+                cure = each.cure or (self.cure if each.status in ("warn", "fail") else "")
+                yield replace(each, id=self.id, host=each.host or host, cure=cure)
 
 
 def machine_check(
     id: str, about: str, why: str, cure: str
-) -> Callable[[Callable[[Machine], Iterable[Verdict]]], Check]:
+) -> Callable[[Callable[[Machine], Iterable[Finding]]], Check]:
     """Decorator: a check that looks at one machine."""
     return lambda judge: Check(id, about, why, cure, lambda c, host: judge(c.machines[host]))
 
@@ -133,7 +112,7 @@ def host_check(id: str, about: str, why: str, cure: str) -> Callable[[Judge], Ch
 
 def cluster_check(
     id: str, about: str, why: str, cure: str
-) -> Callable[[Callable[[Cluster], Iterable[Verdict]]], Check]:
+) -> Callable[[Callable[[Cluster], Iterable[Finding]]], Check]:
     """Decorator: a check that compares hosts and ranks."""
     return lambda judge: Check(id, about, why, cure, lambda c, host: judge(c), per_host=False)
 

@@ -2,8 +2,8 @@
 
 from tutti.machine.checks.cluster import Cluster
 from tutti.machine.checks.finding import (
+    Findings,
     Skip,
-    Verdicts,
     cluster_check,
     fail,
     machine_check,
@@ -27,7 +27,7 @@ _HARDWARE_SLOWDOWN = {
     "one hot or underpowered GPU slows down all ranks",
     "check cooling and power supply",
 )
-def throttling(machine: Machine) -> Verdicts:
+def throttling(machine: Machine) -> Findings:
     for gpu, reasons in read_gpus(machine, "clocks.throttle", lambda g: g.clocks.throttle):
         scope = f"gpu:{gpu.index}"
         heat = f", {gpu.temperature_c} °C" if gpu.temperature_c is not None else ""
@@ -49,7 +49,7 @@ def throttling(machine: Machine) -> Verdicts:
     "the GPU will throttle under load",
     "check fans, filters and airflow",
 )
-def temperature(machine: Machine) -> Verdicts:
+def temperature(machine: Machine) -> Findings:
     temperatures = read_gpus(machine, "temperature_c", lambda g: g.temperature_c)
     for gpu, heat in temperatures:
         if gpu.slowdown_c is not None and heat >= gpu.slowdown_c - 3:
@@ -66,7 +66,7 @@ def temperature(machine: Machine) -> Verdicts:
     "a GPU with a lower limit is slower than the others",
     "restore the default limit, or set the same limit on all GPUs",
 )
-def power_limit(machine: Machine) -> Verdicts:
+def power_limit(machine: Machine) -> Findings:
     for gpu, limit in read_gpus(machine, "power_limit_w", lambda g: g.power_limit_w):
         default = gpu.default_power_limit_w
         if default is not None and limit < 0.99 * default:
@@ -81,7 +81,7 @@ def power_limit(machine: Machine) -> Verdicts:
     "the faster GPUs wait for the slower ones",
     "reset the clocks (nvidia-smi -rac, -rgc), or lock all GPUs alike",
 )
-def locked_clocks(machine: Machine) -> Verdicts:
+def locked_clocks(machine: Machine) -> Findings:
     reasons = read_gpus(machine, "clocks.throttle", lambda g: g.clocks.throttle)
 
     def reset(index: int) -> str:
@@ -107,7 +107,7 @@ def locked_clocks(machine: Machine) -> Verdicts:
     "above 1 ms the traces of ranks do not line up; above 5 s logs do not either",
     "run chrony or ntpd on every host",
 )
-def clock_skew(cluster: Cluster) -> Verdicts:
+def clock_skew(cluster: Cluster) -> Findings:
     offsets = cluster.probes.clock_offsets
     if offsets is None:
         raise Skip(cluster.probes.skipped.get("clock_offsets", "needs a world on several hosts"))

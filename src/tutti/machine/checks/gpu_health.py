@@ -4,8 +4,8 @@ from collections import Counter
 
 from tutti.machine.checks.cluster import Cluster
 from tutti.machine.checks.finding import (
+    Findings,
     Skip,
-    Verdicts,
     cluster_check,
     fail,
     gpus_of,
@@ -32,7 +32,7 @@ def _reset(index: int) -> str:
     "a GPU that fell off the bus is missing without an error message",
     "reset the GPU or reboot; check power and seating",
 )
-def count(machine: Machine) -> Verdicts:
+def count(machine: Machine) -> Findings:
     on_bus = [each for each in machine.pci if each.kind == "gpu" and each.vendor == _NVIDIA]
     reported = {each.pci_address for each in machine.accelerators}
     if not on_bus:
@@ -67,7 +67,7 @@ def count(machine: Machine) -> Verdicts:
     "CUDA ignores the list after the first entry that does not exist",
     "correct the list, or unset the variable",
 )
-def visible_devices(machine: Machine) -> Verdicts:
+def visible_devices(machine: Machine) -> Findings:
     installed = len(gpus_of(machine))
     value = machine.variables.get("CUDA_VISIBLE_DEVICES")
     if value is None:
@@ -105,7 +105,7 @@ def visible_devices(machine: Machine) -> Verdicts:
     "the slowest GPU limits the speed of a job, the smallest its size",
     "exclude the others (CUDA_VISIBLE_DEVICES, a Slurm constraint)",
 )
-def same_model(cluster: Cluster) -> Verdicts:
+def same_model(cluster: Cluster) -> Findings:
     models = Counter(gpu.name for machine in cluster.machines for gpu in machine.accelerators)
     if not models:
         raise Skip("no GPU")
@@ -125,7 +125,7 @@ def same_model(cluster: Cluster) -> Verdicts:
     "uncorrectable errors lead to wrong gradients",
     "drain the host and reset the GPU; replace it if errors recur",
 )
-def ecc_errors(machine: Machine) -> Verdicts:
+def ecc_errors(machine: Machine) -> Findings:
     counts = read_gpus(machine, "ecc.volatile_uncorrected", lambda g: g.ecc.volatile_uncorrected)
     for gpu, errors in counts:
         if errors:
@@ -145,7 +145,7 @@ def ecc_errors(machine: Machine) -> Verdicts:
     "the bad row stays in use until the GPU is reset",
     "reset the GPU when it is idle",
 )
-def row_remapping(machine: Machine) -> Verdicts:
+def row_remapping(machine: Machine) -> Findings:
     pending = read_gpus(
         machine,
         "ecc.remap_pending",
@@ -179,7 +179,7 @@ _RECOVERY_CURES = {
     "until then the GPU may be slow or compute wrong results",
     "do the requested action",
 )
-def recovery_action(machine: Machine) -> Verdicts:
+def recovery_action(machine: Machine) -> Findings:
     for gpu, action in read_gpus(machine, "recovery_action", lambda g: g.recovery_action):
         if action != "none":
             command = "sudo reboot" if action == "node_reboot" else _reset(gpu.index)
@@ -194,7 +194,7 @@ def recovery_action(machine: Machine) -> Verdicts:
     "an exclusive GPU refuses a second process; a MIG slice has no peer access",
     "set the compute mode to default and disable MIG",
 )
-def compute_mode(machine: Machine) -> Verdicts:
+def compute_mode(machine: Machine) -> Findings:
     for gpu in gpus_of(machine):
         scope, command = f"gpu:{gpu.index}", f"sudo nvidia-smi -i {gpu.index}"
         if gpu.compute_mode == "prohibited":
@@ -214,7 +214,7 @@ def compute_mode(machine: Machine) -> Verdicts:
     "without it the driver unloads between jobs, and every start takes seconds longer",
     "enable persistence mode",
 )
-def persistence_mode(machine: Machine) -> Verdicts:
+def persistence_mode(machine: Machine) -> Findings:
     modes = read_gpus(machine, "persistence", lambda g: g.persistence)
     off = [str(gpu.index) for gpu, on in modes if not on]
     if off and not is_virtual(machine):
@@ -228,7 +228,7 @@ def persistence_mode(machine: Machine) -> Verdicts:
     "they take memory and time from the job",
     "end the processes, or ask their owner to",
 )
-def other_processes(machine: Machine) -> Verdicts:
+def other_processes(machine: Machine) -> Findings:
     for gpu, number in read_gpus(machine, "processes", lambda g: g.processes):
         scope, used = f"gpu:{gpu.index}", gpu.used_bytes or 0
         if number:
@@ -270,7 +270,7 @@ _RECENT_S = 24 * 3600
     "failing hardware is first reported there",
     "drain the host and reset the GPU; replace it if the error recurs",
 )
-def xid_errors(machine: Machine) -> Verdicts:
+def xid_errors(machine: Machine) -> Findings:
     errors = known(machine, "xids", machine.xids)
     index = {gpu.pci_address: gpu.index for gpu in machine.accelerators}
     recent = {(x.pci_address, x.code) for x in errors if x.age_s is None or x.age_s < _RECENT_S}

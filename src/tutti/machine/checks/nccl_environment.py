@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping
 
 from tutti.machine.checks.cluster import Cluster
-from tutti.machine.checks.finding import Verdicts, fail, host_check, machine_check, passed, warn
+from tutti.machine.checks.finding import Findings, fail, host_check, machine_check, passed, warn
 from tutti.machine.cpu_numa import parse_cpu_list
 from tutti.machine.observation import Machine
 
@@ -161,7 +161,7 @@ def closest_known(name: str) -> str | None:
     "a misspelt variable is silently ignored",
     "rename the variable, or unset it",
 )
-def misspelt(machine: Machine) -> Verdicts:
+def misspelt(machine: Machine) -> Findings:
     for name, value in sorted(settings(machine).items()):
         if correct := closest_known(name):
             yield warn(
@@ -180,7 +180,7 @@ def misspelt(machine: Machine) -> Verdicts:
     "the old name is deprecated or ignored",
     "use the new name, or unset the variable",
 )
-def renamed(machine: Machine) -> Verdicts:
+def renamed(machine: Machine) -> Findings:
     for name, value in sorted(settings(machine).items()):
         if name not in RENAMED:
             continue
@@ -216,7 +216,7 @@ _FOR_SHARED_GPUS = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
     "such variables are often left from debugging and cost most of the bandwidth",
     "unset the variable and measure again with tutti bench collectives",
 )
-def switched_off(machine: Machine) -> Verdicts:
+def switched_off(machine: Machine) -> Findings:
     variables = settings(machine)
     for name, off, effect in _SWITCHES:
         if variables.get(name, "").upper() != off:
@@ -239,7 +239,7 @@ _PINNED = (
     "NCCL chooses by size and topology; LL128 corrupts data where the hardware does not support it",
     "unset the variable unless a measurement on this machine shows a gain",
 )
-def pinned(machine: Machine) -> Verdicts:
+def pinned(machine: Machine) -> Findings:
     variables = settings(machine)
     for name in _PINNED:
         if name not in variables:
@@ -277,7 +277,7 @@ _COSTLY = (
     "they are easily left set after debugging",
     "unset the variable in production",
 )
-def debugging(machine: Machine) -> Verdicts:
+def debugging(machine: Machine) -> Findings:
     variables = settings(machine)
     for name, values, cost in _COSTLY:
         if variables.get(name, "").upper() in values:
@@ -313,7 +313,7 @@ _NUMBERS = (
     "NCCL reads NCCL_P2P_DISABLE=true as 0",
     "set a valid value",
 )
-def invalid_values(machine: Machine) -> Verdicts:
+def invalid_values(machine: Machine) -> Findings:
     variables = settings(machine)
     for name, value in sorted(variables.items()):
         allowed = _CHOICES.get(name)
@@ -345,7 +345,7 @@ def invalid_values(machine: Machine) -> Verdicts:
     "by default every rank starts one thread per CPU, and the threads compete for the CPUs",
     "set it to CPUs / ranks (torchrun sets 1, tutti run sets the quotient)",
 )
-def omp_threads(cluster: Cluster, host: int) -> Verdicts:
+def omp_threads(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     ranks = max(1, cluster.ranks_on(host))
     own, cpus = len(parse_cpu_list(machine.cpus.allowed)), cluster.cpus_on(host)
@@ -373,7 +373,7 @@ def omp_threads(cluster: Cluster, host: int) -> Verdicts:
     "a segment that grows cannot stay registered with NCCL",
     "use only one of the two",
 )
-def allocator(machine: Machine) -> Verdicts:
+def allocator(machine: Machine) -> Findings:
     variables = settings(machine)
     conf = variables.get("PYTORCH_ALLOC_CONF") or variables.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     expandable = "expandable_segments:true" in conf.lower().replace(" ", "")
@@ -393,7 +393,7 @@ def allocator(machine: Machine) -> Verdicts:
     "a single hardware queue prevents overlap; by default CUDA numbers different GPUs by speed",
     "unset the first; set the second to PCI_BUS_ID if GPUs differ",
 )
-def cuda_devices(machine: Machine) -> Verdicts:
+def cuda_devices(machine: Machine) -> Findings:
     variables = settings(machine)
     if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         yield warn(
@@ -419,7 +419,7 @@ def cuda_devices(machine: Machine) -> Verdicts:
     "NCCL applies these files without logging it",
     "keep each setting in one place",
 )
-def nccl_conf_files(machine: Machine) -> Verdicts:
+def nccl_conf_files(machine: Machine) -> Findings:
     for path, values in sorted(machine.nccl_conf.items()):
         overridden = [
             name for name in values if machine.variables.get(name, values[name]) != values[name]

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from tutti.machine.checks.cluster import Cluster
 from tutti.machine.checks.finding import (
+    Findings,
     Skip,
-    Verdicts,
     cluster_check,
     fail,
     has_rdma,
@@ -65,7 +65,7 @@ def external_nics(machine: Machine) -> list[Nic]:
     "with a name that matches nothing, or loopback, ranks on other hosts time out",
     "unset the variable, or name an interface that reaches the other hosts",
 )
-def interface_variables(cluster: Cluster, host: int) -> Verdicts:
+def interface_variables(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     variables = settings(machine)
     for variable in _IFNAME_VARIABLES:
@@ -91,7 +91,7 @@ def interface_variables(cluster: Cluster, host: int) -> Verdicts:
     "loopback and container bridges do not reach other hosts",
     "bring an interface up; run containers with --network=host",
 )
-def external_interface(cluster: Cluster, host: int) -> Verdicts:
+def external_interface(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     if not machine.nics:
         raise Skip(machine.why("nics") or "no network interface is visible")
@@ -111,7 +111,7 @@ def external_interface(cluster: Cluster, host: int) -> Verdicts:
     "by default gloo and NCCL use the interface of the default route or of the host name",
     "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the fastest interface",
 )
-def interface_choice(cluster: Cluster, host: int) -> Verdicts:
+def interface_choice(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     if cluster.on_one_host:
         raise Skip("all ranks are on this host")
@@ -143,7 +143,7 @@ def interface_choice(cluster: Cluster, host: int) -> Verdicts:
     "larger packets are dropped on the way: small messages pass, large ones hang",
     "set the same MTU on all hosts and switches",
 )
-def mtu(cluster: Cluster) -> Verdicts:
+def mtu(cluster: Cluster) -> Findings:
     compared = False
     by_name: dict[str, dict[str, int]] = {}
     for machine in cluster.machines:
@@ -180,7 +180,7 @@ def _different(values: dict[str, int]) -> list[tuple[str, int, int]]:
     "each lost packet is sent again after a delay",
     "replace cable or transceiver if the counts grow",
 )
-def packet_errors(machine: Machine) -> Verdicts:
+def packet_errors(machine: Machine) -> Findings:
     nics = [nic for nic in machine.nics if nic.kind in ("physical", "bond")]
     if not nics:
         raise Skip("no physical network interface is visible")
@@ -198,7 +198,7 @@ def packet_errors(machine: Machine) -> Verdicts:
     "a small buffer limits one connection to a fraction of the link speed",
     "raise the limits with sysctl",
 )
-def kernel_settings(machine: Machine) -> Verdicts:
+def kernel_settings(machine: Machine) -> Findings:
     if not machine.sysctls:
         raise Skip(machine.why("sysctls") or "the kernel settings are unknown")
     fastest = max((nic.speed_mbps or 0 for nic in external_nics(machine)), default=0)
@@ -222,7 +222,7 @@ def kernel_settings(machine: Machine) -> Verdicts:
     "Debian maps the name to 127.0.1.1, and gloo announces that address to other hosts",
     "map the name to an address that other hosts can reach",
 )
-def host_name(cluster: Cluster, host: int) -> Verdicts:
+def host_name(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     target = known(machine, "name_resolution", machine.name_resolution)
     name = machine.host
@@ -248,7 +248,7 @@ def host_name(cluster: Cluster, host: int) -> Verdicts:
     "gloo and NCCL use random ports; behind a firewall they wait until they time out",
     "open all ports between the hosts of a job",
 )
-def connections(cluster: Cluster) -> Verdicts:
+def connections(cluster: Cluster) -> Findings:
     attempts = cluster.probes.connections
     if attempts is None:
         raise Skip(cluster.probes.skipped.get("connections", "needs a world on several hosts"))

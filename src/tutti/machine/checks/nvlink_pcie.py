@@ -1,8 +1,8 @@
 """Checks nvlink.* and pcie.*: links that are down, slow or faulty, peer access, ACS and IOMMU."""
 
 from tutti.machine.checks.finding import (
+    Findings,
     Skip,
-    Verdicts,
     fail,
     gpus_of,
     has_rdma,
@@ -29,7 +29,7 @@ _RESTART_FABRIC_MANAGER = "sudo systemctl restart nvidia-fabricmanager"
     "the GPU with the fewest links limits every ring",
     "reset the GPU or restart fabric manager; if that does not help, service the board",
 )
-def active_nvlinks(machine: Machine) -> Verdicts:
+def active_nvlinks(machine: Machine) -> Findings:
     nvlinks = read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
     active = {gpu.index: sum(link.active is True for link in links) for gpu, links in nvlinks}
     expected, source = max(active.values()), "as on other GPUs"
@@ -62,7 +62,7 @@ def active_nvlinks(machine: Machine) -> Verdicts:
     "one slow link slows all traffic of its GPU",
     "reset the GPU",
 )
-def nvlink_speed(machine: Machine) -> Verdicts:
+def nvlink_speed(machine: Machine) -> Findings:
     speeds = [
         (gpu.index, link.index, link.speed_mbs)
         for gpu, links in read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
@@ -85,7 +85,7 @@ def nvlink_speed(machine: Machine) -> Verdicts:
     "a link with errors is slow and likely to fail",
     "run a load and see whether the counts grow; if they do, service the link",
 )
-def nvlink_errors(machine: Machine) -> Verdicts:
+def nvlink_errors(machine: Machine) -> Findings:
     nvlinks = read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
     if not any(links for _, links in nvlinks):
         raise Skip("no NVLink")
@@ -110,7 +110,7 @@ def nvlink_errors(machine: Machine) -> Verdicts:
     "without fabric manager, CUDA does not start on NVSwitch boards or works without NVLink",
     "restart nvidia-fabricmanager",
 )
-def nvswitch_fabric(machine: Machine) -> Verdicts:
+def nvswitch_fabric(machine: Machine) -> Findings:
     states = read_gpus(machine, "fabric_state", lambda g: g.fabric_state)
     if all(state == "not_supported" for _, state in states):
         raise Skip("no NVSwitch fabric to set up")
@@ -141,7 +141,7 @@ _PEER_ACCESS = {
     "without peer access all traffic goes through host memory",
     "disable ACS and IOMMU translation (pcie.acs, pcie.iommu); update the driver",
 )
-def peer_access(machine: Machine) -> Verdicts:
+def peer_access(machine: Machine) -> Findings:
     if len(gpus_of(machine)) < 2:
         raise Skip("one GPU")
     if not machine.peers:
@@ -193,7 +193,7 @@ def _show_link(address: str) -> str:
     "half the lanes give half the speed of every copy",
     "reseat the card; check riser, slot and its BIOS setting",
 )
-def pcie_width(machine: Machine) -> Verdicts:
+def pcie_width(machine: Machine) -> Findings:
     links = [link for link in _pcie_links(machine) if link[2].width and link[2].max_width]
     if not links:
         raise Skip(machine.why("accelerators[0].pcie.width") or "the PCIe widths are unknown")
@@ -209,7 +209,7 @@ def pcie_width(machine: Machine) -> Verdicts:
     "each lower generation halves the speed",
     "check the BIOS setting of the slot, risers and retimers",
 )
-def pcie_generation(machine: Machine) -> Verdicts:
+def pcie_generation(machine: Machine) -> Findings:
     """An idle GPU lowers its generation to save power, so only GPUs in use are checked."""
     idle = {f"gpu:{gpu.index}" for gpu in machine.accelerators if not gpu.processes}
     links = [
@@ -231,7 +231,7 @@ def pcie_generation(machine: Machine) -> Verdicts:
     "a bad contact first causes retransmissions, then failures",
     "reseat the card; if the counts grow, service it",
 )
-def pcie_errors(machine: Machine) -> Verdicts:
+def pcie_errors(machine: Machine) -> Findings:
     devices = [each for each in machine.pci if each.kind != "bridge"]
     if not devices:
         raise Skip(machine.why("pci") or "no GPU or NIC on the PCI bus")
@@ -269,7 +269,7 @@ def _pci_devices_of_gpus(machine: Machine) -> list[PciDevice]:
     "it sends traffic between devices through the CPU: slow, and corrupt or stuck on some boards",
     "disable ACS in the BIOS, or on each bridge after every boot",
 )
-def acs(machine: Machine) -> Verdicts:
+def acs(machine: Machine) -> Findings:
     gpus_of(machine)
     if is_virtual(machine):
         raise Skip("a virtual machine: its host configures the PCIe bridges")
@@ -295,7 +295,7 @@ def acs(machine: Machine) -> Verdicts:
     "peer access through a translating IOMMU is slow, and corrupt or stuck on some boards",
     "boot with iommu=pt, or disable VT-d / AMD-Vi in the BIOS",
 )
-def iommu(machine: Machine) -> Verdicts:
+def iommu(machine: Machine) -> Findings:
     gpus_of(machine)
     if is_virtual(machine):
         raise Skip("a virtual machine: its host configures the IOMMU")
@@ -317,7 +317,7 @@ def iommu(machine: Machine) -> Verdicts:
     "NCCL builds its rings from them; virtual machines often hide them",
     "give NCCL the provider's topology file: NCCL_TOPO_FILE",
 )
-def hidden_topology(machine: Machine) -> Verdicts:
+def hidden_topology(machine: Machine) -> Findings:
     if len(gpus_of(machine)) < 2:
         raise Skip("one GPU")
     if "NCCL_TOPO_FILE" in settings(machine):

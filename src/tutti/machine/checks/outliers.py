@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from tutti.machine.checks.cluster import Cluster, MeasuredRate
-from tutti.machine.checks.finding import Skip, Verdicts, cluster_check, fail, passed, warn
+from tutti.machine.checks.finding import Findings, Skip, cluster_check, fail, passed, warn
 from tutti.machine.checks.nccl_environment import settings
 from tutti.machine.checks.network_interfaces import external_nics, selected_nics
 from tutti.measure.units import format_rate
@@ -112,7 +112,7 @@ def _skip(cluster: Cluster, name: str) -> Skip:
 
 def _compare_rates(
     cluster: Cluster, rates: Sequence[MeasuredRate], unit: str, scale: float
-) -> Verdicts:
+) -> Findings:
     for rate in rates:
         if rate.error:
             host = cluster.machines[rate.host].host
@@ -144,7 +144,7 @@ def _compare_rates(
     "at every step all ranks wait for the slowest",
     "check its clocks, temperature and other processes on its CPUs; replace it",
 )
-def compute_rate(cluster: Cluster) -> Verdicts:
+def compute_rate(cluster: Cluster) -> Findings:
     yield from _compare_rates(cluster, _probed(cluster, "compute"), "TFLOP/s", 1e12)
 
 
@@ -154,7 +154,7 @@ def compute_rate(cluster: Cluster) -> Verdicts:
     "a missing memory module or remote NUMA memory shows here",
     "check its NUMA binding, its memory modules, or the memory errors of the GPU",
 )
-def memory_rate(cluster: Cluster) -> Verdicts:
+def memory_rate(cluster: Cluster) -> Findings:
     yield from _compare_rates(cluster, _probed(cluster, "bandwidth"), "GB/s", 1e9)
 
 
@@ -167,7 +167,7 @@ def memory_rate(cluster: Cluster) -> Verdicts:
     "the slowest link limits every ring",
     "check cable, port, switch and traffic shaping (tc) of the link",
 )
-def link_rates(cluster: Cluster) -> Verdicts:
+def link_rates(cluster: Cluster) -> Findings:
     rates = _probed(cluster, "links")
     if not rates:
         raise Skip("one rank: no links")
@@ -262,7 +262,7 @@ _COPY_FAULTS = {
     "wrong routing corrupts data or hangs, and NCCL does not notice",
     "disable ACS and IOMMU translation",
 )
-def gpu_copies(cluster: Cluster) -> Verdicts:
+def gpu_copies(cluster: Cluster) -> Findings:
     if cluster.probes.copies is None:
         raise _skip(cluster, "copies")
     if not any(cluster.probes.copies):
@@ -292,7 +292,7 @@ def gpu_copies(cluster: Cluster) -> Verdicts:
     "it uses the ports, names and interfaces that a job would use",
     "see network.calls, network.name and network.ifname",
 )
-def all_reduce_result(cluster: Cluster) -> Verdicts:
+def all_reduce_result(cluster: Cluster) -> Findings:
     results = cluster.probes.all_reduce
     if results is None:
         raise _skip(cluster, "all_reduce")

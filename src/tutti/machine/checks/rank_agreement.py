@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from tutti.machine.checks.cluster import Cluster
-from tutti.machine.checks.finding import Skip, Verdicts, cluster_check, fail, passed, warn
+from tutti.machine.checks.finding import Findings, Skip, cluster_check, fail, passed, warn
 from tutti.machine.checks.nccl_environment import settings, shares_gpus
 from tutti.machine.observation import Machine
 from tutti.measure.units import format_bytes
@@ -24,7 +24,7 @@ _PER_PROCESS_PREFIXES = ("TUTTI_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
 Facts = Callable[[Machine], Mapping[str, str]]
 
 
-def _differences(cluster: Cluster, facts: Facts, must_agree: Sequence[str] = ()) -> Verdicts:
+def _differences(cluster: Cluster, facts: Facts, must_agree: Sequence[str] = ()) -> Findings:
     """For each fact, the ranks or hosts whose value is not the most common one.
 
     A difference in a fact of `must_agree` is a failure, otherwise a warning.
@@ -70,7 +70,7 @@ def _names(odd: Sequence[tuple[int | None, Machine]], hosts: Sequence[str]) -> s
     "ranks with different code hang or compute different results",
     "install the same versions on every host",
 )
-def same_versions(cluster: Cluster) -> Verdicts:
+def same_versions(cluster: Cluster) -> Findings:
     def facts(machine: Machine) -> Mapping[str, str]:
         system = {"kernel": machine.kernel, "architecture": machine.architecture}
         return machine.versions | {k: v for k, v in system.items() if v}
@@ -84,7 +84,7 @@ def same_versions(cluster: Cluster) -> Verdicts:
     "ranks that select different algorithms or transports wait for each other forever",
     "export the same variables everywhere (srun --export, mpirun -x)",
 )
-def same_variables(cluster: Cluster) -> Verdicts:
+def same_variables(cluster: Cluster) -> Findings:
     def facts(machine: Machine) -> Mapping[str, str]:
         return {
             name: value
@@ -101,7 +101,7 @@ def same_variables(cluster: Cluster) -> Verdicts:
     "ranks inherit the limits of the daemon that started them",
     "set limits in the unit of the daemon (LimitMEMLOCK, LimitNOFILE), not in a login shell",
 )
-def same_limits(cluster: Cluster) -> Verdicts:
+def same_limits(cluster: Cluster) -> Findings:
     def facts(machine: Machine) -> Mapping[str, str]:
         limits = {
             "memlock": machine.limits.memlock_bytes,
@@ -120,7 +120,7 @@ def same_limits(cluster: Cluster) -> Verdicts:
     "a host with less than the others has lost a device",
     "check that host first",
 )
-def same_hardware(cluster: Cluster) -> Verdicts:
+def same_hardware(cluster: Cluster) -> Findings:
     if len(cluster.machines) < 2:
         raise Skip("one host: nothing to compare")
 
@@ -144,7 +144,7 @@ def same_hardware(cluster: Cluster) -> Verdicts:
     "they share its time and memory, and NCCL refuses to start",
     "start one rank per GPU, or allow sharing with --ranks-per-gpu",
 )
-def one_gpu_per_rank(cluster: Cluster) -> Verdicts:
+def one_gpu_per_rank(cluster: Cluster) -> Findings:
     on_gpus = [rank for rank in cluster.ranks if rank.gpu is not None]
     if not on_gpus:
         raise Skip("no rank uses a GPU")

@@ -5,8 +5,8 @@ from statistics import median
 
 from tutti.machine.checks.cluster import Cluster
 from tutti.machine.checks.finding import (
+    Findings,
     Skip,
-    Verdicts,
     cluster_check,
     fail,
     gpus_of,
@@ -34,7 +34,7 @@ def _ports(cluster: Cluster) -> list[tuple[Machine, RdmaPort]]:
     "NCCL does not use a port that is down, so a whole rail may be missing",
     "check cable, transceiver, switch port and subnet manager",
 )
-def port_state(cluster: Cluster) -> Verdicts:
+def port_state(cluster: Cluster) -> Findings:
     ports = _ports(cluster)
     active = Counter((port.device, port.port) for _, port in ports if port.state == "ACTIVE")
     for machine, port in ports:
@@ -58,7 +58,7 @@ def port_state(cluster: Cluster) -> Verdicts:
     "one port at half the rate slows every ring through it",
     "replace the cable or transceiver; check the setting of the switch port",
 )
-def port_rate(cluster: Cluster) -> Verdicts:
+def port_rate(cluster: Cluster) -> Findings:
     ports = [(m, p) for m, p in _ports(cluster) if p.state == "ACTIVE" and p.rate_gbps]
     if not ports:
         raise Skip("no active RDMA port")
@@ -112,7 +112,7 @@ _NORMAL_COUNTS = {
     "a port that retransmits packets stalls the whole job",
     "clean or replace the cable; on RoCE check flow control (PFC, ECN) on the path",
 )
-def port_errors(cluster: Cluster) -> Verdicts:
+def port_errors(cluster: Cluster) -> Findings:
     ports = _ports(cluster)
     usual = {name: median(p.counters.get(name, 0) for _, p in ports) for name in _NORMAL_COUNTS}
     for machine, port in ports:
@@ -134,7 +134,7 @@ def port_errors(cluster: Cluster) -> Verdicts:
     "RoCE v1 is not routed, and NCCL prefers v2",
     "give the interface an IP address; set NCCL_IB_ROCE_VERSION_NUM=2",
 )
-def roce_gid(machine: Machine) -> Verdicts:
+def roce_gid(machine: Machine) -> Findings:
     roce = [p for p in machine.rdma if p.link_layer == "Ethernet" and p.state == "ACTIVE"]
     if not roce:
         raise Skip("no RoCE")
@@ -153,7 +153,7 @@ def roce_gid(machine: Machine) -> Verdicts:
     "NCCL falls back to TCP without a message at the default log level",
     "unset the variable, or name devices that exist",
 )
-def hca_variable(machine: Machine) -> Verdicts:
+def hca_variable(machine: Machine) -> Findings:
     value = settings(machine).get("NCCL_IB_HCA")
     if value is None:
         raise Skip("NCCL_IB_HCA is not set")
@@ -174,7 +174,7 @@ def hca_variable(machine: Machine) -> Verdicts:
     "otherwise each message is copied through host memory, at half the rate or less",
     "load nvidia_peermem, or use the open kernel modules (DMA-BUF)",
 )
-def gpu_direct(machine: Machine) -> Verdicts:
+def gpu_direct(machine: Machine) -> Findings:
     gpus_of(machine)
     if not has_rdma(machine):
         raise Skip("no active RDMA port")

@@ -1,8 +1,8 @@
 """Checks versions.*: versions of torch, CUDA, driver and NCCL, and whether they fit together."""
 
 from tutti.machine.checks.finding import (
+    Findings,
     Skip,
-    Verdicts,
     fail,
     gpus_of,
     machine_check,
@@ -29,7 +29,7 @@ def _version(machine: Machine, name: str) -> str:
     "tutti uses functions that torch has since 2.11",
     "install torch 2.11 to 2.15",
 )
-def torch_version(machine: Machine) -> Verdicts:
+def torch_version(machine: Machine) -> Findings:
     text = _version(machine, "torch")
     version = parse_version(text)[:2]
     if version < _OLDEST_TORCH:
@@ -47,7 +47,7 @@ def torch_version(machine: Machine) -> Verdicts:
     "a CPU build of torch silently trains on the CPU",
     "install a CUDA build of torch",
 )
-def cuda_build(machine: Machine) -> Verdicts:
+def cuda_build(machine: Machine) -> Findings:
     gpus_of(machine)
     _version(machine, "torch")
     if machine.versions.get("cuda") in (None, "", "none", "not installed"):
@@ -68,7 +68,7 @@ def cuda_build(machine: Machine) -> Verdicts:
     "an older driver cannot run any kernel",
     "update the driver, or install a torch for the driver's CUDA",
 )
-def driver_version(machine: Machine) -> Verdicts:
+def driver_version(machine: Machine) -> Findings:
     gpus_of(machine)
     cuda, supported = _version(machine, "cuda"), _version(machine, "cuda_driver")
     driver = machine.versions.get("driver", "unknown")
@@ -86,7 +86,7 @@ def driver_version(machine: Machine) -> Verdicts:
     "NCCL 2.24 and newer can report which rank of a running job is late (RAS, port 28028)",
     "install a newer torch, or a newer NCCL",
 )
-def nccl_version(machine: Machine) -> Verdicts:
+def nccl_version(machine: Machine) -> Findings:
     gpus_of(machine)
     text = _version(machine, "nccl")
     if parse_version(text)[:2] < _FIRST_NCCL_WITH_RAS:
