@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
-    """The variables that NCCL and symmetric memory need if any ranks of a world share a GPU.
+    """The variables of NCCL, symmetric memory and torch's allocator if ranks share a GPU.
 
     For all ranks, also those with a GPU of their own: NCCL's ranks must agree on transports.
     """
@@ -23,6 +23,10 @@ def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
         "NCCL_HOSTID": f"tutti-rank{rank}",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     }
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # The caching allocators of several processes cannot lend each other free blocks: eight
+        # ranks that trained 4.8 B parameters each had 1 to 3 GiB reserved and unused.
+        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if one_machine:
         variables |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     return variables
