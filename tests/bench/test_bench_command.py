@@ -114,33 +114,6 @@ def test_a_closed_output_pipe_does_not_stop_the_measurement(kind: str, tmp_path:
     assert content["complete"] and content["rows"]
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
-    sizes = ["--sizes", "4:64M:x2", "--backends", "gloo", "--json", tmp_path / "b.json"]
-    command = [str(word) for word in [*TUTTI, *BENCH, *sizes]]
-    process = subprocess.Popen(
-        command,
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    seen = 0
-    while seen < 2:  # two lines of the table
-        line = process.stdout.readline()
-        assert line, "the bench ended before it was interrupted"
-        seen += not line.startswith("#")
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    content = json.loads((tmp_path / "b.json").read_text())
-    assert not content["complete"] and len(content["rows"]) >= 2
-    assert f"# stopped: {len(content['rows'])} rows were measured" in out
-    assert all(row["wrong"] == 0 for row in content["rows"])
-
-
 @pytest.mark.skipif(
     importlib.util.find_spec("mpi4py") is None or shutil.which("mpirun.openmpi") is None,
     reason="needs mpi4py and Open MPI",

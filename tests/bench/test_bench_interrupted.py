@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -85,6 +86,19 @@ _LONG = {
 }
 
 
+@pytest.mark.parametrize("bench", _LONG)
+def test_ctrl_c_keeps_what_was_measured(bench: str, tmp_path: Path) -> None:
+    file = tmp_path / "b.json"
+    flags = ["-n", "2", "--device", "cpu", *_LONG[bench], "--json", str(file)]
+    with started(bench, *flags) as process:
+        wait_for([file], process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    rows = check_partial_result(file, bench)
+    assert f"# stopped: {len(rows)} " in out
+
+
 @pytest.mark.parametrize(
     ("bench", "victim"), [(bench, "parent") for bench in _LONG] + [("collectives", "rank 1")]
 )
@@ -101,12 +115,17 @@ def test_sigkill_keeps_what_was_measured(bench: str, victim: str, tmp_path: Path
         process.communicate(timeout=30)
         _, left = psutil.wait_procs(ranks, timeout=30)
     assert process.returncode not in (0, 2, 130) and not left
+    rows = check_partial_result(file, bench)
+    if bench == "collectives":
+        # The CSV has a header, and is written before the JSON.
+        assert len(table.read_text().splitlines()) >= 1 + len(rows)
+
+
+def check_partial_result(file: Path, bench: str) -> list[dict[str, Any]]:
+    """Check that the file is a partial result; returns its rows."""
     content = json.loads(file.read_text())
-    rows = content["pairs" if bench == "bandwidth" else "rows"]
+    rows: list[dict[str, Any]] = content["pairs" if bench == "bandwidth" else "rows"]
     assert content["complete"] is False and rows
     assert content["schema"] == f"tutti.bench.{bench}/1" and content["environment"]
     assert all(row.get("wrong", 0) == 0 for row in rows)
-    if bench == "collectives":
-        assert len(table.read_text().splitlines()) >= 1 + len(
-            rows
-        )  # with a header; the CSV is written before the JSON
+    return rows

@@ -1,8 +1,6 @@
 """tutti bench pairs: sides alternate, results are compared, unmet requirements are reported."""
 
 import json
-import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 
 from tutti.bench.pairs import BUILTIN_PAIRS
 from tutti.bench.pairs.paired_runs import difference, snapshot
-from worlds import TUTTI, clean_environment, run_command, run_tutti
+from worlds import TUTTI, run_command, run_tutti
 
 PAIRS = ["bench", "pairs"]
 KEYS = {"name", "baseline_ms", "optimized_ms", "speedup", "spread", "check"}
@@ -174,37 +172,6 @@ def test_a_difference_on_any_rank_is_reported_and_fails_the_run(measured: Any) -
 )
 def test_relative_difference_of_results(one: Any, other: Any, apart: float) -> None:
     assert difference(snapshot(one), snapshot(other)) == apart
-
-
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from tutti.bench.pairs import Pair\n"
-        "import time\n"
-        "def short(setting): return Pair(lambda: 1, lambda: 1)\n"
-        "def long(setting): return Pair(lambda: time.sleep(0.05) or 1, lambda: 1)\n"
-        "PAIRS = [short, long]\n"
-    )
-    flags = ["--device", "cpu", "--file", "own.py", "--rounds", "1000", "--json", "p.json"]
-    process = subprocess.Popen(
-        [*TUTTI, *PAIRS, *flags, "--budget", "60"],
-        env=clean_environment(),
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    lines = []
-    while not lines or lines[-1].startswith("#"):
-        lines.append(process.stdout.readline())
-        assert lines[-1], "ended before it was interrupted"
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, out
-    content = json.loads((tmp_path / "p.json").read_text())
-    assert not content["complete"] and [row["name"] for row in content["rows"]] == ["short"]
-    assert "# stopped: 1 pair was measured" in out
 
 
 @pytest.mark.gpu

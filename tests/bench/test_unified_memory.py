@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tutti.bench.pairs.unified_memory import (
+from tutti.bench.pairs.memory_pairs import (
     Managed,
     through_pinned_copies,
     through_unified_memory,

@@ -81,18 +81,13 @@ def _report_single_path(options: Tune, world: "World", path: str) -> None:
 
 def _measure(options: Tune, sizes: list[int], world: "World", paths: tuple[str, ...]) -> "Sweep":
     from tutti.bench.collectives.backends import open_backends
-    from tutti.bench.collectives.cases import DTYPES, CollectiveCase
+    from tutti.bench.collectives.cases import DTYPES, native_cases
     from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
     from tutti.bench.collectives.path_tuning import PATH_OF
     from tutti.bench.rank_control import RankControl
-    from tutti.measure.bus_bandwidth import OPERATIONS
 
-    operation, dtype = OPERATIONS["all_reduce"], DTYPES[options.dtype]
-    counts = dict.fromkeys(operation.count(size, dtype.itemsize, world.size) for size in sizes)
-    groups = [
-        [CollectiveCase(operation, count, dtype, operation.native, world.rank, world.size)]
-        for count in counts
-    ]
+    dtype = DTYPES[options.dtype]
+    groups = native_cases("all_reduce", sizes, dtype, world.rank, world.size)
     names = [name for name, path in PATH_OF.items() if path in paths]
     largest = max(case.bytes for group in groups for case in group)
     control, settings = RankControl(), SweepSettings(budget=options.budget)

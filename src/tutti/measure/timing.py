@@ -52,6 +52,23 @@ def _time_by_events(call: Callable[[], Any], times: int) -> Tensor:
     return means.repeat_interleave(counts)
 
 
+def time_total(call: Callable[[], Any], times: int, device: torch.device) -> float:
+    """Seconds of `times` consecutive calls, by CUDA events on the current stream or by the CPU."""
+    with no_garbage_collection():
+        if device.type != "cuda":
+            started = time.perf_counter()
+            for _ in range(times):
+                call()
+            return time.perf_counter() - started
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record()
+        for _ in range(times):
+            call()
+        after.record()
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1e3
+
+
 def time_isolated(
     call: Callable[[], Any], times: int, device: torch.device, synchronize: Callable[[], Any]
 ) -> tuple[Tensor, Tensor]:

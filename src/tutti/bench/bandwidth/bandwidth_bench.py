@@ -20,11 +20,10 @@ from tutti.bench.bandwidth.point_to_point import (
     disjoint_rounds,
 )
 from tutti.bench.collectives.backends import TorchBackend, process_group
-from tutti.bench.collectives.cases import Backend, Buffers, CollectiveCase
+from tutti.bench.collectives.cases import Backend, Buffers, native_cases
 from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
 from tutti.bench.rank_control import RankControl
 from tutti.machine.hardware_catalogue import Figure, figure
-from tutti.measure.bus_bandwidth import OPERATIONS
 from tutti.measure.spread import relative_mad, round_significant
 from tutti.measure.units import format_size
 from tutti.world.exchange import gather_json
@@ -33,7 +32,6 @@ from tutti.world.world import World
 Row = dict[str, Any]
 _SMALLEST_ALL_REDUCE = 1 << 10
 _RETRIES, _PASSES_PER_RETRY = 2, 2
-_DTYPE = torch.float32
 
 
 @dataclass
@@ -220,12 +218,8 @@ class BandwidthBench:
     def _sweep(
         self, backends: Sequence[Backend], op: str, sizes: Sequence[int], into: list[Row]
     ) -> None:
-        world, operation = self.world, OPERATIONS[op]
-        counts = [operation.count(size, _DTYPE.itemsize, world.size) for size in sizes]
-        groups = [
-            [CollectiveCase(operation, count, _DTYPE, operation.native, world.rank, world.size)]
-            for count in dict.fromkeys(counts)
-        ]
+        world = self.world
+        groups = native_cases(op, sizes, torch.float32, world.rank, world.size)
         settings = SweepSettings(budget=self.budget)
         sweep = Sweep(backends, settings, self.control, world.device, world.nodes == 1)
 

@@ -6,6 +6,7 @@ a GPU reads and writes each byte: `gbs` counts the copied bytes, half of the mem
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -16,7 +17,7 @@ from tutti.bench.bandwidth.link_verdicts import fraction_verdict
 from tutti.bench.bandwidth.point_to_point import PASSES, data_pattern
 from tutti.machine.hardware_catalogue import accelerator, figure, link
 from tutti.measure.spread import relative_mad
-from tutti.measure.timing import no_garbage_collection
+from tutti.measure.timing import time_total
 
 _COPIES = 16  # between two events, as nvbandwidth does, which hides the launch time on the host
 HOST_KINDS = (
@@ -43,17 +44,12 @@ class Copy:
     def time(self, keep_sample: bool = True) -> None:
         """Time the copy and check its result; the first time only to touch pages."""
         self.target.zero_()  # stale data must not pass the check
-        with torch.cuda.device(self.device), no_garbage_collection():
+        copy = partial(self.target.copy_, self.source, non_blocking=True)
+        with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            before.record()
-            for _ in range(_COPIES):
-                self.target.copy_(self.source, non_blocking=True)
-            after.record()
-            after.synchronize()
+            seconds = time_total(copy, _COPIES, self.device) / _COPIES
         self.wrong += int((self.target.to(self.device) != self.source.to(self.device)).sum())
         if keep_sample:
-            seconds = float(before.elapsed_time(after)) / 1e3 / _COPIES
             self.speeds.append(self.source.numel() / seconds / 1e9)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from tutti.bench import Unsupported
 from tutti.bench.collectives.cases import Buffers, CollectiveCase, PreparedCase
 from tutti.bench.rank_control import RankControl
-from tutti.measure.timing import no_garbage_collection
+from tutti.measure.timing import time_total
 
 PASSES = 5
 # Messages in flight at once, so that the capacity of the link counts, not the wake-up latency.
@@ -145,20 +145,9 @@ class TrafficMeter:
         """Seconds per message over `windows` windows, after an untimed one."""
         if not to and source is None:
             return 0.0
-        with no_garbage_collection():
-            self._exchange_window(window, to, source)
-            if self._device.type == "cuda":
-                before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                before.record()
-                for _ in range(windows):
-                    self._exchange_window(window, to, source)
-                after.record()
-                after.synchronize()
-                return float(before.elapsed_time(after)) / 1e3 / windows / window
-            started = time.perf_counter()
-            for _ in range(windows):
-                self._exchange_window(window, to, source)
-            return (time.perf_counter() - started) / windows / window
+        exchange = partial(self._exchange_window, window, to, source)
+        exchange()
+        return time_total(exchange, windows, self._device) / windows / window
 
     def _exchange_window(self, window: int, to: Sequence[int], source: int | None) -> None:
         messages: list[tuple[Any, Tensor, int]] = [(dist.isend, self._sent, peer) for peer in to]

@@ -6,14 +6,14 @@ prime, so that no chunk size of a backend is a multiple of it. No value is 0: a 
 cleared before the call is wrong everywhere.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tutti.measure.bus_bandwidth import Operation, uneven_shards
+from tutti.measure.bus_bandwidth import OPERATIONS, Operation, uneven_shards
 
 _PERIOD = 8191
 _LARGEST_EXACT = {
@@ -88,6 +88,17 @@ class CollectiveCase:
     def own_shard(self, whole: Tensor) -> Tensor:
         """This rank's shard of a tensor that holds all of them in its last dim."""
         return whole[..., self.rank * self.count : (self.rank + 1) * self.count]
+
+
+def native_cases(
+    op: str, sizes: Sequence[int], dtype: torch.dtype, rank: int, ranks: int
+) -> list[list[CollectiveCase]]:
+    """One group per size for a Sweep, in the placement that torch.distributed offers."""
+    operation = OPERATIONS[op]
+    # Several small sizes may give the same count.
+    counts = dict.fromkeys(operation.count(size, dtype.itemsize, ranks) for size in sizes)
+    placement = operation.native
+    return [[CollectiveCase(operation, count, dtype, placement, rank, ranks)] for count in counts]
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,32 @@
-"""Pairs of memory: pageable or pinned, copied or unified, on the near or the far NUMA node."""
+"""Pairs of memory: pageable or pinned, copied or unified, on the near or the far NUMA node.
 
+Unified memory (cudaMallocManaged) has one address for CPU and GPU; pages migrate when they are
+accessed, one fault at a time, unless they are prefetched. Explicit copies go through page-locked
+memory at the full speed of the link.
+"""
+
+import ctypes
 import os
-from collections.abc import Iterator
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tutti.bench.pairs import Pair, Setting
-from tutti.bench.pairs.unified_memory import through_pinned_copies, through_unified_memory
 from tutti.machine.cpu_numa import allowed_cpus, numa_nodes
+from tutti.world.errors import UsageError
 
+Work = Callable[[torch.Tensor], torch.Tensor]
+
+_ATTACH_GLOBAL = 1
+_LOCATION_DEVICE, _LOCATION_HOST = 1, 2
+_CPU_DEVICE = -1
 _BYTES, _QUICK_BYTES = 64 << 20, 1 << 20
 
 
@@ -99,3 +113,133 @@ def _running_on(cpus: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+# ---- Unified memory ----
+
+
+def through_unified_memory(
+    data: torch.Tensor, work: Work, *, prefetch: bool = False
+) -> torch.Tensor:
+    """Put `data` into unified memory, do `work` on the GPU there, and return its result on the CPU.
+
+    With `prefetch` the pages are migrated ahead instead of one fault at a time.
+    """
+    memory = Managed(data.shape, data.dtype)
+    memory.on_cpu.copy_(data)
+    if prefetch:
+        memory.prefetch("cuda")
+    result = work(memory.on_gpu)
+    landed = Managed(result.shape, result.dtype)
+    landed.on_gpu.copy_(result)
+    if prefetch:
+        landed.prefetch("cpu")
+    torch.cuda.current_stream().synchronize()
+    return landed.on_cpu.clone()
+
+
+def through_pinned_copies(data: torch.Tensor, work: Work) -> torch.Tensor:
+    """Copy `data` to the GPU by page-locked memory, do `work`, and return its result on the CPU.
+
+    torch caches page-locked memory: after the first call these allocations cost microseconds.
+    """
+    staged = torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data)
+    result = work(staged.to("cuda", non_blocking=True))
+    landed = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    landed.copy_(result, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return landed.clone()
+
+
+class Managed:
+    """Unified memory as two tensors that share it, one for the CPU and one for the GPU.
+
+    The memory is freed when both tensors and this object are gone. Synchronise with the GPU before
+    the CPU reads what the GPU wrote.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        block = _Block(max(size, 1))
+        self._block = block
+        raw_cpu = torch.frombuffer(block.as_array(), dtype=torch.uint8)[:size]
+        raw_gpu = torch.as_tensor(block, device=f"cuda:{block.device}")[:size]
+        self.on_cpu = raw_cpu.view(dtype).view(tuple(shape))
+        self.on_gpu = raw_gpu.view(dtype).view(tuple(shape))
+
+    def prefetch(self, to: str) -> None:
+        """Migrate the pages to "cpu" or "cuda", on the current stream."""
+        if to not in ("cpu", "cuda"):
+            raise UsageError(f"prefetch to {to!r}: give cpu or cuda")
+        device = _CPU_DEVICE if to == "cpu" else self._block.device
+        stream = torch.cuda.current_stream().cuda_stream
+        _prefetch(self._block.address, self._block.bytes, device, stream)
+
+
+class _Block:
+    """Memory from cudaMallocManaged, freed with this object; torch and ctypes keep it alive."""
+
+    def __init__(self, size: int) -> None:
+        if not torch.cuda.is_available():
+            raise UsageError("unified memory needs a GPU, and none is visible")
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self.device = torch.cuda.current_device()
+        self.bytes = size
+        pointer = ctypes.c_void_p()
+        size_t = ctypes.c_size_t(size)
+        _check(_cudart().cudaMallocManaged(ctypes.byref(pointer), size_t, _ATTACH_GLOBAL), size)
+        assert pointer.value is not None
+        self.address = pointer.value
+        weakref.finalize(self, _free, self.address).atexit = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        about = {"shape": (self.bytes,), "typestr": "|u1", "data": (self.address, False)}
+        return {**about, "version": 3, "strides": None}
+
+    def as_array(self) -> "ctypes.Array[ctypes.c_ubyte]":
+        array = (ctypes.c_ubyte * self.bytes).from_address(self.address)
+        array._owner = self  # type: ignore[attr-defined]
+        return array
+
+
+class _Location(ctypes.Structure):
+    """cudaMemLocation."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+def _prefetch(address: int, size: int, device: int, stream: int) -> None:
+    pointer, count = ctypes.c_void_p(address), ctypes.c_size_t(size)
+    on_stream = ctypes.c_void_p(stream)
+    if int(str(torch.version.cuda).split(".")[0]) >= 13:  # takes a location instead of a device
+        kind = _LOCATION_HOST if device == _CPU_DEVICE else _LOCATION_DEVICE
+        place = _Location(kind, max(device, 0))
+        code = _cudart().cudaMemPrefetchAsync(pointer, count, place, ctypes.c_uint(0), on_stream)
+    else:
+        code = _cudart().cudaMemPrefetchAsync(pointer, count, ctypes.c_int(device), on_stream)
+    _check(code, size)
+
+
+def _free(address: int) -> None:
+    _cudart().cudaFree(ctypes.c_void_p(address))
+
+
+def _check(code: int, size: int) -> None:
+    if code != 0:
+        message = _cudart().cudaGetErrorString
+        message.restype = ctypes.c_char_p
+        raise UsageError(f"unified memory of {size} bytes: {message(code).decode()}")
+
+
+@cache
+def _cudart() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded: a second one would have its own context."""
+    maps = Path("/proc/self/maps").read_text()
+    found = re.search(r"(/\S*libcudart[^/\s]*\.so\S*)", maps)
+    if found is None:
+        raise UsageError(
+            "unified memory needs the CUDA runtime that torch uses, and torch has not loaded it "
+            "as a shared library"
+        )
+    return ctypes.CDLL(found[1])

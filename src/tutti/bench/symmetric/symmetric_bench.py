@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from tutti.bench.collectives.backends import open_backends
-from tutti.bench.collectives.cases import CollectiveCase
+from tutti.bench.collectives.cases import native_cases
 from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
 from tutti.bench.rank_control import RankControl, try_on_all_ranks
 from tutti.bench.symmetric.latency_probes import Probe, all_probes
 from tutti.comm.symmetric import Heap
-from tutti.measure.bus_bandwidth import OPERATIONS
 from tutti.measure.spread import summarize_us
 from tutti.measure.timing import time_back_to_back
 from tutti.world.world import World
@@ -114,12 +113,8 @@ class SymmetricBench:
     def _compare_all_reduces(
         self, sizes: Sequence[int], report: Callable[[list[Row]], None]
     ) -> None:
-        world, operation = self.world, OPERATIONS["all_reduce"]
-        groups = [
-            [CollectiveCase(operation, size // 4, torch.float32, "in", world.rank, world.size)]
-            for size in sizes
-            if size >= 4
-        ]
+        world = self.world
+        groups = native_cases("all_reduce", sizes, torch.float32, world.rank, world.size)
 
         def add(measured: list[Row]) -> None:
             rows = [
