@@ -38,7 +38,7 @@ def grouped(setting: Setting) -> Pair:
 
 
 def from_scratch(setting: Setting) -> Pair:
-    """parallel/scratch.py: gradient by gradient, or flattened into one tensor."""
+    """An all-reduce per gradient, as in parallel/teaching.py, or one of the flattened gradients."""
     depth = setting.pick(28, 10)
     with torch.device("meta"):
         model = WideResNet(WideResNetConfig(depth=depth, width=1))
