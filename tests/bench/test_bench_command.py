@@ -55,7 +55,7 @@ def test_a_sweep_prints_a_table_and_writes_json_and_csv(tmp_path: Path) -> None:
     done = run_tutti(*BENCH, *SHORT, *kinds, "--spread", *files)
     assert done.returncode == 0, done.stderr
     assert "# rank 1: " in done.stdout and "pinned to CPU" in done.stdout
-    assert "out-of-location" in done.stdout and "cv%" in done.stdout
+    assert "out-of-place" in done.stdout and "cv%" in done.stdout
     head = next(line for line in done.stdout.splitlines() if "busbw" in line)
     assert head.split()[1:6] == ["size", "count", "type", "redop", "root"]  # as nccl-tests has them
     assert "# Out of bounds values : 0 OK" in done.stdout
