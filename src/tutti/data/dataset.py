@@ -154,9 +154,7 @@ def as_samples(data: object) -> Samples:
     )
 
 
-def as_dataset(
-    data: object, name: str, *, classes: int | None = None, vocabulary: int | None = None
-) -> Dataset:
+def as_dataset(data: object, name: str) -> Dataset:
     """A Dataset from what a user's function returned: a Dataset, or a pair (train, test)."""
     if isinstance(data, Dataset):
         return data
@@ -168,7 +166,7 @@ def as_dataset(
             "(train, test)"
         )
     train, test = (as_samples(part) for part in data)
-    return Dataset(name, train, test, classes=classes, vocabulary=vocabulary)
+    return Dataset(name, train, test)
 
 
 def _describe(value: object) -> str:

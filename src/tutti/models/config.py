@@ -152,24 +152,9 @@ class GPTConfig:
             )
 
     @classmethod
-    def tiny(cls) -> "GPTConfig":
-        """The byte-level default: under a million parameters."""
-        return cls()
-
-    @classmethod
     def gpt2(cls) -> "GPTConfig":
         """The size of GPT-2 small, 124 million parameters; 50,257 tokens padded to 128 × 393."""
         return cls(vocab_size=50_304, max_seq_len=1024, layers=12, dim=768, heads=12, tied=True)
-
-    @classmethod
-    def gpt2_medium(cls) -> "GPTConfig":
-        """The size of GPT-2 medium, 355 million parameters."""
-        return cls(vocab_size=50_304, max_seq_len=1024, layers=24, dim=1024, heads=16, tied=True)
-
-    @classmethod
-    def gpt2_xl(cls) -> "GPTConfig":
-        """The size of GPT-2 XL, about 1.6 billion parameters."""
-        return cls(vocab_size=50_304, max_seq_len=1024, layers=48, dim=1600, heads=25, tied=True)
 
     @property
     def head_dim(self) -> int:
