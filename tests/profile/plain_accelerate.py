@@ -1,4 +1,4 @@
-"""A training script as people have it: Accelerate, nothing of tutti."""
+"""An ordinary training script with Accelerate and without tutti."""
 
 import sys
 

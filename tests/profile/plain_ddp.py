@@ -1,7 +1,7 @@
-"""A training script as people have it: plain DDP, nothing of tutti.
+"""An ordinary DDP training script without tutti.
 
-What is wrong with it is planted by the environment: rank `LATE` sleeps before its backward, rank
-`UNEVEN` has three times the batch, rank `SLOW_INPUT` waits for every batch, `BUCKET_MB` is DDP's.
+Environment variables plant faults: rank `LATE` sleeps before backward, rank `UNEVEN` has three
+times the batch, rank `SLOW_INPUT` waits for every batch, `BUCKET_MB` is DDP's bucket size.
 """
 
 import os
@@ -22,7 +22,7 @@ SLOW_INPUT = int(os.environ.get("SLOW_INPUT", -1))
 BUCKET_MB = float(os.environ.get("BUCKET_MB", 0.1))
 LAYERS = int(os.environ.get("LAYERS", 4))
 WIDTH = int(os.environ.get("WIDTH", 128))
-WIDE = int(os.environ.get("WIDE", WIDTH))  # in the middle
+WIDE = int(os.environ.get("WIDE", WIDTH))  # of the middle layer
 BATCH = int(os.environ.get("BATCH", 16))
 
 
@@ -55,7 +55,7 @@ def main(backend: str, steps: int) -> None:
             time.sleep(SLEEP_S)
         loss.backward()
         optimizer.step()
-        dist.all_reduce(loss.detach(), group=side)  # as one does to print it
+        dist.all_reduce(loss.detach(), group=side)  # to print it
     assert "tutti.profile" not in sys.modules
     dist.destroy_process_group()
 

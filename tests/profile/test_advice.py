@@ -1,7 +1,7 @@
-"""Advice on traces of a machine that is made up here, so that the truth of a forecast is known.
+"""Advice on traces of a simulated machine, for which the result of every change is known.
 
-The machine sends one message at a time, in α + β·bytes; a gradient of 1 KB is there every 10 µs of
-backward. Times are microseconds.
+The machine sends one message at a time, in α + β·bytes; every 10 µs of backward a gradient of
+1 KiB is ready. Times are microseconds.
 """
 
 import json
@@ -9,27 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trace_events import x
 
 from tutti.profile.explain import explain
-from tutti.profile.profile_table import profile_lines as lines
-from tutti.profile.what_if import fit_message_cost as fit
+from tutti.profile.profile_table import profile_lines
+from tutti.profile.what_if import fit_message_cost
 
 ENGINE = "autograd::engine::evaluate_function: "
-ALPHA, BETA = 200.0, 0.001  # of a message, and of each of its bytes
+ALPHA, BETA = 200.0, 0.001  # per message, per byte
 FORWARD, GRADIENTS = 1000, 400
 
 
-def _x(category: str, name: str, start: float, end: float, **arguments: Any) -> dict[str, Any]:
-    event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
-    return event | {"pid": 0, "tid": 7, "args": arguments}
-
-
 def _step(end: float) -> dict[str, Any]:
-    return _x("user_annotation", "ProfilerStep#0", 0, end)
+    return x("user_annotation", "ProfilerStep#0", 0, end)
 
 
 def _rows(folder: Path, *ranks: list[dict[str, Any]], **about: Any) -> dict[str, Any]:
-    """What is said of traces with these events, one list for each rank."""
+    """The explanation of traces with these events, one list for each rank."""
     folder.mkdir(exist_ok=True)
     files = []
     for rank, events in enumerate(ranks):
@@ -46,19 +42,19 @@ def _message(called: float, start: float, end: float, size: int) -> list[dict[st
     shape = {"Input Dims": [[[size // 4]]], "Input type": ["TensorList"]}
     kind = {"Input Dims": [[size // 4]], "Input type": ["float"]}
     return [
-        _x("cpu_op", "c10d::allreduce_", called, called, **shape),
-        _x("user_annotation", "gloo:all_reduce", start, end, **kind) | {"tid": 9},
+        x("cpu_op", "c10d::allreduce_", called, called, **shape),
+        x("user_annotation", "gloo:all_reduce", start, end, **kind) | {"tid": 9},
     ]
 
 
 def _ddp(bucket: int, first: int | None = None) -> list[dict[str, Any]]:
-    """A step of this machine with buckets of so many bytes."""
+    """A step of this machine with buckets of `bucket` bytes."""
     end = FORWARD + 10.0 * GRADIENTS + 1
-    events = [_x("cpu_op", "aten::mm", 0, end) | {"tid": 8}]
+    events = [x("cpu_op", "aten::mm", 0, end) | {"tid": 8}]
     sent, free, limit = 0, 0.0, first or bucket
     for number in range(1, GRADIENTS + 1):
         now = FORWARD + 10.0 * number
-        events.append(_x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", now - 1, now + 1))
+        events.append(x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", now - 1, now + 1))
         if 1024 * number - sent >= limit or number == GRADIENTS:
             size = 1024 * number - sent
             start = max(now, free)
@@ -78,95 +74,95 @@ def _exposed(rows: dict[str, Any]) -> float:
     return sum(shares) / len(shares)
 
 
-def test_latency_and_bandwidth_are_fitted_and_never_below_nothing() -> None:
+def test_latency_and_bandwidth_are_fitted_and_never_negative() -> None:
     sizes = (1000, 8000, 64_000)
 
-    right = fit([(size, 2e-4 + 1e-9 * size) for size in sizes])
-    faster = fit([(size, 1e-3 - 1e-9 * size) for size in sizes])
-    alike = fit([(4000, 1e-3), (5000, 1e-3)])
+    right = fit_message_cost([(size, 2e-4 + 1e-9 * size) for size in sizes])
+    faster = fit_message_cost([(size, 1e-3 - 1e-9 * size) for size in sizes])
+    alike = fit_message_cost([(4000, 1e-3), (5000, 1e-3)])
 
     assert right is not None and faster is not None and alike is not None
     assert (right.alpha, right.beta) == pytest.approx((2e-4, 1e-9))
     assert right.separated
     assert faster.beta == 0 and faster.alpha == pytest.approx(1e-3, rel=0.1)
     assert not alike.separated
-    assert fit([]) is None
+    assert fit_message_cost([]) is None
 
 
-def test_larger_buckets_are_forecast_as_this_machine_would_run_them(tmp_path: Path) -> None:
+def test_the_gain_of_larger_buckets_is_what_this_machine_gains(tmp_path: Path) -> None:
     """100 messages of 4 KB need 20.4 ms behind a backward of 4 ms; one bucket needs 0.6 ms."""
     before = _rows(tmp_path / "before", _ddp(4096, first=1024), _ddp(4096, first=1024))
-    said = _only(before, "buckets")
+    advice = _only(before, "buckets")
 
     after = _rows(tmp_path / "after", _ddp(1 << 20), _ddp(1 << 20))
 
-    assert before["advice"][0] == said
-    assert said["share"] == pytest.approx(_exposed(before), rel=1e-6)
-    assert said["remains_share"] == pytest.approx(_exposed(after), abs=0.01)
+    assert before["advice"][0] == advice
+    assert advice["share"] == pytest.approx(_exposed(before), rel=1e-6)
+    assert advice["remains_share"] == pytest.approx(_exposed(after), abs=0.01)
     length = [each["ranks"][0]["step_s"]["mean"] for each in (before, after)]
-    assert said["gain_s"] == pytest.approx(length[0] - length[1], rel=0.02)
-    assert "buckets of 1 MiB (one bucket)" in said["try"] and "at best" not in said["try"]
+    assert advice["gain_s"] == pytest.approx(length[0] - length[1], rel=0.02)
+    assert "buckets of 1 MiB (one bucket)" in advice["try"] and "at best" not in advice["try"]
     assert not [each for each in after["advice"] if each["id"] == "buckets"]
 
 
-def test_messages_of_one_size_bound_the_gain_and_the_text_says_so(tmp_path: Path) -> None:
-    events = [_step(5000), _x("cpu_op", "aten::mm", 0, 1000)]
+def test_with_one_message_size_the_gain_is_a_bound(tmp_path: Path) -> None:
+    events = [_step(5000), x("cpu_op", "aten::mm", 0, 1000)]
     for number in range(4):
         at = 200.0 * (number + 1)
-        events.append(_x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", at - 1, at + 1))
+        events.append(x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", at - 1, at + 1))
         events += _message(at, 1000 + 900 * number, 1900 + 900 * number, 4096)
 
-    said = _only(_rows(tmp_path, events, events), "buckets")
+    advice = _only(_rows(tmp_path, events, events), "buckets")
 
-    assert "at best" in said["try"]
-    assert 0 < said["remains_share"] < said["share"]
+    assert "at best" in advice["try"]
+    assert 0 < advice["remains_share"] < advice["share"]
 
 
-def test_gradients_summed_after_backward_could_hide_behind_it(tmp_path: Path) -> None:
-    """800 of sums; backward computes 600 after its first gradient."""
+def test_gradients_reduced_after_backward_could_be_hidden(tmp_path: Path) -> None:
+    """All-reduces take 800; backward computes 600 after its first gradient."""
     events = [
         _step(2000),
-        _x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 400, 401),
-        _x("cpu_op", "aten::mm", 401, 1001) | {"tid": 8},
-        _x("cpu_op", f"{ENGINE}MmBackward0", 990, 1001),
+        x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 400, 401),
+        x("cpu_op", "aten::mm", 401, 1001) | {"tid": 8},
+        x("cpu_op", f"{ENGINE}MmBackward0", 990, 1001),
         *_message(1100, 1100, 1900, 1 << 20),
     ]
 
-    said = _only(_rows(tmp_path, events, events), "overlap")
+    advice = _only(_rows(tmp_path, events, events), "overlap")
 
-    assert said["gain_s"] == pytest.approx(600e-6)
-    assert said["remains_share"] == pytest.approx(200 / 1400)
+    assert advice["gain_s"] == pytest.approx(600e-6)
+    assert advice["remains_share"] == pytest.approx(200 / 1400)
 
 
-def test_many_small_sums_lose_all_but_one_latency_when_grouped(tmp_path: Path) -> None:
+def test_grouped_messages_save_all_but_one_latency(tmp_path: Path) -> None:
     events, at = [], 100.0
     for number in range(10):
         size = 4096 if number % 2 else 65_536
         events += _message(at, at, at + ALPHA + BETA * size, size)
         at += ALPHA + BETA * size + 50
 
-    said = _only(_rows(tmp_path, [_step(at), *events], [_step(at), *events]), "grouping")
+    advice = _only(_rows(tmp_path, [_step(at), *events], [_step(at), *events]), "grouping")
 
-    assert said["gain_s"] == pytest.approx(9 * ALPHA / 1e6, rel=1e-3)
+    assert advice["gain_s"] == pytest.approx(9 * ALPHA / 1e6, rel=1e-3)
 
 
-def test_accumulation_is_for_what_other_cures_leave_and_names_its_price(tmp_path: Path) -> None:
+def test_accumulation_names_the_learning_rate(tmp_path: Path) -> None:
     rows = _rows(tmp_path, _ddp(1 << 20), _ddp(1 << 20))
-    said = _only(rows, "accumulation")
-    exposed = ALPHA + BETA * 1024 * GRADIENTS  # one bucket, when backward is over
+    advice = _only(rows, "accumulation")
+    exposed = ALPHA + BETA * 1024 * GRADIENTS  # one bucket, after backward
 
-    assert "learning rate" in said["try"]
-    assert "over 4 batches" in said["try"]  # of 11 % of the step, less than 5 remain
-    assert said["gain_s"] == pytest.approx(exposed * 3 / 4 / 1e6, rel=0.01)
+    assert "learning rate" in advice["try"]
+    assert "over 4 batches" in advice["try"]  # 11 % of the step, of which less than 5 remain
+    assert advice["gain_s"] == pytest.approx(exposed * 3 / 4 / 1e6, rel=0.01)
 
 
-def test_accumulation_comes_after_the_cure_whose_remainder_it_is_for(tmp_path: Path) -> None:
-    """Backward could hide 100 of 1500; accumulation would gain more, and changes the training."""
+def test_accumulation_is_listed_after_other_advice_on_gradients(tmp_path: Path) -> None:
+    """Backward could hide 100 of 1500; accumulation gains more but changes the training."""
     events = [
         _step(2000),
-        _x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 300, 301),
-        _x("cpu_op", "aten::mm", 301, 401) | {"tid": 8},
-        _x("cpu_op", f"{ENGINE}MmBackward0", 390, 401),
+        x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 300, 301),
+        x("cpu_op", "aten::mm", 301, 401) | {"tid": 8},
+        x("cpu_op", f"{ENGINE}MmBackward0", 390, 401),
         *_message(450, 450, 1950, 1 << 20),
     ]
 
@@ -178,32 +174,32 @@ def test_accumulation_comes_after_the_cure_whose_remainder_it_is_for(tmp_path: P
 
 
 @pytest.mark.parametrize(("load", "workers"), [(500.0, 1), (1500.0, 3)])
-def test_as_many_workers_as_hide_loading_behind_the_rest(
+def test_the_number_of_loader_workers_follows_from_the_loading_time(
     tmp_path: Path, load: float, workers: int
 ) -> None:
     name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
     slow = [
         _step(2000),
-        _x("user_annotation", name, 0, load),
+        x("user_annotation", name, 0, load),
         *_message(load + 400, load + 400, load + 450, 64),
     ]
     fast = [_step(2000), *_message(400, 400, load + 450, 64)]
 
-    said = _rows(tmp_path, fast, slow)["advice"][0]
+    advice = _rows(tmp_path, fast, slow)["advice"][0]
 
-    assert (said["id"], said["cause"]) == ("input", "input")
-    assert said["finding"].startswith("rank 1 waits")
-    assert f"num_workers={workers}" in said["try"]
-    assert said["gain_s"] == pytest.approx(load / 1e6)
-    assert said["remains_share"] == 0
+    assert (advice["id"], advice["cause"]) == ("input", "input")
+    assert advice["finding"].startswith("rank 1 waits")
+    assert f"num_workers={workers}" in advice["try"]
+    assert advice["gain_s"] == pytest.approx(load / 1e6)
+    assert advice["remains_share"] == 0
 
 
-def test_a_late_rank_is_told_from_an_uneven_split_by_its_work(tmp_path: Path) -> None:
+def test_a_slow_rank_and_an_uneven_batch_are_distinguished(tmp_path: Path) -> None:
     def rank(compute: float, batch: int) -> list[dict[str, Any]]:
         sizes = {"Input Dims": [[batch, 64], [64, 64]]}
         return [
             _step(1000),
-            _x("cpu_op", "aten::mm", 0, compute, **sizes),
+            x("cpu_op", "aten::mm", 0, compute, **sizes),
             *_message(compute, compute, 900, 4096),
         ]
 
@@ -216,33 +212,33 @@ def test_a_late_rank_is_told_from_an_uneven_split_by_its_work(tmp_path: Path) ->
     assert uneven["remains_share"] == 0
 
 
-def test_a_part_has_the_name_that_the_table_gives_it(tmp_path: Path) -> None:
+def test_advice_and_table_use_the_same_names_of_parts(tmp_path: Path) -> None:
     early = [_step(1000), *_message(200, 200, 900, 4096)]
     late = [_step(1000), *_message(800, 800, 900, 4096)]
 
     rows = _rows(tmp_path, early, late)
 
     assert "0.6 ms longer in gaps" in _only(rows, "straggler")["finding"]
-    assert "gaps" in list(lines(rows))[2]
+    assert "gaps" in list(profile_lines(rows))[2]
 
 
-def test_too_many_threads_for_the_cpus_are_named_with_the_number_that_fits(tmp_path: Path) -> None:
+def test_too_many_threads_are_reported_with_a_number_that_fits(tmp_path: Path) -> None:
     def rank(compute: float) -> list[dict[str, Any]]:
         sizes = {"Input Dims": [[32, 64], [64, 64]]}
-        return [_step(1000), _x("cpu_op", "aten::mm", 0, compute, **sizes)]
+        return [_step(1000), x("cpu_op", "aten::mm", 0, compute, **sizes)]
 
     crowd = {"threads": 4, "cpus": [0, 1, 2, 3]}
-    said = _only(_rows(tmp_path, rank(400), rank(600), tutti=crowd), "binding")
+    advice = _only(_rows(tmp_path, rank(400), rank(600), tutti=crowd), "binding")
     alike = _only(_rows(tmp_path, rank(600), rank(600), tutti=crowd), "binding")
 
-    assert "OMP_NUM_THREADS=2" in said["try"]
-    assert said["gain_s"] == pytest.approx(100e-6)  # the slower takes the mean
+    assert "OMP_NUM_THREADS=2" in advice["try"]
+    assert advice["gain_s"] == pytest.approx(100e-6)  # the slower rank would take the mean
     assert alike["gain_s"] is None and "does not tell" in alike["try"]
 
 
 def test_twice_the_microbatches_halve_the_bubble(tmp_path: Path) -> None:
     def message(operation: str, peer: int, start: float, end: float) -> dict[str, Any]:
-        said = {
+        advice = {
             "Collective name": operation,
             "Process Group Name": "0",
             "In msg nelems": 100,
@@ -251,24 +247,24 @@ def test_twice_the_microbatches_halve_the_bubble(tmp_path: Path) -> None:
             "Process Group Ranks": "[0, 1]",
             "Dst Rank" if operation == "send" else "Src Rank": peer,
         }
-        return _x("kernel", "ncclDevKernel_SendRecv()", start, end, **said)
+        return x("kernel", "ncclDevKernel_SendRecv()", start, end, **advice)
 
-    first = [_step(1000), _x("kernel", "gemm", 0, 400), message("send", 1, 400, 410)]
-    first += [_x("kernel", "gemm", 410, 790), message("send", 1, 790, 800)]
+    first = [_step(1000), x("kernel", "gemm", 0, 400), message("send", 1, 400, 410)]
+    first += [x("kernel", "gemm", 410, 790), message("send", 1, 790, 800)]
     second = [_step(1000), message("recv", 0, 0, 410), message("recv", 0, 410, 800)]
-    second.append(_x("kernel", "gemm", 800, 1000))
+    second.append(x("kernel", "gemm", 800, 1000))
 
-    said = _only(_rows(tmp_path, first, second), "microbatches")
+    advice = _only(_rows(tmp_path, first, second), "microbatches")
 
-    assert "with 2 microbatches" in said["finding"] and "--accumulation 4" in said["try"]
-    bubble = (400 + 380) / 2  # of the second rank; the mean over both
-    assert said["gain_s"] == pytest.approx(bubble / 2 / 1e6)
+    assert "with 2 microbatches" in advice["finding"] and "--accumulation 4" in advice["try"]
+    bubble = (400 + 380) / 2  # on the second rank; mean over both
+    assert advice["gain_s"] == pytest.approx(bubble / 2 / 1e6)
 
 
 def _sharded(kernels: list[tuple[str, int, float, float]]) -> list[dict[str, Any]]:
-    events = [_step(1000), _x("kernel", "gemm", 0, 100)]
+    events = [_step(1000), x("kernel", "gemm", 0, 100)]
     for sequence, (name, floats, start, end) in enumerate(kernels):
-        said = {
+        advice = {
             "Collective name": name,
             "Process Group Name": "0",
             "In msg nelems": floats,
@@ -277,12 +273,12 @@ def _sharded(kernels: list[tuple[str, int, float, float]]) -> list[dict[str, Any
             "Group size": 2,
             "Process Group Ranks": "[0, 1]",
         }
-        events.append(_x("kernel", "ncclDevKernel_X()", start, end, **said))
+        events.append(x("kernel", "ncclDevKernel_X()", start, end, **advice))
     return events
 
 
-def test_sharding_and_replicas_are_weighed_by_memory(tmp_path: Path) -> None:
-    """A model of 4 MB: whole copies of it and its states take 4 × 4 MB × 1/2 more."""
+def test_sharding_or_replicas_are_advised_by_free_memory(tmp_path: Path) -> None:
+    """A model of 4 MB: replicas of it and its states take 4 × 4 MB × 1/2 more."""
     sharded = _sharded(
         [
             ("_allgather_base", 1_000_000, 100, 300),
@@ -305,8 +301,8 @@ def test_sharding_and_replicas_are_weighed_by_memory(tmp_path: Path) -> None:
     assert "replicas" not in {each["id"] for each in rows("no", sharded, 70e6, 80e6)["advice"]}
 
 
-def test_accumulation_is_not_lessened_by_what_is_gained_on_another_axis(tmp_path: Path) -> None:
-    """300 of sums, 300 of sharding, a third of which replicas would save."""
+def test_a_gain_on_another_axis_does_not_reduce_that_of_accumulation(tmp_path: Path) -> None:
+    """300 of all-reduces, 300 of sharding, of which replicas would save a third."""
     events = _sharded(
         [
             ("_allgather_base", 1_000_000, 100, 300),
@@ -321,28 +317,28 @@ def test_accumulation_is_not_lessened_by_what_is_gained_on_another_axis(tmp_path
     assert _only(rows, "accumulation")["gain_s"] == pytest.approx(300e-6 * 7 / 8)
 
 
-def test_a_gpu_without_work_is_a_bound_not_a_promise(tmp_path: Path) -> None:
-    said = _only(_rows(tmp_path, [_step(1000), _x("kernel", "gemm", 0, 400)]), "gaps")
+def test_the_gain_of_gpu_gaps_is_a_bound(tmp_path: Path) -> None:
+    advice = _only(_rows(tmp_path, [_step(1000), x("kernel", "gemm", 0, 400)]), "gaps")
 
-    assert said["gain_s"] == pytest.approx(600e-6)
-    assert "at best" in said["try"]
+    assert advice["gain_s"] == pytest.approx(600e-6)
+    assert "at best" in advice["try"]
 
 
-def test_the_table_prints_five_at_most_the_largest_first_in_80_columns(tmp_path: Path) -> None:
+def test_the_table_prints_the_five_largest_gains_in_80_columns(tmp_path: Path) -> None:
     rows = _rows(tmp_path, _ddp(4096), _ddp(4096))
     gains = [each["gain_s"] or 0.0 for each in rows["advice"]]
     rows["advice"] = 6 * rows["advice"]
 
-    printed = list(lines(rows))
+    printed = list(profile_lines(rows))
 
     assert gains == sorted(gains, reverse=True)
     assert sum(line.startswith("- ") for line in printed) == 5
     assert max(map(len, printed)) <= 80
     for width in (60, 100):
-        assert max(map(len, lines(rows, width))) <= width
+        assert max(map(len, profile_lines(rows, width))) <= width
 
 
-def test_a_run_that_has_nothing_wrong_gets_no_advice(tmp_path: Path) -> None:
-    events = [_step(1000), _x("cpu_op", "aten::mm", 0, 1000)]
+def test_a_run_without_losses_gets_no_advice(tmp_path: Path) -> None:
+    events = [_step(1000), x("cpu_op", "aten::mm", 0, 1000)]
 
     assert _rows(tmp_path, events, events)["advice"] == []

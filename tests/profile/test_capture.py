@@ -1,360 +1,183 @@
-"""Programs that know nothing of tutti are captured and explained: real processes."""
+"""Capture inside this process: its schedule, other profilers, existing traces."""
 
-import importlib.util
-import json
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from tutti.cli.train import main as train
+from tutti.profile.capture import Capture
+from tutti.profile.captured_command import resolve_command
 from tutti.profile.trace_file import TraceFile
 from tutti.profile.trace_reader import read_rank
-from worlds import TUTTI, run_command
-
-SCRIPT = Path(__file__).parent / "plain_ddp.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-STEPS = 6
-SCHEDULE = ["--wait", "1", "--warmup", "1", "--active", str(STEPS)]
-RANKS = 4
-LATE, SLEEP_S = 1, 0.03  # of plain_ddp.py
+from tutti.world.errors import UsageError
 
 
-def _profile(
-    out: Path, command: list[Any], env: dict[str, str] | None = None, flags: Sequence[Any] = ()
-) -> dict[str, Any]:
-    result = out / "result.json"
-    words = [*TUTTI, "profile", "--out", out, *SCHEDULE, "--json", result, *flags, "--", *command]
-    done = run_command(words, env=env, cwd=out.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows: dict[str, Any] = json.loads(result.read_text())
-    rows["printed"] = done.stdout
-    return rows
+def _step() -> None:
+    torch.ones(4, requires_grad=True).sum().backward()
 
 
-@pytest.fixture(scope="module")
-def gloo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Plain DDP on four ranks under torchrun, on gloo; one sleeps before its backward."""
-    out = tmp_path_factory.mktemp("gloo") / "out"
-    command = [*TORCHRUN, str(RANKS), SCRIPT, "gloo", "10"]
-    return out, _profile(out, command, {"LATE": str(LATE)})
+def _about(directory: Path, rank: int = 0) -> dict[str, Any]:
+    file = TraceFile(directory / f"rank{rank}.json.gz")
+    numbers = []
+    for event in file.events():
+        number = re.fullmatch(r"ProfilerStep#(\d+)", str(event.get("name")))
+        if number and event.get("cat") == "user_annotation":
+            numbers.append(int(number[1]))
+    about: dict[str, Any] = file.metadata["tutti"]
+    return {**about, "numbers": sorted(numbers)}
 
 
-def test_a_plain_ddp_script_is_captured_on_every_rank(gloo: tuple[Path, dict[str, Any]]) -> None:
-    out, rows = gloo
+def test_a_loop_that_ends_early_records_the_number_of_complete_steps(tmp_path: Path) -> None:
+    with Capture(tmp_path, wait=1, warmup=1, active=9) as capture:
+        for _ in range(5):
+            _step()
+            capture.step()
 
-    assert sorted(path.name for path in (out / "traces").iterdir()) == [
-        f"rank{rank}.json.gz" for rank in range(RANKS)
-    ]
-    assert rows["schema"] == "tutti.profile/1"
-    assert {"environment", "command", "ranks", "steps", "comm", "stragglers"} <= set(rows)
-    assert [each["rank"] for each in rows["ranks"]] == list(range(RANKS))
-    assert all(each["steps"] == STEPS and each["backend"] == "gloo" for each in rows["ranks"])
-
-
-@pytest.mark.measured
-def test_a_trace_says_what_the_steps_were_like_without_it(
-    gloo: tuple[Path, dict[str, Any]],
-) -> None:
-    for path, row in zip(sorted((gloo[0] / "traces").iterdir()), gloo[1]["ranks"], strict=True):
-        about = read_rank(path).capture_info
-
-        assert len(about["step_s"]) == 1  # the step in --wait
-        assert about["step_s"][0] > 0.9 * SLEEP_S  # one sleeps, the others wait for it
-        assert 0.5 < about["overhead"] < 20
-        assert row["recording_overhead"] == about["overhead"]
-        assert about["batch"] == 16  # the DataLoader's
-        assert about["threads"] == 1
-        assert about["cpus"] == sorted(os.sched_getaffinity(0))
+    about = _about(tmp_path)
+    assert about["numbers"] == [2, 3, 4, 5]  # torch closes the step that had begun
+    assert about["steps"] == 5
 
 
-@pytest.mark.measured
-def test_the_rank_that_sleeps_is_the_one_others_wait_for(gloo: tuple[Path, dict[str, Any]]) -> None:
-    _, rows = gloo
+def test_a_finished_schedule_has_only_complete_steps(tmp_path: Path) -> None:
+    with Capture(tmp_path, wait=1, warmup=1, active=2) as capture:
+        for _ in range(9):
+            _step()
+            capture.step()
 
-    _assert_named_with_its_cost(rows)
-    # What it did instead is in no operator: a gap on its own side, waiting on the others'.
-    for part, more in (("host_gap", True), ("wait", False)):
-        seconds = [each["parts_s"][part] for each in rows["ranks"]]
-        late = seconds.pop(LATE)
-        assert all((late > other) == more for other in seconds)
-    assert rows["stragglers"][0]["instead"]["part"] == "host_gap"
+    about = _about(tmp_path)
+    assert about["numbers"] == [2, 3]
+    assert about["steps"] == 4
 
 
-def _assert_named_with_its_cost(rows: dict[str, Any]) -> None:
-    worst = rows["stragglers"][0]
-    assert worst["rank"] == LATE
-    assert worst["straggler"] and worst["steady"]
-    assert worst["cost_s"]["p50"] == pytest.approx(SLEEP_S, rel=0.2)
-    assert f"rank {LATE} is late" in rows["printed"]
+def test_nothing_is_written_before_a_recorded_step_has_ended(tmp_path: Path) -> None:
+    with Capture(tmp_path, wait=1, warmup=1, active=2) as capture:
+        for _ in range(2):
+            _step()
+            capture.step()
 
-
-def test_the_parts_of_every_step_add_up_to_it(gloo: tuple[Path, dict[str, Any]]) -> None:
-    _, rows = gloo
-
-    assert len(rows["steps"]) == RANKS * STEPS
-    for each in rows["steps"]:
-        assert sum(each["parts_s"].values()) == pytest.approx(each["seconds"], rel=1e-6)
-        assert min(each["parts_s"].values()) >= -1e-9
-        assert each["parts_s"]["input"] > 0  # the DataLoader is seen
-
-
-def test_collectives_are_matched_by_group_and_sequence_with_their_sizes(
-    gloo: tuple[Path, dict[str, Any]],
-) -> None:
-    _, rows = gloo
-    gradients = [each for each in rows["comm"] if each["op"] == "all_reduce" and each["bytes"] > 4]
-    losses = [each for each in rows["comm"] if each["bytes"] == 4]
-
-    assert len({each["group"] for each in rows["comm"]}) == 2  # DDP's and the script's own
-    assert all(each["matched"] == each["count"] for each in rows["comm"])
-    parameters = 4 * (128 * 128 + 128) * 4  # bytes
-    assert sum(each["bytes"] * each["count"] for each in gradients) == STEPS * parameters
-    assert sum(each["count"] for each in losses) == STEPS  # each at the beginning of the next step
-
-
-def test_the_table_fits_80_columns(gloo: tuple[Path, dict[str, Any]]) -> None:
-    _, rows = gloo
-
-    assert max(map(len, rows["printed"].splitlines())) <= 80
-
-
-def test_a_trace_is_read_again_without_those_of_other_ranks(
-    gloo: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    out, rows = gloo
-    (tmp_path / "rank1.json.gz").write_bytes((out / "traces" / "rank1.json.gz").read_bytes())
-
-    result = tmp_path / "r" / "r.json"
-    done = run_command([*TUTTI, "profile", "--trace", tmp_path, "--json", result])
-    again = json.loads(result.read_text())
-
-    assert done.returncode == 0, done.stderr
-    assert "traces of ranks 0, 2, 3 are missing" in again["notes"][0]
-    assert [each["rank"] for each in again["ranks"]] == [1]
-    assert again["ranks"][0]["step_s"] == pytest.approx(rows["ranks"][1]["step_s"])
-
-
-def test_one_timeline_opens_with_an_arrow_for_every_matched_collective(
-    gloo: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    out, rows = gloo
-    merged = tmp_path / "all.json.gz"
-
-    done = run_command([*TUTTI, "profile", "--trace", out, "--merge", merged])
-
-    assert done.returncode == 0, done.stderr
-    events = list(TraceFile(merged).events())
-    slices = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
-    ends = [e for e in events if e["ph"] == "f" and e.get("cat") == "tutti"]
-    # From the rank that came last to each of the others.
-    assert len(ends) == (RANKS - 1) * sum(each["matched"] for each in rows["comm"])
-    assert all((e["pid"], e["tid"]) in slices for e in ends)
-
-
-@pytest.mark.measured
-def test_shm_under_tutti_run_is_explained_the_same(tmp_path: Path) -> None:
-    run = ["tutti", "run", "-n", str(RANKS), "--device", "cpu", SCRIPT, "shm", "10"]
-    board = ["--tensorboard", tmp_path / "board"]
-    rows = _profile(tmp_path / "out", run, {"LATE": str(LATE)}, board)
-
-    _assert_named_with_its_cost(rows)
-    assert {each["backend"] for each in rows["ranks"]} == {"shm"}
-    assert all(each["bytes"] for each in rows["comm"])
-    # TensorBoard's profile plugin goes by names like these, and reads the same traces.
-    found = sorted((tmp_path / "board").iterdir())
-    assert [re.sub(r"\d{19}", "TIME", path.name) for path in found] == [
-        f"rank{rank}.TIME.pt.trace.json.gz" for rank in range(RANKS)
-    ]
-    assert found[0].read_bytes() == (tmp_path / "out/traces/rank0.json.gz").read_bytes()
-    for each in rows["steps"]:
-        assert sum(each["parts_s"].values()) == pytest.approx(each["seconds"], rel=1e-6)
-
-
-OWN_LOOP = """
-import torch, tutti
-from torch.utils.data import DataLoader, dataloader
-draw = dataloader._BaseDataLoaderIter.__next__
-for batch in DataLoader(range(9)):
-    pass  # no training yet
-weight = torch.zeros(8, requires_grad=True)
-with tutti.profile("traces", wait=1, warmup=0, active=2) as p:
-    for microbatch, x in enumerate(DataLoader(range(40), batch_size=4)):
-        (weight.sum() - x.sum()).square().backward()
-        if microbatch % 2:
-            p.step()
-        if p.path is not None:
-            assert dataloader._BaseDataLoaderIter.__next__ is draw
-print(p.path.name)
-"""
-
-
-def test_ones_own_loop_says_where_its_steps_end(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text(OWN_LOOP)
-
-    done = run_command([sys.executable, "loop.py"], cwd=tmp_path)
-    read = run_command([*TUTTI, "profile", "--trace", tmp_path, "--json", tmp_path / "r.json.out"])
-
-    assert done.stdout.strip() == "rank0.json.gz", done.stderr
-    assert read.returncode == 0, read.stderr
-    rows = json.loads((tmp_path / "r.json.out").read_text())
-    assert [each["step"] for each in rows["steps"]] == [1, 2]
-    assert rows["ranks"][0]["parts_s"]["compute"] > 0
-    assert read_rank(tmp_path / "traces" / "rank0.json.gz").capture_info["batch"] == 2 * 4
-
-
-def test_training_of_tuttis_own_says_its_batch_and_shows_its_input(tmp_path: Path) -> None:
-    run = [*TUTTI, "train", "--recipe", "lenet", "--batch", "8", "--accumulation", "2"]
-    run += ["--device", "cpu", "--steps", "12", "--no-evaluate", "--profile", "--out", "run"]
-
-    done = run_command(run, cwd=tmp_path)
-
-    assert done.returncode == 0, done.stderr
-    trace = read_rank(tmp_path / "run" / "traces" / "rank0.json.gz")
-    assert trace.capture_info["batch"] == 16
-    assert len(trace.capture_info["step_s"]) == 3
-    assert trace.input.seconds > 0
-
-
-NVTX = """
-import torch
-model = torch.nn.Linear(64, 64).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-seen = set()
-for _ in range(9):
-    model(torch.ones(64, device="cuda")).sum().backward()
-    optimizer.step()
-    seen.add(torch._C._autograd._profiler_type().name)
-print(sorted(seen))
-"""
-
-
-@pytest.mark.gpu
-def test_steps_are_marked_for_nsight_instead_of_recorded(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(NVTX)
-    words = [*TUTTI, "profile", "--nvtx", *SCHEDULE, "--", "program.py"]
-
-    done = run_command(words, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": "0"})
-
-    assert done.returncode == 0, done.stderr
-    assert "NVTX" in done.stdout  # torch's profiler gave every operator a range
-    assert "Exception" not in done.stderr
-    assert "steps 2 to 7 are marked for Nsight Systems" in done.stderr
-    assert not (tmp_path / "runs").exists()
-
-
-def test_start_up_code_leaves_other_programs_alone(tmp_path: Path) -> None:
-    """torch is not imported, the environment's own sitecustomize runs, the exit code is kept."""
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.mine = True")
-    (tmp_path / "program.py").write_text(
-        "import sys, sitecustomize\n"
-        "assert sys.mine and sitecustomize.__file__.endswith('sitecustomize.py')\n"
-        "assert 'torch' not in sys.modules and 'tutti' not in sys.modules\n"
-        "assert not any(entry.endswith('startup') for entry in sys.path)\n"
-        "sys.exit(7)\n"
-    )
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-
-    done = run_command(
-        [*TUTTI, "profile", "--", "program.py"], env={"PYTHONPATH": path}, cwd=tmp_path
-    )
-
-    assert done.returncode == 7, done.stderr
-    assert "nothing was captured. Either no process took 7 steps" in done.stderr
-    assert "python -I" in done.stderr
-
-
-OWN_PROFILER = """
-import importlib.util
-assert importlib.util.find_spec("torch")  # as libraries do before they import it
-import torch
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with torch.profiler.profile() as mine:
-    for _ in range(9):
-        model(torch.ones(4)).sum().backward()
-        optimizer.step()
-assert any(event.name == "aten::linear" for event in mine.events())
-"""
-
-
-def test_a_program_with_a_profiler_of_its_own_keeps_it(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(OWN_PROFILER)
-
-    done = run_command([*TUTTI, "profile", "--", "program.py"], cwd=tmp_path)
-
-    assert done.returncode == 2, done.stderr
-    assert "a torch.profiler of its own" in done.stderr
-    assert "AssertionError" not in done.stderr
+    assert capture.path is None
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([], "--trace"),
-        (["--trace", "nowhere"], "does not exist"),
-        (["--", "no-such-program"], "is not a program"),
-        (["--active", "0", "--", "python", "x.py"], "--active must be at least 1"),
-        (
-            ["--nvtx", "--", "python", "x.py"],
-            "--nvtx marks steps for Nsight Systems and needs CUDA",
-        ),
-        (
-            ["--nvtx", "--json", "x.json", "--", "python", "x.py"],
-            "--nvtx records no trace for --json",
-        ),
-    ],
+    ("wait", "warmup", "kept"),
+    [(4, 2, 0), (8, 1, 3), (2, 5, 0)],  # during our warm-up, during our recording, before both
 )
-def test_mistakes_are_one_line(flags: list[str], said: str, tmp_path: Path) -> None:
-    done = run_command([*TUTTI, "profile", *flags], cwd=tmp_path)
+def test_a_profiler_that_the_program_starts_later_has_priority(
+    wait: int, warmup: int, kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = torch.autograd.profiler.profile._prepare_trace
+    optimizer = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=0.1)
+    Capture(tmp_path, wait=2, warmup=2, active=9).follow_optimizers()
+    order = torch.profiler.schedule(wait=wait, warmup=warmup, active=2, repeat=1)
+    with torch.profiler.profile(schedule=order) as mine:
+        for _ in range(14):
+            _step()
+            optimizer.step()
+            mine.step()
 
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_an_accelerate_script_is_captured(tmp_path: Path) -> None:
-    script = Path(__file__).parent / "plain_accelerate.py"
-
-    rows = _profile(tmp_path / "out", [*TORCHRUN, "2", script, "16"])
-
-    assert [each["rank"] for each in rows["ranks"]] == [0, 1]
-    assert any(each["op"] == "all_reduce" for each in rows["comm"])
-    about = read_rank(tmp_path / "out" / "traces" / "rank0.json.gz").capture_info
-    assert about["batch"] == 16  # its own loader deals out batches of this size
-
-
-LIGHTNING = """
-import torch
-try:
-    import lightning as L
-except ImportError:
-    import pytorch_lightning as L
-class Model(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(64, 64)
-    def training_step(self, batch, index):
-        return self.layer(batch).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-loader = torch.utils.data.DataLoader(torch.randn(512, 64), batch_size=16)
-L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=12, logger=False,
-          enable_checkpointing=False, enable_progress_bar=False).fit(Model(), loader)
-"""
+    assert any(event.name == "aten::sum" for event in mine.events())
+    said = capsys.readouterr().err
+    assert said.count("a torch.profiler of its own") == len(said.splitlines()) == 1
+    assert torch.autograd.profiler.profile._prepare_trace is given
+    assert bool(kept) == (tmp_path / "rank0.json.gz").exists()
+    if kept:
+        assert _about(tmp_path)["steps"] == 2 + 2 + kept
+    mine.export_chrome_trace(str(tmp_path / "theirs.json"))
+    first = wait + warmup
+    assert [each.number for each in read_rank(tmp_path / "theirs.json").steps] == [first, first + 1]
 
 
-@pytest.mark.skipif(
-    not any(map(importlib.util.find_spec, ("lightning", "pytorch_lightning"))),
-    reason="Lightning is not installed here",
-)
-def test_a_lightning_script_is_captured(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(LIGHTNING)
+def test_an_idle_profiler_of_the_program_marks_no_steps_in_our_trace(tmp_path: Path) -> None:
+    given = torch.profiler.profile.step
+    optimizer = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=0.1)
+    Capture(tmp_path, wait=1, warmup=1, active=4).follow_optimizers()
+    order = torch.profiler.schedule(wait=50, warmup=1, active=2)
+    with torch.profiler.profile(schedule=order) as mine:
+        for _ in range(8):
+            _step()
+            optimizer.step()
+            mine.step()
 
-    rows = _profile(tmp_path / "out", ["python", "script.py"])
+    assert [each.number for each in read_rank(tmp_path / "rank0.json.gz").steps] == [2, 3, 4, 5]
+    assert torch.profiler.profile.step is given
 
-    assert [each["rank"] for each in rows["ranks"]] == [0, 1]
-    assert any(each["op"] == "all_reduce" for each in rows["comm"])
+
+def test_shapes_are_recorded_on_cpus_even_if_the_host_has_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def profiler(**options: Any) -> Mock:
+        asked.update(options)
+        return Mock()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.profiler, "profile", profiler)
+    with Capture(tmp_path):
+        pass
+
+    assert asked["record_shapes"] is True
+
+
+def test_train_profile_enlarges_the_flight_recorder_before_the_first_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "")  # restored at the end
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
+    seen = []
+
+    def init(**_: Any) -> None:
+        seen.append(os.environ.get("TORCH_FR_BUFFER_SIZE"))
+        raise UsageError("that is all")
+
+    monkeypatch.setattr("tutti.world.world.init", init)
+    for flags in ([], ["--profile"]):
+        with pytest.raises(UsageError):
+            train(["--device", "cpu", *flags, "--out", str(tmp_path)])
+
+    assert seen == [None, "20000"]
+
+
+def test_a_second_training_in_a_command_keeps_the_traces_of_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for active in (1, 2):
+        with Capture(tmp_path, wait=0, warmup=0, active=active, replace=False) as capture:
+            for _ in range(active):
+                _step()
+                capture.step()
+        paths.append(capture.path)
+
+    assert paths == [tmp_path / "rank0.json.gz", None]
+    assert _about(tmp_path)["steps"] == 1
+    said = capsys.readouterr().err
+    assert "rank0.json.gz exists" in said and len(said.splitlines()) == 1
+
+
+def test_a_loop_that_records_again_replaces_its_trace(tmp_path: Path) -> None:
+    for active in (1, 2):
+        with Capture(tmp_path, wait=0, warmup=0, active=active) as capture:
+            for _ in range(active):
+                _step()
+                capture.step()
+
+    assert _about(tmp_path)["steps"] == 2
+
+
+def test_a_folder_does_not_hide_a_tutti_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").mkdir()
+
+    words = resolve_command(["train", "--ranks", "2"], ["train", "report"])
+
+    assert words == [sys.executable, "-m", "tutti", "train", "--ranks", "2"]

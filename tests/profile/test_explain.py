@@ -1,16 +1,16 @@
-"""What an explanation says of traces whose truth is known: written here, event by event."""
+"""Explanations of traces that are written here, event by event."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from written import STEP, all_reduce, parts, step, tag, write, x
+from trace_events import STEP, all_reduce, parts, step, tag, write, x
 
 from tutti.profile.explain import Explanation, explain, trace_files
 from tutti.profile.merged_trace import write_merged_trace
 from tutti.profile.trace_file import TraceFile
-from tutti.report.figure import PART_NAMES
 from tutti.report.figures.step_timeline import timeline
+from tutti.report.plot import PART_NAMES
 from tutti.report.sources import Run, read_sources
 from tutti.world.errors import UsageError
 
@@ -26,11 +26,11 @@ def _two_ranks(folder: Path, base: int = 0, host: str = "n0") -> Explanation:
     return explain([write(folder, 0, early), write(folder, 1, late, base, host)])
 
 
-def test_every_moment_of_a_step_is_in_one_part(tmp_path: Path) -> None:
+def test_every_moment_of_a_step_is_in_exactly_one_part(tmp_path: Path) -> None:
     explanation = _two_ranks(tmp_path)
 
     for number in (0, 1):
-        # Waits from the end of its own compute at 400 until rank 1 arrives at 600.
+        # Waits from the end of compute at 400 until rank 1 arrives at 600.
         assert parts(explanation, 0, number) == {
             "compute": 300,
             "hidden": 100,
@@ -44,7 +44,7 @@ def test_every_moment_of_a_step_is_in_one_part(tmp_path: Path) -> None:
         assert sum(each.parts.values()) == pytest.approx(each.seconds, rel=1e-9)
 
 
-def test_overlap_is_what_hta_defines(tmp_path: Path) -> None:
+def test_overlap_is_defined_as_in_hta(tmp_path: Path) -> None:
     rows = _two_ranks(tmp_path).rows()
 
     # |communication ∩ compute| / |communication| = 100 / 500
@@ -52,7 +52,7 @@ def test_overlap_is_what_hta_defines(tmp_path: Path) -> None:
     assert rows["ranks"][1]["overlap"] == 0
 
 
-def test_the_late_rank_is_the_one_that_arrives_last_and_has_the_shorter_kernel(
+def test_the_straggler_arrives_last_and_has_the_shorter_kernel(
     tmp_path: Path,
 ) -> None:
     (row,) = _two_ranks(tmp_path).rows()["stragglers"]
@@ -63,11 +63,11 @@ def test_the_late_rank_is_the_one_that_arrives_last_and_has_the_shorter_kernel(
     assert row["cost_s"]["mean"] == pytest.approx(200e-6)
     assert row["late_by_s"]["p50"] == pytest.approx(300e-6)
     assert row["made_wait"] == {"0": pytest.approx(400e-6)}
-    # 600 of compute alone where the other has 300: that is why it is late.
+    # It computes 600, the other rank 300: that is why it is late.
     assert row["instead"] == {"part": "compute", "seconds": pytest.approx(300e-6)}
 
 
-def test_bandwidth_counts_moving_not_waiting(tmp_path: Path) -> None:
+def test_bandwidth_excludes_waiting(tmp_path: Path) -> None:
     (row,) = _two_ranks(tmp_path).rows()["comm"]
 
     assert (row["op"], row["bytes"], row["count"], row["matched"]) == ("all_reduce", 4e6, 2, 2)
@@ -77,9 +77,7 @@ def test_bandwidth_counts_moving_not_waiting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ahead_ns", [7_000_000_000, -40_000_000, 300_000])
-def test_clocks_that_differ_are_aligned_by_the_ends_of_collectives(
-    tmp_path: Path, ahead_ns: int
-) -> None:
+def test_clocks_are_aligned_by_the_ends_of_collectives(tmp_path: Path, ahead_ns: int) -> None:
     right, skewed = tmp_path / "right", tmp_path / "skewed"
     right.mkdir(), skewed.mkdir()
 
@@ -90,7 +88,7 @@ def test_clocks_that_differ_are_aligned_by_the_ends_of_collectives(
         assert parts(explanation, rank, 0) == parts(_two_ranks(right), rank, 0)
 
 
-def test_a_missing_rank_is_said_and_the_others_are_explained(tmp_path: Path) -> None:
+def test_a_missing_rank_is_noted_and_the_others_are_explained(tmp_path: Path) -> None:
     _two_ranks(tmp_path)
 
     explanation = explain([tmp_path / "rank1.json"])
@@ -100,7 +98,7 @@ def test_a_missing_rank_is_said_and_the_others_are_explained(tmp_path: Path) -> 
     assert explanation.rows()["stragglers"] == []
 
 
-def test_a_damaged_file_is_left_out_and_named(tmp_path: Path) -> None:
+def test_a_damaged_file_is_noted_and_left_out(tmp_path: Path) -> None:
     _two_ranks(tmp_path)
     (tmp_path / "rank0.json").write_text("not a trace")
 
@@ -110,8 +108,8 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path: Path) -> None:
     assert any(note.startswith("rank0.json is left out") for note in explanation.notes)
 
 
-def test_of_several_traces_of_a_rank_the_newest_is_explained(tmp_path: Path) -> None:
-    """Two cycles of a profiler on two ranks; the files' names sort the other way."""
+def test_the_newest_trace_of_a_rank_is_explained(tmp_path: Path) -> None:
+    """Two profiler cycles on two ranks; the file names sort the other way."""
     files = []
     for cycle, name in enumerate("ba"):
         for rank in (0, 1):
@@ -125,7 +123,7 @@ def test_of_several_traces_of_a_rank_the_newest_is_explained(tmp_path: Path) -> 
     assert any(note.startswith("b0.json, b1.json: left out") for note in explanation.notes)
 
 
-def test_traces_that_do_not_say_whose_they_are_get_the_ranks_that_are_free(tmp_path: Path) -> None:
+def test_traces_without_a_rank_get_the_free_ranks(tmp_path: Path) -> None:
     events = [step(0), x("kernel", "gemm", 0, 900)]
     unknown = {"distributedInfo": {"rank": -1, "world_size": 3}}
     files = [write(tmp_path, 0, events, name=f"{name}.json", **unknown) for name in "ab"]
@@ -137,8 +135,8 @@ def test_traces_that_do_not_say_whose_they_are_get_the_ranks_that_are_free(tmp_p
     assert any("in file order" in note for note in explanation.notes)
 
 
-def test_a_step_that_the_program_did_not_finish_is_none(tmp_path: Path) -> None:
-    """Three steps of 1000 and what torch closes when the program ends."""
+def test_an_unfinished_step_is_ignored(tmp_path: Path) -> None:
+    """Three steps of 1000, and one that torch closes when the program ends."""
     events = [step(n) for n in range(3, 6)] + [step(6) | {"dur": 5.0}]
     events += [x("cpu_op", "aten::mm", n * STEP, n * STEP + 900) for n in range(3, 6)]
 
@@ -150,7 +148,7 @@ def test_a_step_that_the_program_did_not_finish_is_none(tmp_path: Path) -> None:
     assert len(foreign.steps) == 4
 
 
-def test_on_a_device_a_step_is_when_the_device_works_on_it(tmp_path: Path) -> None:
+def test_on_a_gpu_a_step_is_the_time_of_its_kernels(tmp_path: Path) -> None:
     """The host is 2 steps ahead; its second step ends before the device begins it."""
     events = [step(0) | {"dur": 50.0}, step(1) | {"ts": 50.0, "dur": 50.0}]
     for n, (start, end) in enumerate([(100, 700), (800, 1600)]):
@@ -180,7 +178,7 @@ def _message(operation: str, peer: int, start: float, end: float) -> dict[str, A
     return x("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgs)", start, end, **said)
 
 
-def test_waiting_for_a_stage_before_is_the_bubble_of_a_pipeline(tmp_path: Path) -> None:
+def test_waiting_for_the_previous_stage_is_a_pipeline_bubble(tmp_path: Path) -> None:
     first = [step(0), x("kernel", "gemm", 0, 500), _message("send", 1, 500, 550)]
     second = [step(0), _message("recv", 0, 0, 550), x("kernel", "gemm", 550, 1000)]
 
@@ -190,7 +188,7 @@ def test_waiting_for_a_stage_before_is_the_bubble_of_a_pipeline(tmp_path: Path) 
     assert parts(explanation, 0, 0) == {"compute": 500, "exposed": 50, "host_gap": 450}
 
 
-def test_a_batch_of_sends_and_receives_names_no_peer_and_is_a_bubble_too(tmp_path: Path) -> None:
+def test_a_batch_of_sends_and_receives_without_a_peer_is_a_bubble(tmp_path: Path) -> None:
     batch = "ncclDevKernel_SendRecv(ncclDevKernelArgs)"
     first = [step(0), x("kernel", "gemm", 0, 500), x("kernel", batch, 500, 550)]
     second = [step(0), x("kernel", batch, 0, 550), x("kernel", "gemm", 550, 1000)]
@@ -198,14 +196,14 @@ def test_a_batch_of_sends_and_receives_names_no_peer_and_is_a_bubble_too(tmp_pat
     explanation = explain([write(tmp_path, 0, first), write(tmp_path, 1, second)])
 
     assert parts(explanation, 1, 0) == {"bubble": 550, "compute": 450}
-    # The figure of a report draws the same.
+    # The timeline of a report shows the same.
     (figure,) = timeline(Run("run", tmp_path, explanation=explanation))
     drawn = {(row[0], row[2]): row[4] for row in figure.table.rows}
     assert drawn[1, PART_NAMES["bubble"]] == pytest.approx(0.55)
     assert (1, PART_NAMES["exposed"]) not in drawn
 
 
-def test_one_timeline_has_all_ranks_aligned_and_an_arrow_from_the_late_one(tmp_path: Path) -> None:
+def test_the_merged_trace_has_aligned_ranks_and_arrows_from_the_late_one(tmp_path: Path) -> None:
     explanation = _two_ranks(tmp_path, base=5_000_000, host="n1")
     merged = tmp_path / "merged.json.gz"
 
@@ -227,7 +225,7 @@ def test_one_timeline_has_all_ranks_aligned_and_an_arrow_from_the_late_one(tmp_p
 
 
 @pytest.mark.parametrize("name", ["all.json.gz", "a.json"])
-def test_a_merged_timeline_beside_the_traces_is_no_rank(tmp_path: Path, name: str) -> None:
+def test_a_merged_trace_beside_the_traces_is_ignored(tmp_path: Path, name: str) -> None:
     write_merged_trace(tmp_path / name, _two_ranks(tmp_path))
 
     assert [path.name for path in trace_files(tmp_path)] == ["rank0.json", "rank1.json"]
@@ -237,10 +235,10 @@ def test_a_merged_timeline_beside_the_traces_is_no_rank(tmp_path: Path, name: st
     assert [row["rank"] for row in (run.profile or {})["ranks"]] == [0, 1]
 
 
-def test_a_call_of_tutti_comm_is_one_communication_whatever_it_leaves_in_the_trace(
+def test_a_tutti_comm_call_is_one_collective_with_any_backend_events(
     tmp_path: Path,
 ) -> None:
-    """A call that waits, with the events of the backend inside, and the two halves of another."""
+    """A blocking call with backend events inside, and the two halves of a non-blocking one."""
     events = [
         step(0),
         x("user_annotation", tag("all_reduce", "run", 4), 100, 300),
@@ -262,8 +260,8 @@ def test_a_call_of_tutti_comm_is_one_communication_whatever_it_leaves_in_the_tra
     assert sum(parts(explanation, 0, 0).values()) == pytest.approx(STEP)
 
 
-def test_waiting_on_a_cpu_is_counted_from_the_call_and_not_while_data_moves(tmp_path: Path) -> None:
-    """gloo's threads run what was called; two calls are under way, the first moves at 500."""
+def test_waiting_on_a_cpu_begins_at_the_call_and_excludes_moving_data(tmp_path: Path) -> None:
+    """Two calls on gloo's threads are in flight; the first moves data from 500 on."""
     early = [
         step(0),
         x("cpu_op", "c10d::allreduce_", 100, 110),
@@ -286,10 +284,10 @@ def test_waiting_on_a_cpu_is_counted_from_the_call_and_not_while_data_moves(tmp_
     assert explanation.rows()["stragglers"][0]["rank"] == 1
 
 
-def test_a_collective_without_a_group_meets_nobody_where_there_are_several_groups(
+def test_collectives_without_a_group_are_not_matched_if_there_are_subgroups(
     tmp_path: Path,
 ) -> None:
-    """{0, 2} and {1, 3} all-reduce at different times; gloo does not say in which group."""
+    """{0, 2} and {1, 3} all-reduce at different times; gloo does not record the group."""
     files = []
     for rank in range(4):
         start = 100.0 if rank % 2 else 600.0
@@ -310,7 +308,7 @@ def test_a_collective_without_a_group_meets_nobody_where_there_are_several_group
     assert any(note.startswith("4 collectives do not name") for note in explanation.notes)
 
 
-def test_the_peak_of_memory_is_the_devices_not_that_of_the_cpus_allocator(tmp_path: Path) -> None:
+def test_peak_memory_is_of_the_device_not_of_the_cpu_allocator(tmp_path: Path) -> None:
     def seen(device: int, total: int) -> dict[str, Any]:
         said = {"Device Type": device, "Device Id": 0, "Total Allocated": total}
         return {"ph": "i", "name": "[memory]", "ts": 1, "pid": 0, "tid": 7, "args": said}

@@ -1,16 +1,16 @@
-"""Sets of time, against the same on a grid of whole numbers."""
+"""Interval sets against sets of whole numbers."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.profile.intervals import Intervals as Times
+from tutti.profile.intervals import Intervals
 
 pairs = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda p: (p[0], p[0] + p[1])), max_size=12
 )
 
 
-def _cells(times: Times) -> set[int]:
+def _cells(times: Intervals) -> set[int]:
     return {
         cell
         for start, end in zip(times.starts, times.ends, strict=True)
@@ -23,10 +23,10 @@ def _grid(given_pairs: list[tuple[int, int]]) -> set[int]:
 
 
 @given(pairs, pairs)
-def test_union_intersection_and_difference_are_those_of_sets(
+def test_union_intersection_and_difference_equal_those_of_sets(
     one: list[tuple[int, int]], two: list[tuple[int, int]]
 ) -> None:
-    a, b = Times.of(one), Times.of(two)
+    a, b = Intervals.of(one), Intervals.of(two)
 
     assert _cells(a | b) == _grid(one) | _grid(two)
     assert _cells(a & b) == _grid(one) & _grid(two)
@@ -36,7 +36,7 @@ def test_union_intersection_and_difference_are_those_of_sets(
 
 
 @given(pairs, st.integers(0, 30), st.integers(0, 20))
-def test_what_lies_between_two_moments(one: list[tuple[int, int]], start: int, length: int) -> None:
-    inside = Times.of(one).between(start, start + length)
+def test_between_keeps_the_part_inside(one: list[tuple[int, int]], start: int, length: int) -> None:
+    inside = Intervals.of(one).between(start, start + length)
 
     assert _cells(inside) == _grid(one) & set(range(start, start + length))

@@ -1,7 +1,7 @@
-"""Recorded NCCL runs, four ranks on one GPU, read correctly; overlap is counted again by hand.
+"""Recorded NCCL runs of four ranks on one GPU; overlap is computed a second time by hand.
 
-fixtures/nccl4 is DDP, fixtures/nccl4-shard FSDP2, both of `tutti train --recipe gpt`, made small by
-trim_trace.py; the last test shows that trimming changes nothing.
+fixtures/nccl4 is DDP, fixtures/nccl4-shard FSDP2, both of `tutti train --recipe gpt`, reduced by
+trim_trace.py; the last test shows that trimming does not change the result.
 """
 
 import gzip
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trace_events import x
 from trim_trace import trim
 
 from tutti.profile.explain import Explanation, explain, trace_files
@@ -33,7 +34,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _windows(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Steps of the device: from the first kernel that a step launched, until the next begins."""
+    """Steps on the device: from the first kernel launched in a step to that of the next step."""
     launched = {
         event["args"]["correlation"]: event["ts"]
         for event in events
@@ -55,7 +56,7 @@ def _windows(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
 
 
 def _overlap_as_hta_defines_it(events: list[dict[str, Any]]) -> float:
-    """|∪COMM ∩ ∪COMP| / |∪COMM| over the steps, by walking along the sorted edges of kernels."""
+    """|∪COMM ∩ ∪COMP| / |∪COMM| over the steps, by a sweep over the sorted edges of kernels."""
     windows = _windows(events)
     edges: list[tuple[float, str, int]] = []
     for event in events:
@@ -78,7 +79,7 @@ def _overlap_as_hta_defines_it(events: list[dict[str, Any]]) -> float:
     return both / communicating
 
 
-def test_four_ranks_are_there_with_their_steps(explanation: Explanation) -> None:
+def test_four_ranks_and_their_steps_are_read(explanation: Explanation) -> None:
     rows = explanation.rows()
 
     assert [each["rank"] for each in rows["ranks"]] == [0, 1, 2, 3]
@@ -87,19 +88,19 @@ def test_four_ranks_are_there_with_their_steps(explanation: Explanation) -> None
     assert len(rows["steps"]) == 2 * 4
 
 
-def test_the_parts_of_every_step_add_up_to_it(explanation: Explanation) -> None:
+def test_the_parts_of_recorded_steps_add_up(explanation: Explanation) -> None:
     for each in explanation.steps:
         assert sum(each.parts.values()) == pytest.approx(each.seconds, rel=0.01)
         assert min(each.parts.values()) >= 0
 
 
-def test_overlap_is_what_htas_definition_gives_on_the_same_trace(explanation: Explanation) -> None:
+def test_overlap_equals_the_hta_definition_on_the_same_trace(explanation: Explanation) -> None:
     for each in explanation.rows()["ranks"]:
         hta = _overlap_as_hta_defines_it(_events(Path(each["trace"])))
         assert each["overlap"] == pytest.approx(hta, abs=1e-6)
 
 
-def test_every_collective_meets_its_counterparts_on_all_ranks(explanation: Explanation) -> None:
+def test_every_collective_is_matched_on_all_ranks(explanation: Explanation) -> None:
     rows = explanation.rows()
 
     assert rows["comm"]
@@ -107,8 +108,8 @@ def test_every_collective_meets_its_counterparts_on_all_ranks(explanation: Expla
         assert each["matched"] == each["count"], each
         assert each["bytes"] and each["axis"] is not None
     assert {each["axis"] for each in rows["comm"]} <= {"dp", "shard"}
-    for meeting in explanation.matched:
-        assert len(meeting.members) == meeting.first.group_size
+    for collective in explanation.matched:
+        assert len(collective.members) == collective.first.group_size
 
 
 def test_buckets_are_found_and_lie_within_their_step() -> None:
@@ -121,13 +122,8 @@ def test_buckets_are_found_and_lie_within_their_step() -> None:
         assert each["done_s"] <= 1.01 * lengths[each["rank"], each["step"]]
 
 
-def _x(category: str, name: str, start: float, end: float, **arguments: Any) -> dict[str, Any]:
-    event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
-    return event | {"pid": 0, "tid": 7, "args": arguments}
-
-
 def _long_trace(folder: Path, rank: int) -> Path:
-    """Five steps of 1000 µs, the device 300 behind its host; much that nobody needs."""
+    """Five steps of 1000 µs, the device 300 behind the host, and events to be dropped."""
     events: list[dict[str, Any]] = []
     for n in range(5):
         host, device = 1000.0 * n, 1000.0 * n + 300
@@ -142,20 +138,20 @@ def _long_trace(folder: Path, rank: int) -> Path:
             "External id": 10 * n,
         }
         events += [
-            _x("user_annotation", f"ProfilerStep#{n}", host, host + 1000),
-            _x("cpu_op", "aten::mm", host, host + 50, **{"Input Dims": [[1, 2]]}),
-            _x("cuda_runtime", "cudaLaunchKernel", host + 10, host + 12, correlation=n),
-            _x("cuda_runtime", "cudaStreamSynchronize", host + 900, host + 999),
-            _x("kernel", "gemm" * 30, device, device + 500 + 50 * rank, correlation=n),
-            _x("cuda_runtime", "cudaLaunchKernelExC", host + 51, host + 52, correlation=100 + n),
-            _x(
+            x("user_annotation", f"ProfilerStep#{n}", host, host + 1000),
+            x("cpu_op", "aten::mm", host, host + 50, **{"Input Dims": [[1, 2]]}),
+            x("cuda_runtime", "cudaLaunchKernel", host + 10, host + 12, correlation=n),
+            x("cuda_runtime", "cudaStreamSynchronize", host + 900, host + 999),
+            x("kernel", "gemm" * 30, device, device + 500 + 50 * rank, correlation=n),
+            x("cuda_runtime", "cudaLaunchKernelExC", host + 51, host + 52, correlation=100 + n),
+            x(
                 "cpu_op",
                 "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
                 host + 40,
                 host + 60,
             ),
-            _x("cpu_op", "record_param_comms", host + 50, host + 55, **said),
-            _x(
+            x("cpu_op", "record_param_comms", host + 50, host + 55, **said),
+            x(
                 "kernel",
                 "ncclDevKernel_AllReduce()",
                 device + 400,
@@ -170,7 +166,7 @@ def _long_trace(folder: Path, rank: int) -> Path:
     return path
 
 
-def test_trimming_keeps_all_that_an_explanation_says_of_the_steps(tmp_path: Path) -> None:
+def test_trimming_does_not_change_the_explanation_of_the_steps(tmp_path: Path) -> None:
     whole = [_long_trace(tmp_path, rank) for rank in (0, 1)]
     (tmp_path / "small").mkdir()
     small = []
@@ -184,7 +180,7 @@ def test_trimming_keeps_all_that_an_explanation_says_of_the_steps(tmp_path: Path
     for key in ("steps", "buckets"):
         kept = [each for each in said[key] if each["step"] in (1, 2)]
         for before, after in zip(kept, again[key], strict=True):
-            # Without a next step, a step ends where its range does.
+            # The last step ends with its own range.
             if key == "buckets" or before["step"] == 1:
                 assert _close(after, before), (after, before)
     for path in small:

@@ -1,4 +1,4 @@
-"""A trace file is read event by event, whatever its size and state."""
+"""A trace file of any size and condition is read event by event."""
 
 import gzip
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tutti.profile.intervals import IntervalCollector as Gathering
+from tutti.profile.intervals import IntervalCollector
 from tutti.profile.trace_file import TraceFile
 from tutti.profile.trace_reader import read_rank
 
@@ -24,9 +24,9 @@ def _event(number: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])
-def test_events_and_metadata_on_both_sides_are_read(tmp_path: Path, suffix: str) -> None:
+def test_events_and_the_metadata_around_them_are_read(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"trace{suffix}"
-    events = [_event(number) for number in range(3000)]  # several pieces of the file
+    events = [_event(number) for number in range(3000)]  # several chunks of the file
     content = {"schemaVersion": 1, "traceEvents": events, "host_name": "n1", "base": 179085702}
     text = json.dumps(content, indent=1)
     path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
@@ -38,7 +38,7 @@ def test_events_and_metadata_on_both_sides_are_read(tmp_path: Path, suffix: str)
     assert not file.truncated
 
 
-def test_a_bare_list_is_a_trace_too(tmp_path: Path) -> None:
+def test_a_bare_list_is_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps([_event(1), _event(2)]))
 
@@ -46,9 +46,7 @@ def test_a_bare_list_is_a_trace_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_of_a_file_that_was_truncated_the_whole_events_are_read(
-    tmp_path: Path, compressed: bool
-) -> None:
+def test_the_complete_events_of_a_truncated_file_are_read(tmp_path: Path, compressed: bool) -> None:
     path = tmp_path / "trace.json"
     whole = json.dumps({"traceEvents": [_event(number) for number in range(9000)]}).encode()
     whole = gzip.compress(whole) if compressed else whole
@@ -62,7 +60,7 @@ def test_of_a_file_that_was_truncated_the_whole_events_are_read(
     assert len(events) > 2000
 
 
-def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("hello")
 
@@ -86,12 +84,12 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     tracemalloc.stop()
 
     assert count == 25_001
-    # The pieces at hand, and no more, whatever the length.
+    # Only the current chunks, for any length.
     assert size > 4e6
     assert peak < size / 2
 
 
-def test_a_rank_is_kept_as_intervals_not_as_events(tmp_path: Path) -> None:
+def test_a_rank_is_stored_as_intervals_not_as_events(tmp_path: Path) -> None:
     path = tmp_path / "rank0.json.gz"
     with gzip.open(path, "wt", compresslevel=1) as file:
         file.write('{"distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": [')
@@ -111,10 +109,10 @@ def test_a_rank_is_kept_as_intervals_not_as_events(tmp_path: Path) -> None:
         assert peak < file.seek(0, 2) / 2
 
 
-def test_intervals_that_touch_are_kept_as_one() -> None:
-    gathering = Gathering()
+def test_adjacent_intervals_are_merged() -> None:
+    collector = IntervalCollector()
     for number in range(500_000):
-        gathering.add(number, number + 1)
+        collector.add(number, number + 1)
 
-    assert gathering.intervals().seconds == 500_000
-    assert len(gathering._edges) < 200_000  # of a million edges
+    assert collector.intervals().seconds == 500_000
+    assert len(collector._edges) < 200_000  # of a million edges

@@ -1,11 +1,11 @@
-"""Makes a small fixture of a real trace: what the reader uses of two steps, and nothing else.
+"""Makes a small fixture from a real trace: only the events of two steps that the reader uses.
 
     python tests/profile/trim_trace.py RUN/traces/rank*.json.gz --out tests/profile/fixtures/nccl4
     python tests/profile/trim_trace.py … --steps 3 --first 6
 
-Kept are the steps, kernels and copies on the device, the launches of those kernels,
-record_param_comms, autograd's functions, and the metadata that says who is who. Names of kernels
-that compute are cut, addresses and stacks dropped, and the host's name is replaced.
+It keeps the steps, kernels and copies on the device, the launches of those kernels,
+record_param_comms, autograd functions, and the metadata of ranks and groups. Names of computing
+kernels are shortened, addresses and stacks dropped, and the host name is replaced.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _LARGEST = 100_000  # bytes of a fixture
 
 
 def trim(path: Path, first: int, steps: int) -> dict[str, Any]:
-    """The trace with `steps` steps, from the `first` one on (0: the first that it has)."""
+    """The trace with `steps` steps from number `first` on (0: the first step in the trace)."""
     file = TraceFile(path)
     events = [event for event in file.events() if event.get("ph") == "X" and "dur" in event]
     numbers = sorted({_number(event) for event in events} - {None})[first : first + steps]
@@ -39,10 +39,10 @@ def trim(path: Path, first: int, steps: int) -> dict[str, Any]:
     start = min(float(event["ts"]) for event in chosen)
     end = max(float(event["ts"]) + float(event["dur"]) for event in chosen)
     within = [event for event in events if start <= float(event["ts"]) <= end]
-    # The device is behind its host: what it does for these steps was launched in them.
+    # The device is behind the host: its kernels of these steps were launched in them.
     asked = {_argument(event, "correlation") for event in within if event["cat"] in _LAUNCHES}
     kept = [e for e in events if e["cat"] in _DEVICE and _argument(e, "correlation") in asked]
-    # A launch is of use with its kernel only.
+    # A launch is needed only with its kernel.
     kernels = {_argument(event, "correlation") for event in kept}
     kept += chosen + [event for event in within if _is_kept(event, kernels)]
     metadata = {name: file.metadata[name] for name in _METADATA if name in file.metadata}
@@ -66,7 +66,7 @@ def _argument(event: Event, name: str) -> Any:
 
 
 def _is_kept(event: Event, kernels: set[Any]) -> bool:
-    """Of the host's events, what the reader uses."""
+    """Whether the reader uses a host event."""
     category, name = event["cat"], str(event["name"])
     return (
         (category in _LAUNCHES and "Launch" in name and _argument(event, "correlation") in kernels)

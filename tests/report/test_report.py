@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from report.cases import HOSTILE, ROOT, SCALE, hostile_result, report
-from tutti.report.figure import MOST_POINTS, Figure, log_axis, thin
 from tutti.report.figures import SECTIONS
 from tutti.report.figures.machine_health import topology
 from tutti.report.figures.scaling_curves import scaling
@@ -22,6 +21,7 @@ from tutti.report.figures.step_profile import parts, waits
 from tutti.report.figures.step_timeline import timeline
 from tutti.report.figures.training_curves import runs_table, throughput
 from tutti.report.page import build_page, check_installed, script_json, show
+from tutti.report.plot import MOST_POINTS, Figure, log_axis, thin
 from tutti.report.sources import ReportSources, Result, Run, read_sources
 from tutti.report.summary import tiles
 from tutti.world.errors import UsageError

@@ -14,18 +14,11 @@ SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ba
 
 # A name comes before the names that it contains: allreduce before reduce.
 _OPERATIONS = {
-    "reducescatter": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "barrier": "barrier",
-    "sendrecv": "send_recv",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "send": "send",
-    "recv": "recv",
+    name.replace("_", ""): name
+    for name in (
+        *("reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast", "barrier"),
+        *("send_recv", "reduce", "gather", "scatter", "send", "recv"),
+    )
 }
 _ELEMENT_BYTES = {
     **dict.fromkeys(("double", "long", "int64", "float64", "complexfloat", "uint64"), 8),
@@ -160,7 +153,7 @@ class RankTrace:
 def operation_named(name: str) -> str | None:
     """all_reduce for c10d::allreduce_, gloo:all_reduce, ncclDevKernel_AllReduce_Sum_f32_RING_LL"""
     letters = re.sub(r"[^a-z]", "", name.lower())
-    return next((operation for each, operation in _OPERATIONS.items() if each in letters), None)
+    return next((name for each, name in _OPERATIONS.items() if each in letters), None)
 
 
 def element_bytes(dtype: str) -> int:

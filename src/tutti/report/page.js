@@ -4,10 +4,10 @@ const figures = JSON.parse(document.getElementById("figures").textContent);
 const plots = [...document.querySelectorAll(".plot")];
 const system = matchMedia("(prefers-color-scheme: dark)");
 const phone = matchMedia("(max-width: 519px)");
-let chosen = null; // what the button chose; until then the system decides
+let chosen = null; // the theme chosen with the button; null: follow the system
 
-// Colours and room: a plot looks like the page around it.
-function dressed(figure) {
+// Data and layout of a figure in the colours of the theme and for the width of the page.
+function themed(figure) {
   const css = getComputedStyle(root);
   const [ink, soft, line, card, heat, cold] = ["ink", "soft", "line", "card", "heat", "cold"].map(
     (name) => css.getPropertyValue("--" + name).trim());
@@ -27,7 +27,7 @@ function dressed(figure) {
     legend: { orientation: "h", x: 0, y: 1.01, xanchor: "left", yanchor: "bottom",
       traceorder: "normal", font: { size: narrow ? 10.5 : 12 }, ...(figure.layout.legend || {}) },
   };
-  // A legend of several lines needs its room: the bars keep theirs.
+  // A legend of several lines makes the plot taller, not the bars smaller.
   const letters = figure.data.reduce((sum, each) => sum + (each.name || "").length + 7, 0);
   if (layout.showlegend && narrow) layout.height += 19 * Math.ceil(letters / 48);
   for (const name of ["xaxis", "yaxis"]) {
@@ -40,20 +40,20 @@ function dressed(figure) {
   }
   if (narrow && layout.yaxis.type === "category") Object.assign(layout.yaxis, shortened(figure));
   const data = figure.data.map((trace) => {
-    const worn = { ...trace };
+    const result = { ...trace };
     for (const name of ["error_x", "error_y"]) {
-      if (trace[name]) worn[name] = { ...trace[name], color: soft };
+      if (trace[name]) result[name] = { ...trace[name], color: soft };
     }
     if (trace.type === "heatmap") {
-      worn.colorscale = [[0, cold], [1, heat]];
-      worn.colorbar = { ...trace.colorbar, outlinewidth: 0, tickfont: { color: soft } };
+      result.colorscale = [[0, cold], [1, heat]];
+      result.colorbar = { ...trace.colorbar, outlinewidth: 0, tickfont: { color: soft } };
     }
-    return worn;
+    return result;
   });
   return [data, layout];
 }
 
-// On a phone long names would leave no room for the plot; the numbers have them in full.
+// On a phone long labels would leave no space for the plot; the table has them in full.
 function shortened(figure) {
   const names = [...new Set(figure.data.flatMap((trace) => trace.y))];
   const short = (name) => name.length > 20 ? name.slice(0, 19) + "…" : name;
@@ -62,16 +62,16 @@ function shortened(figure) {
 
 function draw() {
   for (const plot of plots) {
-    Plotly.react(plot, ...dressed(figures[plot.dataset.figure]), {
+    Plotly.react(plot, ...themed(figures[plot.dataset.figure]), {
       responsive: true, displaylogo: false, displayModeBar: !phone.matches,
       modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
     });
   }
 }
 
-// The page's theme is set even when the system chose it: pictures and plots follow one attribute.
+// The theme attribute is always set: pictures and plots follow it.
 const button = document.getElementById("theme");
-function paint(theme) {
+function setTheme(theme) {
   root.dataset.theme = theme;
   button.textContent = theme === "dark" ? "light" : "dark";
   draw();
@@ -79,13 +79,13 @@ function paint(theme) {
 const wanted = () => chosen || (system.matches ? "dark" : "light");
 button.addEventListener("click", () => {
   chosen = root.dataset.theme === "dark" ? "light" : "dark";
-  paint(chosen);
+  setTheme(chosen);
 });
-system.addEventListener("change", () => paint(wanted()));
+system.addEventListener("change", () => setTheme(wanted()));
 phone.addEventListener("change", draw);
-paint(wanted());
+setTheme(wanted());
 
-// Tables: a click on a head sorts by it, numbers by value; another turns the order.
+// Tables: a click on a column title sorts by it, numbers by value; a second click reverses.
 const cell = (row, column) => row.cells[column].dataset.v ?? row.cells[column].textContent;
 const words = new Intl.Collator(undefined, { numeric: true });
 function compare(a, b) {
@@ -104,7 +104,7 @@ for (const head of document.querySelectorAll("th")) {
   });
 }
 
-// Copied numbers are those that were measured, not what was rounded for the eye.
+// Copied numbers have all digits; those on the page are rounded.
 for (const copy of document.querySelectorAll(".copy")) {
   copy.addEventListener("click", async () => {
     const table = copy.parentNode.querySelector("table");
@@ -112,7 +112,7 @@ for (const copy of document.querySelectorAll(".copy")) {
       (each) => each.dataset.v ?? each.textContent.trim()).join("\t")).join("\n");
     try {
       await navigator.clipboard.writeText(text);
-    } catch { // not allowed here: the old way
+    } catch { // the clipboard API is not allowed here
       const area = document.body.appendChild(document.createElement("textarea"));
       area.value = text;
       area.select();
@@ -124,18 +124,18 @@ for (const copy of document.querySelectorAll(".copy")) {
   });
 }
 
-// Paper is light and narrow, and nothing on it can be opened.
+// Printing: light theme, fixed width, tables open.
 let opened = [];
 addEventListener("beforeprint", () => {
   opened = [...document.querySelectorAll("details:not(.long):not([open])")];
   for (const each of opened) each.open = true;
   root.dataset.theme = "light";
   for (const plot of plots) {
-    const [data, layout] = dressed(figures[plot.dataset.figure]);
+    const [data, layout] = themed(figures[plot.dataset.figure]);
     Plotly.react(plot, data, { ...layout, autosize: false, width: 640 });
   }
 });
 addEventListener("afterprint", () => {
   for (const each of opened) each.open = false;
-  paint(wanted());
+  setTheme(wanted());
 });

@@ -9,12 +9,11 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any
 
-from tutti.report.figure import Figure, plotly_data
+from tutti.report.plot import plotly_data
 from tutti.report.sources import ReportSources
 from tutti.report.summary import sentences, tiles
 from tutti.world.errors import UsageError
@@ -23,19 +22,6 @@ from tutti.world.errors import UsageError
 _LONG_TABLE = 60
 # Errors of a damaged or older file: its figure is left out, and a note says so.
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
-
-
-@dataclass(frozen=True)
-class _Group:
-    name: str
-    figures: list[tuple[str, Figure]]
-
-
-@dataclass(frozen=True)
-class _PageSection:
-    id: str
-    title: str
-    groups: list[_Group]
 
 
 def check_installed() -> None:
@@ -62,8 +48,8 @@ def build_page(sources: ReportSources) -> str:
     drawn = {
         name: plotly_data(figure)
         for section in sections
-        for group in section.groups
-        for name, figure in group.figures
+        for group in section["groups"]
+        for name, figure in group["figures"]
         if figure.traces
     }
     room = files("tutti.report")
@@ -87,7 +73,8 @@ def build_page(sources: ReportSources) -> str:
     )
 
 
-def _sections(sources: ReportSources, notes: list[str]) -> Iterator[_PageSection]:
+def _sections(sources: ReportSources, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """What page.html needs of each section."""
     from tutti.report.figures import SECTIONS
 
     count = 0
@@ -102,9 +89,9 @@ def _sections(sources: ReportSources, notes: list[str]) -> Iterator[_PageSection
                     count += 1
                     figures.append((f"figure{count}", figure))
             if figures:
-                groups.append(_Group(name, figures))
+                groups.append({"name": name, "figures": figures})
         if groups:
-            yield _PageSection(f"section{number}", section.title, groups)
+            yield {"id": f"section{number}", "title": section.title, "groups": groups}
 
 
 def _without_damage(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from tutti.report.figure import LOSS_NAMES
+from tutti.report.plot import LOSS_NAMES
 from tutti.report.sources import ReportSources, Result, Run
 
 Rows = list[dict[str, Any]]

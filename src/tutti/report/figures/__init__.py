@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tutti.report.figure import Figure
 from tutti.report.figures import (
     bench_plots,
     machine_health,
@@ -14,6 +13,7 @@ from tutti.report.figures import (
     step_timeline,
     training_curves,
 )
+from tutti.report.plot import Figure
 from tutti.report.sources import ReportSources
 
 

@@ -4,19 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tutti.measure.units import format_bytes
-from tutti.report.figure import (
-    BLUE,
-    Figure,
-    Table,
-    bar,
-    bar_layout,
-    curve,
-    dotted_line,
-    heatmap,
-    heatmap_layout,
-    log_axis,
-    size_axis,
-)
+from tutti.report import plot
+from tutti.report.plot import Figure, Table
 from tutti.report.sources import Result
 
 
@@ -75,7 +64,7 @@ def _collective_curves(
                 f"{ranks} ranks. {about} {note}".strip(),
                 table,
                 [
-                    curve(
+                    plot.curve(
                         name,
                         number,
                         [row["bytes"] for row in each],
@@ -86,8 +75,10 @@ def _collective_curves(
                     for number, (name, each) in enumerate(lines.items())
                 ],
                 {
-                    "xaxis": size_axis([row["bytes"] for row in own]),
-                    "yaxis": log_axis(unit, [value for each in values.values() for value in each]),
+                    "xaxis": plot.size_axis([row["bytes"] for row in own]),
+                    "yaxis": plot.log_axis(
+                        unit, [value for each in values.values() for value in each]
+                    ),
                     "showlegend": True,
                 },
                 half=True,
@@ -144,7 +135,7 @@ def _pair_matrix(rows: list[dict[str, Any]], size: int) -> Iterator[Figure]:
             "GB/s from the rank of the row to the rank of the column.",
             table,
             [
-                heatmap(
+                plot.heatmap(
                     [f"to {rank}" for rank in ranks],
                     labels,
                     [[speed.get((a, b)) for b in ranks] for a in ranks],
@@ -152,7 +143,7 @@ def _pair_matrix(rows: list[dict[str, Any]], size: int) -> Iterator[Figure]:
                     hovertemplate="%{y} %{x}: %{z:.3g} GB/s<extra></extra>",
                 )
             ],
-            heatmap_layout(labels),
+            plot.heatmap_layout(labels),
             half=True,
         )
 
@@ -173,18 +164,18 @@ def _copies(rows: list[dict[str, Any]]) -> Figure:
             ],
         ),
         [
-            bar(
+            plot.bar(
                 "",
                 [f"{row['kind']}, {row['device']}" for row in rows],
                 speeds,
-                BLUE,
+                plot.BLUE,
                 "GB/s",
                 text=speeds,
                 texttemplate="%{x:,.3~r}",
                 width=0.6,
             )
         ],
-        bar_layout("GB/s", 140 + 34 * len(rows)),
+        plot.bar_layout("GB/s", 140 + 34 * len(rows)),
     )
 
 
@@ -213,7 +204,9 @@ def symmetric(result: Result) -> Iterator[Figure]:
         ],
         {
             "height": 130 + 22 * len(rows),
-            "xaxis": log_axis("µs", [row[key] for row in rows for key in ("p50_us", "p99_us")]),
+            "xaxis": plot.log_axis(
+                "µs", [row[key] for row in rows for key in ("p50_us", "p99_us")]
+            ),
             "yaxis": {"type": "category", "range": [len(rows) - 0.4, -0.6]},
         },
     )
@@ -248,9 +241,11 @@ def pairs(result: Result) -> Iterator[Figure]:
         [_marks([row["name"] for row in rows], bounds, "%{y}: %{x:.2f} times<extra></extra>")],
         {
             "height": 140 + 34 * max(3, len(rows)),
-            "xaxis": log_axis("speed-up", [1.0, *(value for each in bounds for value in each)]),
+            "xaxis": plot.log_axis(
+                "speed-up", [1.0, *(value for each in bounds for value in each)]
+            ),
             "yaxis": {"type": "category", "range": [len(rows) - 0.4, -0.6]},
-            "shapes": [dotted_line(x=1)],
+            "shapes": [plot.dotted_line(x=1)],
         },
     )
 
@@ -270,6 +265,6 @@ def _marks(
             "arrayminus": [value - low for value, low, _ in bounds],
             "thickness": 1.4,
         },
-        "marker": {"color": BLUE, "size": 9},
+        "marker": {"color": plot.BLUE, "size": 9},
         "hovertemplate": hover,
     }

@@ -7,22 +7,17 @@ from typing import Any
 from tutti.machine.device_topology import Topology
 from tutti.machine.observation import Machine
 from tutti.machine.topology_svg import draw
-from tutti.report.figure import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    VERMILION,
-    Figure,
-    Table,
-    axis,
-    bar,
-    dotted_line,
-)
+from tutti.report import plot
+from tutti.report.plot import Figure, Table
 from tutti.report.sources import ReportSources, Result
 
 _SMALLEST_ERROR = 1e-17  # an error of 0 has no logarithm and is drawn here
-_STATUS_COLOURS = {"fail": VERMILION, "warn": ORANGE, "pass": GREEN, "skip": GREY}
+_STATUS_COLOURS = {
+    "fail": plot.VERMILION,
+    "warn": plot.ORANGE,
+    "pass": plot.GREEN,
+    "skip": plot.GREY,
+}
 _GIB = 1 << 30
 # These differ between ranks of one host or between runs, and do not identify a machine.
 _OF_A_PROCESS = ("cpus", "variables")
@@ -47,8 +42,8 @@ def parity(result: Result) -> Iterator[Figure]:
             "hovertemplate": "%{x}: %{y:.2g}<extra>%{fullData.name}</extra>",
         }
         for name, key, colour, symbol in (
-            ("loss", "loss_rel_err", GREEN, "diamond"),
-            ("gradient", "grad_rel_err", BLUE, "circle"),
+            ("loss", "loss_rel_err", plot.GREEN, "diamond"),
+            ("gradient", "grad_rel_err", plot.BLUE, "circle"),
         )
     ]
     yield Figure(
@@ -68,10 +63,10 @@ def parity(result: Result) -> Iterator[Figure]:
         traces if rows else (),
         {
             "xaxis": {"type": "category", "tickangle": -45},
-            "yaxis": axis("relative error", type="log", exponentformat="power"),
+            "yaxis": plot.axis("relative error", type="log", exponentformat="power"),
             "height": 400,
             "showlegend": True,
-            "shapes": [dotted_line(VERMILION, y=limit)] if limit else [],
+            "shapes": [plot.dotted_line(plot.VERMILION, y=limit)] if limit else [],
         },
     )
 
@@ -130,7 +125,7 @@ def checks(result: Result) -> Iterator[Figure]:
             ],
         ),
         [
-            bar(name, ["checks"], [count[name]], _STATUS_COLOURS.get(name, GREY), name)
+            plot.bar(name, ["checks"], [count[name]], _STATUS_COLOURS.get(name, plot.GREY), name)
             for name in order
         ],
         {

@@ -5,23 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tutti.measure.units import format_bytes
-from tutti.report.figure import (
-    GREY,
-    LOSS_COLOURS,
-    LOSS_NAMES,
-    Figure,
-    Table,
-    axis,
-    bar,
-    bar_layout,
-    curve,
-    dotted_line,
-    log_axis,
-    milliseconds,
-    percent,
-    series_colour,
-    size_axis,
-)
+from tutti.report import plot
+from tutti.report.plot import Figure, Table, milliseconds, percent
 from tutti.report.sources import Result
 from tutti.report.summary import (
     Rows,
@@ -83,14 +68,14 @@ def _throughput(variants: dict[str, Rows], mode: str, unit: str) -> Figure:
                 "name": "ideal",
                 "x": ranks,
                 "y": ideal,
-                "line": {"color": GREY, "dash": "dot", "width": 2},
+                "line": {"color": plot.GREY, "dash": "dot", "width": 2},
                 "hovertemplate": "%{x} ranks: %{y:,.0f}<extra>ideal</extra>",
             },
             *_curves(variants, "samples_per_s", 1, "%{x} ranks: %{y:,.1f}"),
         ],
         {
             "xaxis": _ranks_axis(ranks),
-            "yaxis": log_axis(
+            "yaxis": plot.log_axis(
                 unit,
                 ticks,
                 at_values=True,
@@ -116,8 +101,8 @@ def _efficiency(variants: dict[str, Rows], forecast: dict[str, Any]) -> Figure:
                 "name": "forecast",
                 "x": [row["ranks"] for row in shown],
                 "y": [percent(row["efficiency"]) for row in shown],
-                "line": {"color": series_colour(0), "width": 1.5, "dash": "dash"},
-                "marker": {"color": series_colour(0), "size": 7, "symbol": "circle-open"},
+                "line": {"color": plot.series_colour(0), "width": 1.5, "dash": "dash"},
+                "marker": {"color": plot.series_colour(0), "size": 7, "symbol": "circle-open"},
                 "hovertemplate": "%{x} ranks: %{y:.1f} %<extra>forecast, not measured</extra>",
             }
         )
@@ -146,9 +131,9 @@ def _efficiency(variants: dict[str, Rows], forecast: dict[str, Any]) -> Figure:
         traces,
         {
             "xaxis": _ranks_axis([row["ranks"] for row in (*(r for _, r in rows), *ahead)]),
-            "yaxis": axis("%", rangemode="tozero"),
+            "yaxis": plot.axis("%", rangemode="tozero"),
             "showlegend": True,
-            "shapes": [dotted_line(y=level) for level in (90, 80, 50)],
+            "shapes": [plot.dotted_line(y=level) for level in (90, 80, 50)],
         },
         half=True,
     )
@@ -164,13 +149,18 @@ def _losses(variants: dict[str, Rows]) -> Figure:
         "gain over the fewest ranks. The table splits `other`.",
         _table(
             [
-                *("flags", "ranks", "lost %", *(f"{LOSS_NAMES[name]} %" for name in LOSS_COLOURS)),
+                *(
+                    "flags",
+                    "ranks",
+                    "lost %",
+                    *(f"{plot.LOSS_NAMES[name]} %" for name in plot.LOSS_COLOURS),
+                ),
                 *(f"of other: {name} %" for name in others),
             ],
             [
                 (
                     *(flags, row["ranks"], percent(1 - row["efficiency"])),
-                    *(percent(row["loss"].get(name)) for name in LOSS_COLOURS),
+                    *(percent(row["loss"].get(name)) for name in plot.LOSS_COLOURS),
                     *(percent((row.get("other") or {}).get(name)) for name in others),
                 )
                 for flags, row in rows
@@ -178,17 +168,17 @@ def _losses(variants: dict[str, Rows]) -> Figure:
         ),
         # Empty if one number of ranks was measured: nothing is lost.
         [
-            bar(
-                LOSS_NAMES[name],
+            plot.bar(
+                plot.LOSS_NAMES[name],
                 labels,
                 [percent(row["loss"].get(name)) for _, row in rows],
                 colour,
                 "% of the step",
             )
-            for name, colour in LOSS_COLOURS.items()
+            for name, colour in plot.LOSS_COLOURS.items()
             if any(row["loss"].get(name) for _, row in rows)
         ],
-        bar_layout(
+        plot.bar_layout(
             "% of the step", max(340, 150 + 34 * len(rows)), barmode="relative", showlegend=True
         ),
         half=True,
@@ -214,7 +204,7 @@ def _fit(fit: dict[str, Any]) -> Figure:
             [(e["op"], e["ranks"], e["bytes"], milliseconds(e["seconds"])) for e in points],
         ),
         [
-            curve(
+            plot.curve(
                 name,
                 number,
                 [each["bytes"] for each in own],
@@ -226,8 +216,8 @@ def _fit(fit: dict[str, Any]) -> Figure:
             for number, (name, own) in enumerate(kinds.items())
         ],
         {
-            "xaxis": size_axis([each["bytes"] for each in points]),
-            "yaxis": log_axis("ms", [milliseconds(each["seconds"]) for each in points]),
+            "xaxis": plot.size_axis([each["bytes"] for each in points]),
+            "yaxis": plot.log_axis("ms", [milliseconds(each["seconds"]) for each in points]),
             "showlegend": True,
         },
         half=True,
@@ -263,7 +253,7 @@ def learning_rates(result: Result) -> Iterator[Figure]:
             ],
         ),
         [
-            curve(
+            plot.curve(
                 _ranks(ranks),
                 number,
                 [learning_rate(row) for row in own],
@@ -273,8 +263,8 @@ def learning_rates(result: Result) -> Iterator[Figure]:
             for number, (ranks, own) in enumerate(sorted(by_ranks.items()))
         ],
         {
-            "xaxis": log_axis("learning rate", [learning_rate(row) for row in rows]),
-            "yaxis": axis("loss"),
+            "xaxis": plot.log_axis("learning rate", [learning_rate(row) for row in rows]),
+            "yaxis": plot.axis("loss"),
             "showlegend": True,
         },
         half=True,
@@ -298,7 +288,7 @@ def _table(head: list[str], rows: list[tuple[Any, ...]]) -> Table:
 
 def _curves(variants: dict[str, Rows], key: str, factor: float, hover: str) -> list[dict[str, Any]]:
     return [
-        curve(
+        plot.curve(
             flags or "measured",
             number,
             [row["ranks"] for row in rows],
@@ -328,4 +318,4 @@ def _quartiles(row: dict[str, Any], key: str) -> tuple[float | None, float | Non
 def _ranks_axis(ranks: list[int]) -> dict[str, Any]:
     values = sorted(set(ranks))
     powers_of_two = [each for each in values if each & (each - 1) == 0]
-    return log_axis("ranks", values if len(values) <= 10 else powers_of_two, at_values=True)
+    return plot.log_axis("ranks", values if len(values) <= 10 else powers_of_two, at_values=True)

@@ -6,28 +6,14 @@ from typing import Any
 
 from tutti.measure.units import format_bytes
 from tutti.profile.explain import COMM_RATIO_LIMIT
-from tutti.report.figure import (
-    ORANGE,
-    SKY,
-    VERMILION,
-    Figure,
-    Table,
-    axis,
-    bar,
-    bar_layout,
-    curve,
-    dotted_line,
-    log_axis,
-    milliseconds,
-    percent,
-    size_axis,
-)
+from tutti.report import plot
 from tutti.report.figures.step_profile import (
     bars_height,
     rank_labels,
     ranks_left_out,
     shown_ranks,
 )
+from tutti.report.plot import Figure, Table, milliseconds, percent
 from tutti.report.sources import Run
 
 _MOST_BARS = 12
@@ -55,18 +41,18 @@ def overlap(run: Run) -> Iterator[Figure]:
             ],
         ),
         [
-            bar(name, rank_labels(rows), [percent(row[key]) for row in rows], colour, "%")
+            plot.bar(name, rank_labels(rows), [percent(row[key]) for row in rows], colour, "%")
             for name, key, colour in (
-                ("hidden, of communication and waiting", "overlap", SKY),
-                ("moving data, of the step", "comm_ratio", ORANGE),
+                ("hidden, of communication and waiting", "overlap", plot.SKY),
+                ("moving data, of the step", "comm_ratio", plot.ORANGE),
             )
         ],
-        bar_layout(
+        plot.bar_layout(
             "%",
             bars_height(rows),
-            xaxis=axis("%", range=[0, 100]),
+            xaxis=plot.axis("%", range=[0, 100]),
             barmode="group",
-            shapes=[dotted_line(ORANGE, x=limit)],
+            shapes=[plot.dotted_line(plot.ORANGE, x=limit)],
         ),
         half=True,
     )
@@ -107,17 +93,17 @@ def communication(run: Run) -> Iterator[Figure]:
             ],
         ),
         [
-            bar("moving data", labels, transfers, ORANGE, "ms per step"),
-            bar("waiting", labels, waits, VERMILION, "ms per step"),
+            plot.bar("moving data", labels, transfers, plot.ORANGE, "ms per step"),
+            plot.bar("waiting", labels, waits, plot.VERMILION, "ms per step"),
         ],
-        bar_layout("ms per step", 150 + 28 * max(3, len(shown)), barmode="stack"),
+        plot.bar_layout("ms per step", 150 + 28 * max(3, len(shown)), barmode="stack"),
         half=True,
     )
     yield from _bandwidth(rows)
 
 
 def _by_axis(rows: list[dict[str, Any]]) -> Figure:
-    parts = (("hidden", SKY), ("exposed", ORANGE), ("wait", VERMILION))
+    parts = (("hidden", plot.SKY), ("exposed", plot.ORANGE), ("wait", plot.VERMILION))
     labels = [row["axis"] or "unknown" for row in rows]
     return Figure(
         "Communication by axis",
@@ -135,7 +121,7 @@ def _by_axis(rows: list[dict[str, Any]]) -> Figure:
             ],
         ),
         [
-            bar(
+            plot.bar(
                 name,
                 labels,
                 [milliseconds(row[f"{name}_s"]) for row in rows],
@@ -144,7 +130,7 @@ def _by_axis(rows: list[dict[str, Any]]) -> Figure:
             )
             for name, colour in parts
         ],
-        bar_layout("ms per step", 150 + 30 * max(2, len(rows)), barmode="stack"),
+        plot.bar_layout("ms per step", 150 + 30 * max(2, len(rows)), barmode="stack"),
         half=True,
     )
 
@@ -169,7 +155,7 @@ def _bandwidth(rows: list[dict[str, Any]]) -> Iterator[Figure]:
             ],
         ),
         [
-            curve(
+            plot.curve(
                 name,
                 number,
                 [row["bytes"] for row in each],
@@ -182,8 +168,8 @@ def _bandwidth(rows: list[dict[str, Any]]) -> Iterator[Figure]:
         ],
         {
             "height": 150 + 28 * max(3, min(len(rows), _MOST_BARS)),
-            "xaxis": size_axis([row["bytes"] for row in drawn]),
-            "yaxis": log_axis("GB/s", [row["busbw_gbs"] for row in drawn]),
+            "xaxis": plot.size_axis([row["bytes"] for row in drawn]),
+            "yaxis": plot.log_axis("GB/s", [row["busbw_gbs"] for row in drawn]),
             "showlegend": True,
         },
         half=True,

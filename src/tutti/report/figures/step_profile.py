@@ -6,23 +6,8 @@ from typing import Any
 
 from tutti.measure.spread import relative_range
 from tutti.profile.step_breakdown import PARTS
-from tutti.report.figure import (
-    BLUE,
-    PART_COLOURS,
-    PART_NAMES,
-    PURPLE,
-    SKY,
-    VERMILION,
-    Figure,
-    Table,
-    axis,
-    bar,
-    bar_layout,
-    heatmap,
-    heatmap_layout,
-    milliseconds,
-    percent,
-)
+from tutti.report import plot
+from tutti.report.plot import Figure, Table, milliseconds, percent
 from tutti.report.sources import Run
 
 _MOST_RANKS = 48  # in one plot
@@ -65,15 +50,15 @@ def parts(run: Run) -> Iterator[Figure]:
         ("Parts of the step, in milliseconds", "ms", "parts_s", milliseconds),
     ):
         about = f"Mean of {max(row['steps'] for row in rows)} steps."
-        layout = bar_layout("ms", bars_height(rows, 26), barmode="stack")
+        layout = plot.bar_layout("ms", bars_height(rows, 26), barmode="stack")
         if unit == "%":
             about = f"Every moment of a step is in exactly one part.{ranks_left_out(profile)}"
-            layout["xaxis"] = axis("%", range=[0, 100])
+            layout["xaxis"] = plot.axis("%", range=[0, 100])
         yield Figure(
             title,
             about,
             Table(
-                ["rank", f"step {unit}", *(f"{PART_NAMES[name]} {unit}" for name in PARTS)],
+                ["rank", f"step {unit}", *(f"{plot.PART_NAMES[name]} {unit}" for name in PARTS)],
                 [
                     (
                         row["rank"],
@@ -84,11 +69,11 @@ def parts(run: Run) -> Iterator[Figure]:
                 ],
             ),
             [
-                bar(
-                    PART_NAMES[name],
+                plot.bar(
+                    plot.PART_NAMES[name],
                     rank_labels(rows),
                     [scale(row[key][name]) for row in rows],
-                    PART_COLOURS[name],
+                    plot.PART_COLOURS[name],
                     unit,
                 )
                 for name in PARTS
@@ -127,7 +112,7 @@ def waits(run: Run) -> Iterator[Figure]:
             [(rank, *row) for rank, row in zip(ranks, cells, strict=True)],
         ),
         [
-            heatmap(
+            plot.heatmap(
                 [f"for {rank}" for rank in columns],
                 labels,
                 cells,
@@ -135,7 +120,7 @@ def waits(run: Run) -> Iterator[Figure]:
                 hovertemplate="%{y} waited %{z:.2f} ms per step %{x}<extra></extra>",
             )
         ],
-        heatmap_layout(labels),
+        plot.heatmap_layout(labels),
         half=True,
     )
     yield from _stragglers(profile)
@@ -162,7 +147,7 @@ def _stragglers(profile: dict[str, Any]) -> Iterator[Figure]:
                     *(milliseconds(row["cost_s"][key]) for key in ("mean", "min", "max")),
                     percent(row["cost_share"]),
                     *(row[key] for key in ("steps", "of_steps", "last", "of_collectives")),
-                    PART_NAMES.get(row["instead"]["part"], row["instead"]["part"]),
+                    plot.PART_NAMES.get(row["instead"]["part"], row["instead"]["part"]),
                     milliseconds(row["instead"]["seconds"]),
                 )
                 for row in rows
@@ -179,7 +164,7 @@ def _stragglers(profile: dict[str, Any]) -> Iterator[Figure]:
                     "arrayminus": [1e3 * (cost["mean"] - cost["min"]) for cost in costs],
                     "thickness": 1.2,
                 },
-                "marker": {"color": VERMILION},
+                "marker": {"color": plot.VERMILION},
                 "width": 0.5,
                 "hovertemplate": "others wait %{y:.2f} ms per step for %{x}<extra></extra>",
             }
@@ -187,7 +172,7 @@ def _stragglers(profile: dict[str, Any]) -> Iterator[Figure]:
         {
             "height": min(620, 190 + 34 * len(profile["ranks"])),
             "xaxis": {"type": "category"},
-            "yaxis": axis("ms per step", rangemode="tozero"),
+            "yaxis": plot.axis("ms per step", rangemode="tozero"),
         },
         half=True,
     )
@@ -203,16 +188,16 @@ def utilization(run: Run) -> Iterator[Figure]:
         f"Share of the step in which the rank computes; {imbalance}.{ranks_left_out(profile)}",
         Table(["rank", "computing %"], [(row["rank"], percent(row["busy"])) for row in every]),
         [
-            bar(
+            plot.bar(
                 "computing",
                 rank_labels(rows),
                 [percent(row["busy"]) for row in rows],
-                BLUE,
+                plot.BLUE,
                 "% of the step",
                 width=0.6,
             )
         ],
-        bar_layout("%", bars_height(rows), xaxis=axis("%", range=[0, 100])),
+        plot.bar_layout("%", bars_height(rows), xaxis=plot.axis("%", range=[0, 100])),
         half=True,
     )
 
@@ -224,8 +209,8 @@ def memory(run: Run) -> Iterator[Figure]:
     kinds = [
         (name, key, colour)
         for name, key, colour in (
-            ("device", "memory_bytes", PURPLE),
-            ("process", "host_memory_bytes", SKY),
+            ("device", "memory_bytes", plot.PURPLE),
+            ("process", "host_memory_bytes", plot.SKY),
         )
         if any(row.get(key) for row in every)
     ]
@@ -247,13 +232,13 @@ def memory(run: Run) -> Iterator[Figure]:
             [(row["rank"], *(gibibytes(row, key) for _, key, _ in kinds)) for row in every],
         ),
         [
-            bar(name, rank_labels(rows), [gibibytes(row, key) for row in rows], colour, "GiB")
+            plot.bar(name, rank_labels(rows), [gibibytes(row, key) for row in rows], colour, "GiB")
             for name, key, colour in kinds
         ],
-        bar_layout(
+        plot.bar_layout(
             "GiB",
             bars_height(rows),
-            xaxis=axis("GiB", rangemode="tozero"),
+            xaxis=plot.axis("GiB", rangemode="tozero"),
             barmode="group",
             showlegend=True,
         ),

@@ -11,22 +11,16 @@ from tutti.profile.explain import Explanation
 from tutti.profile.intervals import Intervals
 from tutti.profile.rank_trace import RankTrace, Step
 from tutti.profile.step_breakdown import StepBreakdown
-from tutti.report.figure import (
-    LABEL_AXIS,
-    PART_COLOURS,
-    PART_NAMES,
-    Figure,
-    Table,
-    axis,
-)
+from tutti.report import plot
+from tutti.report.plot import Figure, Table
 from tutti.report.sources import Run
 
 _MOST_BARS = 1500  # a browser draws each bar as an element
 _MOST_RANKS = 16
 _RESOLUTION = 2000  # of the step that a screen can show
 _LANES = ("computes", "communicates", "waits", "buckets")
-_NAMES = PART_NAMES | {"ready": "bucket ready, not started", "reduced": "bucket reduced"}
-_COLOURS = PART_COLOURS | {"ready": "#f0c674", "reduced": "#9a6fb0"}
+_NAMES = plot.PART_NAMES | {"ready": "bucket ready, not started", "reduced": "bucket reduced"}
+_COLOURS = plot.PART_COLOURS | {"ready": "#f0c674", "reduced": "#9a6fb0"}
 
 # (rank, lane, part, start, length, details); seconds from the step's start
 _Bar = tuple[int, str, str, float, float, str]
@@ -74,8 +68,8 @@ def timeline(run: Run) -> Iterator[Figure]:
             "barmode": "overlay",
             "bargap": 0.12,
             "height": 140 + 22 * len(labels),
-            "xaxis": axis("ms since the step began", range=[0, 1e3 * length]),
-            "yaxis": LABEL_AXIS
+            "xaxis": plot.axis("ms since the step began", range=[0, 1e3 * length]),
+            "yaxis": plot.LABEL_AXIS
             | {"categoryorder": "array", "categoryarray": labels, "showgrid": False},
         },
     )

@@ -5,20 +5,8 @@ from statistics import fmean
 from typing import Any
 
 from tutti.profile.step_breakdown import PARTS
-from tutti.report.figure import (
-    PART_COLOURS,
-    PART_NAMES,
-    Figure,
-    Table,
-    axis,
-    bar,
-    bar_layout,
-    curve,
-    milliseconds,
-    percent,
-    series_dash,
-    thin,
-)
+from tutti.report import plot
+from tutti.report.plot import Figure, Table, milliseconds, percent
 from tutti.report.sources import Run
 from tutti.report.summary import key_numbers, metric
 
@@ -84,21 +72,21 @@ def step_comparison(runs: Sequence[Run]) -> Iterator[Figure]:
         "Steps of the runs",
         "Milliseconds per step, mean over ranks and steps.",
         Table(
-            ["run", "step ms", *(f"{PART_NAMES[part]} ms" for part in PARTS)],
+            ["run", "step ms", *(f"{plot.PART_NAMES[part]} ms" for part in PARTS)],
             [(name, sum(each.values()), *each.values()) for name, each in parts.items()],
         ),
         [
-            bar(
-                PART_NAMES[part],
+            plot.bar(
+                plot.PART_NAMES[part],
                 list(parts),
                 [each[part] for each in parts.values()],
-                PART_COLOURS[part],
+                plot.PART_COLOURS[part],
                 "ms",
             )
             for part in PARTS
             if any(each[part] for each in parts.values())
         ],
-        bar_layout("ms", 150 + 34 * len(parts), barmode="stack"),
+        plot.bar_layout("ms", 150 + 34 * len(parts), barmode="stack"),
     )
 
 
@@ -108,13 +96,15 @@ def loss(runs: Sequence[Run]) -> Iterator[Figure]:
     rows: list[tuple[Any, ...]] = []
     has_tests = any(metric(run, "test_loss") for run in runs)
     for number, run in enumerate(runs):
-        points = thin(metric(run, "loss"))
+        points = plot.thin(metric(run, "loss"))
         if not points:
             continue
         name = f"{run.name}, training" if has_tests else run.name
         mode = "lines" if len(points) > 1 else "markers"
         traces.append(
-            curve(name, number, *_xy(points), mode=mode, line={"dash": series_dash(number)})
+            plot.curve(
+                name, number, *_xy(points), mode=mode, line={"dash": plot.series_dash(number)}
+            )
         )
         rows += [(run.name, "training", x, y) for x, y in points]
         if tests := metric(run, "test_loss"):
@@ -129,7 +119,7 @@ def loss(runs: Sequence[Run]) -> Iterator[Figure]:
             about,
             Table(["run", "loss of", "step", "loss"], rows),
             traces,
-            {"xaxis": axis("step"), "yaxis": axis("loss"), "showlegend": len(traces) > 1},
+            {"xaxis": plot.axis("step"), "yaxis": plot.axis("loss"), "showlegend": len(traces) > 1},
             half=True,
         )
     accuracies = {run.name: [(x, 100 * y) for x, y in metric(run, "test_accuracy")] for run in runs}
@@ -143,14 +133,18 @@ def loss(runs: Sequence[Run]) -> Iterator[Figure]:
                 for number, (name, points) in enumerate(accuracies.items())
                 if points
             ],
-            {"xaxis": axis("step"), "yaxis": axis("%"), "showlegend": len(accuracies) > 1},
+            {
+                "xaxis": plot.axis("step"),
+                "yaxis": plot.axis("%"),
+                "showlegend": len(accuracies) > 1,
+            },
             half=True,
         )
 
 
 def throughput(runs: Sequence[Run]) -> Iterator[Figure]:
     """Samples per second of the runs, then the share of time that each rank waits."""
-    speeds = {run.name: thin(metric(run, "samples_per_s")) for run in runs}
+    speeds = {run.name: plot.thin(metric(run, "samples_per_s")) for run in runs}
     if any(speeds.values()):
         yield Figure(
             "Throughput",
@@ -158,13 +152,13 @@ def throughput(runs: Sequence[Run]) -> Iterator[Figure]:
             "includes start-up.",
             Table(["run", "step", "samples/s"], _by_name(speeds)),
             [
-                curve(name, number, *_xy(points))
+                plot.curve(name, number, *_xy(points))
                 for number, (name, points) in enumerate(speeds.items())
                 if points
             ],
             {
-                "xaxis": axis("step"),
-                "yaxis": axis("samples/s", rangemode="tozero"),
+                "xaxis": plot.axis("step"),
+                "yaxis": plot.axis("samples/s", rangemode="tozero"),
                 "showlegend": len(speeds) > 1,
             },
             half=True,
@@ -175,7 +169,7 @@ def throughput(runs: Sequence[Run]) -> Iterator[Figure]:
 
 def _waiting_by_rank(run: Run) -> Iterator[Figure]:
     waiting = {
-        rank: [(x, 100 * y) for x, y in thin(points)]
+        rank: [(x, 100 * y) for x, y in plot.thin(points)]
         for rank in sorted(run.metrics)
         if (points := metric(run, "wait_fraction", rank))
     }
@@ -191,8 +185,11 @@ def _waiting_by_rank(run: Run) -> Iterator[Figure]:
         "Share of the time, measured during training. The rank that waits least delays the "
         f"others.{drawn}",
         Table(["rank", "step", "waiting %"], _by_name(waiting)),
-        [curve(f"rank {rank}", number, *_xy(waiting[rank])) for number, rank in enumerate(shown)],
-        {"xaxis": axis("step"), "yaxis": axis("%", rangemode="tozero")},
+        [
+            plot.curve(f"rank {rank}", number, *_xy(waiting[rank]))
+            for number, rank in enumerate(shown)
+        ],
+        {"xaxis": plot.axis("step"), "yaxis": plot.axis("%", rangemode="tozero")},
         half=True,
     )
 
@@ -209,4 +206,4 @@ def _by_name(curves: dict[Any, list[tuple[float, float]]]) -> list[tuple[Any, ..
 
 
 def _dotted_curve(name: str, number: int, points: _Points) -> dict[str, Any]:
-    return curve(name, number, *_xy(points), line={"width": 1, "dash": "dot"})
+    return plot.curve(name, number, *_xy(points), line={"width": 1, "dash": "dot"})

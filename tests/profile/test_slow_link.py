@@ -1,4 +1,4 @@
-"""Given two hosts with a slow link between them, the missing time is named: moving data."""
+"""Two hosts with a slow link between them: the time is explained as moving data."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def hosts() -> Iterator[Network]:
 
 
 def _profiled(made: Network, out: Path, port: int, backend: str) -> dict[str, Any]:
-    """What is said of two ranks, each under a `tutti profile` on its host."""
+    """The explanation of two ranks, each under its own `tutti profile` on its host."""
     ranks = [
         host.popen(
             [*TUTTI, "profile", "--out", str(out), *SCHEDULE, "--", str(SCRIPT), backend, "6"],
@@ -46,14 +46,14 @@ def _profiled(made: Network, out: Path, port: int, backend: str) -> dict[str, An
 
 
 def _parts(made: Network, out: Path, port: int) -> dict[str, float]:
-    """Shares of the step's parts, over both ranks."""
+    """Shares of the parts of a step, mean over both ranks."""
     rows = _profiled(made, out, port, "gloo")
     shares = [each["parts_share"] for each in rows["ranks"]]
     return {name: sum(each[name] for each in shares) / len(shares) for name in shares[0]}
 
 
 @pytest.mark.measured
-def test_a_slow_link_shows_as_exposed_communication_until_it_is_fast(
+def test_a_slow_link_is_exposed_communication_until_it_is_fast(
     hosts: Network, tmp_path: Path
 ) -> None:
     ends = [(hosts.hosts[1], "eth0"), (hosts.hub, "n2")]  # both directions of n2's cable
@@ -70,9 +70,7 @@ def test_a_slow_link_shows_as_exposed_communication_until_it_is_fast(
     assert fast["exposed"] < slow["exposed"] / 2
 
 
-def test_shm_over_hosts_is_seen_though_python_threads_run_it(
-    hosts: Network, tmp_path: Path
-) -> None:
+def test_shm_over_several_hosts_is_recorded(hosts: Network, tmp_path: Path) -> None:
     rows = _profiled(hosts, tmp_path / "shm", 29423, "shm")
 
     assert {each["backend"] for each in rows["ranks"]} == {"shm"}

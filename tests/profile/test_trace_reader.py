@@ -1,17 +1,17 @@
-"""Communication beside NCCL in traces with kernels: symmetric memory, and gloo on the host."""
+"""Traces with kernels and communication other than NCCL: symmetric memory, gloo on the host."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from written import all_reduce, launched, parts, step, tag, write, x
+from trace_events import all_reduce, launched, parts, step, tag, write, x
 
 from tutti.profile.explain import explain
 
 
 @pytest.mark.parametrize("name", ["sum_of_peers", "void one_shot_all_reduce_kernel<float, 4>"])
-def test_kernels_that_tutti_comm_launches_communicate(tmp_path: Path, name: str) -> None:
-    """A one-shot sum on symmetric memory spins until rank 1 is there, at 600."""
+def test_kernels_launched_by_tutti_comm_are_communication(tmp_path: Path, name: str) -> None:
+    """A one-shot reduction on symmetric memory spins until rank 1 arrives at 600."""
 
     def rank(compute: float) -> list[dict[str, Any]]:
         return [
@@ -21,15 +21,15 @@ def test_kernels_that_tutti_comm_launches_communicate(tmp_path: Path, name: str)
             *launched("barrier_kernel", 25, compute, 700, 2),
             *launched(name, 30, 700, 800, 3),
             *launched("gemm", 50, 800, 1000, 4),
-            # Another thread launches meanwhile; that is not the call's.
+            # Another thread launches a kernel meanwhile, which is not part of the call.
             x("cuda_runtime", "cudaLaunchKernel", 32, 33, correlation=5) | {"tid": 8},
             x("kernel", "gemm", compute - 10, compute, correlation=5) | {"tid": 21},
         ]
 
     explanation = explain([write(tmp_path, n, rank(c)) for n, c in enumerate((300, 600))])
 
-    (meeting,) = explanation.matched
-    one = meeting.members[0]
+    (collective,) = explanation.matched
+    one = collective.members[0]
     assert (one.operation, one.group, one.sequence) == ("all_reduce", "tutti dp", 3)
     assert (one.bytes, one.thread) == (4096, 20)
     early, late = parts(explanation, 0, 0), parts(explanation, 1, 0)
@@ -37,7 +37,7 @@ def test_kernels_that_tutti_comm_launches_communicate(tmp_path: Path, name: str)
     assert early["wait"] == 300 and "wait" not in late
 
 
-def test_kernels_of_symmetric_memory_are_known_by_name(tmp_path: Path) -> None:
+def test_kernels_of_symmetric_memory_are_recognized_by_name(tmp_path: Path) -> None:
     sum_ = "void c10d::multimem_one_shot_all_reduce_kernel<c10::BFloat16, 16>()"
     events = [step(0), x("kernel", "gemm", 0, 600), x("kernel", sum_, 600, 1000)]
 
@@ -47,8 +47,8 @@ def test_kernels_of_symmetric_memory_are_known_by_name(tmp_path: Path) -> None:
     assert explanation.rows()["comm"][0]["op"] == "all_reduce"
 
 
-def test_gloo_beside_kernels_communicates_on_the_host(tmp_path: Path) -> None:
-    """NCCL sums, too; its calls have kernels and are not taken for gloo's."""
+def test_gloo_on_the_host_communicates_beside_kernels(tmp_path: Path) -> None:
+    """NCCL reduces, too; its calls have kernels and do not count as gloo's."""
 
     def rank(called: float) -> list[dict[str, Any]]:
         said = all_reduce(0, 0, 0)["args"] | {"External id": 5}

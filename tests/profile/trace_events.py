@@ -1,5 +1,5 @@
-"""Traces written by hand, event by event. The form is Kineto's of an NCCL run: kernels with the
-arguments of record_param_comms. Times are microseconds.
+"""Traces written by hand in the format of Kineto for an NCCL run: kernels with the arguments of
+record_param_comms. Times are microseconds.
 """
 
 import json
@@ -44,7 +44,7 @@ def write(
     name: str = "",
     **about: Any,
 ) -> Path:
-    """`about` is what stands beside the events."""
+    """`about` is metadata beside the events."""
     path = folder / (name or f"rank{rank}.json")
     info = {"backend": "nccl", "rank": rank, "world_size": 2} | about.pop("distributedInfo", {})
     content = {"distributedInfo": info, "host_name": host, "baseTimeNanoseconds": base}
@@ -58,7 +58,7 @@ def parts(explanation: Explanation, rank: int, step: int) -> dict[str, float]:
 
 
 def launched(name: str, at: float, start: float, end: float, number: int) -> list[dict[str, Any]]:
-    """A launch on the host's thread 7, and its kernel on stream 20."""
+    """A launch on host thread 7, and its kernel on stream 20."""
     return [
         x("cuda_runtime", "cudaLaunchKernel", at, at + 1, correlation=number),
         x("kernel", name, start, end, correlation=number) | {"tid": 20},

@@ -1,8 +1,8 @@
-"""Advice is checked by taking it: causes are planted in a plain DDP script, then removed.
+"""Advice is checked by following it: causes are planted in a plain DDP script, then removed.
 
-Real processes, two gloo ranks. Steps and shares of them are medians: on a machine that others use,
-one step in ten may last ten times as long. A forecast holds if the step becomes shorter by between
-half and twice of it: in twelve runs on two cores with ten others at work it was 0.67 to 1.67.
+Real processes, two gloo ranks. Steps and shares are medians: on a shared machine one step in ten
+may take ten times as long. A predicted gain holds if the step becomes shorter by between half and
+twice of it: in twelve runs on two cores with ten other programs the ratio was 0.67 to 1.67.
 """
 
 import json
@@ -40,7 +40,7 @@ def _named(rows: dict[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _share(rows: dict[str, Any], part: str) -> float:
-    """The median of a rank's steps, the mean over ranks."""
+    """Median over a rank's steps, mean over ranks."""
     shares: dict[int, list[float]] = {}
     for each in rows["steps"]:
         shares.setdefault(each["rank"], []).append(each["parts_s"][part] / each["seconds"])
@@ -58,7 +58,7 @@ def _largest(rows: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Far too many buckets."""
+    """Too many small buckets."""
     return _profile(tmp_path_factory.mktemp("tiny"), BUCKET_MB=str(TINY_MB), **MANY_LAYERS)
 
 
@@ -68,7 +68,7 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return _profile(tmp_path_factory.mktemp("even"), **HEAVY)
 
 
-def test_tiny_buckets_are_found_with_every_message_on_the_timeline(tiny: dict[str, Any]) -> None:
+def test_every_small_bucket_is_found(tiny: dict[str, Any]) -> None:
     of_one = [each for each in tiny["buckets"] if (each["rank"], each["step"]) == (0, 5)]
 
     assert [each["index"] for each in of_one] == list(range(MESSAGES))
@@ -80,36 +80,38 @@ def test_tiny_buckets_are_found_with_every_message_on_the_timeline(tiny: dict[st
 
 
 @pytest.mark.measured
-def test_a_larger_bucket_is_advised_and_gains_what_was_forecast(
+def test_a_larger_bucket_is_advised_and_gains_what_was_predicted(
     tiny: dict[str, Any], tmp_path: Path
 ) -> None:
-    said = _named(tiny, "buckets")
+    found = _named(tiny, "buckets")
 
     assert _largest(tiny) == "exposed"
-    assert said is not None and said["cause"] == "exposed"
-    assert said == tiny["advice"][0]
-    assert "buckets of 1 MiB (one bucket)" in said["try"]
+    assert found is not None and found["cause"] == "exposed"
+    assert found == tiny["advice"][0]
+    assert "buckets of 1 MiB (one bucket)" in found["try"]
 
     taken = _profile(tmp_path, BUCKET_MB="1", **MANY_LAYERS)
 
     gained = _length(tiny) - _length(taken)
-    assert 0.5 * said["gain_s"] < gained < 2 * said["gain_s"]
-    # What remains is divided by a short step, in which every disturbance is a large share.
+    assert 0.5 * found["gain_s"] < gained < 2 * found["gain_s"]
+    # The rest is a share of a short step, in which every disturbance is large.
     fall = _share(tiny, "exposed") - _share(taken, "exposed")
-    assert fall > (said["share"] - said["remains_share"]) / 3
+    assert fall > (found["share"] - found["remains_share"]) / 3
     assert _named(taken, "buckets") is None
 
 
 @pytest.mark.measured
-def test_an_uneven_split_is_named_and_gone_when_even(even: dict[str, Any], tmp_path: Path) -> None:
+def test_an_uneven_batch_is_found_and_not_reported_when_even(
+    even: dict[str, Any], tmp_path: Path
+) -> None:
     uneven = _profile(tmp_path, UNEVEN="1", **HEAVY)
-    said, late = _named(uneven, "straggler"), uneven["stragglers"][0]
+    found, late = _named(uneven, "straggler"), uneven["stragglers"][0]
 
     assert (late["rank"], late["instead"]["part"]) == (1, "compute")
     assert _largest(uneven) == "wait"
-    assert said is not None and said == uneven["advice"][0]
-    assert "for rank 1" in said["finding"]
-    assert "split the batch evenly: it has 3.0 times the work" in said["try"]
+    assert found is not None and found == uneven["advice"][0]
+    assert "for rank 1" in found["finding"]
+    assert "split the batch evenly: it has 3.0 times the work" in found["try"]
     assert any("unevenly busy" in note for note in uneven["notes"])
 
     cost = {each["rank"]: each["cost_share"] for each in even["stragglers"]}
@@ -118,17 +120,17 @@ def test_an_uneven_split_is_named_and_gone_when_even(even: dict[str, Any], tmp_p
 
 
 @pytest.mark.measured
-def test_slow_input_on_one_rank_is_named_and_gone_when_fast(
+def test_slow_input_on_one_rank_is_found_and_not_reported_when_fast(
     even: dict[str, Any], tmp_path: Path
 ) -> None:
     slow = _profile(tmp_path, SLOW_INPUT="1", **HEAVY)
-    said, late = _named(slow, "input"), slow["stragglers"][0]
+    found, late = _named(slow, "input"), slow["stragglers"][0]
 
     assert (late["rank"], late["instead"]["part"]) == (1, "input")
-    assert said is not None and said == slow["advice"][0]
-    assert said["finding"].startswith("rank 1 waits")
-    # Loading its samples takes time, too.
-    assert PLANTED_INPUT < said["gain_s"] < 2 * PLANTED_INPUT
+    assert found is not None and found == slow["advice"][0]
+    assert found["finding"].startswith("rank 1 waits")
+    # Loading the samples takes time, too.
+    assert PLANTED_INPUT < found["gain_s"] < 2 * PLANTED_INPUT
 
     without = _named(even, "input")
-    assert without is None or without["gain_s"] < 0.4 * said["gain_s"]
+    assert without is None or without["gain_s"] < 0.4 * found["gain_s"]

@@ -1,10 +1,10 @@
-"""Ranks whose clocks differ, on hosts that meet in several ways."""
+"""Ranks with different clocks on hosts with direct, indirect or no common collectives."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from written import all_reduce, step, write, x
+from trace_events import all_reduce, step, write, x
 
 from tutti.profile.explain import explain
 
@@ -15,15 +15,15 @@ def _pair_sum(ranks: str, start: float, end: float, sequence: int) -> dict[str, 
     return event
 
 
-def test_a_host_has_one_clock_also_for_ranks_that_never_meet_the_first(tmp_path: Path) -> None:
+def test_all_ranks_of_a_host_share_its_clock(tmp_path: Path) -> None:
     """dp2.tp2 on hosts n0 (ranks 0, 1) and n1 (2, 3): n1's clock is 5 ms ahead."""
     files = []
     for rank in range(4):
         ahead = 5000.0 if rank > 1 else 0.0
-        # Ends of rank 2 are read 40 µs late, those of rank 3 are not.
+        # The ends on rank 2 are 40 µs late, those on rank 3 are not.
         end = 800.0 + 40 * (rank == 2)
-        meeting = _pair_sum(f"[{rank % 2}, {rank % 2 + 2}]", 600, end, 0)
-        events = [step(0), x("kernel", "gemm", 0, 600), meeting]
+        collective = _pair_sum(f"[{rank % 2}, {rank % 2 + 2}]", 600, end, 0)
+        events = [step(0), x("kernel", "gemm", 0, 600), collective]
         events = [event | {"ts": event["ts"] + ahead} for event in events]
         files.append(write(tmp_path, rank, events, host=f"n{rank // 2}"))
 
@@ -33,8 +33,8 @@ def test_a_host_has_one_clock_also_for_ranks_that_never_meet_the_first(tmp_path:
     assert clocks[2].applied_s == clocks[3].applied_s == pytest.approx(-5.02e-3)
 
 
-def test_a_host_is_reached_through_another(tmp_path: Path) -> None:
-    """Rank 2 meets rank 1 only, and is 3 ms ahead of it, which is 5 ms ahead of rank 0."""
+def test_a_host_is_compared_through_another(tmp_path: Path) -> None:
+    """Only rank 1 connects rank 2, 3 ms ahead of it, with rank 0, 5 ms behind it."""
     events = [
         [step(0), _pair_sum("[0, 1]", 100, 200, 0)],
         [step(0), _pair_sum("[0, 1]", 100, 200, 0), _pair_sum("[1, 2]", 300, 400, 0)],

@@ -1,6 +1,6 @@
-"""Axes and DDP's buckets, from traces whose truth is known: written here, event by event.
+"""Mesh axes and DDP buckets in traces that are written here, event by event.
 
-Times are microseconds; a step lasts 1000.
+Times are microseconds; a step takes 1000.
 """
 
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trace_events import x
 
 from tutti.profile.explain import Explanation, explain
 from tutti.profile.merged_trace import write_merged_trace
@@ -17,13 +18,8 @@ ENGINE = "autograd::engine::evaluate_function: "
 FLOATS = 1000
 
 
-def _x(category: str, name: str, start: float, end: float, **arguments: Any) -> dict[str, Any]:
-    event = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
-    return event | {"pid": 0, "tid": 7, "args": arguments}
-
-
 def _step(end: float = 1000) -> dict[str, Any]:
-    return _x("user_annotation", "ProfilerStep#0", 0, end)
+    return x("user_annotation", "ProfilerStep#0", 0, end)
 
 
 def _write(
@@ -44,18 +40,18 @@ def _write(
 
 
 def _on_a_cpu(first: float, second: float) -> list[dict[str, Any]]:
-    """Two buckets; gradients accumulate at `first` and `second`, and gloo's one thread sends."""
+    """Two buckets, ready at `first` and `second`; one gloo thread sends them."""
     shape = {"Input Dims": [[[FLOATS]]], "Input type": ["TensorList"]}
     kind = {"Input type": ["float"], "Input Dims": [[FLOATS]]}
-    made = [_step(), _x("cpu_op", f"{ENGINE}AddmmBackward0", 50, 100)]
+    made = [_step(), x("cpu_op", f"{ENGINE}AddmmBackward0", 50, 100)]
     for at, (start, end) in ((first, (450, 600)), (second, (600, 750))):
         made += [
-            _x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", at - 10, at + 30),
-            _x("cpu_op", "c10d::allreduce_", at, at + 20, **shape),
-            _x("user_annotation", "gloo:all_reduce", start, end, **kind) | {"tid": 9},
+            x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", at - 10, at + 30),
+            x("cpu_op", "c10d::allreduce_", at, at + 20, **shape),
+            x("user_annotation", "gloo:all_reduce", start, end, **kind) | {"tid": 9},
         ]
-    # As one does to print the loss: no gradient, no bucket.
-    made.append(_x("cpu_op", "c10d::allreduce_", 800, 900, **shape))
+    # The loss, reduced to be printed: no gradient, so no bucket.
+    made.append(x("cpu_op", "c10d::allreduce_", 800, 900, **shape))
     return made
 
 
@@ -63,7 +59,7 @@ def _two_cpu_ranks(folder: Path) -> Explanation:
     return explain([_write(folder, 0, _on_a_cpu(200, 300)), _write(folder, 1, _on_a_cpu(450, 500))])
 
 
-def test_a_bucket_is_ready_when_called_and_starts_when_all_are_there_and_it_is_its_turn(
+def test_a_bucket_is_ready_at_its_call_and_starts_after_the_last_arrival(
     tmp_path: Path,
 ) -> None:
     rows = _two_cpu_ranks(tmp_path).rows()
@@ -75,20 +71,20 @@ def test_a_bucket_is_ready_when_called_and_starts_when_all_are_there_and_it_is_i
     ]
     assert shown == [
         [0, 0, 4000, 200, 450, 600],  # rank 1 arrives at 450
-        [0, 1, 4000, 300, 600, 750],  # both are there at 500, and the first still moves
+        [0, 1, 4000, 300, 600, 750],  # both arrived at 500, but the first bucket still moves
         [1, 0, 4000, 450, 450, 600],
         [1, 1, 4000, 500, 600, 750],
     ]
 
 
-def test_backward_ends_with_autograds_last_function(tmp_path: Path) -> None:
+def test_backward_ends_with_the_last_autograd_function(tmp_path: Path) -> None:
     rows = _two_cpu_ranks(tmp_path).rows()
 
     moments = [tuple(round(1e6 * each) for each in row["gradients_s"]) for row in rows["steps"]]
     assert moments == [(190, 330), (440, 530)]
 
 
-def test_buckets_have_rows_in_the_one_timeline(tmp_path: Path) -> None:
+def test_buckets_have_rows_in_the_merged_trace(tmp_path: Path) -> None:
     write_merged_trace(tmp_path / "merged.json", _two_cpu_ranks(tmp_path))
 
     events = [
@@ -106,7 +102,7 @@ def test_buckets_have_rows_in_the_one_timeline(tmp_path: Path) -> None:
     assert len(events) == 4 * 4
 
 
-def test_on_a_gpu_a_bucket_is_ready_when_the_kernels_launched_before_it_have_ended(
+def test_on_a_gpu_a_bucket_is_ready_when_earlier_kernels_have_ended(
     tmp_path: Path,
 ) -> None:
     """The host calls at 30; the gradient's kernel, launched at 20, ends at 400."""
@@ -126,13 +122,13 @@ def test_on_a_gpu_a_bucket_is_ready_when_the_kernels_launched_before_it_have_end
     def rank(moves: float) -> list[dict[str, Any]]:
         return [
             _step(100),
-            _x("cuda_runtime", "cudaLaunchKernel", 20, 22, correlation=1),
-            _x("kernel", "gemm_backward", 150, 400, correlation=1),
-            _x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 25, 40),
-            _x("cpu_op", "record_param_comms", 30, 35, **said),
-            _x("kernel", nccl, moves, 700, **said),
-            _x("cuda_runtime", "cudaLaunchKernel", 50, 52, correlation=2),
-            _x("kernel", "optimizer", 700, 800, correlation=2),
+            x("cuda_runtime", "cudaLaunchKernel", 20, 22, correlation=1),
+            x("kernel", "gemm_backward", 150, 400, correlation=1),
+            x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 25, 40),
+            x("cpu_op", "record_param_comms", 30, 35, **said),
+            x("kernel", nccl, moves, 700, **said),
+            x("cuda_runtime", "cudaLaunchKernel", 50, 52, correlation=2),
+            x("kernel", "optimizer", 700, 800, correlation=2),
         ]
 
     rows = explain([_write(tmp_path, 0, rank(410)), _write(tmp_path, 1, rank(500))]).rows()
@@ -145,23 +141,23 @@ def test_on_a_gpu_a_bucket_is_ready_when_the_kernels_launched_before_it_have_end
 
 def _tagged(group: str, start: float, end: float, ranks: int = 2) -> dict[str, Any]:
     about = f"group={group}|bytes=4|dtype=float32|seq=1|ranks={ranks}"
-    return _x("user_annotation", f"tutti::all_reduce|phase=run|{about}", start, end)
+    return x("user_annotation", f"tutti::all_reduce|phase=run|{about}", start, end)
 
 
 def test_communication_is_split_by_axis_and_adds_up_to_the_parts(tmp_path: Path) -> None:
-    """dp2.tp2. The groups of an axis have one description; those of other ranks do not meet."""
+    """dp2.tp2: all groups of an axis have one description, but other ranks."""
     files = []
     for rank in range(4):
         tp = [0, 1] if rank < 2 else [2, 3]
         dp = [rank % 2, rank % 2 + 2]
         groups = [("0", "default_pg", [0, 1, 2, 3]), (f"d{rank % 2}", "mesh_dp", dp)]
         groups.append((f"t{rank // 2}", "mesh_tp", tp))
-        late = 100 if rank in (2, 3) else 0  # the second replica is late everywhere
+        late = 100 if rank in (2, 3) else 0  # the second replica is always late
         events = [
             _step(),
             _tagged("mesh_tp", 100 + late, 250 + late),
             _tagged("mesh_dp", 400 + late, 550),
-            _x("cpu_op", "aten::mm", 510, 530) | {"tid": 8},
+            x("cpu_op", "aten::mm", 510, 530) | {"tid": 8},
             _tagged("default", 700, 800, ranks=4),
         ]
         files.append(_write(tmp_path, rank, events, groups, world=4))
@@ -184,11 +180,11 @@ def test_communication_is_split_by_axis_and_adds_up_to_the_parts(tmp_path: Path)
     assert all(each["count"] == each["matched"] for each in rows["comm"])
 
 
-def test_a_mesh_gives_its_one_large_axis_the_default_group(tmp_path: Path) -> None:
-    """shard2 of pp, dp, shard, tp: the groups of the others have one rank each."""
+def test_the_default_group_serves_the_only_axis_of_a_mesh(tmp_path: Path) -> None:
+    """shard2: the groups of pp, dp and tp have one rank each."""
     groups = [("0", "default_pg", [0, 1])]
     groups += [(str(n), f"mesh_{axis}", [0]) for n, axis in enumerate(("pp", "dp", "tp"), 1)]
-    events = [_step(), _x("cpu_op", "c10d::allreduce_", 100, 200)]
+    events = [_step(), x("cpu_op", "c10d::allreduce_", 100, 200)]
 
     rows = explain([_write(tmp_path, 0, events, groups)]).rows()
 
@@ -198,19 +194,21 @@ def test_a_mesh_gives_its_one_large_axis_the_default_group(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("call", "axis"), [("allreduce_", "dp"), ("_allgather_base_", "shard"), ("send", "pp")]
 )
-def test_without_a_mesh_the_operation_tells_the_axis(tmp_path: Path, call: str, axis: str) -> None:
-    events = [_step(), _x("cpu_op", f"c10d::{call}", 100, 200)]
+def test_without_a_mesh_the_operation_decides_the_axis(
+    tmp_path: Path, call: str, axis: str
+) -> None:
+    events = [_step(), x("cpu_op", f"c10d::{call}", 100, 200)]
 
     rows = explain([_write(tmp_path, 0, events)]).rows()
 
     assert [each["axis"] for each in rows["axes"]] == [axis]
 
 
-def test_a_batch_of_messages_that_names_no_group_is_a_pipelines(tmp_path: Path) -> None:
+def test_a_batch_of_sends_without_a_group_belongs_to_the_pipeline(tmp_path: Path) -> None:
     """dp2.pp2 on NCCL: batches of sends and receives have no annotation."""
     groups = [("0", "default_pg", [0, 1, 2, 3])]
     groups += [("1", "mesh_dp", [0, 2]), ("2", "mesh_pp", [0, 1])]
-    kernel = _x("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 100, 200)
+    kernel = x("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 100, 200)
 
     rows = explain([_write(tmp_path, 0, [_step(), kernel], groups)]).rows()
 
