@@ -31,6 +31,7 @@ from tutti.models.config import GPTConfig
 from tutti.models.gpt import GPT, KVCache
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
+from tutti.parallel.materialize import ModuleInit
 from tutti.predict.prediction_file import gather_text
 from tutti.predict.trained_run import TrainedRun, place_model
 from tutti.train.checkpoint import Loaded
@@ -94,9 +95,11 @@ def place_gpt(
     world: World, run: TrainedRun, layout: Layout, config: GPTConfig
 ) -> tuple["Decoder", Loaded]:
     """Place the run's GPT under a layout, for decoding token by token. Collective."""
-    model = GPT(config).to(world.device, run.dtype)
+    with torch.device("meta"):
+        model = GPT(config)
+    weights = ModuleInit(model, seed=0)
     tokens = torch.zeros(1, config.max_seq_len, dtype=torch.int64, device=world.device)
-    engine = place_model(model, world, layout, tokens, batch=1)
+    engine = place_model(model.to(run.dtype), weights, world, layout, tokens, batch=1)
     loaded = run.load(engine)
     engine.model.eval()
     return Decoder(engine, config.dim, run.dtype), loaded

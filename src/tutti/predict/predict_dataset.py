@@ -19,18 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tutti import comm
 from tutti.data import Dataset, Samples, evaluation_loader
 from tutti.data.dataset import Pair
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
+from tutti.parallel.materialize import Weights
 from tutti.predict.prediction_file import PredictionFile, gather_text
 from tutti.predict.trained_run import TrainedRun, place_model
 from tutti.train.checkpoint import Loaded
 from tutti.train.evaluate import Score
-from tutti.train.init import agree, build_model, load_dataset
+from tutti.train.init import agree, build_meta_model, load_dataset
 from tutti.train.step import IGNORED, as_model_dtype
 from tutti.world.world import World
 
@@ -112,20 +113,20 @@ class Predictor:
         self, world: World, run: TrainedRun, layout: Layout, selection: SampleSelection
     ) -> None:
         self.world, self.trained_run, self.selection = world, run, selection
-        dataset, model = agree(self._prepare)
+        dataset, model, weights = agree(self._prepare)
         self.samples: Samples = dataset.test if selection.split == "test" else dataset.train
         self.count = min(len(self.samples), selection.limit or len(self.samples))
         batch = selection.batch or run.recipe.batching.batch
         example = dataset.train.batch([0])[0].to(world.device)
         self.engine: Engine = place_model(
-            model, world, layout, as_model_dtype(example, model), batch
+            model, weights, world, layout, as_model_dtype(example, model), batch
         )
         self.loaded: Loaded = run.load(self.engine)
         self.engine.model.eval()
         self.example = as_model_dtype(example, self.engine.model)
         self.scatter = RowScatter(self.count, batch, layout.data_ranks)
 
-    def _prepare(self) -> tuple[Dataset, torch.nn.Module]:
+    def _prepare(self) -> tuple[Dataset, nn.Module, Weights]:
         recipe, selection = self.trained_run.recipe, self.selection
         data = recipe.data
         if selection.dataset is not None:
@@ -134,8 +135,8 @@ class Predictor:
             data = replace(data, data_dir=selection.data_dir)
         recipe = replace(recipe, data=data)
         dataset = load_dataset(recipe)
-        model = build_model(recipe, dataset).to(self.world.device, self.trained_run.dtype)
-        return dataset, model
+        model, weights, _ = build_meta_model(recipe, dataset)
+        return dataset, model.to(self.trained_run.dtype), weights
 
     @torch.no_grad()
     def run(self, out: Path) -> Score:

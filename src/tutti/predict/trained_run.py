@@ -11,6 +11,7 @@ from tutti.models.config import GPTConfig
 from tutti.parallel.apply import build_engine
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout, ParallelOptions
+from tutti.parallel.materialize import Weights, materialize
 from tutti.train.checkpoint import Checkpoints, Loaded
 from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step_name
 from tutti.train.recipe import Recipe, read_recipe
@@ -108,11 +109,17 @@ class Replicas(Engine):
 
 
 def place_model(
-    model: nn.Module, world: World, layout: Layout, example: Tensor, batch: int
+    model: nn.Module, weights: Weights, world: World, layout: Layout, example: Tensor, batch: int
 ) -> Engine:
-    """Place a model under a layout for inference: no gradients and no optimizer. Collective."""
+    """Place a model that was built on meta under a layout, for inference. Collective.
+
+    The checkpoint is loaded afterwards, into this rank's part: no rank holds the whole model.
+    """
     if layout.only_replicas:
-        return Replicas(model.to(world.device), world)
+        materialize(model, world.device)
+        weights.fill(model)  # also the buffers that checkpoints do not hold
+        weights.release()
+        return Replicas(model, world)
     return build_engine(
         model,
         world,
@@ -122,4 +129,5 @@ def place_model(
         # A pipeline is full when it has as many microbatches as stages.
         microbatches=layout.pp,
         microbatch_size=-(-batch // layout.pp),
+        weights=weights,
     )
