@@ -52,6 +52,17 @@ def parse(
     raise UsageError(_one_line(errors.getvalue(), program, list(names)))
 
 
+def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
+    """Return the value of a flag before all flags are parsed; None if it is not given."""
+    value = None
+    for position, argument in enumerate(arguments):
+        if argument == flag and position + 1 < len(arguments):
+            value = arguments[position + 1]
+        elif argument.startswith(f"{flag}="):
+            value = argument.partition("=")[2]
+    return value
+
+
 def split_at_command(kind: type[object], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split `-n 4 --show all train.py --lr 1` into tutti's flags and the command with its own."""
     switches = {name for name, hint in _fields(kind) if hint is bool}

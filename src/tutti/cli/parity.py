@@ -2,14 +2,13 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.cli.flags import parse
+from tutti.cli.flags import flag_value, parse
 from tutti.cli.results import check_writable, usage_error_on_rank_0, write_json
 from tutti.parallel.layout import Layout
 from tutti.parity.parity_options import (
@@ -83,7 +82,7 @@ def main(arguments: list[str]) -> int:
 
 def _options(arguments: list[str], launched: int | None) -> tuple[Parity, list[Layout]]:
     """Parse the flags twice: the defaults depend on --recipe and --layouts."""
-    name = _recipe_named_in(arguments)
+    name = flag_value("--recipe", arguments) or "gpt"
     full = Parity(settings=full_size_options(name), recipe=name)
     requested = parse(Parity, "tutti parity", arguments, default=full)
     requested.settings.check()
@@ -92,17 +91,6 @@ def _options(arguments: list[str], launched: int | None) -> tuple[Parity, list[L
         return requested, layouts
     small = small_options(name, layouts, requested.settings.parallel)
     return parse(Parity, "tutti parity", arguments, Parity(small, recipe=name)), layouts
-
-
-def _recipe_named_in(arguments: Sequence[str]) -> str:
-    """Return the value of --recipe, which decides the flags of the model."""
-    name = "gpt"
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
-        if argument == "--recipe":
-            name = following
-        elif argument.startswith("--recipe="):
-            name = argument.partition("=")[2]
-    return name
 
 
 def _layouts(text: str, ranks: int | None) -> list[Layout]:

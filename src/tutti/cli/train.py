@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from tutti.cli.flags import parse
+from tutti.cli.flags import flag_value, parse
 from tutti.cli.results import usage_error_on_rank_0
 from tutti.parallel.layout import layout_of
 from tutti.train.recipe import RECIPES, Recipe, read_recipe, write_recipe
@@ -170,7 +170,7 @@ def _as_benchmark(options: Train, arguments: list[str]) -> Train:
     if recipe.data.dataset == "cifar100":
         data = dataclasses.replace(data, pixels=32)
     length = dataclasses.replace(recipe.length, evaluate=False)
-    if _value_of("--steps", arguments) is None:
+    if flag_value("--steps", arguments) is None:
         length = dataclasses.replace(length, steps=50)
     settings = dataclasses.replace(recipe, data=data, length=length)
     return dataclasses.replace(options, settings=settings)
@@ -219,23 +219,12 @@ def _recipe_named_in(arguments: list[str]) -> tuple[Recipe, str]:
 
     A resumed run uses the recipe in its directory, unless --recipe is given.
     """
-    name, out = _value_of("--recipe", arguments), _value_of("--out", arguments)
+    name, out = flag_value("--recipe", arguments), flag_value("--out", arguments)
     if name is None and out is not None and "--resume" in arguments:
         kept = Path(out) / "recipe.toml"
         if kept.is_file():
             name = str(kept)
     return read_recipe(name or "lenet"), name or "lenet"
-
-
-def _value_of(flag: str, arguments: list[str]) -> str | None:
-    """The value of a flag, before all flags are parsed; None if it is missing."""
-    value = None
-    for position, argument in enumerate(arguments):
-        if argument == flag and position + 1 < len(arguments):
-            value = arguments[position + 1]
-        elif argument.startswith(f"{flag}="):
-            value = argument.partition("=")[2]
-    return value
 
 
 def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
