@@ -17,6 +17,7 @@ import itertools
 import json
 import mmap
 import os
+import re
 import struct
 import sys
 import threading
@@ -27,18 +28,16 @@ from time import monotonic_ns
 from types import CodeType, FrameType
 from typing import Any
 
+from tutti.comm.shm import native
 from tutti.machine.environment import boot_id
 
-# The vocabulary of operations, in the order of the enums in shm/core/tutti_shm.h.
-KINDS = (
-    *("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather"),
-    *("scatter", "all_to_all", "send", "recv"),
+# The vocabulary of operations is that of the enums in shm/core/tutti_shm.h, with torch's names.
+KINDS = native.KINDS
+_TORCH_NAMES = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint"}
+DTYPES = tuple(  # the last one, bytes, stands for every other dtype
+    re.sub(r"^[a-z]+(?=\d)", lambda prefix: _TORCH_NAMES[prefix[0]], name) for name in native.DTYPES
 )
-DTYPES = (
-    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8"),
-    *("bool", "bytes"),  # bytes: every other dtype
-)
-REDUCTIONS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
+REDUCTIONS = tuple("mean" if name == "avg" else name for name in native.REDUCTIONS)
 # streamed: handed to a CUDA stream; when it ends there, only the stream knows.
 STATES = ("begun", "waiting", "done", "failed", "streamed")
 BEGUN, WAITING, DONE, FAILED, STREAMED = range(5)

@@ -54,6 +54,7 @@ static inline uint64_t words_of(uint64_t bytes) { return (bytes + 7) / 8; }
 static inline void words_load(void *to, const uint64_t *from, uint64_t bytes) {
     char *out = to;
     uint64_t whole = bytes / 8;
+#pragma GCC unroll 8
     for (uint64_t i = 0; i < whole; ++i) {
         uint64_t word = __atomic_load_n(from + i, __ATOMIC_RELAXED);
         memcpy(out + 8 * i, &word, 8);
@@ -75,6 +76,7 @@ static inline uint64_t word_at(const void *from, uint64_t word, uint64_t bytes) 
 static inline void words_store(uint64_t *to, const void *from, uint64_t bytes) {
     const char *in = from;
     uint64_t whole = bytes / 8;
+#pragma GCC unroll 8
     for (uint64_t i = 0; i < whole; ++i) {
         uint64_t word;
         memcpy(&word, in + 8 * i, 8);

@@ -3,15 +3,19 @@
  *
  * Plain rows promise less: an element of 1, 2, 4 or 8 bytes at its natural alignment is never torn, and
  * scatter_add loses no addition, but a row that is gathered while another rank writes it may contain
- * elements from before and after. All plain accesses are relaxed atomics of the aligned 8-byte words that
- * contain a row; a word that a row shares with its neighbour is changed by compare-and-swap. A rank that
- * needs to see another rank's rows first waits for a barrier or a signal, which release and acquire. */
+ * elements from before and after. Plain rows are accessed in the aligned 8-byte words that contain them, by
+ * relaxed atomics (or 16 bytes at once, see has_wide_access); a word that a row shares with its neighbour
+ * is changed by compare-and-swap. A rank that needs to see another rank's rows first waits for a barrier
+ * or a signal, which release and acquire. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "cell.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
-enum { PREFETCH_AHEAD = 4 };
+enum { PREFETCH_AHEAD = 4, PREFETCH_BYTES = 256 };
 
 struct tutti_rows {
     uint64_t rows, row_bytes, stride, per_rank;
@@ -57,17 +61,80 @@ static int64_t first_out_of_range(const tutti_rows *table, const int64_t *indice
     return -1;
 }
 
-/* Rows are in no order: fetch the next ones while this one is copied. */
+/* Rows are in no order: fetch the first lines of the next ones while this one is copied. */
 static inline void prefetch(const tutti_rows *table, const int64_t *indices, uint64_t i,
                             uint64_t count) {
-    if (i + PREFETCH_AHEAD < count)
-        __builtin_prefetch(row_at(table, (uint64_t)indices[i + PREFETCH_AHEAD]));
+    if (i + PREFETCH_AHEAD >= count)
+        return;
+    const char *row = row_at(table, (uint64_t)indices[i + PREFETCH_AHEAD]);
+    for (uint64_t at = 0; at < table->row_bytes && at < PREFETCH_BYTES; at += 64)
+        __builtin_prefetch(row + at);
 }
+
+/* For rows that are aligned to 16: the bulk of a row in units of 64 bytes; returns how many bytes were
+ * copied. Intel and AMD guarantee that processors with AVX access 16 aligned bytes at once, so no element
+ * is torn, at twice the speed of words. In assembly, because C has no relaxed 16-byte atomic without a
+ * library call. */
+#if defined(__x86_64__)
+static inline int has_wide_access(const char *row, uint64_t bytes) {
+    return bytes >= 64 && (uintptr_t)row % 16 == 0 && __builtin_cpu_supports("avx");
+}
+
+static inline uint64_t load_wide(char *to, const char *row, uint64_t bytes) {
+    uint64_t at = 0;
+    for (; at + 64 <= bytes; at += 64) {
+        const __m128i *from = (const __m128i *)(row + at);
+        __m128i part[4];
+        for (int i = 0; i < 4; ++i)
+            __asm__ volatile("movdqa %1, %0" : "=x"(part[i]) : "m"(from[i]));
+        for (int i = 0; i < 4; ++i)
+            _mm_storeu_si128((__m128i *)(to + at) + i, part[i]);
+    }
+    return at;
+}
+
+static inline uint64_t store_wide(char *row, const char *from, uint64_t bytes) {
+    uint64_t at = 0;
+    for (; at + 64 <= bytes; at += 64) {
+        __m128i *to = (__m128i *)(row + at);
+        for (int i = 0; i < 4; ++i) {
+            __m128i part = _mm_loadu_si128((const __m128i *)(from + at) + i);
+            __asm__ volatile("movdqa %1, %0" : "=m"(to[i]) : "x"(part));
+        }
+    }
+    return at;
+}
+#else
+static inline int has_wide_access(const char *row, uint64_t bytes) {
+    (void)row, (void)bytes;
+    return 0;
+}
+
+static inline uint64_t load_wide(char *to, const char *row, uint64_t bytes) {
+    (void)to, (void)row, (void)bytes;
+    return 0;
+}
+
+static inline uint64_t store_wide(char *row, const char *from, uint64_t bytes) {
+    (void)row, (void)from, (void)bytes;
+    return 0;
+}
+#endif
 
 /* Copies `bytes` from any address of shared memory, by whole words. */
 static inline void load_row(char *to, const char *row, uint64_t bytes) {
     const uint64_t *word = (const uint64_t *)((uintptr_t)row & ~(uintptr_t)7);
     uint64_t before = (uintptr_t)row & 7;
+    if (bytes == 4 && before % 4 == 0) { /* one float or int32 */
+        uint64_t both = __atomic_load_n(word, __ATOMIC_RELAXED);
+        memcpy(to, (const char *)&both + before, 4);
+        return;
+    }
+    if (has_wide_access(row, bytes)) {
+        uint64_t done = load_wide(to, row, bytes);
+        words_load(to + done, word + done / 8, bytes - done);
+        return;
+    }
     if (before) { /* the row begins inside a word */
         uint64_t first = __atomic_load_n(word++, __ATOMIC_RELAXED);
         uint64_t part = bytes < 8 - before ? bytes : 8 - before;
@@ -90,6 +157,16 @@ static inline void store_in_word(uint64_t *word, uint64_t offset, const char *fr
 static inline void store_row(char *row, const char *from, uint64_t bytes) {
     uint64_t *word = (uint64_t *)((uintptr_t)row & ~(uintptr_t)7);
     uint64_t before = (uintptr_t)row & 7;
+    if (bytes == 4 && before % 4 == 0) {
+        store_in_word(word, before, from, 4);
+        return;
+    }
+    if (has_wide_access(row, bytes)) {
+        uint64_t done = store_wide(row, from, bytes);
+        word += done / 8;
+        from += done;
+        bytes -= done;
+    }
     if (before) {
         uint64_t part = bytes < 8 - before ? bytes : 8 - before;
         store_in_word(word++, before, from, part);
