@@ -83,8 +83,8 @@ def test_a_profiler_that_the_program_starts_later_has_priority(
             mine.step()
 
     assert any(event.name == "aten::sum" for event in mine.events())
-    said = capsys.readouterr().err
-    assert said.count("a torch.profiler of its own") == len(said.splitlines()) == 1
+    errors = capsys.readouterr().err
+    assert errors.count("a torch.profiler of its own") == len(errors.splitlines()) == 1
     assert torch.autograd.profiler.profile._prepare_trace is given
     assert bool(kept) == (tmp_path / "rank0.json.gz").exists()
     if kept:
@@ -158,8 +158,8 @@ def test_a_second_training_in_a_command_keeps_the_traces_of_the_first(
 
     assert paths == [tmp_path / "rank0.json.gz", None]
     assert _about(tmp_path)["steps"] == 1
-    said = capsys.readouterr().err
-    assert "rank0.json.gz exists" in said and len(said.splitlines()) == 1
+    errors = capsys.readouterr().err
+    assert "rank0.json.gz exists" in errors and len(errors.splitlines()) == 1
 
 
 def test_a_loop_that_records_again_replaces_its_trace(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_on_a_gpu_a_bucket_is_ready_when_earlier_kernels_have_ended(
     tmp_path: Path,
 ) -> None:
     """The host calls at 30; the gradient's kernel, launched at 20, ends at 400."""
-    said = {
+    fields = {
         "Collective name": "allreduce",
         "Process Group Name": "0",
         "In msg nelems": FLOATS,
@@ -125,8 +125,8 @@ def test_on_a_gpu_a_bucket_is_ready_when_earlier_kernels_have_ended(
             x("cuda_runtime", "cudaLaunchKernel", 20, 22, correlation=1),
             x("kernel", "gemm_backward", 150, 400, correlation=1),
             x("cpu_op", f"{ENGINE}torch::autograd::AccumulateGrad", 25, 40),
-            x("cpu_op", "record_param_comms", 30, 35, **said),
-            x("kernel", nccl, moves, 700, **said),
+            x("cpu_op", "record_param_comms", 30, 35, **fields),
+            x("kernel", nccl, moves, 700, **fields),
             x("cuda_runtime", "cudaLaunchKernel", 50, 52, correlation=2),
             x("kernel", "optimizer", 700, 800, correlation=2),
         ]

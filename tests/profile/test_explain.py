@@ -165,7 +165,7 @@ def test_on_a_gpu_a_step_is_the_time_of_its_kernels(tmp_path: Path) -> None:
 
 def _message(operation: str, peer: int, start: float, end: float) -> dict[str, Any]:
     key = "Dst Rank" if operation == "send" else "Src Rank"
-    said = {
+    fields = {
         "Collective name": operation,
         "Process Group Name": "0",
         "In msg nelems": 100,
@@ -175,7 +175,7 @@ def _message(operation: str, peer: int, start: float, end: float) -> dict[str, A
         "Process Group Ranks": "[0, 1]",
         key: peer,
     }
-    return x("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgs)", start, end, **said)
+    return x("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgs)", start, end, **fields)
 
 
 def test_waiting_for_the_previous_stage_is_a_pipeline_bubble(tmp_path: Path) -> None:
@@ -310,8 +310,8 @@ def test_collectives_without_a_group_are_not_matched_if_there_are_subgroups(
 
 def test_peak_memory_is_of_the_device_not_of_the_cpu_allocator(tmp_path: Path) -> None:
     def seen(device: int, total: int) -> dict[str, Any]:
-        said = {"Device Type": device, "Device Id": 0, "Total Allocated": total}
-        return {"ph": "i", "name": "[memory]", "ts": 1, "pid": 0, "tid": 7, "args": said}
+        fields = {"Device Type": device, "Device Id": 0, "Total Allocated": total}
+        return {"ph": "i", "name": "[memory]", "ts": 1, "pid": 0, "tid": 7, "args": fields}
 
     def peak(counted: int) -> int | None:
         events = [step(0), x("kernel", "gemm", 0, 900), seen(0, 9000), seen(1, 500), seen(1, 400)]

@@ -127,7 +127,7 @@ def _long_trace(folder: Path, rank: int) -> Path:
     events: list[dict[str, Any]] = []
     for n in range(5):
         host, device = 1000.0 * n, 1000.0 * n + 300
-        said = {
+        fields = {
             "Collective name": "allreduce",
             "Process Group Name": "0",
             "In msg nelems": 1000,
@@ -150,14 +150,14 @@ def _long_trace(folder: Path, rank: int) -> Path:
                 host + 40,
                 host + 60,
             ),
-            x("cpu_op", "record_param_comms", host + 50, host + 55, **said),
+            x("cpu_op", "record_param_comms", host + 50, host + 55, **fields),
             x(
                 "kernel",
                 "ncclDevKernel_AllReduce()",
                 device + 400,
                 device + 800,
                 correlation=100 + n,
-                **said,
+                **fields,
             ),
         ]
     path = folder / f"rank{rank}.json"
@@ -174,11 +174,11 @@ def test_trimming_does_not_change_the_explanation_of_the_steps(tmp_path: Path) -
         small.append(tmp_path / "small" / path.name)
         small[-1].write_text(json.dumps(trim(path, first=1, steps=2)))
 
-    said, again = explain(whole).rows(), explain(small).rows()
+    complete, again = explain(whole).rows(), explain(small).rows()
 
     assert {each["step"] for each in again["steps"]} == {1, 2}
     for key in ("steps", "buckets"):
-        kept = [each for each in said[key] if each["step"] in (1, 2)]
+        kept = [each for each in complete[key] if each["step"] in (1, 2)]
         for before, after in zip(kept, again[key], strict=True):
             # The last step ends with its own range.
             if key == "buckets" or before["step"] == 1:

@@ -36,8 +36,8 @@ def _profiled(made: Network, out: Path, port: int, backend: str) -> dict[str, An
         )
         for rank, host in enumerate(made.hosts)
     ]
-    said = [rank.communicate(timeout=90) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    outputs = [rank.communicate(timeout=90) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
     done = run_command([*TUTTI, "profile", "--trace", out, "--json", out / "result.json"])
     assert done.returncode == 0, done.stderr
     rows: dict[str, Any] = json.loads((out / "result.json").read_text())

@@ -51,13 +51,13 @@ def test_gloo_on_the_host_communicates_beside_kernels(tmp_path: Path) -> None:
     """NCCL reduces, too; its calls have kernels and do not count as gloo's."""
 
     def rank(called: float) -> list[dict[str, Any]]:
-        said = all_reduce(0, 0, 0)["args"] | {"External id": 5}
-        nccl = x("kernel", "ncclDevKernel_AllReduce()", 200, 300, correlation=2, **said)
+        fields = all_reduce(0, 0, 0)["args"] | {"External id": 5}
+        nccl = x("kernel", "ncclDevKernel_AllReduce()", 200, 300, correlation=2, **fields)
         return [
             step(0),
             *launched("gemm", 10, 0, 200, 1),
             x("cpu_op", "c10d::allreduce_", 20, 30),
-            x("cpu_op", "record_param_comms", 21, 29, **said),
+            x("cpu_op", "record_param_comms", 21, 29, **fields),
             x("cuda_runtime", "cudaLaunchKernelExC", 25, 26, correlation=2),
             nccl,
             x("cpu_op", "c10d::allreduce_", called, called + 10),

@@ -22,7 +22,7 @@ def step(number: int) -> dict[str, Any]:
 
 
 def all_reduce(start: float, end: float, sequence: int) -> dict[str, Any]:
-    said = {
+    fields = {
         "Collective name": "allreduce",
         "Process Group Name": "0",
         "In msg nelems": FLOATS,
@@ -32,7 +32,7 @@ def all_reduce(start: float, end: float, sequence: int) -> dict[str, Any]:
         "Group size": 2,
         "Process Group Ranks": "[0, 1]",
     }
-    return x("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL()", start, end, **said)
+    return x("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL()", start, end, **fields)
 
 
 def write(

@@ -80,9 +80,9 @@ def _small(event: Event) -> Event:
     name = str(event["name"])
     if event["cat"] == "kernel" and "nccl" not in name.lower():
         name = name[:24]
-    said = {key: value for key, value in event.get("args", {}).items() if key in _ARGUMENTS}
+    fields = {key: value for key, value in event.get("args", {}).items() if key in _ARGUMENTS}
     kept = {key: event[key] for key in ("ph", "cat", "pid", "tid", "ts", "dur") if key in event}
-    return kept | {"name": name} | ({"args": said} if said else {})
+    return kept | {"name": name} | ({"args": fields} if fields else {})
 
 
 def main(arguments: list[str]) -> None:

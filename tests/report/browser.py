@@ -1,4 +1,4 @@
-"""A real browser for a test: headless Chromium, steered through its DevTools protocol."""
+"""Headless Chromium for tests, controlled through the DevTools protocol."""
 
 import base64
 import contextlib
@@ -20,14 +20,14 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Page:
-    """One tab. Keeps what the page asked the network for, and what went wrong in it."""
+    """One tab; collects the requests of the page and its errors."""
 
     def __init__(self, address: str) -> None:
         self._socket = websocket.create_connection(address, timeout=30, suppress_origin=True)
         self._last = 0
         self._loaded = 0
         self.requests: list[str] = []
-        self.complaints: list[str] = []
+        self.errors: list[str] = []
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
@@ -35,7 +35,7 @@ class Page:
         self._socket.close()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Ask the browser, and wait for its answer; what happens meanwhile is kept."""
+        """Send a command and wait for its answer; events that arrive meanwhile are kept."""
         self._last += 1
         number = self._last
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
@@ -45,10 +45,10 @@ class Page:
                 assert "error" not in message, f"{method}: {message['error']}"
                 result: dict[str, Any] = message["result"]
                 return result
-            self._happened(message.get("method", ""), message.get("params", {}))
+            self._handle_event(message.get("method", ""), message.get("params", {}))
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression in the page; a promise is waited for."""
+        """The value of an expression in the page; a promise is awaited."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -56,7 +56,7 @@ class Page:
         return answer["result"].get("value")
 
     def open(self, path: Path) -> None:
-        """Go to a file, and wait until it is loaded and two frames are painted."""
+        """Open a file and wait until it is loaded and two frames are painted."""
         before = self._loaded
         self.call("Page.navigate", url=path.resolve().as_uri())
         end = time.monotonic() + 60
@@ -70,11 +70,11 @@ class Page:
         """Wait until an expression is true."""
         end = time.monotonic() + 20
         while not self.evaluate(condition):
-            assert time.monotonic() < end, f"it did not come true: {condition}"
+            assert time.monotonic() < end, f"not true after 20 s: {condition}"
             self.settle()
 
     def settle(self) -> None:
-        """Two frames: what was asked for is painted."""
+        """Wait for two frames, so that everything is painted."""
         self.evaluate("new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
 
     def resize(self, width: int, height: int = 900) -> None:
@@ -87,7 +87,7 @@ class Page:
         )
 
     def click(self, selector: str) -> None:
-        """A real click of the mouse in the middle of the element."""
+        """Click with the mouse on the middle of an element."""
         box = self.evaluate(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "e.scrollIntoView({block: 'center', behavior: 'instant'});"
@@ -112,22 +112,22 @@ class Page:
     def pdf(self) -> bytes:
         return base64.b64decode(self.call("Page.printToPDF")["data"])
 
-    def _happened(self, method: str, about: dict[str, Any]) -> None:
+    def _handle_event(self, method: str, about: dict[str, Any]) -> None:
         if method == "Page.loadEventFired":
             self._loaded += 1
         elif method == "Network.requestWillBeSent":
             self.requests.append(about["request"]["url"])
         elif method == "Runtime.exceptionThrown":
-            self.complaints.append(json.dumps(about["exceptionDetails"])[:500])
+            self.errors.append(json.dumps(about["exceptionDetails"])[:500])
         elif method == "Runtime.consoleAPICalled" and about["type"] in ("error", "warning"):
-            self.complaints.append(str([each.get("value") for each in about["args"]]))
+            self.errors.append(str([each.get("value") for each in about["args"]]))
         elif method == "Log.entryAdded" and about["entry"]["level"] == "error":
-            self.complaints.append(about["entry"]["text"])
+            self.errors.append(about["entry"]["text"])
 
 
 @contextlib.contextmanager
 def browser() -> Iterator[Page]:
-    """A browser with a profile of its own; it and its children end with the block."""
+    """A browser with its own profile; its processes end with the block."""
     assert CHROMIUM is not None
     with (
         tempfile.TemporaryDirectory(prefix="tutti-chromium-", ignore_cleanup_errors=True) as home,
@@ -157,7 +157,7 @@ def browser() -> Iterator[Page]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """The browser and all that it started, and not before they are gone."""
+    """Kill the browser and its children, and wait until they are gone."""
     family = [psutil.Process(process.pid)]
     family += family[0].children(recursive=True)
     for each in family:
@@ -168,15 +168,15 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """Of the first tab: the browser says where it listens, and lists its tabs there."""
+    """The address of the first tab: the browser prints its port and lists its tabs there."""
     import urllib.request
 
     assert process.stderr is not None
-    said = []
+    output = []
     for line in process.stderr:
-        said.append(line)
+        output.append(line)
         if found := re.search(r"listening on ws://([\d.]+:\d+)/", line):
             with urllib.request.urlopen(f"http://{found[1]}/json/list", timeout=20) as answer:
                 tabs = json.load(answer)
             return next(str(t["webSocketDebuggerUrl"]) for t in tabs if t["type"] == "page")
-    raise AssertionError("Chromium did not start:\n" + "".join(said))
+    raise AssertionError("Chromium did not start:\n" + "".join(output))

@@ -1,4 +1,4 @@
-"""What the tests of reports are made of."""
+"""Run directories, pages and a result with hostile text for the report tests."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ HOSTILE = "</script><img src=x onerror=window.hit=1><a href='https://example.org
 
 
 def train(out: Path, *flags: str) -> Path:
-    """A run directory of a few steps."""
+    """Train a few steps; returns the run directory."""
     words = [*TUTTI, "train", "--recipe", "lenet", "--device", "cpu", "--no-evaluate"]
     done = run_command([*words, "--out", out, *flags])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -19,14 +19,14 @@ def train(out: Path, *flags: str) -> Path:
 
 
 def report(*words: object) -> Path:
-    """Run the command; returns the path that it prints last."""
+    """Run tutti report; returns the path that it prints last."""
     done = run_command([*TUTTI, "report", *map(str, words)])
     assert done.returncode == 0, done.stdout + done.stderr
     return Path(done.stdout.splitlines()[-1])
 
 
 def hostile_result(folder: Path) -> Path:
-    """A benchmark whose every name is a trap."""
+    """A benchmark result in which every name contains HTML."""
     content = json.loads((ROOT / "benchmarks/cpu_all_reduce_epyc2_20261115_run1.json").read_text())
     for row in content["rows"]:
         row["backend"] = HOSTILE

@@ -1,4 +1,4 @@
-"""Real run directories, made once: two ranks with traces, and another of one rank."""
+"""Real run directories, made once: two ranks with traces, and one rank without."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from report.cases import train
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """14 steps of two ranks, five of them profiled."""
+    """14 steps with two ranks, five of them profiled."""
     out = tmp_path_factory.mktemp("runs") / "two-ranks"
     return train(out, "--ranks", "2", "--steps", "14", "--profile")
 

@@ -48,11 +48,11 @@ def path(two_ranks: Path, one_rank: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def opened(tab: Page, path: Path) -> Page:
-    """The page in a wide window; opened once, because that takes seconds."""
+    """The page in a wide window; opened only once, because that takes seconds."""
     tab.resize(1280)
     if tab.evaluate("location.href") != path.as_uri():
         tab.requests.clear()
-        tab.complaints.clear()
+        tab.errors.clear()
         tab.open(path)
     return tab
 
@@ -69,7 +69,7 @@ def _system_is_dark(tab: Page) -> Iterator[None]:
         tab.settle()
 
 
-def _asked(tab: Page) -> list[str]:
+def _requested(tab: Page) -> list[str]:
     return [each for each in tab.requests if not each.startswith("data:")]
 
 
@@ -81,8 +81,8 @@ def test_every_plot_is_drawn_and_only_the_file_is_requested(opened: Page, path: 
 
     assert len(marks) > 20
     assert [title for title, count in marks if not count] == []
-    assert _asked(opened) == [path.as_uri()]
-    assert opened.complaints == []
+    assert _requested(opened) == [path.as_uri()]
+    assert opened.errors == []
     titles = {title for title, _ in marks}
     assert {
         "Loss",
@@ -107,7 +107,7 @@ def test_the_links_lead_to_the_sections_and_tables_open(opened: Page) -> None:
         )
     opened.click("figure:has(.plot) details summary")
     assert opened.evaluate("document.querySelector('figure:has(.plot) details').open")
-    assert len(_asked(opened)) == 1
+    assert len(_requested(opened)) == 1
 
 
 def test_a_click_on_a_column_sorts_by_value_and_another_reverses(opened: Page) -> None:
@@ -198,15 +198,15 @@ def test_text_from_files_is_shown_and_never_executed(tab: Page, tmp_path: Path) 
     page = report(hostile_result(tmp_path), "--out", tmp_path / "hostile.html")
     tab.resize(1280)
     tab.requests.clear()
-    tab.complaints.clear()
+    tab.errors.clear()
 
     tab.open(page)
     tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     tab.settle()
 
     assert tab.evaluate("typeof window.hit") == "undefined"
-    assert _asked(tab) == [page.as_uri()]
-    assert tab.complaints == []  # the page's policy had nothing to refuse either
+    assert _requested(tab) == [page.as_uri()]
+    assert tab.errors == []  # and no violation of the content security policy
     assert tab.evaluate("document.images.length") == 0
     assert HOSTILE in tab.evaluate("document.body.innerText")
     legend = tab.evaluate("document.querySelector('.plot .legendtext').textContent")

@@ -1,4 +1,4 @@
-"""Profiled steps by rank: parts, who waited for whom, stragglers, utilization, memory."""
+"""Profiled steps by rank: parts, which rank waited for which, stragglers, utilization, memory."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
