@@ -201,23 +201,16 @@ def _imbalance_notes(ranks: Sequence[dict[str, Any]]) -> list[str]:
         known = [each for each in ranks if each[key]]
         if not known:
             continue
-        least, most = _least_and_most(known, key)
+        least, most = (edge(known, key=lambda each: each[key]) for edge in (min, max))
         if most[key] > 1.25 * least[key]:
             notes.append(
                 f"{name} is uneven: rank {most['rank']} has {most[key] / 1e6:,.0f} MB, rank "
                 f"{least['rank']} {least[key] / 1e6:,.0f} MB"
             )
-    least, most = _least_and_most(ranks, "busy")
+    least, most = (edge(ranks, key=lambda each: each["busy"]) for edge in (min, max))
     if most["busy"] - least["busy"] > 0.1 and most["busy"] > 1.25 * least["busy"]:
         notes.append(
             f"ranks are unevenly busy: rank {most['rank']} computes {100 * most['busy']:.0f} % of "
             f"the step, rank {least['rank']} {100 * least['busy']:.0f} %"
         )
     return notes
-
-
-def _least_and_most(
-    rows: Sequence[dict[str, Any]], key: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    ordered = sorted(rows, key=lambda each: float(each[key]))
-    return ordered[0], ordered[-1]

@@ -86,7 +86,7 @@ def _communication(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
     verdict = "within" if ratio <= COMM_RATIO_LIMIT else "above"
     overlap = f"; overlap {100 * fmean(overlaps):.0f} %" if overlaps else ""
     yield (
-        f"communication without waiting: {100 * ratio:.0f} % of the step, {verdict} the "
+        f"moving data: {100 * ratio:.0f} % of the step, {verdict} the "
         f"{100 * COMM_RATIO_LIMIT:.0f} % limit{overlap}"
     )
     length = fmean(each["step_s"]["mean"] for each in ranks)
@@ -130,8 +130,8 @@ def _buckets(rows: dict[str, Any]) -> str:
     text = f"  {count} of {' to '.join(dict.fromkeys(map(format_bytes, (min(sizes), max(sizes)))))}"
     if tails:
         tail = 1e3 * fmean(tails)
-        when = "after" if tail >= 0 else "before"
-        text += f"; the last one is done {abs(tail):.1f} ms {when} the end of backward"
+        when = "after" if tail >= 0 else "before the end of"
+        text += f"; the last one is done {abs(tail):.1f} ms {when} backward"
     return text
 
 
