@@ -250,7 +250,7 @@ def test_a_bench_under_srun_is_one_table_and_scancel_leaves_what_was_measured(
     assert content["rows"] and not content["complete"]
     (left_out,) = content["skipped"]
     if importlib.util.find_spec("mpi4py") is not None:
-        assert "srun started the ranks, and not for MPI" in left_out["reason"]
+        assert "srun --mpi=pmix" in left_out["reason"]
 
 
 def test_profile_under_srun_captures_all_tasks_and_explains_once(
