@@ -47,11 +47,7 @@ class TraceFile:
             return
         if first != "{":
             raise ValueError(f"{self.path} is not a trace: it begins with {first!r}")
-        text.skip()
-        while (mark := text.peek()) != "}":
-            if mark == ",":
-                text.skip()
-                continue
+        for _ in text.items_until("}"):
             key = text.value()
             if text.peek() != ":":
                 raise ValueError(f"{self.path} is not JSON: no colon after {key!r}")
@@ -64,15 +60,10 @@ class TraceFile:
     def _list(self, text: "_JsonStream") -> Iterator[Event]:
         if text.peek() != "[":
             raise ValueError(f"{self.path} is not a trace: traceEvents is not a list")
-        text.skip()
-        while (mark := text.peek()) != "]":
-            if mark == ",":
-                text.skip()
-                continue
+        for _ in text.items_until("]"):
             event = text.value()
             if isinstance(event, dict):
                 yield event
-        text.skip()
 
 
 def is_merged(path: Path) -> bool:
@@ -106,6 +97,16 @@ class _JsonStream:
 
     def skip(self) -> None:
         self._position += 1
+
+    def items_until(self, closing: str) -> Iterator[None]:
+        """Enter a list or object, stop before each item, and leave after `closing`."""
+        self.skip()
+        while (mark := self.peek()) != closing:
+            if mark == ",":
+                self.skip()
+            else:
+                yield
+        self.skip()
 
     def value(self) -> Any:
         """The value that begins at the current position."""

@@ -181,7 +181,7 @@ def _read_run(path: Path, sources: ReportSources) -> Run:
     run = Run(path.resolve().name, path)
     if (path / "recipe.toml").is_file():
         try:
-            run.recipe = _flatten(tomllib.loads((path / "recipe.toml").read_text()))
+            run.recipe = flatten(tomllib.loads((path / "recipe.toml").read_text()))
         except (OSError, ValueError) as error:
             sources.notes.append(f"{path / 'recipe.toml'} is left out: {error}")
     run.summary = _read_object(path / "summary.json", sources)
@@ -270,11 +270,12 @@ def _is_trace(path: Path) -> bool:
     return '"schema": "tutti.' not in text and _TRACE_KEY.search(text) is not None
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested objects as one: `time_us.p50`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

@@ -9,7 +9,7 @@ from tutti.machine.observation import Machine
 from tutti.machine.topology_svg import draw
 from tutti.report import plot
 from tutti.report.plot import Figure, Table
-from tutti.report.sources import ReportSources, Result
+from tutti.report.sources import ReportSources, Result, flatten
 
 _SMALLEST_ERROR = 1e-17  # an error of 0 has no logarithm and is drawn here
 _STATUS_COLOURS = {
@@ -145,7 +145,7 @@ def result_tables(result: Result) -> Iterator[Figure]:
         if key in _NOT_RESULTS:
             continue
         if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-            flat = [_flatten(row) for row in value]
+            flat = [flatten(row) for row in value]
             head = list(dict.fromkeys(name for row in flat for name in row))
             table = Table(head, [[row.get(name) for name in head] for row in flat])
             yield Figure(key.replace("_", " "), "", table)
@@ -153,17 +153,6 @@ def result_tables(result: Result) -> Iterator[Figure]:
             values.append((key, value))
     if values:
         yield Figure("Values", "", Table(["name", "value"], values))
-
-
-def _flatten(row: dict[str, Any]) -> dict[str, Any]:
-    """One level: `time_us.p50`."""
-    flat: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, dict) and value:
-            flat |= {f"{key}.{inner}": each for inner, each in value.items()}
-        else:
-            flat[key] = value
-    return flat
 
 
 def environments(sources: ReportSources) -> Iterator[Figure]:
