@@ -1,12 +1,12 @@
-"""Asynchronous aggregation: every rank adds gradients when it has them, owners step when they like.
+"""Asynchronous aggregation: ranks add gradients at any time, owners step at any time.
 
     tutti run -n 2 --device cpu examples/symmetric/async_gradients.py
 
 The rows of a weight matrix are owned by the ranks. Gradients are added to a DistributedTensor that
 is never reset: an owner applies the difference to what it saw last, so no addition can fall between
-a read and a reset. New rows are published in a ParameterCache. There is no barrier: a rank that is
-late slows nobody down until others are SLACK steps ahead of it, because gradients of weights that
-are much older than that would do harm.
+a read and a reset. New rows are published in a ParameterCache. There is no barrier: a slow
+rank delays the others only when they are SLACK steps ahead of it, because gradients of much older
+weights would slow convergence.
 """
 
 import time
@@ -22,11 +22,11 @@ OUTPUTS, INPUTS, STEPS, BATCH, RATE, SLACK = 12, 20, 600, 16, 0.02, 20
 with tutti.init() as world, symmetric.Heap(bytes=1 << 20) as heap:
     torch.manual_seed(0)
     truth = torch.randn(OUTPUTS, INPUTS, dtype=torch.float64)
-    torch.manual_seed(1 + world.rank)  # every rank its own data
+    torch.manual_seed(1 + world.rank)  # different data on every rank
     with (
         DistributedTensor(heap, (OUTPUTS, INPUTS), torch.float64) as summed,
         ParameterCache(heap, OUTPUTS, INPUTS, torch.float64) as weights,
-        heap.counters(1) as contributions,  # one word on rank 0 counts for all
+        heap.counters(1) as contributions,  # one counter on rank 0 for all
     ):
         mine, everything = weights.local_indices, torch.arange(OUTPUTS)
         local = torch.zeros(len(mine), INPUTS, dtype=torch.float64)
@@ -36,7 +36,7 @@ with tutti.init() as world, symmetric.Heap(bytes=1 << 20) as heap:
         seen = torch.zeros_like(local)
 
         def apply_new(local: torch.Tensor, seen: torch.Tensor) -> None:
-            """As the owner of some rows: one step with all that has arrived since the last one."""
+            """One step of the rows that this rank owns, with all gradients since the last step."""
             now = summed.local.clone()
             local -= RATE * (now - seen)
             seen.copy_(now)
@@ -50,12 +50,14 @@ with tutti.init() as world, symmetric.Heap(bytes=1 << 20) as heap:
             x = torch.randn(BATCH, INPUTS, dtype=torch.float64)
             error = x @ (current - truth).T / BATCH
             summed.scatter_add(everything, error.T @ x / world.size)
-            contributions.fetch_add(0, at=0)  # whoever sees this count sees what was added before
+            contributions.fetch_add(
+                0, at=0
+            )  # a rank that sees this count sees the rows added before
             apply_new(local, seen)
             if world.rank == 1 and step % 100 == 0:
-                time.sleep(0.002)  # a rank that is late
+                time.sleep(0.002)  # a slow rank
         counted = 0
-        while counted < STEPS * world.size:  # serve those who are behind
+        while counted < STEPS * world.size:  # keep stepping for slower ranks
             counted = contributions.load(0, at=0)
             apply_new(local, seen)
         heap.barrier()
@@ -67,5 +69,7 @@ with tutti.init() as world, symmetric.Heap(bytes=1 << 20) as heap:
         assert off < 0.05, off
         if world.is_first:
             print(f"{counted} gradients of {world.size} ranks, none lost, no barrier in the loop")
-            print(f"weights are {off:.1e} from the truth after {int(versions.max())} versions")
+            print(
+                f"weights are {off:.1e} from the true weights after {int(versions.max())} versions"
+            )
         heap.barrier()

@@ -2,7 +2,7 @@
 
     tutti run -n 2 --device cpu examples/symmetric/gradient_sync.py
 
-For a small model this is the shortest way: no buckets, no copies, one collective of microseconds.
+For a small model this is the fastest way: no buckets, no copies, one collective of microseconds.
 """
 
 import time

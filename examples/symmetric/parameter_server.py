@@ -2,10 +2,10 @@
 
     tutti run -n 3 --device cpu examples/symmetric/parameter_server.py
 
-Rank 0 keeps the dense weights of a model: workers send it gradients through rings, it takes a step
+Rank 0 holds the dense weights of a model: workers send gradients through rings, rank 0 takes a step
 for each and publishes the new weights in a ParameterCache, where a lookup never waits and is never
 torn. The large part, a table of embeddings, is sharded over all ranks: workers gather the rows that
-a batch needs, and add their gradients to them, without asking the rows' owners.
+a batch needs, and add their gradients to them, without the owners' help.
 """
 
 import torch
@@ -23,7 +23,7 @@ ROWS, WIDTH, STEPS, BATCH = 1000, 8, 400, 32
 
 
 def train(number: int) -> float:
-    """One worker: learns which half of the ids a batch was drawn from; returns its last loss."""
+    """A worker: learns which half of the ids a batch was drawn from; returns its last loss."""
     generator = torch.Generator().manual_seed(number)
     average = 1.0
     for _ in range(STEPS):
@@ -42,7 +42,7 @@ def train(number: int) -> float:
 
 
 def serve() -> int:
-    """The server: applies gradients in the order in which they come; returns how many."""
+    """The server: applies gradients in the order of arrival; returns their number."""
     weights = torch.ones(WIDTH)
     weights_of_server.publish(0, weights)
     working = set(gradients)

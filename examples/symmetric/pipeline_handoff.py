@@ -45,7 +45,7 @@ with tutti.init() as world, symmetric.Heap(bytes=16 << 20) as heap:
 
     began = time.perf_counter()
     for number in range(MICROBATCHES):
-        # As many microbatches are on their way as there are stages behind this one (1F1B).
+        # As many microbatches are in flight as there are stages after this one (1F1B).
         if rank < last and len(inputs) > last - rank:
             with backward[rank].next() as error:
                 run_backward(error)

@@ -162,7 +162,7 @@ def _with_gaps(world: World) -> None:
     received = torch.zeros(3, 2, dtype=torch.int16)
     comm.broadcast(received[:, 0] if rank else torch.full((3,), 7, dtype=torch.int16))
     assert rank == 0 or received.tolist() == [[7, 0]] * 3
-    # A scalar, and a parameter that wants a gradient.
+    # A scalar, and a parameter that requires a gradient.
     assert comm.all_gather(torch.tensor(rank)).tolist() == list(range(size))
     parameter = torch.nn.Parameter(torch.full((2, 2), float(rank)).t())
     comm.all_reduce(parameter, "mean")
@@ -215,14 +215,14 @@ def _handles(world: World) -> None:
     handles = [comm.all_reduce(tensor, "mean", wait=False) for tensor in tensors]
     mean = sum(range(world.size)) / world.size
     for tensor, handle in zip(reversed(tensors), reversed(handles), strict=True):
-        assert handle.wait() is tensor and handle.wait() is tensor  # twice is once
+        assert handle.wait() is tensor and handle.wait() is tensor  # a second wait changes nothing
         assert handle.is_done() and handle.result is tensor
         assert tensor.tolist() == [mean] * len(tensor)
     handle = comm.barrier(wait=False)
     assert handle.wait() is None
     with pytest.raises(UsageError, match="is for CUDA tensors"):
         handle.event()
-    # Only a wait fills a column: a dropped handle says so.
+    # Only a wait copies into a column: a dropped handle warns.
     with pytest.warns(ResourceWarning, match="dropped without a wait"):
         handle = comm.all_reduce(torch.ones(2, 2)[:, 0], wait=False)
         handle.work.wait()
@@ -315,7 +315,7 @@ def _streams(world: World) -> None:
     assert tensor.double().sum().item() == mean * tensor.numel()
     side.synchronize()
     assert handle.is_done() and doubled.double().sum().item() == 2 * mean * tensor.numel()
-    # An event of its own, before anybody has waited.
+    # An event before any wait.
     column = torch.full((1000, 3), float(rank), device=device)
     handle = comm.all_reduce(column[:, 1], wait=False)
     handle.event().synchronize()
@@ -370,7 +370,7 @@ def test_a_trace_names_every_call_in_one_parsable_form() -> None:
 
 
 @pytest.mark.parametrize("name", ["tutti::all_reduce", "gloo:all_reduce", "aten::add", ""])
-def test_other_names_in_a_trace_are_not_ours(name: str) -> None:
+def test_other_names_in_a_trace_are_not_parsed(name: str) -> None:
     assert comm.parse_tag(name) is None
 
 
@@ -380,7 +380,7 @@ def test_importing_comm_and_reading_ledgers_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", look], timeout=60).returncode == 0
 
 
-def test_every_name_that_comm_offers_is_there() -> None:
+def test_every_name_in_all_can_be_imported() -> None:
     assert all(getattr(comm, name) is not None for name in comm.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'allreduce'"):
         _ = comm.allreduce

@@ -1,4 +1,4 @@
-"""Given a block of operations, when it ends, then few messages have done what many would."""
+"""comm.group(): a block of operations has the same results in fewer messages."""
 
 import os
 from collections.abc import Callable
@@ -90,7 +90,7 @@ def _blocks(world: World) -> dict[str, Any]:
             handle.wait()
     assert handle.is_done() and handle.wait().tolist() == [1, 1]
 
-    # A block in a block is part of it; an operation sees the ledger as one message.
+    # A nested block belongs to the outer one; the ledger shows one message.
     with comm.group() as outer:
         comm.all_reduce(torch.ones(1))
         with comm.group() as inner:
@@ -122,7 +122,7 @@ def _blocks(world: World) -> dict[str, Any]:
 
 def _exceptions(world: World) -> str:
     tensor = torch.ones(2)
-    # A mistake on every rank: nothing is sent, and the world goes on.
+    # An error on every rank: nothing is sent, and the world stays usable.
     with pytest.raises(KeyError), comm.group():
         handle = comm.all_reduce(tensor, wait=False)
         raise KeyError
@@ -130,7 +130,7 @@ def _exceptions(world: World) -> str:
         handle.wait()
     assert tensor.tolist() == [1, 1]
 
-    # A mistake on one rank: the others learn of it if they agreed to ask.
+    # An error on one rank: the others raise BlockAbandoned with agree=True.
     expected: Any = KeyError if world.rank == 1 else comm.BlockAbandoned
     with pytest.raises(expected) as caught, comm.group(agree=True):
         comm.all_reduce(tensor)
@@ -141,7 +141,7 @@ def _exceptions(world: World) -> str:
         comm.all_reduce(tensor)
     assert tensor.tolist() == [world.size] * 2
 
-    # What needs an answer at once cannot be in a block.
+    # Calls that need values from other ranks are refused in a block.
     with pytest.raises(UsageError, match="call it before the block"), comm.group():
         comm.all_gather_uneven(tensor)
     # Two operations on the same memory have no order.
@@ -150,7 +150,7 @@ def _exceptions(world: World) -> str:
         with pytest.raises(UsageError, match="uses the memory of all_reduce at"), comm.group():
             comm.all_reduce(view[:5])
             second()
-    with comm.group():  # side by side, and read twice, is fine
+    with comm.group():  # adjacent memory, and two reads of the same memory, are allowed
         comm.all_reduce(view[:5])
         comm.all_reduce(view[5:])
         comm.all_gather(tensor)
@@ -184,7 +184,7 @@ def _everything(world: World) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def worlds_outcomes() -> list[Any]:
-    """What each of three ranks saw: starting a world takes longer than all its cases."""
+    """The results of all cases on three ranks: one world, since starting one takes longest."""
     return in_world(_everything, 3)
 
 
@@ -200,7 +200,7 @@ def outcomes(worlds_outcomes: list[Any], backend: str) -> list[Any]:
 
 # all_reduce 6 (4 dtypes, empty, large), broadcast and all_gather 3 each (bytes, empty, large),
 # reduce 6, reduce_scatter 2 (2 dtypes), all_to_all and gather 3 each. On gloo a mean is a sum
-# and travels with the others; shm divides on the way, so that the means of 2 dtypes are apart.
+# and travels with the others; shm divides while it reduces, so the means of 2 dtypes are separate.
 _MESSAGES = {"gloo": 26, "shm": 28}
 
 
@@ -214,7 +214,7 @@ def test_a_block_gives_what_its_operations_give_one_by_one(
         assert f" in {messages} messages, " in text
 
 
-def test_blocks_take_messages_handles_subgroups_and_other_blocks(outcomes: list[Any]) -> None:
+def test_blocks_collect_messages_handles_subgroups_and_nested_blocks(outcomes: list[Any]) -> None:
     for _, told, _ in outcomes:
         assert told["messages"] == "4 operations (2 recv, 2 send) in 4 messages, 48 bytes"
         assert told["where"].endswith(" in _blocks")
@@ -238,8 +238,8 @@ def test_a_block_works_in_a_world_of_one() -> None:
     assert in_world(_alone, 1) == [_MESSAGES]
 
 
-def test_a_flat_message_does_not_grow_without_end() -> None:
-    class Call:  # what flat_batches() looks at
+def test_a_flat_message_has_a_maximum_size() -> None:
+    class Call:  # the attributes that flat_batches() uses
         kind, root, reduction = "all_reduce", -1, "sum"
         comm_group = object()
         bytes = 1 << 20

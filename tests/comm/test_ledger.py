@@ -98,7 +98,7 @@ def test_a_forked_child_writes_to_ledgers_of_its_own() -> None:
     child = os.fork()
     if child == 0:
         none_at_first = read_process(os.getpid()) is None
-        _begin(group, 8)  # goes nowhere: the group is the parent's
+        _begin(group, 8)  # is not recorded: the group is the parent's
         own = GroupLedger("child", "21", 0, 1)
         _begin(own, 1)
         sequences = [record.sequence for record in _read_own().records]
@@ -119,7 +119,7 @@ def test_the_vocabulary_has_the_order_of_the_enums_of_the_shm_core() -> None:
     assert len(native.STATES) == ledger.STATES.index("streamed")  # the shm backend has no streams
 
 
-def test_a_process_without_a_ledger_has_no_account() -> None:
+def test_a_process_without_a_ledger_reads_as_none() -> None:
     assert read_process(1) is None
     assert read_process(2**22 + 5) is None
 
@@ -129,13 +129,13 @@ def _late(world: World) -> str:
     comm.all_reduce(torch.ones(2), group=group)
     told = _wait_for_the_late(world, group)
     _get_default_store().add("told", world.rank < 2)
-    dist.barrier()  # on shm: nobody ends while others still wait
+    dist.barrier()  # on shm: no rank ends while others still wait
     return told
 
 
 def _wait_for_the_late(world: World, group: dist.ProcessGroup) -> str:
     if world.rank == 2:
-        _dawdle()
+        _stay_away()
         return "late"
     if world.rank == 3:
         with contextlib.suppress(comm.CollectiveError):
@@ -145,16 +145,16 @@ def _wait_for_the_late(world: World, group: dist.ProcessGroup) -> str:
         handle = comm.all_reduce(torch.ones(256), "mean", group=group, wait=False)
         handle.wait()
     except comm.CollectiveTimeout as error:
-        with pytest.raises(comm.CollectiveTimeout):  # the same again
+        with pytest.raises(comm.CollectiveTimeout):  # raises the same error again
             handle.wait()
         return str(error)
     except comm.CollectiveError:
-        return "lost"  # gloo of a rank whose time was up first closes its connections
+        return "lost"  # the first rank whose gloo times out closes its connections
     return "in time"
 
 
-def _dawdle() -> None:
-    """Until both of those that wait have been told."""
+def _stay_away() -> None:
+    """Return when both waiting ranks have raised."""
     store = _get_default_store()
     while store.add("told", 0) < 2:
         time.sleep(0.02)
@@ -170,8 +170,8 @@ def test_a_timeout_names_who_is_late_at_which_operation_and_where() -> None:
         expected = f"all_reduce 2 of group late (mean, float32, 1024 bytes) at {here}:"
         assert text.startswith(expected), text
         assert f"s on rank {rank}: rank 2 has not arrived (pid " in text, text
-        assert "last all_reduce 1, done " in text and " in _dawdle, seen " in text, text
-        # The broadcast may be over for rank 3 when the others look; it is wrong all the same.
+        assert "last all_reduce 1, done " in text and " in _stay_away, seen " in text, text
+        # The broadcast of rank 3 may have ended when the others read its ledger.
         assert "rank 3 called broadcast 2 of group late (float32, 4 bytes) at " in text, text
         assert f"rank {1 - rank} has arrived" in text, text
 
@@ -179,7 +179,7 @@ def test_a_timeout_names_who_is_late_at_which_operation_and_where() -> None:
 def _late_on_shm(world: World) -> list[str]:
     told = []
     third: list[Callable[[dist.ProcessGroup], Any]]
-    third = [lambda group: comm.broadcast(torch.ones(1), group=group), lambda group: _dawdle()]
+    third = [lambda group: comm.broadcast(torch.ones(1), group=group), lambda group: _stay_away()]
     for call in third:
         group = dist.new_group(timeout=timedelta(seconds=2), group_desc="late", backend="shm")
         comm.all_reduce(torch.ones(2), group=group)
@@ -193,17 +193,17 @@ def _late_on_shm(world: World) -> list[str]:
     return told
 
 
-def test_on_shm_a_wrong_call_is_told_at_once_and_a_late_rank_at_the_timeout() -> None:
+def test_on_shm_a_wrong_call_raises_at_once_and_a_late_rank_at_the_timeout() -> None:
     *others, (wrong, _) = in_world(_late_on_shm, 3)
     assert wrong.startswith("broadcast 2 of group late (float32, 4 bytes) at "), wrong
     for rank, (differs, late) in enumerate(others):
         begin = "all_reduce 2 of group late (sum, float32, 1024 bytes) at "
         assert differs.startswith(begin) and late.startswith(begin), (differs, late)
         assert f"rank {rank} called all_reduce (float32, sum, 1024 bytes), rank 2 " in differs
-        assert "waiting for rank 2 (pid " in late and " in _dawdle, seen " in late, late
+        assert "waiting for rank 2 (pid " in late and " in _stay_away, seen " in late, late
 
 
-def test_what_is_said_of_ranks_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_readable_ledger_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     class Group:
         ranks = (0, 10, 20, 30)
         label = "dp"
@@ -233,7 +233,7 @@ def waits():
     comm.all_reduce(torch.ones(4))
 
 def in_c_code():
-    ctypes.PyDLL(None).sleep(60)  # keeps Python's lock: no thread of this process runs
+    ctypes.PyDLL(None).sleep(60)  # holds the GIL: no thread of this process runs
 
 def stopped():
     time.sleep(1.5)
@@ -293,7 +293,7 @@ def test_the_command_shows_ranks_however_stuck_they_are(tmp_path: Path) -> None:
         for row in (second, third):
             assert row["operation"] == "broadcast 1 of group default (int64, 16 bytes)"
             assert row["state"].startswith("done ")
-        assert " in <module>" in second["main thread"]  # the last that could be noted
+        assert " in <module>" in second["main thread"]  # the last location that could be recorded
         assert " in stopped" in third["main thread"]
         assert rows(str(first["pid"])).keys() == {"0 of 3"}
 
@@ -328,19 +328,19 @@ def test_the_segments_of_the_shm_backend_are_read_from_outside_only() -> None:
         [sys.executable, "-c", _SHM_RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "None\n"  # from inside it would lose its lock
-        account = read_process(process.pid)
+        assert process.stdout.readline() == "None\n"  # the owner would lose its lock on the segment
+        found = read_process(process.pid)
         process.communicate("")
-    assert account is not None
-    assert (account.rank, account.size, account.location) == (0, 1, "train.py:88 in step")
-    first, second = account.records
+    assert found is not None
+    assert (found.rank, found.size, found.location) == (0, 1, "train.py:88 in step")
+    first, second = found.records
     assert (first.operation, first.group, first.sequence) == ("all_reduce", "mesh_tp", 1)
     assert (second.dtype, second.bytes, second.state) == ("float32", 16, "done")
     assert second.where == "b.py:2 in second" and second.written_by == "tutti-shm"
 
 
 @pytest.mark.parametrize(
-    ("filename", "ours"),
+    ("filename", "internal"),
     [
         (comm.__file__, True),
         (torch.__file__, True),
@@ -349,5 +349,5 @@ def test_the_segments_of_the_shm_backend_are_read_from_outside_only() -> None:
         (ctypes.__file__, False),
     ],
 )
-def test_places_inside_tutti_comm_and_torch_are_skipped(filename: str, ours: bool) -> None:
-    assert ledger.is_internal(filename) == ours
+def test_frames_of_tutti_comm_and_torch_are_internal(filename: str, internal: bool) -> None:
+    assert ledger.is_internal(filename) == internal

@@ -1,4 +1,4 @@
-"""Symmetric memory on CPU: what a heap and its tensors promise, with real processes as ranks."""
+"""Symmetric memory on the CPU: every call of a heap and its tensors, with processes as ranks."""
 
 import signal
 import threading
@@ -14,20 +14,20 @@ from tutti.world.errors import RanksDiffer, UsageError
 from worlds import in_world
 
 
-def test_there_is_shared_memory_on_cpu_and_a_reason_for_what_there_is_not() -> None:
+def test_available_names_the_backends_of_a_device_with_reasons() -> None:
     assert symmetric.available("cpu")["shm"][0]
     if not torch.cuda.is_available():
         for works, reason in symmetric.available("cuda").values():
             assert not works and "no NVIDIA GPU" in reason
 
 
-def test_a_heap_without_a_world_says_how_to_get_one() -> None:
+def test_a_heap_without_a_world_names_tutti_init() -> None:
     with pytest.raises(UsageError, match=r"tutti\.init"):
         symmetric.Heap()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_call_does_what_it_promises(ranks: int) -> None:
+def test_every_call_has_its_documented_effect(ranks: int) -> None:
     assert in_world(every_call, ranks) == ["done"] * ranks
 
 
@@ -236,7 +236,7 @@ def groups_have_heaps_of_their_own(world: Any) -> None:
         assert symmetric.all_reduce(all_of)[0] == 4 and symmetric.all_reduce(mine)[0] in (2, 4)
 
 
-def test_ranks_that_differ_are_named_and_the_heap_goes_on() -> None:
+def test_different_calls_are_named_and_the_heap_stays_usable() -> None:
     assert in_world(ranks_that_differ, 2) == ["done"] * 2
 
 
@@ -255,7 +255,7 @@ def ranks_that_differ(world: Any) -> str:
             heap.free((first, second)[world.rank])
         with pytest.raises(RanksDiffer, match="calls counters"):
             heap.counters(3) if world.rank else heap.empty(3)
-        # One rank has no room for what it asks for: all are told of the difference.
+        # One rank has too little memory: all ranks raise RanksDiffer.
         with pytest.raises(RanksDiffer, match="bytes at -1"):
             heap.empty(10 if world.rank else 100_000)
         assert heap.stats()["allocations"] == 2

@@ -1,4 +1,4 @@
-"""Allocator: where in a heap a tensor lies."""
+"""Allocator: offsets of tensors in a heap."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ from tutti.world.errors import UsageError
     ),
     st.sampled_from([64, 256]),
 )
-def test_allocations_never_overlap_and_all_room_comes_back(
+def test_allocations_never_overlap_and_all_memory_is_freed(
     calls: list[tuple[str, int]], alignment: int
 ) -> None:
     allocator = Allocator(16384, alignment)
@@ -44,7 +44,7 @@ def test_allocations_never_overlap_and_all_room_comes_back(
     assert allocator.largest_gap == allocator.free == 16384
 
 
-def test_a_full_heap_says_what_is_missing() -> None:
+def test_a_full_heap_names_wanted_and_free_bytes() -> None:
     allocator = Allocator(1024)
     allocator.take(512)
     with pytest.raises(UsageError, match=r"no room for 600 bytes.*1024 bytes 512 are free"):

@@ -1,4 +1,4 @@
-"""Collectives on symmetric memory, on CPU: by every algorithm, staged, and by torch.distributed."""
+"""Collectives on symmetric memory on the CPU: every algorithm, staged, and torch.distributed."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ ODD_COUNTS = (0, 1, 3, 15, 17, 255, 4097)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_rank_gets_what_it_should(ranks: int) -> None:
+def test_every_rank_gets_the_exact_result(ranks: int) -> None:
     assert in_world(every_collective, ranks) == ["done"] * ranks
 
 
@@ -56,7 +56,7 @@ def collectives(heap: symmetric.Heap) -> None:
                         symmetric.all_reduce(t, op, algorithm, out=other)
                         check_same(other.local, expected, f"{op} {algorithm} into the heap")
                         assert torch.equal(t.local, inputs[heap.rank])
-    # Large enough for several chunks, and values whose sum depends on the order of adding.
+    # Large enough for several chunks, with values whose sum depends on the order of addition.
     torch.manual_seed(heap.rank)
     with heap.empty(300_001) as t:
         results = []
@@ -102,7 +102,7 @@ def staged(world: Any) -> None:
 
 
 def torch_distributed_needs_no_copies(world: Any) -> None:
-    """The backend `shm` knows the heaps of its groups, and works on their tensors in place."""
+    """The shm backend reduces tensors of the heaps of its groups in place."""
     shm.register()
     group = dist.new_group(backend="cpu:shm")
     with symmetric.Heap(group, bytes=1 << 20) as heap:
@@ -113,7 +113,7 @@ def torch_distributed_needs_no_copies(world: Any) -> None:
             tensor.fill_(world.rank + 1)
             dist.all_reduce(tensor, group=group)
             assert (tensor == world.size * (world.size + 1) / 2).all()
-        # Different places on different ranks: not in place, but right.
+        # Different offsets on different ranks: not in place, but correct.
         part = t.local[world.rank * 8 :][:64].fill_(1)
         dist.all_reduce(part, group=group)
         assert (part == world.size).all()

@@ -1,4 +1,4 @@
-"""Symmetric memory on one NVIDIA GPU that ranks share under MPS: right results, and the figures.
+"""Symmetric memory on one NVIDIA GPU that ranks share under MPS: correct results, and times.
 
 Run with `pytest -m gpu -s tests/comm/test_symmetric_cuda.py` to see reasons and times.
 """
@@ -32,14 +32,14 @@ REDUCED = {
 ODD_COUNTS = (1, 3, 64, 255, 4096, 100_001)
 
 
-def test_each_backend_says_whether_it_is_there() -> None:
+def test_available_names_each_cuda_backend_with_a_reason() -> None:
     for backend, (works, reason) in symmetric.available("cuda").items():
         print(f"{backend}: {works}: {reason}")
     assert symmetric.available("cuda")["cuda"][0]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_call_does_what_it_promises(ranks: int) -> None:
+def test_every_call_has_its_documented_effect_on_a_gpu(ranks: int) -> None:
     results = in_world(every_call, ranks, gpu=True, timeout=240)
     print(json.dumps(results[0], indent=1))
     assert [each["done"] for each in results] == [True] * ranks
@@ -108,7 +108,7 @@ def signals(heap: symmetric.Heap, left: int, right: int) -> None:
         t.put_signal(torch.full((1000,), float(turn), device=heap.device), to=right, value=turn)
         heap.wait(at_least=turn, source=left)
         assert (t.local == turn).all(), turn
-        heap.signal(left, slot=1, value=turn)  # I have read it
+        heap.signal(left, slot=1, value=turn)  # this rank has read it
         heap.wait(1, turn, source=right)
     assert heap.read_signal(0) == 200
     for _ in range(10):
@@ -122,7 +122,7 @@ def signals(heap: symmetric.Heap, left: int, right: int) -> None:
     heap.wait(9, 1, timeout=0.5)
     with pytest.raises(symmetric.Timeout, match=r"0\.5 s for signal 9 to reach 1"):
         heap.quiet()
-    heap.barrier()  # a wait that was over time leaves the heap in order
+    heap.barrier()  # the heap stays usable after a wait timed out
     heap.quiet()
     heap.free(t)
 
@@ -142,7 +142,7 @@ def counters(heap: symmetric.Heap, left: int, right: int) -> None:
         c.store(0, heap.rank + 1)
         c.wait(0, right + 1, at=right)
         heap.quiet()
-        # A lock by compare_swap on rank 0: what it guards is never half done.
+        # A lock by compare_swap on rank 0: no rank sees a partial update of what it protects.
         with heap.zeros(2, torch.int64) as box:
             shared = box.peer(0)
             heap.barrier()
@@ -159,10 +159,10 @@ def counters(heap: symmetric.Heap, left: int, right: int) -> None:
 
 
 def streams(heap: symmetric.Heap, left: int, right: int) -> None:
-    """The waiting stream waits, and others go on."""
+    """Only the waiting stream waits; other streams go on."""
     with heap.zeros(1000) as t:
         side = torch.cuda.Stream()
-        # Kernels that are used for the first time are loaded first, which waits for all streams.
+        # The first use of a kernel loads it, which waits for all streams.
         with torch.cuda.stream(side):
             assert (t.local * 2 == 0).all()
         assert torch.ones(10, device=heap.device).sum().item() == 10
@@ -202,7 +202,7 @@ def graphs(heap: symmetric.Heap, left: int, right: int) -> None:
 
 
 def repeated(heap: symmetric.Heap, left: int, right: int) -> None:
-    """A sum that is made often becomes a graph of its own: on any stream, and inside others."""
+    """A repeated sum becomes a CUDA graph: on any stream, and inside other graphs."""
     if heap.size == 1:
         return
     with heap.zeros(4096) as t:
@@ -246,7 +246,7 @@ def collectives(heap: symmetric.Heap, left: int, right: int) -> None:
                         )
                         assert torch.equal(t.local, mine)
     torch.manual_seed(heap.rank)
-    with heap.empty(1 << 20) as t:  # values whose sum depends on the order of adding
+    with heap.empty(1 << 20) as t:  # values whose sum depends on the order of addition
         values = torch.randn(1 << 20, device=heap.device)
         for algorithm in ("one_shot", "two_shot", "ring"):
             t.local.copy_(values)
@@ -306,8 +306,8 @@ def refusals(world: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_figures_beside_nccl(ranks: int) -> None:
-    """Prints the times of one run; asserts only that results are right."""
+def test_times_beside_nccl(ranks: int) -> None:
+    """Prints the times of one run; asserts only that results are correct."""
     rows = in_world(figures, ranks, gpu=True, timeout=240)[0]
     for name, columns in rows.items():
         print(f"{ranks} ranks on one GPU (software overhead, not links): {name}: {columns}")
@@ -359,7 +359,7 @@ def figures(world: Any) -> dict[str, Any]:
 
 
 def _microseconds(call: Callable[[], Any]) -> float:
-    """Per call, of 5 runs of 50 in a row; the median run."""
+    """Seconds per call: the median of 5 runs of 50 calls."""
     for _ in range(10):
         call()
     runs = []

@@ -1,4 +1,4 @@
-"""Symmetric memory when ranks die, leave or are elsewhere: every wait ends, and says why."""
+"""Symmetric memory when ranks die, leave or are on other hosts: every wait ends with a reason."""
 
 import ctypes
 import os
@@ -42,7 +42,7 @@ caught([lambda: heap.wait(0, source=2), lambda: heap.wait(0)][rank])
 caught([lambda: c.wait(0, 1), lambda: symmetric.all_reduce(t)][rank])
 caught([heap.barrier, lambda: heap.empty(3)][rank])
 caught(heap.barrier)
-# What needs no peer still works, and so does what needs a living one.
+# Calls that need no peer, or only a living one, still work.
 t.put(torch.ones(5), to=1 - rank)
 assert time.monotonic() - began < 10
 caught(heap.close)
@@ -59,12 +59,12 @@ os._exit(0)  # gloo would wait for the dead rank
     assert "all_reduce" in lines1[1]
     for line in (lines0[5], *lines1[2:4]):
         assert line.startswith("UsageError - this heap is out of step since"), out0 + out1
-    # A heap that is out of step closes without the others.
+    # A heap that is out of step closes without waiting for the others.
     assert lines0[6] == lines1[4] == "nothing raised"
     assert lines0[7].startswith("UsageError - this heap is closed")
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+def test_a_late_rank_is_named(tmp_path: Path) -> None:
     program = """
 if rank == 0:
     caught(lambda: symmetric.Heap(bytes=4096, timeout=0.5))
@@ -128,7 +128,7 @@ dist.barrier()
     assert more == "0", out0
 
 
-def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
+def test_no_memory_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
     program = """
 heap = symmetric.Heap(bytes=1 << 20)
 t = heap.zeros(1000)
@@ -159,14 +159,14 @@ heap.wait(timeout=50)
 
 
 def heap_files(*pids: int) -> set[tuple[int, int]]:
-    """The heaps that processes hold open, as device and inode: other programs may have theirs."""
+    """The heaps that these processes hold open, as device and inode."""
     found = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
             try:
                 if "memfd:tutti-shm:heap" in str(link.readlink()):
                     found.add((link.stat().st_dev, link.stat().st_ino))
-            except OSError:  # gone meanwhile, or another user's
+            except OSError:  # closed meanwhile, or another user's
                 continue
     return found
 
@@ -194,7 +194,7 @@ def test_ranks_on_different_hosts_are_refused_by_name() -> None:
         cpu_heap._open_segments(OtherHostRendezvous("here"), native.core(), 4096, [1, 1])  # type: ignore[arg-type]
 
 
-def test_too_little_memory_says_how_much_is_needed() -> None:
+def test_too_little_memory_names_the_bytes_needed() -> None:
     class Alone(OtherHostRendezvous):
         def introduce(self, *arguments: Any) -> list[Any]:
             return super().introduce(*arguments)[:1]

@@ -1,4 +1,4 @@
-"""Symmetric memory under load, on CPU: nothing is lost, torn or seen too early."""
+"""Symmetric memory under load on the CPU: no lost update, no torn or premature read."""
 
 import time
 from typing import Any
@@ -10,7 +10,7 @@ from tutti.comm import symmetric
 from worlds import in_world
 
 
-def test_nothing_is_lost_or_seen_too_early() -> None:
+def test_no_update_is_lost_and_no_read_is_premature() -> None:
     results = in_world(stress, 4, timeout=100)
     assert results == ["done"] * 4
 
@@ -38,7 +38,7 @@ def stress(world: Any) -> str:
             c.store(1, 0, at=0)
         heap.barrier()
         assert shared.tolist() == [1200, 1200]
-        # Barriers: nobody is ever a whole turn ahead.
+        # Barriers: no rank is ever a whole turn ahead.
         turns = heap.counters(1)
         for turn in range(1, 501):
             turns.store(0, turn)
@@ -47,7 +47,7 @@ def stress(world: Any) -> str:
             heap.barrier()
             assert all(turns.load(0, at=rank) <= turn + 1 for rank in range(heap.size))
         signals_never_overtake_their_bytes(heap, 5000)
-    # The same with a core for each rank, where they really run at the same time.
+    # The same with one core per rank, so that ranks run at the same time.
     pair = dist.new_group([0, 1])
     if world.rank < 2:
         with symmetric.Heap(pair, bytes=1 << 20) as heap:
@@ -57,7 +57,7 @@ def stress(world: Any) -> str:
 
 
 def signals_never_overtake_their_bytes(heap: symmetric.Heap, count: int) -> None:
-    """Even ranks send to the next: 8 slots in turn, each full of its number."""
+    """Even ranks send to the next rank: 8 slots in turn, each filled with its number."""
     slots = heap.zeros((8, 64), torch.int64)
     sending = heap.rank % 2 == 0
     peer = heap.rank + 1 if sending else heap.rank - 1

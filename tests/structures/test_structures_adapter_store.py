@@ -1,4 +1,4 @@
-"""AdapterStore: adapters come whole, switch at once, and go only when nobody reads them."""
+"""AdapterStore: adapters are copied whole, switched at once, and evicted only when unused."""
 
 import threading
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def _switching(heap: symmetric.Heap) -> None:
             store.put("greek", filled(3))
             store.activate("greek", everywhere=True)
         heap.barrier()
-        assert holds(store.active(), 3)  # nobody had prefetched it: fetched now
+        assert holds(store.active(), 3)  # not prefetched: fetched by this call
         assert store.stats()["late"] == (heap.rank != 0)
         heap.barrier()
 
@@ -81,7 +81,7 @@ def _eviction(heap: symmetric.Heap) -> None:
             store.activate("a0")
             with store.active() as held:
                 store.activate("a1")
-                if heap.rank == 1:  # one is its own, one is active, one is held
+                if heap.rank == 1:  # one was put here, one is active, one is pinned
                     with pytest.raises(UsageError, match="of 3 slots 1 hold adapters"):
                         store.activate("a2")
                 else:
@@ -131,7 +131,7 @@ def _versions(heap: symmetric.Heap) -> None:
 
 
 def _hunt_for_torn_adapters(heap: symmetric.Heap) -> dict[str, Any]:
-    """One rank puts new versions without a pause; the others fetch and compute while it does."""
+    """One rank puts new versions without pause while the others fetch and compute."""
     whole = torn = 0
     big = {"weights": (40_000,)}
     with AdapterStore(heap, 4, big) as store:
@@ -164,20 +164,20 @@ def _hunt_for_torn_adapters(heap: symmetric.Heap) -> dict[str, Any]:
 
 
 def _look_while_it_moves(heap: symmetric.Heap) -> None:
-    """A small adapter is on rank 0 all the time, though never long in one slot."""
+    """A small adapter is always on rank 0, but never long in one slot."""
     with AdapterStore(heap, 4, {"weights": (4,)}) as store:
         newest = store._directory.newest
         _never(heap, store, lambda: newest("moving") is None)
         if heap.rank != 0:
             store.prefetch("moving").result()
         heap.barrier()
-        # What others have, which is older and stays where it is, does not hide it.
+        # Older copies on other ranks do not hide it.
         _never(heap, store, lambda: newest("moving").rank != 0)
         _never(heap, store, lambda: 0 not in store.holders("moving"))
 
 
 def _never(heap: symmetric.Heap, store: AdapterStore, misses: Callable[[], bool]) -> None:
-    """Rank 0 puts new versions for as long as the others look."""
+    """Rank 0 puts new versions while the others search."""
     with heap.counters(1) as done:
         if heap.rank == 0:
             store.put("moving", {"weights": torch.zeros(4)})

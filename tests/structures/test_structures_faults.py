@@ -1,4 +1,4 @@
-"""Structures when a rank is killed: waits end and name it; what it had published stays whole."""
+"""Structures when a rank is killed: waits end and name it; published values stay intact."""
 
 import signal
 from pathlib import Path
@@ -30,7 +30,7 @@ other = RingBuffer(heap, 1, 0, 4, (1000,))
 if rank == 0:
     for number in range(3):
         ring.put(torch.full((1000,), float(number)))
-    with ring.reserve() as slot:  # dies in the middle of a slot
+    with ring.reserve() as slot:  # dies while it writes a slot
         slot[:500] = 99
         die()
 for number in range(3):
@@ -47,7 +47,7 @@ assert other.stats()["slots"] == 4
     )
 
 
-def test_a_killed_writer_leaves_values_whole_and_blocks_nobody(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_values_intact_and_blocks_no_rank(tmp_path: Path) -> None:
     program = """
 cache = ParameterCache(heap, 3, 100)
 found = HashMap(heap, 16, (100,))
@@ -58,7 +58,7 @@ if rank == 1:
     store.put("adapter", {"w": torch.ones(100)})
 heap.barrier()
 if rank == 1:
-    # As if killed in the middle: the claims are taken, half of the next version is written.
+    # As if killed during a write: claims are taken, half of the next version is written.
     state = core().tutti_rows_state(cache._native, 1)
     seen = core().tutti_load(state)
     assert core().tutti_compare_swap(state, seen, seen | 2) == seen
@@ -75,10 +75,10 @@ if rank == 1:
 for _ in range(1000):
     assert (cache.lookup(1) == 1).all() and (found[5] == 5).all()
 caught(lambda: cache.wait_for(1, 2))
-found.add(5, torch.ones(100))  # each takes the dead rank's claim over, or waits for who did
+found.add(5, torch.ones(100))  # takes over the dead rank's claim, or waits for the rank that did
 store.activate("adapter", everywhere=True)  # and copies from the dead rank's memory
 assert (store.active()["w"] == 1).all()
-# The heap has lost a rank, so ranks 0 and 2 meet by signals.
+# The heap has lost a rank, so ranks 0 and 2 synchronise by signals.
 heap.signal(to=2 - rank, slot=7)
 heap.wait(slot=7, source=2 - rank)
 assert (found[5] == 7).all(), found[5]

@@ -1,4 +1,4 @@
-"""PooledCache: values move between tiers, and what is dropped is said."""
+"""PooledCache: values move between tiers, and every drop is reported."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def use_caches(world: Any, plans: list[Any]) -> dict[str, int]:
         _tiers_in_order(heap)
         _mistakes_are_named(heap)
         for number, plan in enumerate(plans):
-            # Every rank has its own order of keys, so that loans to several ranks are in use.
+            # Every rank has another order of keys, so that areas of several ranks are in use.
             _follow(heap, plan, number, totals)
     return totals
 
@@ -127,9 +127,9 @@ def _mistakes_are_named(heap: symmetric.Heap) -> None:
         cache.get("a")
 
 
-def test_a_cache_loses_nothing_silently_whatever_is_called() -> None:
+def test_no_value_is_lost_silently_by_any_sequence_of_calls() -> None:
     plans = planned()
     for totals in in_world(use_caches, 3, plans):
         assert totals["calls"] == sum(map(len, plans))
-        # The plans are not idle: every path was taken.
+        # The sequences cover every path.
         assert all(totals.values()), totals

@@ -25,7 +25,7 @@ def use_rings(world: Any) -> int:
 
 
 def _everything_arrives_in_order(heap: symmetric.Heap, slots: int, shape: tuple[int, ...]) -> int:
-    """Every slot is filled with its number: a slot that is read too early or late would show."""
+    """Every slot is filled with its number, which detects a read too early or too late."""
     count, taken = 500, 0
     with RingBuffer(heap, 2, 0, slots, shape, torch.int64) as ring:
         if heap.rank == 2:
@@ -131,5 +131,5 @@ def _ends_and_mistakes(heap: symmetric.Heap) -> None:
         ring.put(torch.ones(2))
 
 
-def test_a_ring_hands_over_every_slot_in_order_and_ends_cleanly() -> None:
+def test_a_ring_delivers_every_slot_in_order_and_ends_cleanly() -> None:
     assert in_world(use_rings, 3) == [4_500, 0, 0]

@@ -1,4 +1,4 @@
-"""DistributedTensor and ParameterCache: rows over ranks, plain and versioned."""
+"""DistributedTensor and ParameterCache: rows sharded over ranks, plain and versioned."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from worlds import in_world
 ADDED = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
-def test_every_row_has_one_place_on_one_rank() -> None:
+def test_every_row_has_one_position_on_one_rank() -> None:
     for placement in ("block", "cyclic"):
         for count in (1, 2, 5, 7, 12):
             for size in (1, 2, 3, 5):
@@ -89,7 +89,7 @@ def _rows_move_and_mistakes_are_named(heap: symmetric.Heap) -> None:
         halves.scatter_add(torch.tensor([0]), torch.ones(1, 4, dtype=torch.float16))
 
 
-def test_concurrent_adders_lose_nothing_and_gather_finds_every_row() -> None:
+def test_no_concurrent_addition_is_lost_and_gather_finds_every_row() -> None:
     for rank in in_world(use_distributed_tensors, 3):
         assert rank == {"checked": 40}
 
@@ -167,7 +167,7 @@ def _hunt_for_torn_rows(heap: symmetric.Heap) -> dict[str, Any]:
     return {"reads": reads, "torn": torn, "backwards": backwards, "published": published}
 
 
-def test_no_reader_sees_half_a_row_or_an_older_one() -> None:
+def test_no_reader_sees_a_torn_or_older_row() -> None:
     writer, *readers = in_world(use_parameter_cache, 3)
     assert writer["published"] > 1000
     for reader in readers:
