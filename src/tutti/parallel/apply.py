@@ -42,6 +42,7 @@ from tutti.parallel.sharding_rules import (
 )
 from tutti.parallel.sync_batchnorm import convert_batchnorms
 from tutti.world.errors import UsageError
+from tutti.world.placement import return_freed_memory
 from tutti.world.world import World
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ def apply(
     if layout.data_ranks > 1 and not layout.only_replicas:  # replicas only: DDP wraps the result
         from tutti.parallel.fsdp import shard
 
+        if mesh.world.device.type == "cpu":
+            return_freed_memory()
         for part in stages.modules.values() if stages else [model]:
             shard(part, mesh, options, mean=techniques.mean, autocast=techniques.autocast)
     materialize(model, mesh.world.device)

@@ -254,9 +254,7 @@ def disable_malloc_trim(env: Mapping[str, str]) -> bool:
     15 of 70 ms on two cores of a virtual machine. On a GPU torch has its own caching allocator.
     Settings in the environment take precedence.
     """
-    if any(name in env for name in _MALLOC_VARIABLES):
-        return False
-    if "_threshold" in env.get("GLIBC_TUNABLES", ""):
+    if _malloc_set_by_environment(env):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt is None:
@@ -264,3 +262,24 @@ def disable_malloc_trim(env: Mapping[str, str]) -> bool:
     # mmap first: setting either threshold stops glibc from adjusting the other dynamically.
     accepted = any(mallopt(_M_MMAP_THRESHOLD, size) for size in _MMAP_BYTES)
     return accepted and bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))
+
+
+def return_freed_memory() -> None:
+    """Make glibc return large freed blocks to the kernel at once; undoes `disable_malloc_trim`.
+
+    For sharded parameters on a CPU: each block's gathered parameters are freed after use, and in a
+    heap that keeps them they would not be reused for the next block, whose tensors are aligned and
+    sized differently: the heap would grow to the size of the whole model.
+    """
+    libc = ctypes.CDLL(None)
+    mallopt, trim = getattr(libc, "mallopt", None), getattr(libc, "malloc_trim", None)
+    if mallopt is None or trim is None or _malloc_set_by_environment(os.environ):
+        return
+    mallopt(_M_MMAP_THRESHOLD, 2 << 20)
+    mallopt(_M_TRIM_THRESHOLD, 32 << 20)
+    trim(0)
+
+
+def _malloc_set_by_environment(env: Mapping[str, str]) -> bool:
+    variables = any(name in env for name in _MALLOC_VARIABLES)
+    return variables or "_threshold" in env.get("GLIBC_TUNABLES", "")
