@@ -92,7 +92,7 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     for module, names in _MODULES.items():
         if name in names:
-            # Stored, so that the next access does not come here.
+            # Stored, so that the next access does not call __getattr__.
             value = globals()[name] = getattr(import_module(module), name)
             return value
     raise AttributeError(f"module 'tutti.comm' has no attribute {name!r}")

@@ -9,8 +9,8 @@ The layout is that of the ledger in a segment of the shm backend (shm/core/ledge
 what torch itself calls there (DDP, say): one format, one reader. Little-endian, no pointers; times
 are nanoseconds of CLOCK_MONOTONIC unless a name says realtime.
 
-Writing an entry is one struct.pack_into. A reader that meets an entry that is just being written
-reads it again.
+Writing an entry is one struct.pack_into. A reader reads the entries twice, until both reads are
+equal, so that it sees no entry that is being written.
 """
 
 import itertools
@@ -124,7 +124,7 @@ class GroupLedger:
         self._words = memoryview(memory).cast("B").cast("q")
 
     def detach(self) -> None:
-        """In a forked child: leave the parent's memory, and write where nobody reads."""
+        """In a forked child: leave the parent's memory for memory that no reader sees."""
         os.close(self._file)
         self._file = -1
         self._map(mmap.mmap(-1, _BYTES))
@@ -190,15 +190,17 @@ _COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = f"{os.sep}torch{os.sep}"
 _LOCATION_SECONDS = 1.0
 
-# By the id of a code object, which is kept so that the id never comes to mean another one: the
+# By the id of a code object, which is kept alive so that its id is not reused: the
 # texts of its lines, or None for code of tutti.comm or torch.
 _sites: dict[int, tuple[CodeType, dict[int, bytes] | None]] = {}
 _location_sinks: list[Callable[[str], None]] = []
-_recording_process: int | None = None  # whose thread records locations: a forked child has none
+_recording_process: int | None = (
+    None  # the process that runs the recording thread: a forked child has none
+)
 
 
 def call_site(frame: FrameType | None) -> bytes:
-    """The innermost place outside tutti.comm and torch that a call came from."""
+    """The innermost line outside tutti.comm and torch from which a call was made."""
     while frame is not None:
         code = frame.f_code
         known = _sites.get(id(code))
@@ -223,7 +225,7 @@ def _add_site(code: CodeType) -> dict[int, bytes] | None:
 
 
 def is_internal(filename: str) -> bool:
-    """Whether a file belongs to tutti.comm, torch or Python's start: nobody's bug is there."""
+    """Whether a file belongs to tutti.comm, torch or Python's import system, not to the user."""
     return filename.startswith((_COMM, "<frozen")) or _TORCH in filename
 
 

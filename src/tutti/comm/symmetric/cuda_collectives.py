@@ -248,7 +248,7 @@ class CudaCollectives:
         )
 
     def _barrier(self, timeout: float) -> None:
-        self._memory.meet(CHANNELS, timeout, f"collective {self.calls}")
+        self._memory.stream_barrier(CHANNELS, timeout, f"collective {self.calls}")
 
 
 def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:

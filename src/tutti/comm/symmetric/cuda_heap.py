@@ -101,7 +101,7 @@ class CudaMemory:
             self.waits = self.barriers = 0
             # When all ranks have exchanged this, all blocks are zeroed and mapped.
             self._rendezvous.exchange("ready")
-            self.meet(CHANNELS, timeout, "the first barrier")
+            self.stream_barrier(CHANNELS, timeout, "the first barrier")
             self.quiet()
 
     def _introduce(self, bytes: int, signals: int) -> list[dict[str, Any]]:
@@ -227,14 +227,14 @@ class CudaMemory:
     def barrier(self, channel: int, timeout: float) -> None:
         self.check()
         self.barriers += 1
-        self.meet(channel, timeout, "a barrier")
+        self.stream_barrier(channel, timeout, "a barrier")
 
-    def meet(self, channel: int, timeout: float, what: str) -> None:
+    def stream_barrier(self, channel: int, timeout: float, what: str) -> None:
         """A barrier between the current streams of all ranks; collectives use channel CHANNELS."""
         arrivals = self._arrivals_at + 8 * channel * self.size
         count = self._counts_at + 8 * channel
         table = self._table.data_ptr()
-        self._words.meet(table, self.rank, self.size, arrivals, count, timeout, what)
+        self._words.stream_barrier(table, self.rank, self.size, arrivals, count, timeout, what)
 
     def agree(self, call: str, timeout: float) -> None:
         # The stream may still use memory that is freed or reused.
@@ -315,7 +315,7 @@ class Words:
         scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
         word = scratch.data_ptr()
         scratch[0] = word
-        self.meet(word + table, 0, 1, arrival, count, 10.0, "itself")
+        self.stream_barrier(word + table, 0, 1, arrival, count, 10.0, "itself")
         self.wait(word + arrival, 1, 10.0, "itself")
         self.store(word, 1)
         self.add(word, 1)
@@ -358,7 +358,7 @@ class Words:
             self._ticket(f"{timeout:g} s for {what}"),
         )
 
-    def meet(
+    def stream_barrier(
         self,
         table: int,
         rank: int,
@@ -372,7 +372,7 @@ class Words:
         limit, failed = int(timeout * 1e9), self._failed.data_ptr()
         ticket = self._ticket(f"{timeout:g} s for all ranks in {what}")
         words = (table, rank, size, arrivals, count)
-        self._launch(cuda_kernels.meet, *words, limit, failed, ticket)
+        self._launch(cuda_kernels.stream_barrier, *words, limit, failed, ticket)
 
     @property
     def in_step(self) -> bool:

@@ -67,7 +67,7 @@ def wait_for_word(address, at_least, limit_ns, failed, ticket):
 @triton.jit(
     do_not_specialize=["bases", "rank", "size", "arrivals", "count", "limit_ns", "failed", "ticket"]
 )
-def meet(bases, rank, size, arrivals, count, limit_ns, failed, ticket):
+def stream_barrier(bases, rank, size, arrivals, count, limit_ns, failed, ticket):
     """A barrier. `bases` has each rank's base address. At `arrivals` each rank has a word per peer,
     to which that peer writes its barrier count. At offset `count` a rank keeps its own count:
     on the device, so that the kernel can be part of a CUDA graph."""

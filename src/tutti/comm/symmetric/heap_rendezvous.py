@@ -14,7 +14,7 @@ from tutti.world.exchange import RanksMissing, gather_json_from_store
 
 
 class Timeout(TimeoutError):
-    """A wait took longer than its timeout; the message says for whom and how long."""
+    """A wait took longer than its timeout; the message names the rank and the seconds."""
 
 
 def lost_peer(kind: type[PeerDied | PeerLeft], rank: int, waiting_for: str) -> PeerDied | PeerLeft:
