@@ -58,7 +58,7 @@ def test_two_processes_that_start_at_once_compile_once(env: dict[str, str], tmp_
     assert [process.returncode for process in processes] == [0, 0], errors
     assert calls.read_text() == "called\n"
     assert "".join(errors).count("compiling") == 1
-    cache = tmp_path / "cache" / "tutti"
+    cache = tmp_path / "cache" / "tutti" / "shm"
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert len(list(cache.glob("*.so"))) == 1
     # A third process finds it, also without a compiler.
@@ -97,7 +97,7 @@ def test_a_broken_or_missing_compiler_gives_gloo_and_one_line(
 
 
 def test_a_cache_that_others_can_write_to_is_refused(env: dict[str, str], tmp_path: Path) -> None:
-    cache = tmp_path / "cache" / "tutti"
+    cache = tmp_path / "cache" / "tutti" / "shm"
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     process = start(USE_CORE, env)

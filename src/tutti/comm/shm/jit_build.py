@@ -4,7 +4,7 @@ The core is plain C, loaded with ctypes. The front is a torch extension, which f
 torch and of Python. Both carry a mark with a hash of everything they were built from: sources,
 flags, platform and, for the front, torch, its ABI and Python. A library whose mark differs (an
 editable install whose sources changed, a new torch) is not loaded; the right one is taken from
-$XDG_CACHE_HOME/tutti (default ~/.cache/tutti) or compiled into it.
+$XDG_CACHE_HOME/tutti/shm (default ~/.cache/tutti/shm) or compiled into it.
 
 setup.py imports this file by its path, so nothing outside the standard library is imported here.
 """
@@ -156,7 +156,7 @@ def _find(library: Library) -> Path | None:
         if path.exists() and _mark_of(path) == library.hash:
             return path
     path = _cache_path() / f"{_file_name(library)}.so"
-    return path if path.exists() else None
+    return path if _is_private(path) and _is_private(path.parent) else None
 
 
 def _mark_of(path: Path) -> str:
@@ -171,7 +171,17 @@ def _file_name(library: Library) -> str:
 
 def _cache_path() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "tutti"
+    return Path(base) / "tutti" / "shm"
+
+
+def _is_private(path: Path) -> bool:
+    """Whether a file or folder exists and only this user could have written to it."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    kind = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+    return kind and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _cache_folder() -> Path:
@@ -185,7 +195,7 @@ def _cache_folder() -> Path:
             raise PermissionError("it is read-only")
     except OSError as error:
         raise BuildFailed(f"the cache folder {path} cannot be used ({error}): {cure}") from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+    if not _is_private(path):
         raise BuildFailed(
             f"the cache folder {path} belongs to user {status.st_uid} with mode "
             f"{stat.S_IMODE(status.st_mode):o}, so others could replace a library in it: {cure}"
@@ -240,6 +250,7 @@ def _compile(library: Library, command: list[str], folder: Path) -> None:
         except OSError as error:
             output, code = str(error), 127
         if code == 0 and made.exists():
+            made.chmod(0o700)
             os.replace(made, path)
             return
     log.write_text(f"{shlex.join(command)}\n{output}\nexit status {code}\n")
