@@ -17,6 +17,7 @@ the model is built for real, whole, on every rank's host, and its shards are cop
 """
 
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -129,7 +130,8 @@ def build_on_meta(
     torch.manual_seed(seed)
     reason: str | None
     try:
-        with _parameters_on_meta(), _WriteRecorder() as recorder:
+        with warnings.catch_warnings(), _parameters_on_meta(), _WriteRecorder() as recorder:
+            warnings.simplefilter("ignore")  # such as: loading into meta parameters has no effect
             model = make()
         reason = recorder.cannot_reproduce(model)
     except UsageError:
