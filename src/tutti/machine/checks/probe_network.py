@@ -8,12 +8,14 @@ token that only ranks of this world know. Every wait has a timeout.
 import json
 import secrets
 import socket
+import socketserver
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from io import BufferedIOBase
 from itertools import pairwise
 from typing import Any
 
@@ -71,52 +73,48 @@ class Endpoint:
 # --- server and client ---------------------------------------------------------------------------
 
 
-class ProbeServer:
+class ProbeServer(socketserver.ThreadingTCPServer):
     """Answers requests in threads until it is closed."""
 
+    daemon_threads = True
+    request_queue_size = 128
+
     def __init__(self, address: str, clock: Clock = time.time) -> None:
-        self._clock = clock
-        self._listener = socket.create_server(("", 0))
-        port = self._listener.getsockname()[1]
-        self.endpoint = Endpoint(address, port, secrets.token_hex(16))
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__(("", 0), _RequestHandler)
+        self.clock = clock
+        self.endpoint = Endpoint(address, self.server_address[1], secrets.token_hex(16))
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore clients that disconnect or are not ranks."""
 
     def close(self) -> None:
         """Stop accepting connections."""
-        self._listener.close()
+        self.shutdown()
+        self.server_close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed
+
+class _RequestHandler(socketserver.StreamRequestHandler):
+    timeout = _REPLY_SECONDS
+    disable_nagle_algorithm = True
+    server: ProbeServer
+
+    def handle(self) -> None:
+        while line := self.rfile.readline(_MAX_LINE):
+            request = json.loads(line)
+            if request["token"] != self.server.endpoint.token:
                 return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection:
-            connection.settimeout(_REPLY_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            try:
-                while request := _read_request(connection):
-                    if request.get("token") != self.endpoint.token:
-                        return
-                    self._answer(connection, request)
-            except (OSError, ValueError):  # the client disconnected, or is not a rank
-                return
-
-    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
-        size = min(int(request.get("bytes", 0)), _MAX_REQUEST_BYTES)
-        if request["kind"] == "hello":
-            connection.sendall(b"y")
-        elif request["kind"] == "time":
-            received = self._clock()
-            connection.sendall(_TIMESTAMPS.pack(received, self._clock()))
-        elif request["kind"] == "receive":
-            _receive_bytes(connection, size)
-            connection.sendall(b"y")
-        elif request["kind"] == "send":
-            _send_bytes(connection, size)
+            size = min(request["bytes"], _MAX_REQUEST_BYTES)
+            if request["kind"] == "hello":
+                self.connection.sendall(b"y")
+            elif request["kind"] == "time":
+                received = self.server.clock()
+                self.connection.sendall(_TIMESTAMPS.pack(received, self.server.clock()))
+            elif request["kind"] == "receive":
+                _receive_bytes(self.rfile, size)
+                self.connection.sendall(b"y")
+            elif request["kind"] == "send":
+                _send_bytes(self.connection, size)
 
 
 class ProbeClient:
@@ -127,17 +125,19 @@ class ProbeClient:
         address = (endpoint.address, endpoint.port)
         self._socket = socket.create_connection(address, _CONNECT_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._file = self._socket.makefile("rb")
 
     def __enter__(self) -> "ProbeClient":
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._file.close()
         self._socket.close()
 
     def hello(self) -> None:
         """Check that the right process answers; raises OSError otherwise."""
         self._request("hello")
-        if self._socket.recv(1) != b"y":
+        if self._file.read(1) != b"y":
             raise OSError("another program listens there")
         self._socket.settimeout(_REPLY_SECONDS)
 
@@ -151,7 +151,7 @@ class ProbeClient:
         for _ in range(_ROUND_TRIPS):
             sent = time.time()
             self._request("time")
-            received, answered = _TIMESTAMPS.unpack(_read_exactly(self._socket, _TIMESTAMPS.size))
+            received, answered = _TIMESTAMPS.unpack(_read_exactly(self._file, _TIMESTAMPS.size))
             returned = time.time()
             round_trip = (returned - sent) - (answered - received)
             if round_trip < best[1]:
@@ -179,55 +179,33 @@ class ProbeClient:
     def _send(self, size: int) -> None:
         self._request("receive", size)
         _send_bytes(self._socket, size)
-        _read_exactly(self._socket, 1)  # the server has received the last byte
+        _read_exactly(self._file, 1)  # the server has received the last byte
 
     def _receive(self, size: int) -> None:
         self._request("send", size)
-        _receive_bytes(self._socket, size)
+        _receive_bytes(self._file, size)
 
     def _request(self, kind: str, size: int = 0) -> None:
         line = json.dumps({"token": self._token, "kind": kind, "bytes": size})
         self._socket.sendall(line.encode() + b"\n")
 
 
-def _read_request(connection: socket.socket) -> dict[str, Any]:
-    """A line of JSON; {} at the end of the connection. Read bytewise, because data may follow."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte or len(line) > _MAX_LINE:
-            return {}
-        line += byte
-    request = json.loads(line)
-    is_valid = isinstance(request, dict) and isinstance(request.get("kind"), str)
-    return request if is_valid else {}
-
-
-def _read_exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise OSError("the peer closed the connection")
-        data += part
+def _read_exactly(stream: BufferedIOBase, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        raise OSError("the peer closed the connection")
     return data
 
 
 def _send_bytes(connection: socket.socket, size: int) -> None:
     block = memoryview(bytes(min(size, _BLOCK)))
-    while size > 0:
-        part = block[: min(size, _BLOCK)]
-        connection.sendall(part)
-        size -= len(part)
+    for start in range(0, size, _BLOCK):
+        connection.sendall(block[: size - start])
 
 
-def _receive_bytes(connection: socket.socket, size: int) -> None:
-    block = memoryview(bytearray(min(max(size, 1), _BLOCK)))
-    while size > 0:
-        count = connection.recv_into(block[: min(size, _BLOCK)])
-        if count == 0:
-            raise OSError("the peer closed the connection")
-        size -= count
+def _receive_bytes(stream: BufferedIOBase, size: int) -> None:
+    for start in range(0, size, _BLOCK):
+        _read_exactly(stream, min(size - start, _BLOCK))
 
 
 # --- probes --------------------------------------------------------------------------------------
