@@ -108,39 +108,32 @@ def _cases(world: Any, op: str, counts: list[int], dtype: torch.dtype = torch.fl
 def _sweep_with_faulty_backends(world: Any) -> Any:
     from tutti.bench import Unsupported
     from tutti.bench.collectives.backends import open_backends
-    from tutti.bench.collectives.cases import PreparedCase
+    from tutti.bench.collectives.cases import Backend, PreparedCase
     from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
     from tutti.bench.rank_control import RankControl
 
-    class CorruptsOneElement:
-        name, about = "corrupts", ""
+    def corrupt_one_element(case: CollectiveCase) -> PreparedCase:
+        if case.operation.name == "barrier":
+            raise Unsupported("no barrier")
+        good = gloo.prepare(case)
 
-        def prepare(self, case: CollectiveCase) -> PreparedCase:
-            if case.operation.name == "barrier":
-                raise Unsupported("no barrier")
-            good = gloo.prepare(case)
+        def call() -> None:
+            good.call()
+            if world.rank == 1 and good.received.numel() > 2:
+                good.received[2] += 1
 
-            def call() -> None:
-                good.call()
-                if world.rank == 1 and good.received.numel() > 2:
-                    good.received[2] += 1
+        return PreparedCase(good.sent, good.received, call)
 
-            return PreparedCase(good.sent, good.received, call)
-
-    class WorksOnce:
+    def work_once(case: CollectiveCase) -> PreparedCase:
         """Correct at the first call, does nothing later: only a check of the last call sees it."""
+        good, done = gloo.prepare(case), []
 
-        name, about = "once", ""
+        def call() -> None:
+            if not done:
+                good.call()
+                done.append(True)
 
-        def prepare(self, case: CollectiveCase) -> PreparedCase:
-            good, done = gloo.prepare(case), []
-
-            def call() -> None:
-                if not done:
-                    good.call()
-                    done.append(True)
-
-            return PreparedCase(good.sent, good.received, call)
+        return PreparedCase(good.sent, good.received, call)
 
     with open_backends(["gloo", "nccl"], world, largest=2400) as ((gloo,), missing):
         groups = [
@@ -152,7 +145,11 @@ def _sweep_with_faulty_backends(world: Any) -> Any:
         settings = SweepSettings(timings=timings, budget=0.002, warmup=2, rounds=2)
         sweep = Sweep([gloo], settings, control, world.device)
         sweep.run(groups, lambda rows: None)
-        backends = [gloo, CorruptsOneElement(), WorksOnce()]
+        backends = [
+            gloo,
+            Backend("corrupts", "", corrupt_one_element),
+            Backend("once", "", work_once),
+        ]
         faulty = Sweep(backends, SweepSettings(budget=0.002), control, world.device)
         groups = [*_cases(world, "all_reduce", [8]), *_cases(world, "barrier", [0])]
         faulty.run(groups, lambda rows: None)
@@ -191,23 +188,20 @@ def test_every_operation_is_measured_and_wrong_results_are_counted() -> None:
 
 
 def _call_order(world: Any) -> Any:
-    from tutti.bench.collectives.cases import PreparedCase
+    from tutti.bench.collectives.cases import Backend, PreparedCase
     from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
     from tutti.bench.rank_control import RankControl
 
     called: list[str] = []
 
-    class Named:
-        def __init__(self, name: str) -> None:
-            self.name, self.about = name, ""
-
-        def prepare(self, case: CollectiveCase) -> PreparedCase:
-            nothing = torch.empty(0)
-            return PreparedCase(nothing, nothing, lambda: called.append(self.name))
+    def named(name: str) -> Backend:
+        nothing = torch.empty(0)
+        prepared = PreparedCase(nothing, nothing, lambda: called.append(name))
+        return Backend(name, "", lambda case: prepared)
 
     case = CollectiveCase(OPERATIONS["barrier"], 0, torch.float32, "out", 0, 1)
     settings = SweepSettings(iterations=16, warmup=1)
-    sweep = Sweep([Named("a"), Named("b")], settings, RankControl(), world.device)
+    sweep = Sweep([named("a"), named("b")], settings, RankControl(), world.device)
     sweep.run([[case]], lambda rows: None)
     return called
 

@@ -1,7 +1,7 @@
 """tutti bench bandwidth: every pair of ranks, collectives and copies; names slow links."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tutti.bench.bandwidth import PARTS
@@ -197,7 +197,7 @@ def _results(links: "BandwidthBench", ranks: list[dict[str, Any]]) -> dict[str, 
         "environment": describe_environment(),
         "pairs": links.pairs,
         "classes": links.classes,
-        "findings": [each.row() for each in links.findings],
+        "findings": [asdict(each) for each in links.findings],
         "one_to_all": links.one_to_all,
         "all_to_all": links.all_to_all,
         "ring_vs_tree": links.ring_vs_tree,

@@ -14,12 +14,12 @@ from tutti.bench.bandwidth.device_copies import copy_row, host_copies, peer_copi
 from tutti.bench.bandwidth.link_verdicts import Finding, RankLocation, judge_pairs, pair_class
 from tutti.bench.bandwidth.point_to_point import (
     Flow,
-    PointToPointAllReduce,
     Traffic,
     TrafficMeter,
     disjoint_rounds,
+    point_to_point_all_reduce,
 )
-from tutti.bench.collectives.backends import TorchBackend, process_group
+from tutti.bench.collectives.backends import process_group, torch_backend
 from tutti.bench.collectives.cases import Backend, Buffers, native_cases
 from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
 from tutti.bench.rank_control import RankControl
@@ -200,14 +200,14 @@ class BandwidthBench:
         self, group: dist.ProcessGroup, parts: Sequence[str], progress: Callable[[str], None]
     ) -> None:
         buffers = Buffers(self.world.device)
-        own = TorchBackend(self.backend, group, "", buffers)
+        own = torch_backend(self.backend, group, "", buffers)
         if "all_to_all" in parts and not self.stopped:
             progress("all to all")
             self._sweep([own], "all_to_all", self.sizes, self.all_to_all)
         if "ring_vs_tree" in parts and not self.stopped:
             progress("all_reduce as a ring, as a tree, and by the backend")
             baselines = [
-                PointToPointAllReduce(f"{self.backend} {name}", group, name, buffers)
+                point_to_point_all_reduce(self.backend, name, group, buffers)
                 for name in ("ring", "tree")
             ]
             sizes = {max(self.sizes)}

@@ -8,14 +8,14 @@ other load on the machine is not its fault. If all pairs of one end are slow, th
 end, not the pairs.
 """
 
-import contextlib
 import json
 import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, median_high, median_low
 from typing import Any
@@ -26,6 +26,7 @@ from tutti.machine.cpu_numa import numa_nodes, parse_cpu_list
 from tutti.machine.gpus import numa_node_of_gpu
 from tutti.machine.hardware_catalogue import Figure
 from tutti.machine.observation import observe
+from tutti.machine.sysfs import SysFiles
 from tutti.measure.spread import round_significant
 from tutti.world.world import World
 
@@ -39,9 +40,6 @@ DEGRADED, BAD = 0.8, 0.5
 _SLOW = ("degraded", "bad")
 # Differences within this many σ (1.4826 × MAD) over ends and passes are noise.
 _SIGMAS = 3
-
-_CPUS = Path("/sys/devices/system/cpu")
-_NETWORK = Path("/sys/class/net")
 
 
 # ---- Location of ranks, and the class of a pair ----
@@ -91,9 +89,8 @@ def _gpu_pair_class(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 
 def _core(cpu: int) -> str:
     """An identifier of the physical core: the list of its hardware threads."""
-    with contextlib.suppress(OSError):
-        return (_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
-    return str(cpu)
+    siblings = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+    return SysFiles().text(siblings) or str(cpu)
 
 
 def _describe_gpu(device: torch.device) -> dict[str, Any]:
@@ -119,30 +116,23 @@ def _describe_gpu(device: torch.device) -> dict[str, Any]:
 def _describe_interface() -> dict[str, Any] | None:
     """The network interface of messages to other hosts, with what limits its speed."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if not name or not (_NETWORK / name).is_dir():
+    files, folder = SysFiles(), f"/sys/class/net/{name}"
+    if not name or not files.exists(folder):
         return None
+    mbits, mtu = (files.number(f"{folder}/{file}") or 0 for file in ("speed", "mtu"))
     return {
         "name": name,
-        "mbits": _read_number(_NETWORK / name / "speed"),
-        "mtu": _read_number(_NETWORK / name / "mtu"),
+        "mbits": mbits if mbits > 0 else None,  # -1: the driver does not know
+        "mtu": mtu or None,
         "shaper": _traffic_shaper(name),
     }
 
 
-def _read_number(file: Path) -> int | None:
-    try:
-        value = int(file.read_text())
-    except (OSError, ValueError):
-        return None
-    return value if value > 0 else None
-
-
 def _traffic_shaper(interface: str) -> str | None:
     """The rate limit that `tc` sets on this interface, or None."""
-    tool = shutil.which("tc")
-    if tool is None:
+    if shutil.which("tc") is None:
         return None
-    command = [tool, "-j", "qdisc", "show", "dev", interface]
+    command = ["tc", "-j", "qdisc", "show", "dev", interface]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
         rules = json.loads(done.stdout or "[]")
@@ -171,10 +161,6 @@ class Finding:
     pairs: tuple[Flow, ...]
     causes: tuple[str, ...]
 
-    def row(self) -> Row:
-        """For JSON."""
-        return asdict(self)
-
 
 def worst(verdicts: Iterable[str]) -> str:
     """The most severe verdict."""
@@ -198,7 +184,7 @@ def judge_pairs(
     Rows have src, dst, class, bytes, gbs_uni and gbs_bi with their best passes. `published` returns
     the catalogue's figure for a row.
     """
-    findings = []
+    findings: list[Finding] = []
     for key in dict.fromkeys((row["class"], row["bytes"]) for row in rows):
         members = [row for row in rows if (row["class"], row["bytes"]) == key]
         findings += _judge_class(members, locations, published)
@@ -209,34 +195,50 @@ def _judge_class(
     rows: list[Row],
     locations: Sequence[RankLocation],
     published: Callable[[Row], Figure | None],
-) -> list[Finding]:
-    name = rows[0]["class"]
-    between_hosts = name == "other host"
-    end_of = (lambda rank: locations[rank]["machine"]) if between_hosts else _same_rank
-    reference, minimum = _class_reference(rows, "gbs_uni_best", end_of)
+) -> Iterator[Finding]:
+    name, figure = rows[0]["class"], published(rows[0])
+    # The end that a rank belongs to, by rank: between hosts its machine, else the rank itself.
+    machines = [each["machine"] for each in locations]
+    end_of: Sequence[Any] = machines if name == "other host" else range(len(locations))
+    one_way = _class_reference(rows, "gbs_uni_best", end_of)
+    both_ways = _class_reference(rows, "gbs_bi_best", end_of)
     below_catalogue = 0
     for row in rows:
         best = row["gbs_uni_best"]
-        row["verdict"], row["causes"] = _class_verdict(best, reference, minimum), []
-        if (figure := published(row)) is not None and best is not None:
-            row["verdict"] = worst([row["verdict"], fraction_verdict(best, figure.gbs)])
-            below_catalogue += best < DEGRADED * figure.gbs
-    _judge_both_ways(rows, *_class_reference(rows, "gbs_bi_best", end_of))
-    slow = [row for row in rows if row["verdict"] in _SLOW]
+        row["verdict"], row["causes"] = _class_verdict(best, *one_way), []
+        if (expected := published(row)) is not None and best is not None:
+            row["verdict"] = worst([row["verdict"], fraction_verdict(best, expected.gbs)])
+            below_catalogue += best < DEGRADED * expected.gbs
+    # Pairs that are good in each direction may still be slow in both directions at once.
+    good = {(row["src"], row["dst"]) for row in rows if row["verdict"] not in _SLOW}
+    for row in rows:
+        if {(row["src"], row["dst"]), (row["dst"], row["src"])} <= good:
+            row["verdict"] = worst([row["verdict"], _class_verdict(row["gbs_bi_best"], *both_ways)])
+    slow = {(row["src"], row["dst"]): row for row in rows if row["verdict"] in _SLOW}
     if not slow and len({frozenset((row["src"], row["dst"])) for row in rows}) < 2:
         for row in rows:  # a class of one pair has no reference but the catalogue
             row["verdict"] = "unknown" if published(row) is None else row["verdict"]
-    if slow and below_catalogue == len(rows) and (figure := published(rows[0])) is not None:
-        what = f"all pairs of the class {name}"
-        against = f"the catalogue: {figure.source}"
-        causes = likely_causes(name, [], locations)
-        return [_finding(what, slow, causes, figure.gbs, against)]
-    findings = []
-    for what, ends, flows in _explain_slow_flows(rows, slow, locations, between_hosts):
-        members = [row for row in slow if (row["src"], row["dst"]) in flows]
-        causes = likely_causes(name, ends, locations)
-        findings.append(_finding(what, members, causes, reference, f"its class, {name}"))
-    return findings
+    reference, against = one_way[0], f"its class, {name}"
+    if slow and below_catalogue == len(rows) and figure is not None:
+        reference, against = figure.gbs, f"the catalogue: {figure.source}"
+        explanations = [(f"all pairs of the class {name}", list[int](), set(slow))]
+    else:
+        all_flows = {(row["src"], row["dst"]) for row in rows}
+        explanations = _explain_slow_flows(all_flows, set(slow), locations, name == "other host")
+    for what, ends, flows in explanations:
+        causes = _likely_causes(name, ends, locations)
+        members = [row for flow, row in slow.items() if flow in flows]
+        for row in members:
+            row["causes"] = [what, *causes]
+        yield Finding(
+            what=what,
+            verdict=worst(row["verdict"] for row in members),
+            gbs=round_significant(median(row["gbs_uni"] for row in members)),
+            against_gbs=round_significant(reference),
+            against=against,
+            pairs=tuple(sorted((row["src"], row["dst"]) for row in members)),
+            causes=tuple(causes),
+        )
 
 
 def _class_verdict(best: float | None, reference: float, minimum: float) -> str:
@@ -245,26 +247,15 @@ def _class_verdict(best: float | None, reference: float, minimum: float) -> str:
     return "good" if best >= minimum else fraction_verdict(best, reference)
 
 
-def _judge_both_ways(rows: list[Row], reference: float, minimum: float) -> None:
-    """Pairs that are good in each direction may still be slow in both directions at once."""
-    good = {(row["src"], row["dst"]) for row in rows if row["verdict"] not in _SLOW}
-    for row in rows:
-        if {(row["src"], row["dst"]), (row["dst"], row["src"])} <= good:
-            both = _class_verdict(row["gbs_bi_best"], reference, minimum)
-            row["verdict"] = worst([row["verdict"], both])
-
-
-def _class_reference(
-    rows: list[Row], metric: str, end_of: Callable[[int], Hashable]
-) -> tuple[float, float]:
+def _class_reference(rows: list[Row], metric: str, end_of: Sequence[Any]) -> tuple[float, float]:
     """(reference, minimum that still counts as good) of a class.
 
     Spreads are those of logarithms: a disturbance halves a speed, whatever its unit.
     """
-    best: dict[Hashable, float] = {}
+    best: dict[Any, float] = {}
     for row in rows:
         if row[metric] is not None:
-            for end in (("out", end_of(row["src"])), ("in", end_of(row["dst"]))):
+            for end in (("out", end_of[row["src"]]), ("in", end_of[row["dst"]])):
                 best[end] = max(best.get(end, 0.0), row[metric])
     if not best:
         return 0.0, 0.0
@@ -277,24 +268,21 @@ def _class_reference(
 
 
 def _explain_slow_flows(
-    rows: list[Row], slow: list[Row], locations: Sequence[RankLocation], between_hosts: bool
+    all_flows: set[Flow], slow: set[Flow], locations: Sequence[RankLocation], between_hosts: bool
 ) -> list[tuple[str, list[int], set[Flow]]]:
-    """(name, ranks at the slow end, flows) of the largest ends that explain the slow pairs."""
-    all_flows = {(row["src"], row["dst"]) for row in rows}
-    slow_flows = {(row["src"], row["dst"]) for row in slow}
-    found: list[tuple[str, list[int], set[Flow]]] = []
-    unexplained = set(slow_flows)
+    """(name, ranks at the slow end, flows) of the largest ends that explain the slow flows."""
+    found = []
+    unexplained = set(slow)
     if between_hosts:
-        machines = {each["rank"]: each["machine"] for each in locations}
+        machines = [each["machine"] for each in locations]
         hosts = {each["machine"]: each["host"] for each in locations}
-        for ends, how, flows in _slow_ends(
-            all_flows, slow_flows, unexplained, machines.__getitem__
-        ):
-            names = [hosts[end] for end in ends]
-            what = f"the link of host {names[0]}, {how}" if len(ends) == 1 else how.join(names)
-            ranks = [each["rank"] for each in locations if each["machine"] == ends[0]]
-            found.append((what, ranks if len(ends) == 1 else [], flows))
-    for ends, how, flows in _slow_ends(all_flows, slow_flows, unexplained, _same_rank):
+        for ends, how, flows in _slow_ends(all_flows, slow, unexplained, machines):
+            if len(ends) == 1:
+                ranks = [rank for rank, machine in enumerate(machines) if machine == ends[0]]
+                found.append((f"the link of host {hosts[ends[0]]}, {how}", ranks, flows))
+            else:
+                found.append((how.join(hosts[end] for end in ends), [], flows))
+    for ends, how, flows in _slow_ends(all_flows, slow, unexplained, range(len(locations))):
         names = [f"rank {e} ({locations[e]['host']}, {locations[e]['device']})" for e in ends]
         what = f"{names[0]}, {how}" if len(ends) == 1 else how.join(names)
         found.append((what, list(ends), flows))
@@ -302,145 +290,89 @@ def _explain_slow_flows(
 
 
 def _slow_ends(
-    all_flows: set[Flow], slow: set[Flow], unexplained: set[Flow], end_of: Callable[[int], Any]
-) -> list[tuple[tuple[Any, ...], str, set[Flow]]]:
+    all_flows: set[Flow], slow: set[Flow], unexplained: set[Flow], end_of: Sequence[Any]
+) -> Iterator[tuple[tuple[Any, ...], str, set[Flow]]]:
     """Ends with all flows to two or more others slow, then pairs of ends with all flows slow.
 
     Removes the flows that they explain from `unexplained`.
     """
-    found: list[tuple[tuple[Any, ...], str, set[Flow]]] = []
-    ends = sorted({end_of(rank) for flow in all_flows for rank in flow})
+    between: dict[tuple[Any, Any], set[Flow]] = {}
+    for a, b in sorted(all_flows):
+        between.setdefault((end_of[a], end_of[b]), set()).add((a, b))
+    ends = sorted({end for pair in between for end in pair})
     for end in ends:
-        directions = {
-            "sending": {f for f in all_flows if end_of(f[0]) == end != end_of(f[1])},
-            "receiving": {f for f in all_flows if end_of(f[1]) == end != end_of(f[0])},
-        }
-        slow_directions = {
-            direction: flows
-            for direction, flows in directions.items()
-            if flows <= slow and len({end_of(r) for f in flows for r in f} - {end}) > 1
-        }
+        slow_directions: dict[str, set[Flow]] = {}
+        for position, direction in enumerate(("sending", "receiving")):
+            pairs = [pair for pair in between if pair[position] == end != pair[1 - position]]
+            flows = set().union(*(between[pair] for pair in pairs))
+            if flows <= slow and len(pairs) > 1:
+                slow_directions[direction] = flows
         flows = set().union(*slow_directions.values())
         if flows & unexplained:
-            found.append(((end,), " and ".join(slow_directions), flows))
             unexplained -= flows
+            yield (end,), " and ".join(slow_directions), flows
     for end in ends:
         for other in ends:
-            there = {f for f in all_flows if (end_of(f[0]), end_of(f[1])) == (end, other)}
-            back = {f for f in all_flows if (end_of(f[0]), end_of(f[1])) == (other, end)}
+            there, back = between.get((end, other), set()), between.get((other, end), set())
             if there <= slow and there & unexplained:
                 both = back <= slow and bool(back & unexplained)
                 flows = there | back if both else there
-                found.append(((end, other), " ↔ " if both else " → ", flows))
                 unexplained -= flows
-    return found
-
-
-def _finding(
-    what: str, rows: list[Row], causes: list[str], reference: float, against: str
-) -> Finding:
-    for row in rows:
-        row["causes"] = [what, *causes]
-    return Finding(
-        what=what,
-        verdict=worst(row["verdict"] for row in rows),
-        gbs=round_significant(median(row["gbs_uni"] for row in rows)),
-        against_gbs=round_significant(reference),
-        against=against,
-        pairs=tuple(sorted((row["src"], row["dst"]) for row in rows)),
-        causes=tuple(causes),
-    )
-
-
-def _same_rank(rank: int) -> int:
-    return rank
+                yield (end, other), " ↔ " if both else " → ", flows
 
 
 # ---- Likely causes ----
 
-_COMMON_CAUSES: dict[str, tuple[str, ...]] = {
-    "other host": (
-        "a cable, port or NIC that runs at a lower speed or loses packets: ethtool, ip -s link",
-        "a rate limit on the path: tc qdisc show, a switch policer, an oversubscribed uplink",
-        "another interface than on other hosts: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
-    ),
-    "NVLink": (
-        "NVLinks that are down or retraining: nvidia-smi nvlink -s, nvidia-smi nvlink -e",
-        "a throttled GPU: nvidia-smi -q -d PERFORMANCE",
-    ),
-    "NVSwitch": (
-        "NVLinks that are down or retraining: nvidia-smi nvlink -s, nvidia-smi nvlink -e",
-        "a fabric manager that is not running, or a degraded fabric: nvidia-smi -q",
-        "NVLink disabled for NCCL: NCCL_P2P_DISABLE, NCCL_P2P_LEVEL",
-    ),
-    "PCIe": (
-        "fewer lanes or an older generation than the slot supports: nvidia-smi -q -d PCIE",
-        "peer traffic routed through the root complex: ACS, an IOMMU that translates",
-        "no peer access, copies go through host memory: nvidia-smi topo -p2p r",
-    ),
-    "NUMA": (
-        "the link between sockets is shared with other traffic",
-        "fewer lanes or an older generation than the slot supports: nvidia-smi -q -d PCIE",
-    ),
-    "same GPU": ("another program on this GPU: nvidia-smi",),
-}
-_COMMON_CPU_CAUSES = (
-    "another program on the CPUs of this rank: top",
-    "memory on another NUMA node than the CPUs: numactl --hardware, numastat -p",
-    "a throttled CPU, or a virtual machine with shared cores: steal time in top",
-)
 
-
-def likely_causes(
+def _likely_causes(
     pair_class: str, ranks: Sequence[int], locations: Sequence[RankLocation]
 ) -> list[str]:
     """Observed differences of the ranks at the slow end, if known, then common causes."""
-    causes = []
+    common = tomllib.loads(Path(__file__).with_name("likely_causes.toml").read_text())
+    causes: list[str] = []
     if ranks and pair_class == "other host":
-        causes += _interface_differences(ranks[0], locations)
+        causes += _interface_differences(locations[ranks[0]], locations)
     elif ranks and locations[ranks[0]]["gpu"]:
         for rank in ranks:
             causes += _gpu_differences(rank, locations)
-    return [*causes, *_COMMON_CAUSES.get(pair_class, _COMMON_CPU_CAUSES)]
+    return [*causes, *common.get(pair_class, common["CPU"])]
 
 
-def _interface_differences(rank: int, locations: Sequence[RankLocation]) -> list[str]:
-    mine, host = locations[rank]["interface"], locations[rank]["host"]
+def _interface_differences(
+    location: RankLocation, locations: Sequence[RankLocation]
+) -> Iterator[str]:
+    mine = location["interface"]
     if mine is None:
-        return []
-    others = [
-        each["interface"]
-        for each in locations
-        if each["interface"] and each["machine"] != locations[rank]["machine"]
-    ]
-    causes = []
+        return
+    who = f"{mine['name']} of {location['host']}"
+    others = [each["interface"] for each in locations if each["machine"] != location["machine"]]
     if mine["shaper"]:
-        causes.append(f"seen: {mine['name']} of {host} is limited by tc: {mine['shaper']}")
-    for field, unit in (("mbits", " Mbit/s"), ("mtu", " bytes MTU")):
-        causes += _less_than_others(f"{mine['name']} of {host}", mine, others, field, unit)
-    return causes
+        yield f"seen: {who} is limited by tc: {mine['shaper']}"
+    yield from _less_than_others(who, mine, others, {"mbits": " Mbit/s", "mtu": " bytes MTU"})
 
 
-def _gpu_differences(rank: int, locations: Sequence[RankLocation]) -> list[str]:
-    def with_links(gpu: dict[str, Any]) -> dict[str, Any]:
-        return {**gpu, "links": len(gpu["nvlinks_to"]) + gpu["nvlinks_to_switch"]}
-
-    mine = with_links(locations[rank]["gpu"])
-    gpus = [with_links(each["gpu"]) for each in locations if each["gpu"]]
-    others = [gpu for gpu in gpus if gpu["uuid"] != mine["uuid"]]
-    who = f"the GPU of rank {rank}"
-    causes = _less_than_others(who, mine, others, "links", " active NVLinks")
-    causes += _less_than_others(who, mine, others, "pcie_width", " PCIe lanes")
+def _gpu_differences(rank: int, locations: Sequence[RankLocation]) -> Iterator[str]:
+    gpus = [
+        {**gpu, "links": len(gpu["nvlinks_to"]) + gpu["nvlinks_to_switch"]} if gpu else None
+        for gpu in (each["gpu"] for each in locations)
+    ]
+    mine, who = gpus[rank], f"the GPU of rank {rank}"
+    assert mine is not None
+    others = [gpu for gpu in gpus if gpu and gpu["uuid"] != mine["uuid"]]
+    units = {"links": " active NVLinks", "pcie_width": " PCIe lanes"}
+    yield from _less_than_others(who, mine, others, units)
     width, maximum = mine["pcie_width"], mine["pcie_width_most"]
     if width and maximum and width < maximum:
-        causes.append(f"seen: {who} uses {width} of its {maximum} PCIe lanes")
-    return causes
+        yield f"seen: {who} uses {width} of its {maximum} PCIe lanes"
 
 
 def _less_than_others(
-    who: str, mine: dict[str, Any], others: Sequence[dict[str, Any]], field: str, unit: str
-) -> list[str]:
-    values = [each[field] for each in others if each[field] is not None]
-    if mine[field] is None or not values or mine[field] >= min(values):
-        return []
-    return [f"seen: {who} has {mine[field]}{unit}, the others {min(values)} or more"]
+    who: str,
+    mine: Mapping[str, Any],
+    others: Sequence[Mapping[str, Any] | None],
+    units: Mapping[str, str],
+) -> Iterator[str]:
+    for field, unit in units.items():
+        values = [each[field] for each in others if each and each[field] is not None]
+        if mine[field] is not None and values and mine[field] < min(values):
+            yield f"seen: {who} has {mine[field]}{unit}, the others {min(values)} or more"

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.bench import Unsupported
-from tutti.bench.collectives.cases import Buffers, CollectiveCase, PreparedCase
+from tutti.bench.collectives.cases import Backend, Buffers, CollectiveCase, PreparedCase
 from tutti.bench.rank_control import RankControl
 from tutti.measure.timing import time_total
 
@@ -180,7 +179,9 @@ def data_pattern(rank: int, size: int, device: torch.device) -> Tensor:
 # ---- All-reduce from messages ----
 
 
-class PointToPointAllReduce:
+def point_to_point_all_reduce(
+    backend: str, algorithm: str, group: dist.ProcessGroup, buffers: Buffers
+) -> Backend:
     """all_reduce in place as a ring or a tree of messages: baselines for the backend's own.
 
     For n ranks, S bytes, α seconds per message and β seconds per byte:
@@ -191,23 +192,16 @@ class PointToPointAllReduce:
     The tree is faster for small messages on many ranks, the ring for large ones. On two ranks the
     ring sends two halves each way, the tree sends the whole tensor there and back.
     """
+    function = {"ring": ring_all_reduce, "tree": tree_all_reduce}[algorithm]
 
-    def __init__(
-        self, name: str, group: dist.ProcessGroup, algorithm: str, buffers: Buffers
-    ) -> None:
-        self.name = name
-        self.about = f"all_reduce as a {algorithm} of point-to-point messages, a baseline"
-        self._group = group
-        self._algorithm = {"ring": ring_all_reduce, "tree": tree_all_reduce}[algorithm]
-        self._buffers = buffers
+    def prepare(case: CollectiveCase) -> PreparedCase:
+        tensor, scratch = (
+            buffers.take(role, case.count, case.dtype) for role in ("received", "scratch")
+        )
+        return PreparedCase(tensor, tensor, partial(function, tensor, scratch, group))
 
-    def prepare(self, case: CollectiveCase) -> PreparedCase:
-        """The case on ordinary tensors."""
-        if case.operation.name != "all_reduce" or not case.in_place:
-            raise Unsupported(f"{self.name} has all_reduce in place only")
-        tensor = self._buffers.take("received", case.count, case.dtype)
-        scratch = self._buffers.take("scratch", case.count, case.dtype)
-        return PreparedCase(tensor, tensor, partial(self._algorithm, tensor, scratch, self._group))
+    about = f"all_reduce as a {algorithm} of point-to-point messages, a baseline"
+    return Backend(f"{backend} {algorithm}", about, prepare)
 
 
 def ring_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> None:

@@ -23,7 +23,7 @@ from tutti.bench.collectives.cases import (
     allocate,
     copy_then_call,
 )
-from tutti.bench.collectives.mpi_backend import OpenMpi
+from tutti.bench.collectives.mpi_backend import open_mpi
 from tutti.comm import symmetric
 from tutti.comm.symmetric.heap_collectives import STAGED_BYTES, Stage
 from tutti.world.errors import UsageError
@@ -33,7 +33,8 @@ from tutti.world.world import World
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_SYMMETRIC_ALGORITHMS = {"one-shot": "one_shot", "two-shot": "two_shot", "ring": "ring"}
+# Algorithms of symmetric.all_reduce by the name of the backend.
+_ALGORITHMS = {"symmetric": "auto", "one-shot": "one_shot", "two-shot": "two_shot", "ring": "ring"}
 # Each grouped call needs tensors of its own; larger messages gain nothing from a group.
 _MAX_GROUPED_BYTES = 256 << 20
 
@@ -61,7 +62,7 @@ def open_backends(
 def _open_backend(
     name: str, world: World, largest: int, buffers: Buffers, stack: ExitStack
 ) -> Backend:
-    def heap(group: dist.ProcessGroup | None = None) -> symmetric.Heap:
+    def open_heap(group: dist.ProcessGroup | None = None) -> symmetric.Heap:
         # Send and receive buffers, plus alignment.
         size = 2 * largest + (1 << 20)
         return stack.enter_context(symmetric.Heap(group, bytes=size, device=world.device))
@@ -72,20 +73,18 @@ def _open_backend(
     if name in ("mpi", "shm") and not on_cpu:
         raise Unsupported(f"{name} communicates CPU tensors only: use --device cpu")
     if name == "mpi":
-        try:
-            return OpenMpi(buffers, world.size)
-        except ImportError as error:
-            raise Unsupported(f"{error}: pip install 'tutti-torch[mpi]'") from None
+        return open_mpi(buffers, world.size)
     if name == "symmetric" and on_cpu:
         group, about = process_group("shm")
-        return ZeroCopyBackend(name, group, heap(group), about)
+        return Backend(name, about, partial(_prepare_zero_copy, group, open_heap(group)))
     if name == "staged":
         stage = Stage(device=world.device)
         stack.callback(stage.close)
-        return StagedBackend(name, stage, buffers)
-    if name == "symmetric" or name in _SYMMETRIC_ALGORITHMS:
-        return SymmetricBackend(name, heap(), _SYMMETRIC_ALGORITHMS.get(name, "auto"))
-    return TorchBackend(name, *process_group(name), buffers)
+        return Backend(name, stage.heap.reason, partial(_prepare_staged, stage, buffers))
+    if name in _ALGORITHMS:
+        heap = open_heap()
+        return Backend(name, heap.reason, partial(_prepare_symmetric, name, heap))
+    return torch_backend(name, *process_group(name), buffers)
 
 
 def process_group(name: str) -> tuple[dist.ProcessGroup, str]:
@@ -106,22 +105,16 @@ def process_group(name: str) -> tuple[dist.ProcessGroup, str]:
 # ---- torch.distributed ----
 
 
-class TorchBackend:
-    """A backend of torch.distributed: one process group over all ranks."""
+def torch_backend(name: str, group: dist.ProcessGroup, about: str, buffers: Buffers) -> Backend:
+    """A process group of torch.distributed on ordinary tensors."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup, about: str, buffers: Buffers) -> None:
-        self.name = name
-        self.about = about
-        self.group = group
-        self._buffers = buffers
+    def prepare(case: CollectiveCase) -> PreparedCase:
+        return _prepare_torch_call(case, group, partial(buffers.take, dtype=case.dtype))
 
-    def prepare(self, case: CollectiveCase) -> PreparedCase:
-        """The case on ordinary tensors."""
-        take = partial(self._buffers.take, dtype=case.dtype)
-        return prepare_torch_call(case, self.group, take)
+    return Backend(name, about, prepare, group)
 
 
-def prepare_torch_call(
+def _prepare_torch_call(
     case: CollectiveCase, group: dist.ProcessGroup, take: Callable[[str, int], Tensor]
 ) -> PreparedCase:
     """The case through torch.distributed, as a program would call it.
@@ -129,37 +122,26 @@ def prepare_torch_call(
     If torch offers an operation in place only, out of place is a copy and the operation in place.
     """
     sent, received, fill, check = allocate(case, take)
-    match case.operation.name:
-        case "all_reduce":
-            call = partial(dist.all_reduce, received, group=group)
-        case "reduce":
-            call = partial(dist.reduce, received, 0, group=group)
-        case "broadcast":
-            call = partial(dist.broadcast, received, 0, group=group)
-        case "all_gather":
-            call = partial(_all_gather, received, sent, group=group)
-        case "reduce_scatter":
-            call = partial(_reduce_scatter, received, sent, group=group)
-        case "gather":
-            shards = list(received.chunk(case.ranks)) if case.is_root else None
-            call = partial(dist.gather, sent, shards, 0, group=group)
-        case "scatter":
-            shards = list(sent.chunk(case.ranks)) if case.is_root else None
-            call = partial(dist.scatter, received, shards, 0, group=group)
-        case "all_to_all":
-            call = partial(dist.all_to_all_single, received, sent, group=group)
-        case "all_to_all_uneven":
-            splits = case.uneven_splits(case.rank)
-            call = partial(dist.all_to_all_single, received, sent, splits, splits, group=group)
-        case "all_gather_uneven":
-            call = partial(_all_gather_uneven, received, sent, group)
-        case "send_recv":
-            exchange = _exchange_batched if sent.is_cuda else _exchange
-            call = partial(exchange, sent, received, *case.neighbours, group)
-        case _:
-            call = partial(dist.barrier, group=group)
-    native_in_place = case.operation.native == "in"
-    if native_in_place and not case.in_place and case.sends:
+    splits = case.uneven_splits(case.rank)
+    sent_shards, received_shards = (
+        list(each.chunk(case.ranks)) if case.is_root else None for each in (sent, received)
+    )
+    calls: dict[str, tuple[Any, ...]] = {
+        "all_reduce": (dist.all_reduce, received),
+        "reduce": (dist.reduce, received, 0),
+        "broadcast": (dist.broadcast, received, 0),
+        "all_gather": (_all_gather, received, sent),
+        "reduce_scatter": (_reduce_scatter, received, sent),
+        "gather": (dist.gather, sent, received_shards, 0),
+        "scatter": (dist.scatter, received, sent_shards, 0),
+        "all_to_all": (dist.all_to_all_single, received, sent),
+        "all_to_all_uneven": (dist.all_to_all_single, received, sent, splits, splits),
+        "all_gather_uneven": (_all_gather_uneven, received, sent),
+        "send_recv": (send_recv, sent, received, *case.neighbours),
+        "barrier": (dist.barrier,),
+    }
+    call = partial(*calls[case.operation.name], group=group)
+    if case.operation.native == "in" and not case.in_place and case.sends:
         call = partial(copy_then_call, received, sent, call)
     return PreparedCase(fill, check, call)
 
@@ -169,25 +151,21 @@ def _all_gather_uneven(received: Tensor, sent: Tensor, group: dist.ProcessGroup)
     torch.cat(comm.all_gather_uneven(sent, group=group), out=received)
 
 
-def _exchange(
+def send_recv(
     sent: Tensor, received: Tensor, to: int, source: int, group: dist.ProcessGroup
 ) -> None:
+    """Send to one rank while receiving from another."""
+    if sent.is_cuda:
+        # A ring of NCCL sends that wait for their receives would deadlock: post both in one batch.
+        send = dist.P2POp(dist.isend, sent, to, group=group)
+        receive = dist.P2POp(dist.irecv, received, source, group=group)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        return
     sending = dist.isend(sent, to, group=group)
     dist.recv(received, source, group=group)
     if sending is not None:
         sending.wait()
-
-
-def _exchange_batched(
-    sent: Tensor, received: Tensor, to: int, source: int, group: dist.ProcessGroup
-) -> None:
-    # A ring of NCCL sends that wait for their receives would deadlock: post both in one batch.
-    both = [
-        dist.P2POp(dist.isend, sent, to, group=group),
-        dist.P2POp(dist.irecv, received, source, group=group),
-    ]
-    for work in dist.batch_isend_irecv(both):
-        work.wait()
 
 
 # ---- comm.group() ----
@@ -196,157 +174,106 @@ def _exchange_batched(
 def with_grouped(
     backends: Sequence[Backend], times: int, device: torch.device
 ) -> Iterator[Backend]:
-    """The backends, each torch.distributed backend followed by its GroupedBackend."""
+    """The backends; after each torch.distributed one, `times` calls of it in one comm.group()."""
     buffers = Buffers(device)
+    about = f"{times} calls in one comm.group(), time per call"
     for backend in backends:
         yield backend
-        if isinstance(backend, TorchBackend):
-            yield GroupedBackend(backend, times, buffers)
+        if backend.group is not None:
+            prepare = partial(_prepare_grouped, backend.group, times, buffers)
+            yield Backend(f"{backend.name} x{times}", about, prepare)
 
 
-class GroupedBackend:
-    """A torch.distributed backend through tutti.comm, `times` calls in each comm.group() block."""
+def _prepare_grouped(
+    group: dist.ProcessGroup, times: int, buffers: Buffers, case: CollectiveCase
+) -> PreparedCase:
+    """The case through tutti.comm: one row of a matrix per call, and every row is checked."""
+    if case.bytes * times > _MAX_GROUPED_BYTES:
+        limit = _MAX_GROUPED_BYTES >> 20
+        raise Unsupported(f"{times} messages of {case.bytes} bytes are more than {limit} MiB")
+    name = case.operation.name
+    if name in ("all_gather_uneven", "all_to_all_uneven", "barrier"):
+        raise Unsupported(f"comm.group() does not support {name}")
 
-    def __init__(self, backend: TorchBackend, times: int, buffers: Buffers) -> None:
-        self.name = f"{backend.name} x{times}"
-        self.about = f"{times} calls in one comm.group(), time per call"
-        self._group = backend.group
-        self._times = times
-        self._buffers = buffers
+    def take(role: str, count: int) -> Tensor:
+        return buffers.take(f"{role}, grouped", count * times, case.dtype).view(times, count)
 
-    def prepare(self, case: CollectiveCase) -> PreparedCase:
-        """One row of a matrix per call; every row is checked."""
-        if case.bytes * self._times > _MAX_GROUPED_BYTES:
-            raise Unsupported(
-                f"{self._times} messages of {case.bytes} bytes are more than "
-                f"{_MAX_GROUPED_BYTES >> 20} MiB"
-            )
+    sent, received, fill, check = allocate(case, take)
+    if name == "send_recv":
+        to, source = case.neighbours
+        calls = [partial(comm.send, row, to) for row in sent]
+        calls += [partial(comm.recv, row, source) for row in received]
+    else:
+        function: Any = getattr(comm, name)
+        native_in_place = case.operation.native == "in"
+        has_in = name != "scatter" or case.is_root
+        has_out = not case.in_place if native_in_place else case.receives
+        calls = [
+            partial(function, row if has_in else None, out=out if has_out else None)
+            for row, out in zip(sent, received, strict=True)
+        ]
 
-        def take(role: str, count: int) -> Tensor:
-            tensor = self._buffers.take(f"{role}, grouped", count * self._times, case.dtype)
-            return tensor.view(self._times, count)
+    def call_all() -> None:
+        with comm.group():
+            for call in calls:
+                call(group=group)
 
-        name = case.operation.name
-        function: Any = getattr(comm, name, None)
-        sent, received, fill, check = allocate(case, take)
-        rows = zip(sent, received, strict=True)
-        match name:
-            case "all_reduce" | "reduce" | "broadcast":
-                calls = [
-                    partial(function, row, out=None if case.in_place else out) for row, out in rows
-                ]
-            case "all_gather" | "gather" | "reduce_scatter" | "all_to_all":
-                calls = [
-                    partial(function, row, out=out if case.receives else None) for row, out in rows
-                ]
-            case "scatter":
-                calls = [
-                    partial(function, row if case.is_root else None, out=out) for row, out in rows
-                ]
-            case "send_recv":
-                to, source = case.neighbours
-                calls = [partial(comm.send, row, to) for row in sent]
-                calls += [partial(comm.recv, row, source) for row in received]
-            case _:
-                raise Unsupported(f"comm.group() does not support {name}")
-        call = partial(_call_grouped, calls, self._group)
-        return PreparedCase(fill, check, call, operations=self._times)
-
-
-def _call_grouped(calls: list[partial[Any]], group: dist.ProcessGroup) -> None:
-    with comm.group():
-        for call in calls:
-            call(group=group)
+    return PreparedCase(fill, check, call_all, operations=times)
 
 
 # ---- Symmetric memory ----
 
 
-class ZeroCopyBackend:
+def _prepare_zero_copy(
+    group: dist.ProcessGroup, heap: symmetric.Heap, case: CollectiveCase
+) -> PreparedCase:
     """torch.distributed on shm with tensors in symmetric memory, which peers read in place."""
-
-    def __init__(
-        self, name: str, group: dist.ProcessGroup, heap: symmetric.Heap, about: str
-    ) -> None:
-        self.name = name
-        self.about = about
-        self._group = group
-        self._heap = heap
-
-    def prepare(self, case: CollectiveCase) -> PreparedCase:
-        """The case on symmetric tensors."""
-        tensors = _HeapTensors(self._heap, case.dtype)
-        prepared = prepare_torch_call(
-            case, self._group, lambda role, count: tensors.allocate(count).local
-        )
-        return PreparedCase(prepared.sent, prepared.received, prepared.call, tensors.free)
+    empty, free = _heap_tensors(heap, case.dtype)
+    prepared = _prepare_torch_call(case, group, lambda role, count: empty(count).local)
+    return PreparedCase(prepared.sent, prepared.received, prepared.call, free)
 
 
-class SymmetricBackend:
-    """The collectives of tutti.comm.symmetric, with one algorithm or an automatic choice."""
-
-    def __init__(self, name: str, heap: symmetric.Heap, algorithm: str = "auto") -> None:
-        self.name = name
-        self.about = heap.reason
-        self._heap = heap
-        self._algorithm = algorithm
-
-    def prepare(self, case: CollectiveCase) -> PreparedCase:
-        """all_reduce with any algorithm; all_gather and reduce_scatter with the automatic one."""
-        name, tensors = case.operation.name, _HeapTensors(self._heap, case.dtype)
-        if name == "all_reduce":
-            sent = tensors.allocate(case.count)
-            received = sent if case.in_place else tensors.allocate(case.count)
-            call = partial(
-                symmetric.all_reduce,
-                sent,
-                algorithm=self._algorithm,  # type: ignore[arg-type]
-                out=None if case.in_place else received,
-            )
-            return PreparedCase(sent.local, received.local, call, tensors.free)
-        if self._algorithm != "auto" or name not in ("all_gather", "reduce_scatter"):
-            raise Unsupported(f"{self.name} has no {name} on symmetric tensors")
-        if case.in_place:
-            raise Unsupported(f"{name} on symmetric tensors is out of place only")
-        gathers = name == "all_gather"
-        sent = tensors.allocate(case.count if gathers else case.total_count)
-        count = case.total_count if gathers else case.count
-        result = torch.empty(count, dtype=case.dtype, device=self._heap.device)
-        function = symmetric.all_gather if gathers else symmetric.reduce_scatter
-        return PreparedCase(sent.local, result, partial(function, sent, out=result), tensors.free)
+def _prepare_symmetric(name: str, heap: symmetric.Heap, case: CollectiveCase) -> PreparedCase:
+    """all_reduce with any algorithm; all_gather and reduce_scatter with the automatic one."""
+    op, algorithm = case.operation.name, _ALGORITHMS[name]
+    empty, free = _heap_tensors(heap, case.dtype)
+    if op == "all_reduce":
+        sent = empty(case.count)
+        received = sent if case.in_place else empty(case.count)
+        out = None if case.in_place else received
+        reduce = partial(symmetric.all_reduce, sent, algorithm=algorithm, out=out)  # type: ignore[arg-type]
+        return PreparedCase(sent.local, received.local, reduce, free)
+    if algorithm != "auto" or op not in ("all_gather", "reduce_scatter"):
+        raise Unsupported(f"{name} has no {op} on symmetric tensors")
+    if case.in_place:
+        raise Unsupported(f"{op} on symmetric tensors is out of place only")
+    function: Any = getattr(symmetric, op)
+    gathers = op == "all_gather"
+    sent = empty(case.count if gathers else case.total_count)
+    result_count = case.total_count if gathers else case.count
+    result = torch.empty(result_count, dtype=case.dtype, device=heap.device)
+    return PreparedCase(sent.local, result, partial(function, sent, out=result), free)
 
 
-class StagedBackend:
-    """all_reduce of ordinary tensors through an existing symmetric buffer."""
+def _heap_tensors(
+    heap: symmetric.Heap, dtype: torch.dtype
+) -> tuple[Callable[[int], symmetric.SymmetricTensor], Callable[[], None]]:
+    """(function that allocates a tensor, function that frees all of them, last first)."""
+    allocated = ExitStack()
 
-    def __init__(self, name: str, stage: Stage, buffers: Buffers) -> None:
-        self.name = name
-        self.about = stage.heap.reason
-        self._stage = stage
-        self._buffers = buffers
+    def empty(count: int) -> symmetric.SymmetricTensor:
+        tensor = heap.empty(count, dtype=dtype)
+        allocated.callback(heap.free, tensor)
+        return tensor
 
-    def prepare(self, case: CollectiveCase) -> PreparedCase:
-        """In place, up to the size of the buffer."""
-        if case.operation.name != "all_reduce" or not case.in_place:
-            raise Unsupported("staged has all_reduce in place only")
-        if case.bytes > STAGED_BYTES:
-            raise Unsupported(f"the symmetric buffer has {STAGED_BYTES} bytes")
-        tensor = self._buffers.take("received", case.count, case.dtype)
-        return PreparedCase(tensor, tensor, partial(self._stage.all_reduce, tensor))
+    return empty, allocated.close
 
 
-class _HeapTensors:
-    """Tensors of a symmetric heap that are freed together, last first."""
-
-    def __init__(self, heap: symmetric.Heap, dtype: torch.dtype) -> None:
-        self._heap = heap
-        self._dtype = dtype
-        self._allocated: list[symmetric.SymmetricTensor] = []
-
-    def allocate(self, count: int) -> symmetric.SymmetricTensor:
-        self._allocated.append(self._heap.empty(count, dtype=self._dtype))
-        return self._allocated[-1]
-
-    def free(self) -> None:
-        while self._allocated:
-            self._heap.free(self._allocated.pop())
+def _prepare_staged(stage: Stage, buffers: Buffers, case: CollectiveCase) -> PreparedCase:
+    """all_reduce of an ordinary tensor, in place, through an existing symmetric buffer."""
+    if case.operation.name != "all_reduce" or not case.in_place:
+        raise Unsupported("staged has all_reduce in place only")
+    if case.bytes > STAGED_BYTES:
+        raise Unsupported(f"the symmetric buffer has {STAGED_BYTES} bytes")
+    tensor = buffers.take("received", case.count, case.dtype)
+    return PreparedCase(tensor, tensor, partial(stage.all_reduce, tensor))

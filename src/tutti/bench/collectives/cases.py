@@ -8,9 +8,10 @@ cleared before the call is wrong everywhere.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tutti.measure.bus_bandwidth import OPERATIONS, Operation, uneven_shards
@@ -112,19 +113,15 @@ class PreparedCase:
     operations: int = 1  # per call; reported times are those of one operation
 
 
-class Backend(Protocol):
+@dataclass(frozen=True)
+class Backend:
     """A backend, or one algorithm of a backend, that a sweep can measure."""
 
-    @property
-    def name(self) -> str:
-        """As in --backends, tables and JSON."""
-
-    @property
-    def about(self) -> str:
-        """Version or variant, or empty."""
-
-    def prepare(self, case: CollectiveCase) -> PreparedCase:
-        """Allocate tensors and bind the call; raises Unsupported with the reason."""
+    name: str  # as in --backends, tables and JSON
+    about: str  # version or variant, or empty
+    # Allocates tensors and binds the call; raises Unsupported with the reason.
+    prepare: Callable[[CollectiveCase], PreparedCase]
+    group: dist.ProcessGroup | None = None  # of a torch.distributed backend
 
 
 class Buffers:

@@ -19,6 +19,7 @@ import torch
 
 from tutti.bench import Unsupported
 from tutti.bench.collectives.cases import (
+    Backend,
     Buffers,
     CollectiveCase,
     PreparedCase,
@@ -108,78 +109,65 @@ def run_mpirun(command: Sequence[str], width: int) -> int:
                 signal.signal(number, handler)
 
 
-class OpenMpi:
-    """MPI calls on numpy views of ordinary tensors."""
-
-    name = "mpi"
-
-    def __init__(self, buffers: Buffers, ranks: int) -> None:
-        if "SLURM_STEP_ID" in os.environ and not any(map(os.environ.__contains__, _MPI_VARIABLES)):
-            # MPI_Init would end this process, and with it all ranks of the srun.
-            raise Unsupported(
-                "srun started the ranks without MPI support: use srun --mpi=pmix, or mpirun in the "
-                "job, or let tutti bench start the ranks with --ranks"
-            )
+def open_mpi(buffers: Buffers, ranks: int) -> Backend:
+    """MPI calls on numpy views of ordinary tensors; raises Unsupported with the reason."""
+    if "SLURM_STEP_ID" in os.environ and not any(map(os.environ.__contains__, _MPI_VARIABLES)):
+        # MPI_Init would end this process, and with it all ranks of the srun.
+        raise Unsupported(
+            "srun started the ranks without MPI support: use srun --mpi=pmix, or mpirun in the "
+            "job, or let tutti bench start the ranks with --ranks"
+        )
+    try:
         import mpi4py
 
         mpi4py.rc.thread_level = "funneled"  # only one thread calls MPI: no locking needed
         from mpi4py import MPI
+    except ImportError as error:
+        raise Unsupported(f"{error}: pip install 'tutti-torch[mpi]'") from None
+    about, size = MPI.Get_library_version().split(",")[0].strip(), MPI.COMM_WORLD.size
+    if size != ranks:
+        raise Unsupported(
+            f"MPI sees {size} of the {ranks} ranks: start them with the mpirun of {about}, or let "
+            "tutti bench start them with --ranks"
+        )
+    return Backend("mpi", about, partial(_prepare, MPI, buffers))
 
-        self._mpi: Any = MPI
-        self._world: Any = MPI.COMM_WORLD
-        self._buffers = buffers
-        self.about = MPI.Get_library_version().split(",")[0].strip()
-        if self._world.size != ranks:
-            raise Unsupported(
-                f"MPI sees {self._world.size} of the {ranks} ranks: start them with the mpirun of "
-                f"{self.about}, or let tutti bench start them with --ranks"
-            )
 
-    def prepare(self, case: CollectiveCase) -> PreparedCase:
-        """The case through MPI."""
-        if case.dtype not in _MPI_TYPES:
-            raise Unsupported(f"MPI has no type for {case.dtype}")
-        datatype = getattr(self._mpi, _MPI_TYPES[case.dtype])
-        world, IN_PLACE = self._world, self._mpi.IN_PLACE
-        in_place, root_in_place = case.in_place, case.in_place and case.is_root
-        sent, received, fill, check = allocate(case, partial(self._buffers.take, dtype=case.dtype))
-        if case.operation.name == "reduce_scatter" and in_place:
-            # MPI leaves a rank's shard at the start of its buffer.
-            received = check = sent[: case.count]
-        send, receive = [sent.numpy(), datatype], [received.numpy(), datatype]
-        match case.operation.name:
-            case "all_reduce":
-                call = partial(world.Allreduce, IN_PLACE if in_place else send, receive)
-            case "reduce":
-                source = IN_PLACE if root_in_place else send
-                call = partial(world.Reduce, source, receive if case.is_root else None)
-            case "broadcast":
-                call = partial(world.Bcast, receive)
-                if case.is_root and not in_place:
-                    call = partial(copy_then_call, received, sent, call)
-            case "all_gather":
-                call = partial(world.Allgather, IN_PLACE if in_place else send, receive)
-            case "reduce_scatter":
-                arguments = (IN_PLACE, send) if in_place else (send, receive)
-                call = partial(world.Reduce_scatter_block, *arguments)
-            case "gather":
-                source = IN_PLACE if root_in_place else send
-                call = partial(world.Gather, source, receive if case.is_root else None)
-            case "scatter":
-                target = IN_PLACE if root_in_place else receive
-                call = partial(world.Scatter, send if case.is_root else None, target)
-            case "all_to_all":
-                call = partial(world.Alltoall, send, receive)
-            case "send_recv":
-                to, source = case.neighbours
-                call = partial(world.Sendrecv, send, to, recvbuf=receive, source=source)
-            case "all_gather_uneven":
-                shards = uneven_shards(case.count, case.ranks)
-                call = partial(world.Allgatherv, send, [received.numpy(), shards, datatype])
-            case "all_to_all_uneven":
-                splits = case.uneven_splits(case.rank)
-                uneven = ([each.numpy(), splits, datatype] for each in (sent, received))
-                call = partial(world.Alltoallv, *uneven)
-            case _:
-                call = partial(world.Barrier)
-        return PreparedCase(fill, check, call)
+def _prepare(mpi: Any, buffers: Buffers, case: CollectiveCase) -> PreparedCase:
+    if case.dtype not in _MPI_TYPES:
+        raise Unsupported(f"MPI has no type for {case.dtype}")
+    datatype, world = getattr(mpi, _MPI_TYPES[case.dtype]), mpi.COMM_WORLD
+    sent, received, fill, check = allocate(case, partial(buffers.take, dtype=case.dtype))
+    if case.operation.name == "reduce_scatter" and case.in_place:
+        # MPI leaves a rank's shard at the start of its buffer.
+        received = check = sent[: case.count]
+    send, receive = [sent.numpy(), datatype], [received.numpy(), datatype]
+    send_uneven, receive_uneven = (
+        [each.numpy(), case.uneven_splits(case.rank), datatype] for each in (sent, received)
+    )
+    gathered = [received.numpy(), uneven_shards(case.count, case.ranks), datatype]
+    send_or_in_place = mpi.IN_PLACE if case.in_place else send
+    root = case.is_root
+    # In place, only the root of a rooted operation passes IN_PLACE.
+    root_source = send_or_in_place if root else send
+    root_target = mpi.IN_PLACE if root and case.in_place else receive
+    scattered = (mpi.IN_PLACE, send) if case.in_place else (send, receive)
+    calls: dict[str, tuple[Any, ...]] = {
+        "all_reduce": (world.Allreduce, send_or_in_place, receive),
+        "reduce": (world.Reduce, root_source, receive if root else None),
+        "broadcast": (world.Bcast, receive),
+        "all_gather": (world.Allgather, send_or_in_place, receive),
+        "reduce_scatter": (world.Reduce_scatter_block, *scattered),
+        "gather": (world.Gather, root_source, receive if root else None),
+        "scatter": (world.Scatter, send if root else None, root_target),
+        "all_to_all": (world.Alltoall, send, receive),
+        # (buffer, to, tag, buffer, from)
+        "send_recv": (world.Sendrecv, send, case.neighbours[0], 0, receive, case.neighbours[1]),
+        "all_gather_uneven": (world.Allgatherv, send, gathered),
+        "all_to_all_uneven": (world.Alltoallv, send_uneven, receive_uneven),
+        "barrier": (world.Barrier,),
+    }
+    call = partial(*calls[case.operation.name])
+    if case.operation.name == "broadcast" and root and not case.in_place:
+        call = partial(copy_then_call, received, sent, call)
+    return PreparedCase(fill, check, call)

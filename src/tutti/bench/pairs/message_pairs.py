@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tutti import comm
-from tutti.bench.collectives.backends import process_group
+from tutti.bench.collectives.backends import process_group, send_recv
 from tutti.bench.pairs import Pair, Setting
 from tutti.comm.packing import all_reduce_coalesced
 from tutti.comm.symmetric import Heap, all_reduce
@@ -81,10 +81,7 @@ def symmetric(setting: Setting) -> Pair:
     exchange = RingExchange(elements, following, previous)
 
     def by_collective() -> Tensor:
-        sending = dist.isend(mine, following, group=group)
-        dist.recv(received, previous, group=group)
-        assert sending is not None
-        sending.wait()
+        send_recv(mine, received, following, previous, group)
         return received
 
     def close() -> None:

@@ -41,8 +41,8 @@ def data_parallel(setting: Setting) -> Pair:
         "DataParallel splits a batch over the GPUs of one process: it needs at least two ranks on "
         f"one host and as many GPUs; there are {gpus} GPUs for {world.size} ranks",
     )
-    size = _large(setting)
-    replica = _ddp(size, setting, bucket_mb=25)
+    size = _size(setting, "large")
+    replica = _ddp(size, setting)
     whole_batch = [torch.cat([_inputs(size, setting, rank) for rank in range(world.size)])]
     own_batch = [_inputs(size, setting)]
     data_parallel = nn.DataParallel(_model(size, setting), device_ids=list(range(world.size)))
@@ -64,11 +64,11 @@ def data_parallel(setting: Setting) -> Pair:
 
 def overlap(setting: Setting) -> Pair:
     """Only the time at which buckets are sent differs: same buckets, same messages, same sums."""
-    size, ranks = _many_layers(setting), setting.world.size
+    size = _size(setting, "many layers")
     bucket_mb = size.width**2 * 4 / 2**20  # one bucket per layer
     after, during = (_ddp(size, setting, bucket_mb=bucket_mb) for _ in range(2))
-    after.register_comm_hook(ReduceAfterBackward(ranks), _call_reducer)
-    during.register_comm_hook(ReduceImmediately(ranks), _call_reducer)
+    after.register_comm_hook([], _reduce_after_backward)
+    during.register_comm_hook(None, _reduce_immediately)
     batch = [_inputs(size, setting)]
     return Pair(
         baseline=partial(_backward, after, batch),
@@ -79,7 +79,7 @@ def overlap(setting: Setting) -> Pair:
 
 def buckets(setting: Setting) -> Pair:
     """A single bucket is sent after backward; smaller ones are sent earlier, at a cost each."""
-    size = _large(setting)
+    size = _size(setting, "large")
     batch = [_inputs(size, setting)]
     one = _ddp(size, setting, bucket_mb=_ONE_BUCKET)
     candidates = _GPU_BUCKETS if setting.on_gpu else _CPU_BUCKETS
@@ -97,10 +97,10 @@ def buckets(setting: Setting) -> Pair:
 def shm(setting: Setting) -> Pair:
     """The same DDP step on two process groups."""
     setting.need(not setting.on_gpu, "gloo and shm are compared on CPU tensors: use --device cpu")
-    size = _small(setting)
+    size = _size(setting, "small")
     batch = [_inputs(size, setting)]
     groups = [process_group(name)[0] for name in ("gloo", "shm")]
-    over_gloo, over_shm = (_ddp(size, setting, bucket_mb=25, group=each) for each in groups)
+    over_gloo, over_shm = (_ddp(size, setting, group=each) for each in groups)
 
     def close() -> None:
         for group in groups:
@@ -119,10 +119,10 @@ def shm(setting: Setting) -> Pair:
 
 def accumulation(setting: Setting) -> Pair:
     """The same samples; gradients are all-reduced after each microbatch, or once."""
-    size = _small(setting)
+    size = _size(setting, "small")
     whole = _inputs(replace(size, batch=size.batch * _MICROBATCHES), setting)
     microbatches = [each.clone() for each in whole.chunk(_MICROBATCHES)]
-    every, last = (_ddp(size, setting, bucket_mb=25) for _ in range(2))
+    every, last = (_ddp(size, setting) for _ in range(2))
     return Pair(
         baseline=partial(_backward, every, microbatches),
         optimized=partial(_backward_synchronized_once, last, microbatches),
@@ -133,9 +133,9 @@ def accumulation(setting: Setting) -> Pair:
 
 def bf16_gradients(setting: Setting) -> Pair:
     """Half the bytes, at the price of rounding each gradient to eight bits."""
-    size = _large(setting)
+    size = _size(setting, "large")
     batch = [_inputs(size, setting)]
-    full, rounded = (_ddp(size, setting, bucket_mb=25) for _ in range(2))
+    full, rounded = (_ddp(size, setting) for _ in range(2))
     rounded.register_comm_hook(setting.world.size, narrow_hook(torch.bfloat16))
     return Pair(
         baseline=partial(_backward, full, batch),
@@ -180,22 +180,19 @@ class _Size:
         )
 
 
-_QUICK = _Size(layers=3, width=64, batch=4)
+# (on the CPU, on a GPU)
+_SIZES = {
+    # Gradients larger than any cache; communicating them takes as long as computing them.
+    "large": (_Size(16, 1024, 8), _Size(12, 2048, 1024)),
+    # Layers of one size whose backward takes several times as long as a message.
+    "many layers": (_Size(12, 512, 128), _Size(12, 2048, 1024)),
+    # A development-sized model: communication takes as long as computation.
+    "small": (_Size(10, 512, 8), _Size(12, 1024, 64)),
+}
 
 
-def _large(setting: Setting) -> _Size:
-    """Gradients larger than any cache; communicating them takes as long as computing them."""
-    return setting.pick(_Size(12, 2048, 1024) if setting.on_gpu else _Size(16, 1024, 8), _QUICK)
-
-
-def _many_layers(setting: Setting) -> _Size:
-    """Layers of one size whose backward takes several times as long as a message."""
-    return setting.pick(_Size(12, 2048, 1024) if setting.on_gpu else _Size(12, 512, 128), _QUICK)
-
-
-def _small(setting: Setting) -> _Size:
-    """A development-sized model: communication takes as long as computation."""
-    return setting.pick(_Size(12, 1024, 64) if setting.on_gpu else _Size(10, 512, 8), _QUICK)
+def _size(setting: Setting, name: str) -> _Size:
+    return setting.pick(_SIZES[name][setting.on_gpu], _Size(layers=3, width=64, batch=4))
 
 
 def _model(size: _Size, setting: Setting) -> nn.Module:
@@ -215,13 +212,11 @@ def _inputs(size: _Size, setting: Setting, rank: int | None = None) -> Tensor:
 
 
 def _ddp(
-    size: _Size, setting: Setting, *, bucket_mb: float, group: dist.ProcessGroup | None = None
+    size: _Size, setting: Setting, *, bucket_mb: float = 25, group: dist.ProcessGroup | None = None
 ) -> DistributedDataParallel:
+    model = _model(size, setting)
     return DistributedDataParallel(
-        _model(size, setting),
-        process_group=group,
-        bucket_cap_mb=bucket_mb,
-        gradient_as_bucket_view=True,
+        model, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
     )
 
 
@@ -247,55 +242,36 @@ def _backward_synchronized_once(
 
 def _accumulate_gradients(model: nn.Module, batch: Tensor) -> None:
     # The target is the input, shifted by one element.
-    loss = (model(batch) - batch.roll(1, -1)).square().mean()
-    loss.backward()
+    (model(batch) - batch.roll(1, -1)).square().mean().backward()
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
     return [each.grad for each in model.parameters() if each.grad is not None]
 
 
-# ---- Communication hooks ----
+# ---- Communication hooks of DDP: (state, bucket) → the future of the bucket's mean over ranks ----
 
 
-class ReduceImmediately:
+def _reduce_immediately(state: None, bucket: dist.GradBucket) -> Future:
     """DDP's default: all-reduce a bucket as soon as backward has filled it."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-
-    def reduce(self, bucket: dist.GradBucket) -> Future:
-        """The future of the bucket's mean over ranks."""
-        return _start_all_reduce(bucket.buffer(), self.ranks)
+    return _start_all_reduce(bucket.buffer())
 
 
-class ReduceAfterBackward(ReduceImmediately):
+def _reduce_after_backward(pending: list[tuple[Tensor, Future]], bucket: dist.GradBucket) -> Future:
     """The same buckets in the same order, all-reduced after backward has filled the last one."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__(ranks)
-        self._pending: list[tuple[Tensor, Future]] = []
-
-    def reduce(self, bucket: dist.GradBucket) -> Future:
-        """The future of the bucket's mean over ranks."""
-        device = bucket.buffer().device
-        # On a GPU the future must know its device, so that DDP waits for the right stream.
-        future: Future = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
-        self._pending.append((bucket.buffer(), future))
-        if bucket.is_last():
-            pending, self._pending = self._pending, []
-            for buffer, promised in pending:
-                _start_all_reduce(buffer, self.ranks).then(partial(_complete, promised))
-        return future
+    device = bucket.buffer().device
+    # On a GPU the future must know its device, so that DDP waits for the right stream.
+    future: Future = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
+    pending.append((bucket.buffer(), future))
+    if bucket.is_last():
+        for buffer, promised in pending:
+            _start_all_reduce(buffer).then(partial(_complete, promised))
+        pending.clear()
+    return future
 
 
-def _call_reducer(reducer: ReduceImmediately, bucket: dist.GradBucket) -> Future:
-    """The signature of a DDP communication hook."""
-    return reducer.reduce(bucket)
-
-
-def _start_all_reduce(buffer: Tensor, ranks: int) -> Future:
-    work: Any = dist.all_reduce(buffer.div_(ranks), async_op=True)
+def _start_all_reduce(buffer: Tensor) -> Future:
+    work: Any = dist.all_reduce(buffer.div_(dist.get_world_size()), async_op=True)
     first: Future = work.get_future().then(lambda done: done.value()[0])
     return first
 
