@@ -140,7 +140,8 @@ def _prepare_torch_call(
         "send_recv": (send_recv, sent, received, *case.neighbours),
         "barrier": (dist.barrier,),
     }
-    call = partial(*calls[case.operation.name], group=group)
+    function, *arguments = calls[case.operation.name]
+    call = partial(function, *arguments, group=group)
     if case.operation.native == "in" and not case.in_place and case.sends:
         call = partial(copy_then_call, received, sent, call)
     return PreparedCase(fill, check, call)

@@ -167,7 +167,8 @@ def _prepare(mpi: Any, buffers: Buffers, case: CollectiveCase) -> PreparedCase:
         "all_to_all_uneven": (world.Alltoallv, send_uneven, receive_uneven),
         "barrier": (world.Barrier,),
     }
-    call = partial(*calls[case.operation.name])
+    function, *arguments = calls[case.operation.name]
+    call = partial(function, *arguments)
     if case.operation.name == "broadcast" and root and not case.in_place:
         call = partial(copy_then_call, received, sent, call)
     return PreparedCase(fill, check, call)
