@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +89,12 @@ _SIGMAS_BETWEEN_QUARTILES = 1.349
 class Figure:
     """One measured value of a row."""
 
-    key: Key
+    name: str  # the key fields as text
     metric: str
     value: float
     spread: float
     higher_is_better: bool
     wrong: int
-
-    @property
-    def name(self) -> str:
-        """The key fields as text."""
-        return ", ".join(f"{name} {value}" for name, value in self.key)
 
 
 def read_results(flag: str, path: Path) -> Content:
@@ -146,8 +141,10 @@ def figures_of(content: Content) -> dict[tuple[Key, str], Figure]:
             while (key, metric) in found:  # rows with equal keys are told apart by their order
                 key, repeat = (*row_key, ("again", repeat)), repeat + 1
             wrong = row.get("wrong", str(row.get("check", "")).startswith("different"))
+            name = ", ".join(f"{field} {each}" for field, each in key)
+            spread = spread_of(row, metric)
             found[key, metric] = Figure(
-                key, metric, float(value), spread_of(row, metric), higher_is_better, int(wrong)
+                name, metric, float(value), spread, higher_is_better, int(wrong)
             )
     return found
 
@@ -192,10 +189,6 @@ class Change:
     limit: float | None  # ratios from 1 / (1 + limit) to 1 + limit count as the same
     verdict: str
 
-    def row(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def compare(old: Content, new: Content, tolerance: float = TOLERANCE) -> list[Change]:
     """Every figure of both results in the order of the new one, then those that are gone."""
@@ -220,17 +213,18 @@ def _change(old: Figure | None, new: Figure | None, tolerance: float) -> Change:
         # 2 σ of the difference of two independent figures.
         limit = max(tolerance, 2 * math.hypot(old.spread, new.spread))
         verdict = "faster" if ratio > 1 + limit else "slower" if ratio < 1 / (1 + limit) else "same"
+        ratio, limit = round(ratio, 4), round(limit, 4)
     if new is not None and new.wrong:
         verdict = "wrong"
     return Change(
         name=either.name,
         metric=either.metric,
-        old=None if old is None else old.value,
-        new=None if new is None else new.value,
-        spread_old=None if old is None else round(old.spread, 4),
-        spread_new=None if new is None else round(new.spread, 4),
-        ratio=None if ratio is None else round(ratio, 4),
-        limit=None if limit is None else round(limit, 4),
+        old=old.value if old else None,
+        new=new.value if new else None,
+        spread_old=round(old.spread, 4) if old else None,
+        spread_new=round(new.spread, 4) if new else None,
+        ratio=ratio,
+        limit=limit,
         verdict=verdict,
     )
 

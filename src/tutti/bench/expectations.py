@@ -16,7 +16,7 @@ anything is measured. A rule that matches no row of this run is unmet, because i
 
 import math
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,8 @@ CATALOGUE_FRACTION = 0.8
 _SELECTORS = ("bytes", "ranks", "count", "src", "dst", "root", "rank")
 _INTEGERS = (*_SELECTORS, "group", "calls", "rounds", "slowest")
 _TEXTS = (
-    *("op", "backend", "dtype", "redop", "placement", "timing", "class", "verdict", "name"),
-    *("kind", "device", "check", "about", "note", "expected_source"),
+    *("part", "op", "backend", "dtype", "redop", "placement", "timing", "class", "verdict"),
+    *("name", "kind", "device", "check", "about", "note", "expected_source"),
 )
 # bench: {list in its JSON: fields of its rows}
 FIELDS = {
@@ -61,23 +61,22 @@ FIELDS = {
     for bench in ("collectives", "bandwidth", "pairs")
 }
 # Values that a text field can have, if they are known in advance.
+_COMMON_VALUES = {"redop": ("sum", "none"), "placement": ("in", "out")}
 ALLOWED_VALUES: dict[str, AllowedValues] = {
-    "collectives": {
+    "collectives": _COMMON_VALUES
+    | {
         "op": tuple(OPERATIONS),
         "backend": BACKENDS,
         "dtype": (
             *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"),
         ),
-        "redop": ("sum", "none"),
-        "placement": ("in", "out"),
         "timing": ("back-to-back", "isolated"),
     },
-    "bandwidth": {
+    "bandwidth": _COMMON_VALUES
+    | {
         "op": ("all_to_all", "all_reduce"),
         "backend": ("shm", "gloo", "nccl"),
         "dtype": ("float32",),
-        "redop": ("sum", "none"),
-        "placement": ("in", "out"),
         "timing": ("back-to-back",),
         "class": (
             *("same core", "same NUMA node", "other NUMA node", "same host", "other host"),
@@ -131,13 +130,12 @@ def _read_baseline(path: Path, bench: str) -> Content:
             f"{bench}: give a result of the same bench"
         )
     try:
-        figures = figures_of(baseline)
+        if not figures_of(baseline):
+            raise UsageError(f"--expect {path}: it has no figures: give a complete result")
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise UsageError(
             f"--expect {path}: its rows are not those of a bench ({error}): measure it again"
         ) from None
-    if not figures:
-        raise UsageError(f"--expect {path}: it has no figures: give a complete result")
     return baseline
 
 
@@ -174,37 +172,27 @@ def _flatten(rule: Rule) -> Iterator[tuple[str, Any]]:
 
 def _check_rule(rule: Rule, bench: str, allowed: AllowedValues) -> None:
     parts = FIELDS[bench]
-    known = list(dict.fromkeys(name for fields in parts.values() for name in fields))
+    known = list(dict.fromkeys(["part", *(name for fields in parts.values() for name in fields)]))
     for name in rule:
-        if name not in known and name != "part":
+        if name not in known:
             inner = [each for each in known if each.startswith(f"{name}.")]
-            hint = did_you_mean(name, inner or ["part", *known])
-            raise UsageError(f"bench {bench} has no {name!r}: {hint}")
+            raise UsageError(f"bench {bench} has no {name!r}: {did_you_mean(name, inner or known)}")
     for name, value in rule.items():
-        if name == "part":
-            _check_text(name, value, parts)
-        elif name in _TEXTS:
-            _check_text(name, value, allowed.get(name))
-        elif isinstance(value, dict):
-            _check_range(name, value)
+        if name in _TEXTS:
+            _check_text(name, value, parts if name == "part" else allowed.get(name))
         else:
             _check_number(name, value)
     bounds = _bounds(rule)
     if not bounds:
         raise UsageError(f"it has no bound: add one, such as {_EXAMPLE_BOUNDS[bench]}")
-    named = rule.get("part", list(parts))
+    named = _as_list(rule.get("part", list(parts)))
     selected = {name for name in rule if name not in bounds and name != "part"}
-    matching = [
-        fields
-        for part, fields in parts.items()
-        if part in _as_list(named) and selected <= {*fields}
-    ]
+    matching = [parts[part] for part in parts if part in named and selected <= {*parts[part]}]
     for name in bounds:
         if not any(name in fields for fields in matching):
-            having = [part for part, fields in parts.items() if name in fields]
+            having = " and ".join(part for part, fields in parts.items() if name in fields)
             raise UsageError(
-                f"{name} is a field of {' and '.join(having)}, which the other keys exclude: "
-                "write two rules"
+                f"{name} is a field of {having}, which the other keys exclude: write two rules"
             )
 
 
@@ -218,36 +206,30 @@ def _check_text(name: str, value: Any, allowed: Collection[str] | None) -> None:
             raise UsageError(f"no {name} {each!r}: {did_you_mean(word, allowed)}")
 
 
-def _check_range(name: str, value: Mapping[str, Any]) -> None:
-    if not value or not set(value) <= {"min", "max"}:
-        raise UsageError(f"{name} = {_format(value)}: a bound has min, max or both")
-    ends = {end: _check_value(f"{name}.{end}", each, name) for end, each in value.items()}
-    if ends.get("min", -math.inf) > ends.get("max", math.inf):
-        raise UsageError(f"{name}: no value is {_format(value)}: exchange min and max")
-
-
 def _check_number(name: str, value: Any) -> None:
-    for each in _as_list(value):
-        _check_value(name, each, name)
-    if name not in _INTEGERS:
+    """Check a number, a list of numbers, or a table with min, max or both."""
+    is_range = isinstance(value, dict)
+    if is_range and (not value or not set(value) <= {"min", "max"}):
+        raise UsageError(f"{name} = {_format(value)}: a bound has min, max or both")
+    for end, each in value.items() if is_range else ((None, each) for each in _as_list(value)):
+        try:
+            if isinstance(each, bool) or (isinstance(each, str) and name != "bytes"):
+                raise ValueError
+            if math.isnan(_number(each)):
+                raise ValueError
+        except (ValueError, TypeError):
+            label = f"{name}.{end}" if is_range else name
+            cure = "64M or 1024" if name == "bytes" else "a number without quotes"
+            raise UsageError(f"{label} = {each!r} is not a number: write {cure}") from None
+    if is_range:
+        if _number(value.get("min", -math.inf)) > _number(value.get("max", math.inf)):
+            raise UsageError(f"{name}: no value is {_format(value)}: exchange min and max")
+    elif name not in _INTEGERS:
         end = "max" if name == "wrong" or "us." in name else "min"
         raise UsageError(
             f"{name} = {_format(value)}: a measured value never equals a number: give a bound, "
             f"such as {name} = {{ {end} = {value} }}"
         )
-
-
-def _check_value(label: str, value: Any, name: str) -> float:
-    try:
-        if isinstance(value, bool) or (isinstance(value, str) and name != "bytes"):
-            raise ValueError
-        number = _number(value)
-        if math.isnan(number):
-            raise ValueError
-    except (ValueError, TypeError):
-        cure = "64M or 1024" if name == "bytes" else "a number without quotes"
-        raise UsageError(f"{label} = {value!r} is not a number: write {cure}") from None
-    return number
 
 
 def _bounds(rule: Rule) -> dict[str, dict[str, float]]:
@@ -324,7 +306,7 @@ def _check_against_rule(rule: Rule, results: Content) -> Iterator[Unmet]:
             if value is None:
                 continue
             checked += 1
-            if not bound.get("min", value) <= value <= bound.get("max", value):
+            if not _within(value, bound):
                 what, expected = _row_name(row, selection), f"{name} {_format(bound)}"
                 yield Unmet(what, f"{name} is {value:g}", expected)
     if not checked:
@@ -337,12 +319,15 @@ def _matches(selection: Mapping[str, Any], part: str, row: Row) -> bool:
     for name, wanted in selection.items():
         value: Any = part if name == "part" else row.get(name)
         if isinstance(wanted, dict):
-            ends = {end: _number(each) for end, each in wanted.items()}
-            if value is None or not ends.get("min", value) <= value <= ends.get("max", value):
+            if value is None or not _within(value, wanted):
                 return False
         elif value not in [_number(e) if name == "bytes" else e for e in _as_list(wanted)]:
             return False
     return True
+
+
+def _within(value: float, bound: Mapping[str, Any]) -> bool:
+    return _number(bound.get("min", value)) <= value <= _number(bound.get("max", value))
 
 
 def _row_name(row: Row, selection: Mapping[str, Any]) -> str:
@@ -370,8 +355,11 @@ def _check_against_baseline(results: Content, baseline: Content, name: str) -> l
 
 def _check_against_catalogue(results: Content) -> list[Unmet]:
     gpu = _gpu_of_exclusive_node(results)
-    unmet, checked = _check_verdicts(results) if bench_of(results) == "bandwidth" else ([], 0)
+    unmet = _unmet_verdicts(results) if bench_of(results) == "bandwidth" else []
+    checked = 0
     for _, row in rows_of(results):
+        # bench bandwidth has already judged its pairs and copies.
+        checked += row.get("verdict", "unknown") != "unknown"
         if gpu is None or "busbw_gbs" not in row:
             continue
         published = figure(gpu, row["op"], row["bytes"], row["ranks"], row["timing"])
@@ -390,23 +378,17 @@ def _check_against_catalogue(results: Content) -> list[Unmet]:
     return unmet
 
 
-def _check_verdicts(results: Content) -> tuple[list[Unmet], int]:
-    """The verdicts that bench bandwidth has already given, and how many there are."""
+def _unmet_verdicts(results: Content) -> list[Unmet]:
     unmet = [
         Unmet(each["what"], f"{each['gbs']:g} GB/s", f"{each['against_gbs']:g}: {each['against']}")
         for each in results["findings"]
     ]
-    slow: Sequence[Row] = [r for r in results["copies"] if r["verdict"] in ("degraded", "bad")]
-    unmet += [
-        Unmet(
-            f"rank {row['rank']}, {row['kind']}",
-            f"{row['gbs']:g} GB/s",
-            f"{CATALOGUE_FRACTION:g} × {row['expected_gbs']:g} ({row['expected_source']})",
-        )
-        for row in slow
-    ]
-    judged = sum(row.get("verdict", "unknown") != "unknown" for _, row in rows_of(results))
-    return unmet, judged
+    for row in results["copies"]:
+        if row["verdict"] in ("degraded", "bad"):
+            what, observed = f"rank {row['rank']}, {row['kind']}", f"{row['gbs']:g} GB/s"
+            published = f"{row['expected_gbs']:g} ({row['expected_source']})"
+            unmet.append(Unmet(what, observed, f"{CATALOGUE_FRACTION:g} × {published}"))
+    return unmet
 
 
 def _gpu_of_exclusive_node(results: Content) -> str | None:

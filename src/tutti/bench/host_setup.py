@@ -105,66 +105,60 @@ class CoreLatency:
         sets = [set(parse_cpu_list(each)) for each in cpus]
         disjoint = len(sets) > 1 and sum(map(len, sets)) == len(set().union(*sets))
         known = world.device.type == "cpu" and world.nodes == 1 and disjoint and has_shm()
-        self._pairs = list(pairwise(range(world.size)))[: self._MAX_PAIRS] if known else []
+        pairs = list(pairwise(range(world.size)))[: self._MAX_PAIRS] if known else []
         self._rank = world.rank
-        self.before = self._measure()
-        self.after: list[float | None] = []
+        # For JSON: nanoseconds before and after, null if a rank timed out.
+        self.rows: list[dict[str, Any]] = [
+            {"ranks": pair, "before_ns": None, "after_ns": None} for pair in pairs
+        ]
+        self._measure("before_ns")
 
     def measure_again(self) -> None:
         """Measure after the benchmark."""
-        self.after = self._measure()
-
-    def rows(self) -> list[dict[str, Any]]:
-        """For JSON: nanoseconds before and after, null if a rank timed out."""
-        after = self.after or [None] * len(self._pairs)
-        return [
-            {"ranks": list(pair), "before_ns": one, "after_ns": other}
-            for pair, one, other in zip(self._pairs, self.before, after, strict=True)
-        ]
+        self._measure("after_ns")
 
     def __str__(self) -> str:
-        known = [each for each in self.before if each]
+        known = [row["before_ns"] for row in self.rows if row["before_ns"]]
         if not known:
             return ""
         low, high = f"{min(known):.0f}", f"{max(known):.0f}"
-        between = "ranks 0 and 1" if len(self._pairs) == 1 else "neighbouring ranks"
+        between = "ranks 0 and 1" if len(self.rows) == 1 else "neighbouring ranks"
         time = low if low == high else f"{low} to {high}"
         return f"cache-line round trip between {between}: {time} ns"
 
     def change(self) -> str:
         """A note if the latency of a pair changed by more than a factor of 2, else empty."""
-        for pair, one, other in zip(self._pairs, self.before, self.after, strict=True):
+        for row in self.rows:
+            one, other = row["before_ns"], row["after_ns"]
             if one and other and not 1 / self._MOVED_RATIO < other / one < self._MOVED_RATIO:
                 return (
-                    f"the cache-line round trip between ranks {pair[0]} and {pair[1]} was "
-                    f"{one:.0f} ns before and {other:.0f} ns after: the hypervisor probably moved "
-                    "their cores, and the figures mix both placements"
+                    f"the cache-line round trip between ranks {row['ranks'][0]} and "
+                    f"{row['ranks'][1]} was {one:.0f} ns before and {other:.0f} ns after: the "
+                    "hypervisor probably moved their cores, and the figures mix both placements"
                 )
         return ""
 
-    def _measure(self) -> list[float | None]:
-        if not self._pairs:
-            return []
+    def _measure(self, when: str) -> None:
+        if not self.rows:
+            return
         from tutti.comm.shm.native import core
         from tutti.comm.symmetric import Heap
 
-        mine: dict[int, float | None] = {}
+        mine: list[float | None] = [None] * len(self.rows)
         with Heap(bytes=1 << 16, device="cpu") as heap:
-            lines = heap.counters(self._ROUNDS * len(self._pairs))
-            for number, pair in enumerate(self._pairs):
+            lines = heap.counters(self._ROUNDS * len(self.rows))
+            for number, row in enumerate(self.rows):
                 heap.barrier()  # one pair at a time
-                if self._rank not in pair:
+                first, _ = row["ranks"]
+                if self._rank not in row["ranks"]:
                     continue
+                starts, how = self._rank == first, (self._TURNS, self._TIMEOUT_SECONDS)
                 samples = [
-                    core().tutti_round_trip_ns(
-                        lines.address(index, pair[0]),
-                        self._rank == pair[0],
-                        self._TURNS,
-                        self._TIMEOUT_SECONDS,
-                    )
+                    core().tutti_round_trip_ns(lines.address(index, first), starts, *how)
                     for index in range(self._ROUNDS * number, self._ROUNDS * (number + 1))
                 ]
                 mine[number] = median(samples) if min(samples) > 0 else None
             heap.barrier()
-        everyone = gather_json([mine.get(number) for number in range(len(self._pairs))])
-        return [everyone[first][number] for number, (first, _) in enumerate(self._pairs)]
+        everyone = gather_json(mine)
+        for number, row in enumerate(self.rows):
+            row[when] = everyone[row["ranks"][0]][number]

@@ -233,7 +233,7 @@ def _results(
         "complete": sweep.complete,
         "timing": "p50 over calls, each as slow as its slowest rank",
         "world": bench.world_json(world, ranks),
-        "round_trips": latency.rows(),
+        "round_trips": latency.rows,
     }
 
 

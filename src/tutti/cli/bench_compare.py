@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
         )
     _print(changes, options.show)
     if options.json is not None:
-        results = {"rows": [each.row() for each in changes], "differences": differences}
+        results = {"rows": [asdict(each) for each in changes], "differences": differences}
         write_json(options.json, "tutti.bench.compare/1", results)
     return int(bool(counts["slower"] or counts["wrong"]) and options.fail_on == "slower")
 

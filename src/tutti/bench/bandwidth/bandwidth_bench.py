@@ -1,6 +1,6 @@
 """The parts of `tutti bench bandwidth`: run in order, collected as rows, printed as text."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
@@ -22,6 +22,7 @@ from tutti.bench.bandwidth.point_to_point import (
 from tutti.bench.collectives.backends import process_group, torch_backend
 from tutti.bench.collectives.cases import Backend, Buffers, native_cases
 from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
+from tutti.bench.compare_results import value_of
 from tutti.bench.rank_control import RankControl
 from tutti.machine.hardware_catalogue import Figure, figure
 from tutti.measure.spread import relative_mad, round_significant
@@ -54,7 +55,7 @@ class BandwidthBench:
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
     complete: bool = False  # every part was measured
-    save: Callable[[], None] | None = None
+    save: Callable[[], None] = lambda: None
     """Called after each pass, operation and copy, on the rank that writes files."""
 
     def run(self, parts: Sequence[str], progress: Callable[[str], None]) -> None:
@@ -80,18 +81,12 @@ class BandwidthBench:
         rows = []
         for name, size in keys:
             members = [r for r in self.pairs if (r["class"], r["bytes"]) == (name, size)]
+            row: Row = {"class": name, "bytes": size, "pairs": len(members)}
+            for metric in ("gbs_uni", "gbs_bi"):
+                speeds = [r[metric] for r in members if r[metric] is not None]
+                row[metric] = median(speeds) if speeds else None
             one_way = [r["gbs_uni"] for r in members if r["gbs_uni"] is not None]
-            both = [r["gbs_bi"] for r in members if r["gbs_bi"] is not None]
-            rows.append(
-                {
-                    "class": name,
-                    "bytes": size,
-                    "pairs": len(members),
-                    "gbs_uni": median(one_way) if one_way else None,
-                    "gbs_bi": median(both) if both else None,
-                    "scatter": round(relative_mad(one_way), 4) if one_way else None,
-                }
-            )
+            rows.append({**row, "scatter": round(relative_mad(one_way), 4) if one_way else None})
         return rows
 
     @property
@@ -128,9 +123,8 @@ class BandwidthBench:
         meter = TrafficMeter(group, self.control, self.world.device, self.budget)
 
         def after_pass() -> None:
-            if self.save is not None:
-                self._update_rows(traffic)
-                self.save()
+            self._update_rows(traffic)
+            self.save()
 
         self.stopped = not meter.run(traffic, progress, after_pass=after_pass)
         self._update_rows(traffic)
@@ -161,7 +155,16 @@ class BandwidthBench:
                 self.one_to_all.append(_one_to_all_row(each))
                 continue
             for flow in each.flows:
-                row = rows.setdefault((flow, each.bytes), self._empty_row(flow, each.bytes))
+                row = rows.setdefault(
+                    (flow, each.bytes),
+                    {
+                        **{"src": flow[0], "dst": flow[1], "backend": self.backend},
+                        "bytes": each.bytes,
+                        "class": pair_class(*(self.locations[rank] for rank in flow)),
+                        **dict.fromkeys(("gbs_uni", "gbs_uni_best", "gbs_bi", "gbs_bi_best")),
+                        **{"spread": 0.0, "wrong": 0, "verdict": "unknown", "causes": []},
+                    },
+                )
                 both = each.kind == "both ways"
                 speeds = each.total_speeds([flow, flow[::-1]]) if both else each.speeds(flow)
                 metric = "gbs_bi" if both else "gbs_uni"
@@ -171,23 +174,6 @@ class BandwidthBench:
                 row["wrong"] += each.wrong[flow]
         self.pairs = [rows[key] for key in sorted(rows, key=lambda key: (key[1], key[0]))]
         self.findings = judge_pairs(self.pairs, self.locations, self._published)
-
-    def _empty_row(self, flow: Flow, size: int) -> Row:
-        return {
-            "src": flow[0],
-            "dst": flow[1],
-            "backend": self.backend,
-            "bytes": size,
-            "class": pair_class(*(self.locations[rank] for rank in flow)),
-            "gbs_uni": None,
-            "gbs_uni_best": None,
-            "gbs_bi": None,
-            "gbs_bi_best": None,
-            "spread": 0.0,
-            "wrong": 0,
-            "verdict": "unknown",
-            "causes": [],
-        }
 
     def _published(self, row: Row) -> Figure | None:
         if row["class"] not in ("NVLink", "NVSwitch"):
@@ -225,8 +211,7 @@ class BandwidthBench:
 
         def report(rows: list[Row]) -> None:
             into.extend(rows)
-            if self.save is not None:
-                self.save()
+            self.save()
 
         sweep.run(groups, report)
         self.stopped = sweep.stopped
@@ -253,8 +238,7 @@ class BandwidthBench:
                     if not done:
                         break
             self.copies += [row for rows in gather_json(mine) for row in rows]
-            if self.save is not None:
-                self.save()
+            self.save()
         self.stopped = self.control.check_stop() or self.stopped
 
 
@@ -279,58 +263,65 @@ _CELL = 9  # two marks, a number such as 0.0246, and a space
 def format_bandwidth(bench: BandwidthBench, width: int) -> Iterator[str]:
     """The lines to print: matrices of pairs, classes, the other parts, and findings."""
     for size in dict.fromkeys(row["bytes"] for row in bench.pairs):
-        rows = [row for row in bench.pairs if row["bytes"] == size]
-        yield from _matrices(rows, bench, size, width)
-    yield from _classes(bench.classes)
-    if bench.one_to_all:
-        yield f"# {'one to all, GB/s in total':<25} {'size':>6} {'':>8} {'spread':>8}  slowest"
-    for row in bench.one_to_all:
-        yield (
-            f"  from rank {row['root']:<15} {format_size(row['bytes']):>6} "
-            f"{_number(row['gbs']):>8} {_percent(row['spread']):>8}  rank {row['slowest']}"
-        )
-    if bench.all_to_all:
-        yield f"# {'all to all':<25} {'size':>6} {'time us':>9} {'busbw':>8}"
-    for row in bench.all_to_all:
-        yield (
-            f"  {row['backend']:<25} {format_size(row['bytes']):>6} {row['time_us']['p50']:>9.0f} "
-            f"{_number(row['busbw_gbs']):>8}"
-        )
+        yield from _matrices(bench, size, width)
+    columns = {"size": "bytes", "pairs": "pairs", "one way": "gbs_uni", "both": "gbs_bi"}
+    yield from _table("class", "{class}", columns | {"spread": "scatter"}, bench.classes)
+    columns = {"size": "bytes", "in total": "gbs", "spread": "spread", "slowest rank": "slowest"}
+    yield from _table("one to all, GB/s", "from rank {root}", columns, bench.one_to_all)
+    columns = {"size": "bytes", "time us": "time_us.p50", "busbw": "busbw_gbs"}
+    yield from _table("all to all", "{backend}", columns, bench.all_to_all)
     yield from _ring_vs_tree(bench.ring_vs_tree)
-    if bench.copies:
-        yield f"# {'copies, GB/s':<34} {'size':>6} {'':>8} {'spread':>8}  verdict"
-    for row in bench.copies:
-        expected = f" ({_number(row['expected_gbs'])} published)" if row["expected_gbs"] else ""
-        what, size = f"rank {row['rank']}, {row['kind']}", format_size(row["bytes"])
-        yield (
-            f"  {what:<34} {size:>6} {_number(row['gbs']):>8} {_percent(row['spread']):>8}  "
-            f"{row['verdict']}{expected}"
-        )
+    columns = {"size": "bytes", "measured": "gbs", "spread": "spread", "published": "expected_gbs"}
+    columns |= {"verdict": "verdict"}
+    yield from _table("copies, GB/s", "rank {rank}, {kind}", columns, bench.copies)
     for each in bench.skipped:
         yield f"# {each['name']} is skipped: {each['reason']}"
     yield from _verdicts(bench)
 
 
-def _matrices(rows: Sequence[Row], bench: BandwidthBench, size: int, width: int) -> Iterator[str]:
+def _table(
+    title: str, label: str, columns: Mapping[str, str], rows: Sequence[Row]
+) -> Iterator[str]:
+    """`label` is the template of the first column; `columns` maps heads to fields of rows."""
+    if not rows:
+        return
+    lines = [[title, *columns]]
+    for row in rows:
+        cells = (_text(field, value_of(row, field)) for field in columns.values())
+        lines.append([label.format_map(row), *cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for number, (first, *others) in enumerate(lines):
+        cells = (f"  {cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        yield f"{' ' if number else '#'} {first:<{widths[0]}}{''.join(cells)}"
+
+
+def _text(field: str, value: Any) -> str:
+    if field == "bytes":
+        return format_size(value)
+    if field in ("spread", "scatter") and value is not None:
+        return f"{100 * value:.1f} %"
+    return value if isinstance(value, str) else _number(value)
+
+
+def _matrices(bench: BandwidthBench, size: int, width: int) -> Iterator[str]:
     ranks = bench.world.size
     how = "disjoint pairs at the same time" if bench.concurrent else "one pair at a time"
     if 6 + _CELL * ranks > width:
         yield f"# a matrix of {ranks} × {ranks} pairs is too wide here: use --json FILE"
         return
-    by_flow = {(row["src"], row["dst"]): row for row in rows}
+    by_flow = {(row["src"], row["dst"]): row for row in bench.pairs if row["bytes"] == size}
     for metric, what in (("gbs_uni", "one way"), ("gbs_bi", "both ways, the sum")):
         yield f"# {what}, GB/s, messages of {format_size(size)}, {how}: rows send, columns receive"
         yield f"#{'':5}" + "".join(f"{rank:>{_CELL}}" for rank in range(ranks))
         for src in range(ranks):
-            cells = (_cell(by_flow.get((src, dst)), metric) for dst in range(ranks))
+            cells = (_cell(by_flow.get((src, dst), {}), metric) for dst in range(ranks))
             yield f"{src:>6}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
 
 
-def _cell(row: Row | None, metric: str) -> str:
-    if row is None or row[metric] is None:
-        return "-"
-    mark = {"degraded": "!", "bad": "!!"}.get(row["verdict"], "")
-    return mark + _number(row[metric])
+def _cell(row: Row, metric: str) -> str:
+    mark = {"degraded": "!", "bad": "!!"}.get(row.get("verdict", ""), "")
+    value = row.get(metric)
+    return _number(value) if value is None else mark + _number(value)
 
 
 def _number(value: float | None) -> str:
@@ -340,33 +331,16 @@ def _number(value: float | None) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _classes(rows: Sequence[Row]) -> Iterator[str]:
-    if rows:
-        yield f"# {'class':<18} {'size':>6} {'pairs':>6} {'one way':>8} {'both':>8} {'spread':>8}"
-    for row in rows:
-        one_way, both = _number(row["gbs_uni"]), _number(row["gbs_bi"])
-        yield (
-            f"  {row['class']:<18} {format_size(row['bytes']):>6} {row['pairs']:>6} {one_way:>8} "
-            f"{both:>8} {_percent(row['scatter']):>8}"
-        )
-
-
 def _ring_vs_tree(rows: Sequence[Row]) -> Iterator[str]:
     names = list(dict.fromkeys(row["backend"] for row in rows))
-    if names:
-        heads = "".join(f" {name:>9}" for name in names)
-        yield f"# {'all_reduce, us':<14} {'size':>5}{heads}  faster"
+    lines = []
     for size in dict.fromkeys(row["bytes"] for row in rows):
         times = {row["backend"]: row["time_us"]["p50"] for row in rows if row["bytes"] == size}
-        texts = (f"{times[name]:.1f}" if name in times else "-" for name in names)
-        cells = "".join(f" {each:>9}" for each in texts)
         baselines = {name: times[name] for name in times if name.endswith((" ring", " tree"))}
         faster = min(baselines, key=baselines.__getitem__).split()[-1] if baselines else ""
-        yield f"  {'':<14} {format_size(size):>5}{cells}  {faster}"
+        lines.append({"bytes": size, **times, "faster": faster})
+    columns = {"size": "bytes", **dict(zip(names, names, strict=True)), "faster": "faster"}
+    yield from _table("all_reduce, us", "", columns, lines)
 
 
 def _verdicts(bench: BandwidthBench) -> Iterator[str]:
@@ -376,14 +350,14 @@ def _verdicts(bench: BandwidthBench) -> Iterator[str]:
         yield f"# {finding.verdict}: {what}"
         for cause in finding.causes:
             yield f"#   {cause if cause.startswith('seen') else 'possible cause: ' + cause}"
-    verdicts = [row["verdict"] for row in bench.pairs]
-    if verdicts and not bench.findings:
-        unknown = verdicts.count("unknown")
-        if unknown == len(verdicts):
-            yield (
-                "# verdict: unknown: the only pair of a class has no other to compare with, and "
-                "the catalogue has no figure"
-            )
-        else:
-            good, also = len(verdicts) - unknown, f", {unknown} unknown" if unknown else ""
-            yield f"# verdict: good: {good} pairs are as fast as their class{also}"
+    unknown = sum(row["verdict"] == "unknown" for row in bench.pairs)
+    if not bench.pairs or bench.findings:
+        return
+    if unknown == len(bench.pairs):
+        yield (
+            "# verdict: unknown: the only pair of a class has no other to compare with, and the "
+            "catalogue has no figure"
+        )
+    else:
+        good, also = len(bench.pairs) - unknown, f", {unknown} unknown" if unknown else ""
+        yield f"# verdict: good: {good} pairs are as fast as their class{also}"

@@ -7,7 +7,7 @@ narrow one gets one line per row, with as many columns as fit.
 import csv
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from tutti.measure.terminal import print_line, terminal_width
@@ -26,8 +26,8 @@ _COLUMNS = {
     "cv%": ("", 6),
 }
 _SPREAD = ("min", "p99", "cv%")
-_KEY_WIDTH = 60  # size to backend in the wide form
-_NARROW_KEY_WIDTH = 21
+_WIDE_KEY = "{:>10} {:>10} {:>8} {:>6} {:>5} {:<12}"  # size, count, type, redop, root, backend
+_WIDE_KEY_WIDTH, _NARROW_KEY_WIDTH = 60, 21
 _TIMING_WIDTH = 13  # a timing or "out-of-place" with its space
 _PLACEMENTS = {"in": "in-place", "out": "out-of-place"}
 
@@ -52,22 +52,18 @@ class CollectivesTable:
         """Print the rows of one operation and size."""
         if not rows:
             return
-        placements = self._placements_of[rows[0]["op"]]
+        first = rows[0]
+        placements = self._placements_of[first["op"]]
         columns = [name for name in _COLUMNS if self._with_spread or name not in _SPREAD]
-        width = _KEY_WIDTH + _TIMING_WIDTH * self._with_timing
-        width += len(placements) * _width(columns)
-        narrow = terminal_width(self._stream) < width
+        width = _WIDE_KEY_WIDTH + _TIMING_WIDTH * self._with_timing
+        narrow = terminal_width(self._stream) < width + len(placements) * _width(columns)
         if narrow:
             columns = self._narrow_columns(placements)
-        if rows[0]["op"] != self._operation:
-            self._operation = rows[0]["op"]
-            ranks = f"{rows[0]['ranks']} rank{'s' * (rows[0]['ranks'] != 1)}"
-            dtype, redop = rows[0]["dtype"], rows[0]["redop"]
-            self._print(f"# {self._operation}, {ranks}, {dtype}, redop {redop}")
-            if narrow:
-                self._print_narrow_head(columns)
-            else:
-                self._print_wide_head(columns, placements)
+        if first["op"] != self._operation:
+            self._operation = first["op"]
+            ranks = f"{first['ranks']} rank{'s' * (first['ranks'] != 1)}"
+            self._print(f"# {first['op']}, {ranks}, {first['dtype']}, redop {first['redop']}")
+            self._print_head(columns, [] if narrow else placements)
         if narrow:
             for row in rows:
                 self._print(_narrow_line(row, rows, columns))
@@ -75,43 +71,34 @@ class CollectivesTable:
         lines: dict[tuple[str, str], dict[str, Row]] = {}
         for row in rows:
             lines.setdefault((row["backend"], row["timing"]), {})[row["placement"]] = row
-        for by_placement in lines.values():
-            self._print(self._wide_line(by_placement, rows, columns, placements))
+        for (_, timing), by_placement in lines.items():
+            row = next(iter(by_placement.values()))
+            fields = ("bytes", "count", "dtype", "redop", "root", "backend")
+            line = _WIDE_KEY.format(*(row[name] for name in fields))
+            line += f" {timing:<12}" if self._with_timing else ""
+            for placement in placements:
+                each = by_placement.get(placement)
+                texts = {"time": "N/A", "#wrong": "N/A"} if each is None else _texts(each, rows)
+                line += _cells(texts, columns)
+            self._print(line)
 
-    def _print_wide_head(self, columns: Sequence[str], placements: Sequence[str]) -> None:
-        key = f"{'size':>10} {'count':>10} {'type':>8} {'redop':>6} {'root':>5} {'backend':<12}"
+    def _print_head(self, columns: Sequence[str], placements: Sequence[str]) -> None:
+        """The head of the wide form; without placements, of the narrow one."""
+        names = _cells({name: name for name in columns}, columns)
+        units = _cells({name: _COLUMNS[name][0] for name in columns}, columns)
+        if not placements:
+            self._print(f"# {'size':>6} {'backend':<12}{names}")
+            self._print(f"# {'(B)':>6} {'':<12}{units}")
+            if self._with_spread and "cv%" not in columns:
+                self._print("# too narrow for min, p99 and cv: use --json")
+            return
+        key = _WIDE_KEY.format("size", "count", "type", "redop", "root", "backend")
         key += f" {'timing':<12}" if self._with_timing else ""
+        under = f"{_WIDE_KEY.format('(B)', '(elements)', '', '', '', ''):<{len(key)}}"
         titles = "".join(f" {_PLACEMENTS[each]:^{_width(columns) - 1}}" for each in placements)
-        self._print(f"#{' ' * (len(key) - 1)}{titles}")
-        names, units = _head(columns)
+        self._print(f"#{'':<{len(key) - 1}}{titles}")
         self._print(f"#{key[1:]}{names * len(placements)}")
-        self._print(
-            f"#{'(B)':>9} {'(elements)':>10}{' ' * (len(key) - 21)}{units * len(placements)}"
-        )
-
-    def _wide_line(
-        self,
-        by_placement: dict[str, Row],
-        rows: list[Row],
-        columns: Sequence[str],
-        placements: Sequence[str],
-    ) -> str:
-        row = next(iter(by_placement.values()))
-        line = f"{row['bytes']:>10} {row['count']:>10} {row['dtype']:>8} {row['redop']:>6} "
-        line += f"{row['root']:>5} {row['backend']:<12}"
-        line += f" {row['timing']:<12}" if self._with_timing else ""
-        missing = {"time": "N/A", "#wrong": "N/A"}
-        for placement in placements:
-            each = by_placement.get(placement)
-            line += _cells(missing if each is None else _texts(each, rows), columns)
-        return line
-
-    def _print_narrow_head(self, columns: Sequence[str]) -> None:
-        names, units = _head(columns)
-        self._print(f"# {'size':>6} {'backend':<12}{names}")
-        self._print(f"# {'(B)':>6} {'':<12}{units}")
-        if self._with_spread and "cv%" not in columns:
-            self._print("# too narrow for min, p99 and cv: use --json")
+        self._print(f"#{under[1:]}{units * len(placements)}")
 
     def _narrow_columns(self, placements: Sequence[str]) -> list[str]:
         """time, busbw and ratio, and as many others as fit; requested ones first."""
@@ -129,14 +116,8 @@ class CollectivesTable:
         print_line(line.rstrip(), self._stream)
 
 
-def _width(columns: Any) -> int:
+def _width(columns: Iterable[str]) -> int:
     return sum(1 + _COLUMNS[name][1] for name in columns)
-
-
-def _head(columns: Sequence[str]) -> tuple[str, str]:
-    """Names and units of columns."""
-    units = {name: _COLUMNS[name][0] for name in columns}
-    return _cells({name: name for name in columns}, columns), _cells(units, columns)
 
 
 def _cells(texts: Mapping[str, str], columns: Sequence[str]) -> str:
@@ -150,7 +131,7 @@ def _texts(row: Row, rows: list[Row]) -> dict[str, str]:
         "algbw": f"{row['algbw_gbs']:.2f}",
         "busbw": f"{row['busbw_gbs']:.2f}",
         "#wrong": str(row["wrong"]),
-        "ratio": _ratio(row, _baseline(row, rows)),
+        "ratio": _ratio(row, rows),
         "min": _format_us(times["min"]),
         "p99": _format_us(times["p99"]),
         "cv%": f"{times['cv']:.1%}",
@@ -166,20 +147,14 @@ def _narrow_line(row: Row, rows: list[Row], columns: Sequence[str]) -> str:
     return key + _cells(_texts(row, rows), columns) + suffix
 
 
-def _baseline(row: Row, rows: list[Row]) -> Row:
-    """The row that ratios refer to: the first backend's; for grouped calls the ungrouped ones."""
-    comparable = [
-        each
-        for each in rows
-        if (each["placement"], each["timing"]) == (row["placement"], row["timing"])
-    ]
+def _ratio(row: Row, rows: list[Row]) -> str:
+    """Speed relative to the first backend; of grouped calls, to the ungrouped ones."""
+    kind = (row["placement"], row["timing"])
+    comparable = [each for each in rows if (each["placement"], each["timing"]) == kind]
+    baseline = comparable[0]
     ungrouped = row["backend"].removesuffix(f" x{row['group']}")
     if ungrouped != row["backend"]:
-        return next((each for each in comparable if each["backend"] == ungrouped), row)
-    return comparable[0]
-
-
-def _ratio(row: Row, baseline: Row) -> str:
+        baseline = next((each for each in comparable if each["backend"] == ungrouped), row)
     if row is baseline or not row["time_us"]["p50"]:
         return "1"
     ratio = baseline["time_us"]["p50"] / row["time_us"]["p50"]
@@ -192,14 +167,12 @@ def _format_us(microseconds: float) -> str:
 
 def csv_text(rows: list[Row]) -> str:
     """The rows as CSV with a header; time_us is flattened to time_us_p50, time_us_p95, …"""
-    flat = [
-        {key: value for key, value in row.items() if key != "time_us"}
-        | {f"time_us_{name}": value for name, value in row["time_us"].items()}
-        for row in rows
-    ]
     text = io.StringIO()
-    if flat:
-        writer = csv.DictWriter(text, list(flat[0]))
-        writer.writeheader()
-        writer.writerows(flat)
+    for number, row in enumerate(rows):
+        flat = {key: value for key, value in row.items() if key != "time_us"}
+        flat |= {f"time_us_{name}": value for name, value in row["time_us"].items()}
+        writer = csv.DictWriter(text, list(flat))
+        if number == 0:
+            writer.writeheader()
+        writer.writerow(flat)
     return text.getvalue()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 import torch
@@ -71,30 +71,20 @@ def all_probes(heap: Heap, stack: ExitStack) -> Iterator[tuple[str, Callable[[],
 
 
 def _messages(heap: Heap, size: int, slot: int) -> Iterator[Probe]:
-    count = size // 4
-    positive = torch.arange(1, count + 1, dtype=torch.float32).to(heap.device)
+    positive = torch.arange(1, size // 4 + 1, dtype=torch.float32).to(heap.device)
     data = [positive, -positive]  # of ranks 0 and 1; both know both, to check
-
-    target = heap.zeros(count, dtype=torch.float32)
-    put = Probe("put", size)
-    if heap.rank == 0:
-        put.call = partial(target.put, data[0], to=1)
-    if heap.rank == 1:
-        put.wrong = partial(_count_different, target.local, data[0])
-    yield put
-
-    source = heap.zeros(count, dtype=torch.float32)
+    target, source, mailbox = (heap.zeros(size // 4, dtype=torch.float32) for _ in range(3))
     source.local.copy_(data[min(heap.rank, 1)])
     heap.barrier()
-    get = Probe("get", size)
+    put, get = Probe("put", size), Probe("get", size)
+    put_signal = Probe("put_signal one way", size, parts=2)
     if heap.rank == 0:
         out = torch.empty_like(positive)
+        put.call = partial(target.put, data[0], to=1)
         get.call = partial(source.get, source=1, out=out)
         get.wrong = partial(_count_different, out, data[1])
-    yield get
-
-    mailbox = heap.zeros(count, dtype=torch.float32)
-    put_signal = Probe("put_signal one way", size, parts=2)
+    if heap.rank == 1:
+        put.wrong = partial(_count_different, target.local, data[0])
     if heap.rank < 2:
         peer = 1 - heap.rank
 
@@ -103,7 +93,7 @@ def _messages(heap: Heap, size: int, slot: int) -> Iterator[Probe]:
 
         put_signal.call = _ping_pong(heap, slot, send)
         put_signal.wrong = partial(_count_different, mailbox.local, data[peer])
-    yield put_signal
+    yield from (put, get, put_signal)
 
 
 def _signal(heap: Heap, slot: int) -> Iterator[Probe]:
@@ -123,17 +113,15 @@ def _signal(heap: Heap, slot: int) -> Iterator[Probe]:
 
 def _ping_pong(heap: Heap, slot: int, send: Callable[[int], None]) -> Callable[[], None]:
     """Rank 0 sends and waits for the answer, rank 1 waits and answers; signals count calls."""
-    number = 0
+    numbers = count(1)
 
     def ping() -> None:
-        nonlocal number
-        number += 1
+        number = next(numbers)
         send(number)
         heap.wait(slot=slot, at_least=number, source=1)
 
     def pong() -> None:
-        nonlocal number
-        number += 1
+        number = next(numbers)
         heap.wait(slot=slot, at_least=number, source=0)
         send(number)
 
@@ -142,30 +130,25 @@ def _ping_pong(heap: Heap, slot: int, send: Callable[[int], None]) -> Callable[[
 
 def _atomics(heap: Heap) -> Iterator[Probe]:
     counters = heap.counters(3)
-    added = swapped = added_by_all = 0
+    calls = [0, 0, 0]  # by counter
 
-    def add() -> None:
-        nonlocal added
-        added += 1
-        counters.fetch_add(0, 1, at=1)
+    def add(counter: int) -> None:
+        calls[counter] += 1
+        counters.fetch_add(counter, 1, at=1)
 
     def swap() -> None:
-        nonlocal swapped
-        counters.compare_swap(1, swapped, swapped + 1, at=1)
-        swapped += 1
+        counters.compare_swap(1, calls[1], calls[1] + 1, at=1)
+        calls[1] += 1
 
-    def add_on_all_ranks() -> None:
-        nonlocal added_by_all
-        added_by_all += 1
-        counters.fetch_add(2, 1, at=1)
+    def wrong(counter: int, adding_ranks: int) -> int:
+        return int(counters.load(counter, at=1) != calls[counter] * adding_ranks)
 
     one, two = Probe("fetch_add", 8), Probe("compare_swap", 8)
-    contended = Probe("fetch_add, all ranks at one", 8, add_on_all_ranks, slowest_rank=True)
+    contended = Probe("fetch_add, all ranks at one", 8, partial(add, 2), slowest_rank=True)
     if heap.rank == 0:
-        one.call, two.call = add, swap
-        one.wrong = lambda: int(counters.load(0, at=1) != added)
-        two.wrong = lambda: int(counters.load(1, at=1) != swapped)
-        contended.wrong = lambda: int(counters.load(2, at=1) != added_by_all * heap.size)
+        one.call, two.call = partial(add, 0), swap
+        one.wrong, two.wrong = partial(wrong, 0, 1), partial(wrong, 1, 1)
+        contended.wrong = partial(wrong, 2, heap.size)
     yield from (one, two, contended)
 
 
@@ -227,25 +210,23 @@ def _hash_map(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
 
 def _ring_buffer(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
     """16 KiB there and back through two rings: put copies, the reader gets a view of the slot."""
-    there, back = (
-        stack.enter_context(
-            RingBuffer(heap, producer, 1 - producer, slots=4, slot_bytes=_SLOT_BYTES)
-        )
-        for producer in (0, 1)
-    )
+    rings = [
+        stack.enter_context(RingBuffer(heap, rank, 1 - rank, slots=4, slot_bytes=_SLOT_BYTES))
+        for rank in (0, 1)
+    ]
     probe = Probe("ring hand-off one way", _SLOT_BYTES, parts=2)
     message = torch.arange(_SLOT_BYTES, device=heap.device).to(torch.uint8)
     received: list[Tensor] = []
 
     def ping() -> None:
-        there.put(message)
-        with back.next() as item:
+        rings[0].put(message)
+        with rings[1].next() as item:
             received[:] = [item]
 
     def pong() -> None:
-        with there.next() as item:
+        with rings[0].next() as item:
             received[:] = [item]
-        back.put(message)
+        rings[1].put(message)
 
     if heap.rank < 2:
         probe.call = ping if heap.rank == 0 else pong
@@ -342,11 +323,11 @@ def _alternate_gets(cache: PooledCache, probe: Probe, tier: str, heap: Heap) -> 
         key = next(keys)
         cache.get(key, out=out)
 
-    def wrong() -> int:
-        other = 3.0 - key
-        return int(not torch.equal(out, values[key])) + int(cache.tier(other) != tier)
-
-    probe.call, probe.wrong = get, wrong
+    probe.call = get
+    # The other value must be in the named tier.
+    probe.wrong = lambda: (
+        int(not torch.equal(out, values[key])) + int(cache.tier(3.0 - key) != tier)
+    )
 
 
 def _numbered_row(index: int) -> Tensor:

@@ -74,7 +74,11 @@ class SymmetricBench:
                     break
                 probe.seconds.append(self._round(probe))
                 probe.total_wrong += self.control.sum_over_ranks(probe.wrong())
-            self.rows = [_probe_row(probe, heap.backend) for probe in probes if probe.seconds]
+            self.rows = []
+            for probe in (probe for probe in probes if probe.seconds):
+                seconds = torch.cat(probe.seconds).tolist()
+                measured = (summarize_us(seconds), len(seconds), probe.total_wrong)
+                self.rows.append(_row(probe.name, heap.backend, probe.bytes, *measured))
             self.save()
             if self.stopped:
                 break
@@ -117,11 +121,8 @@ class SymmetricBench:
         groups = native_cases("all_reduce", sizes, torch.float32, world.rank, world.size)
 
         def add(measured: list[Row]) -> None:
-            rows = [
-                _row("all_reduce", row["backend"], row["bytes"], row["time_us"], row["calls"])
-                | {"wrong": row["wrong"]}
-                for row in measured
-            ]
+            fields = ("backend", "bytes", "time_us", "calls", "wrong")
+            rows = [_row("all_reduce", *(row[field] for field in fields)) for row in measured]
             self.rows += rows
             report(rows)
             self.save()
@@ -136,20 +137,9 @@ class SymmetricBench:
             self.skipped.append({"name": name, "reason": each["reason"]})
 
 
-def _probe_row(probe: Probe, backend: str) -> Row:
-    seconds = torch.cat(probe.seconds)
-    times = summarize_us(seconds.tolist())
-    row = _row(probe.name, backend, probe.bytes, times, len(seconds))
-    return row | {"wrong": probe.total_wrong}
-
-
-def _row(name: str, backend: str, size: int, times: dict[str, float], calls: int) -> Row:
-    return {
-        "name": name,
-        "backend": backend,
-        "bytes": size,
-        "p50_us": times["p50"],
-        "p99_us": times["p99"],
-        "min_us": times["min"],
-        "calls": calls,
-    }
+def _row(
+    name: str, backend: str, size: int, times: dict[str, float], calls: int, wrong: int
+) -> Row:
+    percentiles = {f"{each}_us": times[each] for each in ("p50", "p99", "min")}
+    names = {"name": name, "backend": backend, "bytes": size}
+    return {**names, **percentiles, "calls": calls, "wrong": wrong}
