@@ -16,7 +16,7 @@ from check_cases import (
 
 from tutti.machine.checks.checklist import CHECKS, run_checks
 from tutti.machine.checks.cluster import Cluster, MeasuredRate, RankObservation
-from tutti.machine.checks.finding import Finding, machine_check
+from tutti.machine.checks.finding import Check, Finding
 from tutti.machine.observation import Machine
 
 
@@ -58,11 +58,10 @@ def test_the_faulty_port_is_reported_with_its_host() -> None:
 
 
 def test_a_check_that_raises_is_skipped_with_the_error_and_the_others_run() -> None:
-    @machine_check("x.broken", "", "", "")
-    def broken(machine: Machine) -> list[Finding]:
+    def broken(cluster: Cluster, host: int) -> list[Finding]:
         raise FileNotFoundError(2, "No such file", "/sys/nowhere")
 
-    found = run_checks(Cluster((PLAIN,)), (broken, *CHECKS))
+    found = run_checks(Cluster((PLAIN,)), (Check("x.broken", "", "", "", broken), *CHECKS))
     assert len({each.id for each in found}) == len(CHECKS) + 1
     (skip,) = [each for each in found if each.id == "x.broken"]
     assert skip.status == "skip"

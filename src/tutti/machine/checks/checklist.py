@@ -19,17 +19,12 @@ from tutti.machine.checks import (
 from tutti.machine.checks.cluster import Cluster
 from tutti.machine.checks.finding import Check, Finding
 
-CHECKS: tuple[Check, ...] = (
-    *nccl_environment.CHECKS,
-    *software_versions.CHECKS,
-    *cpu_memory_limits.CHECKS,
-    *gpu_health.CHECKS,
-    *nvlink_pcie.CHECKS,
-    *gpu_clocks.CHECKS,
-    *network_interfaces.CHECKS,
-    *rdma.CHECKS,
-    *rank_agreement.CHECKS,
-    *outliers.CHECKS,
+_MODULES = (
+    *(nccl_environment, software_versions, cpu_memory_limits, gpu_health, nvlink_pcie),
+    *(gpu_clocks, network_interfaces, rdma, rank_agreement, outliers),
+)
+CHECKS = tuple(
+    each for module in _MODULES for each in vars(module).values() if isinstance(each, Check)
 )
 _STATUS_ORDER = ("fail", "warn", "pass", "skip")
 

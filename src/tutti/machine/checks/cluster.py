@@ -1,10 +1,19 @@
 """Cluster: the hosts, the ranks on them and the probe results that checks look at."""
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tutti.machine.cpu_numa import parse_cpu_list
+from tutti.machine.gpus import Accelerator
 from tutti.machine.observation import Machine
+
+Value = TypeVar("Value")
+
+
+class Skip(Exception):
+    """A check cannot decide on this machine; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -111,3 +120,47 @@ class Cluster:
     def on_one_host(self) -> bool:
         """Whether a world was started and all its ranks are on one host."""
         return bool(self.ranks) and len(self.machines) == 1
+
+
+# --- reading a machine ---------------------------------------------------------------------------
+
+
+def known(machine: Machine, path: str, value: Value | None) -> Value:
+    """The value; skips with the recorded reason if it is unknown."""
+    if value is None:
+        raise Skip(machine.why(path) or f"{path} is unknown")
+    return value
+
+
+def gpus_of(machine: Machine) -> tuple[Accelerator, ...]:
+    """The GPUs; skips if there are none."""
+    if not machine.accelerators:
+        on_bus = any(each.kind == "gpu" for each in machine.pci)
+        raise Skip("the driver reports no GPU" if on_bus else "no GPU")
+    return machine.accelerators
+
+
+def read_gpus(
+    machine: Machine, path: str, read: Callable[[Accelerator], Value | None]
+) -> list[tuple[Accelerator, Value]]:
+    """A value of each GPU that has it; skips if no GPU has it."""
+    found = [(gpu, value) for gpu in gpus_of(machine) if (value := read(gpu)) is not None]
+    if not found:
+        raise Skip(machine.why(f"accelerators[0].{path}") or f"the driver does not report {path}")
+    return found
+
+
+def has_rdma(machine: Machine) -> bool:
+    """Whether any RDMA port is active."""
+    return any(port.state == "ACTIVE" for port in machine.rdma)
+
+
+def is_virtual(machine: Machine) -> bool:
+    """Whether the machine is known to be a virtual machine."""
+    return machine.virtualisation not in (None, "none")
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """2.13.0+cu130 → (2, 13, 0)."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()

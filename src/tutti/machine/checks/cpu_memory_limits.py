@@ -1,18 +1,7 @@
 """Checks limits.* and memory.*: ulimits, CPUs for the ranks, /dev/shm, host memory, NUMA."""
 
-from tutti.machine.checks.cluster import Cluster
-from tutti.machine.checks.finding import (
-    Findings,
-    Skip,
-    fail,
-    gpus_of,
-    has_rdma,
-    host_check,
-    known,
-    machine_check,
-    passed,
-    warn,
-)
+from tutti.machine.checks.cluster import Cluster, Skip, gpus_of, has_rdma, known
+from tutti.machine.checks.finding import Findings, fail, host_check, machine_check, passed, warn
 from tutti.machine.cpu_numa import format_cpu_list, parse_cpu_list
 from tutti.machine.observation import Machine
 from tutti.measure.units import format_bytes
@@ -23,12 +12,7 @@ _MORE_CPUS = "request more CPUs (srun --cpus-per-task, mpirun --bind-to none)"
 # --- limits of the process -----------------------------------------------------------------------
 
 
-@machine_check(
-    "limits.memlock",
-    "the limit of locked memory, on machines with RDMA",
-    "NCCL registers its buffers with the NIC; a limit of a few MiB makes it fail or use TCP",
-    "set memlock to unlimited",
-)
+@machine_check("limits.memlock")
 def memlock(machine: Machine) -> Findings:
     limit = known(machine, "limits.memlock_bytes", machine.limits.memlock_bytes)
     if limit == "unlimited" or machine.limits.ipc_lock or not has_rdma(machine):
@@ -46,12 +30,7 @@ def memlock(machine: Machine) -> Findings:
     )
 
 
-@host_check(
-    "limits.open_files",
-    "the limit of open files",
-    "each rank has a connection to every other rank, and data loaders open many files",
-    "raise the soft limit (ulimit -n, LimitNOFILE)",
-)
+@host_check("limits.open_files")
 def open_files(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     limit = known(machine, "limits.open_files", machine.limits.open_files)
@@ -62,12 +41,7 @@ def open_files(cluster: Cluster, host: int) -> Findings:
         yield passed(f"{limit} open files")
 
 
-@machine_check(
-    "limits.processes",
-    "the limit of processes and threads",
-    "NCCL, gloo, OpenMP and data loaders start dozens of threads per rank",
-    "raise the soft limit (ulimit -u)",
-)
+@machine_check("limits.processes")
 def processes(machine: Machine) -> Findings:
     limit = known(machine, "limits.processes", machine.limits.processes)
     observed = f"{limit} processes and threads"
@@ -77,12 +51,7 @@ def processes(machine: Machine) -> Findings:
         yield passed(observed)
 
 
-@host_check(
-    "limits.cpus",
-    "CPUs in the affinity mask and the cgroup quota against the number of ranks",
-    "a rank needs one CPU to launch work and one to move data; above the quota all threads stop",
-    "request more CPUs, or use fewer ranks and threads",
-)
+@host_check("limits.cpus")
 def cpus_for_ranks(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     ranks = cluster.ranks_on(host) or len(machine.accelerators)
@@ -109,12 +78,7 @@ def cpus_for_ranks(cluster: Cluster, host: int) -> Findings:
         yield warn("machine", observed, "two CPUs per rank", cure=_MORE_CPUS)
 
 
-@machine_check(
-    "limits.governor",
-    "the CPU frequency governor",
-    "powersave delays every kernel launch (except with the intel_pstate driver, which passes)",
-    "select the governor performance",
-)
+@machine_check("limits.governor")
 def governor(machine: Machine) -> Findings:
     governors = known(machine, "cpus.governors", machine.cpus.governors)
     if not governors:
@@ -126,12 +90,7 @@ def governor(machine: Machine) -> Findings:
         yield passed(f"governor {', '.join(governors)}")
 
 
-@machine_check(
-    "limits.memory",
-    "the cgroup's memory limit",
-    "buffers, data loaders and checkpoints need host memory; above the limit ranks are killed",
-    "raise the limit (docker run --memory, Slurm --mem)",
-)
+@machine_check("limits.memory")
 def cgroup_memory(machine: Machine) -> Findings:
     limit = known(machine, "limits.cgroup_memory_bytes", machine.limits.cgroup_memory_bytes)
     if not isinstance(limit, int):
@@ -151,12 +110,7 @@ def cgroup_memory(machine: Machine) -> Findings:
 # --- memory of the host --------------------------------------------------------------------------
 
 
-@machine_check(
-    "memory.shm",
-    "size and free space of /dev/shm",
-    "NCCL ranks of a host and data-loader workers exchange data through it",
-    "enlarge /dev/shm to 1 GiB or more, or free space in it",
-)
+@machine_check("memory.shm")
 def shared_memory(machine: Machine) -> Findings:
     size = known(machine, "limits.shm_bytes", machine.limits.shm_bytes)
     free = known(machine, "limits.shm_free_bytes", machine.limits.shm_free_bytes)
@@ -176,12 +130,7 @@ def shared_memory(machine: Machine) -> Findings:
         yield passed(free_space)
 
 
-@machine_check(
-    "memory.available",
-    "available host memory",
-    "without free memory the kernel kills ranks or swaps them out",
-    "end the processes that use it",
-)
+@machine_check("memory.available")
 def available_memory(machine: Machine) -> Findings:
     total = known(machine, "memory.total_bytes", machine.memory.total_bytes)
     free = known(machine, "memory.available_bytes", machine.memory.available_bytes)
@@ -192,12 +141,7 @@ def available_memory(machine: Machine) -> Findings:
         yield passed(observed)
 
 
-@host_check(
-    "memory.affinity",
-    "whether ranks may run on CPUs of their GPU's NUMA node",
-    "kernel launches and copies from the other socket are slower and load the socket interconnect",
-    "bind ranks by GPU (tutti.init does; srun --cpu-bind, docker --cpuset-cpus)",
-)
+@host_check("memory.affinity")
 def gpu_affinity(cluster: Cluster, host: int) -> Findings:
     """Ranks of a world with the GPU that each would use; without a world, all GPUs."""
     machine = cluster.machines[host]
@@ -231,12 +175,7 @@ def _bare_uuid(uuid: str | None) -> str:
     return (uuid or "").removeprefix("GPU-")
 
 
-@machine_check(
-    "memory.numa",
-    "free memory on each NUMA node",
-    "if a node is full, its CPUs silently get memory of another node",
-    "drop the page cache, or end the processes that fill the node",
-)
+@machine_check("memory.numa")
 def numa_memory(machine: Machine) -> Findings:
     if len(machine.numa) < 2:
         raise Skip("one NUMA node")
@@ -246,9 +185,3 @@ def numa_memory(machine: Machine) -> Findings:
             observed = f"NUMA node {node.id} has {format_bytes(free)} free"
             command = "echo 1 | sudo tee /proc/sys/vm/drop_caches"
             yield warn("machine", observed, "memory for the pinned buffers of ranks", command)
-
-
-CHECKS = (
-    *(memlock, open_files, processes, cpus_for_ranks, governor, cgroup_memory),
-    *(shared_memory, available_memory, gpu_affinity, numa_memory),
-)

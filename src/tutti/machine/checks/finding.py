@@ -4,17 +4,14 @@ A check is a generator of findings. No finding means that no problem was found, 
 that the check cannot decide here. An unknown value is a reason to skip, never a fault.
 """
 
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from tutti.machine.checks.cluster import Cluster
-from tutti.machine.gpus import Accelerator
+from tutti.machine.checks.cluster import Cluster, Skip
 from tutti.machine.observation import Machine
-
-
-class Skip(Exception):
-    """A check cannot decide on this machine; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """The keys of `checks[]`."""
-        names = ("id", "host", "scope", "status", "observed", "expected", "cure")
-        values = {name: getattr(self, name) for name in names}
-        return {**values, "commands": list(self.commands)}
+        return {"id": self.id, "host": self.host, **asdict(self), "commands": list(self.commands)}
 
 
 Findings = Iterator[Finding]
@@ -67,6 +62,8 @@ def fail(
 # --- checks --------------------------------------------------------------------------------------
 
 Judge = Callable[[Cluster, int], Iterable[Finding]]
+
+_DESCRIPTIONS = tomllib.loads(Path(__file__).with_name("check_descriptions.toml").read_text())
 
 
 @dataclass(frozen=True)
@@ -98,72 +95,17 @@ class Check:
                 yield replace(each, id=self.id, host=each.host or host, cure=cure)
 
 
-def machine_check(
-    id: str, about: str, why: str, cure: str
-) -> Callable[[Callable[[Machine], Iterable[Finding]]], Check]:
-    """Decorator: a check that looks at one machine."""
-    return lambda judge: Check(id, about, why, cure, lambda c, host: judge(c.machines[host]))
-
-
-def host_check(id: str, about: str, why: str, cure: str) -> Callable[[Judge], Check]:
+def host_check(id: str, per_host: bool = True) -> Callable[[Judge], Check]:
     """Decorator: a check that looks at one host and at the ranks on it."""
-    return lambda judge: Check(id, about, why, cure, judge)
+    group, _, name = id.partition(".")
+    return lambda judge: Check(id, **_DESCRIPTIONS[group][name], judge=judge, per_host=per_host)
 
 
-def cluster_check(
-    id: str, about: str, why: str, cure: str
-) -> Callable[[Callable[[Cluster], Iterable[Finding]]], Check]:
+def machine_check(id: str) -> Callable[[Callable[[Machine], Iterable[Finding]]], Check]:
+    """Decorator: a check that looks at one machine."""
+    return lambda judge: host_check(id)(lambda cluster, host: judge(cluster.machines[host]))
+
+
+def cluster_check(id: str) -> Callable[[Callable[[Cluster], Iterable[Finding]]], Check]:
     """Decorator: a check that compares hosts and ranks."""
-    return lambda judge: Check(id, about, why, cure, lambda c, host: judge(c), per_host=False)
-
-
-# --- reading a machine ---------------------------------------------------------------------------
-
-Value = TypeVar("Value")
-
-
-def known(machine: Machine, path: str, value: Value | None) -> Value:
-    """The value; skips with the recorded reason if it is unknown."""
-    if value is None:
-        raise Skip(machine.why(path) or f"{path} is unknown")
-    return value
-
-
-def gpus_of(machine: Machine) -> tuple[Accelerator, ...]:
-    """The GPUs; skips if there are none."""
-    if not machine.accelerators:
-        on_bus = any(each.kind == "gpu" for each in machine.pci)
-        raise Skip("the driver reports no GPU" if on_bus else "no GPU")
-    return machine.accelerators
-
-
-def read_gpus(
-    machine: Machine, path: str, read: Callable[[Accelerator], Value | None]
-) -> list[tuple[Accelerator, Value]]:
-    """A value of each GPU that has it; skips if no GPU has it."""
-    gpus = gpus_of(machine)
-    found = [(gpu, value) for gpu in gpus if (value := read(gpu)) is not None]
-    if not found:
-        raise Skip(machine.why(f"accelerators[0].{path}") or f"the driver does not report {path}")
-    return found
-
-
-def has_rdma(machine: Machine) -> bool:
-    """Whether any RDMA port is active."""
-    return any(port.state == "ACTIVE" for port in machine.rdma)
-
-
-def is_virtual(machine: Machine) -> bool:
-    """Whether the machine is known to be a virtual machine."""
-    return machine.virtualisation not in (None, "none")
-
-
-def parse_version(text: str) -> tuple[int, ...]:
-    """2.13.0+cu130 → (2, 13, 0)."""
-    numbers = []
-    for part in text.partition("+")[0].split("."):
-        digits = "".join(c for c in part if c.isdecimal())
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    return lambda judge: host_check(id, per_host=False)(lambda cluster, host: judge(cluster))

@@ -1,16 +1,7 @@
 """Checks clocks.*: throttling, temperature, power limits and locked clocks of GPUs; clock skew."""
 
-from tutti.machine.checks.cluster import Cluster
-from tutti.machine.checks.finding import (
-    Findings,
-    Skip,
-    cluster_check,
-    fail,
-    machine_check,
-    passed,
-    read_gpus,
-    warn,
-)
+from tutti.machine.checks.cluster import Cluster, Skip, read_gpus
+from tutti.machine.checks.finding import Findings, cluster_check, fail, machine_check, passed, warn
 from tutti.machine.observation import Machine
 from tutti.measure.units import format_seconds
 
@@ -21,12 +12,7 @@ _HARDWARE_SLOWDOWN = {
 }
 
 
-@machine_check(
-    "clocks.throttle",
-    "reasons for lowered GPU clocks (idle and the normal power cap are ignored)",
-    "one hot or underpowered GPU slows down all ranks",
-    "check cooling and power supply",
-)
+@machine_check("clocks.throttle")
 def throttling(machine: Machine) -> Findings:
     for gpu, reasons in read_gpus(machine, "clocks.throttle", lambda g: g.clocks.throttle):
         scope = f"gpu:{gpu.index}"
@@ -43,12 +29,7 @@ def throttling(machine: Machine) -> Findings:
             yield warn(scope, observed, "no slowdown", command, cure="check cooling")
 
 
-@machine_check(
-    "clocks.heat",
-    "temperature against the slowdown temperature",
-    "the GPU will throttle under load",
-    "check fans, filters and airflow",
-)
+@machine_check("clocks.heat")
 def temperature(machine: Machine) -> Findings:
     temperatures = read_gpus(machine, "temperature_c", lambda g: g.temperature_c)
     for gpu, heat in temperatures:
@@ -60,12 +41,7 @@ def temperature(machine: Machine) -> Findings:
     yield passed(f"{min(values)} to {max(values)} °C")
 
 
-@machine_check(
-    "clocks.power",
-    "the power limit against the default limit",
-    "a GPU with a lower limit is slower than the others",
-    "restore the default limit, or set the same limit on all GPUs",
-)
+@machine_check("clocks.power")
 def power_limit(machine: Machine) -> Findings:
     for gpu, limit in read_gpus(machine, "power_limit_w", lambda g: g.power_limit_w):
         default = gpu.default_power_limit_w
@@ -75,12 +51,7 @@ def power_limit(machine: Machine) -> Findings:
             yield warn(f"gpu:{gpu.index}", observed, expected, command)
 
 
-@machine_check(
-    "clocks.locked",
-    "whether clocks are locked on some GPUs only",
-    "the faster GPUs wait for the slower ones",
-    "reset the clocks (nvidia-smi -rac, -rgc), or lock all GPUs alike",
-)
+@machine_check("clocks.locked")
 def locked_clocks(machine: Machine) -> Findings:
     reasons = read_gpus(machine, "clocks.throttle", lambda g: g.clocks.throttle)
 
@@ -101,12 +72,7 @@ def locked_clocks(machine: Machine) -> Findings:
                 yield warn(f"gpu:{gpu.index}", observed, expected, reset(gpu.index))
 
 
-@cluster_check(
-    "clocks.skew",
-    "the offset between the clocks of the hosts, measured by round trips",
-    "above 1 ms the traces of ranks do not line up; above 5 s logs do not either",
-    "run chrony or ntpd on every host",
-)
+@cluster_check("clocks.skew")
 def clock_skew(cluster: Cluster) -> Findings:
     offsets = cluster.probes.clock_offsets
     if offsets is None:
@@ -128,6 +94,3 @@ def clock_skew(cluster: Cluster) -> Findings:
     if offsets:
         largest = max(abs(offset.seconds) for offset in offsets)
         yield passed(f"offset at most {format_seconds(largest)}", "world")
-
-
-CHECKS = (throttling, temperature, power_limit, locked_clocks, clock_skew)

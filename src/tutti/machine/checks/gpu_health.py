@@ -2,20 +2,8 @@
 
 from collections import Counter
 
-from tutti.machine.checks.cluster import Cluster
-from tutti.machine.checks.finding import (
-    Findings,
-    Skip,
-    cluster_check,
-    fail,
-    gpus_of,
-    is_virtual,
-    known,
-    machine_check,
-    passed,
-    read_gpus,
-    warn,
-)
+from tutti.machine.checks.cluster import Cluster, Skip, gpus_of, is_virtual, known, read_gpus
+from tutti.machine.checks.finding import Findings, cluster_check, fail, machine_check, passed, warn
 from tutti.machine.observation import Machine
 from tutti.measure.units import format_bytes
 
@@ -26,12 +14,7 @@ def _reset(index: int) -> str:
     return f"sudo nvidia-smi --gpu-reset -i {index}"
 
 
-@machine_check(
-    "gpus.count",
-    "GPUs on the PCI bus against GPUs that the driver reports",
-    "a GPU that fell off the bus is missing without an error message",
-    "reset the GPU or reboot; check power and seating",
-)
+@machine_check("gpus.count")
 def count(machine: Machine) -> Findings:
     on_bus = [each for each in machine.pci if each.kind == "gpu" and each.vendor == _NVIDIA]
     reported = {each.pci_address for each in machine.accelerators}
@@ -61,12 +44,7 @@ def count(machine: Machine) -> Findings:
         yield passed(f"{len(on_bus)} GPUs")
 
 
-@machine_check(
-    "gpus.visible",
-    "CUDA_VISIBLE_DEVICES against the installed GPUs",
-    "CUDA ignores the list after the first entry that does not exist",
-    "correct the list, or unset the variable",
-)
+@machine_check("gpus.visible")
 def visible_devices(machine: Machine) -> Findings:
     installed = len(gpus_of(machine))
     value = machine.variables.get("CUDA_VISIBLE_DEVICES")
@@ -99,12 +77,7 @@ def visible_devices(machine: Machine) -> Findings:
         yield passed(f"CUDA_VISIBLE_DEVICES={value}")
 
 
-@cluster_check(
-    "gpus.alike",
-    "whether all GPUs of all hosts are the same model",
-    "the slowest GPU limits the speed of a job, the smallest its size",
-    "exclude the others (CUDA_VISIBLE_DEVICES, a Slurm constraint)",
-)
+@cluster_check("gpus.alike")
 def same_model(cluster: Cluster) -> Findings:
     models = Counter(gpu.name for machine in cluster.machines for gpu in machine.accelerators)
     if not models:
@@ -119,12 +92,7 @@ def same_model(cluster: Cluster) -> Findings:
                 yield warn(f"gpu:{gpu.index}", gpu.name, expected, host=machine.host)
 
 
-@machine_check(
-    "gpus.ecc",
-    "uncorrectable memory errors, and whether ECC is enabled on all GPUs",
-    "uncorrectable errors lead to wrong gradients",
-    "drain the host and reset the GPU; replace it if errors recur",
-)
+@machine_check("gpus.ecc")
 def ecc_errors(machine: Machine) -> Findings:
     counts = read_gpus(machine, "ecc.volatile_uncorrected", lambda g: g.ecc.volatile_uncorrected)
     for gpu, errors in counts:
@@ -139,12 +107,7 @@ def ecc_errors(machine: Machine) -> Findings:
         yield warn("machine", observed, "enabled on all", command, cure=cure)
 
 
-@machine_check(
-    "gpus.remap",
-    "memory rows that wait to be remapped, or could not be",
-    "the bad row stays in use until the GPU is reset",
-    "reset the GPU when it is idle",
-)
+@machine_check("gpus.remap")
 def row_remapping(machine: Machine) -> Findings:
     pending = read_gpus(
         machine,
@@ -173,12 +136,7 @@ _RECOVERY_CURES = {
 }
 
 
-@machine_check(
-    "gpus.recovery",
-    "the recovery action that the driver requests after an error",
-    "until then the GPU may be slow or compute wrong results",
-    "do the requested action",
-)
+@machine_check("gpus.recovery")
 def recovery_action(machine: Machine) -> Findings:
     for gpu, action in read_gpus(machine, "recovery_action", lambda g: g.recovery_action):
         if action != "none":
@@ -188,12 +146,7 @@ def recovery_action(machine: Machine) -> Findings:
             yield fail(f"gpu:{gpu.index}", observed, "none", command, cure=cure)
 
 
-@machine_check(
-    "gpus.mode",
-    "compute mode and MIG",
-    "an exclusive GPU refuses a second process; a MIG slice has no peer access",
-    "set the compute mode to default and disable MIG",
-)
+@machine_check("gpus.mode")
 def compute_mode(machine: Machine) -> Findings:
     for gpu in gpus_of(machine):
         scope, command = f"gpu:{gpu.index}", f"sudo nvidia-smi -i {gpu.index}"
@@ -208,12 +161,7 @@ def compute_mode(machine: Machine) -> Findings:
             yield warn(scope, observed, "disabled for jobs on several GPUs", f"{command} -mig 0")
 
 
-@machine_check(
-    "gpus.persistence",
-    "persistence mode (not in virtual machines)",
-    "without it the driver unloads between jobs, and every start takes seconds longer",
-    "enable persistence mode",
-)
+@machine_check("gpus.persistence")
 def persistence_mode(machine: Machine) -> Findings:
     modes = read_gpus(machine, "persistence", lambda g: g.persistence)
     off = [str(gpu.index) for gpu, on in modes if not on]
@@ -222,12 +170,7 @@ def persistence_mode(machine: Machine) -> Findings:
         yield warn("machine", observed, "enabled", "sudo nvidia-smi -pm 1")
 
 
-@machine_check(
-    "gpus.processes",
-    "other processes on the GPUs, and memory that no process owns",
-    "they take memory and time from the job",
-    "end the processes, or ask their owner to",
-)
+@machine_check("gpus.processes")
 def other_processes(machine: Machine) -> Findings:
     for gpu, number in read_gpus(machine, "processes", lambda g: g.processes):
         scope, used = f"gpu:{gpu.index}", gpu.used_bytes or 0
@@ -264,12 +207,7 @@ _XIDS_THAT_WARN = (63, 92, 94)
 _RECENT_S = 24 * 3600
 
 
-@machine_check(
-    "gpus.xid",
-    "Xid errors of the driver in the kernel log in the last 24 h",
-    "failing hardware is first reported there",
-    "drain the host and reset the GPU; replace it if the error recurs",
-)
+@machine_check("gpus.xid")
 def xid_errors(machine: Machine) -> Findings:
     errors = known(machine, "xids", machine.xids)
     index = {gpu.pci_address: gpu.index for gpu in machine.accelerators}
@@ -280,9 +218,3 @@ def xid_errors(machine: Machine) -> Findings:
             observed = f"Xid {code} × {times} at {address}: {_XIDS[code]}"
             say = warn if code in _XIDS_THAT_WARN else fail
             yield say(scope, observed, "none in the last 24 h", "sudo dmesg | grep -i xid")
-
-
-CHECKS = (
-    *(count, visible_devices, same_model, ecc_errors, row_remapping, recovery_action),
-    *(compute_mode, persistence_mode, other_processes, xid_errors),
-)

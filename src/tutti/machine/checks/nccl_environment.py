@@ -58,12 +58,7 @@ def closest_known(name: str) -> str | None:
     return close[0] if close else None
 
 
-@machine_check(
-    "env.misspelt",
-    "variables with nearly the name of one that NCCL, torch, gloo or OpenMP reads",
-    "a misspelt variable is silently ignored",
-    "rename the variable, or unset it",
-)
+@machine_check("env.misspelt")
 def misspelt(machine: Machine) -> Findings:
     for name, value in sorted(settings(machine).items()):
         if correct := closest_known(name):
@@ -77,12 +72,7 @@ def misspelt(machine: Machine) -> Findings:
             )
 
 
-@machine_check(
-    "env.renamed",
-    "variables that were renamed or no longer have an effect",
-    "the old name is deprecated or ignored",
-    "use the new name, or unset the variable",
-)
+@machine_check("env.renamed")
 def renamed(machine: Machine) -> Findings:
     for name, value in sorted(settings(machine).items()):
         new = renamed_variables().get(name)
@@ -113,12 +103,7 @@ _SWITCHES = (
 _FOR_SHARED_GPUS = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
 
 
-@machine_check(
-    "env.switched_off",
-    "transports and features that a variable disables",
-    "such variables are often left from debugging and cost most of the bandwidth",
-    "unset the variable and measure again with tutti bench collectives",
-)
+@machine_check("env.switched_off")
 def switched_off(machine: Machine) -> Findings:
     variables = settings(machine)
     for name, off, effect in _SWITCHES:
@@ -136,12 +121,7 @@ _PINNED = (
 )
 
 
-@machine_check(
-    "env.pinned",
-    "algorithm, protocol, channels, threads or buffers fixed for all message sizes",
-    "NCCL chooses by size and topology; LL128 corrupts data where the hardware does not support it",
-    "unset the variable unless a measurement on this machine shows a gain",
-)
+@machine_check("env.pinned")
 def pinned(machine: Machine) -> Findings:
     variables = settings(machine)
     for name in _PINNED:
@@ -174,12 +154,7 @@ _COSTLY = (
 )
 
 
-@machine_check(
-    "env.debugging",
-    "debugging variables that slow down every step",
-    "they are easily left set after debugging",
-    "unset the variable in production",
-)
+@machine_check("env.debugging")
 def debugging(machine: Machine) -> Findings:
     variables = settings(machine)
     for name, values, cost in _COSTLY:
@@ -210,12 +185,7 @@ _NUMBERS = (
 )
 
 
-@machine_check(
-    "env.values",
-    "values that are out of range or of the wrong type",
-    "NCCL reads NCCL_P2P_DISABLE=true as 0",
-    "set a valid value",
-)
+@machine_check("env.values")
 def invalid_values(machine: Machine) -> Findings:
     variables = settings(machine)
     for name, value in sorted(variables.items()):
@@ -242,12 +212,7 @@ def invalid_values(machine: Machine) -> Findings:
         yield warn("machine", observed, "7, the default", "unset NCCL_IB_RETRY_CNT")
 
 
-@host_check(
-    "env.threads",
-    "OMP_NUM_THREADS against CPUs and ranks",
-    "by default every rank starts one thread per CPU, and the threads compete for the CPUs",
-    "set it to CPUs / ranks (torchrun sets 1, tutti run sets the quotient)",
-)
+@host_check("env.threads")
 def omp_threads(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     ranks = max(1, cluster.ranks_on(host))
@@ -270,12 +235,7 @@ def omp_threads(cluster: Cluster, host: int) -> Findings:
         yield passed(f"OMP_NUM_THREADS={value or '(not set)'}, {cpus} CPUs")
 
 
-@machine_check(
-    "env.allocator",
-    "expandable segments together with NCCL's tensor registration",
-    "a segment that grows cannot stay registered with NCCL",
-    "use only one of the two",
-)
+@machine_check("env.allocator")
 def allocator(machine: Machine) -> Findings:
     variables = settings(machine)
     conf = variables.get("PYTORCH_ALLOC_CONF") or variables.get("PYTORCH_CUDA_ALLOC_CONF") or ""
@@ -290,12 +250,7 @@ def allocator(machine: Machine) -> Findings:
         )
 
 
-@machine_check(
-    "env.devices",
-    "CUDA_DEVICE_MAX_CONNECTIONS and CUDA_DEVICE_ORDER",
-    "a single hardware queue prevents overlap; by default CUDA numbers different GPUs by speed",
-    "unset the first; set the second to PCI_BUS_ID if GPUs differ",
-)
+@machine_check("env.devices")
 def cuda_devices(machine: Machine) -> Findings:
     variables = settings(machine)
     if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -316,12 +271,7 @@ def cuda_devices(machine: Machine) -> Findings:
         )
 
 
-@machine_check(
-    "env.files",
-    "/etc/nccl.conf and ~/.nccl.conf against the environment",
-    "NCCL applies these files without logging it",
-    "keep each setting in one place",
-)
+@machine_check("env.files")
 def nccl_conf_files(machine: Machine) -> Findings:
     for path, values in sorted(machine.nccl_conf.items()):
         overridden = [
@@ -335,9 +285,3 @@ def nccl_conf_files(machine: Machine) -> Findings:
         if not overridden:
             pairs = ", ".join(f"{k}={v}" for k, v in sorted(values.items()))
             yield passed(f"{path} sets {pairs}")
-
-
-CHECKS = (
-    *(misspelt, renamed, switched_off, pinned, debugging, invalid_values, omp_threads),
-    *(allocator, cuda_devices, nccl_conf_files),
-)

@@ -3,15 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from tutti.machine.checks.cluster import Cluster
+from tutti.machine.checks.cluster import Cluster, Skip, has_rdma, known
 from tutti.machine.checks.finding import (
     Findings,
-    Skip,
     cluster_check,
     fail,
-    has_rdma,
     host_check,
-    known,
     machine_check,
     passed,
     warn,
@@ -59,12 +56,7 @@ def external_nics(machine: Machine) -> list[Nic]:
     ]
 
 
-@host_check(
-    "network.ifname",
-    "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME against the existing interfaces",
-    "with a name that matches nothing, or loopback, ranks on other hosts time out",
-    "unset the variable, or name an interface that reaches the other hosts",
-)
+@host_check("network.ifname")
 def interface_variables(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     variables = settings(machine)
@@ -85,12 +77,7 @@ def interface_variables(cluster: Cluster, host: int) -> Findings:
             yield fail(f"nic:{nics[0].name}", f"{setting}: it is down", expected, command)
 
 
-@host_check(
-    "network.outside",
-    "whether any interface reaches beyond this host",
-    "loopback and container bridges do not reach other hosts",
-    "bring an interface up; run containers with --network=host",
-)
+@host_check("network.outside")
 def external_interface(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     if not machine.nics:
@@ -105,12 +92,7 @@ def external_interface(cluster: Cluster, host: int) -> Findings:
         raise Skip("only loopback is up, and the world has one host")
 
 
-@host_check(
-    "network.choice",
-    "whether the fastest interface carries the data, without RDMA",
-    "by default gloo and NCCL use the interface of the default route or of the host name",
-    "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the fastest interface",
-)
+@host_check("network.choice")
 def interface_choice(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     if cluster.on_one_host:
@@ -137,12 +119,7 @@ def interface_choice(cluster: Cluster, host: int) -> Findings:
         yield warn(f"nic:{fastest.name}", observed, "10000 Mbit/s or more between hosts", cure=cure)
 
 
-@cluster_check(
-    "network.mtu",
-    "whether the MTU agrees between hosts and between RoCE ports",
-    "larger packets are dropped on the way: small messages pass, large ones hang",
-    "set the same MTU on all hosts and switches",
-)
+@cluster_check("network.mtu")
 def mtu(cluster: Cluster) -> Findings:
     compared = False
     by_name: dict[str, dict[str, int]] = {}
@@ -174,12 +151,7 @@ def _different(values: dict[str, int]) -> list[tuple[str, int, int]]:
     return [(name, value, usual) for name, value in values.items() if value != usual]
 
 
-@machine_check(
-    "network.errors",
-    "packet errors of physical interfaces",
-    "each lost packet is sent again after a delay",
-    "replace cable or transceiver if the counts grow",
-)
+@machine_check("network.errors")
 def packet_errors(machine: Machine) -> Findings:
     nics = [nic for nic in machine.nics if nic.kind in ("physical", "bond")]
     if not nics:
@@ -192,12 +164,7 @@ def packet_errors(machine: Machine) -> Findings:
             yield warn(f"nic:{nic.name}", observed, "at most 100", command)
 
 
-@machine_check(
-    "network.kernel",
-    "TCP buffers on fast links without RDMA, and the range of local ports",
-    "a small buffer limits one connection to a fraction of the link speed",
-    "raise the limits with sysctl",
-)
+@machine_check("network.kernel")
 def kernel_settings(machine: Machine) -> Findings:
     if not machine.sysctls:
         raise Skip(machine.why("sysctls") or "the kernel settings are unknown")
@@ -216,12 +183,7 @@ def kernel_settings(machine: Machine) -> Findings:
         yield warn("machine", observed, "10000 or more", command)
 
 
-@host_check(
-    "network.name",
-    "the address that the host's own name resolves to",
-    "Debian maps the name to 127.0.1.1, and gloo announces that address to other hosts",
-    "map the name to an address that other hosts can reach",
-)
+@host_check("network.name")
 def host_name(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     target = known(machine, "name_resolution", machine.name_resolution)
@@ -242,12 +204,7 @@ def host_name(cluster: Cluster, host: int) -> Findings:
         yield passed(f"{name} resolves to {'loopback' if target == 'loopback' else 'an address'}")
 
 
-@cluster_check(
-    "network.calls",
-    "a connection from every host to every other on a high port",
-    "gloo and NCCL use random ports; behind a firewall they wait until they time out",
-    "open all ports between the hosts of a job",
-)
+@cluster_check("network.calls")
 def connections(cluster: Cluster) -> Findings:
     attempts = cluster.probes.connections
     if attempts is None:
@@ -263,9 +220,3 @@ def connections(cluster: Cluster) -> Findings:
             )
     if attempts and not any(attempt.error for attempt in attempts):
         yield passed(f"{len(attempts)} connections of {len(cluster.machines)} hosts", "world")
-
-
-CHECKS = (
-    *(interface_variables, external_interface, interface_choice, mtu, packet_errors),
-    *(kernel_settings, host_name, connections),
-)

@@ -1,17 +1,7 @@
 """Checks nvlink.* and pcie.*: links that are down, slow or faulty, peer access, ACS and IOMMU."""
 
-from tutti.machine.checks.finding import (
-    Findings,
-    Skip,
-    fail,
-    gpus_of,
-    has_rdma,
-    is_virtual,
-    machine_check,
-    passed,
-    read_gpus,
-    warn,
-)
+from tutti.machine.checks.cluster import Skip, gpus_of, has_rdma, is_virtual, read_gpus
+from tutti.machine.checks.finding import Findings, fail, machine_check, passed, warn
 from tutti.machine.checks.nccl_environment import settings
 from tutti.machine.observation import Machine
 from tutti.machine.pci import PciDevice, PcieLink
@@ -23,12 +13,7 @@ _RESTART_FABRIC_MANAGER = "sudo systemctl restart nvidia-fabricmanager"
 # --- NVLink --------------------------------------------------------------------------------------
 
 
-@machine_check(
-    "nvlink.active",
-    "the number of active NVLinks of each GPU, against other GPUs and its board",
-    "the GPU with the fewest links limits every ring",
-    "reset the GPU or restart fabric manager; if that does not help, service the board",
-)
+@machine_check("nvlink.active")
 def active_nvlinks(machine: Machine) -> Findings:
     nvlinks = read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
     active = {gpu.index: sum(link.active is True for link in links) for gpu, links in nvlinks}
@@ -56,12 +41,7 @@ def active_nvlinks(machine: Machine) -> Findings:
         yield passed(f"{expected} NVLinks active on each of {len(nvlinks)} GPUs")
 
 
-@machine_check(
-    "nvlink.speed",
-    "the trained speed of each NVLink",
-    "one slow link slows all traffic of its GPU",
-    "reset the GPU",
-)
+@machine_check("nvlink.speed")
 def nvlink_speed(machine: Machine) -> Findings:
     speeds = [
         (gpu.index, link.index, link.speed_mbs)
@@ -79,12 +59,7 @@ def nvlink_speed(machine: Machine) -> Findings:
             yield fail(f"gpu:{gpu}", observed, expected, f"sudo nvidia-smi --gpu-reset -i {gpu}")
 
 
-@machine_check(
-    "nvlink.errors",
-    "replay, recovery and CRC errors of NVLinks",
-    "a link with errors is slow and likely to fail",
-    "run a load and see whether the counts grow; if they do, service the link",
-)
+@machine_check("nvlink.errors")
 def nvlink_errors(machine: Machine) -> Findings:
     nvlinks = read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
     if not any(links for _, links in nvlinks):
@@ -104,12 +79,7 @@ def nvlink_errors(machine: Machine) -> Findings:
                 yield say(f"gpu:{gpu.index}", observed, "0", f"nvidia-smi nvlink -e -i {gpu.index}")
 
 
-@machine_check(
-    "nvlink.fabric",
-    "state and health of the NVSwitch fabric",
-    "without fabric manager, CUDA does not start on NVSwitch boards or works without NVLink",
-    "restart nvidia-fabricmanager",
-)
+@machine_check("nvlink.fabric")
 def nvswitch_fabric(machine: Machine) -> Findings:
     states = read_gpus(machine, "fabric_state", lambda g: g.fabric_state)
     if all(state == "not_supported" for _, state in states):
@@ -135,12 +105,7 @@ _PEER_ACCESS = {
 }
 
 
-@machine_check(
-    "nvlink.peers",
-    "peer access between GPUs that share NVLink or a PCIe switch",
-    "without peer access all traffic goes through host memory",
-    "disable ACS and IOMMU translation (pcie.acs, pcie.iommu); update the driver",
-)
+@machine_check("nvlink.peers")
 def peer_access(machine: Machine) -> Findings:
     if len(gpus_of(machine)) < 2:
         raise Skip("one GPU")
@@ -187,12 +152,7 @@ def _show_link(address: str) -> str:
     return f"sudo lspci -vv -s {address} | grep -i lnk"
 
 
-@machine_check(
-    "pcie.width",
-    "PCIe lanes in use against the maximum",
-    "half the lanes give half the speed of every copy",
-    "reseat the card; check riser, slot and its BIOS setting",
-)
+@machine_check("pcie.width")
 def pcie_width(machine: Machine) -> Findings:
     links = [link for link in _pcie_links(machine) if link[2].width and link[2].max_width]
     if not links:
@@ -203,12 +163,7 @@ def pcie_width(machine: Machine) -> Findings:
             yield fail(scope, observed, expected, _show_link(address))
 
 
-@machine_check(
-    "pcie.generation",
-    "the PCIe generation under load",
-    "each lower generation halves the speed",
-    "check the BIOS setting of the slot, risers and retimers",
-)
+@machine_check("pcie.generation")
 def pcie_generation(machine: Machine) -> Findings:
     """An idle GPU lowers its generation to save power, so only GPUs in use are checked."""
     idle = {f"gpu:{gpu.index}" for gpu in machine.accelerators if not gpu.processes}
@@ -225,12 +180,7 @@ def pcie_generation(machine: Machine) -> Findings:
             yield warn(scope, observed, f"PCIe {link.max_generation}", _show_link(address))
 
 
-@machine_check(
-    "pcie.errors",
-    "PCIe errors since boot",
-    "a bad contact first causes retransmissions, then failures",
-    "reseat the card; if the counts grow, service it",
-)
+@machine_check("pcie.errors")
 def pcie_errors(machine: Machine) -> Findings:
     devices = [each for each in machine.pci if each.kind != "bridge"]
     if not devices:
@@ -263,12 +213,7 @@ def _pci_devices_of_gpus(machine: Machine) -> list[PciDevice]:
     return [device for device in devices if device is not None]
 
 
-@machine_check(
-    "pcie.acs",
-    "access control (ACS) on the bridges above GPUs, on bare metal",
-    "it sends traffic between devices through the CPU: slow, and corrupt or stuck on some boards",
-    "disable ACS in the BIOS, or on each bridge after every boot",
-)
+@machine_check("pcie.acs")
 def acs(machine: Machine) -> Findings:
     gpus_of(machine)
     if is_virtual(machine):
@@ -289,12 +234,7 @@ def acs(machine: Machine) -> Findings:
         yield warn("machine", observed, "disabled on bare metal", *commands)
 
 
-@machine_check(
-    "pcie.iommu",
-    "whether the IOMMU translates addresses of GPUs, on bare metal",
-    "peer access through a translating IOMMU is slow, and corrupt or stuck on some boards",
-    "boot with iommu=pt, or disable VT-d / AMD-Vi in the BIOS",
-)
+@machine_check("pcie.iommu")
 def iommu(machine: Machine) -> Findings:
     gpus_of(machine)
     if is_virtual(machine):
@@ -311,12 +251,7 @@ def iommu(machine: Machine) -> Findings:
         yield passed(f"IOMMU {names}")
 
 
-@machine_check(
-    "pcie.hidden",
-    "whether PCIe switches, speeds and NUMA nodes of GPUs are visible",
-    "NCCL builds its rings from them; virtual machines often hide them",
-    "give NCCL the provider's topology file: NCCL_TOPO_FILE",
-)
+@machine_check("pcie.hidden")
 def hidden_topology(machine: Machine) -> Findings:
     if len(gpus_of(machine)) < 2:
         raise Skip("one GPU")
@@ -340,9 +275,3 @@ def hidden_topology(machine: Machine) -> Findings:
             "visible switches, speeds and NUMA nodes",
             "export NCCL_TOPO_FILE=/path/to/topology.xml",
         )
-
-
-CHECKS = (
-    *(active_nvlinks, nvlink_speed, nvlink_errors, nvswitch_fabric, peer_access),
-    *(pcie_width, pcie_generation, pcie_errors, acs, iommu, hidden_topology),
-)

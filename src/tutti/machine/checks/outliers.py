@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from tutti.machine.checks.cluster import Cluster, MeasuredRate
-from tutti.machine.checks.finding import Findings, Skip, cluster_check, fail, passed, warn
+from tutti.machine.checks.cluster import Cluster, MeasuredRate, Skip
+from tutti.machine.checks.finding import Findings, cluster_check, fail, passed, warn
 from tutti.machine.checks.nccl_environment import settings
 from tutti.machine.checks.network_interfaces import external_nics, selected_nics
 from tutti.measure.units import format_rate
@@ -138,22 +138,12 @@ def _compare_rates(
             yield passed(f"{span} {unit} ({kind}, {len(same)} measured)", "world")
 
 
-@cluster_check(
-    "active.compute",
-    "a matrix product on every rank or GPU, compared with the others",
-    "at every step all ranks wait for the slowest",
-    "check its clocks, temperature and other processes on its CPUs; replace it",
-)
+@cluster_check("active.compute")
 def compute_rate(cluster: Cluster) -> Findings:
     yield from _compare_rates(cluster, _probed(cluster, "compute"), "TFLOP/s", 1e12)
 
 
-@cluster_check(
-    "active.memory",
-    "a memory copy on every rank or GPU, compared with the others",
-    "a missing memory module or remote NUMA memory shows here",
-    "check its NUMA binding, its memory modules, or the memory errors of the GPU",
-)
+@cluster_check("active.memory")
 def memory_rate(cluster: Cluster) -> Findings:
     yield from _compare_rates(cluster, _probed(cluster, "bandwidth"), "GB/s", 1e9)
 
@@ -161,12 +151,7 @@ def memory_rate(cluster: Cluster) -> Findings:
 # --- links between ranks -------------------------------------------------------------------------
 
 
-@cluster_check(
-    "active.links",
-    "TCP transfers in both directions between all ranks (between all hosts of a large world)",
-    "the slowest link limits every ring",
-    "check cable, port, switch and traffic shaping (tc) of the link",
-)
+@cluster_check("active.links")
 def link_rates(cluster: Cluster) -> Findings:
     rates = _probed(cluster, "links")
     if not rates:
@@ -256,12 +241,7 @@ _COPY_FAULTS = {
 }
 
 
-@cluster_check(
-    "active.p2p",
-    "copies between all GPUs of a host, with the data compared, in a separate process",
-    "wrong routing corrupts data or hangs, and NCCL does not notice",
-    "disable ACS and IOMMU translation",
-)
+@cluster_check("active.p2p")
 def gpu_copies(cluster: Cluster) -> Findings:
     if cluster.probes.copies is None:
         raise _skip(cluster, "copies")
@@ -286,12 +266,7 @@ def gpu_copies(cluster: Cluster) -> Findings:
             yield say(scope, observed, f"about {usual:.3g} GB/s", host=machine.host)
 
 
-@cluster_check(
-    "active.collective",
-    "an all_reduce over all ranks with gloo, compared bit by bit",
-    "it uses the ports, names and interfaces that a job would use",
-    "see network.calls, network.name and network.ifname",
-)
+@cluster_check("active.collective")
 def all_reduce_result(cluster: Cluster) -> Findings:
     results = cluster.probes.all_reduce
     if results is None:
@@ -301,6 +276,3 @@ def all_reduce_result(cluster: Cluster) -> Findings:
             yield fail(f"rank:{rank}", error, "the exact sum over all ranks")
     if not any(results):
         yield passed(f"all_reduce over {len(results)} ranks is exact", "world")
-
-
-CHECKS = (compute_rate, memory_rate, link_rates, gpu_copies, all_reduce_result)

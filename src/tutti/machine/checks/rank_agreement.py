@@ -6,8 +6,8 @@ The value of the majority is expected; ranks or hosts with another value are nam
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from tutti.machine.checks.cluster import Cluster
-from tutti.machine.checks.finding import Findings, Skip, cluster_check, fail, passed, warn
+from tutti.machine.checks.cluster import Cluster, Skip
+from tutti.machine.checks.finding import Findings, cluster_check, fail, passed, warn
 from tutti.machine.checks.nccl_environment import settings, shares_gpus
 from tutti.machine.observation import Machine
 from tutti.measure.units import format_bytes
@@ -64,12 +64,7 @@ def _names(odd: Sequence[tuple[int | None, Machine]], hosts: Sequence[str]) -> s
     return f"{names} (rank {', '.join(ranks[:6])}{' …' if len(ranks) > 6 else ''})"
 
 
-@cluster_check(
-    "agreement.versions",
-    "versions of torch, CUDA, NCCL, driver, Python and kernel on all ranks",
-    "ranks with different code hang or compute different results",
-    "install the same versions on every host",
-)
+@cluster_check("agreement.versions")
 def same_versions(cluster: Cluster) -> Findings:
     def facts(machine: Machine) -> Mapping[str, str]:
         system = {"kernel": machine.kernel, "architecture": machine.architecture}
@@ -78,12 +73,7 @@ def same_versions(cluster: Cluster) -> Findings:
     yield from _differences(cluster, facts, ("torch", "nccl", "cuda", "tutti"))
 
 
-@cluster_check(
-    "agreement.variables",
-    "variables of NCCL, torch and gloo on all ranks",
-    "ranks that select different algorithms or transports wait for each other forever",
-    "export the same variables everywhere (srun --export, mpirun -x)",
-)
+@cluster_check("agreement.variables")
 def same_variables(cluster: Cluster) -> Findings:
     def facts(machine: Machine) -> Mapping[str, str]:
         return {
@@ -95,12 +85,7 @@ def same_variables(cluster: Cluster) -> Findings:
     yield from _differences(cluster, facts)
 
 
-@cluster_check(
-    "agreement.limits",
-    "ulimits of all ranks",
-    "ranks inherit the limits of the daemon that started them",
-    "set limits in the unit of the daemon (LimitMEMLOCK, LimitNOFILE), not in a login shell",
-)
+@cluster_check("agreement.limits")
 def same_limits(cluster: Cluster) -> Findings:
     def facts(machine: Machine) -> Mapping[str, str]:
         limits = {
@@ -114,12 +99,7 @@ def same_limits(cluster: Cluster) -> Findings:
     yield from _differences(cluster, facts)
 
 
-@cluster_check(
-    "agreement.hardware",
-    "the number of GPUs and RDMA ports, CPUs and memory of all hosts",
-    "a host with less than the others has lost a device",
-    "check that host first",
-)
+@cluster_check("agreement.hardware")
 def same_hardware(cluster: Cluster) -> Findings:
     if len(cluster.machines) < 2:
         raise Skip("one host: nothing to compare")
@@ -138,12 +118,7 @@ def same_hardware(cluster: Cluster) -> Findings:
     yield from _differences(Cluster(cluster.machines), facts, ("GPUs", "RDMA ports"))
 
 
-@cluster_check(
-    "agreement.gpus",
-    "whether two ranks would use the same GPU",
-    "they share its time and memory, and NCCL refuses to start",
-    "start one rank per GPU, or allow sharing with --ranks-per-gpu",
-)
+@cluster_check("agreement.gpus")
 def one_gpu_per_rank(cluster: Cluster) -> Findings:
     on_gpus = [rank for rank in cluster.ranks if rank.gpu is not None]
     if not on_gpus:
@@ -156,6 +131,3 @@ def one_gpu_per_rank(cluster: Cluster) -> Findings:
             yield fail(f"rank:{ranks[1]}", observed, "one GPU per rank")
     if len(users) == len(on_gpus):
         yield passed(f"{len(on_gpus)} ranks, one GPU each", "world")
-
-
-CHECKS = (same_versions, same_variables, same_limits, same_hardware, one_gpu_per_rank)

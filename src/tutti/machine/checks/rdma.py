@@ -3,19 +3,8 @@
 from collections import Counter
 from statistics import median
 
-from tutti.machine.checks.cluster import Cluster
-from tutti.machine.checks.finding import (
-    Findings,
-    Skip,
-    cluster_check,
-    fail,
-    gpus_of,
-    has_rdma,
-    machine_check,
-    parse_version,
-    passed,
-    warn,
-)
+from tutti.machine.checks.cluster import Cluster, Skip, gpus_of, has_rdma, parse_version
+from tutti.machine.checks.finding import Findings, cluster_check, fail, machine_check, passed, warn
 from tutti.machine.checks.nccl_environment import settings
 from tutti.machine.nics import RdmaPort
 from tutti.machine.observation import Machine
@@ -28,12 +17,7 @@ def _ports(cluster: Cluster) -> list[tuple[Machine, RdmaPort]]:
     return found
 
 
-@cluster_check(
-    "rdma.state",
-    "whether every RDMA port is active, against other ports of the host and other hosts",
-    "NCCL does not use a port that is down, so a whole rail may be missing",
-    "check cable, transceiver, switch port and subnet manager",
-)
+@cluster_check("rdma.state")
 def port_state(cluster: Cluster) -> Findings:
     ports = _ports(cluster)
     active = Counter((port.device, port.port) for _, port in ports if port.state == "ACTIVE")
@@ -52,12 +36,7 @@ def port_state(cluster: Cluster) -> Findings:
             yield warn(scope, observed, expected, command, host=machine.host)
 
 
-@cluster_check(
-    "rdma.rate",
-    "the rate of every RDMA port, against other ports of the host and other hosts",
-    "one port at half the rate slows every ring through it",
-    "replace the cable or transceiver; check the setting of the switch port",
-)
+@cluster_check("rdma.rate")
 def port_rate(cluster: Cluster) -> Findings:
     ports = [(m, p) for m, p in _ports(cluster) if p.state == "ACTIVE" and p.rate_gbps]
     if not ports:
@@ -106,12 +85,7 @@ _NORMAL_COUNTS = {
 }
 
 
-@cluster_check(
-    "rdma.errors",
-    "error counters of RDMA ports, against other ports",
-    "a port that retransmits packets stalls the whole job",
-    "clean or replace the cable; on RoCE check flow control (PFC, ECN) on the path",
-)
+@cluster_check("rdma.errors")
 def port_errors(cluster: Cluster) -> Findings:
     ports = _ports(cluster)
     usual = {name: median(p.counters.get(name, 0) for _, p in ports) for name in _NORMAL_COUNTS}
@@ -128,12 +102,7 @@ def port_errors(cluster: Cluster) -> Findings:
             yield warn(f"nic:{port.device}", observed, expected, command, host=machine.host)
 
 
-@machine_check(
-    "rdma.gid",
-    "whether RoCE ports have a RoCE v2 GID",
-    "RoCE v1 is not routed, and NCCL prefers v2",
-    "give the interface an IP address; set NCCL_IB_ROCE_VERSION_NUM=2",
-)
+@machine_check("rdma.gid")
 def roce_gid(machine: Machine) -> Findings:
     roce = [p for p in machine.rdma if p.link_layer == "Ethernet" and p.state == "ACTIVE"]
     if not roce:
@@ -147,12 +116,7 @@ def roce_gid(machine: Machine) -> Findings:
         yield passed(f"NCCL_IB_GID_INDEX={index} (NCCL 2.21 and newer select RoCE v2 themselves)")
 
 
-@machine_check(
-    "rdma.hca",
-    "NCCL_IB_HCA against the existing RDMA devices",
-    "NCCL falls back to TCP without a message at the default log level",
-    "unset the variable, or name devices that exist",
-)
+@machine_check("rdma.hca")
 def hca_variable(machine: Machine) -> Findings:
     value = settings(machine).get("NCCL_IB_HCA")
     if value is None:
@@ -168,12 +132,7 @@ def hca_variable(machine: Machine) -> Findings:
             yield fail("machine", observed, expected, "unset NCCL_IB_HCA")
 
 
-@machine_check(
-    "rdma.gpu_direct",
-    "whether NICs can access GPU memory directly (GPUDirect RDMA)",
-    "otherwise each message is copied through host memory, at half the rate or less",
-    "load nvidia_peermem, or use the open kernel modules (DMA-BUF)",
-)
+@machine_check("rdma.gpu_direct")
 def gpu_direct(machine: Machine) -> Findings:
     gpus_of(machine)
     if not has_rdma(machine):
@@ -193,6 +152,3 @@ def gpu_direct(machine: Machine) -> Findings:
         observed = f"nvidia_peermem is not loaded, and {module} kernel modules lack DMA-BUF"
         expected = "nvidia_peermem or DMA-BUF"
         yield warn("machine", observed, expected, "sudo modprobe nvidia_peermem")
-
-
-CHECKS = (port_state, port_rate, port_errors, roce_gid, hca_variable, gpu_direct)

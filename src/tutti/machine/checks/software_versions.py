@@ -1,15 +1,7 @@
 """Checks versions.*: versions of torch, CUDA, driver and NCCL, and whether they fit together."""
 
-from tutti.machine.checks.finding import (
-    Findings,
-    Skip,
-    fail,
-    gpus_of,
-    machine_check,
-    parse_version,
-    passed,
-    warn,
-)
+from tutti.machine.checks.cluster import Skip, gpus_of, parse_version
+from tutti.machine.checks.finding import Findings, fail, machine_check, passed, warn
 from tutti.machine.observation import Machine
 
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 15)
@@ -23,12 +15,7 @@ def _version(machine: Machine, name: str) -> str:
     return text
 
 
-@machine_check(
-    "versions.torch",
-    "the version of torch",
-    "tutti uses functions that torch has since 2.11",
-    "install torch 2.11 to 2.15",
-)
+@machine_check("versions.torch")
 def torch_version(machine: Machine) -> Findings:
     text = _version(machine, "torch")
     version = parse_version(text)[:2]
@@ -41,12 +28,7 @@ def torch_version(machine: Machine) -> Findings:
         yield passed(f"torch {text}")
 
 
-@machine_check(
-    "versions.cuda",
-    "whether torch is built with CUDA on a machine with GPUs",
-    "a CPU build of torch silently trains on the CPU",
-    "install a CUDA build of torch",
-)
+@machine_check("versions.cuda")
 def cuda_build(machine: Machine) -> Findings:
     gpus_of(machine)
     _version(machine, "torch")
@@ -62,12 +44,7 @@ def cuda_build(machine: Machine) -> Findings:
         )
 
 
-@machine_check(
-    "versions.driver",
-    "whether the driver supports the CUDA version of torch",
-    "an older driver cannot run any kernel",
-    "update the driver, or install a torch for the driver's CUDA",
-)
+@machine_check("versions.driver")
 def driver_version(machine: Machine) -> Findings:
     gpus_of(machine)
     cuda, supported = _version(machine, "cuda"), _version(machine, "cuda_driver")
@@ -80,12 +57,7 @@ def driver_version(machine: Machine) -> Findings:
         yield passed(f"driver {driver}, CUDA {supported}; torch's CUDA {cuda}")
 
 
-@machine_check(
-    "versions.nccl",
-    "the version of NCCL",
-    "NCCL 2.24 and newer can report which rank of a running job is late (RAS, port 28028)",
-    "install a newer torch, or a newer NCCL",
-)
+@machine_check("versions.nccl")
 def nccl_version(machine: Machine) -> Findings:
     gpus_of(machine)
     text = _version(machine, "nccl")
@@ -94,6 +66,3 @@ def nccl_version(machine: Machine) -> Findings:
         yield warn("machine", observed, "2.24 or newer")
     else:
         yield passed(f"NCCL {text}")
-
-
-CHECKS = (torch_version, cuda_build, driver_version, nccl_version)
