@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tutti.world.errors import UsageError
-from tutti.world.jobs import MpiJob, SlurmJob, parse_hosts
+from tutti.world.jobs import mpi_script, parse_hosts, slurm_script
 from worlds import TUTTI, run_command
 
 HOSTILE = ['x"; touch pwned; "', "$(touch pwned)", "`touch pwned`", "a\n#SBATCH --x", "a, b", "'"]
@@ -43,24 +43,21 @@ def test_a_slurm_script_is_readable() -> None:
 
 @pytest.mark.parametrize("value", HOSTILE)
 def test_a_hostile_value_never_reaches_an_sbatch_line(value: str) -> None:
-    job = SlurmJob(["true"], 1, 1, None, {"job-name": value})
     with pytest.raises(UsageError, match="a value on an #SBATCH line may contain"):
-        job.script()
+        slurm_script(["true"], 1, 1, None, {"job-name": value})
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, "exclusive\ntouch /tmp/pwned #", "", "-x"])
 def test_a_hostile_name_never_becomes_an_sbatch_line(name: str) -> None:
     with pytest.raises(UsageError, match="is not a flag of sbatch"):
-        SlurmJob(["true"], 1, 1, None, {name: ""}).script()
+        slurm_script(["true"], 1, 1, None, {name: ""})
 
 
 @pytest.mark.parametrize("value", HOSTILE)
 def test_a_hostile_argument_is_quoted(value: str, tmp_path: Path) -> None:
-    script = SlurmJob(
-        [sys.executable, "-c", "import sys; print(sys.argv[1:])", value], 1, 1, None, {}
-    )
+    command = [sys.executable, "-c", "import sys; print(sys.argv[1:])", value]
     # srun replaced by a shell function that runs its command: only the quoting is tested.
-    body = script.script().replace("srun --kill-on-bad-exit=1", "env --")
+    body = slurm_script(command, 1, 1, None, {}).replace("srun --kill-on-bad-exit=1", "env --")
     done = run_command(["bash", "-c", body], cwd=tmp_path)
     assert done.stdout == f"{[value]}\n"
     assert list(tmp_path.iterdir()) == []
@@ -75,11 +72,13 @@ def test_hosts_are_read_with_their_ranks() -> None:
 
 def test_several_hosts_get_the_address_of_rank_0() -> None:
     hosts = [("n1", 4), ("n2", 4)]
-    openmpi = MpiJob(["prog"], hosts, ["mpirun"], "openmpi").script()
-    mpich = MpiJob(["prog"], hosts, ["mpirun"], "mpich").script()
+    openmpi, mpich, again = (
+        mpi_script(["prog"], hosts, ["mpirun"], flavour)
+        for flavour in ("openmpi", "mpich", "mpich")
+    )
     assert "mpirun -np 8 --host n1:4,n2:4 --bind-to none -x MASTER_ADDR=n1 prog" in openmpi
     assert "mpirun -np 8 -hosts n1:4,n2:4 -genv MASTER_ADDR n1 -genv MASTER_PORT 2" in mpich
-    assert mpich == MpiJob(["prog"], hosts, ["mpirun"], "mpich").script()  # the same each time
+    assert mpich == again  # the same port each time
 
 
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])

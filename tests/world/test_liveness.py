@@ -43,7 +43,7 @@ def test_leaving_is_not_a_failure(ends: list[Liveness]) -> None:
 
 
 def test_a_lost_connection_is_a_failure(ends: list[Liveness]) -> None:
-    connection = next(each for each, peer in ends[1]._peers.items() if peer.rank == 0)
+    connection = next(each for each, peer in ends[1]._peers.items() if peer == 0)
     connection.shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that was killed
     assert ends[2].wait(lambda: ends[2].first_failure is not None, 5)
     assert ends[2].first_failure is not None and ends[2].first_failure.rank == 1

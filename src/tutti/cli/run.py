@@ -49,17 +49,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code of the first rank that failed."""
     flags, command = split_at_command(Run, arguments)
     options = parse(Run, "tutti run", flags)
-    return LocalWorld(
-        command=python_command(command),
-        ranks=options.ranks,
-        device=options.device,
-        ranks_per_gpu=options.ranks_per_gpu,
-        show=options.show,
-        log_dir=options.log_dir,
-        start_timeout=options.start_timeout,
-        timeout=options.timeout,
-        grace=options.grace,
-    ).run()
+    return LocalWorld(python_command(command), **vars(options)).run()
 
 
 def python_command(command: list[str]) -> list[str]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tutti.cli.flags import parse, split_at_dashes
+from tutti.cli.flags import Flags, parse, split_at_dashes
 from tutti.world.errors import UsageError
-from tutti.world.jobs import MpiJob, SlurmJob, parse_hosts
+from tutti.world.jobs import mpi_script, parse_hosts, slurm_script
 
 _USAGE = """usage: tutti submit slurm [flags] -- COMMAND
        tutti submit mpi --hosts n1:4,n2:4 [flags] -- COMMAND
@@ -91,29 +91,19 @@ def main(arguments: list[str]) -> int:
 
 
 def _submit_slurm(arguments: list[str]) -> int:
-    flags, command = split_at_dashes(arguments)
-    options = parse(Slurm, "tutti submit slurm", flags)
-    name = options.job_name or _job_name(_required(command, "slurm"))
+    options, command = _parse(Slurm, "slurm", arguments)
+    name = options.job_name or _job_name(command)
     extra = [flag.lstrip("-").partition("=") for flag in options.sbatch]
     gpus = options.gpus_per_node
-    job = SlurmJob(
-        command=command,
-        nodes=options.nodes,
-        ranks_per_node=max(1, gpus) if options.ranks_per_node is None else options.ranks_per_node,
-        cpus_per_rank=options.cpus_per_rank,
-        directives={
-            "job-name": name,
-            "gpus-per-node": str(gpus) if gpus else None,
-            "partition": options.partition,
-            "time": options.time,
-            "account": options.account,
-            "qos": options.qos,
-            "mem": options.mem,
-            "output": options.output,
-            **{flag: value for flag, _, value in extra},
-        },
-    )
-    script = job.script()
+    ranks = max(1, gpus) if options.ranks_per_node is None else options.ranks_per_node
+    same_name = ("partition", "time", "account", "qos", "mem", "output")
+    directives = {
+        "job-name": name,
+        "gpus-per-node": str(gpus) if gpus else None,
+        **{flag: getattr(options, flag) for flag in same_name},
+        **{flag: value for flag, _, value in extra},
+    }
+    script = slurm_script(command, options.nodes, ranks, options.cpus_per_rank, directives)
     if options.dry_run:
         print(script, end="")
         return 0
@@ -128,16 +118,11 @@ def _submit_slurm(arguments: list[str]) -> int:
 
 
 def _submit_mpi(arguments: list[str]) -> int:
-    flags, command = split_at_dashes(arguments)
-    options = parse(Mpi, "tutti submit mpi", flags)
+    options, command = _parse(Mpi, "mpi", arguments)
     mpirun = shlex.split(options.mpirun) or ["mpirun"]
-    job = MpiJob(
-        command=_required(command, "mpi"),
-        hosts=parse_hosts(options.hosts),
-        mpirun=mpirun,
-        flavour=_flavour(mpirun[0]) if options.flavour == "auto" else options.flavour,
-    )
-    script = job.script()
+    hosts = parse_hosts(options.hosts)
+    flavour = _flavour(mpirun[0]) if options.flavour == "auto" else options.flavour
+    script = mpi_script(command, hosts, mpirun, flavour)
     if options.dry_run:
         print(script, end="")
         return 0
@@ -148,10 +133,12 @@ def _submit_mpi(arguments: list[str]) -> int:
     os.execvp("bash", ["bash", str(path)])
 
 
-def _required(command: Sequence[str], kind: str) -> Sequence[str]:
+def _parse(flags: type[Flags], kind: str, arguments: list[str]) -> tuple[Flags, list[str]]:
+    before, command = split_at_dashes(arguments)
+    options = parse(flags, f"tutti submit {kind}", before)
     if not command:
         raise UsageError(f"no command given: put -- before it: tutti submit {kind} -- python x.py")
-    return command
+    return options, command
 
 
 def _job_name(command: Sequence[str]) -> str:

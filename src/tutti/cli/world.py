@@ -16,7 +16,9 @@ from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
-    from tutti.comm.ledger_reader import OperationRecord, ProcessLedger
+    from rich.console import Console
+
+    from tutti.comm.ledger_reader import ProcessLedger
 
 
 @dataclass(frozen=True)
@@ -81,22 +83,31 @@ _COLUMNS = (
 )
 
 
-def _print_table(rows: list[dict[str, Any]]) -> None:
+def _print_rows(title: str, rows: list[dict[str, Any]], wrap: bool = True) -> "Console":
+    """Print a table, or one line per row if the terminal is too narrow for the table."""
+    from rich.markup import escape
     from rich.table import Table
 
     from tutti.measure.terminal import console, table_fits
 
     out = console()
-    table = Table(title=f"world of {len(rows)} rank{'s' * (len(rows) != 1)}")
-    for name in _COLUMNS:
+    table = Table(title=title)
+    for name in rows[0]:
         table.add_column(name.replace("local_rank", "local"))
     for row in rows:
-        table.add_row(*(str(row[name]) for name in _COLUMNS))
+        table.add_row(*(escape(str(value)) for value in row.values()))
     if table_fits(table, out):
         out.print(table)
-    else:  # one line per rank
-        for row in rows:
-            out.print(", ".join(f"{name} {row[name]}" for name in _COLUMNS), markup=False)
+        return out
+    for row in rows:
+        line = ", ".join(f"{name} {value}" for name, value in row.items() if value != "")
+        out.print(line, markup=False, soft_wrap=not wrap)
+    return out
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    title = f"world of {len(rows)} rank{'s' * (len(rows) != 1)}"
+    out = _print_rows(title, [{name: row[name] for name in _COLUMNS} for row in rows])
     # Most reasons are the same on every rank: each is printed once.
     for value in rows[0]["reasons"]:
         by_rank = [row["reasons"].get(value, "") for row in rows]
@@ -111,11 +122,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 def _show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
     """Print a row for each of these processes, or for all that have a ledger; returns the rows."""
-    from rich.markup import escape
-    from rich.table import Table
-
     from tutti.comm.ledger_reader import processes, read_process
-    from tutti.measure.terminal import console, table_fits
 
     found = [read_process(pid) for pid in pids or processes()]
     ledgers = [ledger for ledger in found if ledger is not None]
@@ -126,38 +133,24 @@ def _show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
                 "or has not called tutti.comm: `tutti world --ledger` lists the processes with one"
             )
     rows = [_row(ledger) for ledger in sorted(ledgers, key=lambda each: (each.rank, each.pid))]
-    out = console()
-    if not rows:
-        out.print("no process of this user on this host has a ledger")
-        return rows
-    table = Table(title="operations, from the ledgers of this host")
-    for name in rows[0]:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*(escape(str(value)) for value in row.values()))
-    if table_fits(table, out):
-        out.print(table)
-        return rows
-    for row in rows:  # one line per process
-        line = ", ".join(f"{name} {value}" for name, value in row.items() if value)
-        out.print(line, markup=False, soft_wrap=True)
+    if rows:
+        _print_rows("operations, from the ledgers of this host", rows, wrap=False)
+    else:
+        print("no process of this user on this host has a ledger")
     return rows
 
 
 def _row(ledger: "ProcessLedger") -> dict[str, Any]:
-    current = ledger.current
-    location = f"{ledger.location}, {ledger.location_age:.1f} s ago" if ledger.location else ""
+    current, state = ledger.current, ""
+    if current is not None:
+        running = f"for {current.age:.1f} s"
+        state = running if current.ended is None else f"{current.ended:.1f} s ago"
+        state = f"{current.state} {state}"
     return {
         "rank": f"{ledger.rank} of {ledger.size}" if ledger.rank >= 0 else "none",
         "pid": ledger.pid,
         "operation": "none yet" if current is None else str(current),
-        "state": "" if current is None else _state(current),
+        "state": state,
         "called at": "" if current is None else current.where,
-        "main thread": location,
+        "main thread": ledger.location and f"{ledger.location}, {ledger.location_age:.1f} s ago",
     }
-
-
-def _state(record: "OperationRecord") -> str:
-    if record.ended is None:
-        return f"{record.state} for {record.age:.1f} s"
-    return f"{record.state} {record.ended:.1f} s ago"

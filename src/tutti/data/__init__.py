@@ -34,47 +34,20 @@ if TYPE_CHECKING:
         token_dataset,
     )
 
-_NAMES_OF_MODULE = {
-    "dataset": ("Dataset", "MapSamples", "Samples", "TensorSamples", "as_dataset", "as_samples"),
-    "image_datasets": ("cifar100_dataset", "digits_dataset", "fashion_mnist_dataset"),
-    "loader": ("Batch", "BatchIndices", "Loader", "evaluation_loader"),
-    "sampler": ("Draw", "GlobalSampler", "Position"),
-    "synthetic": ("synthetic_dataset", "synthetic_text_dataset"),
-    "text_datasets": (
-        *("TokenSamples", "byte_dataset", "save_tokens", "stdlib_dataset", "token_dataset"),
-    ),
-}
+# Those that need only numpy first.
+_MODULES = ("sampler", "dataset", "loader", "synthetic", "image_datasets", "text_datasets")
 
-__all__ = [
-    "Batch",
-    "BatchIndices",
-    "DataError",
-    "Dataset",
-    "Draw",
-    "GlobalSampler",
-    "Loader",
-    "MapSamples",
-    "Position",
-    "Samples",
-    "TensorSamples",
-    "TokenSamples",
-    "as_dataset",
-    "as_samples",
-    "byte_dataset",
-    "cifar100_dataset",
-    "digits_dataset",
-    "evaluation_loader",
-    "fashion_mnist_dataset",
-    "save_tokens",
-    "stdlib_dataset",
-    "synthetic_dataset",
-    "synthetic_text_dataset",
-    "token_dataset",
-]
+__all__ = ["Batch", "BatchIndices", "DataError", "Loader", "evaluation_loader"]
+__all__ += ["Dataset", "MapSamples", "Samples", "TensorSamples", "as_dataset", "as_samples"]
+__all__ += ["Draw", "GlobalSampler", "Position", "synthetic_dataset", "synthetic_text_dataset"]
+__all__ += ["cifar100_dataset", "digits_dataset", "fashion_mnist_dataset"]
+__all__ += ["TokenSamples", "byte_dataset", "save_tokens", "stdlib_dataset", "token_dataset"]
 
 
 def __getattr__(name: str) -> object:
-    for module, names in _NAMES_OF_MODULE.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
+    if name in __all__:
+        for module in _MODULES:
+            found: object = getattr(import_module(f"{__name__}.{module}"), name, None)
+            if found is not None:
+                return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

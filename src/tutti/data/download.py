@@ -14,13 +14,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from tutti.data import DataError
 
-CHUNK = 1 << 20
 TIMEOUT_S = 30.0  # without any data, not for the whole file
 ATTEMPTS = 3  # each resumes where the previous one broke off
 
@@ -95,10 +94,6 @@ def _lock(path: Path) -> Iterator[tuple[IO[bytes], bool]]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-class _BrokenOffError(OSError):
-    """The connection ended before the end of the file."""
-
-
 def _download(file: Remote, directory: Path, cure: str) -> None:
     part = directory / f"{file.name}.part"
     found = ""
@@ -144,15 +139,14 @@ def _resume(url: str, part: Path) -> None:
         length = response.headers.get("Content-Length")
         with open(part, "ab" if resumes else "wb") as out:
             start = out.tell()
-            while chunk := response.read1(
-                CHUNK
-            ):  # returns what has arrived, so a break loses nothing
+            # read1 returns what has arrived, so a broken connection loses nothing.
+            while chunk := response.read1(1 << 20):
                 out.write(chunk)
             got = out.tell() - start
             out.flush()
             os.fsync(out.fileno())  # before the rename: a crash must not leave a short file
     if length is not None and got != int(length):
-        raise _BrokenOffError(f"connection ended at {got} of {length} bytes: run again to resume")
+        raise ConnectionError(f"connection ended at {got} of {length} bytes: run again to resume")
 
 
 def _checksum(path: Path, algorithm: str) -> str:
@@ -162,8 +156,24 @@ def _checksum(path: Path, algorithm: str) -> str:
     return f"{algorithm}:{digest.hexdigest()}"
 
 
-def find(files: Sequence[Remote], directory: Path, *, cure: str) -> list[Path]:
-    """The paths of `files` in `directory`, zipped or not; raises DataError if one is missing."""
+def published_files(
+    files: Sequence[Remote],
+    directory: Path,
+    *,
+    download: bool,
+    mirror: str | None,
+    note: Callable[[str], None] | None,
+) -> list[Path]:
+    """The paths of `files` in `directory`, zipped or not; `download` fetches the missing ones.
+
+    `mirror` is another base URL for the same files; `note` receives a line for each download.
+    """
+    names = ", ".join(file.name for file in files)
+    cure = f"put the files {names} into {directory} or use --dataset digits"
+    if mirror:
+        files = [replace(file, url=f"{mirror}/{file.name}") for file in files]
+    if download:
+        ensure(files, directory, cure=cure, note=note)
     if not directory.is_dir():
         raise DataError(f"data directory {directory} does not exist; {cure}")
     found = []
@@ -173,8 +183,3 @@ def find(files: Sequence[Remote], directory: Path, *, cure: str) -> list[Path]:
             raise DataError(f"data directory {directory} has no {file.name}; {cure}")
         found.append(path)
     return found
-
-
-def cure_for(files: Sequence[Remote], directory: Path, otherwise: str) -> str:
-    """The end of an error message: where to put the files, or which flag works without them."""
-    return f"put the files {', '.join(f.name for f in files)} into {directory} or use {otherwise}"

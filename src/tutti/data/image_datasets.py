@@ -10,7 +10,7 @@ import struct
 import tarfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torch.nn.functional import interpolate
 
 from tutti.data import DataError
 from tutti.data.dataset import Dataset, TensorSamples
-from tutti.data.download import Remote, cure_for, ensure, find
+from tutti.data.download import Remote, published_files
 from tutti.data.restricted_pickle import load_plain
 from tutti.data.sampler import shuffled
 
@@ -46,7 +46,6 @@ class Standardise:
 # -- digits: 1,797 handwritten digits, 8 × 8, part of scikit-learn ---------------------------------
 
 DIGITS_TEST = 360
-DIGITS_MAXIMUM = 16  # pixel values are 0 to 16
 
 
 def digits_dataset(size: int = 28) -> Dataset:
@@ -60,18 +59,15 @@ def digits_dataset(size: int = 28) -> Dataset:
     pixels, labels = rows[:, :-1], rows[:, -1]
     # The file is sorted by writer: shuffled once, so that both sets have digits of all writers.
     order = shuffled(np.arange(len(labels)), len(labels), seed=0, epoch=0)
-    images = torch.from_numpy(pixels[order]).float().div(DIGITS_MAXIMUM).view(-1, 1, 8, 8)
+    images = torch.from_numpy(pixels[order]).float().div(16).view(-1, 1, 8, 8)  # 0 to 16
     targets = torch.from_numpy(labels[order]).long()
     if size != 8:
         images = interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
-    train = images[DIGITS_TEST:]
-    images = (images - train.mean()) / train.std()
-    return Dataset(
-        name="digits",
-        train=TensorSamples(images[DIGITS_TEST:], targets[DIGITS_TEST:]),
-        test=TensorSamples(images[:DIGITS_TEST], targets[:DIGITS_TEST]),
-        classes=10,
-    )
+    train_images = images[DIGITS_TEST:]
+    images = (images - train_images.mean()) / train_images.std()
+    test = TensorSamples(images[:DIGITS_TEST], targets[:DIGITS_TEST])
+    train = TensorSamples(images[DIGITS_TEST:], targets[DIGITS_TEST:])
+    return Dataset("digits", train, test, classes=10)
 
 
 def _digits_file() -> Path:
@@ -117,20 +113,11 @@ def fashion_mnist_dataset(
 
     `mirror` is another base URL for the same files; `note` receives a line for each download.
     """
-    directory = Path(directory)
-    files: tuple[Remote, ...] = FASHION_MNIST_FILES
-    if mirror:
-        files = tuple(replace(file, url=f"{mirror}/{file.name}") for file in files)
-    cure = cure_for(files, directory, "--dataset digits")
-    if download:
-        ensure(files, directory, cure=cure, note=note)
-    paths = find(files, directory, cure=cure)
-    return Dataset(
-        name="fashion-mnist",
-        train=_read_mnist(*paths[:2]),
-        test=_read_mnist(*paths[2:]),
-        classes=_MNIST_CLASSES,
+    paths = published_files(
+        FASHION_MNIST_FILES, Path(directory), download=download, mirror=mirror, note=note
     )
+    train, test = _read_mnist(*paths[:2]), _read_mnist(*paths[2:])
+    return Dataset("fashion-mnist", train, test, classes=_MNIST_CLASSES)
 
 
 def _read_mnist(images_path: Path, labels_path: Path) -> TensorSamples:
@@ -150,11 +137,8 @@ def _read_mnist(images_path: Path, labels_path: Path) -> TensorSamples:
             f"{labels_path} has label {labels.max()}, expected 0 to {_MNIST_CLASSES - 1}: "
             "put the published file there"
         )
-    return TensorSamples(
-        torch.from_numpy(images).unsqueeze(1),
-        torch.from_numpy(labels).long(),
-        FASHION_MNIST_STANDARDISE,
-    )
+    inputs, targets = torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long()
+    return TensorSamples(inputs, targets, FASHION_MNIST_STANDARDISE)
 
 
 def read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
@@ -163,7 +147,12 @@ def read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
     IDX: two zero bytes, the type (0x08 is unsigned byte), the number of dims, one big-endian uint32
     per dim, then the values, last dim fastest.
     """
-    content = _read_maybe_gzip(path)
+    content = _read_file(path)
+    try:
+        # Decided by content, not by name: `x` and `x.gz` both occur zipped and unzipped.
+        content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is a damaged gzip file ({error}): download it again") from error
     magic = bytes([0, 0, 0x08, dims])
     if content[:4] != magic:
         raise DataError(
@@ -186,15 +175,6 @@ def read_idx(path: Path, dims: int) -> npt.NDArray[np.uint8]:
         )
     # A copy: the bytes of a file are read-only, and torch needs writable memory.
     return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape).copy()
-
-
-def _read_maybe_gzip(path: Path) -> bytes:
-    content = _read_file(path)
-    try:
-        # Decided by content, not by name: `x` and `x.gz` both occur zipped and unzipped.
-        return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is a damaged gzip file ({error}): download it again") from error
 
 
 def _read_file(path: Path) -> bytes:
@@ -233,27 +213,17 @@ def cifar100_dataset(
     `mirror` is another base URL for the archive; `note` receives a line for each download.
     """
     directory = Path(directory)
-    archive = CIFAR100_ARCHIVE
-    if mirror:
-        archive = replace(archive, url=f"{mirror}/{archive.name}")
-    cure = cure_for([archive], directory, "--dataset digits")
     folders = (directory / CIFAR100_FOLDER, directory)
-    folder = next((d for d in folders if (d / "train").is_file()), None)
-    if folder is not None:
-        files = {name: (folder / name, _read_file(folder / name)) for name in ("train", "test")}
+    path = next((folder for folder in folders if (folder / "train").is_file()), None)
+    if path is not None:
+        pickles = {name: _read_file(path / name) for name in ("train", "test")}
     else:
-        if download:
-            ensure([archive], directory, cure=cure, note=note)
-        path = directory / archive.name
-        if not path.is_file():
-            raise DataError(
-                f"data directory {directory} has no {archive.name}; {cure}"
-                if directory.is_dir()
-                else f"data directory {directory} does not exist; {cure}"
-            )
-        files = {name: (path / name, data) for name, data in _read_archive(path).items()}
-    samples = {name: _read_cifar(path, data) for name, (path, data) in files.items()}
-    return Dataset("cifar-100", samples["train"], samples["test"], classes=_CIFAR_CLASSES)
+        (path,) = published_files(
+            [CIFAR100_ARCHIVE], directory, download=download, mirror=mirror, note=note
+        )
+        pickles = _read_archive(path)
+    train, test = (_read_cifar(path / name, pickles[name]) for name in ("train", "test"))
+    return Dataset("cifar-100", train, test, classes=_CIFAR_CLASSES)
 
 
 def _read_archive(path: Path) -> dict[str, bytes]:

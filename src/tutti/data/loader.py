@@ -63,6 +63,7 @@ class BatchIndices:
 
 # A batch, and the CUDA event after its copy to the device.
 _CopiedBatch = tuple[Batch, torch.cuda.Event | None]
+_Fetched = Generator[tuple[BatchIndices, Pair], None, None]
 
 
 class Loader:
@@ -160,9 +161,9 @@ class Loader:
         Batches made ahead with the old shares are discarded and fetched again: otherwise a rank
         that is further ahead would take samples that another rank takes too.
         """
-        if shares is not None and len(shares) != self.ranks:
-            raise DataError(f"{len(shares)} shares for {self.ranks} ranks: give one per rank")
         if shares is not None:
+            if len(shares) != self.ranks:
+                raise DataError(f"{len(shares)} shares for {self.ranks} ranks: give one per rank")
             weighted(0, shares)  # raises DataError for shares that are not finite and positive
         self._shares = None if shares is None else tuple(shares)
         self._stale = True
@@ -191,7 +192,15 @@ class Loader:
                     self._stale = False
                 batch, copied = next(source)
                 self.position = batch.after
-                yield self._received(batch, copied)
+                if copied is not None:
+                    # The device waits for the copy, not the host. record_stream keeps the allocator
+                    # from reusing the memory, which belongs to the copy stream, before the step has
+                    # read it.
+                    step = torch.cuda.current_stream(self.device)
+                    step.wait_event(copied)
+                    for tensor in batch:
+                        tensor.record_stream(step)
+                yield batch
         finally:
             if source is self._source:
                 self.close()
@@ -220,10 +229,9 @@ class Loader:
         self, until: int | None
     ) -> "Generator[_CopiedBatch, None, None] | Prefetcher[_CopiedBatch]":
         drawn = self._draw(self.position, until)
-        fetched: Iterator[tuple[BatchIndices, Pair]]
         if self.workers:
-            # Started here, not in the prefetch thread: forking is safest from the loop's thread.
-            fetched = WorkerFetches(self.samples, drawn, self.workers, self.sampler.order.seed)
+            seed = self.sampler.order.seed
+            fetched = _fetch_in_workers(self.samples, drawn, self.workers, seed)
         else:
             fetched = ((each, self._fetch(each)) for each in drawn)
         batches = self._batches(fetched)
@@ -235,10 +243,8 @@ class Loader:
         while until is None or at.epoch < until:
             draw = self.sampler.draw(at)
             count = len(draw.indices)
-            if self._shares is None:
-                counts = even(count, self.ranks)
-            else:
-                counts = weighted(count, self._shares, minimum=1)
+            shares = self._shares
+            counts = weighted(count, shares, minimum=1) if shares else even(count, self.ranks)
             start, stop = bounds(counts, self.rank)
             indices = torch.from_numpy(draw.indices[start:stop])
             yield BatchIndices(indices, count, draw.start, draw.after)
@@ -252,9 +258,7 @@ class Loader:
             indices = indices.to(self.device)
         return self.samples.fetch(indices)
 
-    def _batches(
-        self, fetched: Iterator[tuple[BatchIndices, Pair]]
-    ) -> Generator[_CopiedBatch, None, None]:
+    def _batches(self, fetched: _Fetched) -> Generator[_CopiedBatch, None, None]:
         try:
             while True:
                 # The stream context also selects the device, which is a property of the thread:
@@ -267,8 +271,7 @@ class Loader:
                     batch = self._to_device(*item)
                 yield batch
         finally:
-            if isinstance(fetched, WorkerFetches):
-                fetched.close()
+            fetched.close()
 
     def _to_device(self, drawn: BatchIndices, pair: Pair) -> _CopiedBatch:
         copied = None
@@ -286,59 +289,32 @@ class Loader:
             copied.record(self._copy_stream)
         return Batch(inputs, targets, drawn.global_count, drawn.start, drawn.after), copied
 
-    def _received(self, batch: Batch, copied: torch.cuda.Event | None) -> Batch:
-        if copied is not None:
-            # The device waits for the copy, not the host. record_stream keeps the allocator from
-            # reusing the memory, which belongs to the copy stream, before the step has read it.
-            step = torch.cuda.current_stream(self.device)
-            step.wait_event(copied)
-            for tensor in batch:
-                tensor.record_stream(step)
-        return batch
-
 
 def evaluation_loader(
-    samples: Samples,
-    rank_batch: int,
-    *,
-    rank: int = 0,
-    ranks: int = 1,
-    device: torch.device | str = "cpu",
-    data_on_device: bool = False,
-    prefetch: int | None = None,
-    workers: int = 0,
+    samples: Samples, rank_batch: int, *, ranks: int = 1, **options: Any
 ) -> Loader:
     """A loader whose epoch has each sample exactly once over all ranks, for any number of samples.
 
     All ranks take the same number of steps, some perhaps with an empty last batch, so that models
-    with collectives inside (sharded, tensor-parallel) can be evaluated too.
+    with collectives inside (sharded, tensor-parallel) can be evaluated too. The options are those
+    of Loader: rank, device, data_on_device, prefetch and workers.
     """
-    return Loader(
-        samples,
-        rank_batch * ranks,
-        rank=rank,
-        ranks=ranks,
-        shuffle=False,
-        drop_last=False,
-        device=device,
-        data_on_device=data_on_device,
-        prefetch=prefetch,
-        workers=workers,
-    )
+    batch = rank_batch * ranks
+    return Loader(samples, batch, ranks=ranks, shuffle=False, drop_last=False, **options)
 
 
 Item = TypeVar("Item")
 
 
 class Prefetcher(Generic[Item]):
-    """The items of an iterator, made in a thread at most `depth` items ahead.
+    """The items of a generator, made in a thread at most `depth` items ahead.
 
     An exception in the thread is raised in the loop in place of its item, with the thread's
     traceback. `close` ends and joins the thread. The thread holds no reference to the loop, so an
     abandoned loop is garbage-collected and then closes the thread.
     """
 
-    def __init__(self, items: Iterator[Item], depth: int, name: str) -> None:
+    def __init__(self, items: Generator[Item, None, None], depth: int, name: str) -> None:
         self._depth = depth
         self._ready: deque[Item] = deque()
         self._end: BaseException | None = None  # raised after the last ready item
@@ -348,7 +324,7 @@ class Prefetcher(Generic[Item]):
         self._thread = threading.Thread(target=self._work, args=(items,), name=name, daemon=True)
         self._thread.start()
 
-    def _work(self, items: Iterator[Item]) -> None:
+    def _work(self, items: Generator[Item, None, None]) -> None:
         end: BaseException | None = None
         while end is None:
             with self._changed:
@@ -364,9 +340,7 @@ class Prefetcher(Generic[Item]):
                     self._ready.append(item)
                 self._end = end
                 self._changed.notify_all()
-        close = getattr(items, "close", None)
-        if close:  # a generator: its `finally` must run in the thread that ran the generator
-            close()
+        items.close()  # its `finally` must run in the thread that ran the generator
 
     def __iter__(self) -> Iterator[Item]:
         return self
@@ -391,20 +365,20 @@ class Prefetcher(Generic[Item]):
         self._thread.join()
 
 
-class WorkerFetches(Iterator[tuple[BatchIndices, Pair]]):
+def _fetch_in_workers(
+    samples: Samples, drawn: Iterator[BatchIndices], workers: int, seed: int
+) -> _Fetched:
     """Samples fetched by the worker processes of torch's DataLoader, in the order of `drawn`."""
+    requested: deque[BatchIndices] = deque()
 
-    def __init__(
-        self, samples: Samples, drawn: Iterator[BatchIndices], workers: int, seed: int
-    ) -> None:
-        self._requested: deque[BatchIndices] = deque()
+    def requests() -> Iterator[list[int]]:
+        for each in drawn:
+            requested.append(each)
+            yield each.indices.tolist()
 
-        def requests() -> Iterator[list[int]]:
-            for each in drawn:
-                self._requested.append(each)
-                yield each.indices.tolist()
-
-        loader = DataLoader(
+    # The worker processes start here: forking is safest from the loop's thread.
+    pairs: Any = iter(
+        DataLoader(
             _BatchFetch(samples),
             batch_sampler=requests(),
             num_workers=workers,
@@ -413,18 +387,17 @@ class WorkerFetches(Iterator[tuple[BatchIndices, Pair]]):
             # and a resumed run would differ from an uninterrupted one.
             generator=torch.Generator().manual_seed(seed),
         )
-        self._pairs: Any = iter(loader)
+    )
 
-    def __next__(self) -> tuple[BatchIndices, Pair]:
-        inputs, targets = next(self._pairs)
-        return self._requested.popleft(), (inputs, targets)
+    def fetched() -> _Fetched:
+        try:
+            for inputs, targets in pairs:
+                yield requested.popleft(), (inputs, targets)
+        finally:
+            # An exception's frames may keep `pairs` alive: dropping the reference is not enough.
+            pairs._shutdown_workers()
 
-    def close(self) -> None:
-        """End the worker processes. An exception's frames may keep the iterator alive, so dropping
-        the reference is not enough."""
-        if self._pairs is not None:
-            self._pairs._shutdown_workers()
-        self._pairs = None
+    return fetched()
 
 
 class _BatchFetch(MapDataset[Any]):

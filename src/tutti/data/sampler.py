@@ -19,6 +19,7 @@ lands inside (cycle walking), which keeps the result a permutation of range(size
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,11 @@ def _feistel(
     return row * np.uint64(columns) + column
 
 
+@lru_cache(maxsize=4)
+def _shuffled_block(first: int, stop: int, size: int, seed: int, epoch: int) -> Indices:
+    return shuffled(np.arange(first, stop, dtype=np.int64), size, seed, epoch)
+
+
 class EpochOrder:
     """The order of the samples in every epoch of a dataset of `size` samples."""
 
@@ -86,28 +92,17 @@ class EpochOrder:
 
     def __init__(self, size: int, seed: int = 0, shuffle: bool = True) -> None:
         self.size, self.seed, self.shuffle = size, seed, shuffle
-        self._block: tuple[int, int, Indices] | None = None  # (epoch, first position, samples)
 
     def samples(self, epoch: int, start: int, stop: int) -> Indices:
         """The samples at positions start..stop of an epoch."""
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        slices = []
-        while start < stop:
-            first, block = self._block_at(epoch, start)
-            slices.append(block[start - first : stop - first])
-            start += len(slices[-1])
-        return np.concatenate(slices) if slices else np.empty(0, dtype=np.int64)
-
-    def _block_at(self, epoch: int, position: int) -> tuple[int, Indices]:
-        first = position - position % self.BLOCK
-        # Read the attribute once: a loader's thread and its loop may share this object.
-        cached = self._block
-        if cached is None or cached[:2] != (epoch, first):
-            positions = np.arange(first, min(first + self.BLOCK, self.size), dtype=np.int64)
-            cached = (epoch, first, shuffled(positions, self.size, self.seed, epoch))
-            self._block = cached
-        return first, cached[2]
+        slices = [np.empty(0, dtype=np.int64)]
+        for first in range(start - start % self.BLOCK, stop, self.BLOCK):
+            end = min(first + self.BLOCK, self.size)
+            block = _shuffled_block(first, end, self.size, self.seed, epoch)
+            slices.append(block[max(0, start - first) : stop - first])
+        return np.concatenate(slices)
 
 
 @dataclass(frozen=True, slots=True)

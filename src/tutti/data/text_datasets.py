@@ -17,7 +17,7 @@ uint16 files from other tools need only a tokens.json beside them.
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,7 @@ from torch import Tensor
 from tutti.data import DataError
 from tutti.data.dataset import Dataset, Pair, Samples
 
-DTYPES: dict[str, type[np.unsignedinteger[Any]]] = {
-    "uint8": np.uint8,
-    "uint16": np.uint16,
-    "uint32": np.uint32,
-}
+DTYPES = ("uint8", "uint16", "uint32")
 BYTES = 256
 TEST_FRACTION = 0.05
 STDLIB_LIMIT = 16 << 20  # bytes; Python 3.11 has 10.7 million
@@ -127,10 +123,9 @@ def save_tokens(
                 f"{name} would have tokens {tokens.min()} to {tokens.max()}: outside a vocabulary "
                 f"of {vocabulary}"
             )
-        if vocabulary - 1 > np.iinfo(DTYPES[dtype]).max:
+        if vocabulary - 1 > np.iinfo(dtype).max:
             raise DataError(f"a vocabulary of {vocabulary} does not fit {dtype}: use uint32")
-        little_endian = np.dtype(DTYPES[dtype]).newbyteorder("<")
-        (directory / name).write_bytes(tokens.astype(little_endian).tobytes())
+        (directory / name).write_bytes(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
     counts = {name: len(tokens) for name, tokens in files.items()}
     metadata = {"dtype": dtype, "vocabulary": vocabulary, "tokens": counts}
     (directory / "tokens.json").write_text(json.dumps(metadata) + "\n")
@@ -154,7 +149,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _map(path: Path, metadata: Mapping[str, Any]) -> Tokens:
-    dtype = np.dtype(DTYPES[metadata["dtype"]]).newbyteorder("<")
+    dtype = np.dtype(metadata["dtype"]).newbyteorder("<")
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -206,36 +201,29 @@ def stdlib_dataset(seq_len: int, *, limit: int = STDLIB_LIMIT) -> Dataset:
     module is in the test set: the last modules in path order would differ in kind from the rest.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    modules = [path for path in _files(root, _skipped_in_stdlib) if path.suffix == ".py"]
+    # Without installed packages, tests, tables of code points, and build files, which differ
+    # between machines.
+    outside = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings")
+    files = _files(root, outside, prefixes=("config-", "_sysconfigdata", "."))
+    modules = [path for path in files if path.suffix == ".py"]
     every = round(1 / TEST_FRACTION)
     held_out = set(modules[every - 1 :: every])
-    train = [path for path in modules if path not in held_out]
     test_limit = round(limit * TEST_FRACTION)
-    return _splits(
-        "stdlib",
-        _concatenate(train, limit - test_limit),
-        _concatenate(sorted(held_out), test_limit),
-        seq_len,
-    )
+    train = _concatenate((p for p in modules if p not in held_out), limit - test_limit)
+    return _splits("stdlib", train, _concatenate(sorted(held_out), test_limit), seq_len)
 
 
-def _skipped_in_stdlib(name: str) -> bool:
-    """Skip installed packages, tests, tables of code points, and build files, which differ between
-    machines."""
-    outside = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
-    return name in outside or name.startswith(("config-", "_sysconfigdata", "."))
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith(".")
-
-
-def _files(root: Path, skipped: Callable[[str], bool] = _hidden) -> Iterator[Path]:
+def _files(
+    root: Path, skipped: Sequence[str] = (), prefixes: tuple[str, ...] = (".",)
+) -> Iterator[Path]:
     """All files below `root`, sorted, so that the order does not depend on the file system."""
+
+    def kept(names: list[str]) -> list[str]:
+        return sorted(n for n in names if n not in skipped and not n.startswith(prefixes))
+
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not skipped(name))
-        paths = (Path(folder, name) for name in sorted(names) if not skipped(name))
-        yield from (path for path in paths if path.is_file())
+        folders[:] = kept(folders)
+        yield from (path for name in kept(names) if (path := Path(folder, name)).is_file())
 
 
 def _concatenate(paths: Iterable[Path], limit: int | None = None) -> Tokens:
@@ -248,9 +236,6 @@ def _concatenate(paths: Iterable[Path], limit: int | None = None) -> Tokens:
 
 
 def _splits(name: str, train: Tokens, test: Tokens, seq_len: int) -> Dataset:
-    return Dataset(
-        name,
-        TokenSamples(train, seq_len, BYTES, f"training text of {name}"),
-        TokenSamples(test, seq_len, BYTES, f"test text of {name}"),
-        vocabulary=BYTES,
-    )
+    train_samples = TokenSamples(train, seq_len, BYTES, f"training text of {name}")
+    test_samples = TokenSamples(test, seq_len, BYTES, f"test text of {name}")
+    return Dataset(name, train_samples, test_samples, vocabulary=BYTES)

@@ -100,35 +100,23 @@ def check_same(
     )
     for column, (item, content) in enumerate(contents.items()):
         by_rank = [row[column] for row in hashes]
-        usual, _ = Counter(by_rank).most_common(1)[0]
+        usual, count = Counter(by_rank).most_common(1)[0]
         odd = [rank for rank, value in enumerate(by_rank) if value != usual]
-        if odd:
-            # All ranks see the same hashes and get here, so they can exchange the full content.
-            everyone = gather_json([world.host, content])
-            host, different = everyone[odd[0]]
-            expected = everyone[by_rank.index(usual)][1]
-            raise RanksDiffer(
-                _describe_difference(item, odd, host, different, expected, world.size)
-            )
-
-
-def _describe_difference(
-    item: str,
-    odd: list[int],
-    host: str,
-    different: dict[str, str],
-    expected: dict[str, str],
-    size: int,
-) -> str:
-    names = [n for n in {**expected, **different} if expected.get(n) != different.get(n)]
-    where = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    which = f"rank {odd[0]} on {host}"
-    if len(odd) > 1:
-        which = f"ranks {', '.join(map(str, odd))} (rank {odd[0]} is on {host})"
-    return (
-        f"the {item} of {which} differ{'s' * (item == 'recipe')} from the other {size - len(odd)}, "
-        f"in {where}: {_CURES[item]}"
-    )
+        if not odd:
+            continue
+        # All ranks see the same hashes and get here, so they can exchange the full content.
+        everyone = gather_json([world.host, content])
+        host, different = everyone[odd[0]]
+        expected = everyone[by_rank.index(usual)][1]
+        names = [n for n in {**expected, **different} if expected.get(n) != different.get(n)]
+        where = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        which = f"rank {odd[0]} on {host}"
+        if len(odd) > 1:
+            which = f"ranks {', '.join(map(str, odd))} (rank {odd[0]} is on {host})"
+        raise RanksDiffer(
+            f"the {item} of {which} differ{'s' * (item == 'recipe')} from the other {count}, "
+            f"in {where}: {_CURES[item]}"
+        )
 
 
 def _hash_text(text: str) -> int:

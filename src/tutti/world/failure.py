@@ -43,17 +43,14 @@ class FailureHandler:
 
     def __init__(self, rank: int, host: str, report: Path | None) -> None:
         self.rank = rank
-        self.host = host
         self.failed = False
-        self._liveness: Liveness | None = None
+        self.liveness: Liveness | None = None  # set once the world has more than one rank
+        self._name = f"rank {rank} on {host}"
+        self._host = host
         self._report = report  # where `tutti run` reads this rank's failure
         self._handled: BaseException | None = None
         self._closed = False
         self._previous_hook: _Hook = sys.excepthook
-
-    def start(self, liveness: Liveness) -> None:
-        """Use these liveness connections from now on."""
-        self._liveness = liveness
 
     def install_hook(self, previous: _Hook) -> None:
         """Handle uncaught exceptions; `stop` restores the hook `previous`.
@@ -61,17 +58,17 @@ class FailureHandler:
         Call it after init_process_group: torch's own hook would swallow what this one prints.
         """
         self._previous_hook = previous
-        single = self._liveness is None
-        sys.excepthook = print_usage_errors(previous) if single else self._uncaught
+        sys.excepthook = self._uncaught if self.liveness else print_usage_errors(previous)
 
     def stop(self) -> None:
         """Leave the world: announce it, and as rank 0 stay until the others have left."""
-        if self._closed or self._liveness is None:
+        liveness = self.liveness
+        if self._closed or liveness is None:
             return
         self._closed = True
         if not self.failed and sys.excepthook == self._uncaught:
             sys.excepthook = self._previous_hook
-        liveness, first = self._liveness, self._liveness.first_failure
+        first = liveness.first_failure
         if first is not None and first.rank != self.rank:
             # The failed rank ends first: launchers report the first process that ends.
             liveness.wait(lambda: first.rank in liveness.gone, _NEWS_SECONDS)
@@ -79,11 +76,11 @@ class FailureHandler:
 
     def handle(self, error: BaseException) -> None:
         """Announce an exception that ends this rank, and print it once in the whole world."""
-        if error is self._handled or self._liveness is None or self._closed:
+        if error is self._handled or self.liveness is None or self._closed:
             return
         self._handled, self.failed = error, True
         if isinstance(error, KeyboardInterrupt):  # every rank was interrupted: none has failed
-            print(f"rank {self.rank} on {self.host}: interrupted", file=sys.stderr, flush=True)
+            print(f"{self._name}: interrupted", file=sys.stderr, flush=True)
             return
         details = ""
         if isinstance(error, (UsageError, RanksDiffer)):
@@ -93,10 +90,10 @@ class FailureHandler:
         else:
             summary = "".join(traceback.format_exception_only(error)).strip()
             details = "".join(traceback.format_exception(error))
-        own = Failure(self.rank, self.host, summary)
-        first = self._cause(error) or self._liveness.report_failure(own)
+        own = Failure(self.rank, self._host, summary)
+        first = self._cause(error, self.liveness) or self.liveness.report_failure(own)
         if first == own:
-            print(f"rank {self.rank} on {self.host} failed: {summary}", file=sys.stderr)
+            print(f"{self._name} failed: {summary}", file=sys.stderr)
         else:
             self._print_stopped(first, summary)
             details = ""
@@ -123,10 +120,8 @@ class FailureHandler:
         if isinstance(error, (UsageError, RanksDiffer)):
             raise SystemExit(2)
 
-    def _cause(self, error: BaseException) -> Failure | None:
+    def _cause(self, error: BaseException, liveness: Liveness) -> Failure | None:
         """Another rank's failure that caused this rank's error, if there is one."""
-        liveness = self._liveness
-        assert liveness is not None
         if not _LOST_PEER.search(str(error)):
             return liveness.first_failure
         # A lost connection: which rank it was is known shortly.
@@ -138,14 +133,12 @@ class FailureHandler:
         return liveness.first_failure
 
     def _print_stopped(self, first: Failure, own: str = "") -> None:
-        this, other = f"rank {self.rank} on {self.host}", f"rank {first.rank} on {first.host}"
-        if own == first.summary:
-            text = f"{this} stopped with the same error as {other}"
-        elif not own or _LOST_PEER.search(own):
-            text = f"{this} stopped: {other} failed first: {first.summary}"
-        else:
-            text = f"{this} stopped ({own.splitlines()[0]}): {other} failed first: {first.summary}"
-        print(text, file=sys.stderr, flush=True)
+        other = f"rank {first.rank} on {first.host}"
+        text = f" with the same error as {other}"
+        if own != first.summary:
+            reason = "" if not own or _LOST_PEER.search(own) else f" ({own.splitlines()[0]})"
+            text = f"{reason}: {other} failed first: {first.summary}"
+        print(f"{self._name} stopped{text}", file=sys.stderr, flush=True)
 
     def _write_report(self, first: Failure, details: str) -> None:
         if self._report is None:

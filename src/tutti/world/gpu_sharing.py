@@ -36,7 +36,6 @@ class MpsDaemon:
     """A private MPS control daemon, started before the ranks and stopped after them."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
         self.variables = {
             "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),
             "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
@@ -65,8 +64,8 @@ class MpsDaemon:
         for pid in self._alive(pids):
             os.kill(pid, 9)
 
-    def _control(self, *arguments: str, command: str | None = None) -> str:
-        done = subprocess.run(
+    def _control(self, *arguments: str, command: str | None = None) -> None:
+        subprocess.run(
             ["nvidia-cuda-mps-control", *arguments],
             input=command,
             env=os.environ | self.variables,
@@ -75,7 +74,6 @@ class MpsDaemon:
             check=True,
             timeout=20,
         )
-        return done.stdout
 
     def _processes(self) -> list[int]:
         """The daemon and its servers: processes whose environment has the private directory."""

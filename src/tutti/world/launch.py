@@ -18,10 +18,9 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Literal, TextIO
 
 from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
@@ -90,11 +89,7 @@ class LocalWorld:
                 )
                 shared |= _start_mps(scratch, stack)
             output = stack.enter_context(RankOutput(self.ranks, self.show, self.log_dir))
-            environments = self._environments(shared, scratch)
-            supervisor = Supervisor(
-                self.command, environments, output, self.grace, self.reported_codes
-            )
-            return supervisor.run()
+            return Supervisor(self, self._environments(shared, scratch), output).run()
 
     def _environments(self, shared: Mapping[str, str], scratch: Path) -> list[dict[str, str]]:
         """Each rank's environment: torchrun's variables and tutti's (docs/concepts/world.md)."""
@@ -150,7 +145,7 @@ def _start_mps(scratch: Path, stack: ExitStack) -> dict[str, str]:
         _say("nvidia-cuda-mps-control is not installed: ranks on one GPU take turns, which is slow")
         return {}
     daemon = MpsDaemon(scratch)
-    stack.callback(_stop_mps, daemon)
+    stack.callback(_signals_blocked()(daemon.stop))
     # No signal may arrive after the daemon has started and before stop() knows its processes.
     with _signals_blocked():
         try:
@@ -159,11 +154,6 @@ def _start_mps(scratch: Path, stack: ExitStack) -> dict[str, str]:
             _say(f"MPS does not start ({error}): ranks on one GPU take turns, which is slow")
             return {}
     return daemon.variables
-
-
-def _stop_mps(daemon: MpsDaemon) -> None:
-    with _signals_blocked():
-        daemon.stop()
 
 
 @contextmanager
@@ -199,15 +189,13 @@ _PR_SET_PDEATHSIG = 1
 class _Rank:
     """One started rank: a process that leads its own process group."""
 
-    def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], output: "RankOutput"
-    ) -> None:
+    def __init__(self, command: Sequence[str], env: dict[str, str], output: "RankOutput") -> None:
         self.number = int(env["RANK"])
         self.report = Path(env["TUTTI_REPORT"])
         out, err = output.targets(self.number)
         self.process = subprocess.Popen(
             list(command),
-            env=dict(env),
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -225,13 +213,11 @@ class _Rank:
         self.peak_bytes = usage.ru_maxrss * 1024
 
     def signal(self, number: int) -> None:
-        try:
+        with suppress(ProcessLookupError):  # already ended
             if number in _ENDING or number == signal.SIGKILL:
                 os.killpg(self.process.pid, number)  # with its children: data workers, shells
             elif self.code is None:
                 self.process.send_signal(number)
-        except ProcessLookupError:
-            pass  # already ended
 
     def how_it_ended(self) -> str:
         if self.code is None or self.stopped_by_us:
@@ -252,18 +238,9 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        output: "RankOutput",
-        grace: float,
-        reported_codes: Sequence[int],
+        self, world: LocalWorld, environments: Sequence[dict[str, str]], output: "RankOutput"
     ) -> None:
-        self._command = command
-        self._environments = environments
-        self._output = output
-        self._grace = grace  # seconds from SIGTERM or Ctrl-C to SIGKILL
-        self._reported_codes = reported_codes
+        self._world, self._environments, self._output = world, environments, output
         self._selector = selectors.DefaultSelector()
         self._ranks: list[_Rank] = []
         self._first_to_fail: _Rank | None = None
@@ -276,7 +253,8 @@ class Supervisor:
         self._selector.register(wake_read, selectors.EVENT_READ)
         # Signals that this process was started to ignore (nohup, background job) stay ignored.
         handled = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, _do_nothing) for number in handled}
+        # Signals are read from the wake-up pipe; the handler only replaces the default action.
+        before = {number: signal.signal(number, lambda *_: None) for number in handled}
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
             self._start()
@@ -301,11 +279,11 @@ class Supervisor:
         if soft < needed:
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         for env in self._environments:
-            rank = _Rank(self._command, env, self._output)
+            rank = _Rank(self._world.command, env, self._output)
             self._ranks.append(rank)
             self._selector.register(rank.pidfd, selectors.EVENT_READ, rank)
-        self._output.started()
         for stream in self._output.streams:
+            os.close(stream.child)  # the ranks have inherited it
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
 
     def _serve(self) -> None:
@@ -315,32 +293,31 @@ class Supervisor:
                 drain_until = time.monotonic() + _DRAIN_SECONDS
             if drain_until is not None and time.monotonic() > drain_until:
                 return  # child processes of ended ranks keep the pipes open and write nothing
-            for key, _ in self._selector.select(timeout=self._select_timeout(drain_until)):
+            times = [when for when, _ in self._scheduled[:1]]
+            if drain_until is not None:
+                times.append(drain_until)
+            timeout = max(0.0, min(times) - time.monotonic()) if times else None
+            for key, _ in self._selector.select(timeout):
                 if isinstance(key.data, _Rank):
                     self._on_end(key.data)
                 elif isinstance(key.data, Stream):
                     if not key.data.read():
                         self._selector.unregister(key.fd)
-                        self._output.end(key.data)
+                        self._output.streams.remove(key.data)
+                        key.data.close()
                 else:
                     for number in os.read(key.fd, 64):
                         self._on_signal(signal.Signals(number))
             while self._scheduled and time.monotonic() > self._scheduled[0][0]:
                 self._send(self._scheduled.pop(0)[1])
 
-    def _select_timeout(self, drain_until: float | None) -> float | None:
-        times = [when for when, _ in self._scheduled[:1]]
-        times += [drain_until] if drain_until else []
-        return max(0.0, min(times) - time.monotonic()) if times else None
-
     def _on_end(self, rank: _Rank) -> None:
         self._selector.unregister(rank.pidfd)
         rank.reap()
-        if self._first_to_fail is not None or self._stopped_by is not None:
-            return
-        if rank.code != 0:
+        if rank.code != 0 and self._first_to_fail is None and self._stopped_by is None:
             self._first_to_fail = rank
-            settle = _REPORTED_SECONDS if rank.code in self._reported_codes else _SETTLE_SECONDS
+            reported = rank.code in self._world.reported_codes
+            settle = _REPORTED_SECONDS if reported else _SETTLE_SECONDS
             self._stop_all(signal.SIGTERM, after=settle, grace=_FAILED_GRACE_SECONDS)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -348,9 +325,10 @@ class Supervisor:
             self._send(number)
         elif self._stopped_by is None:
             self._stopped_by = number
-            if number == signal.SIGINT:
-                self._output.interrupted()
-            self._stop_all(number, after=0.0, grace=self._grace)
+            for stream in self._output.errors.values():
+                # The KeyboardInterrupt tracebacks of all ranks are not shown.
+                stream.hide_interrupts = number == signal.SIGINT
+            self._stop_all(number, after=0.0, grace=self._world.grace)
         else:
             self._send(signal.SIGKILL)  # the second request ends the ranks at once
 
@@ -376,7 +354,8 @@ class Supervisor:
             return 0
         reported = self._ranks[0].code
         failed, summary, details = self._find_failed(self._first_to_fail)
-        if reported is not None and reported in self._reported_codes and codes <= {0, reported}:
+        known = self._world.reported_codes
+        if reported is not None and reported in known and codes <= {0, reported}:
             # All ranks found the same mistake, or a check failed. If the rank that printed the
             # reason is hidden, its message is shown here.
             if summary and not self._output.shows(failed.number):
@@ -388,7 +367,8 @@ class Supervisor:
         which = f"rank {failed.number} on {os.uname().nodename}"
         _say(f"{which} {failed.how_it_ended()}{f': {summary}' if summary else ''}{others}")
         if not self._output.shows(failed.number):  # else the terminal has its output already
-            text = details or self._output.tail(failed.number)
+            lines = self._output.errors[failed.number].tail
+            text = details or b"".join(lines).decode(errors="replace")
             print(text, end="", file=sys.stderr, flush=True)
         if failed.code is None or failed.code == 0 or failed.stopped_by_us:
             return 1
@@ -414,10 +394,6 @@ def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Signals are read from the wake-up pipe; this handler only replaces the default action."""
-
-
 # -- output ----------------------------------------------------------------------------------------
 
 _TAIL_LINES = 40
@@ -429,11 +405,10 @@ class RankOutput:
     """Where the output of all ranks goes: the terminal, with the rank in front, and log files."""
 
     def __init__(self, ranks: int, show: str, log_dir: Path | None) -> None:
-        self._show = show
-        self._ranks = ranks
+        self._show, self._ranks = show, ranks
         self._logs: list[IO[bytes]] = []
         self.streams: list[Stream] = []  # those that have not ended yet
-        self._errors: dict[int, Stream] = {}
+        self.errors: dict[int, Stream] = {}  # standard error by rank
         if log_dir is not None:
             try:
                 log_dir.mkdir(parents=True, exist_ok=True)
@@ -456,28 +431,8 @@ class RankOutput:
         out = Stream(prefix, sys.stdout if shown else None, log)
         err = Stream(prefix, sys.stderr if shown else None, log)
         self.streams += [out, err]
-        self._errors[rank] = err
+        self.errors[rank] = err
         return out.child, err.child
-
-    def started(self) -> None:
-        """All ranks have inherited the writing ends of the pipes: close the launcher's copies."""
-        for stream in self.streams:
-            os.close(stream.child)
-
-    def interrupted(self) -> None:
-        """Ctrl-C was sent to the ranks: their KeyboardInterrupt tracebacks are not shown."""
-        for stream in self._errors.values():
-            stream.hide_interrupts = True
-
-    def end(self, stream: "Stream") -> None:
-        """A stream has ended."""
-        self.streams.remove(stream)
-        stream.close()
-
-    def tail(self, rank: int) -> str:
-        """The last lines that a rank wrote to standard error."""
-        lines = self._errors[rank].tail if rank in self._errors else ()
-        return b"".join(lines).decode(errors="replace")
 
     def __enter__(self) -> "RankOutput":
         return self
@@ -496,9 +451,7 @@ class Stream:
         self.fd, self.child = os.pipe2(os.O_CLOEXEC)
         self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
         self.hide_interrupts = False
-        self._prefix = prefix.encode()
-        self._shown_on = shown_on
-        self._log = log
+        self._prefix, self._shown_on, self._log = prefix.encode(), shown_on, log
         self._rest = b""
         self._held: list[bytes] = []  # a traceback after Ctrl-C
 

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -41,19 +41,18 @@ class Identity:
 
 def identify(env: Environment) -> Identity:
     """The identity from the first launcher that applies; without a launcher a world of one rank."""
-    found = [(read, identity) for read in _LAUNCHERS if (identity := read(env)) is not None]
+    readers = (_from_torch_variables, _from_openmpi, _from_mpich, _from_slurm)
+    found = [identity for read in readers if (identity := read(env)) is not None]
     if not found:
         _refuse_incomplete_variables(env)
         values = ("launcher", "rank", "size", "local_rank", "local_size", "node", "nodes")
         reasons = dict.fromkeys(values, "default: no launcher found")
-        return Identity(
-            "python", 0, 1, local_rank=0, local_size=1, node=0, nodes=1, reasons=reasons
-        )
-    read, identity = found[0]
-    if read is _from_environment:
+        return Identity("python", 0, 1, 0, 1, 0, 1, reasons=reasons)
+    identity = found[0]
+    if identity.launcher == "environment":
         # RANK and WORLD_SIZE may be left over in a shell. If a launcher contradicts them, either
         # choice could hang or train the wrong world.
-        for _, other in found[1:]:
+        for other in found[1:]:
             _refuse_contradiction(identity, other)
     return identity
 
@@ -68,6 +67,18 @@ def without_launcher_variables(env: Environment) -> dict[str, str]:
 
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Launchers that set torch's variables, and the variables by which each is recognised.
+_TORCH_LAUNCHERS = {
+    "torchrun": ("TORCHELASTIC_RUN_ID",),
+    "tutti": ("TUTTI_RUN_ID",),
+    "environment": _REQUIRED,
+}
+_OPTIONAL = {
+    "local_rank": "LOCAL_RANK",
+    "local_size": "LOCAL_WORLD_SIZE",
+    "node": "GROUP_RANK",
+    "nodes": "GROUP_WORLD_SIZE",
+}
 _LAUNCHER_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -80,38 +91,18 @@ _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI
 # -- one function per launcher ---------------------------------------------------------------------
 
 
-def _from_torchrun(env: Environment) -> Identity | None:
-    return _from_torch_variables(env, "torchrun", "TORCHELASTIC_RUN_ID")
-
-
-def _from_tutti_run(env: Environment) -> Identity | None:
-    return _from_torch_variables(env, "tutti", "TUTTI_RUN_ID")
-
-
-def _from_environment(env: Environment) -> Identity | None:
-    return _from_torch_variables(env, "environment", *_REQUIRED)
-
-
-def _from_torch_variables(env: Environment, launcher: str, *recognised_by: str) -> Identity | None:
-    if not all(name in env for name in recognised_by):
+def _from_torch_variables(env: Environment) -> Identity | None:
+    found = [each for each in _TORCH_LAUNCHERS.items() if all(name in env for name in each[1])]
+    if not found:
         return None
+    launcher, recognised_by = found[0]
     reader = _Reader(env, launcher, " ".join(recognised_by))
-    reader.integer("rank", "RANK")
-    reader.integer("size", "WORLD_SIZE")
+    reader.integers(rank="RANK", size="WORLD_SIZE")
     for variable in ("MASTER_ADDR", "MASTER_PORT"):
         reader.text("master", variable)  # raises if it is missing
-    optional = {
-        "local_rank": "LOCAL_RANK",
-        "local_size": "LOCAL_WORLD_SIZE",
-        "node": "GROUP_RANK",
-        "nodes": "GROUP_WORLD_SIZE",
-    }
-    for value, variable in optional.items():
-        if variable in env:
-            reader.integer(value, variable)
-    job = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-    if len(recognised_by) == 1:
-        job = env[recognised_by[0]]
+    reader.integers(**{value: name for value, name in _OPTIONAL.items() if name in env})
+    named = launcher != "environment"
+    job = env[recognised_by[0]] if named else f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
     agent_store = launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return reader.identity(job, agent_store=agent_store)
 
@@ -120,8 +111,8 @@ def _from_openmpi(env: Environment) -> Identity | None:
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
     reader = _Reader(env, "openmpi", "OMPI_COMM_WORLD_RANK")
-    for value in ("rank", "size", "local_rank", "local_size"):
-        reader.integer(value, f"OMPI_COMM_WORLD_{value.upper()}")
+    values = ("rank", "size", "local_rank", "local_size")
+    reader.integers(**{value: f"OMPI_COMM_WORLD_{value.upper()}" for value in values})
     host = None
     if not reader.on_one_host and "MASTER_ADDR" not in env:
         # Open MPI does not say where rank 0 runs. It is usually on the first node of a Slurm job,
@@ -141,18 +132,15 @@ def _from_mpich(env: Environment) -> Identity | None:
     if "PMI_RANK" not in env or "MPI_LOCALRANKID" not in env:
         return None
     reader = _Reader(env, "mpich", "PMI_RANK and MPI_LOCALRANKID")
-    reader.integer("rank", "PMI_RANK")
-    reader.integer("size", "PMI_SIZE")
-    reader.integer("local_rank", "MPI_LOCALRANKID")
-    reader.integer("local_size", "MPI_LOCALNRANKS")
+    reader.integers(rank="PMI_RANK", size="PMI_SIZE")
+    reader.integers(local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS")
     host, job = None, ""
     if reader.on_one_host:
         job = "mpich-" + (env.get("PMI_JOBID") or _socket_peer(env.get("PMI_FD", "")))
     elif "SLURM_STEP_ID" in env:
         # Inside a Slurm job Hydra starts its ranks in a step of their own.
         job = f"mpich-slurm-{env.get('SLURM_JOB_ID', '')}-{env['SLURM_STEP_ID']}"
-        if "MASTER_ADDR" not in env:
-            host = reader.first_node("SLURM_STEP_NODELIST")
+        host = reader.first_node("SLURM_STEP_NODELIST")
     return reader.identity(job, host)
 
 
@@ -175,15 +163,14 @@ def _from_slurm(env: Environment) -> Identity | None:
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return None
     reader = _Reader(env, "slurm", "SLURM_STEP_ID")
-    reader.integer("rank", "SLURM_PROCID")
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    if reader.integer("size", tasks) == 1:
+    reader.integers(rank="SLURM_PROCID", size=tasks)
+    if reader.values["size"] == 1:
         # Most often a shell (srun --pty bash) whose commands start ranks as in any other shell;
         # or one of several steps whose ranks were numbered by hand.
         return None
-    reader.integer("local_rank", "SLURM_LOCALID")
-    node = reader.integer("node", "SLURM_NODEID")
-    variable = "SLURM_STEP_TASKS_PER_NODE"
+    reader.integers(local_rank="SLURM_LOCALID", node="SLURM_NODEID")
+    node, variable = reader.values["node"], "SLURM_STEP_TASKS_PER_NODE"
     tasks_per_node = reader.text("local_size", variable)
     counts = expand_tasks_per_node(tasks_per_node, variable)
     if node >= len(counts):
@@ -193,30 +180,17 @@ def _from_slurm(env: Environment) -> Identity | None:
         )
     reader.values |= {"local_size": counts[node], "nodes": len(counts)}
     reader.reasons["nodes"] = variable
-    host = None
-    if "MASTER_ADDR" not in env:
-        # Not SLURM_LAUNCH_NODE_IPADDR, which is the host where srun was called, and not the job's
-        # node list, because a step may run on some of the job's nodes only.
-        host = reader.first_node("SLURM_STEP_NODELIST")
+    # Not SLURM_LAUNCH_NODE_IPADDR, which is the host where srun was called, and not the job's
+    # node list, because a step may run on some of the job's nodes only.
+    host = reader.first_node("SLURM_STEP_NODELIST")
     return reader.identity(f"slurm-{env.get('SLURM_JOB_ID', '')}-{env['SLURM_STEP_ID']}", host)
-
-
-_LAUNCHERS: tuple[Callable[[Environment], Identity | None], ...] = (
-    _from_torchrun,
-    _from_tutti_run,
-    _from_environment,
-    _from_openmpi,
-    _from_mpich,
-    _from_slurm,
-)
 
 
 class _Reader:
     """Reads one launcher's variables: the values, and which variable gave each."""
 
     def __init__(self, env: Environment, launcher: str, recognised_by: str) -> None:
-        self.env = env
-        self.launcher = launcher
+        self.env, self.launcher = env, launcher
         self.values: dict[str, int] = {}
         self.reasons = {"launcher": recognised_by}
 
@@ -233,14 +207,17 @@ class _Reader:
         self.reasons[value] = variable
         return self.env[variable]
 
-    def integer(self, value: str, variable: str) -> int:
-        text = self.text(value, variable)
-        if not text.isdecimal():
-            raise UsageError(f"{variable}={text!r}: set it to an integer >= 0, or unset it")
-        self.values[value] = int(text)
-        return int(text)
+    def integers(self, **variables: str) -> None:
+        for value, variable in variables.items():
+            text = self.text(value, variable)
+            if not text.isdecimal():
+                raise UsageError(f"{variable}={text!r}: set it to an integer >= 0, or unset it")
+            self.values[value] = int(text)
 
-    def first_node(self, variable: str) -> str:
+    def first_node(self, variable: str) -> str | None:
+        """The first host of a node list; not read if MASTER_ADDR names the host."""
+        if "MASTER_ADDR" in self.env:
+            return None
         return expand_hosts(self.text("master", variable), variable)[0]
 
     def identity(self, job: str, host: str | None = None, agent_store: bool = False) -> Identity:
@@ -257,22 +234,19 @@ class _Reader:
         elif self.on_one_host:
             host = "127.0.0.1"
             self.reasons["master"] = f"all {size} ranks are on this host"
-        port = self.integer("port", "MASTER_PORT") if "MASTER_PORT" in self.env else None
+        if "MASTER_PORT" in self.env:
+            self.integers(port="MASTER_PORT")
+        port = self.values.pop("port", None)
         if port is not None and not 0 < port < 65536:
             raise UsageError(f"MASTER_PORT={port} is not a port: use 1024 to 65535")
         return Identity(
             self.launcher,
-            rank,
-            size,
-            self.values.get("local_rank"),
-            self.values.get("local_size"),
-            self.values.get("node"),
-            self.values.get("nodes"),
-            host,
-            port,
-            job,
-            agent_store,
-            self.reasons,
+            **self.values,
+            master_host=host,
+            master_port=port,
+            job=job,
+            agent_store=agent_store,
+            reasons=self.reasons,
         )
 
 
@@ -310,17 +284,38 @@ def _refuse_incomplete_variables(env: Environment) -> None:
 # -- Slurm's compressed lists ----------------------------------------------------------------------
 
 
+_RANGES = r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*"
+_HOSTS = re.compile(rf"(?:[^\[\],\s]|\[{_RANGES}\])+")
+
+
 def expand_hosts(text: str, variable: str = "the node list") -> list[str]:
     """Expand `rack1n[01-03,7],login` to its host names, in order, with zero padding kept."""
     hosts: list[str] = []
-    for item in _split_outside_brackets(text, variable):
-        parts = re.split(r"\[([^\[\]]*)\]", item)  # literal, ranges, literal, ranges, …
-        choices = [
-            _expand_ranges(part, text, variable) if position % 2 else [part]
-            for position, part in enumerate(parts)
-        ]
+    for item in re.split(r",(?![^\[]*\])", text):  # at commas outside brackets
+        parts = re.split(r"\[(.*?)\]", item)  # literal, ranges, literal, ranges, …
+        choices: list[list[str]] = [[]]
+        if _HOSTS.fullmatch(item):
+            choices = [_expand_ranges(p) if n % 2 else [p] for n, p in enumerate(parts)]
+        if not all(choices):
+            raise UsageError(
+                f"{variable}={text!r} does not parse at {item!r}: expected a list such as "
+                "n[1-4,07],login1; correct it or set MASTER_ADDR and MASTER_PORT"
+            )
         hosts.extend("".join(choice) for choice in product(*choices))
     return hosts
+
+
+def _expand_ranges(ranges: str) -> list[str]:
+    """The numbers of `01-03,7`; none if a range descends."""
+    expanded: list[str] = []
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        if not numbers:
+            return []
+        width = len(first) if first.startswith("0") else 0
+        expanded.extend(str(n).zfill(width) for n in numbers)
+    return expanded
 
 
 def expand_tasks_per_node(text: str, variable: str = "tasks per node") -> list[int]:
@@ -332,39 +327,3 @@ def expand_tasks_per_node(text: str, variable: str = "tasks per node") -> list[i
             raise UsageError(f"{variable}={text!r} does not parse at {item!r}: expected 2(x3),1")
         counts.extend([int(match[1])] * int(match[2] or 1))
     return counts
-
-
-def _split_outside_brackets(text: str, variable: str) -> list[str]:
-    items, depth, start = [], 0, 0
-    for position, character in enumerate(text):
-        depth += (character == "[") - (character == "]")
-        if depth not in (0, 1):
-            raise _node_list_error(text, variable, position)
-        if character == "," and depth == 0:
-            items.append(text[start:position])
-            start = position + 1
-    if depth != 0:
-        raise _node_list_error(text, variable, len(text))
-    items.append(text[start:])
-    if not all(item and not re.search(r"\s", item) for item in items):
-        raise _node_list_error(text, variable, start)
-    return items
-
-
-def _expand_ranges(ranges: str, text: str, variable: str) -> list[str]:
-    expanded: list[str] = []
-    for item in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise _node_list_error(text, variable, text.find(item))
-        first, last = match[1], match[2] or match[1]
-        width = len(first) if first.startswith("0") else 0
-        expanded.extend(str(n).zfill(width) for n in range(int(first), int(last) + 1))
-    return expanded
-
-
-def _node_list_error(text: str, variable: str, position: int) -> UsageError:
-    return UsageError(
-        f"{variable}={text!r} does not parse at character {position + 1}: expected a list such as "
-        "n[1-4,07],login1; correct it or set MASTER_ADDR and MASTER_PORT"
-    )

@@ -20,16 +20,13 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_KEEP_ALIVE = {
-    socket.TCP_KEEPIDLE: 10,  # seconds without data before the first probe
-    socket.TCP_KEEPINTVL: 5,
-    socket.TCP_KEEPCNT: 3,
-}
+# Seconds without data before the first probe, seconds between probes, and number of probes.
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 _LONGEST_MESSAGE = 1 << 20
 
 
@@ -69,7 +66,8 @@ class Liveness:
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
-        self._peers: dict[socket.socket, _Peer] = {}
+        self._peers: dict[socket.socket, int | None] = {}  # the rank; None before its hello
+        self._incomplete: dict[socket.socket, bytes] = {}  # the start of a message
         self._closing = False
         self._listener = listener
         if listener is not None:
@@ -89,8 +87,7 @@ class Liveness:
 
     def all_connected(self, seconds: float) -> bool:
         """Rank 0: wait until every other rank has connected; False at the timeout."""
-        members = len(self.hosts) - 1
-        return self.wait(lambda: len(self._connected) == members, seconds)
+        return self.wait(lambda: len(self._connected) == len(self.hosts) - 1, seconds)
 
     def report_failure(self, failure: Failure, timeout: float = 2.0) -> Failure:
         """Tell all ranks; returns the first failure of the world, which may be another rank's."""
@@ -127,40 +124,50 @@ class Liveness:
                     continue
                 connection = key.fileobj
                 assert isinstance(connection, socket.socket)
-                messages = self._peers[connection].read(connection)
+                messages = self._read(connection)
                 for message in messages or []:
                     if connection in self._peers:  # an earlier message may have closed it
                         self._receive(message, connection)
                 if messages is None and connection in self._peers:
-                    if self._peers[connection].rank == self.rank:  # leave() closed the socket pair
+                    if self._peers[connection] == self.rank:  # leave() closed the socket pair
                         self._close_all()
                         return
                     self._lost(connection)
+
+    def _read(self, connection: socket.socket) -> list[dict[str, Any]] | None:
+        """The messages that have arrived; None if the connection ended or sent anything else."""
+        rest = self._incomplete[connection]
+        with contextlib.suppress(OSError, ValueError):
+            data = connection.recv(1 << 16)
+            if data and len(rest) <= _LONGEST_MESSAGE:
+                *lines, self._incomplete[connection] = (rest + data).split(b"\n")
+                messages = [json.loads(line) for line in lines]
+                if all(isinstance(message, dict) for message in messages):
+                    return messages
+        return None
 
     def _receive(self, message: dict[str, Any], connection: socket.socket) -> None:
         peer = self._peers[connection]
         if "hello" in message:
             # Any process may connect to a port: only ranks with this start id are accepted.
-            if message.get("start") == self._start_id and peer.rank is None:
-                peer.rank = int(message["hello"])
+            if message.get("start") == self._start_id and peer is None:
+                peer = self._peers[connection] = int(message["hello"])
                 with self._changed:
-                    self._connected.add(peer.rank)
+                    self._connected.add(peer)
                     self._changed.notify_all()
                 if self.first_failure is not None:
-                    self._send(connection, {"failed": asdict(self.first_failure)})
-        elif peer.rank is None:
+                    self._send({"failed": asdict(self.first_failure)}, {peer})
+        elif peer is None:
             self._remove(connection)
-        elif "failed" in message and (self.rank == 0 or peer.rank == 0):
+        elif "failed" in message and (self.rank == 0 or peer == 0):
             self._failed(Failure(**message["failed"]))
-        elif "failed" in message or (
-            "left" in message and self.rank != 0 and peer.rank == self.rank
-        ):
-            self._send_to_hub(message)
+        elif "failed" in message or ("left" in message and self.rank != 0 and peer == self.rank):
+            self._send(message, {0})
         elif "left" in message or "gone" in message:
             self._record(**message)
 
     def _lost(self, connection: socket.socket) -> None:
-        rank = self._peers[connection].rank
+        rank = self._peers[connection]
         self._remove(connection)
         if rank is None or self._closing:
             return
@@ -189,18 +196,13 @@ class Liveness:
 
     def _send_to_members(self, message: dict[str, Any]) -> None:
         if self.rank == 0:
-            for connection, peer in list(self._peers.items()):
-                if peer.rank not in (None, 0):
-                    self._send(connection, message)
+            self._send(message, range(1, len(self.hosts)))
 
-    def _send_to_hub(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any], ranks: Container[int | None]) -> None:
         for connection, peer in list(self._peers.items()):
-            if peer.rank == 0:
-                self._send(connection, message)
-
-    def _send(self, connection: socket.socket, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the peer is gone: reading the connection will say so
-            connection.sendall(_encode(message))
+            if peer in ranks:
+                with contextlib.suppress(OSError):  # the peer is gone: reading will say so
+                    connection.sendall(_encode(message))
 
     def _add(self, connection: socket.socket, rank: int | None) -> None:
         if connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -208,12 +210,13 @@ class Liveness:
             for option, value in _KEEP_ALIVE.items():
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.settimeout(5)  # messages are short: a peer that reads none for 5 s is gone
-        self._peers[connection] = _Peer(rank)
+        self._peers[connection] = rank
+        self._incomplete[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _remove(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        del self._peers[connection]
+        del self._peers[connection], self._incomplete[connection]
         connection.close()
 
     def _close_all(self) -> None:
@@ -227,41 +230,21 @@ class Liveness:
         self._selector.close()
 
 
-class _Peer:
-    def __init__(self, rank: int | None) -> None:
-        self.rank = rank
-        self.rest = b""
-
-    def read(self, connection: socket.socket) -> list[dict[str, Any]] | None:
-        """The messages that have arrived; None if the connection ended or sent anything else."""
-        try:
-            data = connection.recv(1 << 16)
-        except OSError:
-            return None
-        if not data or len(self.rest) > _LONGEST_MESSAGE:
-            return None
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            return None
-        return messages if all(isinstance(message, dict) for message in messages) else None
-
-
 def _encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def open_listener(address: str) -> socket.socket:
-    """A listening socket for the hub, on a free port of this address ("" for every interface)."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family)
-    listener.bind((address, 0))
-    listener.listen(4096)
+def open_listener(address: str, port: int = 0) -> socket.socket:
+    """A listening socket at this address ("" for every interface); port 0 chooses a free one."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(4096)  # every rank of a large world may connect at the same time
+    except OSError:
+        listener.close()
+        raise
     return listener
-
-
-_GLOO_IDLE_SECONDS = 5.0  # the limit: a thread of the program may keep gloo busy to its very end
 
 
 def wait_for_gloo_threads() -> None:
@@ -272,7 +255,8 @@ def wait_for_gloo_threads() -> None:
     aborts the process ("terminate called without an active exception"), even after
     destroy_process_group: a DDP model keeps the group and its threads alive.
     """
-    idle, end = 0, time.monotonic() + _GLOO_IDLE_SECONDS
+    # With a limit: a thread of the program may keep gloo busy to its very end.
+    idle, end = 0, time.monotonic() + 5.0
     while idle < 2 and time.monotonic() < end and (states := _gloo_thread_states()):
         idle = 0 if "R" in states else idle + 1
         time.sleep(0.01)  # also releases Python's lock to the threads
@@ -280,13 +264,9 @@ def wait_for_gloo_threads() -> None:
 
 def _gloo_thread_states() -> list[str]:
     """The state letter in /proc of each gloo thread."""
-    threads = Path("/proc/self/task").glob("*")  # none without /proc
-    gloo = [thread for thread in threads if _read(thread / "comm").startswith("pt_gloo")]
-    return [_read(thread / "stat").rpartition(")")[2].strip()[:1] for thread in gloo]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # the thread has ended
-        return ""
+    states = []
+    for thread in Path("/proc/self/task").glob("*"):  # none without /proc
+        with contextlib.suppress(OSError):  # the thread has ended
+            if (thread / "comm").read_text().startswith("pt_gloo"):
+                states.append((thread / "stat").read_text().rpartition(")")[2].strip()[:1])
+    return states

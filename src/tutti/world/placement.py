@@ -43,28 +43,29 @@ class Place:
 
 def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int = 1) -> list[Place]:
     """The placement of every rank, in rank order; `device` is auto, cpu or cuda."""
-    by_machine: dict[str, list[int]] = defaultdict(list)
+    by_machine: dict[str, list[int]] = defaultdict(list)  # in the order of the lowest ranks
     for info in ranks:
         by_machine[info.machine].append(info.rank)
-    machines = list(by_machine)  # in the order of their lowest rank
     gpus = _choose_gpus(ranks, ranks_per_gpu) if _use_gpus(ranks, device) else {}
-    users = _ranks_by_gpu(ranks, gpus, ranks_per_gpu)
-
+    users: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, gpu in gpus.items():
+        users[_gpu_key(ranks[rank], gpu)].append(rank)
+    for (_, uuid), sharing in users.items():
+        if len(sharing) > ranks_per_gpu:
+            raise UsageError(
+                f"ranks {', '.join(map(str, sharing))} would use the same GPU {uuid} of "
+                f"{ranks[sharing[0]].host}: give each its own (CUDA_VISIBLE_DEVICES, --gpu-bind), "
+                f"or share it with --ranks-per-gpu {len(sharing)}"
+            )
     places = []
     for info in ranks:
-        local = by_machine[info.machine]
-        gpu = gpus.get(info.rank)
+        local, own = by_machine[info.machine], gpus.get(info.rank)
+        node = list(by_machine).index(info.machine) if info.node is None else info.node
+        local_rank = local.index(info.rank) if info.local_rank is None else info.local_rank
+        local_size = len(local) if info.local_size is None else info.local_size
+        on_gpu = 0 if own is None else len(users[_gpu_key(info, own)])
         places.append(
-            Place(
-                rank=info.rank,
-                host=info.host,
-                machine=info.machine,
-                node=machines.index(info.machine) if info.node is None else info.node,
-                local_rank=(local.index(info.rank) if info.local_rank is None else info.local_rank),
-                local_size=len(local) if info.local_size is None else info.local_size,
-                gpu=gpu,
-                ranks_on_gpu=0 if gpu is None else len(users[_gpu_key(info, gpu)]),
-            )
+            Place(info.rank, info.host, info.machine, node, local_rank, local_size, own, on_gpu)
         )
     return places
 
@@ -121,22 +122,6 @@ def _choose_gpus(ranks: "Sequence[RankInfo]", ranks_per_gpu: int) -> dict[int, i
     return chosen
 
 
-def _ranks_by_gpu(
-    ranks: "Sequence[RankInfo]", gpus: dict[int, int], ranks_per_gpu: int
-) -> dict[tuple[str, str], list[int]]:
-    users: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, gpu in gpus.items():
-        users[_gpu_key(ranks[rank], gpu)].append(rank)
-    for (_, uuid), sharing in users.items():
-        if len(sharing) > ranks_per_gpu:
-            raise UsageError(
-                f"ranks {', '.join(map(str, sharing))} would use the same GPU {uuid} of "
-                f"{ranks[sharing[0]].host}: give each its own (CUDA_VISIBLE_DEVICES, --gpu-bind), "
-                f"or share it with --ranks-per-gpu {len(sharing)}"
-            )
-    return users
-
-
 def _gpu_key(info: "RankInfo", gpu: int) -> tuple[str, str]:
     # By the kernel's boot id, not the host name: two containers may show the same GPU.
     return info.machine.split("/")[1], info.gpus[gpu]
@@ -145,29 +130,19 @@ def _gpu_key(info: "RankInfo", gpu: int) -> tuple[str, str]:
 # -- CPUs and threads ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Binding:
-    """The CPUs and threads of this process, each with its reason."""
-
-    cpus: str
-    cpus_reason: str
-    threads: int
-    threads_reason: str
-
-
 def bind(
-    ranks: "Sequence[RankInfo]", places: Sequence[Place], rank: int, env: Mapping[str, str]
-) -> Binding:
-    """Set this process's CPU affinity and torch's thread count."""
+    ranks: "Sequence[RankInfo]", place: Place, env: Mapping[str, str]
+) -> tuple[str, int, dict[str, str]]:
+    """Set this process's CPU affinity and torch's thread count; returns both, with reasons."""
     import torch
 
-    chosen, cpus_reason = _choose_cpus(ranks, places[rank], numa_nodes())
+    chosen, cpus_reason = _choose_cpus(ranks, place, numa_nodes())
     if chosen is not None:
         os.sched_setaffinity(0, parse_cpu_list(chosen))
-    cpus = format_cpu_list(allowed_cpus())
-    threads, threads_reason = _choose_threads(ranks, places[rank], len(allowed_cpus()), env)
+    cpus = allowed_cpus()
+    threads, threads_reason = _choose_threads(ranks, place, len(cpus), env)
     torch.set_num_threads(threads)
-    return Binding(cpus, cpus_reason, threads, threads_reason)
+    return format_cpu_list(cpus), threads, {"cpus": cpus_reason, "threads": threads_reason}
 
 
 def cpus_for(
@@ -180,9 +155,8 @@ def cpus_for(
     ranks on one CPU cost each other a time slice per message. Ranks to which the launcher gave
     different CPUs keep them.
     """
-    own = ranks[rank]
-    peers = [a.rank for a in ranks if a.machine == own.machine and a.cpus == own.cpus]
-    allowed = set(parse_cpu_list(own.cpus))
+    peers = _with_same_cpus(ranks, rank)
+    allowed = set(parse_cpu_list(ranks[rank].cpus))
     nodes = [cpus for node in sorted(numa) if (cpus := allowed.intersection(numa[node]))]
     if len(peers) < max(2, len(nodes)):
         return None  # fewer ranks than NUMA nodes: each may use all CPUs
@@ -196,24 +170,27 @@ def cpus_for(
     return format_cpu_list(own_node[first:stop])
 
 
+def _with_same_cpus(ranks: "Sequence[RankInfo]", rank: int) -> list[int]:
+    own = ranks[rank]
+    return [a.rank for a in ranks if a.machine == own.machine and a.cpus == own.cpus]
+
+
 def _choose_cpus(
     ranks: "Sequence[RankInfo]", place: Place, numa: Mapping[int, tuple[int, ...]]
 ) -> tuple[str | None, str]:
     if place.gpu is None:
         cpus = cpus_for(ranks, place.rank, numa)
         return (cpus, "its share of the CPUs") if cpus else (None, "inherited from the launcher")
-    node = numa_node_of_gpu(_pci_address(place.gpu))
+    import torch
+
+    gpu: Any = torch.cuda.get_device_properties(place.gpu)  # torch's stub lacks the PCI fields
+    node = numa_node_of_gpu(
+        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    )
     near = set(allowed_cpus()).intersection(numa.get(-1 if node is None else node, ()))
     if not near:
         return None, "inherited from the launcher: the GPU's NUMA node is unknown"
     return format_cpu_list(near), f"NUMA node {node} of cuda:{place.gpu}"
-
-
-def _pci_address(gpu: int) -> str:
-    import torch
-
-    device: Any = torch.cuda.get_device_properties(gpu)  # torch's stub lacks the PCI fields
-    return f"{device.pci_domain_id:04x}:{device.pci_bus_id:02x}:{device.pci_device_id:02x}.0"
 
 
 def _choose_threads(
@@ -224,14 +201,12 @@ def _choose_threads(
         reason = "OMP_NUM_THREADS" + (", set by tutti run unless you set it" if by_tutti else "")
         return max(1, int(env["OMP_NUM_THREADS"])), reason
     # Ranks with the same allowed CPUs divide them; `cores` is this rank's part after binding.
-    own = ranks[place.rank]
-    sharing = [a for a in ranks if a.machine == own.machine and a.cpus == own.cpus]
-    allowed = len(parse_cpu_list(own.cpus))
-    ranks_per_core_set = len(sharing) * cores / allowed
+    sharing = len(_with_same_cpus(ranks, place.rank))
+    allowed = len(parse_cpu_list(ranks[place.rank].cpus))
+    divisor = max(1, math.ceil(sharing * cores / allowed))
     quota = cpu_quota()
     if quota is not None and quota < allowed:
-        cores, ranks_per_core_set = quota, len(sharing)
-    divisor = max(1, math.ceil(ranks_per_core_set))
+        cores, divisor = quota, sharing
     return max(1, cores // divisor), f"{cores} cores / {divisor} rank{'s' * (divisor != 1)}"
 
 
@@ -239,11 +214,9 @@ def _choose_threads(
 
 # <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_TRIM_BYTES = (1 << 31) - 1  # the maximum: free bytes at the heap's end before glibc returns them
 # Blocks of this size and above get their own mapping, which is returned on free. Old versions of
 # glibc accept at most the second value.
 _MMAP_BYTES = (1 << 30, 32 << 20)
-_MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def disable_malloc_trim(env: Mapping[str, str]) -> bool:
@@ -261,7 +234,7 @@ def disable_malloc_trim(env: Mapping[str, str]) -> bool:
         return False
     # mmap first: setting either threshold stops glibc from adjusting the other dynamically.
     accepted = any(mallopt(_M_MMAP_THRESHOLD, size) for size in _MMAP_BYTES)
-    return accepted and bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))
+    return accepted and bool(mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))  # the maximum
 
 
 def return_freed_memory() -> None:
@@ -281,5 +254,5 @@ def return_freed_memory() -> None:
 
 
 def _malloc_set_by_environment(env: Mapping[str, str]) -> bool:
-    variables = any(name in env for name in _MALLOC_VARIABLES)
-    return variables or "_threshold" in env.get("GLIBC_TUNABLES", "")
+    variables = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+    return bool(variables & env.keys()) or "_threshold" in env.get("GLIBC_TUNABLES", "")

@@ -12,6 +12,7 @@ gloo). So rank 0 publishes a list of entries under a new start id, and the list 
 every rank has confirmed that the list holds the rank's own, current entry.
 """
 
+import contextlib
 import importlib
 import ipaddress
 import json
@@ -34,6 +35,7 @@ from tutti.machine.environment import boot_id, versions
 from tutti.world.addresses import free_port, local_address_towards, port_candidates
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.launchers import Identity
+from tutti.world.liveness import open_listener
 
 _PROBE_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 5.0
@@ -71,12 +73,15 @@ def open_rendezvous(identity: Identity, timeout: float) -> Rendezvous:
     deadline = time.monotonic() + timeout
     reason = identity.reasons.get("master", "")
     address = _resolve(identity.master_host, reason)
+    ports = [identity.master_port] if identity.master_port else port_candidates(identity.job)
     if identity.rank == 0 and not identity.agent_store:
-        return _serve(identity, identity.master_host, address, reason, timeout)
-    return _connect(identity, address, reason, deadline)
+        return _serve(identity, identity.master_host, address, ports, reason, timeout)
+    return _connect(identity, address, ports, reason, deadline)
 
 
-def _serve(identity: Identity, name: str, address: str, reason: str, timeout: float) -> Rendezvous:
+def _serve(
+    identity: Identity, name: str, address: str, ports: list[int], reason: str, timeout: float
+) -> Rendezvous:
     is_loopback = ipaddress.ip_address(address).is_loopback
     named_loopback = name in ("localhost", address)
     if is_loopback and named_loopback and identity.local_size not in (None, identity.size):
@@ -94,7 +99,6 @@ def _serve(identity: Identity, name: str, address: str, reason: str, timeout: fl
         # Debian maps a host's own name to 127.0.1.1; other hosts resolve the name differently.
         bind_to = ""
         reason += f"; {name} is {address} here, so the store listens on every interface"
-    ports = [identity.master_port] if identity.master_port else port_candidates(identity.job)
     listener, port = _listen(bind_to, ports)
     store = dist.TCPStore(
         address,
@@ -109,33 +113,26 @@ def _serve(identity: Identity, name: str, address: str, reason: str, timeout: fl
 
 
 def _listen(address: str, ports: list[int]) -> tuple[socket.socket, int]:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in ports:
-        listener = socket.socket(family)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, port))
-            listener.listen(4096)  # every rank of a large world may connect at the same time
-            return listener, port
-        except OSError:
-            listener.close()
+        with contextlib.suppress(OSError):
+            return open_listener(address, port), port
     raise UsageError(
         f"port {', '.join(map(str, ports))} is in use on {socket.gethostname()}: set MASTER_PORT "
         f"to a free port ({free_port()} is free now), or stop the process that listens there"
     )
 
 
-def _connect(identity: Identity, address: str, reason: str, deadline: float) -> Rendezvous:
-    ports = [identity.master_port] if identity.master_port else port_candidates(identity.job)
+def _connect(
+    identity: Identity, address: str, ports: list[int], reason: str, deadline: float
+) -> Rendezvous:
     while time.monotonic() < deadline:
         for port in ports:
             # An ordinary socket first: torch's client prints a page of C++ frames to standard
             # error for every refused connection.
             if not _is_listening(address, port):
                 continue
-            store = _open_client(
-                address, port, min(_HANDSHAKE_SECONDS, deadline - time.monotonic())
-            )
+            left = deadline - time.monotonic()
+            store = _open_client(address, port, max(1.0, min(_HANDSHAKE_SECONDS, left)))
             # A derived port may be the store of another job: only this job's store has its key.
             given = identity.master_port is not None
             if store is not None and (given or store.check([_job_key(identity.job)])):
@@ -150,32 +147,23 @@ def _connect(identity: Identity, address: str, reason: str, deadline: float) -> 
     )
 
 
-def _open_client(address: str, port: int, seconds: float) -> dist.Store | None:
+def _open_client(address: str, port: int, timeout: float) -> dist.Store | None:
     """The store at this port, or None if the process that listens there is not a store.
 
     In a thread: torch's client waits without limit for a reply from something that is not a store.
     """
     result: queue.Queue[dist.Store | None] = queue.Queue()
-    timeout = max(1.0, seconds)
+    limit = timedelta(seconds=timeout)
 
     def connect() -> None:
-        try:
-            store = dist.TCPStore(
-                address,
-                port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout),
-            )
-            result.put(store)
-        except RuntimeError:
-            result.put(None)
+        with contextlib.suppress(RuntimeError):
+            result.put(dist.TCPStore(address, port, wait_for_workers=False, timeout=limit))
+        result.put(None)
 
     threading.Thread(target=connect, daemon=True).start()
-    try:
+    with contextlib.suppress(queue.Empty):
         return result.get(timeout=timeout)
-    except queue.Empty:
-        return None
+    return None
 
 
 def _is_listening(address: str, port: int) -> bool:
@@ -276,19 +264,22 @@ def exchange_rank_info(store: dist.Store, info: RankInfo, size: int, timeout: fl
     """Exchange RankInfo with all ranks; returns the same Roster on every rank."""
     poll = _Poll(store, size, timeout)
     try:
-        store.set(f"tutti/rank/{info.rank}", json.dumps(asdict(info)))
-        return _publish(store, size, poll) if info.rank == 0 else _confirm(store, info, poll)
+        store.set(poll.keys[info.rank], json.dumps(asdict(info)))
+        start_id, entries = _publish(poll) if info.rank == 0 else _confirm(info, poll)
     except RuntimeError:
         raise UsageError("the store ended with rank 0 or its host: see rank 0's output") from None
+    ranks = (
+        RankInfo(**fields | {"gpus": tuple(fields["gpus"])}) for fields in map(json.loads, entries)
+    )
+    return Roster(tuple(ranks), start_id)
 
 
 class _Poll:
     """Sleeps between two reads of the store, and names the missing ranks at the timeout."""
 
     def __init__(self, store: dist.Store, size: int, timeout: float) -> None:
-        self.store = store
+        self.store, self.timeout = store, timeout
         self.keys = [f"tutti/rank/{rank}" for rank in range(size)]
-        self.timeout = timeout
         self.deadline = time.monotonic() + timeout
         # One store serves all ranks: with more ranks, each polls less often.
         self.interval = 0.02 * (1 + size / 64)
@@ -306,8 +297,9 @@ class _Poll:
         )
 
 
-def _publish(store: dist.Store, size: int, poll: _Poll) -> Roster:
+def _publish(poll: _Poll) -> tuple[str, list[str]]:
     """Rank 0: publish a list for all ranks to confirm; publish again if an entry changes."""
+    store = poll.store
     while not store.check(poll.keys):
         poll.sleep()
     while True:
@@ -315,7 +307,7 @@ def _publish(store: dist.Store, size: int, poll: _Poll) -> Roster:
         start_id = uuid.uuid4().hex
         store.set(f"tutti/{start_id}/roster", json.dumps(entries))
         store.set("tutti/start_id", start_id)
-        confirmations = [f"tutti/{start_id}/confirmed/{rank}" for rank in range(1, size)]
+        confirmations = [f"tutti/{start_id}/confirmed/{rank}" for rank in range(1, len(poll.keys))]
         next_read = time.monotonic() + 0.5
         while confirmations and not store.check(confirmations):
             poll.sleep(confirmations)
@@ -325,11 +317,12 @@ def _publish(store: dist.Store, size: int, poll: _Poll) -> Roster:
                 next_read = time.monotonic() + 0.5
         else:
             store.set(f"tutti/{start_id}/complete", "yes")
-            return _roster(start_id, entries)
+            return start_id, entries
 
 
-def _confirm(store: dist.Store, info: RankInfo, poll: _Poll) -> Roster:
+def _confirm(info: RankInfo, poll: _Poll) -> tuple[str, list[str]]:
     """Other ranks: confirm the first list that holds this rank's entry, wait until all have."""
+    store = poll.store
     while not store.check(["tutti/start_id"]):
         poll.sleep()
     while True:
@@ -341,16 +334,8 @@ def _confirm(store: dist.Store, info: RankInfo, poll: _Poll) -> Roster:
         # A list from before a restart has another token: rank 0 will publish a new list.
         while store.get("tutti/start_id").decode() == start_id:
             if current and store.check([f"tutti/{start_id}/complete"]):
-                return _roster(start_id, entries)
+                return start_id, entries
             poll.sleep()
-
-
-def _roster(start_id: str, entries: Sequence[str]) -> Roster:
-    ranks = []
-    for text in entries:
-        fields = json.loads(text)
-        ranks.append(RankInfo(**{**fields, "gpus": tuple(fields["gpus"])}))
-    return Roster(tuple(ranks), start_id)
 
 
 def refuse_different_versions(ranks: Sequence[RankInfo]) -> None:

@@ -142,8 +142,8 @@ def init(
     hook = sys.excepthook
     sys.excepthook = print_usage_errors(hook)
     env = os.environ
-    start_timeout = _seconds("start_timeout", start_timeout, START_TIMEOUT, env)
-    timeout = _seconds("timeout", timeout, TIMEOUT, env)
+    start_timeout = _seconds("start_timeout", start_timeout, START_TIMEOUT)
+    timeout = _seconds("timeout", timeout, TIMEOUT)
     if ranks_per_gpu is None:
         ranks_per_gpu = int(env.get("TUTTI_RANKS_PER_GPU", "1"))
     if ranks_per_gpu < 1:
@@ -156,7 +156,10 @@ def init(
     gpus = [] if device == "cpu" else visible_gpus()
     listener = None
     if identity.rank == 0 and identity.size > 1:
-        listener = open_listener(_liveness_address(identity, address))
+        # Loopback, unless other hosts must reach it.
+        reachable = "" if address is None or address.startswith("127.") else address
+        one_host = identity.local_size == identity.size
+        listener = open_listener("127.0.0.1" if one_host else reachable)
     port = listener.getsockname()[1] if listener else 0
     info = describe_rank(identity, address or "", gpus, port)
     roster = exchange_rank_info(rendezvous.store, info, identity.size, start_timeout)
@@ -167,8 +170,8 @@ def init(
         identity, rendezvous, roster, places, backend, bind_cpus, failures, device == "cpu"
     )
     if world.size > 1:
-        failures.start(
-            _open_liveness(listener, rendezvous, roster, identity.rank, failures, start_timeout)
+        failures.liveness = _open_liveness(
+            listener, rendezvous, roster, identity.rank, failures, start_timeout
         )
     atexit.register(world.close)
 
@@ -177,7 +180,8 @@ def init(
     else:
         disable_malloc_trim(env)
     dist.init_process_group(
-        backend=_torch_backend(world.backend),
+        # NCCL handles CUDA tensors only; gloo beside it handles small CPU tensors.
+        backend="cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend,
         store=dist.PrefixStore(f"tutti/{roster.start_id}/torch", rendezvous.store),
         rank=world.rank,
         world_size=world.size,
@@ -185,18 +189,19 @@ def init(
         device_id=world.device if world.device.type == "cuda" else None,
     )
     failures.install_hook(hook)
-    if world.is_first and world.reasons["backend"].startswith(_NO_SHM):
-        print(f"note: using gloo: {world.reasons['backend']}", file=sys.stderr)
-    if world.sharing_note and world.is_first:
-        print(f"note: {world.sharing_note}", file=sys.stderr)
+    if world.is_first:
+        if world.reasons["backend"].startswith(_NO_SHM):
+            print(f"note: using gloo: {world.reasons['backend']}", file=sys.stderr)
+        if world.sharing_note:
+            print(f"note: {world.sharing_note}", file=sys.stderr)
     return world
 
 
-def _seconds(name: str, given: float | None, default: float, env: Mapping[str, str]) -> float:
+def _seconds(name: str, given: float | None, default: float) -> float:
     if given is not None:
         return checked_seconds(f"{name}=", given)
     variable = f"TUTTI_{name.upper()}"
-    return checked_seconds(f"{variable}=", env.get(variable, default))
+    return checked_seconds(f"{variable}=", os.environ.get(variable, default))
 
 
 def _check_backend(backend: str | None) -> None:
@@ -223,13 +228,6 @@ def _place(roster: Roster, identity: Identity, device: str, ranks_per_gpu: int) 
         if identity.size > 1:
             time.sleep(0.5)  # the store ends with this process: let the others read the roster
         raise
-
-
-def _liveness_address(identity: Identity, address: str | None) -> str:
-    """Where rank 0 accepts liveness connections: loopback, unless other hosts must reach it."""
-    if identity.local_size == identity.size:
-        return "127.0.0.1"
-    return "" if address is None or address.startswith("127.") else address
 
 
 def _open_liveness(
@@ -260,11 +258,6 @@ def _open_liveness(
         ) from None
 
 
-def _torch_backend(backend: str) -> str:
-    # NCCL handles CUDA tensors only; gloo beside it handles small CPU tensors.
-    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-
-
 def _default_backend(device: torch.device, roster: Roster) -> tuple[str, str]:
     if device.type == "cuda":
         return "nccl", "the default on cuda"
@@ -288,12 +281,9 @@ def _make_world(
     env = os.environ
     variables: dict[str, str] = {}  # settings for the backends, as long as this world exists
     own = places[identity.rank]
-    reasons = dict.fromkeys(
-        ("local_rank", "local_size", "node", "nodes"), "rendezvous: counted by machine"
-    )
-    reasons |= identity.reasons
-    reasons["host"] = "gethostname"
-    reasons["master"] = rendezvous.reason
+    counted = ("local_rank", "local_size", "node", "nodes")
+    reasons = dict.fromkeys(counted, "rendezvous: counted by machine") | dict(identity.reasons)
+    reasons |= {"host": "gethostname", "master": rendezvous.reason}
     if own.gpu is None:
         device = torch.device("cpu")
         reasons["device"] = "requested" if cpu_requested else "no GPU is visible"
@@ -303,8 +293,8 @@ def _make_world(
     reasons["backend"] = "requested"
     if backend is None:
         backend, reasons["backend"] = _default_backend(device, roster)
-    # The shm backend uses gloo between hosts.
-    if "gloo" in _torch_backend(backend) or "shm" in backend:
+    # shm uses gloo between hosts, and NCCL has gloo beside it.
+    if backend == "nccl" or "gloo" in backend or "shm" in backend:
         interface, reasons["gloo_interface"] = gloo_interface(roster.ranks, identity.rank, env)
         if interface:
             variables["GLOO_SOCKET_IFNAME"] = interface
@@ -316,12 +306,10 @@ def _make_world(
         variables |= {name: value for name, value in shared.items() if name not in env}
     env.update(variables)
     if bind_cpus:
-        binding = bind(roster.ranks, places, identity.rank, env)
-        cpus, threads = binding.cpus, binding.threads
-        reasons |= {"cpus": binding.cpus_reason, "threads": binding.threads_reason}
+        cpus, threads, binding_reasons = bind(roster.ranks, own, env)
     else:
         cpus, threads = roster.ranks[own.rank].cpus, torch.get_num_threads()
-        reasons |= {"cpus": "bind_cpus=False", "threads": "bind_cpus=False"}
+        binding_reasons = dict.fromkeys(("cpus", "threads"), "bind_cpus=False")
     return World(
         rank=identity.rank,
         size=identity.size,
@@ -337,7 +325,7 @@ def _make_world(
         cpus=cpus,
         threads=threads,
         ranks_on_device=max(1, own.ranks_on_gpu),
-        reasons=reasons,
+        reasons=reasons | binding_reasons,
         _variables=tuple(variables),
         _rendezvous=rendezvous,
         _failures=failures,
