@@ -227,6 +227,19 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_rank(tmp_path: Pat
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]])
+def test_a_run_whose_checkpoints_cannot_be_written_fails(tmp_path: Path, ranks: list[str]) -> None:
+    """A directory in place of a file of checkpoints stands for a disk that is full."""
+    out = tmp_path / "run"
+    train(*SHORT, "--steps", "2", "--out", out)
+    shutil.rmtree(out / "checkpoints")
+    (out / "checkpoints" / ".writer").mkdir(parents=True)
+    done = train(*SHORT, "--steps", "4", "--out", out, "--resume", *ranks, code=2)
+    line = done.stderr.splitlines()[-1]
+    assert "checkpoints not written: 1, the last at step 4" in line and str(out) in line
+    assert json.loads((out / "summary.json").read_text())["steps"] == 4
+
+
 def test_a_sweep_of_learning_rates_prints_a_table(tmp_path: Path) -> None:
     sweep = [*SHORT, "--steps", "6", "--lr-sweep", "0.01,1e30", "--ranks", "1,2"]
     done = train(*sweep)

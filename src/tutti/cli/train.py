@@ -155,9 +155,16 @@ def _train(options: Train, base: Recipe) -> int:
                 directory.write_json("summary.json", {"diverged": True, "reason": str(error)})
             return 1
         if world.is_first:
-            _conclude(directory, outcome.summary, outcome.stopped)
+            _conclude(directory, outcome.summary, outcome.stopped and not outcome.failed_saves)
             if options.profile:
                 print(f"to see where the step time went: tutti profile --trace {directory.path}")
+        if outcome.failed_saves:
+            step, reason = max(outcome.failed_saves.items())
+            with usage_error_on_rank_0(world):
+                raise UsageError(
+                    f"checkpoints not written: {len(outcome.failed_saves)}, the last at step "
+                    f"{step}: {reason}: --out {directory.path} needs space, or choose another"
+                )
         return STOPPED if outcome.stopped else 0
 
 

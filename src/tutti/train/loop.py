@@ -59,6 +59,7 @@ class Outcome:
 
     summary: dict[str, Any]
     stopped: bool  # by a signal, after a checkpoint
+    failed_saves: dict[int, str]  # by step: why its checkpoint was not written
 
 
 class Runner(ABC):
@@ -279,7 +280,8 @@ class Trainer:
             if "checkpoints" in vars(self):
                 self.checkpoints.close()
         # Without checkpoints the run cannot be resumed: it counts as ended, not as stopped.
-        return Outcome(self._summary(loss), stopped and self._saves)
+        failed = self.checkpoints.failed if self._saves else {}
+        return Outcome(self._summary(loss), stopped and self._saves, failed)
 
     def _steps_to_next_event(self) -> int:
         """How many steps run before the next sync, evaluation or checkpoint; equal on all ranks."""
