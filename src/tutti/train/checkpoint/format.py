@@ -31,7 +31,7 @@ import stat
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -79,7 +79,6 @@ class Damaged(Exception):
 
 
 def step_name(step: int) -> str:
-    """Return the name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
@@ -108,14 +107,6 @@ def claim_directory(directory: Path, token: str) -> None:
 def is_writer(directory: Path, token: str) -> bool:
     """Return whether the run with this token was the last to claim the directory."""
     return (directory / _WRITER).read_text() == token
-
-
-def new_folder(directory: Path, step: int, token: str) -> Path:
-    """Create an empty folder to write a checkpoint into."""
-    folder = directory / f"{step_name(step)}.{token}.tmp"
-    discard(folder)
-    folder.mkdir(mode=0o700)
-    return folder
 
 
 def discard(path: Path) -> None:
@@ -158,8 +149,7 @@ def prune(directory: Path, step: int, keep: int | None) -> None:
 # Files with checksums.
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """Size and checksum of a file, to detect later changes."""
 
     bytes: int
@@ -213,24 +203,10 @@ def _read_text(path: Path) -> bytes:
     return content
 
 
-def _parse_json(text: bytes, name: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a key occurs twice")
-        return result
-
-    try:
-        return json.loads(text.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{name} is not valid JSON: {error}") from None
-
-
 # The index.
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A rectangular part of a tensor: its offset and size in each dim."""
 
     offsets: tuple[int, ...]
@@ -241,8 +217,7 @@ class Box:
         return math.prod(self.sizes)
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor, and the file and key under which its bytes are stored."""
 
     box: Box
@@ -250,8 +225,7 @@ class Chunk:
     key: str
 
 
-@dataclass(frozen=True)
-class SavedTensor:
+class SavedTensor(NamedTuple):
     """A tensor in a checkpoint. Its chunks cover it exactly; an empty tensor has none."""
 
     dtype: torch.dtype
@@ -282,7 +256,6 @@ class Index:
 
 
 def tensor_file_name(rank: int) -> str:
-    """Return the name of the tensor file of a rank."""
     return f"rank{rank}.safetensors"
 
 
@@ -292,7 +265,7 @@ def write_index(folder: Path, index: Index, versions: Mapping[str, str]) -> None
         name: {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": tensor.shape,
-            "chunks": [{**asdict(c.box), "file": c.file, "key": c.key} for c in tensor.chunks],
+            "chunks": [{**c.box._asdict(), "file": c.file, "key": c.key} for c in tensor.chunks],
         }
         for name, tensor in index.tensors.items()
     }
@@ -317,31 +290,29 @@ def read_index(directory: Path) -> Index:
     text = _read_text(directory / INDEX)
     if hashlib.sha256(text).hexdigest() != sums.pop(INDEX):
         raise Damaged(f"{INDEX} does not have the recorded checksum")
-    value = _parse_json(text, INDEX)
-    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-        raise Damaged(f"{INDEX} does not have the schema {SCHEMA}")
     try:
+        value = json.loads(text)
+        if value["schema"] != SCHEMA:
+            raise ValueError(f"its schema is not {SCHEMA}")
         index = Index(
             step=_count(value["step"]),
             ranks=_count(value["ranks"]),
-            tensors={name: _tensor(name, one) for name, one in value["tensors"].items()},
+            tensors={name: _tensor(name, each) for name, each in value["tensors"].items()},
             files={
-                name: FileRecord(_count(one["bytes"]), sums.get(name, ""))
-                for name, one in value["files"].items()
+                name: FileRecord(_count(each["bytes"]), sums.get(name, ""))
+                for name, each in value["files"].items()
             },
             optimizer=_optimizer(value["optimizer"]),
             state=dict(value["state"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise Damaged(f"{INDEX} is malformed ({type(error).__name__}: {error})") from None
-    for name in index.files:
-        if not _TENSOR_FILE.fullmatch(name):
-            raise Damaged(f"{INDEX} names the file {name!r}, which is not a tensor file")
+    for file in index.files:
+        if not _TENSOR_FILE.fullmatch(file):
+            raise Damaged(f"{INDEX} names the file {file!r}, which is not a tensor file")
     if set(sums) != set(index.files):
         raise Damaged(f"{SUMS} and {INDEX} do not name the same files")
     for name, tensor in index.tensors.items():
-        if problem := cover_problem(tensor.shape, [chunk.box for chunk in tensor.chunks]):
-            raise Damaged(f"{INDEX}: {name}: {problem}")
         for chunk in tensor.chunks:
             if chunk.file not in index.files:
                 raise Damaged(f"{INDEX}: {name} is in {chunk.file!r}, which is not in its files")
@@ -386,17 +357,16 @@ def _read_sums(directory: Path) -> dict[str, str]:
 
 
 def _tensor(name: str, value: Any) -> SavedTensor:
-    if not _is_shape(value["shape"]) or value["dtype"] not in DTYPES:
-        raise Damaged(f"{INDEX}: {name} is {value['dtype']} of shape {value['shape']}")
     chunks = []
-    for one in value["chunks"]:
-        if not (_is_shape(one["offsets"]) and _is_shape(one["sizes"])):
-            raise Damaged(f"{INDEX}: {name} has a chunk at {one['offsets']} of {one['sizes']}")
-        if not (isinstance(one["file"], str) and isinstance(one["key"], str)):
-            raise Damaged(f"{INDEX}: {name} has a chunk without a file or a key")
-        box = Box(tuple(one["offsets"]), tuple(one["sizes"]))
-        chunks.append(Chunk(box, one["file"], one["key"]))
-    return SavedTensor(DTYPES[value["dtype"]], tuple(value["shape"]), tuple(chunks))
+    for each in value["chunks"]:
+        file, key = each["file"], each["key"]
+        if not (isinstance(file, str) and isinstance(key, str)):
+            raise ValueError(f"{name} has a chunk without a file or a key")
+        chunks.append(Chunk(Box(_shape(each["offsets"]), _shape(each["sizes"])), file, key))
+    shape = _shape(value["shape"])
+    if problem := cover_problem(shape, [chunk.box for chunk in chunks]):
+        raise ValueError(f"{name}: {problem}")
+    return SavedTensor(DTYPES[value["dtype"]], shape, tuple(chunks))
 
 
 def _optimizer(value: Any) -> OptimizerOptions | None:
@@ -408,17 +378,15 @@ def _optimizer(value: Any) -> OptimizerOptions | None:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r} is not a count")
     return value
 
 
-def _is_shape(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= _MAX_DIMS
-        and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
-    )
+def _shape(value: Any) -> tuple[int, ...]:
+    if len(value) > _MAX_DIMS:
+        raise ValueError(f"a shape of {len(value)} dims")
+    return tuple(map(_count, value))
 
 
 def cover_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:

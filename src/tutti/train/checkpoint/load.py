@@ -16,9 +16,9 @@ from torch import nn
 
 from tutti import comm
 from tutti.train.checkpoint.format import (
+    Box,
     Damaged,
     Index,
-    SavedTensor,
     check_tensor_files,
     open_tensors,
     read_index,
@@ -76,12 +76,14 @@ def load_checkpoint(
     path, index = _newest_complete(directory, step)
     targets = model_tensors(model, aliases)
     _refuse_mismatch(path, index, targets, optimizer)
-    notes = _conversions(index.tensors, targets)
+    notes = []
+    saved = index.tensors
+    if converted := [name for name, each in targets.items() if saved[name].dtype != each.dtype]:
+        dtypes = f"{saved[converted[0]].dtype} to {targets[converted[0]].dtype}"
+        notes.append(f"{_names(converted)} converted from {dtypes}")
     slots: dict[str, torch.Tensor] = {}
     if optimizer is not None:
-        saved = {n: t for n, t in index.tensors.items() if n.startswith("optimizer.")}
-        kinds = {n: (t.dtype, t.shape) for n, t in saved.items()}
-        slots = empty_optimizer_slots(model, optimizer, kinds, aliases)
+        slots = empty_optimizer_slots(model, optimizer, saved, aliases)
     reader = _Reader(path, index)
     for name, tensor in (targets | slots).items():
         reader.read_into(name, tensor)
@@ -134,18 +136,17 @@ def _refuse_mismatch(
     saved = index.tensors
     missing = [name for name in targets if name not in saved]
     problems = [f"it does not have {_names(missing)}"] if missing else []
-    found = {name: tensor for name, tensor in targets.items() if name in saved}
-    for name, tensor in found.items():
-        shape, dtype = saved[name].shape, saved[name].dtype
+    different = []
+    for name, tensor in targets.items():
+        dtype, shape, _ = saved.get(name, (tensor.dtype, tensor.shape, ()))
         convertible = dtype.is_floating_point and tensor.dtype.is_floating_point
         if shape != tuple(tensor.shape):
-            found_text = f"has shape {shape}, this model's {tuple(tensor.shape)}"
+            different.append(
+                f"its {_names([name])} has shape {shape}, this model's {tuple(tensor.shape)}"
+            )
         elif dtype != tensor.dtype and not convertible:
-            found_text = f"is {dtype}, this model's {tensor.dtype}"
-        else:
-            continue
-        problems.append(f"its {_names([name])} {found_text}")
-        break
+            different.append(f"its {_names([name])} is {dtype}, this model's {tensor.dtype}")
+    problems += different[:1]
     if optimizer is not None and (problem := optimizer_mismatch(optimizer, index.optimizer)):
         problems.append(problem)
     gathered = comm.gather_json([[*targets], problems])
@@ -162,17 +163,6 @@ def _refuse_mismatch(
         )
 
 
-def _conversions(
-    saved: Mapping[str, SavedTensor], targets: Mapping[str, torch.Tensor]
-) -> list[str]:
-    """Return a note if loading changes the precision of tensors."""
-    changed = [name for name, tensor in targets.items() if saved[name].dtype != tensor.dtype]
-    if not changed:
-        return []
-    dtypes = f"{saved[changed[0]].dtype} to {targets[changed[0]].dtype}"
-    return [f"{_names(changed)} converted from {dtypes}"]
-
-
 def _names(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(name.removeprefix("model.") for name in names[:_MAX_NAMES]) + more
@@ -182,25 +172,18 @@ class _Reader:
     """Copies parts of tensors from a verified checkpoint."""
 
     def __init__(self, path: Path, index: Index) -> None:
-        self._path = path
-        self._index = index
+        self._path, self._index = path, index
         self._files: dict[str, Any] = {}
         self._mapped_bytes = 0
 
     @torch.no_grad()
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill a tensor, or this rank's shard of it."""
-        saved = self._index.tensors[name]
+        """Fill a tensor, or this rank's shard of it, from the chunks that intersect it."""
         local, box = local_shard(tensor)
-        for chunk in saved.chunks if local.numel() else ():
-            starts = [max(a, b) for a, b in zip(chunk.box.offsets, box.offsets, strict=True)]
-            ends = [
-                min(a + m, b + n)
-                for a, m, b, n in zip(
-                    chunk.box.offsets, chunk.box.sizes, box.offsets, box.sizes, strict=True
-                )
+        for chunk in self._index.tensors[name].chunks if local.numel() else ():
+            spans = [
+                (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(*chunk.box, *box, strict=True)
             ]
-            spans = [*zip(starts, ends, strict=True)]
             if all(start < end for start, end in spans):
                 source = self._file(chunk.file).get_slice(chunk.key)[_slices(spans, chunk.box)]
                 local[_slices(spans, box)].copy_(source)
@@ -214,7 +197,7 @@ class _Reader:
         return self._files[name]
 
 
-def _slices(spans: list[tuple[int, int]], box: Any) -> tuple[slice, ...]:
+def _slices(spans: list[tuple[int, int]], box: Box) -> tuple[slice, ...]:
     """Return spans of the full tensor as slices of one of its boxes."""
     pairs = zip(spans, box.offsets, strict=True)
     return tuple(slice(start - offset, end - offset) for (start, end), offset in pairs)

@@ -12,18 +12,23 @@ with those of the training. A rank that fails removes the folder, which the othe
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from tutti import comm
 from tutti.machine.environment import versions
 from tutti.measure.files import write_atomically
 from tutti.train.checkpoint.format import (
@@ -35,22 +40,30 @@ from tutti.train.checkpoint.format import (
     Index,
     OptimizerOptions,
     SavedTensor,
+    claim_directory,
     cover_problem,
     discard,
     is_writer,
     prune,
     record_of,
+    saved_steps,
     step_name,
     supersede,
     sync_path,
     tensor_file_name,
     write_index,
 )
-from tutti.train.checkpoint.training_state import local_shard
+from tutti.train.checkpoint.load import Loaded, load_checkpoint, print_once, this_rank
+from tutti.train.checkpoint.training_state import (
+    buffer_names,
+    local_shard,
+    model_tensors,
+    optimizer_state,
+    rng_state,
+)
 from tutti.world.errors import RanksDiffer, UsageError
 
-OTHER_RANK_FAILED = "another rank failed"
-
+_OTHER_RANK_FAILED = "another rank failed"
 _POLL_SECONDS = 0.02
 
 
@@ -161,86 +174,234 @@ class SaveError(Exception):
     """A checkpoint could not be written; the message says why."""
 
 
-@dataclass(frozen=True)
-class Save:
-    """One save, as the thread of a rank runs it."""
+class Checkpoints:
+    """The checkpoints of a run, in a directory that all ranks share.
 
-    directory: Path
-    folder: Path
-    step: int
-    rank: int
-    keep: int | None
-    timeout: float
-    token: str
-    ranks: int
-    tensors: dict[str, SavedTensor]
-    optimizer: OptimizerOptions | None
-    state: dict[str, Any]
+        with tutti.init() as world, Checkpoints("run/checkpoints", keep=3) as checkpoints:
+            step = 0
+            if checkpoints.steps():
+                loaded = checkpoints.load(model, optimizer)
+                step, position = loaded.step, loaded.state["position"]
+            while step < steps:
+                ...
+                step += 1
+                if step % 100 == 0:
+                    checkpoints.save(step, model, optimizer, {"position": position})
 
-    def run(self, snapshot: Snapshot, stop: threading.Event) -> None:
+    `steps`, `save`, `load` and `wait` are collective: call them on every rank, in the main
+    thread. A save that fails (on a full disk, for example) does not end the training: the next
+    `save` or `wait` prints the reason and records it in `failed`; earlier checkpoints stay.
+
+    keep: how many of the newest checkpoints to keep; None keeps all. timeout: how many seconds
+    rank 0 waits for the files of the other ranks.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, keep: int | None = 3, timeout: float = 600.0
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise UsageError(f"keep={keep} would remove every checkpoint: use 1 or more, or None")
+        self.directory = Path(directory).absolute()
+        self.failed: dict[int, str] = {}
+        self._keep, self._timeout = keep, timeout
+        self._token = os.urandom(8).hex()
+        self._claimed = False
+        self._snapshot = Snapshot()
+        self._digests: list[str] = []
+        self._tensors: dict[str, SavedTensor] = {}
+        self._thread = ThreadPoolExecutor(1, "tutti-checkpoint")
+        self._stop = threading.Event()
+        # The step that is being saved.
+        self._pending: tuple[int, Future[None]] | None = None
+
+    def steps(self) -> list[int]:
+        """Return the steps with a complete checkpoint, oldest first, as rank 0 sees them."""
+        steps: list[int] = comm.gather_json(saved_steps(self.directory))[0]
+        return steps
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        state: Mapping[str, Any] | None = None,
+        *,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        """Save the current state of the training; returns when a snapshot is taken.
+
+        state: any JSON values to restore (samples seen, position in the data, scaler, …); rank
+        0's are saved. The random number generators of every rank are saved, too.
+        aliases: parameters of this rank that are copies of a parameter elsewhere, by the name of
+        the original (a tied embedding on the last pipeline stage); saved once, under that name.
+        """
+        saved_state = json.loads(json.dumps(dict(state or {})))
+        tensors = model_tensors(model, aliases or {})
+        options = None
+        if optimizer is not None:
+            slots, options = optimizer_state(model, optimizer, aliases or {})
+            tensors |= slots
+        rank = this_rank()
+        tensors |= {f"rng.{rank}.{name}": value for name, value in rng_state().items()}
+        described = describe_shards(tensors, buffer_names(model))
+        # The description travels only when it has changed; its digest always does.
+        digest = hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+
+        failure = self._wait_for_thread()
+        name, problem = self._new_folder(step)
+        gathered = comm.gather_json([step, digest, name, problem, failure])
+        self._report([failure for *_, failure in gathered])
+        if len({each[0] for each in gathered}) > 1:
+            steps = ", ".join(str(each[0]) for each in gathered)
+            raise RanksDiffer(f"ranks save different steps: {steps}")
+        if gathered[0][3] is not None:
+            self._fail(step, gathered[0][3])
+            return
+        digests = [each[1] for each in gathered]
+        if digests != self._digests:
+            self._tensors = assign_writers(comm.gather_json(described))
+            self._digests = digests
+        index = Index(step, len(gathered), self._tensors, {}, options, saved_state)
+        self._snapshot.take(rank, self._tensors, tensors)
+        folder = self.directory / gathered[0][2]
+        self._pending = step, self._thread.submit(self._write, folder, rank, index)
+
+    def wait(self) -> None:
+        """Wait until the last save has ended on all ranks; `failed` says whether it failed."""
+        if self._pending is not None:
+            self._report(comm.gather_json(self._wait_for_thread()))
+
+    def close(self) -> None:
+        """Close without the other ranks: a save that still waits for them is abandoned."""
+        self._stop.set()
+        self._thread.shutdown()
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        step: int | None = None,
+        rng: bool = True,
+        aliases: Mapping[str, str] | None = None,
+    ) -> Loaded:
+        """Load the newest complete checkpoint, or the one of `step`, in place.
+
+        A damaged checkpoint is reported on standard error and the previous one is used. A
+        checkpoint of another model or optimizer is a UsageError, and nothing has changed then.
+        rng: restore the random number generators, too; a rank without saved ones gets a fresh
+        seed and a note.
+        """
+        return load_checkpoint(self.directory, model, optimizer, step, rng, aliases or {})
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.wait()
+        self.close()
+
+    def _new_folder(self, step: int) -> tuple[str | None, str | None]:
+        """On rank 0, create the folder of a save; returns its name, or why there is none."""
+        if this_rank() != 0:
+            return None, None
+        try:
+            if not self._claimed:
+                claim_directory(self.directory, self._token)
+                self._claimed = True
+            folder = self.directory / f"{step_name(step)}.{self._token}.tmp"
+            discard(folder)
+            folder.mkdir(mode=0o700)
+            return folder.name, None
+        except OSError as error:
+            return None, str(error)
+
+    def _wait_for_thread(self) -> str | None:
+        """Wait until this rank has written; returns the reason if that failed."""
+        error = self._pending[1].exception() if self._pending else None
+        return None if error is None else str(error)
+
+    def _report(self, failures: list[str | None]) -> None:
+        reasons = [f"rank {rank}: {why}" for rank, why in enumerate(failures) if why is not None]
+        causes = [reason for reason in reasons if not reason.endswith(_OTHER_RANK_FAILED)]
+        if reasons and self._pending is not None:
+            self._fail(self._pending[0], (causes or reasons)[0])
+        self._pending = None
+
+    def _fail(self, step: int, reason: str) -> None:
+        self.failed[step] = reason
+        steps = saved_steps(self.directory)
+        newest = f"{step_name(steps[-1])} is the newest" if steps else "there is none yet"
+        print_once(f"checkpoint {step_name(step)} was not written: {reason}; {newest}")
+
+    # From here on: in the thread of a rank.
+
+    def _write(self, folder: Path, rank: int, index: Index) -> None:
         """Write this rank's tensor file and, on rank 0, complete the checkpoint."""
         try:
-            self._write_tensors(snapshot)
-            if self.rank == 0:
-                self._complete(self._wait_for_notes(stop))
+            self._write_tensors(folder, rank, index.optimizer)
+            if rank == 0:
+                self._complete(folder, index)
         except Exception as error:
-            removed_by_other = not self.folder.is_dir()
-            discard(self.folder)
+            removed_by_other = not folder.is_dir()
+            discard(folder)
             reason = str(error) or type(error).__name__
-            raise SaveError(OTHER_RANK_FAILED if removed_by_other else reason) from error
+            raise SaveError(_OTHER_RANK_FAILED if removed_by_other else reason) from error
 
-    def _write_tensors(self, snapshot: Snapshot) -> None:
-        snapshot.wait()
-        path = self.folder / tensor_file_name(self.rank)
-        save_file(snapshot.tensors, path)
-        record = record_of(path)
+    def _write_tensors(self, folder: Path, rank: int, optimizer: OptimizerOptions | None) -> None:
+        self._snapshot.wait()
+        path = folder / tensor_file_name(rank)
+        save_file(self._snapshot.tensors, path)
+        note = {**record_of(path)._asdict(), "values": optimizer.values if optimizer else {}}
         sync_path(path)
-        sync_path(self.folder)
-        values = self.optimizer.values if self.optimizer else {}
+        sync_path(folder)
         # The note must not be visible before the tensor file is on the disk.
-        write_atomically(self._note(self.rank), json.dumps({**asdict(record), "values": values}))
+        write_atomically(_note(folder, rank), json.dumps(note))
 
-    def _note(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.done.json"
-
-    def _wait_for_notes(self, stop: threading.Event) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + self.timeout
-        missing = list(range(self.ranks))
+    def _wait_for_notes(self, folder: Path, ranks: int) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + self._timeout
         while True:
-            names = set(os.listdir(self.folder))  # raises if another rank has removed the folder
-            missing = [rank for rank in missing if self._note(rank).name not in names]
+            names = set(os.listdir(folder))  # raises if another rank has removed the folder
+            missing = [rank for rank in range(ranks) if _note(folder, rank).name not in names]
             if not missing:
-                return [json.loads(self._note(rank).read_bytes()) for rank in range(self.ranks)]
-            if stop.is_set():
+                return [json.loads(_note(folder, rank).read_bytes()) for rank in range(ranks)]
+            if self._stop.is_set():
                 raise SaveError("the program ended before all ranks had written")
             if time.monotonic() > deadline:
                 few = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
                 raise SaveError(
-                    f"rank {few} had not written its file after {self.timeout:.0f} s: is "
+                    f"rank {few} had not written its file after {self._timeout:.0f} s: is "
                     f"{self.directory} the same directory on all nodes?"
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _complete(self, notes: Sequence[dict[str, Any]]) -> None:
-        files = {
-            tensor_file_name(rank): FileRecord(note["bytes"], note["sha256"])
-            for rank, note in enumerate(notes)
-        }
-        optimizer = None
-        if self.optimizer is not None:
+    def _complete(self, folder: Path, index: Index) -> None:
+        notes = self._wait_for_notes(folder, index.ranks)
+        for rank, note in enumerate(notes):
+            index.files[tensor_file_name(rank)] = FileRecord(note["bytes"], note["sha256"])
+        if index.optimizer is not None:
             values = {name: slots for note in notes for name, slots in note["values"].items()}
-            optimizer = replace(self.optimizer, values=values)
-        index = Index(self.step, self.ranks, self.tensors, files, optimizer, self.state)
-        write_index(self.folder, index, versions())
-        for rank in range(len(notes)):
-            self._note(rank).unlink()
-        sync_path(self.folder)
-        if not is_writer(self.directory, self.token):
+            index = replace(index, optimizer=replace(index.optimizer, values=values))
+        write_index(folder, index, versions())
+        for rank in range(index.ranks):
+            _note(folder, rank).unlink()
+        sync_path(folder)
+        if not is_writer(self.directory, self._token):
             raise SaveError(f"another run has begun to write to {self.directory}")
-        final = self.directory / step_name(self.step)
+        final = self.directory / step_name(index.step)
         if final.exists():
             supersede(final)
-        os.rename(self.folder, final)
+        os.rename(folder, final)
         sync_path(self.directory)
         with contextlib.suppress(OSError):  # the checkpoint is complete; the next save prunes again
-            prune(self.directory, self.step, self.keep)
+            prune(self.directory, index.step, self._keep)
+
+
+def _note(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.done.json"

@@ -8,9 +8,9 @@ Names are those of the unwrapped model: DDP, DataParallel, torch.compile and act
 checkpointing do not change them, so a checkpoint of one engine loads into another.
 """
 
+import copy
 import hashlib
 import random
-import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tutti.train.checkpoint.format import Box, OptimizerOptions
+from tutti.train.checkpoint.format import Box, OptimizerOptions, SavedTensor
 from tutti.world.errors import UsageError
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -113,7 +113,7 @@ def optimizer_state(
 def empty_optimizer_slots(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    saved: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    saved: Mapping[str, SavedTensor],
     aliases: Mapping[str, str],
 ) -> dict[str, torch.Tensor]:
     """Allocate the saved `optimizer.…` tensors, sharded as this rank's parameters are.
@@ -122,14 +122,14 @@ def empty_optimizer_slots(
     """
     parameters = _parameters(model, optimizer, aliases)
     slots = {}
-    for full_name, (dtype, shape) in saved.items():
-        name = full_name.removeprefix("optimizer.").rpartition(".")[0]
-        if name not in parameters:
+    for full_name, (dtype, shape, _) in saved.items():
+        kind, _, path = full_name.partition(".")
+        parameter = parameters.get(path.rpartition(".")[0])
+        if kind != "optimizer" or parameter is None:
             continue
-        if tuple(parameters[name].shape) == shape:
-            slots[full_name] = torch.empty_like(
-                parameters[name], dtype=dtype, requires_grad=False
-            ).detach()
+        if tuple(parameter.shape) == shape:
+            empty = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            slots[full_name] = empty.detach()
         else:
             slots[full_name] = torch.empty(shape, dtype=dtype)
     return slots
@@ -163,13 +163,8 @@ def restore_optimizer(
     by_parameter: dict[int, dict[str, Any]] = {}
     restored: set[str] = set()
     for key, name in names.items():
-        if name in restored:
-            by_parameter[key] = {
-                slot: value.clone() if isinstance(value, torch.Tensor) else value
-                for slot, value in state[name].items()
-            }
-        elif name in state:
-            by_parameter[key] = state[name]
+        if name in state:
+            by_parameter[key] = copy.deepcopy(state[name]) if name in restored else state[name]
             restored.add(name)
     optimizer.load_state_dict({"state": by_parameter, "param_groups": groups})
 
@@ -283,7 +278,7 @@ def _uses_cuda() -> bool:
 
 
 def _twister(words: list[int], cached: float | None) -> torch.Tensor:
-    bits = struct.unpack("<q", struct.pack("<d", cached or 0.0))[0]
+    bits = torch.tensor(cached or 0.0, dtype=torch.float64).view(torch.int64).item()
     return torch.tensor([*words, int(cached is not None), bits], dtype=torch.int64)
 
 
@@ -292,5 +287,5 @@ def _twister_parts(state: torch.Tensor) -> tuple[list[int], float | None]:
     # numpy does not check the position and would read out of bounds.
     if len(words) != _TWISTER_WORDS + 1 or not 0 <= words[-1] <= _TWISTER_WORDS:
         raise ValueError("this is not the state of a Mersenne Twister")
-    cached: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    cached = torch.tensor(bits, dtype=torch.int64).view(torch.float64).item()
     return words, cached if is_cached else None
