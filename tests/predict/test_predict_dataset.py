@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tutti.data import TensorSamples
 from tutti.predict.predict_dataset import (
     MAX_BATCHES_PER_ROUND,
-    RowScatter,
-    ScatteredSamples,
+    SelectedSamples,
     Sums,
     prediction_lines,
+    scatter_rows,
 )
 from tutti.train.step import IGNORED
 
@@ -25,30 +25,23 @@ SIZES = {"samples": st.integers(1, 300), "batch": st.integers(1, 9), "ranks": st
 def test_the_rounds_of_all_ranks_in_order_are_the_data_set(
     samples: int, batch: int, ranks: int
 ) -> None:
-    scatter = RowScatter(samples, batch, ranks)
-    rows: list[int] = []
-    for number in range(scatter.rounds):
-        for rank in range(ranks):
-            first = scatter.first(number, rank)
-            rows += range(first, first + scatter.count(number, rank))
-    assert rows == list(range(samples))
+    rounds = scatter_rows(samples, batch, ranks)
+    rows = [row for ranges in rounds for each in ranges for row in each]
+    assert rows == list(range(samples)) and {len(ranges) for ranges in rounds} == {ranks}
 
 
 @given(**SIZES)
 def test_the_batches_do_not_depend_on_the_number_of_ranks(
     samples: int, batch: int, ranks: int
 ) -> None:
-    scatter = RowScatter(samples, batch, ranks)
+    rounds = scatter_rows(samples, batch, ranks)
     numbers = torch.arange(samples)
     batches = []
     for rank in range(ranks):
-        scattered = ScatteredSamples(TensorSamples(numbers, numbers), scatter, rank)
-        expected = [
-            scatter.first(number, rank) + each
-            for number in range(scatter.rounds)
-            for each in range(scatter.count(number, rank))
-        ]
-        own = scattered.batch(range(len(scattered)))[0]
+        expected = [row for ranges in rounds for row in ranges[rank]]
+        indices = torch.tensor(expected, dtype=torch.int64)
+        selected = SelectedSamples(TensorSamples(numbers, numbers), indices)
+        own = selected.batch(range(len(selected)))[0]
         assert own.tolist() == expected
         batches += [part.tolist() for part in torch.split(own, batch)] if len(own) else []
     assert sorted(batches) == [part.tolist() for part in torch.split(numbers, batch)]
@@ -56,11 +49,12 @@ def test_the_batches_do_not_depend_on_the_number_of_ranks(
 
 @given(**SIZES)
 def test_ranks_differ_by_at_most_one_round_of_batches(samples: int, batch: int, ranks: int) -> None:
-    scatter = RowScatter(samples, batch, ranks)
-    totals = [scatter.total(rank) for rank in range(ranks)]
-    assert max(totals) - min(totals) <= scatter.per_round * batch <= MAX_BATCHES_PER_ROUND * batch
+    rounds = scatter_rows(samples, batch, ranks)
+    totals = [sum(len(ranges[rank]) for ranges in rounds) for rank in range(ranks)]
+    assert max(totals) - min(totals) <= len(rounds[0][0]) <= MAX_BATCHES_PER_ROUND * batch
+    assert all(len(ranges[0]) == max(map(len, ranges)) for ranges in rounds)
     if samples <= batch * ranks:  # at most one batch per rank: one round
-        assert scatter.rounds == 1 and scatter.per_round == 1
+        assert len(rounds) == 1 and len(rounds[0][0]) <= batch
 
 
 def test_a_line_has_prediction_probability_target_and_loss() -> None:

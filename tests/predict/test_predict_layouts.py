@@ -13,8 +13,8 @@ import pytest
 from saved_runs import CONFIG, gpt_run
 
 import tutti
-from tutti.predict.generate_text import Generator, Sampling, place_gpt
-from tutti.predict.predict_dataset import Predictor, SampleSelection
+from tutti.predict.generate_text import Sampling, place_gpt
+from tutti.predict.predict_dataset import Predictor
 from tutti.predict.trained_run import TrainedRun
 from worlds import in_world
 
@@ -35,16 +35,15 @@ def _predict(world: tutti.World, run: Path, layout: tutti.Layout) -> list[Any]:
     saved = TrainedRun.open(run, None, None)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.jsonl"
-        selection = SampleSelection(split="train", limit=WINDOWS - 1, batch=4)
-        score = Predictor(world, saved, layout, selection).run(out)
+        selected = {"split": "train", "limit": WINDOWS - 1, "batch": 4}
+        score = Predictor(world, saved, layout, **selected).run(out)
         assert [each.name for each in Path(folder).iterdir()] == ["rows.jsonl"] * world.is_first
         lines = out.read_text() if world.is_first else ""
-    decoder, _ = place_gpt(world, saved, layout, saved.gpt_config())
+    generator, _ = place_gpt(world, saved, layout, saved.gpt_config())
     texts = []
     for sampling, batch in ((Sampling(1.0, 40, seed=1), 1), (Sampling(0), 3)):
-        generator = Generator(decoder, saved.gpt_config(), sampling)
-        done = [each for some in generator.run(PROMPTS, TOKENS, batch) for each in some]
-        texts.append([[each.index, each.prompt, each.text] for each in done])
+        done = generator.run(PROMPTS, TOKENS, batch, sampling)
+        texts.append([list(each) for completions in done for each in completions])
     return [lines, [score.loss, score.accuracy, score.count], texts]
 
 

@@ -142,12 +142,10 @@ def _predict(options: Predict) -> int:
 def _predict_dataset(
     options: Predict, world: "World", run: "TrainedRun", layout: "Layout"
 ) -> Callable[[], dict[str, Any]]:
-    from tutti.predict.predict_dataset import Predictor, SampleSelection
+    from tutti.predict.predict_dataset import Predictor
 
-    selection = SampleSelection(
-        *(options.split, options.dataset, options.data_dir, options.limit, options.batch)
-    )
-    predictor = Predictor(world, run, layout, selection)
+    selected: dict[str, Any] = {name: getattr(options, name) for name in (*_FOR_DATA, "batch")}
+    predictor = Predictor(world, run, layout, **selected)
     _describe(world, predictor.loaded, predictor.engine.description)
     out = _out(options)
     assert out is not None
@@ -157,16 +155,14 @@ def _predict_dataset(
         if world.is_first:
             print(
                 f"{options.split} accuracy {100 * score.accuracy:.2f} %, "
-                f"{options.split} loss {score.loss:.4f}"
+                f"{options.split} loss {score.loss:.4f}\n"
+                f"{predictor.count:,} predictions are in {out}"
             )
-            print(f"{predictor.count:,} predictions are in {out}")
         return {
             "step": predictor.loaded.step,
             "split": options.split,
             "samples": predictor.count,
-            "loss": score.loss,
-            "accuracy": score.accuracy,
-            "count": score.count,
+            **asdict(score),
             "out": str(out),
         }
 
@@ -177,8 +173,8 @@ def _generate_text(
     options: Predict, world: "World", run: "TrainedRun", layout: "Layout"
 ) -> Callable[[], dict[str, Any]]:
     from tutti import comm
-    from tutti.predict.generate_text import Generator, Sampling, encode, place_gpt
-    from tutti.predict.prediction_file import PredictionFile
+    from tutti.predict.generate_text import Sampling, encode, place_gpt
+    from tutti.predict.prediction_file import prediction_file
     from tutti.train.init import agree
 
     def read_prompts() -> list[str]:
@@ -189,23 +185,21 @@ def _generate_text(
 
     sampling = Sampling(options.temperature, options.top_k, options.seed)
     prompts: list[str] = comm.gather_json(agree(read_prompts))[0]  # all ranks use rank 0's
-    config = run.gpt_config()
-    decoder, loaded = place_gpt(world, run, layout, config)
-    _describe(world, loaded, decoder.engine.description)
-    generator = Generator(decoder, config, sampling)
+    generator, loaded = place_gpt(world, run, layout, run.gpt_config())
+    _describe(world, loaded, generator.engine.description)
 
     def execute() -> dict[str, Any]:
         with ExitStack() as stack:
-            file = None
+            write = None
             if options.out is not None and world.is_first:
-                file = stack.enter_context(PredictionFile(options.out))
-            for completions in generator.run(prompts, options.tokens, options.batch or 1):
-                for completion in completions:
+                write = stack.enter_context(prediction_file(options.out))
+            for some in generator.run(prompts, options.tokens, options.batch or 1, sampling):
+                for each in some:
                     if len(prompts) > 1:
-                        print(f"--- prompt {completion.index}")
-                    print(completion.prompt + completion.text, flush=True)
-                    if file is not None:
-                        file.write(f"{json.dumps(asdict(completion))}\n".encode())
+                        print(f"--- prompt {each.index}")
+                    print(each.prompt + each.text, flush=True)
+                    if write is not None:
+                        write(f"{json.dumps(each._asdict())}\n".encode())
         return {"step": loaded.step, "prompts": len(prompts), "tokens": options.tokens}
 
     return execute

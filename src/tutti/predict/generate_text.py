@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +94,7 @@ def uniform(seed: int, prompt: int, position: int) -> float:
 
 def place_gpt(
     world: World, run: TrainedRun, layout: Layout, config: GPTConfig
-) -> tuple["Decoder", Loaded]:
+) -> tuple["Generator", Loaded]:
     """Place the run's GPT under a layout, for decoding token by token. Collective."""
     with torch.device("meta"):
         model = GPT(config)
@@ -102,53 +103,10 @@ def place_gpt(
     engine = place_model(model.to(run.dtype), weights, world, layout, tokens, batch=1)
     loaded = run.load(engine)
     engine.model.eval()
-    return Decoder(engine, config.dim, run.dtype), loaded
+    return Generator(engine, config, run.dtype), loaded
 
 
-class Decoder:
-    """This rank's part of a GPT with its key-value cache."""
-
-    def __init__(self, engine: Engine, width: int, dtype: torch.dtype) -> None:
-        self.engine, self.model, self.mesh = engine, engine.model, engine.mesh
-        self.width, self.dtype, self.device = width, dtype, engine.world.device
-        self.stage, self.stages = self.mesh.rank("pp"), self.mesh.layout.pp
-        self._cache: KVCache | None = None
-
-    @property
-    def is_sampling_rank(self) -> bool:
-        """Whether this rank has the logits of its data rank and picks the tokens."""
-        return self.stage == self.stages - 1 and self.mesh.rank("tp") == 0
-
-    def begin(self, capacity: int) -> None:
-        """Start a new sequence of at most `capacity` tokens."""
-        self._cache = KVCache(capacity)
-
-    @torch.no_grad()
-    def feed(self, tokens: Tensor) -> Tensor | None:
-        """Append tokens (rows, new); returns the logits after the last one on the last stage."""
-        hidden = tokens.to(self.device)
-        if self.stage > 0:
-            hidden = torch.empty(*tokens.shape, self.width, dtype=self.dtype, device=self.device)
-            comm.recv(hidden, self.stage - 1, group=self.mesh.group("pp"))
-        outputs: Tensor = self.model(hidden, cache=self._cache)
-        if self.stage < self.stages - 1:
-            comm.send(outputs, self.stage + 1, group=self.mesh.group("pp"))
-            return None
-        last = outputs[:, -1]
-        return last.full_tensor() if isinstance(last, DTensor) else last
-
-    def broadcast_tokens(self, tokens: list[int]) -> list[int]:
-        """Return the sampling rank's tokens on all ranks of its data rank."""
-        values = torch.tensor(tokens, device=self.device)
-        if self.mesh.layout.tp > 1 and self.stage == self.stages - 1:
-            comm.broadcast(values, 0, group=self.mesh.group("tp"))
-        if self.stages > 1:
-            comm.broadcast(values, self.stages - 1, group=self.mesh.group("pp"))
-        return values.tolist()
-
-
-@dataclass(frozen=True)
-class Completion:
+class Completion(NamedTuple):
     """The generated text of a prompt."""
 
     index: int
@@ -157,36 +115,51 @@ class Completion:
 
 
 class Generator:
-    """Completes prompts. All ranks call `run` with the same prompts."""
+    """This rank's part of a GPT with its key-value cache, which completes prompts."""
 
-    def __init__(self, decoder: Decoder, config: GPTConfig, sampling: Sampling) -> None:
-        self.decoder, self.config, self.sampling = decoder, config, sampling
+    def __init__(self, engine: Engine, config: GPTConfig, dtype: torch.dtype) -> None:
+        self.engine, self.model, self.mesh = engine, engine.model, engine.mesh
+        self.config, self.dtype, self.device = config, dtype, engine.world.device
+        self.stage, self.last_stage = self.mesh.rank("pp"), self.mesh.layout.pp - 1
+        # This rank has the logits of its data rank and picks the tokens.
+        self.is_sampling_rank = self.stage == self.last_stage and self.mesh.rank("tp") == 0
+        self._cache: KVCache | None = None
 
-    def run(self, prompts: Sequence[str], tokens: int, batch: int) -> Iterator[list[Completion]]:
-        """Yield completions in the order of the prompts; empty lists on ranks other than 0."""
+    def run(
+        self, prompts: Sequence[str], tokens: int, batch: int, sampling: Sampling
+    ) -> Iterator[list[Completion]]:
+        """Yield completions in the order of the prompts; empty lists on ranks other than 0.
+
+        Collective: all ranks call it with the same prompts.
+        """
         encoded = [encode(prompt, number, self.config) for number, prompt in enumerate(prompts)]
-        mesh = self.decoder.mesh
-        data_ranks = mesh.layout.data_ranks
+        data_rank, data_ranks = self.mesh.data_rank, self.mesh.layout.data_ranks
         batches = [
             range(start, min(start + batch, len(encoded)))
             for start in range(0, len(encoded), batch)
         ]
         for first in range(0, len(batches), data_ranks):
             scattered = batches[first : first + data_ranks]
-            own = scattered[mesh.data_rank] if mesh.data_rank < len(scattered) else range(0)
-            texts = self._complete([encoded[i] for i in own], own, tokens) if own else []
-            if mesh.layout.shard > 1:
-                steps = [self._steps([encoded[i] for i in each], tokens) for each in scattered]
-                own_steps = steps[mesh.data_rank] if own else 0
-                self._run_idle_steps(max(steps) - own_steps)
+            own = scattered[data_rank] if data_rank < len(scattered) else range(0)
+            texts = self._complete([encoded[i] for i in own], own, tokens, sampling) if own else []
+            if self.mesh.layout.shard > 1:
+                # As many forward passes as the longest batch: the other data ranks gather
+                # parameters from this rank in each of them.
+                lengths = [[len(encoded[i]) for i in each] for each in scattered]
+                steps = [max(each) + tokens - min(each) for each in lengths]
+                for _ in range(max(steps) - (steps[data_rank] if own else 0)):
+                    self._cache = KVCache(1)
+                    self._next_tokens(torch.zeros(1, 1, dtype=torch.int64), [0], 0, sampling)
             rows = [[i, text.hex()] for i, text in zip(own, texts, strict=True)]
-            gathered = gather_text(json.dumps(rows if self.decoder.is_sampling_rank else []))
+            gathered = gather_text(json.dumps(rows if self.is_sampling_rank else []))
             yield [
                 Completion(i, _decode(encoded[i]), _decode(bytes.fromhex(text)))
                 for i, text in sorted(row for each in gathered for row in json.loads(each))
             ]
 
-    def _complete(self, prompts: list[bytes], numbers: Sequence[int], tokens: int) -> list[bytes]:
+    def _complete(
+        self, prompts: list[bytes], numbers: Sequence[int], tokens: int, sampling: Sampling
+    ) -> list[bytes]:
         """Complete a batch. All rows advance together from the end of the shortest prompt, with one
         cache; a longer prompt supplies its own next tokens until its end."""
         lengths = [len(prompt) for prompt in prompts]
@@ -198,8 +171,8 @@ class Generator:
         for position in range(start, end):
             if window != self._window_start(position):
                 fed = window = self._window_start(position)
-                self.decoder.begin(min(end, self.config.max_seq_len))
-            picked = self._next_tokens(text[:, fed:position], numbers, position)
+                self._cache = KVCache(min(end, self.config.max_seq_len))
+            picked = self._next_tokens(text[:, fed:position], numbers, position, sampling)
             fed = position
             for row, length, token in zip(text, lengths, picked, strict=True):
                 if position >= length:
@@ -209,31 +182,42 @@ class Generator:
             for row, length in zip(text, lengths, strict=True)
         ]
 
-    def _next_tokens(self, new: Tensor, numbers: Sequence[int], position: int) -> list[int]:
-        logits = self.decoder.feed(new)
-        picked = [0] * len(numbers)
-        if logits is not None and self.decoder.is_sampling_rank:
-            # The vocabulary may be padded: only bytes can be written.
-            picked = self.sampling.pick(logits[:, :BYTES], numbers, position)
-        return self.decoder.broadcast_tokens(picked)
-
     def _window_start(self, position: int) -> int:
         """Return the first token that the token at `position` is predicted from."""
         context = self.config.max_seq_len
         hop = context - context // 2
         return 0 if position <= context else -(-(position - context) // hop) * hop
 
-    def _steps(self, prompts: list[bytes], tokens: int) -> int:
-        """Return the forward passes of a batch."""
-        lengths = [len(prompt) for prompt in prompts]
-        return max(lengths) + tokens - min(lengths)
+    def _next_tokens(
+        self, new: Tensor, numbers: Sequence[int], position: int, sampling: Sampling
+    ) -> list[int]:
+        """Append tokens (rows, new); returns the next one of each row, on all ranks."""
+        logits = self._feed(new)
+        picked = [0] * len(numbers)
+        if logits is not None and self.is_sampling_rank:
+            # The vocabulary may be padded: only bytes can be written.
+            picked = sampling.pick(logits[:, :BYTES], numbers, position)
+        values = torch.tensor(picked, device=self.device)
+        if self.mesh.layout.tp > 1 and self.stage == self.last_stage:
+            comm.broadcast(values, 0, group=self.mesh.group("tp"))
+        if self.last_stage > 0:
+            comm.broadcast(values, self.last_stage, group=self.mesh.group("pp"))
+        return values.tolist()
 
-    def _run_idle_steps(self, steps: int) -> None:
-        """Run as many forward passes as the longest batch: the other data ranks gather parameters
-        from this rank in each of them."""
-        for _ in range(steps):
-            self.decoder.begin(1)
-            self._next_tokens(torch.zeros(1, 1, dtype=torch.int64), [0], 0)
+    @torch.no_grad()
+    def _feed(self, tokens: Tensor) -> Tensor | None:
+        """Append tokens (rows, new); returns the logits after the last one on the last stage."""
+        hidden = tokens.to(self.device)
+        if self.stage > 0:
+            shape = (*tokens.shape, self.config.dim)
+            hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
+            comm.recv(hidden, self.stage - 1, group=self.mesh.group("pp"))
+        outputs: Tensor = self.model(hidden, cache=self._cache)
+        if self.stage < self.last_stage:
+            comm.send(outputs, self.stage + 1, group=self.mesh.group("pp"))
+            return None
+        last = outputs[:, -1]
+        return last.full_tensor() if isinstance(last, DTensor) else last
 
 
 def encode(prompt: str, number: int, config: GPTConfig) -> bytes:

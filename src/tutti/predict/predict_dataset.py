@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from tutti.data.dataset import Pair
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
 from tutti.parallel.materialize import Weights
-from tutti.predict.prediction_file import PredictionFile, gather_text
+from tutti.predict.prediction_file import gather_text, prediction_file
 from tutti.predict.trained_run import TrainedRun, place_model
 from tutti.train.checkpoint import Loaded
 from tutti.train.evaluate import Score
 from tutti.train.init import agree, build_meta_model, load_dataset
+from tutti.train.recipe import with_values
 from tutti.train.step import IGNORED, as_model_dtype
 from tutti.world.world import World
 
@@ -39,143 +40,123 @@ from tutti.world.world import World
 MAX_BATCHES_PER_ROUND = 8
 
 
-class RowScatter:
-    """Which samples each rank predicts: batches of consecutive samples, scattered in rounds.
+def scatter_rows(samples: int, batch: int, ranks: int) -> list[list[range]]:
+    """Return which samples each rank predicts in each round: `result[round][rank]`.
 
     Batch i is samples i·B to i·B + B − 1 for any number of ranks, so the model computes the same
-    batches on one rank and on eight. In a round each rank takes `per_round` consecutive batches;
-    the rows of all ranks in a round are consecutive, and can be written in order.
+    batches on one rank and on eight. In a round each rank takes up to MAX_BATCHES_PER_ROUND
+    consecutive batches; the rows of a round are consecutive, and can be written in order.
 
-        B = 2, per_round = 2, 2 ranks      rank 0: 0 1  2 3             8 9
-                                           rank 1:           4 5  6 7        10 11
+        B = 2, 2 batches per round, 2 ranks      rank 0: 0 1  2 3             8 9
+                                                 rank 1:           4 5  6 7        10 11
     """
-
-    def __init__(self, samples: int, batch: int, ranks: int) -> None:
-        self.samples, self.batch, self.ranks = samples, batch, ranks
-        batches = -(-samples // batch)
-        # A small data set is divided evenly rather than given to the first ranks.
-        self.per_round = min(MAX_BATCHES_PER_ROUND, max(1, -(-batches // ranks)))
-        self.rounds = -(-batches // (self.per_round * ranks))
-
-    def first(self, number: int, rank: int) -> int:
-        """Return the first sample of a rank in a round."""
-        return min(self.samples, (number * self.ranks + rank) * self.per_round * self.batch)
-
-    def count(self, number: int, rank: int) -> int:
-        """Return the samples of a rank in a round: fewer, or none, in the last one."""
-        first = self.first(number, rank)
-        return min(self.samples, first + self.per_round * self.batch) - first
-
-    def total(self, rank: int) -> int:
-        """Return the samples of a rank in all rounds."""
-        return sum(self.count(number, rank) for number in range(self.rounds))
+    # A small data set is divided evenly rather than given to the first ranks.
+    per_round = min(MAX_BATCHES_PER_ROUND, max(1, -(-samples // (batch * ranks))))
+    size = per_round * batch
+    parts = [range(start, min(start + size, samples)) for start in range(0, samples, size)]
+    parts += [range(samples, samples)] * (-len(parts) % ranks)
+    return [parts[first : first + ranks] for first in range(0, len(parts), ranks)]
 
 
-class ScatteredSamples(Samples):
-    """The samples of one rank, in the order of its rounds."""
+class SelectedSamples(Samples):
+    """Some of the samples, in a given order."""
 
-    def __init__(self, samples: Samples, scatter: RowScatter, rank: int) -> None:
-        self.samples, self.scatter, self.rank = samples, scatter, rank
+    def __init__(self, samples: Samples, selected: Tensor) -> None:
+        self.samples, self.selected = samples, selected
 
     def __len__(self) -> int:
-        return self.scatter.total(self.rank)
+        return len(self.selected)
 
     def fetch(self, indices: Tensor) -> Pair:
-        size = self.scatter.per_round * self.scatter.batch
-        number = torch.div(indices, size, rounding_mode="floor")
-        return self.samples.fetch(indices + (number * (self.scatter.ranks - 1) + self.rank) * size)
+        return self.samples.fetch(self.selected[indices])
 
     def prepare(self, inputs: Tensor, targets: Tensor) -> Pair:
         return self.samples.prepare(inputs, targets)
 
-    def on(self, device: torch.device) -> "ScatteredSamples":
+    def on(self, device: torch.device) -> "SelectedSamples":
         """Return the same samples, with the whole data set on the device."""
-        return ScatteredSamples(self.samples.on(device), self.scatter, self.rank)
-
-
-@dataclass(frozen=True)
-class SampleSelection:
-    """Which samples to predict."""
-
-    split: str = "test"
-    dataset: str | None = None
-    data_dir: Path | None = None
-    limit: int | None = None
-    """Only the first N samples."""
-    batch: int | None = None
-    """Samples per batch on each rank; None: as in training."""
+        return SelectedSamples(self.samples.on(device), self.selected.to(device))
 
 
 class Predictor:
-    """Predicts a data set with the model of a run."""
+    """Predicts a data set with the model of a run.
+
+    dataset, data_dir: other than the run's. limit: only the first N samples. batch: samples per
+    batch on each rank; None: as in training.
+    """
 
     def __init__(
-        self, world: World, run: TrainedRun, layout: Layout, selection: SampleSelection
+        self,
+        world: World,
+        run: TrainedRun,
+        layout: Layout,
+        *,
+        split: str = "test",
+        dataset: str | None = None,
+        data_dir: Path | None = None,
+        limit: int | None = None,
+        batch: int | None = None,
     ) -> None:
-        self.world, self.trained_run, self.selection = world, run, selection
-        dataset, model, weights = agree(self._prepare)
-        self.samples: Samples = dataset.test if selection.split == "test" else dataset.train
-        self.count = min(len(self.samples), selection.limit or len(self.samples))
-        batch = selection.batch or run.recipe.batching.batch
-        example = dataset.train.batch([0])[0].to(world.device)
+        self.world, self.trained_run = world, run
+        changes = {"dataset": dataset, "data_dir": data_dir}
+        changed = {name: value for name, value in changes.items() if value is not None}
+        recipe = with_values(run.recipe, {"data": changed})
+
+        def prepare() -> tuple[Dataset, nn.Module, Weights]:
+            found = load_dataset(recipe)
+            model, weights, _ = build_meta_model(recipe, found)
+            return found, model.to(run.dtype), weights
+
+        found, model, weights = agree(prepare)
+        self.samples: Samples = found.test if split == "test" else found.train
+        self.count = min(len(self.samples), limit or len(self.samples))
+        self.batch = batch or recipe.batching.batch
+        example = found.train.batch([0])[0].to(world.device)
         self.engine: Engine = place_model(
-            model, weights, world, layout, as_model_dtype(example, model), batch
+            model, weights, world, layout, as_model_dtype(example, model), self.batch
         )
         self.loaded: Loaded = run.load(self.engine)
         self.engine.model.eval()
         self.example = as_model_dtype(example, self.engine.model)
-        self.scatter = RowScatter(self.count, batch, layout.data_ranks)
-
-    def _prepare(self) -> tuple[Dataset, nn.Module, Weights]:
-        recipe, selection = self.trained_run.recipe, self.selection
-        data = recipe.data
-        if selection.dataset is not None:
-            data = replace(data, dataset=selection.dataset)
-        if selection.data_dir is not None:
-            data = replace(data, data_dir=selection.data_dir)
-        recipe = replace(recipe, data=data)
-        dataset = load_dataset(recipe)
-        model, weights, _ = build_meta_model(recipe, dataset)
-        return dataset, model.to(self.trained_run.dtype), weights
 
     @torch.no_grad()
     def run(self, out: Path) -> Score:
         """Write a line for every sample to `out`; returns the score, the same on every rank."""
         # One rank of each data rank has the outputs; these ranks in the order of their samples.
-        places = comm.gather_json([self.engine.mesh.data_rank, self.engine.reports_loss])
+        mesh = self.engine.mesh
+        places = comm.gather_json([mesh.data_rank, self.engine.reports_loss])
         writers = sorted((part, rank) for rank, (part, has_it) in enumerate(places) if has_it)
-        rank, sums = self.engine.mesh.data_rank, Sums()
+        rounds = scatter_rows(self.count, self.batch, mesh.layout.data_ranks)
+        sums = Sums()
         with ExitStack() as stack:
-            file = stack.enter_context(PredictionFile(out)) if self.world.is_first else None
-            batches = self._batches(stack)
-            for number in range(self.scatter.rounds):
-                index = self.scatter.first(number, rank)
-                end = index + self.scatter.count(number, rank)
+            write = stack.enter_context(prediction_file(out)) if self.world.is_first else None
+            batches = self._batches([each[mesh.data_rank] for each in rounds], stack)
+            for ranges in rounds:
+                own = ranges[mesh.data_rank]
                 lines: list[str] = []
-                for _ in range(self.scatter.per_round):
-                    # Other ranks may need this rank in their forward pass: it runs an empty batch.
+                # Other ranks may need this rank in their forward pass: it runs an empty batch.
+                for first in range(own.start, own.start + len(ranges[0]), self.batch):
                     empty = self.example[:0]
-                    inputs, targets = next(batches) if index < end else (empty, empty)
+                    inputs, targets = next(batches) if first < own.stop else (empty, empty)
                     outputs = self._infer(inputs)
                     if outputs is not None and self.engine.reports_loss:
-                        lines += prediction_lines(index, outputs, targets, sums)
-                    index += len(inputs)
+                        lines += prediction_lines(first, outputs, targets, sums)
                 texts = gather_text("".join(lines))
-                if file is not None:
+                if write is not None:
                     for _, writer in writers:
-                        file.write(texts[writer])
+                        write(texts[writer])
         total = torch.tensor([sums.loss, sums.right, sums.count], dtype=torch.float64)
         loss, right, count = comm.all_reduce(total).tolist()
         return Score(loss / max(1, count), right / max(1, count), int(count))
 
-    def _batches(self, stack: ExitStack) -> Iterator[tuple[Tensor, Tensor]]:
-        rank = self.engine.mesh.data_rank
-        if not self.scatter.total(rank):
+    def _batches(self, own: list[range], stack: ExitStack) -> Iterator[tuple[Tensor, Tensor]]:
+        if not any(own):
             return
+        indices = torch.cat([torch.arange(each.start, each.stop) for each in own])
         data = self.trained_run.recipe.data
         loader = evaluation_loader(
-            ScatteredSamples(self.samples, self.scatter, rank),
-            self.scatter.batch,
+            SelectedSamples(self.samples, indices),
+            self.batch,
             device=self.world.device,
             data_on_device=data.data_on_device,
             workers=data.workers,

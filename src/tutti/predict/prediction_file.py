@@ -1,8 +1,9 @@
 """The file of predictions: the text of all ranks in order, complete under its name or absent."""
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -10,51 +11,40 @@ from tutti import comm
 from tutti.world.errors import UsageError
 
 
-class PredictionFile:
-    """A file that gets its name when it is complete: `with PredictionFile(path) as f: f.write(…)`.
+@contextmanager
+def prediction_file(path: Path) -> Iterator[Callable[[bytes], None]]:
+    """Open a file that gets its name when it is complete; yields a function that appends to it.
 
     Until then its name is `.NAME.PID.partial`; an exception removes it. Only a process that is
     killed leaves it behind.
     """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with _errors_of(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = partial.open("wb")
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._partial.open("wb")
-        except OSError as error:
-            raise self._usage_error(error) from None
+    def write(text: bytes) -> None:
+        with _errors_of(path):
+            file.write(text)
 
-    def write(self, text: bytes) -> None:
-        """Append text."""
-        try:
-            self._file.write(text)
-        except OSError as error:
-            raise self._usage_error(error) from None
+    try:
+        yield write
+        with _errors_of(path):
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+        file.close()
 
-    def __enter__(self) -> "PredictionFile":
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            if error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._partial.replace(self.path)
-        except OSError as problem:
-            raise self._usage_error(problem) from None
-        finally:
-            self._partial.unlink(missing_ok=True)
-            self._file.close()
-
-    def _usage_error(self, error: OSError) -> UsageError:
-        return UsageError(f"--out {self.path}: {error.strerror or error}: choose another file")
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"--out {path}: {reason}: choose another file") from None
 
 
 def gather_text(text: str) -> list[bytes]:
