@@ -5,7 +5,7 @@ In float64 rounding (1e-15 relative) changes neither a printed digit nor a sampl
 
 import json
 import tempfile
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def _predict(world: tutti.World, run: Path, layout: tutti.Layout) -> list[Any]:
     texts = []
     for sampling, batch in ((Sampling(1.0, 40, seed=1), 1), (Sampling(0), 3)):
         done = generator.run(PROMPTS, TOKENS, batch, sampling)
-        texts.append([list(each) for completions in done for each in completions])
+        texts.append([list(astuple(each)) for completions in done for each in completions])
     return [lines, [score.loss, score.accuracy, score.count], texts]
 
 

@@ -131,21 +131,16 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
             rows.append(row)
             if world.is_first:
                 table.add(row)
-                if (
-                    options.json is not None
-                ):  # after each row: the next layout may fail or be interrupted
-                    _write(options, workload, world, rows, complete=len(rows) == len(layouts))
+                # After each row: the next layout may fail or be interrupted.
+                _write(options, workload, world, rows, complete=len(rows) == len(layouts))
         comm.gather_json(None)  # no rank may exit before rank 0 has written the file
-    if all(row["ok"] is None for row in rows):
-        if world.is_first:
-            print(
-                "tutti parity: no layout could be compared, for the reasons above", file=sys.stderr
-            )
-        return 2
-    if any(row["ok"] is False for row in rows):
+    passed = {row["ok"] for row in rows}
+    if passed == {None} and world.is_first:
+        print("tutti parity: no layout could be compared, for the reasons above", file=sys.stderr)
+    if False in passed:
         return 1
     # A layout that was requested by name and could not be compared has not passed.
-    return 2 if options.layouts != "all" and any(row["ok"] is None for row in rows) else 0
+    return 2 if passed == {None} or (options.layouts != "all" and None in passed) else 0
 
 
 def _title(options: Parity, workload: "Workload", world: "World") -> str:
@@ -164,14 +159,10 @@ def _title(options: Parity, workload: "Workload", world: "World") -> str:
 
 
 def _write(
-    options: Parity,
-    workload: "Workload",
-    world: "World",
-    rows: list[dict[str, Any]],
-    *,
-    complete: bool,
+    options: Parity, workload: "Workload", world: "World", rows: list[Any], *, complete: bool
 ) -> None:
-    assert options.json is not None
+    if options.json is None:
+        return
     settings = options.settings
     results = {
         "recipe": options.recipe,

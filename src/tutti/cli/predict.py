@@ -199,7 +199,7 @@ def _generate_text(
                         print(f"--- prompt {each.index}")
                     print(each.prompt + each.text, flush=True)
                     if write is not None:
-                        write(f"{json.dumps(each._asdict())}\n".encode())
+                        write(f"{json.dumps(asdict(each))}\n".encode())
         return {"step": loaded.step, "prompts": len(prompts), "tokens": options.tokens}
 
     return execute

@@ -7,9 +7,9 @@ that should agree and do not are detected, and pipeline stages need not exchange
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,7 @@ from tutti.world.world import World
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A tensor a (a gradient, an update or a buffer) compared with the reference's tensor b."""
 
     name: str
@@ -56,8 +55,7 @@ class Difference:
     """By how much the factors of ranks differ that should hold the same values."""
 
 
-@dataclass(frozen=True)
-class Scalar:
+class Scalar(NamedTuple):
     """A number a, the loss or the norm, compared with the reference's number b."""
 
     error: float
@@ -122,7 +120,7 @@ def merge_ranks(by_rank: Iterable[Iterable[Difference]]) -> list[Difference]:
         factors = [each.factor for each in ranks]
         residuals = [each.residual for each in ranks]
         spread = max(max(factors) - min(factors), max(residuals) - min(residuals))
-        merged.append(replace(worst(ranks), name=name, spread=spread))
+        merged.append(worst(ranks)._replace(name=name, spread=spread))
     return merged
 
 
@@ -181,8 +179,8 @@ def train_under_layout(
         Optimization(optimizer=name, momentum=MOMENTUM, betas=BETAS, weight_decay=WEIGHT_DECAY),
         scales.sgd_lr if name == "sgd" else scales.adamw_lr,
     )
-    for group in optimizer.param_groups:
-        if name == "adamw":
+    if name == "adamw":
+        for group in optimizer.param_groups:
             group["eps"] = scales.eps
     recorder = _GradientRecorder(engine, optimizer, parameters)
     step = Step(
@@ -209,11 +207,15 @@ def train_under_layout(
     for record, batch in zip(reference, loader.stream(), strict=False):
         loss = comm.all_reduce(step(batch).detach().double())
         updates = {n: _full(p) - start[n] for n, p in parameters.items()}
+        named = engine.model.named_buffers(remove_duplicate=False)
+        buffers = {n: b for n, b in named if n in record.buffers}
+        full_buffers = {n: _full(b) for n, b in buffers.items()}
+        floating = [n for n, b in buffers.items() if b.is_floating_point()]
         factor = min(1.0, scales.clip / (record.norm + 1e-6))  # as clip_grad_norm_ defines it
         compared = {
             "gradients": _compare_all(recorder.gradients, record.gradients, tolerance.floor),
             "updates": _compare_all(updates, record.updates, update_floor),
-            "buffers": _compare_buffers(engine.model, record.buffers, tolerance.floor),
+            "buffers": _compare_all(full_buffers, record.buffers, tolerance.floor, floating),
             "clip_factor": recorder.clip_factor,
             "data_rank": mesh.data_rank,
         }
@@ -222,13 +224,12 @@ def train_under_layout(
         # Gradients scaled down x times too much were divided by a norm that is x times too large.
         clipped = [each for rank in ranks if (each := rank["clip_factor"]) is not None]
         norms = [Scalar.between(factor / each if each else math.inf, 1.0) for each in clipped]
-        buffers = _all_ranks(ranks, "buffers", record.buffers)
         yield StepDifference(
             loss=Scalar.between(float(loss), record.loss),
             gradients=_all_ranks(ranks, "gradients", record.gradients),
             norm=max(norms, key=lambda norm: norm.error, default=Scalar(0.0, 1.0)),
             updates=_all_ranks(ranks, "updates", record.updates),
-            buffers=[each for each in buffers if each.name not in own],
+            buffers=[e for e in _all_ranks(ranks, "buffers", record.buffers) if e.name not in own],
             own_buffers=own,
         )
     loader.close()
@@ -280,7 +281,17 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def compare_tensors(name: str, a: Tensor, b: Tensor, least: float) -> Difference:
-    """Compare two tensors; errors are relative to max |b|, or to `least` if that is larger."""
+    """Compare two tensors; errors are relative to max |b|, or to `least` if that is larger.
+
+    Values of b that are not finite (a causal mask's -inf) must be equal in a.
+    """
+    finite = b.isfinite()
+    if not finite.all():
+        if not torch.allclose(a[~finite], b[~finite], rtol=0, atol=0, equal_nan=True):
+            return Difference(name, math.inf)
+        a, b = a[finite], b[finite]
+    if not b.numel():
+        return Difference(name, 0.0)
     scale = max(float(b.abs().max()), least) or 1.0
     squares = float((b * b).sum())
     factor = float((a * b).sum()) / squares if squares else 1.0
@@ -289,37 +300,19 @@ def compare_tensors(name: str, a: Tensor, b: Tensor, least: float) -> Difference
 
 
 def _compare_all(
-    tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], floor: float
-) -> list[dict[str, Any]]:
-    largest = max(float(each.abs().max()) for each in reference.values())
+    tensors: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    floor: float,
+    floored: Collection[str] | None = None,
+) -> list[Difference]:
+    """Compare tensors by name. floored: those that the floor applies to, not counts; None: all."""
+    floored = reference.keys() if floored is None else floored
+    values = (reference[name].nan_to_num(0.0, 0.0, 0.0) for name in floored)
+    least = floor * max((float(each.abs().max()) for each in values), default=0.0)
     return [
-        asdict(compare_tensors(name, tensor, reference[name], floor * largest))
+        compare_tensors(name, tensor, reference[name], least if name in floored else 0.0)
         for name, tensor in tensors.items()
     ]
-
-
-def _compare_buffers(
-    model: nn.Module, reference: Mapping[str, Tensor], floor: float
-) -> list[dict[str, Any]]:
-    """Compare this rank's buffers. The floor applies to floating-point buffers, not to counts."""
-    buffers = {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in reference}
-    floating = {n for n, b in buffers.items() if b.is_floating_point()}
-    finite = [reference[n][reference[n].isfinite()] for n in floating]
-    largest = max((float(each.abs().max()) for each in finite if each.numel()), default=0.0)
-    return [
-        asdict(_compare_buffer(n, _full(b), reference[n], floor * largest * (n in floating)))
-        for n, b in buffers.items()
-    ]
-
-
-def _compare_buffer(name: str, a: Tensor, b: Tensor, least: float) -> Difference:
-    """Compare two buffers; values that are not finite (a causal mask's -inf) must be equal."""
-    finite = b.isfinite()
-    if not finite.all():
-        if not torch.allclose(a[~finite], b[~finite], rtol=0, atol=0, equal_nan=True):
-            return Difference(name, math.inf)
-        a, b = a[finite], b[finite]
-    return compare_tensors(name, a, b, least) if b.numel() else Difference(name, 0.0)
 
 
 def _own_buffers(engine: Engine, ranks: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
@@ -332,19 +325,15 @@ def _own_buffers(engine: Engine, ranks: Sequence[Mapping[str, Any]], tolerance: 
     modules = engine.model.named_modules()
     synchronised = [name for name, module in modules if isinstance(module, JointBatchNorm)]
     batch_norms = {name for names in comm.gather_json(synchronised) for name in names}
-    found = [(rank["data_rank"], _differences(rank["buffers"])) for rank in ranks]
+    found = [(each["data_rank"], [Difference(*b) for b in each["buffers"]]) for each in ranks]
     own = buffers_of_own_samples(found, tolerance)
     return [each for each in own if each.rpartition(".")[0] not in batch_norms]
-
-
-def _differences(values: Iterable[Mapping[str, Any]]) -> list[Difference]:
-    return [Difference(**each) for each in values]
 
 
 def _all_ranks(
     ranks: Sequence[Mapping[str, Any]], kind: str, reference: Mapping[str, Tensor]
 ) -> list[Difference]:
     """Return every parameter or buffer once; the error of one that no rank holds is infinite."""
-    found = merge_ranks(_differences(rank[kind]) for rank in ranks)
+    found = merge_ranks([Difference(*each) for each in rank[kind]] for rank in ranks)
     missing = reference.keys() - {each.name for each in found}
     return found + [Difference(name, math.inf) for name in sorted(missing)]

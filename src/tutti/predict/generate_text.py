@@ -17,7 +17,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +105,8 @@ def place_gpt(
     return Generator(engine, config, run.dtype), loaded
 
 
-class Completion(NamedTuple):
+@dataclass(frozen=True)
+class Completion:
     """The generated text of a prompt."""
 
     index: int

@@ -96,7 +96,9 @@ def make_schedule(recipe: Recipe, ranks: int, samples: int) -> BatchSchedule:
             raise UsageError(f"--epochs {length.epochs}: must be finite and more than 0")
         steps = max(1, round(length.epochs * steps_per_epoch))
         reasons["steps"] = f"{length.epochs:g} epochs × {steps_per_epoch} steps"
-    total = _samples_in(steps, steps_per_epoch, samples, global_batch, batching.drop_last)
+    epochs, rest = divmod(steps, steps_per_epoch)
+    in_epoch = steps_per_epoch * global_batch if batching.drop_last else samples
+    total = epochs * in_epoch + min(rest * global_batch, samples)
     peak, reasons["peak_lr"] = _peak_lr(recipe, global_batch)
     if not 0 <= recipe.optimization.warmup < 1:
         raise UsageError(
@@ -153,14 +155,6 @@ def _check_layout(recipe: Recipe, layout: Layout) -> None:
             f"--split {recipe.batching.split} is for replicas, layout {layout} divides batches "
             f"evenly: {leave_out('split', 'even')}"
         )
-
-
-def _samples_in(
-    steps: int, steps_per_epoch: int, samples: int, global_batch: int, drop_last: bool
-) -> int:
-    epochs, rest = divmod(steps, steps_per_epoch)
-    in_epoch = steps_per_epoch * global_batch if drop_last else samples
-    return epochs * in_epoch + min(rest * global_batch, samples)
 
 
 def _peak_lr(recipe: Recipe, global_batch: int) -> tuple[float, str]:

@@ -142,69 +142,6 @@ class Recipe:
     length: Length = Length()
 
 
-RECIPES = {
-    "lenet": Recipe(
-        model="lenet",
-        architecture=LeNetConfig(),
-        data=Data(dataset="digits", pixels=28),
-        batching=Batching(batch=32),
-        optimization=Optimization(lr=0.05, schedule="cosine", warmup=0.05),
-        length=Length(epochs=15),
-    ),
-    "wideresnet": Recipe(
-        model="wideresnet",
-        architecture=WideResNetConfig(depth=16, width=8),
-        data=Data(dataset="cifar100"),
-        batching=Batching(batch=128),
-        optimization=Optimization(
-            lr=0.1,
-            lr_scale="linear",
-            lr_batch=128,
-            weight_decay=5e-4,
-            schedule="cosine",
-            warmup=0.03,
-        ),
-        compute=Compute(precision="bf16"),
-        length=Length(epochs=60),
-    ),
-    "efficientnet": Recipe(
-        model="efficientnet",
-        architecture=EfficientNetConfig(size="s", stem_stride=1),
-        data=Data(dataset="cifar100"),
-        batching=Batching(batch=128),
-        optimization=Optimization(
-            optimizer="adamw",
-            lr=1e-3,
-            lr_scale="sqrt",
-            lr_batch=128,
-            betas=(0.9, 0.999),
-            weight_decay=0.05,
-            clip=1.0,
-            schedule="cosine",
-            warmup=0.05,
-        ),
-        compute=Compute(precision="bf16"),
-        length=Length(epochs=60),
-    ),
-    "gpt": Recipe(
-        model="gpt",
-        architecture=GPTConfig(),
-        data=Data(dataset="stdlib", seq_len=256),
-        batching=Batching(batch=4),
-        optimization=Optimization(
-            optimizer="adamw",
-            lr=3e-3,
-            weight_decay=0.1,
-            clip=1.0,
-            schedule="cosine",
-            warmup=0.05,
-            final_lr=0.1,
-        ),
-        length=Length(steps=300),
-    ),
-}
-
-
 def with_values(recipe: Recipe, values: dict[str, object]) -> Recipe:
     """Return a recipe with some values replaced: {"optimization": {"lr": 0.2}, "model": "gpt"}."""
     changes: dict[str, object] = {}
@@ -295,3 +232,15 @@ def _checked(value: Any, kind: Any, what: str) -> Any:
     if type(value) is not kind:
         raise UsageError(f"{what} = {value!r}: expected {getattr(kind, '__name__', kind)}")
     return value
+
+
+def _built_in_recipes() -> dict[str, Recipe]:
+    file = Path(__file__).with_name("recipes.toml")
+    kinds = (LeNetConfig, WideResNetConfig, EfficientNetConfig, GPTConfig)
+    return {
+        name: _apply(Recipe(model=name, architecture=kind()), values, f"{file}: {name}", "")
+        for kind, (name, values) in zip(kinds, tomllib.loads(file.read_text()).items(), strict=True)
+    }
+
+
+RECIPES = _built_in_recipes()

@@ -63,16 +63,12 @@ class RunDirectory:
 def _git_state() -> dict[str, Any] | None:
     """The commit of the current directory, and whether its files have changed since."""
     try:
-        return {
-            "commit": _git("rev-parse", "HEAD"),
-            "changed": bool(_git("status", "--porcelain")),
-        }
+        commit, changes = (
+            subprocess.run(
+                ["git", *words], capture_output=True, text=True, check=True, timeout=10
+            ).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], capture_output=True, text=True, check=True, timeout=10
-    )
-    return done.stdout.strip()
+    return {"commit": commit, "changed": bool(changes)}

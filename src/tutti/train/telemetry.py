@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,6 @@ from tutti.world.world import World
 _SYNC_SECONDS = 1.0
 _MAX_SYNC_STEPS = 1000
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
 
 # At most this many steps are measured between two status syncs, to keep fast steps fast.
 MAX_MEASURED = 20
@@ -61,9 +60,7 @@ class StepTimer:
     def __init__(self, device: torch.device, *, own_time: bool, forward_time: bool = False) -> None:
         """`own_time`: ranks wait for each other only after backward, so their own time is known.
         `forward_time`: also measure forward passes, for --split measured."""
-        self._device = device
-        self._known = own_time
-        self._measures_forward = forward_time
+        self._device, self._known, self._measures_forward = device, own_time, forward_time
         self._stride = 1
         self._step = 0  # since the last status sync
         self._began: float | torch.cuda.Event | None = None
@@ -163,7 +160,7 @@ class Status:
     # Samples per second of each rank's own work, without waiting for other ranks; 0: not measured.
     rates: tuple[float, ...]
     seconds: float
-    # For each measured step: its number and every rank's own seconds; see Arrivals.
+    # For each measured step: its number and every rank's own seconds; see StepTimer.
     own_seconds: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
     @property
@@ -180,19 +177,16 @@ class StatusSync:
     """
 
     def __init__(self, rank: int, size: int, first_step: int, timer: StepTimer) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank, self.size, self.timer = rank, size, timer
         self.next_at = first_step + 1
-        self.timer = timer
         self._first = first_step
         self._losses: list[Tensor] = []
         self._busy_seconds = 0.0
-        self._since = time.perf_counter()
         self._stop = False
         self._previous = {n: signal.signal(n, self._on_signal) for n in _STOP_SIGNALS}
         self.restart_clock()
 
-    def add(self, losses: Tensor, busy_seconds: float = 0.0) -> None:
+    def add(self, losses: Tensor, busy_seconds: float) -> None:
         """Record the losses of steps (this rank's part of the means); does not synchronise."""
         self._losses.append(losses)
         self._busy_seconds += busy_seconds
@@ -202,7 +196,7 @@ class StatusSync:
         self._since = time.perf_counter()
         self.timer.begin(self.next_at - self._first)
 
-    def sync(self, rank_samples: int = 0) -> Status:
+    def sync(self, rank_samples: int) -> Status:
         """Exchange the status. The only place in the training loop that waits for the device."""
         losses = torch.cat(self._losses).double().tolist() if self._losses else []
         now = time.perf_counter()
@@ -222,7 +216,20 @@ class StatusSync:
         slots[self.rank * len(slot) : (self.rank + 1) * len(slot)] = slot
         total = torch.tensor(common + slots, dtype=torch.float64)
         comm.all_reduce(total)
-        status = self._decode(total.tolist(), steps, [step for step, _ in own])
+        values = total.tolist()
+        # By place in the slot, the values of all ranks.
+        by_rank = [tuple(values[steps + 1 + place :: len(slot)]) for place in range(len(slot))]
+        found = [(self._first + int(at) - 1, rank) for rank, at in enumerate(by_rank[0]) if at]
+        measured = [self._first + step for step, _ in own]
+        status = Status(
+            first_step=self._first,
+            losses=tuple(values[:steps]),
+            nonfinite=min(found, default=None),
+            stop=values[steps] > 0,
+            rates=by_rank[1],
+            seconds=max(by_rank[2]),
+            own_seconds=tuple(zip(measured, by_rank[3:], strict=True)),
+        )
         self._first += steps
         # At most doubled: the first steps (compilation, warm-up) do not predict the next ones.
         in_time = int(_SYNC_SECONDS * steps / max(status.seconds, 1e-9))
@@ -234,24 +241,6 @@ class StatusSync:
         """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-    def _decode(self, values: Sequence[float], steps: int, measured: Sequence[int]) -> Status:
-        width = 3 + len(measured)
-        by_rank = [tuple(values[steps + 1 + place :: width]) for place in range(width)]
-        nonfinite = [
-            (self._first + int(found) - 1, rank) for rank, found in enumerate(by_rank[0]) if found
-        ]
-        return Status(
-            first_step=self._first,
-            losses=tuple(values[:steps]),
-            nonfinite=min(nonfinite, default=None),
-            stop=values[steps] > 0,
-            rates=by_rank[1],
-            seconds=max(by_rank[2]),
-            own_seconds=tuple(
-                (self._first + step, by_rank[3 + place]) for place, step in enumerate(measured)
-            ),
-        )
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = True

@@ -158,10 +158,8 @@ class FileRecord(NamedTuple):
 
 def write_synced(path: Path, content: bytes) -> FileRecord:
     """Write a new file and sync it to the disk."""
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    sync_path(path)
     return FileRecord(len(content), hashlib.sha256(content).hexdigest())
 
 

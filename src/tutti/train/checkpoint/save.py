@@ -17,7 +17,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -55,11 +55,11 @@ from tutti.train.checkpoint.format import (
 )
 from tutti.train.checkpoint.load import Loaded, load_checkpoint, print_once, this_rank
 from tutti.train.checkpoint.training_state import (
-    buffer_names,
     local_shard,
     model_tensors,
     optimizer_state,
     rng_state,
+    unwrapped_name,
 )
 from tutti.world.errors import RanksDiffer, UsageError
 
@@ -68,7 +68,7 @@ _POLL_SECONDS = 0.02
 
 
 def describe_shards(
-    tensors: Mapping[str, torch.Tensor], buffers: frozenset[str]
+    tensors: Mapping[str, torch.Tensor], buffers: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     """Describe this rank's shards as JSON. A shard without elements has no box.
 
@@ -97,7 +97,6 @@ def assign_writers(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str
     """
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
-    buffers: set[str] = set()
     for rank, described in enumerate(ranks):
         for name, each in described.items():
             dtype, shape = DTYPES[each["dtype"]], tuple(each["shape"])
@@ -106,19 +105,18 @@ def assign_writers(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str
                 raise RanksDiffer(
                     f"{name} is {dtype} {shape} on rank {rank}, {first[0]} {first[1]} on others"
                 )
-            if each["buffer"]:
-                buffers.add(name)
             if each["box"] is not None:
-                offsets, sizes = map(tuple, each["box"])
-                holders.setdefault((name, Box(offsets, sizes)), []).append(rank)
+                box = Box(*map(tuple, each["box"]))
+                others = holders.setdefault((name, box), [])
+                if not (each["buffer"] and others):  # the first rank's buffers are saved
+                    others.append(rank)
     # Largest shard first, each to its holder with the fewest bytes so far.
     chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
     assigned_bytes = [0] * len(ranks)
-    sizes_of = {(n, box): box.elements * tensors[n][0].itemsize for n, box in holders}
-    for name, box in sorted(holders, key=lambda each: (-sizes_of[each], each[0], each[1].offsets)):
-        candidates = holders[name, box][:1] if name in buffers else holders[name, box]
-        writer = min(candidates, key=lambda rank: (assigned_bytes[rank], rank))
-        assigned_bytes[writer] += sizes_of[name, box]
+    sizes = {(name, box): box.elements * tensors[name][0].itemsize for name, box in holders}
+    for name, box in sorted(holders, key=lambda each: (-sizes[each], each[0], each[1].offsets)):
+        writer = min(holders[name, box], key=lambda rank: (assigned_bytes[rank], rank))
+        assigned_bytes[writer] += sizes[name, box]
         key = _key(name, tensors[name][1], box)
         chunks[name].append(Chunk(box, tensor_file_name(writer), key))
     for name, (_, shape) in tensors.items():
@@ -243,7 +241,8 @@ class Checkpoints:
             tensors |= slots
         rank = this_rank()
         tensors |= {f"rng.{rank}.{name}": value for name, value in rng_state().items()}
-        described = describe_shards(tensors, buffer_names(model))
+        buffers = {f"model.{unwrapped_name(model, name)}" for name, _ in model.named_buffers()}
+        described = describe_shards(tensors, buffers)
         # The description travels only when it has changed; its digest always does.
         digest = hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
 

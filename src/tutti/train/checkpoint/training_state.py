@@ -9,7 +9,6 @@ checkpointing do not change them, so a checkpoint of one engine loads into anoth
 """
 
 import copy
-import hashlib
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tutti.parallel.rng import mixed_seed
 from tutti.train.checkpoint.format import Box, OptimizerOptions, SavedTensor
 from tutti.world.errors import UsageError
 
@@ -72,11 +72,6 @@ def model_tensors(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, tor
             # On a rank that has both, the original is used and not its copy.
             tensors.setdefault(f"model.{aliases.get(unwrapped, unwrapped)}", value.detach())
     return tensors
-
-
-def buffer_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of buffers, whose values may differ between ranks."""
-    return frozenset(f"model.{unwrapped_name(model, name)}" for name, _ in model.named_buffers())
 
 
 @torch.no_grad()
@@ -143,14 +138,10 @@ def restore_optimizer(
     aliases: Mapping[str, str],
 ) -> None:
     """Restore the optimizer's state through its own `load_state_dict`."""
-    names = _names(model, aliases)
-    state: dict[str, dict[str, Any]] = {}
+    state = {name: dict(values) for name, values in options.values.items()}
     for full_name, tensor in slots.items():
         name, _, slot = full_name.removeprefix("optimizer.").rpartition(".")
         state.setdefault(name, {})[slot] = tensor
-    for name, values in options.values.items():
-        if name in names.values():
-            state.setdefault(name, {}).update(values)
     groups = []
     for group, saved in zip(optimizer.param_groups, options.groups, strict=True):
         changed = {
@@ -162,7 +153,7 @@ def restore_optimizer(
     # Keyed by parameter, not by name: a copy beside its original gets the same state, cloned.
     by_parameter: dict[int, dict[str, Any]] = {}
     restored: set[str] = set()
-    for key, name in names.items():
+    for key, name in _names(model, aliases).items():
         if name in state:
             by_parameter[key] = copy.deepcopy(state[name]) if name in restored else state[name]
             restored.add(name)
@@ -175,29 +166,26 @@ def optimizer_mismatch(
     """Return why the saved optimizer state does not fit this optimizer; None if it does."""
     if saved is None:
         return "it was saved without an optimizer"
-    if saved.kind != type(optimizer).__name__:
-        return f"its optimizer is {saved.kind}, this one {type(optimizer).__name__}"
-    if len(saved.groups) != len(optimizer.param_groups):
-        return (
-            f"its optimizer has {len(saved.groups)} parameter groups, this one "
-            f"{len(optimizer.param_groups)}"
-        )
+    kind, groups = type(optimizer).__name__, len(optimizer.param_groups)
+    if saved.kind != kind:
+        return f"its optimizer is {saved.kind}, this one {kind}"
+    if len(saved.groups) != groups:
+        return f"its optimizer has {len(saved.groups)} parameter groups, this one {groups}"
     return None
 
 
 def _parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, aliases: Mapping[str, str]
-) -> dict[str, torch.nn.Parameter]:
+) -> dict[str, nn.Parameter]:
     names = _names(model, aliases)
-    parameters: dict[str, torch.nn.Parameter] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise UsageError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
-                    "model does not have: make it from the model's own parameters"
-                )
-            parameters.setdefault(names[id(parameter)], parameter)
+    parameters: dict[str, nn.Parameter] = {}
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if id(parameter) not in names:
+            raise UsageError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
+                "model does not have: make it from the model's own parameters"
+            )
+        parameters.setdefault(names[id(parameter)], parameter)
     return parameters
 
 
@@ -264,8 +252,7 @@ def set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
 
 def seed_all(*source: object) -> int:
     """Seed all generators from a hash of `source`; returns the seed."""
-    digest = hashlib.blake2b(repr(source).encode(), digest_size=4).digest()
-    seed = int.from_bytes(digest, "little")
+    seed = mixed_seed(*source) % (1 << 32)  # numpy takes 32 bits
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)  # seeds the generators of the GPUs, too
