@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.bench.collectives.cases import DTYPES, CollectiveCase, Payload, payload
+from tutti.bench.collectives.cases import DTYPES, CollectiveCase, Payload, case_groups, payload
 from tutti.bench.host_setup import share_of_cpus
 from tutti.measure.bus_bandwidth import OPERATIONS, uneven_shards
 from worlds import in_world
@@ -95,14 +95,9 @@ _KEYS = {
 
 
 def _cases(world: Any, op: str, counts: list[int], dtype: torch.dtype = torch.float32) -> Any:
-    operation = OPERATIONS[op]
-    return [
-        [
-            CollectiveCase(operation, count, dtype, placement, world.rank, world.size)
-            for placement in operation.placements
-        ]
-        for count in counts
-    ]
+    shards = world.size if OPERATIONS[op].sharded else 1
+    sizes = [count * dtype.itemsize * shards for count in counts]
+    return case_groups(op, sizes, dtype, world, "both")
 
 
 def _sweep_with_faulty_backends(world: Any) -> Any:
@@ -143,14 +138,14 @@ def _sweep_with_faulty_backends(world: Any) -> Any:
         ]
         timings, control = ("back-to-back", "isolated"), RankControl()
         settings = SweepSettings(timings=timings, budget=0.002, warmup=2, rounds=2)
-        sweep = Sweep([gloo], settings, control, world.device)
+        sweep = Sweep([gloo], settings, control, world)
         sweep.run(groups, lambda rows: None)
         backends = [
             gloo,
             Backend("corrupts", "", corrupt_one_element),
             Backend("once", "", work_once),
         ]
-        faulty = Sweep(backends, SweepSettings(budget=0.002), control, world.device)
+        faulty = Sweep(backends, SweepSettings(budget=0.002), control, world)
         groups = [*_cases(world, "all_reduce", [8]), *_cases(world, "barrier", [0])]
         faulty.run(groups, lambda rows: None)
     return {
@@ -201,7 +196,7 @@ def _call_order(world: Any) -> Any:
 
     case = CollectiveCase(OPERATIONS["barrier"], 0, torch.float32, "out", 0, 1)
     settings = SweepSettings(iterations=16, warmup=1)
-    sweep = Sweep([named("a"), named("b")], settings, RankControl(), world.device)
+    sweep = Sweep([named("a"), named("b")], settings, RankControl(), world)
     sweep.run([[case]], lambda rows: None)
     return called
 
@@ -233,7 +228,7 @@ def _sweep_backends(world: Any) -> Any:
     with open_backends(_NAMES, world, largest) as (backends, missing):
         backends = list(with_grouped(backends, 3, world.device))
         settings = SweepSettings(budget=0.001, warmup=1, rounds=2)
-        sweep = Sweep(backends, settings, RankControl(), world.device)
+        sweep = Sweep(backends, settings, RankControl(), world)
         sweep.run(groups, lambda rows: None)
     return {
         "measured": [[row["backend"], row["op"]] for row in sweep.rows],

@@ -6,6 +6,7 @@ as the file tells it: of single calls for times, of passes for bandwidths.
 
 import json
 import math
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,60 +24,25 @@ VERDICTS = ("wrong", "slower", "faster", "same", "new", "gone")
 TOLERANCE = 0.05
 
 
+RESULT_FIELDS = tomllib.loads(Path(__file__).with_name("result_fields.toml").read_text())
+
+
 @dataclass(frozen=True)
 class RowList:
-    """A list of rows in the JSON of a bench."""
+    """A list of rows in the JSON of a bench; result_fields.toml says what its fields mean."""
 
     bench: str
     name: str
-    key: tuple[str, ...]  # fields that identify a row
-    figures: dict[str, bool]  # True if higher is better
-    others: tuple[str, ...] = ()  # further fields that rules of --expect can use
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """All fields for rules of --expect."""
-        return (*self.key, *self.figures, *self.others)
+    key: list[str]
+    figures: dict[str, bool]
+    others: list[str]
 
 
-def _collective_rows(bench: str, name: str) -> RowList:
-    return RowList(
-        *(bench, name),
-        key=("op", "backend", "ranks", "bytes", "dtype", "redop", "placement", "timing", "group"),
-        figures={"time_us.p50": False},
-        others=(
-            *("count", "root", "calls", "time_us.p95", "time_us.p99", "time_us.min"),
-            *("time_us.mean", "time_us.cv", "algbw_gbs", "busbw_gbs", "wrong"),
-        ),
-    )
-
-
-ROW_LISTS = (
-    _collective_rows("collectives", "rows"),
-    RowList("symmetric", "rows", ("name", "backend", "bytes"), {"p50_us": False}),
-    RowList(
-        *("pairs", "rows", ("name",), {"speedup": True}),
-        others=(
-            *("about", "baseline_ms", "optimized_ms", "spread.p25", "spread.p75", "verdict"),
-            *("rounds", "calls_per_round.baseline", "calls_per_round.optimized", "check", "note"),
-        ),
-    ),
-    RowList(
-        *("bandwidth", "pairs", ("src", "dst", "class", "backend", "bytes")),
-        figures={"gbs_uni": True, "gbs_bi": True},
-        others=("gbs_uni_best", "gbs_bi_best", "spread", "wrong", "verdict"),
-    ),
-    RowList(
-        *("bandwidth", "one_to_all", ("root", "bytes"), {"gbs": True}),
-        others=("spread", "slowest", "wrong"),
-    ),
-    _collective_rows("bandwidth", "all_to_all"),
-    _collective_rows("bandwidth", "ring_vs_tree"),
-    RowList(
-        *("bandwidth", "copies", ("rank", "device", "kind", "bytes"), {"gbs": True}),
-        others=("name", "spread", "wrong", "verdict", "expected_gbs", "expected_source"),
-    ),
-)
+ROW_LISTS = [
+    RowList(bench, name, each["key"], each["figures"], each["others"])
+    for each in RESULT_FIELDS["lists"]
+    for bench, name in (path.split(".") for path in each["in"])
+]
 # For normally distributed samples: (p95 - min) / σ and (p99 - min) / σ of many, (p75 - p25) / σ.
 _SIGMAS_TO_P95, _SIGMAS_TO_P99 = 4.0, 5.0
 _SIGMAS_BETWEEN_QUARTILES = 1.349

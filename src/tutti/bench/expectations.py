@@ -23,6 +23,7 @@ from typing import Any
 
 from tutti.bench.collectives import BACKENDS
 from tutti.bench.compare_results import (
+    RESULT_FIELDS,
     ROW_LISTS,
     Content,
     Row,
@@ -46,51 +47,18 @@ AllowedValues = Mapping[str, Collection[str]]
 # Fraction of a published figure that must be reached: machines of one kind differ.
 CATALOGUE_FRACTION = 0.8
 
-# ---- The fields of rows ----
-
-# A table for one of these selects rows; for any other number it is a bound.
-_SELECTORS = ("bytes", "ranks", "count", "src", "dst", "root", "rank")
-_INTEGERS = (*_SELECTORS, "group", "calls", "rounds", "slowest")
-_TEXTS = (
-    *("part", "op", "backend", "dtype", "redop", "placement", "timing", "class", "verdict"),
-    *("name", "kind", "device", "check", "about", "note", "expected_source"),
-)
+_SELECTORS = RESULT_FIELDS["selectors"]
 # bench: {list in its JSON: fields of its rows}
 FIELDS = {
-    bench: {each.name: each.fields for each in ROW_LISTS if each.bench == bench}
+    bench: {e.name: (*e.key, *e.figures, *e.others) for e in ROW_LISTS if e.bench == bench}
     for bench in ("collectives", "bandwidth", "pairs")
 }
-# Values that a text field can have, if they are known in advance.
-_COMMON_VALUES = {"redop": ("sum", "none"), "placement": ("in", "out")}
-ALLOWED_VALUES: dict[str, AllowedValues] = {
-    "collectives": _COMMON_VALUES
-    | {
-        "op": tuple(OPERATIONS),
-        "backend": BACKENDS,
-        "dtype": (
-            *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"),
-        ),
-        "timing": ("back-to-back", "isolated"),
-    },
-    "bandwidth": _COMMON_VALUES
-    | {
-        "op": ("all_to_all", "all_reduce"),
-        "backend": ("shm", "gloo", "nccl"),
-        "dtype": ("float32",),
-        "timing": ("back-to-back",),
-        "class": (
-            *("same core", "same NUMA node", "other NUMA node", "same host", "other host"),
-            *("same GPU", "NVLink", "NVSwitch", "NUMA", "PCIe"),
-        ),
-        "verdict": ("unknown", "good", "degraded", "bad"),
-    },
-    "pairs": {"verdict": ("faster", "slower", "no difference")},
+# bench: {text field: values that it can have}
+ALLOWED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
+    bench: {name: tuple(values) for name, values in allowed.items()}
+    for bench, allowed in RESULT_FIELDS["allowed"].items()
 }
-_EXAMPLE_BOUNDS = {
-    "collectives": "busbw_gbs = { min = 350 }",
-    "bandwidth": "gbs_uni = { min = 330 }",
-    "pairs": "speedup = { min = 1.05 }",
-}
+ALLOWED_VALUES["collectives"] |= {"op": tuple(OPERATIONS), "backend": BACKENDS}
 
 # ---- Reading --expect ----
 
@@ -178,13 +146,14 @@ def _check_rule(rule: Rule, bench: str, allowed: AllowedValues) -> None:
             inner = [each for each in known if each.startswith(f"{name}.")]
             raise UsageError(f"bench {bench} has no {name!r}: {did_you_mean(name, inner or known)}")
     for name, value in rule.items():
-        if name in _TEXTS:
+        if name in RESULT_FIELDS["texts"]:
             _check_text(name, value, parts if name == "part" else allowed.get(name))
         else:
             _check_number(name, value)
     bounds = _bounds(rule)
     if not bounds:
-        raise UsageError(f"it has no bound: add one, such as {_EXAMPLE_BOUNDS[bench]}")
+        example = RESULT_FIELDS["example_bounds"][bench]
+        raise UsageError(f"it has no bound: add one, such as {example}")
     named = _as_list(rule.get("part", list(parts)))
     selected = {name for name in rule if name not in bounds and name != "part"}
     matching = [parts[part] for part in parts if part in named and selected <= {*parts[part]}]
@@ -224,7 +193,7 @@ def _check_number(name: str, value: Any) -> None:
     if is_range:
         if _number(value.get("min", -math.inf)) > _number(value.get("max", math.inf)):
             raise UsageError(f"{name}: no value is {_format(value)}: exchange min and max")
-    elif name not in _INTEGERS:
+    elif name not in (*_SELECTORS, *RESULT_FIELDS["other_integers"]):
         end = "max" if name == "wrong" or "us." in name else "min"
         raise UsageError(
             f"{name} = {_format(value)}: a measured value never equals a number: give a bound, "

@@ -39,8 +39,7 @@ class RankControl:
 
     def max_over_ranks(self, values: Sequence[float]) -> list[float]:
         """The maximum over all ranks of each value."""
-        maxima: list[float] = self.max_of_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
-        return maxima
+        return list(self.max_of_tensor(torch.tensor(values, dtype=torch.float64)).tolist())
 
     def max_of_tensor(self, values: Tensor) -> Tensor:
         """The elementwise maximum over all ranks, in place."""
@@ -91,8 +90,7 @@ def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
 
     Collective. Errors other than those that a backend raises for an unsupported call propagate.
     """
-    result: Result | None = None
-    reason: str | None = None
+    result, reason = None, None
     try:
         result = action()
     except (Unsupported, UsageError) as error:

@@ -245,13 +245,22 @@ def check_planned_rows(schema: str, planned: Row, expectation: Expectation | Non
         unmet_expectations({"schema": schema, **planned}, expectation)
 
 
-def report_unmet(schema: str, results: Row, expectation: Expectation | None) -> bool:
-    """Print the unmet expectations; returns whether there are any.
+def exit_code(
+    world: "World",
+    schema: str,
+    results: Row,
+    expectation: Expectation | None,
+    stopped: bool,
+    wrong: bool,
+) -> int:
+    """130 if stopped, 1 if results are wrong or miss an expectation, which rank 0 prints.
 
     Called after the world is closed, since it raises UsageError if nothing could be checked.
     """
-    if expectation is None:
-        return False
+    if stopped:
+        return INTERRUPTED
+    if expectation is None or not world.is_first:
+        return int(wrong)
     content = {"schema": schema, **results}
     for difference in baseline_differences(content, expectation):
         print_line(f"--expect {expectation.name}: other environment: {difference}", sys.stderr)
@@ -260,4 +269,4 @@ def report_unmet(schema: str, results: Row, expectation: Expectation | None) -> 
         print_note(f"missed: {each}")
     if not unmet:
         print_note(f"--expect {expectation.name}: all expectations are met")
-    return bool(unmet)
+    return int(wrong or bool(unmet))

@@ -10,7 +10,6 @@ from tutti.cli import bench
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, usage_error_on_rank_0
 from tutti.machine.cpu_numa import parse_cpu_list
-from tutti.machine.environment import describe_environment
 from tutti.machine.gpus import visible_gpu_count
 from tutti.measure.terminal import print_line, print_note, terminal_width, wrap_line
 from tutti.world.errors import UsageError, checked_seconds, did_you_mean
@@ -104,7 +103,7 @@ def _parse_cpu_lists(text: str) -> list[tuple[int, ...]]:
 
 
 def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
-    from tutti.bench.bandwidth.bandwidth_bench import BandwidthBench
+    from tutti.bench.bandwidth.bandwidth_bench import BandwidthBench, format_bandwidth
     from tutti.bench.bandwidth.link_verdicts import locate_rank
     from tutti.bench.host_setup import check_host_memory
     from tutti.bench.rank_control import RankControl
@@ -131,21 +130,19 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
             files = bench.ResultFiles(_SCHEMA, options.json)
             if world.is_first:
                 _print_head(world, ranks, backend)
-            if world.is_first and options.json is not None:
                 links.save = lambda: files.save(_results(links, ranks))
             links.run(parts, _print_progress if world.is_first else lambda line: None)
             results = _results(links, ranks)
             if world.is_first:
-                _print_results(links)
+                width = terminal_width(sys.stdout)
+                for line in format_bandwidth(links, width):
+                    for part in wrap_line(line, width):
+                        print_line(part)
                 files.write(results)
                 bench.print_wrong(links.wrong)
                 if links.stopped:
                     print_note(f"stopped: {len(links.pairs)} pairs were measured")
-    if links.stopped:
-        return bench.INTERRUPTED
-    return int(
-        (world.is_first and bench.report_unmet(_SCHEMA, results, expectation)) or links.wrong > 0
-    )
+    return bench.exit_code(world, _SCHEMA, results, expectation, links.stopped, links.wrong > 0)
 
 
 def _parts(options: Bandwidth, world: "World") -> list[str]:
@@ -183,25 +180,11 @@ def _print_head(world: "World", ranks: list[dict[str, Any]], backend: str) -> No
     print_note(f"messages by {backend}; GB/s are 1e9 bytes per second")
 
 
-def _print_results(links: "BandwidthBench") -> None:
-    from tutti.bench.bandwidth.bandwidth_bench import format_bandwidth
-
-    width = terminal_width(sys.stdout)
-    for line in format_bandwidth(links, width):
-        for part in wrap_line(line, width):
-            print_line(part)
-
-
 def _results(links: "BandwidthBench", ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "environment": describe_environment(),
-        "pairs": links.pairs,
         "classes": links.classes,
         "findings": [asdict(each) for each in links.findings],
-        "one_to_all": links.one_to_all,
-        "all_to_all": links.all_to_all,
-        "ring_vs_tree": links.ring_vs_tree,
-        "copies": links.copies,
+        **{part: getattr(links, part) for part in PARTS},
         "skipped": links.skipped,
         "complete": links.complete,
         "together": links.concurrent,

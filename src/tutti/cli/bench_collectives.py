@@ -1,7 +1,6 @@
 """tutti bench collectives: the columns and formulas of nccl-tests, all backends side by side."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,13 +11,12 @@ from tutti.bench.expectations import Expectation
 from tutti.cli import bench
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, usage_error_on_rank_0
-from tutti.measure.bus_bandwidth import OPERATIONS, Operation
+from tutti.measure.bus_bandwidth import OPERATIONS
 from tutti.measure.terminal import print_note, terminal_width
 from tutti.world.errors import UsageError, checked_seconds, did_you_mean
 from tutti.world.launch import LocalWorld
 
 if TYPE_CHECKING:
-    from tutti.bench.collectives.cases import CollectiveCase
     from tutti.bench.collectives.interleaved_sweep import Sweep
     from tutti.bench.host_setup import CoreLatency
     from tutti.world.world import World
@@ -77,10 +75,10 @@ class Collectives(bench.RankFlags):
 def main(arguments: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = parse(Collectives, "tutti bench collectives", arguments)
-    operations, sizes, backends = _check(options)
+    ops, sizes, backends = _check(options)
     expectation = bench.expect_flag(options.expect, "collectives", options.device)
     if bench.is_rank():
-        return _measure(options, operations, sizes, backends, expectation)
+        return _measure(options, ops, sizes, backends, expectation)
     if "mpi" in backends:
         from tutti.bench.collectives.mpi_backend import mpirun_command, run_mpirun
 
@@ -91,10 +89,10 @@ def main(arguments: list[str]) -> int:
     return bench.start_ranks("collectives", arguments, options)
 
 
-def _check(options: Collectives) -> tuple[list[Operation], list[int], list[str]]:
+def _check(options: Collectives) -> tuple[list[str], list[int], list[str]]:
     """Check the flags before anything is started."""
-    names = list(OPERATIONS) if options.ops == "all" else options.ops.split(",")
-    for name in names:
+    ops = list(OPERATIONS) if options.ops == "all" else options.ops.split(",")
+    for name in ops:
         if name not in OPERATIONS:
             raise UsageError(f"--ops: no operation {name!r}: {did_you_mean(name, OPERATIONS)}")
     backends = [] if options.backends is None else options.backends.split(",")
@@ -114,17 +112,18 @@ def _check(options: Collectives) -> tuple[list[Operation], list[int], list[str]]
     checked_seconds("--budget", options.budget, example=0.5)
     check_writable("--json", options.json)
     check_writable("--csv", options.csv)
-    return [OPERATIONS[name] for name in names], bench.sizes_flag(options.sizes), backends
+    return ops, bench.sizes_flag(options.sizes), backends
 
 
 def _measure(
     options: Collectives,
-    operations: list[Operation],
+    ops: list[str],
     sizes: list[int],
     backend_names: list[str],
     expectation: Expectation | None,
 ) -> int:
     from tutti.bench.collectives.backends import open_backends, with_grouped
+    from tutti.bench.collectives.cases import DTYPES, case_groups
     from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
     from tutti.bench.host_setup import CoreLatency, check_host_memory
     from tutti.bench.rank_control import RankControl
@@ -135,7 +134,11 @@ def _measure(
     with bench.open_world(options) as world:
         ranks = bench.pin_and_describe_ranks(world, options.pin)
         latency = CoreLatency(world, [row["cpus"] for row in ranks])
-        groups = _case_groups(operations, sizes, options, world)
+        groups = [
+            group
+            for op in ops
+            for group in case_groups(op, sizes, DTYPES[options.dtype], world, options.placement)
+        ]
         largest = max((case.bytes for group in groups for case in group), default=0)
         with usage_error_on_rank_0(world):
             check_host_memory(largest, world)
@@ -150,14 +153,14 @@ def _measure(
                         raise UsageError(f"--backends: {reasons}")
                 if options.group > 1:
                     backends = list(with_grouped(backends, options.group, world.device))
-                sweep = Sweep(backends, settings, control, world.device, world.nodes == 1)
+                sweep = Sweep(backends, settings, control, world)
                 sweep.skipped += missing
                 with usage_error_on_rank_0(world):
                     planned = _results(sweep, world, ranks, latency)
                     planned["rows"] = sweep.planned_rows(groups)
                     bench.check_planned_rows(_SCHEMA, planned, expectation)
                 if world.is_first:
-                    _print_head(world, ranks, sweep, missing, latency)
+                    _print_head(world, ranks, sweep, latency)
                 placements = {
                     group[0].operation.name: [case.placement for case in group] for group in groups
                 }
@@ -175,49 +178,18 @@ def _measure(
                     print_note(f"note: {change}")
                 files.write(results)
                 _print_end(sweep, options, world)
-    if sweep.stopped:
-        return bench.INTERRUPTED
     wrong = any(row["wrong"] for row in sweep.rows)
-    return int((world.is_first and bench.report_unmet(_SCHEMA, results, expectation)) or wrong)
-
-
-def _case_groups(
-    operations: Sequence[Operation], sizes: Sequence[int], options: Collectives, world: "World"
-) -> "list[list[CollectiveCase]]":
-    """Per operation and size the cases that differ in placement only: one line of the table."""
-    from tutti.bench.collectives.cases import DTYPES, CollectiveCase
-
-    dtype = DTYPES[options.dtype]
-    groups = []
-    for operation in operations:
-        counts = [operation.count(size, dtype.itemsize, world.size) for size in sizes]
-        wanted = {"native": (operation.native,), "both": ("out", "in")}.get(
-            options.placement, (options.placement,)
-        )
-        placements = [each for each in wanted if each in operation.placements]
-        # Several small sizes may give the same count.
-        for count in dict.fromkeys(counts if placements else ()):
-            groups.append(
-                [
-                    CollectiveCase(operation, count, dtype, placement, world.rank, world.size)
-                    for placement in placements
-                ]
-            )
-    return groups
+    return bench.exit_code(world, _SCHEMA, results, expectation, sweep.stopped, wrong)
 
 
 def _print_head(
-    world: "World",
-    ranks: list[dict[str, Any]],
-    sweep: "Sweep",
-    missing: list[dict[str, str]],
-    latency: "CoreLatency",
+    world: "World", ranks: list[dict[str, Any]], sweep: "Sweep", latency: "CoreLatency"
 ) -> None:
     bench.print_ranks(world, ranks)
     for name, about in sweep.about.items():
         if about:
             print_note(f"{name}: {about}")
-    for each in missing:
+    for each in sweep.skipped:
         print_note(f"{each['backend']} is skipped: {each['reason']}")
     if str(latency):
         print_note(f"cores: {latency}")

@@ -109,10 +109,8 @@ def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation 
             if world.is_first:
                 files.write(results)
                 _print_end(runs)
-    if runs.stopped:
-        return bench.INTERRUPTED
     wrong = any(_is_wrong(row) for row in runs.rows)
-    return int((world.is_first and bench.report_unmet(_SCHEMA, results, expectation)) or wrong)
+    return bench.exit_code(world, _SCHEMA, results, expectation, runs.stopped, wrong)
 
 
 def _results(

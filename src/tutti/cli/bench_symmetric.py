@@ -81,33 +81,31 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
 
 def _print_head(world: "World", ranks: list[dict[str, Any]]) -> None:
     bench.print_ranks(world, ranks)
-    if _narrow():
-        print_line(f"# {'':<{_name_width() - 2}} {'size':>5} {'p50 (us)':>9} {'p99':>9}")
+    if (width := _narrow_name_width()) is not None:
+        print_line(f"# {'':<{width - 2}} {'size':>5} {'p50 (us)':>9} {'p99':>9}")
         return
     print_line(f"# {'':<40} {'backend':<10} {'size':>6} {'p50':>9} {'p99':>9} #wrong")
     print_line(f"# {'':<40} {'':<10} {'(B)':>6} {'(us)':>9} {'(us)':>9}")
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
+    width = _narrow_name_width()
     for row in rows:
         size = format_size(row["bytes"]) if row["bytes"] else ""
         times = f"{row['p50_us']:>9.2f} {row['p99_us']:>9.2f}"
-        if _narrow():
-            name = row["name"] if row["name"] != "all_reduce" else f"all_reduce, {row['backend']}"
-            wrong = f" {row['wrong']} WRONG" if row["wrong"] else ""
-            width = _name_width()
-            print_line(f"{name:<{width}.{width}} {size:>5} {times}{wrong}")
+        name, backend, wrong = row["name"], row["backend"], row["wrong"]
+        if width is None:
+            print_line(f"{name:<42} {backend:<10} {size:>6} {times} {wrong:>6}")
             continue
-        print_line(f"{row['name']:<42} {row['backend']:<10} {size:>6} {times} {row['wrong']:>6}")
+        name = f"all_reduce, {backend}" if name == "all_reduce" else name
+        suffix = f" {wrong} WRONG" if wrong else ""
+        print_line(f"{name:<{width}.{width}} {size:>5} {times}{suffix}")
 
 
-def _narrow() -> bool:
-    return terminal_width(sys.stdout) < _FULL_WIDTH
-
-
-def _name_width() -> int:
-    """The rest of a narrow line beside size and times, at most the longest name."""
-    return max(20, min(42, terminal_width(sys.stdout) - 26))
+def _narrow_name_width() -> int | None:
+    """On a narrow terminal the columns beside size and times, at most the longest name."""
+    width = terminal_width(sys.stdout)
+    return max(20, min(42, width - 26)) if width < _FULL_WIDTH else None
 
 
 def _results(probes: "SymmetricBench", ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from tutti.world.errors import checked_seconds
 
 if TYPE_CHECKING:
     from tutti.bench.collectives.interleaved_sweep import Sweep
-    from tutti.comm.path_selection import Table
     from tutti.world.world import World
 
 
@@ -43,9 +42,9 @@ def main(arguments: list[str]) -> int:
     sizes = bench.sizes_flag(options.sizes)
     checked_seconds("--budget", options.budget, example=0.5)
     check_writable("--json", options.json)
-    return (
-        _tune(options, sizes) if bench.is_rank() else bench.start_ranks("tune", arguments, options)
-    )
+    if not bench.is_rank():
+        return bench.start_ranks("tune", arguments, options)
+    return _tune(options, sizes)
 
 
 def _tune(options: Tune, sizes: list[int]) -> int:
@@ -55,52 +54,54 @@ def _tune(options: Tune, sizes: list[int]) -> int:
     with bench.open_world(options) as world:
         bench.pin_and_describe_ranks(world, options.pin)
         paths = available_paths(comm_group_of(None), world.device.type)
+        about = {"size": world.size, "device": world.device.type, "note": world.sharing_note}
+        results: dict[str, Any] = {"rows": [], "table": None, "written": None, "world": about}
+        files = bench.ResultFiles("tutti.bench.tune/1", options.json)
         if len(paths) == 1:
+            reason = f"on {world.device.type} a group of {world.size} has one path, "
+            reason += f"that of its backend: {paths[0]}"
             if world.is_first:
-                _report_single_path(options, world, paths[0])
+                print_note(f"there is nothing to choose: {reason}. No table is needed or written.")
+                if world.device.type == "cpu":
+                    print_note("To compare backends: tutti bench collectives --backends gloo,shm")
+                files.write({**results, "complete": True, "reason": reason})
             return 0
-        sweep = _measure(options, sizes, world, paths)
-        if sweep.stopped:
-            if world.is_first:
-                print_note("stopped: no table was written")
-            return bench.INTERRUPTED
-        if world.is_first:
-            _save_table(options, world, paths, sweep)
-        return int(any(row["wrong"] for row in sweep.rows))
+        results["paths"] = list(paths)
+        sweep = _measure(options, sizes, world, results, files)
+        if world.is_first and sweep.stopped:
+            print_note("stopped: no table was written")
+        elif world.is_first:
+            files.write(results | _sweep_json(sweep) | _save_table(options, world, sweep))
+        wrong = any(row["wrong"] for row in sweep.rows)
+        return bench.INTERRUPTED if sweep.stopped else int(wrong)
 
 
-def _report_single_path(options: Tune, world: "World", path: str) -> None:
-    device = world.device.type
-    reason = f"on {device} a group of {world.size} has one path, that of its backend: {path}"
-    print_note(f"there is nothing to choose: {reason}. No table was written, none is needed.")
-    if device == "cpu":
-        print_note("To compare backends: tutti bench collectives --backends gloo,shm")
-    nothing: dict[str, Any] = {"rows": [], "table": None, "written": None, "complete": True}
-    _files(options).write({**nothing, "reason": reason, **_world_json(world)})
-
-
-def _measure(options: Tune, sizes: list[int], world: "World", paths: tuple[str, ...]) -> "Sweep":
+def _measure(
+    options: Tune,
+    sizes: list[int],
+    world: "World",
+    results: dict[str, Any],
+    files: bench.ResultFiles,
+) -> "Sweep":
     from tutti.bench.collectives.backends import open_backends
-    from tutti.bench.collectives.cases import DTYPES, native_cases
+    from tutti.bench.collectives.cases import DTYPES, case_groups
     from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
     from tutti.bench.collectives.path_tuning import PATH_OF
     from tutti.bench.rank_control import RankControl
 
-    dtype = DTYPES[options.dtype]
-    groups = native_cases("all_reduce", sizes, dtype, world.rank, world.size)
-    names = [name for name, path in PATH_OF.items() if path in paths]
+    groups = case_groups("all_reduce", sizes, DTYPES[options.dtype], world)
+    names = [name for name, path in PATH_OF.items() if path in results["paths"]]
     largest = max(case.bytes for group in groups for case in group)
     control, settings = RankControl(), SweepSettings(budget=options.budget)
     with control.stop_on_signals(), open_backends(names, world, largest) as (backends, missing):
-        sweep = Sweep(backends, settings, control, world.device, world.nodes == 1)
+        sweep = Sweep(backends, settings, control, world)
         sweep.skipped += missing
-        files = _files(options)
 
         def report(rows: list[dict[str, Any]]) -> None:
             if rows:
                 cells = [f"{PATH_OF[row['backend']]} {row['time_us']['p50']:.2f}" for row in rows]
                 print_line(f"{format_size(rows[0]['bytes']):>8}  {', '.join(cells)}")
-            files.save({**_results(sweep, paths), **_world_json(world)})
+            files.save(results | _sweep_json(sweep))
 
         if world.is_first:
             if world.sharing_note:
@@ -110,14 +111,20 @@ def _measure(options: Tune, sizes: list[int], world: "World", paths: tuple[str, 
     return sweep
 
 
-def _save_table(options: Tune, world: "World", paths: tuple[str, ...], sweep: "Sweep") -> None:
+def _sweep_json(sweep: "Sweep") -> dict[str, Any]:
+    return {"rows": sweep.rows, "skipped": sweep.skipped, "complete": sweep.complete}
+
+
+def _save_table(options: Tune, world: "World", sweep: "Sweep") -> dict[str, Any]:
+    """Print and save the table; returns it, and the path of the file, for JSON."""
     from tutti.bench.collectives.path_tuning import path_measurements, smooth_choice
     from tutti.comm.path_selection import fastest, save
 
     chosen = smooth_choice(path_measurements(sweep.rows, world.device.type))
     table = fastest(chosen, world.size, options.dtype)
-    for line in describe_table(table):
-        print_note(line)
+    for row in table.rows:
+        end = "on" if row.to_bytes is None else f"to {format_size(row.to_bytes)}"
+        print_note(f"{row.op} from {format_size(row.from_bytes)} {end}: {row.path}")
     written = None
     if options.dry_run:
         print_note("--dry-run: nothing was written")
@@ -129,35 +136,4 @@ def _save_table(options: Tune, world: "World", paths: tuple[str, ...], sweep: "S
             "table from their next start; delete the file to return to the defaults"
         )
     content = {"rows": [asdict(row) for row in table.rows], "machine": table.machine}
-    results = _results(sweep, paths) | {"table": content, "written": written}
-    _files(options).write({**results, **_world_json(world)})
-
-
-def describe_table(table: "Table") -> list[str]:
-    """One line per range of sizes."""
-    lines = []
-    for row in table.rows:
-        end = "on" if row.to_bytes is None else f"to {format_size(row.to_bytes)}"
-        lines.append(f"{row.op} from {format_size(row.from_bytes)} {end}: {row.path}")
-    return lines
-
-
-def _files(options: Tune) -> bench.ResultFiles:
-    return bench.ResultFiles("tutti.bench.tune/1", options.json)
-
-
-def _results(sweep: "Sweep", paths: tuple[str, ...]) -> dict[str, Any]:
-    """The results before there is a table."""
-    return {
-        "rows": sweep.rows,
-        "paths": list(paths),
-        "table": None,
-        "written": None,
-        "skipped": sweep.skipped,
-        "complete": sweep.complete,
-    }
-
-
-def _world_json(world: "World") -> dict[str, Any]:
-    about = {"size": world.size, "device": world.device.type, "note": world.sharing_note}
-    return {"world": about}
+    return {"table": content, "written": written}

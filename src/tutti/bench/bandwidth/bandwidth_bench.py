@@ -20,7 +20,7 @@ from tutti.bench.bandwidth.point_to_point import (
     point_to_point_all_reduce,
 )
 from tutti.bench.collectives.backends import process_group, torch_backend
-from tutti.bench.collectives.cases import Backend, Buffers, native_cases
+from tutti.bench.collectives.cases import Backend, Buffers, case_groups
 from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
 from tutti.bench.compare_results import value_of
 from tutti.bench.rank_control import RankControl
@@ -92,8 +92,7 @@ class BandwidthBench:
     @property
     def wrong(self) -> int:
         """Wrong elements over all parts."""
-        parts = (self.pairs, self.one_to_all, self.all_to_all, self.ring_vs_tree, self.copies)
-        return sum(row["wrong"] for part in parts for row in part)
+        return sum(row["wrong"] for part in PARTS for row in getattr(self, part))
 
     def _skip(self, part: str, parts: Sequence[str], reason: str) -> None:
         if part in parts:
@@ -205,9 +204,9 @@ class BandwidthBench:
         self, backends: Sequence[Backend], op: str, sizes: Sequence[int], into: list[Row]
     ) -> None:
         world = self.world
-        groups = native_cases(op, sizes, torch.float32, world.rank, world.size)
+        groups = case_groups(op, sizes, torch.float32, world)
         settings = SweepSettings(budget=self.budget)
-        sweep = Sweep(backends, settings, self.control, world.device, world.nodes == 1)
+        sweep = Sweep(backends, settings, self.control, world)
 
         def report(rows: list[Row]) -> None:
             into.extend(rows)

@@ -7,6 +7,7 @@ a GPU reads and writes each byte: `gbs` counts the copied bytes, half of the mem
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import permutations
 from statistics import median
 from typing import Any
 
@@ -20,10 +21,6 @@ from tutti.measure.spread import relative_mad
 from tutti.measure.timing import time_total
 
 _COPIES = 16  # between two events, as nvbandwidth does, which hides the launch time on the host
-HOST_KINDS = (
-    *("host to device, pinned", "host to device, pageable"),
-    *("device to host, pinned", "device to host, pageable", "inside the device"),
-)
 
 
 @dataclass
@@ -58,17 +55,15 @@ def host_copies(device: torch.device, size: int) -> list[Copy]:
     pageable = data_pattern(0, size, torch.device("cpu"))
     on_device = data_pattern(1, size, device)
     pinned = pageable.clone().pin_memory()
-    to_pinned = torch.zeros(size, dtype=torch.uint8).pin_memory()
-    to_pageable = torch.zeros(size, dtype=torch.uint8)
+    to_pinned, to_pageable = torch.zeros_like(pageable).pin_memory(), torch.zeros_like(pageable)
     to_device = torch.zeros_like(on_device)
-    ends = (
-        (pinned, to_device),
-        (pageable, to_device),
-        (on_device, to_pinned),
-        (on_device, to_pageable),
-        (on_device, to_device),
-    )
-    return [Copy(kind, *each) for kind, each in zip(HOST_KINDS, ends, strict=True)]
+    return [
+        Copy("host to device, pinned", pinned, to_device),
+        Copy("host to device, pageable", pageable, to_device),
+        Copy("device to host, pinned", on_device, to_pinned),
+        Copy("device to host, pageable", on_device, to_pageable),
+        Copy("inside the device", on_device, to_device),
+    ]
 
 
 def peer_copies(size: int) -> list[Copy]:
@@ -77,12 +72,9 @@ def peer_copies(size: int) -> list[Copy]:
     sources = {device: data_pattern(device.index, size, device) for device in devices}
     targets = {device: torch.zeros_like(sources[device]) for device in devices}
     copies = []
-    for a in devices:
-        for b in devices:
-            if a != b:
-                peer = torch.cuda.can_device_access_peer(a, b)
-                kind = f"{a} to {b}, {'peer' if peer else 'by way of the host'}"
-                copies.append(Copy(kind, sources[a], targets[b]))
+    for a, b in permutations(devices, 2):
+        way = "peer" if torch.cuda.can_device_access_peer(a, b) else "by way of the host"
+        copies.append(Copy(f"{a} to {b}, {way}", sources[a], targets[b]))
     return copies
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tutti.measure.bus_bandwidth import OPERATIONS, Operation, uneven_shards
+from tutti.world.world import World
 
 _PERIOD = 8191
 _LARGEST_EXACT = {
@@ -91,15 +92,23 @@ class CollectiveCase:
         return whole[..., self.rank * self.count : (self.rank + 1) * self.count]
 
 
-def native_cases(
-    op: str, sizes: Sequence[int], dtype: torch.dtype, rank: int, ranks: int
+def case_groups(
+    op: str, sizes: Sequence[int], dtype: torch.dtype, world: World, placement: str = "native"
 ) -> list[list[CollectiveCase]]:
-    """One group per size for a Sweep, in the placement that torch.distributed offers."""
+    """One group per size for a Sweep, of cases that differ in placement only.
+
+    `placement` is in, out, both, or native: the form that torch.distributed offers.
+    """
     operation = OPERATIONS[op]
+    wanted = {"native": (operation.native,), "both": ("out", "in")}.get(placement, (placement,))
+    placements = [each for each in wanted if each in operation.placements]
     # Several small sizes may give the same count.
-    counts = dict.fromkeys(operation.count(size, dtype.itemsize, ranks) for size in sizes)
-    placement = operation.native
-    return [[CollectiveCase(operation, count, dtype, placement, rank, ranks)] for count in counts]
+    counts = dict.fromkeys(operation.count(size, dtype.itemsize, world.size) for size in sizes)
+    return [
+        [CollectiveCase(operation, count, dtype, p, world.rank, world.size) for p in placements]
+        for count in counts
+        if placements
+    ]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tutti.bench.rank_control import RankControl, try_on_all_ranks
 from tutti.measure.bus_bandwidth import bandwidth
 from tutti.measure.spread import summarize_us
 from tutti.measure.timing import time_back_to_back, time_isolated
+from tutti.world.world import World
 
 # With calls longer than this, fewer rounds suffice.
 _LONG_CALL_SECONDS = 0.02
@@ -43,6 +45,11 @@ class _Entry:
     calls: int = 0  # per round
     wrong: int = 0
 
+    def reset(self, data: Payload) -> None:
+        """Clear the result, then write the input: in place, the two overlap."""
+        self.prepared.received.zero_()
+        self.prepared.sent.copy_(data.sent)
+
 
 class Sweep:
     """Measures cases one after the other; keeps the rows and what could not be measured."""
@@ -52,8 +59,7 @@ class Sweep:
         backends: Sequence[Backend],
         settings: SweepSettings,
         control: RankControl,
-        device: torch.device,
-        one_host: bool = True,
+        world: World,
     ) -> None:
         self.rows: list[Row] = []
         self.skipped: list[dict[str, str]] = []
@@ -63,18 +69,15 @@ class Sweep:
         self._backends = backends
         self._settings = settings
         self._control = control
-        self._device = device
-        self._one_host = one_host
+        self._device = world.device
+        self._one_host = world.nodes == 1
 
     def run(
         self, groups: Iterable[Sequence[CollectiveCase]], report: Callable[[list[Row]], None]
     ) -> None:
         """Measure all cases; `report` gets the rows of each group when it is finished."""
         for group in groups:
-            rows: list[Row] = []
-            for case in group:
-                if not self.stopped:
-                    rows += self._measure(case)
+            rows = [row for case in group for row in self._measure(case)]
             self.rows += rows
             report(rows)
             if self.stopped:
@@ -94,30 +97,30 @@ class Sweep:
         ]
 
     def _measure(self, case: CollectiveCase) -> list[Row]:
+        if self.stopped:
+            return []
         data = payload(case)
         entries = list(self._prepare(case, data))
         rows: list[Row] = []
         try:
             for timing in self._settings.timings:
                 samples = self._interleave(case, data, entries, timing)
-                if self.stopped:
-                    return []
-                for entry, seconds in zip(entries, samples, strict=True):
-                    rows.append(_row(case, entry, timing, seconds))
+                # Without samples the sweep was stopped.
+                rows += [_row(case, *each, timing) for each in zip(entries, samples, strict=False)]
         finally:
             for entry in entries:
                 entry.prepared.close()
-        return rows
+        return [] if self.stopped else rows
 
     def _prepare(self, case: CollectiveCase, data: Payload) -> Iterator[_Entry]:
         """The backends that support the case, warmed up, their first call checked."""
         for backend in self._backends:
-            prepared, reason = try_on_all_ranks(lambda b=backend: b.prepare(case))  # type: ignore[misc]
+            prepared, reason = try_on_all_ranks(partial(backend.prepare, case))
             if prepared is None:
                 self._skip(backend.name, case, reason)
                 continue
             entry = _Entry(backend, prepared)
-            wrong, reason = try_on_all_ranks(lambda e=entry: self._checked_call(e, data))  # type: ignore[misc]
+            wrong, reason = try_on_all_ranks(partial(self._count_wrong, entry, data, True))
             if wrong is None:
                 prepared.close()
                 self._skip(backend.name, case, reason)
@@ -156,13 +159,15 @@ class Sweep:
                 position = (number + offset) % len(entries)
                 entry = entries[position]
                 if last_round:
-                    _reset(entry.prepared, data)
+                    entry.reset(data)
                 if self._control.check_stop():
                     self.stopped = True
                     return []
                 samples[position].append(self._round(entry, timing))
                 if last_round:
-                    entry.wrong += self._check_result(case, entry, data)
+                    # In place, the timed calls have summed their sums: check one more call.
+                    wrong = self._count_wrong(entry, data, call_again=not case.idempotent)
+                    entry.wrong += self._control.sum_over_ranks(wrong)
         return [
             torch.cat(seconds) / entry.prepared.operations
             for entry, seconds in zip(entries, samples, strict=True)
@@ -182,30 +187,17 @@ class Sweep:
             return self._control.max_of_tensor(ends - starts)
         return self._control.max_of_tensor(ends) - self._control.max_of_tensor(starts)
 
-    def _checked_call(self, entry: _Entry, data: Payload) -> int:
-        _reset(entry.prepared, data)
-        entry.prepared.call()
-        return self._count_wrong(entry, data)
-
-    def _check_result(self, case: CollectiveCase, entry: _Entry, data: Payload) -> int:
-        """Wrong elements of all ranks after the timed calls; if not idempotent, after one more."""
-        if case.idempotent:
-            return self._control.sum_over_ranks(self._count_wrong(entry, data))
-        return self._control.sum_over_ranks(self._checked_call(entry, data))
-
-    def _count_wrong(self, entry: _Entry, data: Payload) -> int:
+    def _count_wrong(self, entry: _Entry, data: Payload, call_again: bool) -> int:
+        """Wrong elements on this rank; with `call_again`, those of one more call."""
+        if call_again:
+            entry.reset(data)
+            entry.prepared.call()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return data.count_wrong(entry.prepared.received)
 
 
-def _reset(prepared: PreparedCase, data: Payload) -> None:
-    """Clear the result, then write the input: in place, the two overlap."""
-    prepared.received.zero_()
-    prepared.sent.copy_(data.sent)
-
-
-def _row(case: CollectiveCase, entry: _Entry, timing: str, seconds: Tensor) -> Row:
+def _row(case: CollectiveCase, entry: _Entry, seconds: Tensor, timing: str) -> Row:
     times = summarize_us(seconds.tolist())
     algorithm, bus = bandwidth(case.operation, case.bytes, case.ranks, times["p50"] / 1e6)
     return {

@@ -23,7 +23,7 @@ This module does not import torch: the command line looks up names before it sta
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -99,35 +99,31 @@ class PairEntry:
 
     name: str
     about: str  # what the baseline does → what the optimized form does
-    module: str  # a module, or the path of a .py file
-    function: str
-
-    def load(self) -> PairFactory:
-        """Import the module, and with it torch, and return the function."""
-        if self.module.endswith(".py"):
-            factories = _factories_in(Path(self.module))
-            return next(each for each in factories if _pair_name(each) == self.name)
-        factory: PairFactory = getattr(import_module(self.module), self.function)
-        return factory
+    make: PairFactory
 
 
-_TRAINING, _MESSAGES = "tutti.bench.pairs.training_pairs", "tutti.bench.pairs.message_pairs"
-_MEMORY = "tutti.bench.pairs.memory_pairs"
+def _make_builtin(module: str, name: str, setting: Setting) -> Pair:
+    """Import the module, and with it torch, and call the function that makes the pair."""
+    pairs = import_module(f"tutti.bench.pairs.{module}_pairs")
+    pair: Pair = getattr(pairs, name.replace("-", "_"))(setting)
+    return pair
+
+
 BUILTIN_PAIRS = {
-    name: PairEntry(name, about, module, name.replace("-", "_"))
-    for name, about, module in (
-        ("data-parallel", "DataParallel in one process → DDP, a process for each GPU", _TRAINING),
-        ("overlap", "gradients all-reduced after backward → during it, same buckets", _TRAINING),
-        ("grouped", "many small all-reduces → the same in comm.group()", _MESSAGES),
-        ("buckets", "all gradients in one bucket → buckets of the size found best", _TRAINING),
-        ("from-scratch", "an all-reduce for each gradient → one for all of them", _MESSAGES),
-        ("pinned", "copies to the GPU from pageable memory → from pinned memory", _MEMORY),
-        ("shm", "a DDP step over gloo → over shared memory", _TRAINING),
-        ("symmetric", "a small message by a collective → by symmetric memory", _MESSAGES),
-        ("accumulation", "all-reduce after each small batch → after several", _TRAINING),
-        ("unified", "explicit copies through pinned memory → unified memory", _MEMORY),
-        ("placement", "memory on this rank's NUMA node → on another (a cost)", _MEMORY),
-        ("bf16-gradients", "gradients sent in full precision → as bfloat16", _TRAINING),
+    name: PairEntry(name, about, partial(_make_builtin, module, name))
+    for name, module, about in (
+        ("data-parallel", "training", "DataParallel in one process → DDP, a process for each GPU"),
+        ("overlap", "training", "gradients all-reduced after backward → during it, same buckets"),
+        ("grouped", "message", "many small all-reduces → the same in comm.group()"),
+        ("buckets", "training", "all gradients in one bucket → buckets of the size found best"),
+        ("from-scratch", "message", "an all-reduce for each gradient → one for all of them"),
+        ("pinned", "memory", "copies to the GPU from pageable memory → from pinned memory"),
+        ("shm", "training", "a DDP step over gloo → over shared memory"),
+        ("symmetric", "message", "a small message by a collective → by symmetric memory"),
+        ("accumulation", "training", "all-reduce after each small batch → after several"),
+        ("unified", "memory", "explicit copies through pinned memory → unified memory"),
+        ("placement", "memory", "memory on this rank's NUMA node → on another (a cost)"),
+        ("bf16-gradients", "training", "gradients sent in full precision → as bfloat16"),
     )
 }
 
@@ -144,23 +140,19 @@ def select_pairs(only: Sequence[str], file: Path | None) -> list[PairEntry]:
     return [known[name] for name in only or own or BUILTIN_PAIRS]
 
 
-def _pair_name(factory: PairFactory) -> str:
-    return str(getattr(factory, "__name__", "")).replace("_", "-")
-
-
 def _entries_in(file: Path) -> list[PairEntry]:
     if not file.is_file():
         raise UsageError(f"--file {file}: there is no such Python file")
-    path = file.absolute()
-    return [
-        PairEntry(_pair_name(each), (each.__doc__ or "").strip().partition("\n")[0], str(path), "")
-        for each in _factories_in(path)
-    ]
+    entries = []
+    for factory in _factories_in(file):
+        name = str(getattr(factory, "__name__", "")).replace("_", "-")
+        about = (factory.__doc__ or "").strip().partition("\n")[0]
+        entries.append(PairEntry(name, about, factory))
+    return entries
 
 
-@cache
 def _factories_in(file: Path) -> list[PairFactory]:
-    """The functions in PAIRS of a user's file, which is executed once."""
+    """The functions in PAIRS of a user's file."""
     spec = importlib.util.spec_from_file_location(f"tutti_pairs_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise UsageError(f"--file {file}: its name must end in .py")

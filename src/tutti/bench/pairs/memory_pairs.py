@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +26,6 @@ from tutti.world.errors import UsageError
 Work = Callable[[torch.Tensor], torch.Tensor]
 
 _ATTACH_GLOBAL = 1
-_LOCATION_DEVICE, _LOCATION_HOST = 1, 2
-_CPU_DEVICE = -1
 _BYTES, _QUICK_BYTES = 64 << 20, 1 << 20
 
 
@@ -160,9 +159,10 @@ class Managed:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         size = torch.Size(shape).numel() * dtype.itemsize
-        block = _Block(max(size, 1))
-        self._block = block
-        raw_cpu = torch.frombuffer(block.as_array(), dtype=torch.uint8)[:size]
+        self._block = block = _Block(max(size, 1))
+        array = (ctypes.c_ubyte * block.bytes).from_address(block.address)
+        array._owner = block  # type: ignore[attr-defined]
+        raw_cpu = torch.frombuffer(array, dtype=torch.uint8)[:size]
         raw_gpu = torch.as_tensor(block, device=f"cuda:{block.device}")[:size]
         self.on_cpu = raw_cpu.view(dtype).view(tuple(shape))
         self.on_gpu = raw_gpu.view(dtype).view(tuple(shape))
@@ -171,9 +171,16 @@ class Managed:
         """Migrate the pages to "cpu" or "cuda", on the current stream."""
         if to not in ("cpu", "cuda"):
             raise UsageError(f"prefetch to {to!r}: give cpu or cuda")
-        device = _CPU_DEVICE if to == "cpu" else self._block.device
-        stream = torch.cuda.current_stream().cuda_stream
-        _prefetch(self._block.address, self._block.bytes, device, stream)
+        size, on_gpu = self._block.bytes, to == "cuda"
+        pointer, count = ctypes.c_void_p(self._block.address), ctypes.c_size_t(size)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        where: tuple[Any, ...]
+        if int(str(torch.version.cuda).split(".")[0]) >= 13:  # takes a location, and flags
+            kind, device = (1, self._block.device) if on_gpu else (2, 0)
+            where = (_Location(kind, device), ctypes.c_uint(0))
+        else:
+            where = (ctypes.c_int(self._block.device if on_gpu else -1),)
+        _check(_cudart().cudaMemPrefetchAsync(pointer, count, *where, stream), size)
 
 
 class _Block:
@@ -190,39 +197,18 @@ class _Block:
         _check(_cudart().cudaMallocManaged(ctypes.byref(pointer), size_t, _ATTACH_GLOBAL), size)
         assert pointer.value is not None
         self.address = pointer.value
-        weakref.finalize(self, _free, self.address).atexit = False
+        weakref.finalize(self, _cudart().cudaFree, pointer).atexit = False
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
         about = {"shape": (self.bytes,), "typestr": "|u1", "data": (self.address, False)}
         return {**about, "version": 3, "strides": None}
 
-    def as_array(self) -> "ctypes.Array[ctypes.c_ubyte]":
-        array = (ctypes.c_ubyte * self.bytes).from_address(self.address)
-        array._owner = self  # type: ignore[attr-defined]
-        return array
-
 
 class _Location(ctypes.Structure):
-    """cudaMemLocation."""
+    """cudaMemLocation: type 1 is a device, 2 the host."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-def _prefetch(address: int, size: int, device: int, stream: int) -> None:
-    pointer, count = ctypes.c_void_p(address), ctypes.c_size_t(size)
-    on_stream = ctypes.c_void_p(stream)
-    if int(str(torch.version.cuda).split(".")[0]) >= 13:  # takes a location instead of a device
-        kind = _LOCATION_HOST if device == _CPU_DEVICE else _LOCATION_DEVICE
-        place = _Location(kind, max(device, 0))
-        code = _cudart().cudaMemPrefetchAsync(pointer, count, place, ctypes.c_uint(0), on_stream)
-    else:
-        code = _cudart().cudaMemPrefetchAsync(pointer, count, ctypes.c_int(device), on_stream)
-    _check(code, size)
-
-
-def _free(address: int) -> None:
-    _cudart().cudaFree(ctypes.c_void_p(address))
 
 
 def _check(code: int, size: int) -> None:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -69,7 +70,7 @@ class PairedRuns:
     def _measure(self, entry: PairEntry) -> Row:
         named = {"name": entry.name, "about": entry.about}
         no_figures = dict.fromkeys(("baseline_ms", "optimized_ms", "speedup", "spread"))
-        pair, error = _try_on_all_ranks(lambda: entry.load()(self._setting))
+        pair, error = _try_on_all_ranks(lambda: entry.make(self._setting))
         if pair is None:
             return {**named, **no_figures, "check": error}
         try:
@@ -116,18 +117,16 @@ class PairedRuns:
 
     def _time(self, side: _Side) -> float:
         """Mean seconds of a call over a round, on the slowest rank."""
-        self._synchronize_device()
+        device = self._setting.device
+        synchronize = partial(getattr(torch, device.type).synchronize, device)  # torch.cpu, .cuda
+        synchronize()
         with no_garbage_collection():
             started = time.perf_counter()
             for _ in range(side.calls):
                 side.call()
-            self._synchronize_device()
+            synchronize()
             seconds = time.perf_counter() - started
         return max(1e-9, self._control.max_over_ranks([seconds / side.calls])[0])
-
-    def _synchronize_device(self) -> None:
-        if self._setting.on_gpu:
-            torch.cuda.synchronize(self._setting.device)
 
 
 def _figures(baseline: _Side, optimized: _Side) -> Row:
@@ -150,8 +149,7 @@ def _try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]
     Unlike rank_control's, it catches everything: a user's pair that fails is a row, and the run
     continues.
     """
-    result: Result | None = None
-    message = ""
+    result, message = None, ""
     try:
         result = action()
     except Unsupported as error:
@@ -173,18 +171,14 @@ def _try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]
 def snapshot(result: Any) -> Snapshot:
     """A copy of a result on the CPU: the next call may overwrite its tensors."""
     leaves, structure = tree_flatten(result)
-    return [_copy_leaf(leaf) for leaf in leaves], str(structure)
-
-
-def _copy_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach().to("cpu", copy=True)
-    if not isinstance(leaf, bool | int | float | complex):
-        raise UsageError(
-            f"a side returned {type(leaf).__name__}, which cannot be compared: return tensors or "
-            "numbers, or lists, tuples and dicts of them"
-        )
-    return leaf
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor | bool | int | float | complex):
+            raise UsageError(
+                f"a side returned {type(leaf).__name__}, which cannot be compared: return tensors "
+                "or numbers, or lists, tuples and dicts of them"
+            )
+    copies = [e.detach().to("cpu", copy=True) if isinstance(e, Tensor) else e for e in leaves]
+    return copies, str(structure)
 
 
 def difference(baseline: Snapshot, optimized: Snapshot) -> float:

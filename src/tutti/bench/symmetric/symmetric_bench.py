@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tutti.bench.collectives.backends import open_backends
-from tutti.bench.collectives.cases import native_cases
+from tutti.bench.collectives.cases import case_groups
 from tutti.bench.collectives.interleaved_sweep import Sweep, SweepSettings
 from tutti.bench.rank_control import RankControl, try_on_all_ranks
 from tutti.bench.symmetric.latency_probes import Probe, all_probes
@@ -118,7 +118,7 @@ class SymmetricBench:
         self, sizes: Sequence[int], report: Callable[[list[Row]], None]
     ) -> None:
         world = self.world
-        groups = native_cases("all_reduce", sizes, torch.float32, world.rank, world.size)
+        groups = case_groups("all_reduce", sizes, torch.float32, world)
 
         def add(measured: list[Row]) -> None:
             fields = ("backend", "bytes", "time_us", "calls", "wrong")
@@ -129,7 +129,7 @@ class SymmetricBench:
 
         with open_backends(_BACKENDS[world.device.type], world, max(sizes)) as (backends, missing):
             settings = SweepSettings(budget=self.budget)
-            sweep = Sweep(backends, settings, self.control, world.device)
+            sweep = Sweep(backends, settings, self.control, world)
             sweep.run(groups, add)
             self.stopped = sweep.stopped
         for each in missing + sweep.skipped:
