@@ -15,25 +15,6 @@ PAIR_KEYS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "pears"], "--only: no part 'pears': did you mean pairs?"),
-        (["--sizes", "12Q"], "'12Q' is not a size"),
-        (["--backend", "nccl", "--device", "cpu"], "--backend nccl communicates CUDA tensors only"),
-        (["--ranks", "1", "--device", "cpu"], "--ranks 1: one rank on a CPU has no link"),
-        (["--pin", "0/x"], "--pin 0/x: give own, none, or one CPU list per rank"),
-        (["--budget", "-1"], "--budget -1.0: give seconds above 0"),
-        (["--expect", "/nowhere.toml"], "--expect /nowhere.toml: No such file"),
-        (["--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
-    ],
-)
-def test_wrong_flags_give_one_line_before_ranks_start(arguments: list[str], message: str) -> None:
-    done = run_command([*TUTTI, *BENCH, *arguments])
-    assert done.returncode == 2
-    assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-
-
 def test_every_part_is_measured_and_correct(tmp_path: Path) -> None:
     flags = ["--ranks", 3, "--sizes", "64K", "--budget", "0.01", "--pin", "0/1/0", "--together"]
     # Two of the three ranks share a CPU, on which shm would spin.

@@ -1,7 +1,9 @@
 """Interrupted benches: ranks end at once, and result files keep what was measured."""
 
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -52,7 +54,10 @@ def started(*words: str | Path, **env: str) -> Iterator["subprocess.Popen[str]"]
     finally:
         if process.poll() is None:
             process.kill()  # its ranks end with it
-        process.communicate()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
+        process.wait()
 
 
 def wait_for(files: list[Path], process: "subprocess.Popen[str]") -> None:
@@ -129,3 +134,32 @@ def check_partial_result(file: Path, bench: str) -> list[dict[str, Any]]:
     assert content["schema"] == f"tutti.bench.{bench}/1" and content["environment"]
     assert all(row.get("wrong", 0) == 0 for row in rows)
     return rows
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None or shutil.which("mpirun.openmpi") is None,
+    reason="needs mpi4py and Open MPI",
+)
+def test_ctrl_c_under_mpirun_keeps_what_was_measured(tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--backends", "gloo,mpi", "--json", tmp_path / "b.json"]
+    with started("collectives", *flags) as process:
+        assert process.stdout is not None
+        while process.stdout.readline().startswith("#"):
+            pass
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    check_partial_result(tmp_path / "b.json", "collectives")
+
+
+@pytest.mark.parametrize("kind", ["collectives", "symmetric"])
+def test_a_closed_output_pipe_does_not_stop_the_measurement(kind: str, tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--sizes", "4,1K", "--budget", "0.01"]
+    with started(kind, *flags, "--json", tmp_path / "b.json") as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith("# rank 0")
+        process.stdout.close()
+        err = process.stderr.read()
+        assert process.wait(timeout=60) == 0 and err == "", err
+    content = json.loads((tmp_path / "b.json").read_text())
+    assert content["complete"] and content["rows"]

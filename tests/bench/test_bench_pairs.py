@@ -88,22 +88,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     yield {"done": done, "content": content, "rows": rows}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "overlapp"], "--only: no pair 'overlapp': did you mean overlap?"),
-        (["--only", "shm,shm"], "--only shm,shm: shm is named twice"),
-        (["--file", "nowhere.py"], "--file nowhere.py: there is no such Python file"),
-        (["--rounds", "0"], "--rounds 0: use 1 or more"),
-        (["--budget", "-1"], "--budget -1.0: give seconds above 0"),
-    ],
-)
-def test_wrong_flags_give_one_line_before_ranks_start(arguments: list[str], message: str) -> None:
-    done = run_command([*TUTTI, *PAIRS, *arguments])
-    assert done.returncode == 2
-    assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-
-
 def test_list_shows_the_builtin_pairs_or_those_of_a_file(tmp_path: Path) -> None:
     done = run_command([*TUTTI, *PAIRS, "--list"])
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(BUILTIN_PAIRS)

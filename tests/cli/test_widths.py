@@ -1,7 +1,6 @@
 """Tables and text fit the terminal; output to a file is not wrapped."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def test_a_sweep_shows_as_much_as_fits(
         }
         for placement in placements
     ]  # fmt: skip
-    CollectivesTable({"all_reduce": placements}, 1, sys.stdout, spread=True).add(rows)
+    CollectivesTable({"all_reduce": placements}, 1, spread=True).add(rows)
     out = capsys.readouterr().out
     place = 13 * (len(placements) > 1)  # out-of-place is told behind the row
     assert max(map(len, out.splitlines())) <= max(columns, 52 + place), out

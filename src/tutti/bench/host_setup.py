@@ -8,12 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tutti.machine.cpu_numa import (
-    allowed_cpus,
-    format_cpu_list,
-    parse_cpu_list,
-    read_memory,
-)
+from tutti.machine.cpu_numa import allowed_cpus, format_cpu_list, parse_cpu_list, read_memory
 from tutti.machine.sysfs import SysFiles
 from tutti.measure.units import format_bytes, format_size
 from tutti.world.errors import UsageError
@@ -33,8 +28,7 @@ def pin(world: World) -> str:
     mine = [world.host, format_cpu_list(allowed_cpus())]
     sharers = [rank for rank, theirs in enumerate(gather_json(mine)) if theirs == mine]
     cpus = share_of_cpus(parse_cpu_list(mine[1]), sharers.index(world.rank), len(sharers))
-    _pin_threads(cpus)
-    return format_cpu_list(cpus)
+    return pin_to(cpus)
 
 
 def share_of_cpus(cpus: tuple[int, ...], position: int, sharers: int) -> tuple[int, ...]:
@@ -53,15 +47,10 @@ def pin_to(cpus: tuple[int, ...]) -> str:
             f"--pin: this rank cannot run on CPU {format_cpu_list(cpus)} ({error}): its allowed "
             f"CPUs are {format_cpu_list(allowed_cpus())}"
         ) from None
-    _pin_threads(cpus)
-    return format_cpu_list(cpus)
-
-
-def _pin_threads(cpus: tuple[int, ...]) -> None:
-    # All threads of the process: gloo's are already running.
-    for thread in Path("/proc/self/task").iterdir():
+    for thread in Path("/proc/self/task").iterdir():  # gloo's threads are already running
         with contextlib.suppress(OSError):  # the thread has ended meanwhile
             os.sched_setaffinity(int(thread.name), cpus)
+    return format_cpu_list(cpus)
 
 
 # ---- Memory ----

@@ -123,15 +123,15 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
         ranks = bench.describe_ranks(world, cpus, options.pin != "none")
         locations = gather_json(locate_rank(world, cpus))
         control = RankControl()
-        links = BandwidthBench(
-            world, control, locations, backend, sizes, options.budget, options.together
-        )
+        progress = _print_progress if world.is_first else lambda line: None
+        settings = (sizes, options.budget, parts, progress, options.together)
+        links = BandwidthBench(world, control, locations, backend, *settings)
         with control.stop_on_signals():
             files = bench.ResultFiles(_SCHEMA, options.json)
             if world.is_first:
                 _print_head(world, ranks, backend)
                 links.save = lambda: files.save(_results(links, ranks))
-            links.run(parts, _print_progress if world.is_first else lambda line: None)
+            links.run()
             results = _results(links, ranks)
             if world.is_first:
                 width = terminal_width(sys.stdout)

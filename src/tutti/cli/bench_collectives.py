@@ -155,9 +155,20 @@ def _measure(
                     backends = list(with_grouped(backends, options.group, world.device))
                 sweep = Sweep(backends, settings, control, world)
                 sweep.skipped += missing
+
+                def results() -> dict[str, Any]:
+                    return {
+                        "rows": sweep.rows,
+                        "backends": sweep.about,
+                        "skipped": sweep.skipped,
+                        "complete": sweep.complete,
+                        "timing": "p50 over calls, each as slow as its slowest rank",
+                        "world": bench.world_json(world, ranks),
+                        "round_trips": latency.rows,
+                    }
+
                 with usage_error_on_rank_0(world):
-                    planned = _results(sweep, world, ranks, latency)
-                    planned["rows"] = sweep.planned_rows(groups)
+                    planned = {**results(), "rows": sweep.planned_rows(groups)}
                     bench.check_planned_rows(_SCHEMA, planned, expectation)
                 if world.is_first:
                     _print_head(world, ranks, sweep, latency)
@@ -168,18 +179,17 @@ def _measure(
 
                 def report(measured: list[dict[str, Any]]) -> None:
                     table.add(measured)
-                    files.save(_results(sweep, world, ranks, latency))
+                    files.save(results())
 
                 sweep.run(groups, report if world.is_first else lambda measured: None)
             latency.measure_again()
-            results = _results(sweep, world, ranks, latency)
             if world.is_first:
                 if change := latency.change():
                     print_note(f"note: {change}")
-                files.write(results)
+                files.write(results())
                 _print_end(sweep, options, world)
     wrong = any(row["wrong"] for row in sweep.rows)
-    return bench.exit_code(world, _SCHEMA, results, expectation, sweep.stopped, wrong)
+    return bench.exit_code(world, _SCHEMA, results(), expectation, sweep.stopped, wrong)
 
 
 def _print_head(
@@ -193,20 +203,6 @@ def _print_head(
         print_note(f"{each['backend']} is skipped: {each['reason']}")
     if str(latency):
         print_note(f"cores: {latency}")
-
-
-def _results(
-    sweep: "Sweep", world: "World", ranks: list[dict[str, Any]], latency: "CoreLatency"
-) -> dict[str, Any]:
-    return {
-        "rows": sweep.rows,
-        "backends": sweep.about,
-        "skipped": sweep.skipped,
-        "complete": sweep.complete,
-        "timing": "p50 over calls, each as slow as its slowest rank",
-        "world": bench.world_json(world, ranks),
-        "round_trips": latency.rows,
-    }
 
 
 def _print_end(sweep: "Sweep", options: Collectives, world: "World") -> None:

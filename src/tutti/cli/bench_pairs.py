@@ -89,11 +89,20 @@ def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation 
         control = RankControl()
         budget = options.budget / 10 if options.quick else options.budget
         runs = PairedRuns(Setting(world, options.quick), control, budget, options.rounds)
+
+        def results() -> dict[str, Any]:
+            return {
+                "rows": runs.rows,
+                "speedup": "median over rounds of baseline / optimized, spread: their quartiles",
+                "quick": options.quick,
+                "complete": runs.complete,
+                "world": bench.world_json(world, ranks),
+            }
+
         with usage_error_on_rank_0(world):
             ideal = {"speedup": math.inf, "spread": {"p25": 1.0, "p75": 1.0}}
-            planned = _results(runs, options, world, ranks)
-            planned["rows"] = [{"name": entry.name, **ideal} for entry in entries]
-            bench.check_planned_rows(_SCHEMA, planned, expectation)
+            planned = [{"name": entry.name, **ideal} for entry in entries]
+            bench.check_planned_rows(_SCHEMA, {**results(), "rows": planned}, expectation)
         with control.stop_on_signals():
             width = max(_NAME_WIDTH, *(len(entry.name) for entry in entries))
             files = bench.ResultFiles(_SCHEMA, options.json)
@@ -102,27 +111,14 @@ def _measure(options: Pairs, entries: list[PairEntry], expectation: Expectation 
 
             def report(row: dict[str, Any]) -> None:
                 _print_row(row, width)
-                files.save(_results(runs, options, world, ranks))
+                files.save(results())
 
             runs.run(entries, report if world.is_first else lambda row: None)
-            results = _results(runs, options, world, ranks)
             if world.is_first:
-                files.write(results)
+                files.write(results())
                 _print_end(runs)
     wrong = any(_is_wrong(row) for row in runs.rows)
-    return bench.exit_code(world, _SCHEMA, results, expectation, runs.stopped, wrong)
-
-
-def _results(
-    runs: "PairedRuns", options: Pairs, world: "World", ranks: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "rows": runs.rows,
-        "speedup": "median over rounds of baseline / optimized, spread: their quartiles",
-        "quick": options.quick,
-        "complete": runs.complete,
-        "world": bench.world_json(world, ranks),
-    }
+    return bench.exit_code(world, _SCHEMA, results(), expectation, runs.stopped, wrong)
 
 
 def _is_wrong(row: dict[str, Any]) -> bool:

@@ -14,7 +14,6 @@ from tutti.measure.units import format_size
 from tutti.world.errors import UsageError, checked_seconds
 
 if TYPE_CHECKING:
-    from tutti.bench.symmetric.symmetric_bench import SymmetricBench
     from tutti.world.world import World
 
 _FULL_WIDTH = 86
@@ -63,14 +62,20 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
             check_host_memory(max(sizes), world)
         control = RankControl()
         probes = SymmetricBench(world, control, options.budget)
+
+        def results() -> dict[str, Any]:
+            keys = ("rows", "skipped", "complete")
+            world_json = bench.world_json(world, ranks)
+            return {**{key: getattr(probes, key) for key in keys}, "world": world_json}
+
         with control.stop_on_signals():
             files = bench.ResultFiles("tutti.bench.symmetric/1", options.json)
             if world.is_first:
                 _print_head(world, ranks)
-                probes.save = lambda: files.save(_results(probes, ranks))
+                probes.save = lambda: files.save(results())
             probes.run(sizes, _print_rows if world.is_first else lambda rows: None)
             if world.is_first:
-                files.write(_results(probes, ranks))
+                files.write(results())
                 for each in probes.skipped:
                     print_note(f"{each['name']} is skipped: {each['reason']}")
                 bench.print_wrong(sum(row["wrong"] for row in probes.rows))
@@ -106,12 +111,3 @@ def _narrow_name_width() -> int | None:
     """On a narrow terminal the columns beside size and times, at most the longest name."""
     width = terminal_width(sys.stdout)
     return max(20, min(42, width - 26)) if width < _FULL_WIDTH else None
-
-
-def _results(probes: "SymmetricBench", ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "rows": probes.rows,
-        "skipped": probes.skipped,
-        "complete": probes.complete,
-        "world": bench.world_json(probes.world, ranks),
-    }

@@ -45,6 +45,8 @@ class BandwidthBench:
     backend: str
     sizes: Sequence[int]
     budget: float  # seconds for each kind of traffic, operation and size
+    parts: Sequence[str]  # of PARTS
+    progress: Callable[[str], None]  # prints a line
     concurrent: bool = False  # disjoint pairs at the same time
     pairs: list[Row] = field(default_factory=list)
     one_to_all: list[Row] = field(default_factory=list)
@@ -58,19 +60,19 @@ class BandwidthBench:
     save: Callable[[], None] = lambda: None
     """Called after each pass, operation and copy, on the rank that writes files."""
 
-    def run(self, parts: Sequence[str], progress: Callable[[str], None]) -> None:
-        """Measure these parts. Collective."""
+    def run(self) -> None:
+        """Measure the parts. Collective."""
         if self.world.size < 2:
             for part in PARTS[:-1]:
-                self._skip(part, parts, "one rank has no pairs: use --ranks 2")
+                self._skip(part, "one rank has no pairs: use --ranks 2")
         else:
             group, _ = process_group(self.backend)
-            self._measure_traffic(group, parts, progress)
-            self._measure_collectives(group, parts, progress)
+            self._measure_traffic(group)
+            self._measure_collectives(group)
         if self.world.device.type == "cpu":
-            self._skip("copies", parts, "ranks are on the CPU: use --device cuda")
-        elif "copies" in parts and not self.stopped:
-            progress("copies between hosts and devices")
+            self._skip("copies", "ranks are on the CPU: use --device cuda")
+        elif "copies" in self.parts and not self.stopped:
+            self.progress("copies between hosts and devices")
             self._measure_copies()
         self.complete = not self.stopped
 
@@ -94,20 +96,18 @@ class BandwidthBench:
         """Wrong elements over all parts."""
         return sum(row["wrong"] for part in PARTS for row in getattr(self, part))
 
-    def _skip(self, part: str, parts: Sequence[str], reason: str) -> None:
-        if part in parts:
+    def _skip(self, part: str, reason: str) -> None:
+        if part in self.parts:
             self.skipped.append({"name": part, "reason": reason})
 
     # ---- Pairs and one to all ----
 
-    def _measure_traffic(
-        self, group: dist.ProcessGroup, parts: Sequence[str], progress: Callable[[str], None]
-    ) -> None:
+    def _measure_traffic(self, group: dist.ProcessGroup) -> None:
         traffic: list[Traffic] = []
         for size in self.sizes:
-            if "pairs" in parts:
+            if "pairs" in self.parts:
                 traffic += self._pair_traffic(size)
-            if "one_to_all" in parts:
+            if "one_to_all" in self.parts:
                 for root in range(self.world.size):
                     flows = tuple((root, r) for r in range(self.world.size) if r != root)
                     traffic.append(Traffic("one to all", flows, size))
@@ -115,7 +115,7 @@ class BandwidthBench:
             return
         seconds = len(traffic) * self.budget
         if seconds > 60:
-            progress(
+            self.progress(
                 f"{len(traffic)} kinds of traffic of about {self.budget:g} s each: "
                 f"{seconds / 60:.0f} minutes; --together or a smaller --budget takes less"
             )
@@ -125,7 +125,7 @@ class BandwidthBench:
             self._update_rows(traffic)
             self.save()
 
-        self.stopped = not meter.run(traffic, progress, after_pass=after_pass)
+        self.stopped = not meter.run(traffic, self.progress, after_pass=after_pass)
         self._update_rows(traffic)
         # Measure slow pairs again: a disturbance passes, a slow link stays slow.
         for _ in range(_RETRIES):
@@ -133,8 +133,8 @@ class BandwidthBench:
             again = [each for each in traffic if each.kind != "one to all" and slow & {*each.flows}]
             if self.stopped or not again:
                 return
-            progress(f"measuring {len(slow)} slow pairs of {len(self.pairs)} again")
-            self.stopped = not meter.run(again, progress, _PASSES_PER_RETRY, after_pass)
+            self.progress(f"measuring {len(slow)} slow pairs of {len(self.pairs)} again")
+            self.stopped = not meter.run(again, self.progress, _PASSES_PER_RETRY, after_pass)
             self._update_rows(traffic)
 
     def _pair_traffic(self, size: int) -> Iterator[Traffic]:
@@ -175,22 +175,20 @@ class BandwidthBench:
         self.findings = judge_pairs(self.pairs, self.locations, self._published)
 
     def _published(self, row: Row) -> Figure | None:
-        if row["class"] not in ("NVLink", "NVSwitch"):
-            return None
-        return figure(self.locations[row["src"]]["gpu"]["name"], "pair", row["bytes"])
+        on_nvlink = row["class"] in ("NVLink", "NVSwitch")
+        gpu = self.locations[row["src"]]["gpu"]
+        return figure(gpu["name"], "pair", row["bytes"]) if on_nvlink else None
 
     # ---- Collectives ----
 
-    def _measure_collectives(
-        self, group: dist.ProcessGroup, parts: Sequence[str], progress: Callable[[str], None]
-    ) -> None:
+    def _measure_collectives(self, group: dist.ProcessGroup) -> None:
         buffers = Buffers(self.world.device)
         own = torch_backend(self.backend, group, "", buffers)
-        if "all_to_all" in parts and not self.stopped:
-            progress("all to all")
+        if "all_to_all" in self.parts and not self.stopped:
+            self.progress("all to all")
             self._sweep([own], "all_to_all", self.sizes, self.all_to_all)
-        if "ring_vs_tree" in parts and not self.stopped:
-            progress("all_reduce as a ring, as a tree, and by the backend")
+        if "ring_vs_tree" in self.parts and not self.stopped:
+            self.progress("all_reduce as a ring, as a tree, and by the backend")
             baselines = [
                 point_to_point_all_reduce(self.backend, name, group, buffers)
                 for name in ("ring", "tree")

@@ -93,8 +93,8 @@ def run_copies(copies: Sequence[Copy], stop: Callable[[], bool]) -> bool:
 def copy_row(copy: Copy, rank: int) -> dict[str, Any]:
     """For tables and JSON, with a verdict if the catalogue has a figure."""
     name, size = torch.cuda.get_device_name(copy.device), copy.source.numel()
-    expected = expected_copy(name, copy.kind, size)
-    best = max(copy.speeds)
+    expected_gbs, expected_source = expected_copy(name, copy.kind, size) or (None, None)
+    verdict = fraction_verdict(max(copy.speeds), expected_gbs) if expected_gbs else "unknown"
     return {
         "rank": rank,
         "device": str(copy.device),
@@ -104,9 +104,9 @@ def copy_row(copy: Copy, rank: int) -> dict[str, Any]:
         "gbs": round(median(copy.speeds), 3),
         "spread": round(relative_mad(copy.speeds), 4),
         "wrong": copy.wrong,
-        "verdict": "unknown" if expected is None else fraction_verdict(best, expected[0]),
-        "expected_gbs": None if expected is None else expected[0],
-        "expected_source": None if expected is None else expected[1],
+        "verdict": verdict,
+        "expected_gbs": expected_gbs,
+        "expected_source": expected_source,
     }
 
 

@@ -6,9 +6,8 @@ narrow one gets one line per row, with as many columns as fit.
 
 import csv
 import io
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from tutti.measure.terminal import print_line, terminal_width
 from tutti.measure.units import format_size
@@ -36,16 +35,11 @@ class CollectivesTable:
     """Prints rows as they come. `placements` maps each operation to its measured placements."""
 
     def __init__(
-        self,
-        placements: Mapping[str, Sequence[str]],
-        timings: int,
-        stream: TextIO = sys.stdout,
-        spread: bool = False,
+        self, placements: Mapping[str, Sequence[str]], timings: int, spread: bool = False
     ) -> None:
         self._placements_of = placements
         self._with_timing = timings > 1
         self._with_spread = spread
-        self._stream = stream
         self._operation = ""
 
     def add(self, rows: list[Row]) -> None:
@@ -56,17 +50,17 @@ class CollectivesTable:
         placements = self._placements_of[first["op"]]
         columns = [name for name in _COLUMNS if self._with_spread or name not in _SPREAD]
         width = _WIDE_KEY_WIDTH + _TIMING_WIDTH * self._with_timing
-        narrow = terminal_width(self._stream) < width + len(placements) * _width(columns)
+        narrow = terminal_width() < width + len(placements) * _width(columns)
         if narrow:
             columns = self._narrow_columns(placements)
         if first["op"] != self._operation:
             self._operation = first["op"]
             ranks = f"{first['ranks']} rank{'s' * (first['ranks'] != 1)}"
-            self._print(f"# {first['op']}, {ranks}, {first['dtype']}, redop {first['redop']}")
+            _print(f"# {first['op']}, {ranks}, {first['dtype']}, redop {first['redop']}")
             self._print_head(columns, [] if narrow else placements)
         if narrow:
             for row in rows:
-                self._print(_narrow_line(row, rows, columns))
+                _print(_narrow_line(row, rows, columns))
             return
         lines: dict[tuple[str, str], dict[str, Row]] = {}
         for row in rows:
@@ -80,31 +74,31 @@ class CollectivesTable:
                 each = by_placement.get(placement)
                 texts = {"time": "N/A", "#wrong": "N/A"} if each is None else _texts(each, rows)
                 line += _cells(texts, columns)
-            self._print(line)
+            _print(line)
 
     def _print_head(self, columns: Sequence[str], placements: Sequence[str]) -> None:
         """The head of the wide form; without placements, of the narrow one."""
         names = _cells({name: name for name in columns}, columns)
         units = _cells({name: _COLUMNS[name][0] for name in columns}, columns)
         if not placements:
-            self._print(f"# {'size':>6} {'backend':<12}{names}")
-            self._print(f"# {'(B)':>6} {'':<12}{units}")
+            _print(f"# {'size':>6} {'backend':<12}{names}")
+            _print(f"# {'(B)':>6} {'':<12}{units}")
             if self._with_spread and "cv%" not in columns:
-                self._print("# too narrow for min, p99 and cv: use --json")
+                _print("# too narrow for min, p99 and cv: use --json")
             return
         key = _WIDE_KEY.format("size", "count", "type", "redop", "root", "backend")
         key += f" {'timing':<12}" if self._with_timing else ""
         under = f"{_WIDE_KEY.format('(B)', '(elements)', '', '', '', ''):<{len(key)}}"
         titles = "".join(f" {_PLACEMENTS[each]:^{_width(columns) - 1}}" for each in placements)
-        self._print(f"#{'':<{len(key) - 1}}{titles}")
-        self._print(f"#{key[1:]}{names * len(placements)}")
-        self._print(f"#{under[1:]}{units * len(placements)}")
+        _print(f"#{'':<{len(key) - 1}}{titles}")
+        _print(f"#{key[1:]}{names * len(placements)}")
+        _print(f"#{under[1:]}{units * len(placements)}")
 
     def _narrow_columns(self, placements: Sequence[str]) -> list[str]:
         """time, busbw and ratio, and as many others as fit; requested ones first."""
         chosen = {"time", "busbw", "ratio"}
         suffixes = (list(placements) != ["in"]) + self._with_timing
-        free = terminal_width(self._stream) - _NARROW_KEY_WIDTH - _width(chosen)
+        free = terminal_width() - _NARROW_KEY_WIDTH - _width(chosen)
         free -= _TIMING_WIDTH * suffixes
         for names in (_SPREAD, ("algbw",), ("#wrong",)):
             if _width(names) <= free and (self._with_spread or names is not _SPREAD):
@@ -112,8 +106,9 @@ class CollectivesTable:
                 free -= _width(names)
         return [name for name in _COLUMNS if name in chosen]
 
-    def _print(self, line: str) -> None:
-        print_line(line.rstrip(), self._stream)
+
+def _print(line: str) -> None:
+    print_line(line.rstrip())
 
 
 def _width(columns: Iterable[str]) -> int:

@@ -85,7 +85,7 @@ def symmetric(setting: Setting) -> Pair:
         return received
 
     def close() -> None:
-        exchange.close()
+        exchange.heap.close()
         dist.destroy_process_group(group)
 
     return Pair(
@@ -132,14 +132,14 @@ class RingExchange:
     _ARRIVED, _READ = 0, 1  # signal slots; values count messages
 
     def __init__(self, elements: int, following: int, previous: int) -> None:
-        self._heap = Heap(bytes=1 << 16, device="cpu")
-        self._buffers = [self._heap.zeros(elements) for _ in range(2)]
+        self.heap = Heap(bytes=1 << 16, device="cpu")
+        self._buffers = [self.heap.zeros(elements) for _ in range(2)]
         self._following, self._previous = following, previous
         self._sent = 0
 
     def exchange(self, mine: Tensor) -> Tensor:
         """Send a message and return the received one; valid until the next exchange."""
-        heap, before = self._heap, self._sent
+        heap, before = self.heap, self._sent
         self._sent = number = before + 1
         buffer = self._buffers[number % 2]
         heap.signal(self._previous, self._READ, before)
@@ -148,7 +148,3 @@ class RingExchange:
         buffer.put_signal(mine, self._following, self._ARRIVED, number)
         heap.wait(self._ARRIVED, number, self._previous)
         return buffer.local
-
-    def close(self) -> None:
-        """Collective."""
-        self._heap.close()
