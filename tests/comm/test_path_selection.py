@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti import comm
-from tutti.bench.collectives.path_tuning import path_table
+from tutti.bench.collectives.path_tuning import path_measurements
 from tutti.comm import path_selection
 from tutti.comm.operation import CommGroup
 from tutti.comm.path_selection import Choice, Measured, Row, Table, choose
@@ -148,7 +148,7 @@ def test_only_the_form_that_torch_has_counts_in_a_sweep() -> None:
         return {**about, "backend": backend, "placement": placement, "time_us": {"p50": time}}
 
     rows = [row("gloo", "out", 1.0), row("gloo", "in", 9.0), row("shm", "in", 5.0)]
-    (found,) = path_table(rows, "cpu", 2, "float32").rows
+    (found,) = path_selection.fastest(path_measurements(rows, "cpu"), 2, "float32").rows
     assert (found.path, found.time_us) == ("shm", 5.0)
 
 

@@ -181,6 +181,7 @@ def sizes_flag(text: str) -> list[int]:
         raise UsageError(f"--sizes {text}: {error}") from None
 
 
+@dataclass
 class ResultFiles:
     """--json and --csv, written again after every row, so that any end of the run keeps results.
 
@@ -188,29 +189,28 @@ class ResultFiles:
     everything was measured.
     """
 
-    def __init__(self, schema: str, json: Path | None, csv: Path | None = None) -> None:
-        self._schema = schema
-        self._json = json
-        self._csv = csv
-        self._warned = False
+    schema: str
+    json: Path | None
+    csv: Path | None = None
+    warned: bool = False
 
     def save(self, results: Row) -> None:
         """Write intermediate results; if that fails, warn once and go on measuring."""
         try:
             self.write(results)
         except UsageError as error:
-            if not self._warned:
+            if not self.warned:
                 print(f"note: {error}", file=sys.stderr, flush=True)
-            self._warned = True
+            self.warned = True
 
     def write(self, results: Row) -> None:
         """Write the results; raises UsageError if the file cannot be written."""
-        if self._csv is not None:
+        if self.csv is not None:
             from tutti.bench.collectives.nccl_tests_table import csv_text
 
-            write_result("--csv", self._csv, csv_text(results["rows"]))
-        if self._json is not None:
-            write_json(self._json, self._schema, results)
+            write_result("--csv", self.csv, csv_text(results["rows"]))
+        if self.json is not None:
+            write_json(self.json, self.schema, results)
 
 
 # ---- --expect ----

@@ -159,7 +159,7 @@ def _measure(
                 def results() -> dict[str, Any]:
                     return {
                         "rows": sweep.rows,
-                        "backends": sweep.about,
+                        "backends": {each.name: each.about for each in backends},
                         "skipped": sweep.skipped,
                         "complete": sweep.complete,
                         "timing": "p50 over calls, each as slow as its slowest rank",
@@ -196,9 +196,9 @@ def _print_head(
     world: "World", ranks: list[dict[str, Any]], sweep: "Sweep", latency: "CoreLatency"
 ) -> None:
     bench.print_ranks(world, ranks)
-    for name, about in sweep.about.items():
-        if about:
-            print_note(f"{name}: {about}")
+    for backend in sweep.backends:
+        if backend.about:
+            print_note(f"{backend.name}: {backend.about}")
     for each in sweep.skipped:
         print_note(f"{each['backend']} is skipped: {each['reason']}")
     if str(latency):
@@ -212,11 +212,12 @@ def _print_end(sweep: "Sweep", options: Collectives, world: "World") -> None:
             what = f"{each['backend']} {each['op']} ({placement})"
             print_note(f"{what} is skipped: {each['reason']}")
     if options.save_paths:
-        from tutti.bench.collectives.path_tuning import path_table
-        from tutti.comm import path_selection
+        from tutti.bench.collectives.path_tuning import path_measurements
+        from tutti.comm.path_selection import fastest, save
 
-        table = path_table(sweep.rows, world.device.type, world.size, options.dtype)
-        print_note(f"paths are saved in {path_selection.save(table)}")
+        measured = path_measurements(sweep.rows, world.device.type)
+        table = fastest(measured, world.size, options.dtype)
+        print_note(f"paths are saved in {save(table)}")
     bench.print_wrong(sum(row["wrong"] for row in sweep.rows))
     if sweep.stopped:
         print_note(f"stopped: {len(sweep.rows)} rows were measured")

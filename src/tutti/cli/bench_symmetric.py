@@ -61,7 +61,8 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
         with usage_error_on_rank_0(world):
             check_host_memory(max(sizes), world)
         control = RankControl()
-        probes = SymmetricBench(world, control, options.budget)
+        report = _print_rows if world.is_first else lambda rows: None
+        probes = SymmetricBench(world, control, options.budget, report)
 
         def results() -> dict[str, Any]:
             keys = ("rows", "skipped", "complete")
@@ -73,7 +74,7 @@ def _measure(options: Symmetric, sizes: list[int]) -> int:
             if world.is_first:
                 _print_head(world, ranks)
                 probes.save = lambda: files.save(results())
-            probes.run(sizes, _print_rows if world.is_first else lambda rows: None)
+            probes.run(sizes)
             if world.is_first:
                 files.write(results())
                 for each in probes.skipped:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -51,26 +51,18 @@ class _Entry:
         self.prepared.sent.copy_(data.sent)
 
 
+@dataclass
 class Sweep:
     """Measures cases one after the other; keeps the rows and what could not be measured."""
 
-    def __init__(
-        self,
-        backends: Sequence[Backend],
-        settings: SweepSettings,
-        control: RankControl,
-        world: World,
-    ) -> None:
-        self.rows: list[Row] = []
-        self.skipped: list[dict[str, str]] = []
-        self.stopped = False
-        self.complete = False  # every case was measured
-        self.about = {backend.name: backend.about for backend in backends}
-        self._backends = backends
-        self._settings = settings
-        self._control = control
-        self._device = world.device
-        self._one_host = world.nodes == 1
+    backends: Sequence[Backend]
+    settings: SweepSettings
+    control: RankControl
+    world: World
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    stopped: bool = False
+    complete: bool = False  # every case was measured
 
     def run(
         self, groups: Iterable[Sequence[CollectiveCase]], report: Callable[[list[Row]], None]
@@ -92,8 +84,8 @@ class Sweep:
             {**_row_key(case, backend.name, timing), **ideal}
             for group in groups
             for case in group
-            for backend in self._backends
-            for timing in self._settings.timings
+            for backend in self.backends
+            for timing in self.settings.timings
         ]
 
     def _measure(self, case: CollectiveCase) -> list[Row]:
@@ -103,7 +95,7 @@ class Sweep:
         entries = list(self._prepare(case, data))
         rows: list[Row] = []
         try:
-            for timing in self._settings.timings:
+            for timing in self.settings.timings:
                 samples = self._interleave(case, data, entries, timing)
                 # Without samples the sweep was stopped.
                 rows += [_row(case, *each, timing) for each in zip(entries, samples, strict=False)]
@@ -114,7 +106,7 @@ class Sweep:
 
     def _prepare(self, case: CollectiveCase, data: Payload) -> Iterator[_Entry]:
         """The backends that support the case, warmed up, their first call checked."""
-        for backend in self._backends:
+        for backend in self.backends:
             prepared, reason = try_on_all_ranks(partial(backend.prepare, case))
             if prepared is None:
                 self._skip(backend.name, case, reason)
@@ -125,9 +117,9 @@ class Sweep:
                 prepared.close()
                 self._skip(backend.name, case, reason)
                 continue
-            entry.wrong = self._control.sum_over_ranks(wrong)
+            entry.wrong = self.control.sum_over_ranks(wrong)
             once = self._time(entry, 1)
-            warmup = min(self._settings.warmup, int(self._settings.budget / 4 / once))
+            warmup = min(self.settings.warmup, int(self.settings.budget / 4 / once))
             entry.seconds = self._time(entry, max(1, warmup))
             yield entry
 
@@ -138,19 +130,19 @@ class Sweep:
 
     def _time(self, entry: _Entry, times: int) -> float:
         """Mean seconds of a call on the slowest rank; the same on all ranks."""
-        self._control.check_stop()
-        seconds = time_back_to_back(entry.prepared.call, times, self._device)
-        return max(1e-7, self._control.max_over_ranks([float(seconds.mean())])[0])
+        self.control.check_stop()
+        seconds = time_back_to_back(entry.prepared.call, times, self.world.device)
+        return max(1e-7, self.control.max_over_ranks([float(seconds.mean())])[0])
 
     def _interleave(
         self, case: CollectiveCase, data: Payload, entries: list[_Entry], timing: str
     ) -> list[Tensor]:
         """Seconds of every call of each entry, measured in rounds with a rotating order."""
         long = any(entry.seconds > _LONG_CALL_SECONDS for entry in entries)
-        rounds = self._settings.rounds
+        rounds = self.settings.rounds
         rounds = min(_ROUNDS_OF_LONG_CALLS, rounds) if long else rounds
         for entry in entries:
-            wanted = self._settings.iterations or self._settings.budget / entry.seconds
+            wanted = self.settings.iterations or self.settings.budget / entry.seconds
             entry.calls = min(_MAX_CALLS_PER_ROUND, max(2, math.ceil(wanted / rounds)))
         samples: list[list[Tensor]] = [[] for _ in entries]
         for number in range(rounds):
@@ -160,14 +152,14 @@ class Sweep:
                 entry = entries[position]
                 if last_round:
                     entry.reset(data)
-                if self._control.check_stop():
+                if self.control.check_stop():
                     self.stopped = True
                     return []
                 samples[position].append(self._round(entry, timing))
                 if last_round:
                     # In place, the timed calls have summed their sums: check one more call.
                     wrong = self._count_wrong(entry, data, call_again=not case.idempotent)
-                    entry.wrong += self._control.sum_over_ranks(wrong)
+                    entry.wrong += self.control.sum_over_ranks(wrong)
         return [
             torch.cat(seconds) / entry.prepared.operations
             for entry, seconds in zip(entries, samples, strict=True)
@@ -180,20 +172,20 @@ class Sweep:
         for _ in range(1 if entry.seconds > 1e-3 else 3):
             call()
         if timing == "back-to-back":
-            seconds = time_back_to_back(call, entry.calls, self._device)
-            return self._control.max_of_tensor(seconds)
-        starts, ends = time_isolated(call, entry.calls, self._device, self._control.check_stop)
-        if not self._one_host:  # the hosts' clocks differ: each rank's own duration
-            return self._control.max_of_tensor(ends - starts)
-        return self._control.max_of_tensor(ends) - self._control.max_of_tensor(starts)
+            seconds = time_back_to_back(call, entry.calls, self.world.device)
+            return self.control.max_of_tensor(seconds)
+        starts, ends = time_isolated(call, entry.calls, self.world.device, self.control.check_stop)
+        if self.world.nodes > 1:  # the hosts' clocks differ: each rank's own duration
+            return self.control.max_of_tensor(ends - starts)
+        return self.control.max_of_tensor(ends) - self.control.max_of_tensor(starts)
 
     def _count_wrong(self, entry: _Entry, data: Payload, call_again: bool) -> int:
         """Wrong elements on this rank; with `call_again`, those of one more call."""
         if call_again:
             entry.reset(data)
             entry.prepared.call()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
         return data.count_wrong(entry.prepared.received)
 
 

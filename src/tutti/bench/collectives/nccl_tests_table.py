@@ -7,6 +7,7 @@ narrow one gets one line per row, with as many columns as fit.
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tutti.measure.terminal import print_line, terminal_width
@@ -31,30 +32,28 @@ _TIMING_WIDTH = 13  # a timing or "out-of-place" with its space
 _PLACEMENTS = {"in": "in-place", "out": "out-of-place"}
 
 
+@dataclass
 class CollectivesTable:
-    """Prints rows as they come. `placements` maps each operation to its measured placements."""
+    """Prints rows as they come."""
 
-    def __init__(
-        self, placements: Mapping[str, Sequence[str]], timings: int, spread: bool = False
-    ) -> None:
-        self._placements_of = placements
-        self._with_timing = timings > 1
-        self._with_spread = spread
-        self._operation = ""
+    placements: Mapping[str, Sequence[str]]  # the measured ones, by operation
+    timings: int
+    spread: bool = False
+    operation: str = ""  # of the last row
 
     def add(self, rows: list[Row]) -> None:
         """Print the rows of one operation and size."""
         if not rows:
             return
         first = rows[0]
-        placements = self._placements_of[first["op"]]
-        columns = [name for name in _COLUMNS if self._with_spread or name not in _SPREAD]
-        width = _WIDE_KEY_WIDTH + _TIMING_WIDTH * self._with_timing
+        placements = self.placements[first["op"]]
+        columns = [name for name in _COLUMNS if self.spread or name not in _SPREAD]
+        width = _WIDE_KEY_WIDTH + _TIMING_WIDTH * (self.timings > 1)
         narrow = terminal_width() < width + len(placements) * _width(columns)
         if narrow:
             columns = self._narrow_columns(placements)
-        if first["op"] != self._operation:
-            self._operation = first["op"]
+        if first["op"] != self.operation:
+            self.operation = first["op"]
             ranks = f"{first['ranks']} rank{'s' * (first['ranks'] != 1)}"
             _print(f"# {first['op']}, {ranks}, {first['dtype']}, redop {first['redop']}")
             self._print_head(columns, [] if narrow else placements)
@@ -69,7 +68,7 @@ class CollectivesTable:
             row = next(iter(by_placement.values()))
             fields = ("bytes", "count", "dtype", "redop", "root", "backend")
             line = _WIDE_KEY.format(*(row[name] for name in fields))
-            line += f" {timing:<12}" if self._with_timing else ""
+            line += f" {timing:<12}" if self.timings > 1 else ""
             for placement in placements:
                 each = by_placement.get(placement)
                 texts = {"time": "N/A", "#wrong": "N/A"} if each is None else _texts(each, rows)
@@ -83,11 +82,11 @@ class CollectivesTable:
         if not placements:
             _print(f"# {'size':>6} {'backend':<12}{names}")
             _print(f"# {'(B)':>6} {'':<12}{units}")
-            if self._with_spread and "cv%" not in columns:
+            if self.spread and "cv%" not in columns:
                 _print("# too narrow for min, p99 and cv: use --json")
             return
         key = _WIDE_KEY.format("size", "count", "type", "redop", "root", "backend")
-        key += f" {'timing':<12}" if self._with_timing else ""
+        key += f" {'timing':<12}" if self.timings > 1 else ""
         under = f"{_WIDE_KEY.format('(B)', '(elements)', '', '', '', ''):<{len(key)}}"
         titles = "".join(f" {_PLACEMENTS[each]:^{_width(columns) - 1}}" for each in placements)
         _print(f"#{'':<{len(key) - 1}}{titles}")
@@ -97,11 +96,11 @@ class CollectivesTable:
     def _narrow_columns(self, placements: Sequence[str]) -> list[str]:
         """time, busbw and ratio, and as many others as fit; requested ones first."""
         chosen = {"time", "busbw", "ratio"}
-        suffixes = (list(placements) != ["in"]) + self._with_timing
+        suffixes = (list(placements) != ["in"]) + (self.timings > 1)
         free = terminal_width() - _NARROW_KEY_WIDTH - _width(chosen)
         free -= _TIMING_WIDTH * suffixes
         for names in (_SPREAD, ("algbw",), ("#wrong",)):
-            if _width(names) <= free and (self._with_spread or names is not _SPREAD):
+            if _width(names) <= free and (self.spread or names is not _SPREAD):
                 chosen |= {*names}
                 free -= _width(names)
         return [name for name in _COLUMNS if name in chosen]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tutti.comm.ledger import KINDS
-from tutti.comm.path_selection import Measured, Table, fastest
+from tutti.comm.path_selection import Measured
 from tutti.measure.bus_bandwidth import OPERATIONS
 
 # Rows on symmetric tensors are left out: the table is for ordinary tensors.
@@ -13,11 +13,6 @@ PATH_OF = {"gloo": "gloo", "shm": "shm", "nccl": "nccl", "staged": "symmetric on
 # Changing the path between two sizes must save at least this fraction of the time, summed over
 # the larger sizes.
 _MIN_GAIN = 0.05
-
-
-def path_table(rows: Iterable[dict[str, Any]], device: str, ranks: int, dtype: str) -> Table:
-    """The fastest path per operation and size."""
-    return fastest(path_measurements(rows, device), ranks, dtype)
 
 
 def path_measurements(rows: Iterable[dict[str, Any]], device: str) -> list[Measured]:

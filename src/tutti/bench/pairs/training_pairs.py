@@ -5,6 +5,7 @@ The model is a stack of linear layers without biases, so the size of its gradien
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -125,7 +126,7 @@ def accumulation(setting: Setting) -> Pair:
     every, last = (_ddp(size, setting) for _ in range(2))
     return Pair(
         baseline=partial(_backward, every, microbatches),
-        optimized=partial(_backward_synchronized_once, last, microbatches),
+        optimized=partial(_backward, last, microbatches, sync_once=True),
         tolerance=1e-5,
         reason=f"{size.about}, {_MICROBATCHES} microbatches; sums are in another order",
     )
@@ -220,32 +221,17 @@ def _ddp(
     )
 
 
-def _backward(model: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
-    """Forward and backward of each batch; returns the accumulated gradients."""
+def _backward(model: Any, batches: Sequence[Tensor], sync_once: bool = False) -> list[Tensor]:
+    """Forward and backward of each batch; returns the accumulated gradients.
+
+    With `sync_once`, only the backward of the last batch communicates.
+    """
     model.zero_grad()
-    for batch in batches:
-        _accumulate_gradients(model, batch)
-    return _gradients(model)
-
-
-def _backward_synchronized_once(
-    model: DistributedDataParallel, batches: Sequence[Tensor]
-) -> list[Tensor]:
-    """The same; only the backward of the last batch communicates."""
-    model.zero_grad()
-    with model.no_sync():
-        for batch in batches[:-1]:
-            _accumulate_gradients(model, batch)
-    _accumulate_gradients(model, batches[-1])
-    return _gradients(model)
-
-
-def _accumulate_gradients(model: nn.Module, batch: Tensor) -> None:
-    # The target is the input, shifted by one element.
-    (model(batch) - batch.roll(1, -1)).square().mean().backward()
-
-
-def _gradients(model: nn.Module) -> list[Tensor]:
+    for number, batch in enumerate(batches, 1):
+        local = sync_once and number < len(batches)
+        with model.no_sync() if local else nullcontext():
+            # The target is the input, shifted by one element.
+            (model(batch) - batch.roll(1, -1)).square().mean().backward()
     return [each.grad for each in model.parameters() if each.grad is not None]
 
 

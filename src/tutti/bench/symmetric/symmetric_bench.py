@@ -36,6 +36,7 @@ class SymmetricBench:
     world: World
     control: RankControl
     budget: float  # seconds per row
+    report: Callable[[list[Row]], None]  # gets rows when they are final
     rows: list[Row] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
@@ -43,19 +44,17 @@ class SymmetricBench:
     save: Callable[[], None] = lambda: None
     """Called after each round of probes and each size of all-reduce."""
 
-    def run(self, sizes: Sequence[int], report: Callable[[list[Row]], None]) -> None:
-        """Measure everything; `report` gets rows when they are final. Collective."""
+    def run(self, sizes: Sequence[int]) -> None:
+        """Measure everything. Collective."""
         with Heap(bytes=_HEAP_BYTES, device=self.world.device) as heap, ExitStack() as stack:
-            self._run_probes(heap, stack, report)
+            self._run_probes(heap, stack)
         if not self.stopped:
-            self._compare_all_reduces(sizes, report)
+            self._compare_all_reduces(sizes)
         self.complete = not self.stopped
 
     # ---- Probes ----
 
-    def _run_probes(
-        self, heap: Heap, stack: ExitStack, report: Callable[[list[Row]], None]
-    ) -> None:
+    def _run_probes(self, heap: Heap, stack: ExitStack) -> None:
         probes: list[Probe] = []
         for name, make in all_probes(heap, stack):
             made, reason = try_on_all_ranks(lambda make=make: list(make()))  # type: ignore[misc]
@@ -82,7 +81,7 @@ class SymmetricBench:
             self.save()
             if self.stopped:
                 break
-        report(self.rows)
+        self.report(self.rows)
 
     def _warm_up(self, probe: Probe) -> str:
         """First calls, and the number of calls per round; returns why it failed, or ""."""
@@ -114,9 +113,7 @@ class SymmetricBench:
 
     # ---- All-reduces ----
 
-    def _compare_all_reduces(
-        self, sizes: Sequence[int], report: Callable[[list[Row]], None]
-    ) -> None:
+    def _compare_all_reduces(self, sizes: Sequence[int]) -> None:
         world = self.world
         groups = case_groups("all_reduce", sizes, torch.float32, world)
 
@@ -124,7 +121,7 @@ class SymmetricBench:
             fields = ("backend", "bytes", "time_us", "calls", "wrong")
             rows = [_row("all_reduce", *(row[field] for field in fields)) for row in measured]
             self.rows += rows
-            report(rows)
+            self.report(rows)
             self.save()
 
         with open_backends(_BACKENDS[world.device.type], world, max(sizes)) as (backends, missing):
