@@ -157,7 +157,8 @@ class TrafficMeter:
 
 
 def _exchange(messages: Sequence[tuple[Any, Tensor, int]], group: dist.ProcessGroup) -> None:
-    """Post (isend or irecv, tensor, peer) together and wait for all of them."""
+    """Post (isend or irecv, tensor, peer) together and wait; empty tensors are not sent."""
+    messages = [message for message in messages if message[1].numel()]
     if messages and messages[0][1].is_cuda:
         # A ring of NCCL sends that wait for their receives would deadlock: post one batch.
         batch = [dist.P2POp(how, tensor, peer, group=group) for how, tensor, peer in messages]
@@ -214,11 +215,13 @@ def ring_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     for step in range(ranks - 1):
         sent, received = (rank - step) % ranks, (rank - step - 1) % ranks
-        _send_recv((shards[sent], after), (scratches[received], before), group)
+        send = (dist.isend, shards[sent], after)
+        _exchange([send, (dist.irecv, scratches[received], before)], group)
         shards[received].add_(scratches[received])
     for step in range(ranks - 1):
         sent, received = (rank + 1 - step) % ranks, (rank - step) % ranks
-        _send_recv((shards[sent], after), (shards[received], before), group)
+        send = (dist.isend, shards[sent], after)
+        _exchange([send, (dist.irecv, shards[received], before)], group)
 
 
 def tree_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> None:
@@ -228,20 +231,12 @@ def tree_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -
     for distance in distances:
         # Multiples of 2 × distance receive from the odd multiples of the distance.
         if rank % (2 * distance) == distance:
-            _send_recv((tensor, rank - distance), None, group)
+            _exchange([(dist.isend, tensor, rank - distance)], group)
         elif rank % (2 * distance) == 0 and rank + distance < ranks:
-            _send_recv(None, (scratch, rank + distance), group)
+            _exchange([(dist.irecv, scratch, rank + distance)], group)
             tensor.add_(scratch)
     for distance in reversed(distances):
         if rank % (2 * distance) == distance:
-            _send_recv(None, (tensor, rank - distance), group)
+            _exchange([(dist.irecv, tensor, rank - distance)], group)
         elif rank % (2 * distance) == 0 and rank + distance < ranks:
-            _send_recv((tensor, rank + distance), None, group)
-
-
-def _send_recv(
-    sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None, group: dist.ProcessGroup
-) -> None:
-    """Send one tensor and receive another at the same time; empty tensors are not sent."""
-    both = ((dist.isend, sent), (dist.irecv, received))
-    _exchange([(how, *each) for how, each in both if each is not None and each[0].numel()], group)
+            _exchange([(dist.isend, tensor, rank + distance)], group)

@@ -45,17 +45,17 @@ class _Side:
     rounds: list[float] = field(default_factory=list)  # seconds per call, by round
 
 
+@dataclass
 class PairedRuns:
     """Measures pairs one after the other and keeps their rows; the same on all ranks."""
 
-    def __init__(self, setting: Setting, control: RankControl, budget: float, rounds: int) -> None:
-        self.rows: list[Row] = []
-        self.stopped = False
-        self.complete = False  # every pair was measured
-        self._setting = setting
-        self._control = control
-        self._budget = budget
-        self._rounds = rounds
+    setting: Setting
+    control: RankControl
+    budget: float  # seconds per pair
+    most_rounds: int
+    rows: list[Row] = field(default_factory=list)
+    stopped: bool = False
+    complete: bool = False  # every pair was measured
 
     def run(self, entries: Iterable[PairEntry], report: Callable[[Row], None]) -> None:
         """Measure pairs; `report` gets each row when it is known. Collective."""
@@ -70,7 +70,7 @@ class PairedRuns:
     def _measure(self, entry: PairEntry) -> Row:
         named = {"name": entry.name, "about": entry.about}
         no_figures = dict.fromkeys(("baseline_ms", "optimized_ms", "speedup", "spread"))
-        pair, error = _try_on_all_ranks(lambda: entry.make(self._setting))
+        pair, error = _try_on_all_ranks(lambda: entry.make(self.setting))
         if pair is None:
             return {**named, **no_figures, "check": error}
         try:
@@ -89,7 +89,7 @@ class PairedRuns:
     def _compare_results(self, pair: Pair) -> str:
         """Call both sides once and describe how their results differ; the same on all ranks."""
         results = [snapshot(call()) for call in (pair.baseline, pair.optimized)]
-        error = self._control.max_over_ranks([difference(*results)])[0]
+        error = self.control.max_over_ranks([difference(*results)])[0]
         if error == 0:
             return "equal"
         if error <= pair.tolerance:
@@ -101,13 +101,13 @@ class PairedRuns:
         for side in (baseline, optimized):
             side.seconds = self._time(side)
         both = baseline.seconds + optimized.seconds
-        rounds = max(_MIN_ROUNDS, min(self._rounds, int(self._budget / both)))
+        rounds = max(_MIN_ROUNDS, min(self.most_rounds, int(self.budget / both)))
         for side in (baseline, optimized):
-            share = self._budget / 2 / rounds / side.seconds
+            share = self.budget / 2 / rounds / side.seconds
             side.calls = min(_MAX_CALLS, max(1, math.ceil(share)))
         for number in range(rounds):
             for side in (baseline, optimized) if number % 2 == 0 else (optimized, baseline):
-                if self._control.check_stop():
+                if self.control.check_stop():
                     self.stopped = True
                     return False
                 if side.seconds < _LONG_CALL_SECONDS:
@@ -117,7 +117,7 @@ class PairedRuns:
 
     def _time(self, side: _Side) -> float:
         """Mean seconds of a call over a round, on the slowest rank."""
-        device = self._setting.device
+        device = self.setting.device
         synchronize = partial(getattr(torch, device.type).synchronize, device)  # torch.cpu, .cuda
         synchronize()
         with no_garbage_collection():
@@ -126,7 +126,7 @@ class PairedRuns:
                 side.call()
             synchronize()
             seconds = time.perf_counter() - started
-        return max(1e-9, self._control.max_over_ranks([seconds / side.calls])[0])
+        return max(1e-9, self.control.max_over_ranks([seconds / side.calls])[0])
 
 
 def _figures(baseline: _Side, optimized: _Side) -> Row:
