@@ -6,8 +6,9 @@ only. All other text is escaped before the page is written.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -45,8 +46,10 @@ LOSS_COLOURS = {
 }
 LOSS_NAMES = {name: name for name in LOSS_COLOURS} | {"exposed_comm": "exposed communication"}
 _SERIES_COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
-_DASHES = ("solid", "dash", "dot", "dashdot")
+DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,37 @@ class Figure:
     """An SVG for light pages, and one for dark pages."""
     half: bool = False
     """Two such figures stand side by side on a wide page."""
+
+
+HalfFigure = partial(Figure, half=True)
+
+
+def column(rows: Iterable[Mapping[str, Any]], source: str) -> list[Any]:
+    """A value of each row: `time_us.p50`, `100*share`, `late.rank?` if a key may be absent."""
+    factor, _, path = source.rpartition("*")
+    optional = path.endswith("?")
+    values = []
+    for row in rows:
+        value: Any = row
+        for key in path.removesuffix("?").split("."):
+            value = (value or {}).get(key) if optional else value[key]
+        values.append(value if value is None or not factor else float(factor) * value)
+    return values
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: str) -> Table:
+    """A table with columns like `ranks, step ms=1e3*step_s.mean`: title and source of `column`."""
+    named = [each.partition("=") for each in columns.split(", ")]
+    values = [column(rows, source or title) for title, _, source in named]
+    return Table([title.removesuffix("?") for title, *_ in named], list(zip(*values, strict=True)))
+
+
+def grouped(rows: Iterable[Row], name: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """The rows of each name, in order."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(name(row), []).append(row)
+    return groups
 
 
 def plotly_data(figure: Figure) -> dict[str, Any]:
@@ -163,8 +197,7 @@ def heatmap_layout(rows: Sequence[str]) -> dict[str, Any]:
 
 def bar_layout(title: str, height: float, **more: Any) -> dict[str, Any]:
     """The layout of horizontal bars: the first label at the top, `title` below the values."""
-    layout = {"height": height, "xaxis": axis(title), "yaxis": dict(LABEL_AXIS)}
-    return layout | more
+    return {"height": height, "xaxis": axis(title), "yaxis": dict(LABEL_AXIS), **more}
 
 
 LABEL_AXIS = {"autorange": "reversed", "type": "category"}
@@ -182,11 +215,6 @@ def dotted_line(colour: str = GREY, **at: float) -> dict[str, Any]:
 def series_colour(number: int) -> str:
     """The colour of a numbered run, backend or rank."""
     return _SERIES_COLOURS[number % len(_SERIES_COLOURS)]
-
-
-def series_dash(number: int) -> str:
-    """A dash pattern, so that curves on top of each other are all visible."""
-    return _DASHES[number % len(_DASHES)]
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
@@ -210,17 +238,49 @@ def log_axis(
         type="log",
         tickmode="array",
         tickvals=ticks,
-        ticktext=[_tick_text(tick) for tick in ticks],
+        ticktext=[f"{tick:,.0f}" if tick >= 1000 else f"{tick:.3g}" for tick in ticks],
         **more,
     )
 
 
-def size_axis(sizes: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis of message sizes with ticks at sizes that occur: 4 B, 64 KiB."""
-    ticks = _spaced(sorted({size for size in sizes if size}), 0.13)
-    texts = [format_bytes(size) for size in ticks]
-    return axis(
-        "message", type="log", tickmode="array", tickvals=ticks, ticktext=texts, tickangle=0
+def size_figure(
+    title: str,
+    about: str,
+    numbers: Table,
+    lines: Mapping[str, Sequence[Row]],
+    source: str,
+    unit: str,
+    height: int | None = None,
+    **more: Any,
+) -> Figure:
+    """A value over message size, both logarithmic, with a line for each group of rows.
+
+    Ticks are at sizes that occur: 4 B, 64 KiB. A value that rounds to 0 has no logarithm.
+    """
+    every = [row for rows in lines.values() for row in rows]
+    values = {name: [value or None for value in column(lines[name], source)] for name in lines}
+    ticks = _spaced(sorted({row["bytes"] for row in every if row["bytes"]}), 0.13)
+    size_axis = axis("message", type="log", tickmode="array", tickvals=ticks, tickangle=0)
+    size_axis["ticktext"] = [format_bytes(size) for size in ticks]
+    layout = {
+        "xaxis": size_axis,
+        "yaxis": log_axis(unit, [value for each in values.values() for value in each]),
+        "showlegend": True,
+    }
+    traces = [
+        curve(
+            name,
+            number,
+            column(rows, "bytes"),
+            values[name],
+            f"%{{text}}: %{{y:.4g}} {unit}",
+            text=[format_bytes(row["bytes"]) for row in rows],
+            **more,
+        )
+        for number, (name, rows) in enumerate(lines.items())
+    ]
+    return HalfFigure(
+        title, about, numbers, traces, layout | ({"height": height} if height else {})
     )
 
 
@@ -241,10 +301,6 @@ def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
     return kept
 
 
-def _tick_text(tick: float) -> str:
-    return f"{tick:,.0f}" if tick >= 1000 else f"{tick:.3g}"
-
-
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most MOST_POINTS points: means over stretches of equal length."""
     count = -(-len(points) // MOST_POINTS)
@@ -252,11 +308,3 @@ def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         return list(points)
     stretches = [points[start : start + count] for start in range(0, len(points), count)]
     return [(fmean(x for x, _ in each), fmean(y for _, y in each)) for each in stretches]
-
-
-def milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
-
-
-def percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share

@@ -8,7 +8,7 @@ from tutti.machine.device_topology import Topology
 from tutti.machine.observation import Machine
 from tutti.machine.topology_svg import draw
 from tutti.report import plot
-from tutti.report.plot import Figure, Table
+from tutti.report.plot import Figure, Table, table
 from tutti.report.sources import ReportSources, Result, flatten
 
 _SMALLEST_ERROR = 1e-17  # an error of 0 has no logarithm and is drawn here
@@ -49,16 +49,13 @@ def parity(result: Result) -> Iterator[Figure]:
     yield Figure(
         "Layouts against one device",
         f"{content.get('precision', '')}: {verdict}. The dotted line is the gradient tolerance.",
-        Table(
-            ["layout", "ranks", "loss error", "gradient error", "worst parameter", "ok", "finding"],
+        table(
             [
-                (
-                    *(row["layout"], row["ranks"], row.get("loss_rel_err")),
-                    *(row.get("grad_rel_err"), row.get("worst_parameter"), row["ok"]),
-                    row.get("not_applicable") or row.get("diagnosis"),
-                )
+                {"finding": row.get("not_applicable") or row.get("diagnosis"), **row}
                 for row in content["rows"]
             ],
+            "layout, ranks, loss error=loss_rel_err?, gradient error=grad_rel_err?, "
+            "worst parameter=worst_parameter?, ok, finding",
         ),
         traces if rows else (),
         {
@@ -81,26 +78,19 @@ def topology(result: Result) -> Iterator[Figure]:
     rows = result.content.get("links")
     if rows is None:
         rows = [link for each in topologies for link in each.to_json()["links"]]
-    table = Table(
-        ["host", "from", "to", "class", "NVLinks", "NVLink GB/s", "reason"],
-        [
-            (
-                *(row["host"], row["a"], row["b"], row["class"], row.get("nvlinks")),
-                *(row.get("nvlink_gbs"), row.get("reason")),
-            )
-            for row in rows
-        ],
+    links = table(
+        rows, "host, from=a, to=b, class, NVLinks=nvlinks?, NVLink GB/s=nvlink_gbs?, reason?"
     )
     if not topologies:
         about = (
             "This older file cannot be drawn: `tutti topo --json` now records what a picture needs."
         )
-        yield Figure("Links", about, table)
+        yield Figure("Links", about, links)
         return
     yield Figure(
         f"Topology of {', '.join(each.machine.host for each in topologies)}",
         "Green: GPUs and NVLinks. Blue: NICs. Red: devices with errors or lost links.",
-        table,
+        links,
         pictures=(draw(topologies, "light"), draw(topologies, "dark")),
     )
 
@@ -114,15 +104,9 @@ def checks(result: Result) -> Iterator[Figure]:
     yield Figure(
         "Checks",
         ", ".join(f"{count[name]} {name}" for name in order) + ".",
-        Table(
-            ["status", "check", "host", "where", "observed", "expected", "cure"],
-            [
-                (
-                    *(each["status"], each["id"], each.get("host"), each["scope"]),
-                    *(each["observed"], each["expected"], each["cure"]),
-                )
-                for each in sorted(rows, key=lambda each: order.index(each["status"]))
-            ],
+        table(
+            sorted(rows, key=lambda each: order.index(each["status"])),
+            "status, check=id, host?, where=scope, observed, expected, cure",
         ),
         [
             plot.bar(name, ["checks"], [count[name]], _STATUS_COLOURS.get(name, plot.GREY), name)
@@ -147,8 +131,8 @@ def result_tables(result: Result) -> Iterator[Figure]:
         if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
             flat = [flatten(row) for row in value]
             head = list(dict.fromkeys(name for row in flat for name in row))
-            table = Table(head, [[row.get(name) for name in head] for row in flat])
-            yield Figure(key.replace("_", " "), "", table)
+            rows = [[row.get(name) for name in head] for row in flat]
+            yield Figure(key.replace("_", " "), "", Table(head, rows))
         elif not isinstance(value, dict | list) and value is not None:
             values.append((key, value))
     if values:
@@ -168,11 +152,10 @@ def environments(sources: ReportSources) -> Iterator[Figure]:
         for name, value in (environment.get("variables") or {}).items():
             variables.append((source.name, name, value))
         machine = {key: value for key, value in environment.items() if key not in _OF_A_PROCESS}
-        names = next((names for seen, names in machines if seen == machine), None)
-        if names is None:
-            machines.append((machine, [source.name]))
-        else:
-            names.append(source.name)
+        names = next((names for seen, names in machines if seen == machine), [])
+        if not names:
+            machines.append((machine, names))
+        names.append(source.name)
     for machine, names in machines:
         yield Figure(
             f"Machine: {machine.get('host', 'unnamed')}",

@@ -4,90 +4,72 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from tutti.measure.units import format_bytes
 from tutti.report import plot
-from tutti.report.plot import Figure, Table, milliseconds, percent
+from tutti.report.plot import Figure, HalfFigure, Row, Table, column
 from tutti.report.sources import Result
-from tutti.report.summary import (
-    Rows,
-    learning_rate,
-    learning_rate_rows,
-    scale_rows,
-    throughput_unit,
-)
+from tutti.report.summary import learning_rate, learning_rate_rows, scale_rows, throughput_unit
 
 
 def scaling(result: Result) -> Iterator[Figure]:
     """One scaling, or all flags of a sweep."""
     content, variants = result.content, scale_rows(result)
     if variants:
-        yield _throughput(variants, content.get("mode") or "unknown", throughput_unit(result))
-        yield _efficiency(variants, content.get("forecast") or {})
-        yield _losses(variants)
+        rows = [{"variant": flags, **row} for flags, own in variants.items() for row in own]
+        mode = content.get("mode") or "unknown"
+        yield _throughput(variants, rows, mode, throughput_unit(result))
+        yield _efficiency(variants, rows, content.get("forecast") or {})
+        yield _losses(rows)
     if content.get("fit"):
         yield _fit(content["fit"])
 
 
-def _throughput(variants: dict[str, Rows], mode: str, unit: str) -> Figure:
+def _throughput(variants: dict[str, list[Row]], rows: list[Row], mode: str, unit: str) -> Figure:
     meaning = {
         "strong": ": the same work, divided among more ranks",
         "weak": ": the same work on each rank",
     }.get(mode, "")
-    rows = _with_flags(variants)
-    base = rows[0][1]
-    ranks = sorted({row["ranks"] for _, row in rows})
-    ideal = [base["samples_per_s"] * each / base["ranks"] for each in ranks]
+    base = rows[0]["samples_per_s"]
+    ranks = sorted({row["ranks"] for row in rows})
+    ideal = [base * each / rows[0]["ranks"] for each in ranks]
     # Both axes are logarithmic: the ideal is a straight line; each tick doubles the one before.
-    speeds = [*ideal, *(row["samples_per_s"] for _, row in rows)]
-    low, high = (math.log2(value / base["samples_per_s"]) for value in (min(speeds), max(speeds)))
-    powers = range(math.floor(low), math.ceil(high) + 1)
-    ticks = [base["samples_per_s"] * 2.0**power for power in powers]
-    return Figure(
+    speeds = [*ideal, *column(rows, "samples_per_s")]
+    low, high = (math.log2(value / base) for value in (min(speeds), max(speeds)))
+    ticks = [base * 2.0**power for power in range(math.floor(low), math.ceil(high) + 1)]
+    limits = [math.log10(ticks[0]) - 0.04, math.log10(ticks[-1]) + 0.04]
+    ideal_line = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "ideal",
+        "x": ranks,
+        "y": ideal,
+        "line": {"color": plot.GREY, "dash": "dot", "width": 2},
+        "hovertemplate": "%{x} ranks: %{y:,.0f}<extra>ideal</extra>",
+    }
+    return HalfFigure(
         "Throughput over ranks",
         f"{mode.capitalize()} scaling{meaning}. Error bars are the quartiles of the repeats.",
         _table(
             [
-                *("flags", "ranks", unit, "p25", "p75", "step ms", "speed-up"),
-                *("efficiency %", "p25 %", "p75 %", "repeats", "late rank"),
+                row | _quartiles(row, "samples_per_s") | _quartiles(row, "efficiency")
+                for row in rows
             ],
-            [
-                (
-                    *(flags, row["ranks"], row["samples_per_s"]),
-                    *(*_quartiles(row, "samples_per_s"), milliseconds(row.get("step_s"))),
-                    *(row["speedup"], percent(row["efficiency"])),
-                    *(percent(each) for each in _quartiles(row, "efficiency")),
-                    *(row.get("repeats"), (row.get("late") or {}).get("rank")),
-                )
-                for flags, row in rows
-            ],
+            f"flags=variant, ranks, {unit}=samples_per_s, p25=samples_per_s_p25, "
+            "p75=samples_per_s_p75, step ms=1e3*step_s?, speed-up=speedup, "
+            "efficiency %=100*efficiency, p25 %=100*efficiency_p25, p75 %=100*efficiency_p75, "
+            "repeats?, late rank=late.rank?",
         ),
-        [
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "ideal",
-                "x": ranks,
-                "y": ideal,
-                "line": {"color": plot.GREY, "dash": "dot", "width": 2},
-                "hovertemplate": "%{x} ranks: %{y:,.0f}<extra>ideal</extra>",
-            },
-            *_curves(variants, "samples_per_s", 1, "%{x} ranks: %{y:,.1f}"),
-        ],
+        [ideal_line, *_curves(variants, "samples_per_s", 1, "%{x} ranks: %{y:,.1f}")],
         {
             "xaxis": _ranks_axis(ranks),
-            "yaxis": plot.log_axis(
-                unit,
-                ticks,
-                at_values=True,
-                range=[math.log10(ticks[0]) - 0.04, math.log10(ticks[-1]) + 0.04],
-            ),
+            "yaxis": plot.log_axis(unit, ticks, at_values=True, range=limits),
             "showlegend": True,
         },
-        half=True,
     )
 
 
-def _efficiency(variants: dict[str, Rows], forecast: dict[str, Any]) -> Figure:
+def _efficiency(
+    variants: dict[str, list[Row]], rows: list[Row], forecast: dict[str, Any]
+) -> Figure:
     ahead = sorted(forecast.get("rows") or [], key=lambda row: int(row["ranks"]))
     traces = _curves(variants, "efficiency", 100, "%{x} ranks: %{y:.1f} %")
     about = "Relative to the ideal; dotted lines are 90, 80 and 50 %."
@@ -95,12 +77,8 @@ def _efficiency(variants: dict[str, Rows], forecast: dict[str, Any]) -> Figure:
         # The dashed line begins at the last measured point.
         shown = [*next(iter(variants.values()))[-1:], *ahead]
         traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": "forecast",
-                "x": [row["ranks"] for row in shown],
-                "y": [percent(row["efficiency"]) for row in shown],
+            plot.curve("forecast", 0, column(shown, "ranks"), column(shown, "100*efficiency"))
+            | {
                 "line": {"color": plot.series_colour(0), "width": 1.5, "dash": "dash"},
                 "marker": {"color": plot.series_colour(0), "size": 7, "symbol": "circle-open"},
                 "hovertemplate": "%{x} ranks: %{y:.1f} %<extra>forecast, not measured</extra>",
@@ -117,157 +95,98 @@ def _efficiency(variants: dict[str, Rows], forecast: dict[str, Any]) -> Figure:
     if forecast.get("reason"):
         reason = str(forecast["reason"]).strip().rstrip(".")
         about += f" {reason[:1].upper()}{reason[1:]}."
-    rows = _with_flags(variants)
-    return Figure(
+    every = [row | {"is": "measured"} for row in rows]
+    every += [{"variant": "", "is": "forecast", **row} for row in ahead]
+    return HalfFigure(
         "Efficiency over ranks",
         about,
-        _table(
-            ["flags", "ranks", "efficiency %", "is"],
-            [
-                *((f, row["ranks"], percent(row["efficiency"]), "measured") for f, row in rows),
-                *(("", row["ranks"], percent(row["efficiency"]), "forecast") for row in ahead),
-            ],
-        ),
+        _table(every, "flags=variant, ranks, efficiency %=100*efficiency, is"),
         traces,
         {
-            "xaxis": _ranks_axis([row["ranks"] for row in (*(r for _, r in rows), *ahead)]),
+            "xaxis": _ranks_axis(column(every, "ranks")),
             "yaxis": plot.axis("%", rangemode="tozero"),
             "showlegend": True,
             "shapes": [plot.dotted_line(y=level) for level in (90, 80, 50)],
         },
-        half=True,
     )
 
 
-def _losses(variants: dict[str, Rows]) -> Figure:
-    rows = _with_flags(variants)
-    labels = [f"{_ranks(row['ranks'])} {flags}".strip() for flags, row in rows]
-    others = list(dict.fromkeys(key for _, row in rows for key in row.get("other") or {}))
-    return Figure(
+def _losses(rows: list[Row]) -> Figure:
+    labels = [f"{_ranks(row['ranks'])} {row['variant']}".strip() for row in rows]
+    others = dict.fromkeys(key for row in rows for key in row.get("other") or {})
+    columns = ["flags=variant", "ranks", "lost %=100*lost"]
+    columns += [f"{plot.LOSS_NAMES[name]} %=100*loss.{name}?" for name in plot.LOSS_COLOURS]
+    columns += [f"of other: {name} %=100*other.{name}?" for name in others]
+    return HalfFigure(
         "Lost efficiency by cause",
         "Shares of the step that add up to the efficiency missing to 100 %. A negative share is a "
         "gain over the fewest ranks. The table splits `other`.",
-        _table(
-            [
-                *(
-                    "flags",
-                    "ranks",
-                    "lost %",
-                    *(f"{plot.LOSS_NAMES[name]} %" for name in plot.LOSS_COLOURS),
-                ),
-                *(f"of other: {name} %" for name in others),
-            ],
-            [
-                (
-                    *(flags, row["ranks"], percent(1 - row["efficiency"])),
-                    *(percent(row["loss"].get(name)) for name in plot.LOSS_COLOURS),
-                    *(percent((row.get("other") or {}).get(name)) for name in others),
-                )
-                for flags, row in rows
-            ],
-        ),
+        _table([row | {"lost": 1 - row["efficiency"]} for row in rows], ", ".join(columns)),
         # Empty if one number of ranks was measured: nothing is lost.
         [
-            plot.bar(
-                plot.LOSS_NAMES[name],
-                labels,
-                [percent(row["loss"].get(name)) for _, row in rows],
-                colour,
-                "% of the step",
-            )
+            plot.bar(plot.LOSS_NAMES[name], labels, shares, colour, "% of the step")
             for name, colour in plot.LOSS_COLOURS.items()
-            if any(row["loss"].get(name) for _, row in rows)
+            if any(shares := column(rows, f"100*loss.{name}?"))
         ],
         plot.bar_layout(
             "% of the step", max(340, 150 + 34 * len(rows)), barmode="relative", showlegend=True
         ),
-        half=True,
     )
 
 
 def _fit(fit: dict[str, Any]) -> Figure:
     points = sorted(fit.get("points") or [], key=lambda each: float(each["bytes"]))
-    alpha, beta = fit["alpha_s"], fit["beta_s_per_byte"]
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for each in points:
-        kinds.setdefault(f"{each['op']}, {each['ranks']} ranks", []).append(each)
-    latency = f"α {1e6 * alpha:.3g} µs"
+    latency = f"α {1e6 * fit['alpha_s']:.3g} µs"
     if fit.get("best_case"):
         latency = "latency unknown (only one message size seen)"
+    beta = fit["beta_s_per_byte"]
     bandwidth = f" and {1e-9 / beta:.3g} GB/s (1/β)" if beta else ""
     r2 = "" if fit.get("r2") is None else f", R² {fit['r2']:.3f}"
-    return Figure(
+    return plot.size_figure(
         "Time of collectives in the steps",
         f"Fitted: {latency}{bandwidth}{r2}. The forecast uses this fit.",
-        Table(
-            ["operation", "ranks", "bytes", "measured ms"],
-            [(e["op"], e["ranks"], e["bytes"], milliseconds(e["seconds"])) for e in points],
-        ),
-        [
-            plot.curve(
-                name,
-                number,
-                [each["bytes"] for each in own],
-                [milliseconds(each["seconds"]) for each in own],
-                "%{text}: %{y:.4g} ms",
-                mode="markers",
-                text=[format_bytes(each["bytes"]) for each in own],
-            )
-            for number, (name, own) in enumerate(kinds.items())
-        ],
-        {
-            "xaxis": plot.size_axis([each["bytes"] for each in points]),
-            "yaxis": plot.log_axis("ms", [milliseconds(each["seconds"]) for each in points]),
-            "showlegend": True,
-        },
-        half=True,
+        plot.table(points, "operation=op, ranks, bytes, measured ms=1e3*seconds"),
+        plot.grouped(points, lambda each: f"{each['op']}, {each['ranks']} ranks"),
+        "1e3*seconds",
+        "ms",
+        mode="markers",
     )
 
 
 def learning_rates(result: Result) -> Iterator[Figure]:
     """The loss over learning rates of `tutti scale --sweep lr=…`: a curve for each rank count."""
-    rows = learning_rate_rows(result)
+    rows = [
+        row | {"lr": learning_rate(row), "diverged": bool(row.get("diverged"))}
+        for row in learning_rate_rows(result)
+    ]
     if not rows:
         return
-    by_ranks: dict[int, Rows] = {}
-    for row in rows:
-        by_ranks.setdefault(row["ranks"], []).append(row)
-    diverged = any(row.get("diverged") for row in rows)
-    yield Figure(
+    diverged = any(row["diverged"] for row in rows)
+    by_ranks = sorted(plot.grouped(rows, lambda row: row["ranks"]).items())
+    yield HalfFigure(
         "Loss over learning rates",
         "Training loss after the last step."
         + " Runs that diverged have no point; the table lists them." * diverged,
-        Table(
-            [
-                *("learning rate", "ranks", "loss", "test loss", "test accuracy %"),
-                *("samples/s", "steps", "diverged"),
-            ],
-            [
-                (
-                    *(learning_rate(row), row["ranks"]),
-                    *(row.get("final_loss"), row.get("test_loss")),
-                    *(percent(row.get("test_accuracy")), row.get("samples_per_s")),
-                    *(row.get("steps"), bool(row.get("diverged"))),
-                )
-                for row in rows
-            ],
+        plot.table(
+            rows,
+            "learning rate=lr, ranks, loss=final_loss?, test loss=test_loss?, "
+            "test accuracy %=100*test_accuracy?, samples/s=samples_per_s?, steps?, diverged",
         ),
         [
             plot.curve(
                 _ranks(ranks),
                 number,
-                [learning_rate(row) for row in own],
-                [row.get("final_loss") for row in own],
+                column(own, "lr"),
+                column(own, "final_loss?"),
                 "%{x}: %{y:.4g}",
             )
-            for number, (ranks, own) in enumerate(sorted(by_ranks.items()))
+            for number, (ranks, own) in enumerate(by_ranks)
         ],
         {
-            "xaxis": plot.log_axis("learning rate", [learning_rate(row) for row in rows]),
+            "xaxis": plot.log_axis("learning rate", column(rows, "lr")),
             "yaxis": plot.axis("loss"),
             "showlegend": True,
         },
-        half=True,
     )
 
 
@@ -275,23 +194,20 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
 
 
-def _with_flags(variants: dict[str, Rows]) -> list[tuple[str, dict[str, Any]]]:
-    return [(flags, row) for flags, rows in variants.items() for row in rows]
-
-
-def _table(head: list[str], rows: list[tuple[Any, ...]]) -> Table:
+def _table(rows: list[Row], columns: str) -> Table:
     """The first column is flags: dropped if there are none."""
-    if any(flags for flags, *_ in rows):
-        return Table(head, rows)
-    return Table(head[1:], [rest for _, *rest in rows])
+    has_flags = any(row["variant"] for row in rows)
+    return plot.table(rows, columns if has_flags else columns.partition(", ")[2])
 
 
-def _curves(variants: dict[str, Rows], key: str, factor: float, hover: str) -> list[dict[str, Any]]:
+def _curves(
+    variants: dict[str, list[Row]], key: str, factor: float, hover: str
+) -> list[dict[str, Any]]:
     return [
         plot.curve(
             flags or "measured",
             number,
-            [row["ranks"] for row in rows],
+            column(rows, "ranks"),
             [factor * row[key] for row in rows],
             hover,
             error_y=_error_bars(rows, key, factor),
@@ -300,19 +216,19 @@ def _curves(variants: dict[str, Rows], key: str, factor: float, hover: str) -> l
     ]
 
 
-def _error_bars(rows: Rows, key: str, factor: float) -> dict[str, Any]:
+def _error_bars(rows: list[Row], key: str, factor: float) -> dict[str, Any]:
     """To the quartiles; the median of few repeats may lie slightly outside of them."""
     up, down = [], []
     for row in rows:
-        low, high = _quartiles(row, key)
-        up.append(factor * max(0.0, (row[key] if high is None else high) - row[key]))
-        down.append(factor * max(0.0, row[key] - (row[key] if low is None else low)))
+        low, high = row.get(f"{key}_spread") or (row[key], row[key])
+        up.append(factor * max(0.0, high - row[key]))
+        down.append(factor * max(0.0, row[key] - low))
     return {"type": "data", "array": up, "arrayminus": down, "thickness": 1.2}
 
 
-def _quartiles(row: dict[str, Any], key: str) -> tuple[float | None, float | None]:
-    found = row.get(f"{key}_spread") or (None, None)
-    return found[0], found[1]
+def _quartiles(row: Row, key: str) -> Row:
+    low, high = row.get(f"{key}_spread") or (None, None)
+    return {f"{key}_p25": low, f"{key}_p75": high}
 
 
 def _ranks_axis(ranks: list[int]) -> dict[str, Any]:

@@ -1,19 +1,12 @@
 """Communication in profiled steps: overlap, time by mesh axis, operation and size, bandwidth."""
 
-from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 from tutti.measure.units import format_bytes
 from tutti.profile.explain import COMM_RATIO_LIMIT
 from tutti.report import plot
-from tutti.report.figures.step_profile import (
-    bars_height,
-    rank_labels,
-    ranks_left_out,
-    shown_ranks,
-)
-from tutti.report.plot import Figure, Table, milliseconds, percent
+from tutti.report.figures.step_profile import bars_height, rank_bars, ranks_left_out, shown_ranks
+from tutti.report.plot import Figure, HalfFigure, Row, column, table
 from tutti.report.sources import Run
 
 _MOST_BARS = 12
@@ -24,37 +17,29 @@ def overlap(run: Run) -> Iterator[Figure]:
     profile = run.profile or {}
     if profile["world_size"] < 2 or all(row["overlap"] is None for row in profile["ranks"]):
         return
-    rows = shown_ranks(profile)
     limit = 100 * COMM_RATIO_LIMIT
-    yield Figure(
+    yield HalfFigure(
         "Overlap and communication",
         "Overlap is hidden / (hidden + exposed + wait + bubble). Above the dotted line at "
         f"{limit:.0f} %, look at moving data first.{ranks_left_out(profile)}",
-        Table(
-            ["rank", "overlap %", "communication % of the step", f"within {limit:.0f} %"],
-            [
-                (
-                    *(row["rank"], percent(row["overlap"]), percent(row["comm_ratio"])),
-                    row["comm_ratio_ok"],
-                )
-                for row in profile["ranks"]
-            ],
+        table(
+            profile["ranks"],
+            "rank, overlap %=100*overlap, communication % of the step=100*comm_ratio, "
+            f"within {limit:.0f} %=comm_ratio_ok",
         ),
         [
-            plot.bar(name, rank_labels(rows), [percent(row[key]) for row in rows], colour, "%")
-            for name, key, colour in (
-                ("hidden, of communication and waiting", "overlap", plot.SKY),
-                ("moving data, of the step", "comm_ratio", plot.ORANGE),
-            )
+            rank_bars(
+                profile, "hidden, of communication and waiting", "100*overlap", plot.SKY, "%"
+            ),
+            rank_bars(profile, "moving data, of the step", "100*comm_ratio", plot.ORANGE, "%"),
         ],
         plot.bar_layout(
             "%",
-            bars_height(rows),
+            bars_height(shown_ranks(profile)),
             xaxis=plot.axis("%", range=[0, 100]),
             barmode="group",
             shapes=[plot.dotted_line(plot.ORANGE, x=limit)],
         ),
-        half=True,
     )
 
 
@@ -72,118 +57,70 @@ def communication(run: Run) -> Iterator[Figure]:
     labels = _labels(shown)
     transfers = [1e3 * row["transfer_s"]["total"] / steps for row in shown]
     waits = [1e3 * row["wait_s"]["mean"] * row["count"] / steps for row in shown]
-    yield Figure(
+    yield HalfFigure(
         "Communication by operation and size",
         f"Milliseconds per step: moving data, and the waiting of a rank before.{drawn}",
-        Table(
-            [
-                *("operation", "axis", "group", "ranks", "bytes", "type", "count", "p50 ms"),
-                *("total ms", "wait ms", "algbw GB/s", "busbw GB/s"),
-            ],
-            [
-                (
-                    *(row["op"], row.get("axis"), row["description"] or row["group"], row["ranks"]),
-                    *(row["bytes"], row["dtype"], row["count"]),
-                    milliseconds(row["transfer_s"]["p50"]),
-                    milliseconds(row["transfer_s"]["total"]),
-                    milliseconds(row["wait_s"]["mean"]),
-                    *(row["algbw_gbs"], row["busbw_gbs"]),
-                )
-                for row in rows
-            ],
+        table(
+            [row | {"group": row["description"] or row["group"]} for row in rows],
+            "operation=op, axis?, group, ranks, bytes, type=dtype, count, "
+            "p50 ms=1e3*transfer_s.p50, total ms=1e3*transfer_s.total, wait ms=1e3*wait_s.mean, "
+            "algbw GB/s=algbw_gbs, busbw GB/s=busbw_gbs",
         ),
         [
             plot.bar("moving data", labels, transfers, plot.ORANGE, "ms per step"),
             plot.bar("waiting", labels, waits, plot.VERMILION, "ms per step"),
         ],
         plot.bar_layout("ms per step", 150 + 28 * max(3, len(shown)), barmode="stack"),
-        half=True,
     )
-    yield from _bandwidth(rows)
+    by_size = sorted(rows, key=lambda row: row["bytes"] or 0)
+    known = [
+        row | {"operation": f"{row['op']} {row.get('axis') or ''}".strip()}
+        for row in by_size
+        if row["bytes"] and row["busbw_gbs"]
+    ]
+    if known:
+        curves = plot.grouped(known, lambda row: row["operation"])
+        yield plot.size_figure(
+            "Bus bandwidth in the step",
+            "By message size, from the last rank's arrival to the end, as in nccl-tests.",
+            table(
+                [row for each in curves.values() for row in each],
+                "operation, bytes, busbw GB/s=busbw_gbs, p50 ms=1e3*transfer_s.p50",
+            ),
+            curves,
+            "busbw_gbs",
+            "GB/s",
+            height=150 + 28 * max(3, len(shown)),
+            line={"width": 1},
+        )
 
 
-def _by_axis(rows: list[dict[str, Any]]) -> Figure:
+def _by_axis(rows: list[Row]) -> Figure:
     parts = (("hidden", plot.SKY), ("exposed", plot.ORANGE), ("wait", plot.VERMILION))
     labels = [row["axis"] or "unknown" for row in rows]
-    return Figure(
+    return HalfFigure(
         "Communication by axis",
         "Milliseconds per step, mean over ranks: dp replicas, shard parameters, tp tensors, pp "
         "stages.",
-        Table(
-            ["axis", "hidden ms", "exposed ms", "wait ms", "of the step %"],
-            [
-                (
-                    row["axis"],
-                    *(milliseconds(row[f"{name}_s"]) for name, _ in parts),
-                    percent(row.get("share")),
-                )
-                for row in rows
-            ],
+        table(
+            rows,
+            "axis, hidden ms=1e3*hidden_s, exposed ms=1e3*exposed_s, wait ms=1e3*wait_s, "
+            "of the step %=100*share?",
         ),
         [
-            plot.bar(
-                name,
-                labels,
-                [milliseconds(row[f"{name}_s"]) for row in rows],
-                colour,
-                "ms per step",
-            )
+            plot.bar(name, labels, column(rows, f"1e3*{name}_s"), colour, "ms per step")
             for name, colour in parts
         ],
         plot.bar_layout("ms per step", 150 + 30 * max(2, len(rows)), barmode="stack"),
-        half=True,
     )
 
 
-def _bandwidth(rows: list[dict[str, Any]]) -> Iterator[Figure]:
-    curves: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row["bytes"] or 0):
-        if row["bytes"] and row["busbw_gbs"]:
-            curves[f"{row['op']} {row.get('axis') or ''}".strip()].append(row)
-    if not curves:
-        return
-    drawn = [row for each in curves.values() for row in each]
-    yield Figure(
-        "Bus bandwidth in the step",
-        "By message size, from the last rank's arrival to the end, as in nccl-tests.",
-        Table(
-            ["operation", "bytes", "busbw GB/s", "p50 ms"],
-            [
-                (name, row["bytes"], row["busbw_gbs"], milliseconds(row["transfer_s"]["p50"]))
-                for name, each in curves.items()
-                for row in each
-            ],
-        ),
-        [
-            plot.curve(
-                name,
-                number,
-                [row["bytes"] for row in each],
-                [row["busbw_gbs"] for row in each],
-                "%{text}: %{y:.4g} GB/s",
-                text=[format_bytes(row["bytes"]) for row in each],
-                line={"width": 1},
-            )
-            for number, (name, each) in enumerate(curves.items())
-        ],
-        {
-            "height": 150 + 28 * max(3, min(len(rows), _MOST_BARS)),
-            "xaxis": plot.size_axis([row["bytes"] for row in drawn]),
-            "yaxis": plot.log_axis("GB/s", [row["busbw_gbs"] for row in drawn]),
-            "showlegend": True,
-        },
-        half=True,
-    )
-
-
-def _labels(rows: list[dict[str, Any]]) -> list[str]:
+def _labels(rows: list[Row]) -> list[str]:
     """Operation and size; rows with the same label would be one bar, so they get their group."""
-
-    def plain(row: dict[str, Any]) -> str:
-        size = "size unknown" if row["bytes"] is None else format_bytes(row["bytes"])
-        return f"{row['op']} {size}"
-
-    labels = [plain(row) for row in rows]
+    sizes = [
+        "size unknown" if size is None else format_bytes(size) for size in column(rows, "bytes")
+    ]
+    labels = [f"{row['op']} {size}" for row, size in zip(rows, sizes, strict=True)]
     return [
         f"{label} {row.get('axis') or ''} {row['group']} {row['dtype']}".replace("  ", " ")
         if labels.count(label) > 1

@@ -7,7 +7,7 @@ from typing import Any
 from tutti.measure.spread import relative_range
 from tutti.profile.step_breakdown import PARTS
 from tutti.report import plot
-from tutti.report.plot import Figure, Table, milliseconds, percent
+from tutti.report.plot import Figure, HalfFigure, Row, Table, column, table
 from tutti.report.sources import Run
 
 _MOST_RANKS = 48  # in one plot
@@ -15,9 +15,9 @@ _MOST_STRAGGLERS = 24
 _GIB = 1 << 30
 
 
-def shown_ranks(profile: dict[str, Any]) -> list[dict[str, Any]]:
+def shown_ranks(profile: dict[str, Any]) -> list[Row]:
     """The rows to draw: the first ranks and the stragglers; tables have all."""
-    rows: list[dict[str, Any]] = profile["ranks"]
+    rows: list[Row] = profile["ranks"]
     if len(rows) <= _MOST_RANKS:
         return rows
     late = {each["rank"] for each in (profile.get("stragglers") or [])[: _MOST_RANKS // 4]}
@@ -32,8 +32,13 @@ def ranks_left_out(profile: dict[str, Any]) -> str:
     return "" if drawn == total else f" {drawn} of {total} ranks are drawn, with all stragglers."
 
 
-def rank_labels(rows: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"rank {row['rank']}" for row in rows]
+def rank_bars(
+    profile: dict[str, Any], name: str, source: str, colour: str, unit: str, **more: Any
+) -> dict[str, Any]:
+    """A bar for each rank that is drawn; `source` as for `plot.column`."""
+    rows = shown_ranks(profile)
+    labels = [f"rank {row['rank']}" for row in rows]
+    return plot.bar(name, labels, column(rows, source), colour, unit, **more)
 
 
 def bars_height(rows: Sequence[Any], each: int = 34) -> int:
@@ -45,42 +50,37 @@ def parts(run: Run) -> Iterator[Figure]:
     """The parts of a step on each rank, in per cent and in milliseconds."""
     profile = run.profile or {}
     rows = shown_ranks(profile)
-    for title, unit, key, scale in (
-        ("Parts of the step, in per cent", "%", "parts_share", percent),
-        ("Parts of the step, in milliseconds", "ms", "parts_s", milliseconds),
+    for title, unit, key in (
+        ("Parts of the step, in per cent", "%", "100*parts_share"),
+        ("Parts of the step, in milliseconds", "ms", "1e3*parts_s"),
     ):
         about = f"Mean of {max(row['steps'] for row in rows)} steps."
         layout = plot.bar_layout("ms", bars_height(rows, 26), barmode="stack")
+        whole = "1e3*step_s.mean"
         if unit == "%":
             about = f"Every moment of a step is in exactly one part.{ranks_left_out(profile)}"
             layout["xaxis"] = plot.axis("%", range=[0, 100])
-        yield Figure(
+            whole = "whole"
+        columns = [f"{plot.PART_NAMES[name]} {unit}={key}.{name}" for name in PARTS]
+        yield HalfFigure(
             title,
             about,
-            Table(
-                ["rank", f"step {unit}", *(f"{plot.PART_NAMES[name]} {unit}" for name in PARTS)],
-                [
-                    (
-                        row["rank"],
-                        100.0 if unit == "%" else milliseconds(row["step_s"]["mean"]),
-                        *(scale(row[key][name]) for name in PARTS),
-                    )
-                    for row in profile["ranks"]
-                ],
+            table(
+                [row | {"whole": 100.0} for row in profile["ranks"]],
+                ", ".join(["rank", f"step {unit}={whole}", *columns]),
             ),
             [
-                plot.bar(
+                rank_bars(
+                    profile,
                     plot.PART_NAMES[name],
-                    rank_labels(rows),
-                    [scale(row[key][name]) for row in rows],
+                    f"{key}.{name}",
                     plot.PART_COLOURS[name],
                     unit,
                 )
                 for name in PARTS
-                if any(row[key][name] for row in profile["ranks"])
+                if any(column(profile["ranks"], f"{key}.{name}"))
             ],
             layout,
-            half=True,
         )
 
 
@@ -103,7 +103,7 @@ def waits(run: Run) -> Iterator[Figure]:
         [None if a == b else 1e3 * total[a, b] / max(1, steps[a]) for b in columns] for a in ranks
     ]
     labels = [f"rank {rank}" for rank in ranks]
-    yield Figure(
+    yield HalfFigure(
         "Which rank waited for which",
         "Milliseconds per step in which the rank of the row neither computed nor moved data, "
         f"because the rank of the column had not arrived.{drawn}",
@@ -121,128 +121,96 @@ def waits(run: Run) -> Iterator[Figure]:
             )
         ],
         plot.heatmap_layout(labels),
-        half=True,
     )
-    yield from _stragglers(profile)
+    if rows := profile.get("stragglers"):
+        yield _stragglers(rows, len(ranks))
 
 
-def _stragglers(profile: dict[str, Any]) -> Iterator[Figure]:
-    rows = profile.get("stragglers") or []
-    if not rows:
-        return
+def _stragglers(rows: list[Row], ranks: int) -> Figure:
     shown = rows[:_MOST_STRAGGLERS]
     costs = [row["cost_s"] for row in shown]
-    yield Figure(
+    named = [
+        row | {"part": plot.PART_NAMES.get(row["instead"]["part"], row["instead"]["part"])}
+        for row in rows
+    ]
+    bars = {
+        "type": "bar",
+        "x": [f"rank {row['rank']}" for row in shown],
+        "y": column(costs, "1e3*mean"),
+        "error_y": {
+            "type": "data",
+            "array": [1e3 * (cost["max"] - cost["mean"]) for cost in costs],
+            "arrayminus": [1e3 * (cost["mean"] - cost["min"]) for cost in costs],
+            "thickness": 1.2,
+        },
+        "marker": {"color": plot.VERMILION},
+        "width": 0.5,
+        "hovertemplate": "others wait %{y:.2f} ms per step for %{x}<extra></extra>",
+    }
+    return HalfFigure(
         "Late ranks",
         "Time per step that the others lost to each rank: bars are the mean, error bars the "
         "least and the most over steps. The last columns of the table show where to look.",
-        Table(
-            [
-                *("rank", "others wait ms", "least ms", "most ms", "of the step %"),
-                *("in steps", "of steps", "last at", "of collectives", "longer in", "ms longer"),
-            ],
-            [
-                (
-                    row["rank"],
-                    *(milliseconds(row["cost_s"][key]) for key in ("mean", "min", "max")),
-                    percent(row["cost_share"]),
-                    *(row[key] for key in ("steps", "of_steps", "last", "of_collectives")),
-                    plot.PART_NAMES.get(row["instead"]["part"], row["instead"]["part"]),
-                    milliseconds(row["instead"]["seconds"]),
-                )
-                for row in rows
-            ],
+        table(
+            named,
+            "rank, others wait ms=1e3*cost_s.mean, least ms=1e3*cost_s.min, "
+            "most ms=1e3*cost_s.max, of the step %=100*cost_share, in steps=steps, "
+            "of steps=of_steps, last at=last, of collectives=of_collectives, longer in=part, "
+            "ms longer=1e3*instead.seconds",
         ),
-        [
-            {
-                "type": "bar",
-                "x": rank_labels(shown),
-                "y": [1e3 * cost["mean"] for cost in costs],
-                "error_y": {
-                    "type": "data",
-                    "array": [1e3 * (cost["max"] - cost["mean"]) for cost in costs],
-                    "arrayminus": [1e3 * (cost["mean"] - cost["min"]) for cost in costs],
-                    "thickness": 1.2,
-                },
-                "marker": {"color": plot.VERMILION},
-                "width": 0.5,
-                "hovertemplate": "others wait %{y:.2f} ms per step for %{x}<extra></extra>",
-            }
-        ],
+        [bars],
         {
-            "height": min(620, 190 + 34 * len(profile["ranks"])),
+            "height": min(620, 190 + 34 * ranks),
             "xaxis": {"type": "category"},
             "yaxis": plot.axis("ms per step", rangemode="tozero"),
         },
-        half=True,
     )
 
 
 def utilization(run: Run) -> Iterator[Figure]:
     """The share of the step in which each rank computes."""
     profile = run.profile or {}
-    rows, every = shown_ranks(profile), profile["ranks"]
-    imbalance = _imbalance([row["busy"] for row in every])
-    yield Figure(
+    imbalance = _imbalance([row["busy"] for row in profile["ranks"]])
+    height = bars_height(shown_ranks(profile))
+    yield HalfFigure(
         "Utilization by rank",
         f"Share of the step in which the rank computes; {imbalance}.{ranks_left_out(profile)}",
-        Table(["rank", "computing %"], [(row["rank"], percent(row["busy"])) for row in every]),
-        [
-            plot.bar(
-                "computing",
-                rank_labels(rows),
-                [percent(row["busy"]) for row in rows],
-                plot.BLUE,
-                "% of the step",
-                width=0.6,
-            )
-        ],
-        plot.bar_layout("%", bars_height(rows), xaxis=plot.axis("%", range=[0, 100])),
-        half=True,
+        table(profile["ranks"], "rank, computing %=100*busy"),
+        [rank_bars(profile, "computing", "100*busy", plot.BLUE, "% of the step", width=0.6)],
+        plot.bar_layout("%", height, xaxis=plot.axis("%", range=[0, 100])),
     )
 
 
 def memory(run: Run) -> Iterator[Figure]:
     """Peak memory of device and process, if the traces have it."""
     profile = run.profile or {}
-    rows, every = shown_ranks(profile), profile["ranks"]
-    kinds = [
-        (name, key, colour)
+    kinds = {
+        name: (f"{1 / _GIB}*{key}?", colour, values)
         for name, key, colour in (
             ("device", "memory_bytes", plot.PURPLE),
             ("process", "host_memory_bytes", plot.SKY),
         )
-        if any(row.get(key) for row in every)
-    ]
+        if (values := [row[key] for row in profile["ranks"] if row.get(key)])
+    }
     if not kinds:
         return
-
-    def gibibytes(row: dict[str, Any], key: str) -> float | None:
-        return row[key] / _GIB if row.get(key) else None
-
-    imbalances = "; ".join(
-        f"{name}: {_imbalance([row[key] for row in every if row.get(key)])}"
-        for name, key, _ in kinds
-    )
-    yield Figure(
+    imbalances = "; ".join(f"{name}: {_imbalance(kinds[name][2])}" for name in kinds)
+    columns = ["rank", *(f"{name} GiB={source}" for name, (source, _, _) in kinds.items())]
+    yield HalfFigure(
         "Memory by rank",
         f"Peak use. {imbalances.capitalize()}.{ranks_left_out(profile)}",
-        Table(
-            ["rank", *(f"{name} GiB" for name, _, _ in kinds)],
-            [(row["rank"], *(gibibytes(row, key) for _, key, _ in kinds)) for row in every],
-        ),
+        table(profile["ranks"], ", ".join(columns)),
         [
-            plot.bar(name, rank_labels(rows), [gibibytes(row, key) for row in rows], colour, "GiB")
-            for name, key, colour in kinds
+            rank_bars(profile, name, source, colour, "GiB")
+            for name, (source, colour, _) in kinds.items()
         ],
         plot.bar_layout(
             "GiB",
-            bars_height(rows),
+            bars_height(shown_ranks(profile)),
             xaxis=plot.axis("GiB", rangemode="tozero"),
             barmode="group",
             showlegend=True,
         ),
-        half=True,
     )
 
 

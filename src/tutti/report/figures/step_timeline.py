@@ -1,5 +1,6 @@
 """The timeline of one step: all ranks on one clock, in lanes; DDP buckets."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
@@ -77,10 +78,10 @@ def timeline(run: Run) -> Iterator[Figure]:
 
 def _median_step(explanation: Explanation) -> tuple[int, dict[int, Step]]:
     """Of the steps that most ranks recorded, the one of median length; its step on each rank."""
-    steps: dict[int, dict[int, Step]] = {}
+    steps: dict[int, dict[int, Step]] = defaultdict(dict)
     for trace in explanation.traces:
         for step in trace.steps:
-            steps.setdefault(step.number, {})[trace.rank] = step
+            steps[step.number][trace.rank] = step
     most = max(len(each) for each in steps.values())
     lengths = {
         number: max(step.end - step.start for step in each.values())

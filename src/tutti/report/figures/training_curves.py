@@ -1,12 +1,12 @@
 """Runs side by side: key numbers, recipes, steps, loss, accuracy, throughput, waiting."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from tutti.profile.step_breakdown import PARTS
 from tutti.report import plot
-from tutti.report.plot import Figure, Table, milliseconds, percent
+from tutti.report.plot import Figure, HalfFigure, Table
 from tutti.report.sources import Run
 from tutti.report.summary import key_numbers, metric
 
@@ -29,10 +29,10 @@ def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
                 "backend": world.get("backend") or numbers.backend,
                 "steps": run.summary.get("steps"),
                 "samples/s": numbers.samples_per_s,
-                "step ms": milliseconds(numbers.step_s),
-                "computing %": percent(numbers.computing),
+                "step ms": _scaled(1e3, numbers.step_s),
+                "computing %": _scaled(100, numbers.computing),
                 "final loss": run.summary.get("final_loss"),
-                "test accuracy %": percent(run.summary.get("test_accuracy")),
+                "test accuracy %": _scaled(100, run.summary.get("test_accuracy")),
                 "ended": run.summary.get("reason"),
             }
         )
@@ -43,6 +43,10 @@ def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
         Table(head, [[row[name] for name in head] for row in rows]),
     )
     yield from _recipe_differences([run for run in runs if run.recipe])
+
+
+def _scaled(factor: float, value: float | None) -> float | None:
+    return None if value is None else factor * value
 
 
 def _recipe_differences(runs: Sequence[Run]) -> Iterator[Figure]:
@@ -101,109 +105,99 @@ def loss(runs: Sequence[Run]) -> Iterator[Figure]:
             continue
         name = f"{run.name}, training" if has_tests else run.name
         mode = "lines" if len(points) > 1 else "markers"
-        traces.append(
-            plot.curve(
-                name, number, *_xy(points), mode=mode, line={"dash": plot.series_dash(number)}
-            )
-        )
+        dash = plot.DASHES[number % len(plot.DASHES)]  # curves on top of each other stay visible
+        traces.append(plot.curve(name, number, *_xy(points), mode=mode, line={"dash": dash}))
         rows += [(run.name, "training", x, y) for x, y in points]
         if tests := metric(run, "test_loss"):
-            traces.append(_dotted_curve(f"{run.name}, test", number, tests))
+            traces.append(plot.curve(f"{run.name}, test", number, *_xy(tests), line=_DOTTED))
             rows += [(run.name, "test", x, y) for x, y in tests]
     if traces:
         about = "Training loss, mean over all ranks."
         if max(len(metric(run, "loss")) for run in runs) > len(rows):
             about += " Each point is the mean of several steps."
-        yield Figure(
+        yield HalfFigure(
             "Loss",
             about,
             Table(["run", "loss of", "step", "loss"], rows),
             traces,
-            {"xaxis": plot.axis("step"), "yaxis": plot.axis("loss"), "showlegend": len(traces) > 1},
-            half=True,
+            {"xaxis": plot.axis("step"), "yaxis": plot.axis("loss")},
         )
-    accuracies = {run.name: [(x, 100 * y) for x, y in metric(run, "test_accuracy")] for run in runs}
-    if any(accuracies.values()):
-        yield Figure(
-            "Test accuracy",
-            "In per cent, after the step.",
-            Table(["run", "step", "accuracy %"], _by_name(accuracies)),
-            [
-                _dotted_curve(name, number, points)
-                for number, (name, points) in enumerate(accuracies.items())
-                if points
-            ],
-            {
-                "xaxis": plot.axis("step"),
-                "yaxis": plot.axis("%"),
-                "showlegend": len(accuracies) > 1,
-            },
-            half=True,
-        )
+    yield from _step_curves(
+        "Test accuracy",
+        "In per cent, after the step.",
+        ("run", "accuracy %"),
+        {run.name: _in_percent(metric(run, "test_accuracy")) for run in runs},
+        plot.axis("%"),
+        line=_DOTTED,
+    )
 
 
 def throughput(runs: Sequence[Run]) -> Iterator[Figure]:
     """Samples per second of the runs, then the share of time that each rank waits."""
-    speeds = {run.name: plot.thin(metric(run, "samples_per_s")) for run in runs}
-    if any(speeds.values()):
-        yield Figure(
-            "Throughput",
-            "Samples per second over all ranks, measured about once a second; the first point "
-            "includes start-up.",
-            Table(["run", "step", "samples/s"], _by_name(speeds)),
-            [
-                plot.curve(name, number, *_xy(points))
-                for number, (name, points) in enumerate(speeds.items())
-                if points
-            ],
-            {
-                "xaxis": plot.axis("step"),
-                "yaxis": plot.axis("samples/s", rangemode="tozero"),
-                "showlegend": len(speeds) > 1,
-            },
-            half=True,
-        )
-    for run in runs:
-        yield from _waiting_by_rank(run)
-
-
-def _waiting_by_rank(run: Run) -> Iterator[Figure]:
-    waiting = {
-        rank: [(x, 100 * y) for x, y in plot.thin(points)]
-        for rank in sorted(run.metrics)
-        if (points := metric(run, "wait_fraction", rank))
-    }
-    if not waiting:
-        return
-    shown = list(waiting)
-    if len(shown) > _MOST_CURVES:  # those that wait least and those that wait most
-        ordered = sorted(shown, key=lambda rank: fmean(y for _, y in waiting[rank]))
-        shown = sorted(ordered[: _MOST_CURVES // 2] + ordered[-_MOST_CURVES // 2 :])
-    drawn = f" {len(shown)} of {len(waiting)} ranks are drawn." * (len(shown) < len(waiting))
-    yield Figure(
-        f"Waiting for other ranks: {run.name}",
-        "Share of the time, measured during training. The rank that waits least delays the "
-        f"others.{drawn}",
-        Table(["rank", "step", "waiting %"], _by_name(waiting)),
-        [
-            plot.curve(f"rank {rank}", number, *_xy(waiting[rank]))
-            for number, rank in enumerate(shown)
-        ],
-        {"xaxis": plot.axis("step"), "yaxis": plot.axis("%", rangemode="tozero")},
-        half=True,
+    yield from _step_curves(
+        "Throughput",
+        "Samples per second over all ranks, measured about once a second; the first point "
+        "includes start-up.",
+        ("run", "samples/s"),
+        {run.name: plot.thin(metric(run, "samples_per_s")) for run in runs},
+        plot.axis("samples/s", rangemode="tozero"),
     )
+    for run in runs:
+        waiting = {
+            rank: _in_percent(plot.thin(points))
+            for rank in sorted(run.metrics)
+            if (points := metric(run, "wait_fraction", rank))
+        }
+        shown = list(waiting)
+        if len(shown) > _MOST_CURVES:  # those that wait least and those that wait most
+            shown.sort(key=lambda rank: fmean(y for _, y in waiting[rank]))
+            shown = sorted(shown[: _MOST_CURVES // 2] + shown[-_MOST_CURVES // 2 :])
+        drawn = f" {len(shown)} of {len(waiting)} ranks are drawn." * (len(shown) < len(waiting))
+        yield from _step_curves(
+            f"Waiting for other ranks: {run.name}",
+            "Share of the time, measured during training. The rank that waits least delays the "
+            f"others.{drawn}",
+            ("rank", "waiting %"),
+            waiting,
+            plot.axis("%", rangemode="tozero"),
+            {rank: f"rank {rank}" for rank in shown},
+        )
 
 
-_Points = Sequence[tuple[float, float]]
+_Points = list[tuple[float, float]]
+_DOTTED = {"width": 1, "dash": "dot"}
+
+
+def _step_curves(
+    title: str,
+    about: str,
+    columns: tuple[str, str],
+    curves: Mapping[Any, _Points],
+    y_axis: dict[str, Any],
+    labels: Mapping[Any, str] | None = None,
+    **style: Any,
+) -> Iterator[Figure]:
+    """Curves over steps, all in the table; `labels`: those to draw, and their names in the plot."""
+    if not any(curves.values()):
+        return
+    labels = labels or {name: name for name in curves}
+    rows = [(name, x, y) for name, points in curves.items() for x, y in points]
+    yield HalfFigure(
+        title,
+        about,
+        Table([columns[0], "step", columns[1]], rows),
+        [
+            plot.curve(label, number, *_xy(curves[name]), **style)
+            for number, (name, label) in enumerate(labels.items())
+            if curves[name]
+        ],
+        {"xaxis": plot.axis("step"), "yaxis": y_axis},
+    )
 
 
 def _xy(points: _Points) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _by_name(curves: dict[Any, list[tuple[float, float]]]) -> list[tuple[Any, ...]]:
-    return [(name, x, y) for name, points in curves.items() for x, y in points]
-
-
-def _dotted_curve(name: str, number: int, points: _Points) -> dict[str, Any]:
-    return plot.curve(name, number, *_xy(points), line={"width": 1, "dash": "dot"})
+def _in_percent(points: _Points) -> _Points:
+    return [(x, 100 * y) for x, y in points]
