@@ -110,9 +110,8 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
     from tutti.world.exchange import gather_json
 
     with bench.open_world(options) as world:
-        sizes = bench.sizes_flag(
-            options.sizes or ("256M" if world.device.type == "cuda" else "16M")
-        )
+        default = "256M" if world.device.type == "cuda" else "16M"
+        sizes = bench.sizes_flag(options.sizes or default)
         backend = options.backend or world.backend
         with usage_error_on_rank_0(world):
             _check_backend(backend, world.device.type)
@@ -123,13 +122,20 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
         ranks = bench.describe_ranks(world, cpus, options.pin != "none")
         locations = gather_json(locate_rank(world, cpus))
         control = RankControl()
-        progress = _print_progress if world.is_first else lambda line: None
+
+        def progress(line: str) -> None:
+            if world.is_first:
+                print_line(f"tutti bench bandwidth: {line}", sys.stderr)
+
         settings = (sizes, options.budget, parts, progress, options.together)
         links = BandwidthBench(world, control, locations, backend, *settings)
         with control.stop_on_signals():
             files = bench.ResultFiles(_SCHEMA, options.json)
             if world.is_first:
-                _print_head(world, ranks, backend)
+                bench.print_ranks(world, ranks)
+                if backend == "gloo" == world.backend:  # not the default
+                    print_note(f"note: no shm: {world.reasons['backend']}")
+                print_note(f"messages by {backend}; GB/s are 1e9 bytes per second")
                 links.save = lambda: files.save(_results(links, ranks))
             links.run()
             results = _results(links, ranks)
@@ -167,17 +173,6 @@ def _pin(how: str, world: "World") -> str:
         return pin(world)
     lists = _parse_cpu_lists(how)
     return pin_to(lists[world.local_rank % len(lists)])
-
-
-def _print_progress(line: str) -> None:
-    print_line(f"tutti bench bandwidth: {line}", sys.stderr)
-
-
-def _print_head(world: "World", ranks: list[dict[str, Any]], backend: str) -> None:
-    bench.print_ranks(world, ranks)
-    if backend == "gloo" == world.backend:  # not the default
-        print_note(f"note: no shm: {world.reasons['backend']}")
-    print_note(f"messages by {backend}; GB/s are 1e9 bytes per second")
 
 
 def _results(links: "BandwidthBench", ranks: list[dict[str, Any]]) -> dict[str, Any]:
