@@ -50,18 +50,8 @@ def test_the_score_equals_that_of_the_training_summary(trained: Path) -> None:
 def test_two_ranks_write_the_same_bytes_as_one_also_for_an_earlier_step(
     trained: Path, tmp_path: Path
 ) -> None:
-    common = [
-        "--run",
-        trained,
-        "--step",
-        "30",
-        "--split",
-        "train",
-        "--limit",
-        "101",
-        "--batch",
-        "7",
-    ]
+    common = ["--run", trained, "--step", "30", "--split", "train", "--limit", "101"]
+    common += ["--batch", "7"]
     one = predict(*common, "--out", tmp_path / "one.jsonl")
     two = predict(*common, "--out", tmp_path / "two.jsonl", "--ranks", "2")
     assert "step-00000030" in one.stderr

@@ -51,6 +51,11 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return loss.item()
 
 
+def save_one(directory: Path, step: int, *training: Any, **options: Any) -> None:
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(step, *training, **options)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
@@ -109,8 +114,7 @@ def test_optimizer_state_that_is_not_a_tensor_is_restored(tmp_path: Path) -> Non
     model = small_model()
     optimizer = Counting(model.parameters(), lr=0.1)
     train_step(model, optimizer)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, model, optimizer)
+    save_one(tmp_path, 1, model, optimizer)
     resumed = small_model()
     again = Counting(resumed.parameters(), lr=0.1)
     Checkpoints(tmp_path).load(resumed, again)
@@ -194,8 +198,7 @@ def test_an_earlier_run_that_is_still_alive_cannot_write(tmp_path: Path, capsys:
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, small_model())
+    save_one(tmp_path, 1, small_model())
     others = {
         r"it does not have 4\.weight, 4\.bias": nn.Sequential(*small_model(), nn.Linear(2, 2)),
         r"it has 3\.weight, 3\.bias, which this model does not": small_model()[:3],
@@ -215,8 +218,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     model = small_model()
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, model, torch.optim.SGD(model.parameters(), lr=1))
+    save_one(tmp_path, 1, model, torch.optim.SGD(model.parameters(), lr=1))
     other = small_model()
     before = bits(other)
     head, tail = other[0].parameters(), other[1:].parameters()
@@ -232,8 +234,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_pa
 
 
 def test_a_checkpoint_without_an_optimizer_is_refused(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, small_model())
+    save_one(tmp_path, 1, small_model())
     model = small_model()
     with pytest.raises(UsageError, match="saved without an optimizer"):
         Checkpoints(tmp_path).load(model, torch.optim.SGD(model.parameters(), lr=1))
@@ -242,8 +243,7 @@ def test_a_checkpoint_without_an_optimizer_is_refused(tmp_path: Path) -> None:
 def test_a_missing_checkpoint_is_an_error_that_lists_the_existing_ones(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no checkpoint in"):
         Checkpoints(tmp_path / "absent").load(small_model())
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(5, small_model())
+    save_one(tmp_path, 5, small_model())
     with pytest.raises(UsageError, match=r"no step-00000004 .*there is step-00000005"):
         Checkpoints(tmp_path).load(small_model(), step=4)
 
@@ -260,8 +260,7 @@ def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
     for parameter in everything.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, everything, optimizer)
+    save_one(tmp_path, 1, everything, optimizer)
     again = torch.optim.AdamW(plain.parameters())
     Checkpoints(tmp_path).load(plain, again)
     for a, b in zip(plain.parameters(), everything.parameters(), strict=True):
@@ -276,8 +275,7 @@ def test_a_shared_parameter_is_saved_once_and_stays_shared(tmp_path: Path) -> No
         return model
 
     model, other = tied(), tied()
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, model, torch.optim.AdamW(model.parameters()))
+    save_one(tmp_path, 1, model, torch.optim.AdamW(model.parameters()))
     Checkpoints(tmp_path).load(other, torch.optim.AdamW(other.parameters()))
     index = json.loads((tmp_path / "step-00000001" / "index.json").read_text())
     assert [name for name in index["tensors"] if name.startswith("model.")] == ["model.0.weight"]
@@ -286,8 +284,7 @@ def test_a_shared_parameter_is_saved_once_and_stays_shared(tmp_path: Path) -> No
 
 def test_another_precision_is_converted_and_noted(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, model)
+    save_one(tmp_path, 1, model)
     half = nn.Linear(3, 3, dtype=torch.bfloat16)
     notes = Checkpoints(tmp_path).load(half).notes
     assert notes == ("weight, bias converted from torch.float32 to torch.bfloat16",)
@@ -297,8 +294,7 @@ def test_another_precision_is_converted_and_noted(tmp_path: Path) -> None:
 def test_memory_formats_and_strides_do_not_matter(tmp_path: Path) -> None:
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     model.bias = nn.Parameter(torch.arange(8.0)[::2])
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, model)
+    save_one(tmp_path, 1, model)
     other = nn.Conv2d(3, 4, 3)
     Checkpoints(tmp_path).load(other)
     assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, model.bias)
@@ -310,8 +306,7 @@ def test_state_that_is_not_json_is_refused_immediately(tmp_path: Path) -> None:
 
 
 def test_rng_false_does_not_change_the_generators(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, small_model())
+    save_one(tmp_path, 1, small_model())
     model = small_model()
     torch.manual_seed(3)
     expected = torch.rand(3)

@@ -30,17 +30,20 @@ def diagnose(steps: Sequence[StepDifference], setting: Setting, tolerance: Toler
     for number, step in enumerate(steps):
         if step.within(tolerance):
             continue
-        bad = wrong(step.gradients, tolerance.gradient)
-        if bad:
+        if bad := wrong(step.gradients, tolerance.gradient):
             text = _gradients(step, bad, setting, setting.samples[number], tolerance)
         elif step.loss.error > tolerance.loss:
-            text = _loss(step, setting)
+            text = _loss(step.loss.factor, setting)
         elif step.norm.error > tolerance.loss:
-            text = _norm(step, setting)
-        elif not wrong(step.updates, tolerance.update):
-            text = _buffers(wrong(step.buffers, tolerance.buffer), step, tolerance)
+            text = _norm(step.norm.factor, setting)
+        elif bad := wrong(step.updates, tolerance.update):
+            text = (
+                f"gradients and norm agree, but the update of {len(bad)} of {len(step.updates)} "
+                f"parameters differs, most for {_worst_name(bad, setting)}: check learning rate, "
+                "weight decay and the optimizer's state"
+            )
         else:
-            text = _update(wrong(step.updates, tolerance.update), step, setting)
+            text = _buffers(wrong(step.buffers, tolerance.buffer), step, tolerance)
         return f"{_when(number, setting)}{text}"
     return None
 
@@ -64,53 +67,44 @@ def _gradients(
     samples: int,
     tolerance: Tolerance,
 ) -> str:
-    total = len(step.gradients)
+    total, most = len(step.gradients), _worst_name(bad, setting)
     factor = _common_factor(bad, tolerance)
+    # Ranks hold different values of the same gradient.
+    disagree = any(each.spread > tolerance.gradient for each in bad)
     if any(not math.isfinite(each.error) for each in bad):
-        return (
-            f"gradients are not finite or missing, for example that of {_worst_name(bad, setting)}"
-        )
+        return f"gradients are not finite or missing, for example that of {most}"
     if len(bad) == total and factor is not None:
         return f"gradients are {_size(factor)}: {_cause(factor, setting)}"
-    if len(bad) < total:
-        roles = {setting.roles.get(each.name, "unknown") for each in bad}
-        if len(roles) == 1:
-            return _one_role(bad, roles.pop(), factor, setting, tolerance)
+    roles = {setting.roles.get(each.name, "unknown") for each in bad}
+    if len(bad) < total and len(roles) == 1:
+        return _one_role(bad, roles.pop(), factor, disagree, setting)
     which = (
-        f"{len(bad)} of {total} gradients differ" if total > len(bad) else "all gradients differ"
+        f"{len(bad)} of {total} gradients differ" if len(bad) < total else "all gradients differ"
     )
-    if _ranks_disagree(bad, tolerance):
-        return (
-            f"{which}, and ranks disagree, most for {_worst_name(bad, setting)}: not summed over "
-            f"{_shared_axes(setting.layout)}"
-        )
+    if disagree:
+        axes = _shared_axes(setting.layout)
+        return f"{which}, and ranks disagree, most for {most}: not summed over {axes}"
     if factor is not None:
         return f"{which}, by a common factor: they are {_size(factor)}: {_cause(factor, setting)}"
     missing = (1 - step.loss.factor) * samples
-    if step.loss.error > tolerance.loss and 0.4 < abs(missing) < 0.1 * samples + 1:
+    loss_differs = step.loss.error > tolerance.loss
+    if loss_differs and 0.4 < abs(missing) < 0.1 * samples + 1:
         count = max(1, round(abs(missing)))
-        some = f"{count} of the step's {samples} samples"
-        verb = "is" if count == 1 else "are"
-        problem = "missing" if missing > 0 else "counted twice"
+        problem = f"{'is' if count == 1 else 'are'} {'missing' if missing > 0 else 'counted twice'}"
         return (
             f"{which} by no common factor, and the loss is {step.loss.factor:.4f} × the expected "
-            f"one: {some} {verb} {problem}"
+            f"one: {count} of the step's {samples} samples {problem}"
         )
-    loss_differs = step.loss.error > tolerance.loss
     loss = ", and the loss differs" if loss_differs else ", while the loss agrees"
     hint = ": different samples or weights" if len(bad) == total and loss_differs else ""
-    return f"{which} by no common factor{loss}{hint}; most for {_worst_name(bad, setting)}"
+    return f"{which} by no common factor{loss}{hint}; most for {most}"
 
 
 def _one_role(
-    bad: Sequence[Difference],
-    role: str,
-    factor: float | None,
-    setting: Setting,
-    tolerance: Tolerance,
+    bad: Sequence[Difference], role: str, factor: float | None, disagree: bool, setting: Setting
 ) -> str:
     """Describe errors that only parameters of one role have."""
-    total = sum(1 for each in setting.roles.values() if each == role)
+    total = [*setting.roles.values()].count(role)
     size = "" if factor is None else f", {_size(factor)}"
     if role == "tied embedding":
         problem = "half of its gradient is missing" if factor is None else _size(factor)
@@ -123,19 +117,16 @@ def _one_role(
     else:
         who = f"only {role} parameters are wrong{size}, {len(bad)} of {total}"
         who += f", most {worst(bad).name}"
-    layout = setting.layout
-    disagree = _ranks_disagree(bad, tolerance)
-    if role == "norm" and layout.tp > 1 and (disagree or factor is None):
+    if role == "norm" and setting.layout.tp > 1 and (disagree or factor is None):
         return f"{who}: not reduced over tp (each rank has a part of the sequence)"
     if disagree:
-        return f"{who}, and ranks disagree: not summed over {_shared_axes(layout)}"
-    return (
-        f"{who}: {_cause(factor, setting)}" if factor is not None else f"{who}, by no common factor"
-    )
+        return f"{who}, and ranks disagree: not summed over {_shared_axes(setting.layout)}"
+    if factor is None:
+        return f"{who}, by no common factor"
+    return f"{who}: {_cause(factor, setting)}"
 
 
-def _loss(step: StepDifference, setting: Setting) -> str:
-    factor = step.loss.factor
+def _loss(factor: float, setting: Setting) -> str:
     causes = list(_equal_sizes(factor, setting))
     text = f"the loss is {_size(factor)}, while all gradients agree"
     if factor > 1 and causes:
@@ -145,8 +136,7 @@ def _loss(step: StepDifference, setting: Setting) -> str:
     return f"{text}: the reported loss is not the minimised one"
 
 
-def _norm(step: StepDifference, setting: Setting) -> str:
-    factor = step.norm.factor
+def _norm(factor: float, setting: Setting) -> str:
     # Ranks that hold different parameters sum squares: the norm is wrong by a square root.
     causes = list(_equal_sizes(factor * factor, setting))
     text = f"gradients agree, but the norm they were clipped by is {_size(factor)}"
@@ -156,14 +146,6 @@ def _norm(step: StepDifference, setting: Setting) -> str:
     axes = [axis for axis in ("pp", "tp", "shard") if setting.layout.axes[axis] > 1]
     over = f": is it summed over {', '.join(axes)}?" if axes else ""
     return f"{text}{over}"
-
-
-def _update(bad: Sequence[Difference], step: StepDifference, setting: Setting) -> str:
-    which = f"{len(bad)} of {len(step.updates)} parameters"
-    return (
-        f"gradients and norm agree, but the update of {which} differs, most for "
-        f"{_worst_name(bad, setting)}: check learning rate, weight decay and the optimizer's state"
-    )
 
 
 def _buffers(bad: Sequence[Difference], step: StepDifference, tolerance: Tolerance) -> str:
@@ -195,11 +177,6 @@ def _common_factor(bad: Sequence[Difference], tolerance: Tolerance) -> float | N
         for each in bad
     )
     return factor if explained and abs(factor - 1) > tolerance.gradient else None
-
-
-def _ranks_disagree(bad: Sequence[Difference], tolerance: Tolerance) -> bool:
-    """Return whether ranks hold different values of the same gradient."""
-    return any(each.spread > tolerance.gradient for each in bad)
 
 
 def _size(factor: float) -> str:

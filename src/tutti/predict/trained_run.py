@@ -15,6 +15,7 @@ from tutti.parallel.materialize import Weights, materialize
 from tutti.train.checkpoint import Checkpoints, Loaded
 from tutti.train.checkpoint.format import Damaged, read_index, saved_steps, step_name
 from tutti.train.recipe import Recipe, read_recipe
+from tutti.train.step import AUTOCAST
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
@@ -57,8 +58,7 @@ class TrainedRun:
     @property
     def autocast(self) -> torch.dtype | None:
         """The autocast dtype, as in training; None: no autocast."""
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return dtypes.get(self.recipe.compute.precision)
+        return AUTOCAST.get(self.recipe.compute.precision)
 
     def gpt_config(self) -> GPTConfig:
         """Return the configuration of the run's GPT. Its vocabulary size is read from the

@@ -63,13 +63,13 @@ def make_schedule(recipe: Recipe, ranks: int, samples: int) -> BatchSchedule:
     if not layout.only_replicas:
         ranks_text = f"{data_ranks} data ranks of {layout}"
     if batching.global_batch is None:
-        rank_batch = _at_least_one("batch", batching.batch)
+        rank_batch = batching.batch
         global_batch = rank_batch * data_ranks * accumulation
         reasons["global_batch"] = (
             f"batch {rank_batch} × {ranks_text} × accumulation {accumulation}{reason}"
         )
     else:
-        global_batch = _at_least_one("global-batch", batching.global_batch)
+        global_batch = batching.global_batch
         divisor = data_ranks * accumulation
         if global_batch % divisor:
             lower = global_batch // divisor * divisor
@@ -89,7 +89,7 @@ def make_schedule(recipe: Recipe, ranks: int, samples: int) -> BatchSchedule:
     steps_per_epoch = whole + (rest > 0 and not batching.drop_last)
     reasons["steps_per_epoch"] = f"{samples} samples / global batch {global_batch}"
     if length.steps is not None:
-        steps = _at_least_one("steps", length.steps)
+        steps = length.steps
         reasons["steps"] = "requested"
     else:
         if not 0 < length.epochs < 1e9:
@@ -125,7 +125,7 @@ def _accumulation(recipe: Recipe, layout: Layout) -> tuple[int, str]:
     A pipeline with p ranks and m microbatches is idle for (p - 1) / (m + p - 1) of a 1F1B step.
     """
     if recipe.batching.accumulation is not None:
-        return _at_least_one("accumulation", recipe.batching.accumulation), ""
+        return recipe.batching.accumulation, ""
     if layout.pp == 1:
         return 1, ""
     stages = layout.pp * recipe.parallel.virtual_stages
@@ -167,7 +167,6 @@ def _peak_lr(recipe: Recipe, global_batch: int) -> tuple[float, str]:
         raise UsageError(
             f"--lr-scale {rule} needs --lr-batch, the global batch that --lr was tuned for"
         )
-    _at_least_one("lr-batch", reference)
     ratio = global_batch / reference
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     return lr * factor, f"{lr:g} × {rule}({global_batch} / {reference}) = {lr:g} × {factor:.4g}"
@@ -189,7 +188,20 @@ def _shares(split: str, ranks: int) -> tuple[float, ...] | None:
 
 def _check_numbers(recipe: Recipe) -> None:
     """Refuse numbers outside their range; NaN fails every comparison and is refused, too."""
-    o, length = recipe.optimization, recipe.length
+    o, batching, length = recipe.optimization, recipe.batching, recipe.length
+    counts = {
+        "batch": batching.batch,
+        "accumulation": batching.accumulation,
+        "global-batch": batching.global_batch,
+        "steps": length.steps,
+        "lr-batch": o.lr_batch,
+        "keep": length.keep,
+        "evaluate-every": length.evaluate_every,
+        "checkpoint-every": length.checkpoint_every,
+    }
+    for flag, count in counts.items():
+        if count is not None and count < 1:
+            raise UsageError(f"--{flag} {count}: use 1 or more")
     valid = {
         f"--lr {o.lr}: must be finite and more than 0": 0 < o.lr < math.inf,
         f"--momentum {o.momentum}: use 0 to below 1": 0 <= o.momentum < 1,
@@ -199,22 +211,9 @@ def _check_numbers(recipe: Recipe) -> None:
         f"--weight-decay {o.weight_decay}: use 0 or more": 0 <= o.weight_decay < math.inf,
         f"--clip {o.clip}: use more than 0": o.clip is None or o.clip > 0,
         f"--final-lr {o.final_lr}: use 0 to 1": 0 <= o.final_lr <= 1,
-        f"--keep {length.keep}: use 1 or more": length.keep >= 1,
-        f"--evaluate-every {length.evaluate_every}: use 1 or more": (
-            length.evaluate_every is None or length.evaluate_every >= 1
-        ),
-        f"--checkpoint-every {length.checkpoint_every}: use 1 or more": (
-            length.checkpoint_every is None or length.checkpoint_every >= 1
-        ),
     }
     for message, is_valid in valid.items():
         if not is_valid:
             raise UsageError(message)
     if recipe.engine.static_graph and (recipe.batching.accumulation or 1) > 1:
         raise UsageError("--static-graph contradicts --accumulation above 1: leave one out")
-
-
-def _at_least_one(flag: str, value: int) -> int:
-    if value < 1:
-        raise UsageError(f"--{flag} {value}: use 1 or more")
-    return value

@@ -66,8 +66,7 @@ class StepTimer:
         self._began: float | torch.cuda.Event | None = None
         self._backward_ended: float | torch.cuda.Event | None = None
         self._measured: list[tuple[int, Any, Any]] = []
-        self._forward_seconds = 0.0
-        self._forward_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._forwards: list[tuple[Any, Any]] = []
 
     def begin(self, steps: int) -> None:
         """Start measuring; the next status sync is this many steps away."""
@@ -80,16 +79,10 @@ class StepTimer:
         """Context of the forward pass of a microbatch."""
         if not self._measures_forward:
             yield
-        elif self._device.type == "cuda":
-            start, end = torch.cuda.Event(True), torch.cuda.Event(True)  # type: ignore[no-untyped-call]
-            start.record()
-            yield
-            end.record()
-            self._forward_events.append((start, end))
-        else:
-            began = time.perf_counter()
-            yield
-            self._forward_seconds += time.perf_counter() - began
+            return
+        began = self._mark()
+        yield
+        self._forwards.append((began, self._mark()))
 
     def before_last_backward(self, loss: Tensor) -> None:
         """Before the last backward of a step: record its end."""
@@ -122,11 +115,8 @@ class StepTimer:
         Backward would not do: it ends when the slowest rank's gradients have arrived. Call it when
         the device has been waited for.
         """
-        for start, end in self._forward_events:
-            end.synchronize()
-            self._forward_seconds += start.elapsed_time(end) / 1000
-        taken, self._forward_seconds, self._forward_events = self._forward_seconds, 0.0, []
-        return taken
+        taken, self._forwards = self._forwards, []
+        return math.fsum(_seconds(began, ended) for began, ended in taken)
 
     def _end_backward(self) -> None:
         self._backward_ended = self._mark()
