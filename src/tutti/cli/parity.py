@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.cli.flags import flag_value, parse
-from tutti.cli.results import check_writable, usage_error_on_rank_0, write_json
+from tutti.cli.results import check_writable, join_world, usage_error_on_rank_0, write_json
 from tutti.parallel.layout import Layout
 from tutti.parity.parity_options import (
     TOLERANCES,
@@ -111,15 +111,8 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
     from tutti.parity.check_layouts import ParityTable, check_layouts
     from tutti.parity.workload import make_workload
     from tutti.train.init import agree
-    from tutti.world.world import init
 
-    with init(
-        device=options.device,
-        backend=options.backend,
-        ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
-        start_timeout=options.start_timeout,
-        timeout=options.timeout,
-    ) as world:
+    with join_world(options, backend=options.backend) as world:
         settings = options.settings
         with usage_error_on_rank_0(world):
             workload = agree(lambda: make_workload(options.recipe, settings, layouts))

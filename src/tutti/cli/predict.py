@@ -5,14 +5,14 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from tutti.cli.flags import parse
-from tutti.cli.results import check_writable, usage_error_on_rank_0, write_json
+from tutti.cli.results import check_writable, join_world, usage_error_on_rank_0, write_json
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify
@@ -93,12 +93,18 @@ def main(arguments: list[str]) -> int:
             ranks_per_gpu=options.ranks_per_gpu,
             show="first",
         ).run()
+    if options.out is None and not _is_text(options):
+        options = replace(options, out=options.run / f"predictions-{options.split}.jsonl")
     return _predict(options)
+
+
+def _is_text(options: Predict) -> bool:
+    return bool(options.prompt) or options.prompts is not None
 
 
 def _check(options: Predict) -> None:
     """Refuse wrong values before any rank starts, and flags that have no effect."""
-    texts = bool(options.prompt) or options.prompts is not None
+    texts = _is_text(options)
     for name in _FOR_DATA if texts else _FOR_PROMPTS:
         if getattr(options, name) != getattr(Predict, name):
             other = "with --prompt" if texts else "without --prompt"
@@ -118,20 +124,13 @@ def _predict(options: Predict) -> int:
     from tutti.parallel.layout import layout_of
     from tutti.predict.trained_run import TrainedRun
     from tutti.train.init import agree
-    from tutti.world.world import init
 
-    with init(
-        device=options.device,
-        ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
-        start_timeout=options.start_timeout,
-        timeout=options.timeout,
-    ) as world:
+    with join_world(options) as world:
         with usage_error_on_rank_0(world):
             layout = layout_of(options.layout, world.size)
             run = agree(lambda: TrainedRun.open(options.run, options.step, options.precision))
             agree(lambda: _check_files(options) if world.is_first else None)
-            is_text = bool(options.prompt) or options.prompts is not None
-            prepare = _generate_text if is_text else _predict_dataset
+            prepare = _generate_text if _is_text(options) else _predict_dataset
             execute = prepare(options, world, run, layout)
         results = execute()
         if options.json is not None and world.is_first:
@@ -147,7 +146,7 @@ def _predict_dataset(
     selected: dict[str, Any] = {name: getattr(options, name) for name in (*_FOR_DATA, "batch")}
     predictor = Predictor(world, run, layout, **selected)
     _describe(world, predictor.loaded, predictor.engine.description)
-    out = _out(options)
+    out = options.out
     assert out is not None
 
     def execute() -> dict[str, Any]:
@@ -205,15 +204,8 @@ def _generate_text(
     return execute
 
 
-def _out(options: Predict) -> Path | None:
-    """Return the file of the results; texts are written to a file only on request."""
-    if options.out is not None or options.prompt or options.prompts is not None:
-        return options.out
-    return options.run / f"predictions-{options.split}.jsonl"
-
-
 def _check_files(options: Predict) -> None:
-    check_writable("--out", _out(options))
+    check_writable("--out", options.out)
     check_writable("--json", options.json)
 
 

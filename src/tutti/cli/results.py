@@ -60,3 +60,12 @@ def usage_error_on_rank_0(world: "World") -> Iterator[None]:
         if world.is_first:
             raise
         raise SystemExit(2) from None
+
+
+def join_world(options: Any, **more: Any) -> "World":
+    """Join the world as --device, --ranks-per-gpu, --start-timeout and --timeout say."""
+    from tutti.world.world import init
+
+    shared = options.ranks_per_gpu if options.ranks_per_gpu > 1 else None
+    timeouts = {"start_timeout": options.start_timeout, "timeout": options.timeout}
+    return init(device=options.device, ranks_per_gpu=shared, **timeouts, **more)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tutti.cli.flags import flag_value, parse
-from tutti.cli.results import usage_error_on_rank_0
+from tutti.cli.results import join_world, usage_error_on_rank_0
 from tutti.parallel.layout import layout_of
 from tutti.train.recipe import RECIPES, Recipe, read_recipe, write_recipe
 from tutti.world.errors import UsageError
@@ -101,18 +101,12 @@ def _train(options: Train, base: Recipe) -> int:
     from tutti.train.loop import LossNotFinite, Trainer
     from tutti.train.run_directory import RunDirectory
     from tutti.world.exchange import gather_json
-    from tutti.world.world import init
 
     if options.profile:
         from tutti.profile.captured_command import enlarge_flight_recorder
 
         enlarge_flight_recorder(os.environ)
-    with init(
-        device=options.device,
-        ranks_per_gpu=options.ranks_per_gpu if options.ranks_per_gpu > 1 else None,
-        start_timeout=options.start_timeout,
-        timeout=options.timeout,
-    ) as world:
+    with join_world(options) as world:
         # The name of rank 0, since the default contains the time.
         out = Path(gather_json(str(options.out or _default_out(options.recipe)))[0])
         directory = RunDirectory(out)

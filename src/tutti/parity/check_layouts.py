@@ -32,6 +32,10 @@ from tutti.world.world import World
 Row = dict[str, Any]
 
 _ERRORS = ("loss", "grad", "norm", "sgd", "adamw", "stats")
+_COMPARED = (  # keys of a row that are null if the layout could not be compared
+    *("loss_rel_err", "grad_rel_err", "norm_rel_err", "update_rel_err", "buffer_rel_err"),
+    *("worst_parameter", "worst_role", "worst_buffer", "own_buffers", "diagnosis", "ok"),
+)
 
 
 def check_layouts(workload: Workload, layouts: Sequence[Layout], world: World) -> Iterator[Row]:
@@ -88,7 +92,6 @@ class Reference:
 
 
 def check_layout(workload: Workload, layout: Layout, world: World, reference: Reference) -> Row:
-    """Compare one layout with the single device, with both optimizers."""
     row: Row = {
         "layout": str(layout),
         "ranks": layout.size,
@@ -99,12 +102,7 @@ def check_layout(workload: Workload, layout: Layout, world: World, reference: Re
         try:
             engine = agree(lambda: make_engine(workload, layout, world))
         except UsageError as error:
-            return row | {
-                **dict.fromkeys(("loss_rel_err", "grad_rel_err", "norm_rel_err", "update_rel_err")),
-                **dict.fromkeys(("buffer_rel_err", "worst_parameter", "worst_role")),
-                **dict.fromkeys(("worst_buffer", "own_buffers", "diagnosis", "ok")),
-                "not_applicable": str(error),
-            }
+            return row | dict.fromkeys(_COMPARED) | {"not_applicable": str(error)}
         records = reference.records(name, layout)
         steps = train_under_layout(engine, workload, name, reference.scales, records)
         results[name] = list(steps)
@@ -151,13 +149,11 @@ class ParityTable:
         self._width = max(6, *(len(str(layout)) for layout in layouts))
 
     def begin(self, title: str) -> None:
-        """Print the title and the header."""
         self._console.print(Text(title))
         errors = " ".join(f"{name:>5}" for name in _ERRORS)
         self._print(f"{'layout':<{self._width}} {errors}         worst parameter")
 
     def add(self, row: Row) -> None:
-        """Print the row of one layout."""
         layout = f"{row['layout']:<{self._width}}"
         if row["not_applicable"]:
             self._print(f"{layout} not applicable: {row['not_applicable']}")

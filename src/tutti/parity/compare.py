@@ -22,7 +22,7 @@ from tutti.parallel.engine import Engine
 from tutti.parallel.grad_norm import local_shard
 from tutti.parallel.layout import Layout
 from tutti.parallel.sync_batchnorm import JointBatchNorm
-from tutti.parity.parity_options import TOLERANCES, Tolerance
+from tutti.parity.parity_options import TOLERANCES
 from tutti.parity.single_device import (
     BETAS,
     MOMENTUM,
@@ -87,16 +87,6 @@ class StepDifference:
     own_buffers: Sequence[str] = ()
     """Buffers that depend on each data rank's own samples and are not compared."""
 
-    def within(self, tolerance: Tolerance) -> bool:
-        """Return whether rounding explains all differences of this step."""
-        return not (
-            self.loss.error > tolerance.loss
-            or self.norm.error > tolerance.loss
-            or wrong(self.gradients, tolerance.gradient)
-            or wrong(self.updates, tolerance.update)
-            or wrong(self.buffers, tolerance.buffer)
-        )
-
 
 def wrong(differences: Iterable[Difference], tolerance: float) -> list[Difference]:
     """Return the differences above the tolerance; NaN is above any."""
@@ -104,7 +94,6 @@ def wrong(differences: Iterable[Difference], tolerance: float) -> list[Differenc
 
 
 def worst(differences: Iterable[Difference]) -> Difference:
-    """Return the difference with the largest error."""
     return max(differences, key=lambda each: each.error if each.error == each.error else math.inf)
 
 

@@ -28,8 +28,6 @@ class Setting:
 def diagnose(steps: Sequence[StepDifference], setting: Setting, tolerance: Tolerance) -> str | None:
     """Return one line about the first error; None if there is none."""
     for number, step in enumerate(steps):
-        if step.within(tolerance):
-            continue
         if bad := wrong(step.gradients, tolerance.gradient):
             text = _gradients(step, bad, setting, setting.samples[number], tolerance)
         elif step.loss.error > tolerance.loss:
@@ -42,8 +40,10 @@ def diagnose(steps: Sequence[StepDifference], setting: Setting, tolerance: Toler
                 f"parameters differs, most for {_worst_name(bad, setting)}: check learning rate, "
                 "weight decay and the optimizer's state"
             )
+        elif bad := wrong(step.buffers, tolerance.buffer):
+            text = _buffers(bad, step, tolerance)
         else:
-            text = _buffers(wrong(step.buffers, tolerance.buffer), step, tolerance)
+            continue
         return f"{_when(number, setting)}{text}"
     return None
 
@@ -103,7 +103,6 @@ def _gradients(
 def _one_role(
     bad: Sequence[Difference], role: str, factor: float | None, disagree: bool, setting: Setting
 ) -> str:
-    """Describe errors that only parameters of one role have."""
     total = [*setting.roles.values()].count(role)
     size = "" if factor is None else f", {_size(factor)}"
     if role == "tied embedding":
@@ -213,7 +212,6 @@ def _equal_sizes(factor: float, setting: Setting) -> Iterator[str]:
 
 
 def _shared_axes(layout: Layout) -> str:
-    """Return the axes over which gradients are summed."""
     axes = [axis for axis in ("dp", "shard", "tp") if layout.axes[axis] > 1]
     return " or ".join(f"{axis} = {layout.axes[axis]}" for axis in axes) or "any axis"
 

@@ -87,7 +87,6 @@ class ParityOptions:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def check(self) -> None:
-        """Refuse values that cannot be compared."""
         if self.steps < 2:
             raise UsageError(f"--steps {self.steps}: use 2 or more, the second step is uneven")
         if self.microbatch < 1:
@@ -134,7 +133,6 @@ def _smallest_microbatch(samples: int, layout: Layout, options: ParityOptions) -
 
 
 def full_size_options(name: str) -> ParityOptions:
-    """Return the options of a recipe at its own size."""
     recipe = _recipe(name)
     return ParityOptions(
         architecture=recipe.architecture,
@@ -171,7 +169,6 @@ def small_options(name: str, layouts: Sequence[Layout], parallel: ParallelOption
 
 
 def recipe_with(name: str, options: ParityOptions) -> Recipe:
-    """Return the recipe with the model and data of the options."""
     recipe = _recipe(name)
     data = replace(
         recipe.data,

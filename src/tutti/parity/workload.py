@@ -42,7 +42,6 @@ class Workload:
     aliases: dict[str, str]
 
     def microbatches(self, layout: Layout) -> int:
-        """Return the microbatches per step under a layout."""
         return microbatches_of(layout, self.options.parallel)
 
     @property
@@ -52,7 +51,6 @@ class Workload:
         return [uneven if number % 2 else self.batch for number in range(self.options.steps)]
 
     def step(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return all inputs and targets of a step."""
         part = slice(self.batch, None) if number % 2 else slice(None, self.batch)
         return self.samples.inputs[part], self.samples.targets[part]
 

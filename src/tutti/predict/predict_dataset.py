@@ -74,7 +74,6 @@ class SelectedSamples(Samples):
         return self.samples.prepare(inputs, targets)
 
     def on(self, device: torch.device) -> "SelectedSamples":
-        """Return the same samples, with the whole data set on the device."""
         return SelectedSamples(self.samples.on(device), self.selected.to(device))
 
 

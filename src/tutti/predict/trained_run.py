@@ -51,7 +51,6 @@ class TrainedRun:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
         is_double = self.recipe.compute.precision == "float64"
         return torch.float64 if is_double else torch.float32
 

@@ -92,18 +92,12 @@ def make_schedule(recipe: Recipe, ranks: int, samples: int) -> BatchSchedule:
         steps = length.steps
         reasons["steps"] = "requested"
     else:
-        if not 0 < length.epochs < 1e9:
-            raise UsageError(f"--epochs {length.epochs}: must be finite and more than 0")
         steps = max(1, round(length.epochs * steps_per_epoch))
         reasons["steps"] = f"{length.epochs:g} epochs × {steps_per_epoch} steps"
     epochs, rest = divmod(steps, steps_per_epoch)
     in_epoch = steps_per_epoch * global_batch if batching.drop_last else samples
     total = epochs * in_epoch + min(rest * global_batch, samples)
     peak, reasons["peak_lr"] = _peak_lr(recipe, global_batch)
-    if not 0 <= recipe.optimization.warmup < 1:
-        raise UsageError(
-            f"--warmup {recipe.optimization.warmup}: a fraction of the run, use 0 to below 1"
-        )
     return BatchSchedule(
         layout=layout,
         rank_batch=rank_batch,
@@ -210,7 +204,11 @@ def _check_numbers(recipe: Recipe) -> None:
         ),
         f"--weight-decay {o.weight_decay}: use 0 or more": 0 <= o.weight_decay < math.inf,
         f"--clip {o.clip}: use more than 0": o.clip is None or o.clip > 0,
+        f"--warmup {o.warmup}: a fraction of the run, use 0 to below 1": 0 <= o.warmup < 1,
         f"--final-lr {o.final_lr}: use 0 to 1": 0 <= o.final_lr <= 1,
+        f"--epochs {length.epochs}: must be finite and more than 0": (
+            length.steps is not None or 0 < length.epochs < 1e9
+        ),
     }
     for message, is_valid in valid.items():
         if not is_valid:

@@ -32,18 +32,15 @@ class RunDirectory:
             )
 
     def create(self) -> None:
-        """Create the directory."""
         try:
             self.metrics.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out {self.path}: {error.strerror}: choose another") from None
 
     def write(self, name: str, content: str) -> None:
-        """Write a file atomically."""
         write_atomically(self.path / name, content)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Write a JSON file atomically."""
         self.write(name, json.dumps(content, indent=2) + "\n")
 
     def write_environment(self, world: World, command: list[str]) -> None:

@@ -76,7 +76,6 @@ class StepTimer:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Context of the forward pass of a microbatch."""
         if not self._measures_forward:
             yield
             return
@@ -228,7 +227,6 @@ class StatusSync:
         return status
 
     def close(self) -> None:
-        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -387,12 +385,10 @@ class Metrics:
                     self._board.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        """Flush the file, so that other processes can read the lines."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the files."""
         if self._file is not None:
             self._file.close()
         if self._board is not None:
@@ -431,7 +427,6 @@ class ProgressReport:
             self._bar.start()
 
     def show(self, step: int, text: str) -> None:
-        """Update the bar, or print a line if the last one is old enough."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=text)
         elif self._shown and (time.monotonic() >= self._next_line or step == self._steps):
@@ -439,11 +434,9 @@ class ProgressReport:
             self._next_line = time.monotonic() + _LINE_SECONDS
 
     def print(self, text: str) -> None:
-        """Print a permanent line, above the bar."""
         if self._shown:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()

@@ -187,7 +187,6 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Read a file once and return its size and checksum."""
     with open_regular(path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(os.fstat(file.fileno()).st_size, sha256)
@@ -258,7 +257,6 @@ def tensor_file_name(rank: int) -> str:
 
 
 def write_index(folder: Path, index: Index, versions: Mapping[str, str]) -> None:
-    """Write index.json and SHA256SUMS."""
     tensors = {
         name: {
             "dtype": DTYPE_NAMES[tensor.dtype],

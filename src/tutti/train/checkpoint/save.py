@@ -163,7 +163,6 @@ class Snapshot:
             self._copied.record()
 
     def wait(self) -> None:
-        """Wait until the copies have arrived."""
         if self._copied is not None:
             self._copied.synchronize()
 
