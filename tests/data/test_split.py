@@ -87,7 +87,7 @@ def test_a_rank_half_as_fast_comes_to_a_third_of_the_batch() -> None:
 
 @given(counts, st.integers(1, 9))
 def test_microbatches_weigh_by_samples(count: int, accumulation: int) -> None:
-    sizes = split.microbatches(count, accumulation)
+    sizes = split.even(count, accumulation)
     assert (len(sizes), sum(sizes)) == (accumulation, count)
 
 

@@ -44,95 +44,70 @@ SLURM = {
 }
 
 
-def test_without_a_launcher_the_world_has_one_rank() -> None:
-    alone = identify({"HOME": "/root"})
-    assert (alone.launcher, alone.rank, alone.size, alone.local_size) == ("python", 0, 1, 1)
-    assert alone.reasons["rank"] == "default: no launcher found"
+ON_SEVERAL_HOSTS = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+MPIRUN_URI = "17393.0;tcp://10.0.0.5,10.1.0.5:58983;tcp6://[fd00::2]:3890"
+BATCH_SHELL = {k: v for k, v in SLURM.items() if not k.startswith("SLURM_STEP")}
+ONE_TASK = {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
 
 
-def test_torchrun_is_recognised_by_its_run_id_and_its_agent_serves_the_store() -> None:
-    found = identify(TORCHRUN)
-    assert (found.launcher, found.rank, found.size) == ("torchrun", 1, 4)
-    assert (found.local_rank, found.local_size, found.node, found.nodes) == (1, 2, 0, 2)
-    assert (found.master_host, found.master_port, found.agent_store) == ("n1", 29500, True)
-    assert found.reasons["local_rank"] == "LOCAL_RANK"
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"HOME": "/root"}, {"launcher": "python", "rank": 0, "size": 1, "local_size": 1}),
+        (TORCHRUN, {"launcher": "torchrun", "rank": 1, "size": 4, "agent_store": True}),
+        (TORCHRUN, {"local_rank": 1, "local_size": 2, "node": 0, "nodes": 2}),
+        (TORCHRUN, {"master_host": "n1", "master_port": 29500}),
+        # The four required variables are enough.
+        (PLAIN, {"launcher": "environment", "rank": 1, "size": 4, "local_rank": None}),
+        (OPENMPI, {"launcher": "openmpi", "rank": 2, "local_rank": 2, "local_size": 3}),
+        (OPENMPI, {"master_host": "127.0.0.1", "master_port": None}),
+        # On several hosts: the host of mpirun, or the first node of a Slurm job, because mpirun
+        # itself may run elsewhere: salloc's shell is on the login node.
+        ({**ON_SEVERAL_HOSTS, "OMPI_MCA_orte_hnp_uri": MPIRUN_URI}, {"master_host": "10.0.0.5"}),
+        (
+            {**ON_SEVERAL_HOSTS, "OMPI_MCA_orte_hnp_uri": MPIRUN_URI, "MASTER_ADDR": "n7"},
+            {"master_host": "n7"},
+        ),
+        (
+            {
+                **ON_SEVERAL_HOSTS,
+                "OMPI_MCA_orte_hnp_uri": MPIRUN_URI,
+                "SLURM_JOB_NODELIST": "n[2-3]",
+            },
+            {"master_host": "n2"},
+        ),
+        (MPICH, {"launcher": "mpich", "rank": 2, "size": 3, "local_rank": 2}),
+        (
+            {**SLURM, **MPICH, "MPI_LOCALNRANKS": "1"},
+            {"launcher": "mpich", "master_host": "n2", "job": "mpich-slurm-7-0"},
+        ),
+        ({**MPICH, "MPI_LOCALNRANKS": "1"}, {"job": ""}),  # no id that all hosts know
+        (SLURM, {"launcher": "slurm", "rank": 3, "size": 4, "local_rank": 1, "local_size": 2}),
+        # Not the job's first node, and not the host where srun was called.
+        (SLURM, {"node": 1, "nodes": 2, "master_host": "n2"}),
+        # The batch shell is a world of one rank; a step of one task is not a launcher, because
+        # the commands of srun --pty bash start ranks, and several such steps may be numbered.
+        ({**BATCH_SHELL, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, {"size": 1}),
+        (ONE_TASK, {"launcher": "python"}),
+        ({**ONE_TASK, **PLAIN}, {"rank": 1}),
+        # One launcher inside another: orted runs as a step's task, so Slurm's rank is the daemon's.
+        ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, {"launcher": "slurm"}),
+        ({**SLURM, **TORCHRUN}, {"launcher": "torchrun"}),
+        ({**SLURM, **OPENMPI}, {"launcher": "openmpi"}),
+        ({**SLURM, **PLAIN, "RANK": "3"}, {"launcher": "environment"}),
+    ],
+)
+def test_the_launcher_and_its_values_are_found(
+    env: dict[str, str], expected: dict[str, object]
+) -> None:
+    found = identify(env)
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
-def test_the_four_required_variables_are_enough() -> None:
-    found = identify(PLAIN)
-    assert (found.launcher, found.rank, found.size) == ("environment", 1, 4)
-    assert found.local_rank is None and found.node is None
-
-
-def test_open_mpi_on_one_host_uses_loopback() -> None:
-    found = identify(OPENMPI)
-    assert (found.launcher, found.rank, found.local_rank, found.local_size) == ("openmpi", 2, 2, 3)
-    assert (found.master_host, found.master_port) == ("127.0.0.1", None)
-
-
-def test_open_mpi_on_several_hosts_uses_the_host_of_mpirun() -> None:
-    env = {
-        **OPENMPI,
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-        "OMPI_MCA_orte_hnp_uri": "17393.0;tcp://10.0.0.5,10.1.0.5:58983;tcp6://[fd00::2]:3890",
-    }
-    assert identify(env).master_host == "10.0.0.5"
-    assert identify({**env, "MASTER_ADDR": "n7"}).master_host == "n7"
-
-
-def test_open_mpi_inside_a_slurm_job_uses_the_jobs_first_node() -> None:
-    # mpirun itself may run elsewhere: salloc's shell is on the login node.
-    env = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "SLURM_JOB_NODELIST": "n[2-3]"}
-    elsewhere = {"OMPI_MCA_orte_hnp_uri": "17393.0;tcp://10.0.0.5:58983"}
-    assert identify({**env, **elsewhere}).master_host == "n2"
-
-
-def test_mpich_is_recognised_by_its_local_rank() -> None:
-    found = identify(MPICH)
-    assert (found.launcher, found.rank, found.size, found.local_rank) == ("mpich", 2, 3, 2)
-
-
-def test_mpich_inside_a_slurm_job_uses_the_first_node_of_its_step() -> None:
-    found = identify({**SLURM, **MPICH, "MPI_LOCALNRANKS": "1"})
-    assert (found.launcher, found.master_host, found.job) == ("mpich", "n2", "mpich-slurm-7-0")
-    assert identify({**MPICH, "MPI_LOCALNRANKS": "1"}).job == ""  # no id that all hosts know
-
-
-def test_a_slurm_step_uses_the_first_node_of_the_step() -> None:
-    found = identify(SLURM)
-    assert (found.launcher, found.rank, found.size) == ("slurm", 3, 4)
-    assert (found.local_rank, found.local_size, found.node, found.nodes) == (1, 2, 1, 2)
-    # Not the job's first node, and not the host srun was typed on.
-    assert found.master_host == "n2"
-    assert found.reasons["master"] == "SLURM_STEP_NODELIST"
-
-
-def test_the_batch_shell_of_a_slurm_job_is_a_world_of_one_rank() -> None:
-    batch = {k: v for k, v in SLURM.items() if not k.startswith("SLURM_STEP")}
-    assert identify({**batch, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).size == 1
-
-
-def test_a_slurm_step_of_one_task_is_not_a_launcher() -> None:
-    step = {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-    assert identify(step).launcher == "python"  # srun --pty bash: its commands start ranks
-    assert identify({**step, **PLAIN}).rank == 1  # srun -n1 … & srun -n1 … &
-
-
-def test_pmi_variables_set_by_srun_are_slurm() -> None:
-    assert identify({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "slurm"
-
-
-def test_torchrun_inside_a_slurm_step_is_torchrun() -> None:
-    assert identify({**SLURM, **TORCHRUN}).launcher == "torchrun"
-
-
-def test_mpirun_inside_a_slurm_step_is_mpirun() -> None:
-    # orted runs as a step's task, so Slurm's rank is the daemon's, not ours.
-    assert identify({**SLURM, **OPENMPI}).launcher == "openmpi"
-
-
-def test_the_four_variables_win_over_slurm_if_they_agree() -> None:
-    assert identify({**SLURM, **PLAIN, "RANK": "3"}).launcher == "environment"
+def test_each_value_has_the_variable_that_gave_it() -> None:
+    assert identify({}).reasons["rank"] == "default: no launcher found"
+    assert identify(TORCHRUN).reasons["local_rank"] == "LOCAL_RANK"
+    assert identify(SLURM).reasons["master"] == "SLURM_STEP_NODELIST"
 
 
 @pytest.mark.parametrize("other", [OPENMPI, MPICH, SLURM])

@@ -12,6 +12,16 @@ import pytest
 from worlds import TUTTI, clean_environment, run_command
 
 
+def start(*command: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*map(str, command)],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "script.py"
@@ -76,13 +86,7 @@ def test_output_is_forwarded_as_bytes(tmp_path: Path) -> None:
 def test_a_run_under_nohup_ignores_sighup(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text("import time\nprint('up', flush=True)\ntime.sleep(1)\nprint('done')\n")
-    with subprocess.Popen(
-        ["nohup", *TUTTI, "run", "-n", "1", "--log-dir", str(tmp_path), str(script)],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as launcher:
+    with start("nohup", *TUTTI, "run", "-n", 1, "--log-dir", tmp_path, script) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "up\n"
         launcher.send_signal(signal.SIGHUP)
@@ -120,17 +124,10 @@ def test_user_signals_are_forwarded_to_the_ranks(tmp_path: Path) -> None:
         "print('ready', flush=True)\n"
         "signal.pause()\n"
     )
-    with subprocess.Popen(
-        [*TUTTI, "run", "-n", "2", str(script)],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as launcher:
+    with start(*TUTTI, "run", "-n", 2, script) as launcher:
         assert launcher.stdout is not None
-        assert {launcher.stdout.readline(), launcher.stdout.readline()} == {
-            "[rank 0] ready\n",
-            "[rank 1] ready\n",
-        }
+        ready = {launcher.stdout.readline(), launcher.stdout.readline()}
+        assert ready == {"[rank 0] ready\n", "[rank 1] ready\n"}
         launcher.send_signal(signal.SIGUSR1)
         rest, _ = launcher.communicate(timeout=20)
     assert launcher.returncode == 0
@@ -156,13 +153,7 @@ def test_ctrl_c_prints_no_traceback_of_ranks_that_still_import(tmp_path: Path) -
     )
     script = tmp_path / "script.py"
     script.write_text("import slow\n")
-    with subprocess.Popen(
-        [*TUTTI, "run", "-n", "4", str(script)],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as launcher:
+    with start(*TUTTI, "run", "-n", 4, script) as launcher:
         assert launcher.stdout is not None
         for _ in range(4):
             assert launcher.stdout.readline().endswith("importing\n")
@@ -181,13 +172,7 @@ def test_another_traceback_after_ctrl_c_is_shown(tmp_path: Path) -> None:
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
     )
-    with subprocess.Popen(
-        [*TUTTI, "run", "-n", "2", str(script)],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as launcher:
+    with start(*TUTTI, "run", "-n", 2, script) as launcher:
         assert launcher.stdout is not None
         assert [launcher.stdout.readline()[9:] for _ in range(2)] == ["ready\n"] * 2
         launcher.send_signal(signal.SIGINT)

@@ -46,21 +46,28 @@ def test_plain_python_is_a_world_of_one_rank(tmp_path: Path) -> None:
     assert (row["rank"], row["launcher"], row["device"]) == (0, "python", "cpu")
 
 
-def test_tutti_run(tmp_path: Path) -> None:
-    job = ["-m", "tutti", "world", "--json", tmp_path / "w.json"]
-    check(run_command([*TUTTI, "run", "-n", 4, *job]))
-    rows = rows_in(tmp_path / "w.json")
-    assert places(rows) == [(0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 3, 0)]
-    assert {row["launcher"] for row in rows} == {"tutti"}
-    assert rows[3]["reasons"]["rank"] == "RANK"
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def test_torchrun_on_one_node(tmp_path: Path) -> None:
-    job = ["-m", "tutti", "world", "--json", tmp_path / "w.json"]
-    check(run_command([*TORCHRUN, "--standalone", "--nproc-per-node", 2, *job]))
+@pytest.mark.parametrize(
+    ("launcher", "command"),
+    [
+        ("tutti", [*TUTTI, "run", "-n", 3, "-m"]),
+        ("torchrun", [*TORCHRUN, "--standalone", "--nproc-per-node", 3, "-m"]),
+        pytest.param(
+            "openmpi",
+            ["mpirun.openmpi", "--oversubscribe", "-np", 3, *TUTTI[:-1]],
+            marks=needs("mpirun.openmpi"),
+        ),
+        pytest.param("mpich", ["mpirun.mpich", "-np", 3, *TUTTI[:-1]], marks=needs("mpirun.mpich")),
+    ],
+)
+def test_three_ranks_on_one_host(tmp_path: Path, launcher: str, command: list[object]) -> None:
+    check(run_command([*command, "tutti", "world", "--json", tmp_path / "w.json"], env=AS_ROOT))
     rows = rows_in(tmp_path / "w.json")
-    assert places(rows) == [(0, 0, 0), (1, 1, 0)]
-    assert {row["launcher"] for row in rows} == {"torchrun"}
+    assert places(rows) == [(0, 0, 0), (1, 1, 0), (2, 2, 0)]
+    assert {row["launcher"] for row in rows} == {launcher}
+    assert "RANK" in rows[2]["reasons"]["rank"]
 
 
 def test_torchrun_restarts_a_failed_world(tmp_path: Path) -> None:
@@ -79,25 +86,6 @@ def test_torchrun_restarts_a_failed_world(tmp_path: Path) -> None:
     done = run_command([*TORCHRUN, *restart])
     check(done)
     assert done.stdout.count("sum 4") == 2
-
-
-@needs("mpirun.openmpi")
-def test_open_mpi(tmp_path: Path) -> None:
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    mpirun = ["mpirun.openmpi", "--oversubscribe", "-np", 3]
-    check(run_command([*mpirun, *TUTTI, "world", "--json", tmp_path / "w.json"], env=as_root))
-    rows = rows_in(tmp_path / "w.json")
-    assert places(rows) == [(0, 0, 0), (1, 1, 0), (2, 2, 0)]
-    assert {row["launcher"] for row in rows} == {"openmpi"}
-
-
-@needs("mpirun.mpich")
-def test_mpich(tmp_path: Path) -> None:
-    mpirun = ["mpirun.mpich", "-np", 3]
-    check(run_command([*mpirun, *TUTTI, "world", "--json", tmp_path / "w.json"]))
-    rows = rows_in(tmp_path / "w.json")
-    assert places(rows) == [(0, 0, 0), (1, 1, 0), (2, 2, 0)]
-    assert {row["launcher"] for row in rows} == {"mpich"}
 
 
 @needs_hosts
@@ -221,10 +209,9 @@ def test_mpirun_inside_a_slurm_job_needs_no_master_address(
 ) -> None:
     if shutil.which(f"mpirun.{flavour}") is None:
         pytest.skip(f"mpirun.{flavour} is not installed")
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     # From the hub, which is not a node of the job, like a login node with salloc's shell.
     job = ["salloc", "-N2", "--ntasks-per-node=1", f"mpirun.{flavour}", *TUTTI, "world", "--json"]
-    check(cluster.run([*job, str(tmp_path / "w.json")], env=as_root, timeout=90))
+    check(cluster.run([*job, str(tmp_path / "w.json")], env=AS_ROOT, timeout=90))
     rows = rows_in(tmp_path / "w.json")
     assert [(row["host"], row["launcher"]) for row in rows] == [("n1", flavour), ("n2", flavour)]
 

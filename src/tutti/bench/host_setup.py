@@ -13,7 +13,7 @@ from tutti.machine.sysfs import SysFiles
 from tutti.measure.units import format_bytes, format_size
 from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
-from tutti.world.rendezvous import has_shm
+from tutti.world.rendezvous import shm_unavailable
 from tutti.world.world import World
 
 # ---- Pinning: a rank that migrates or shares its CPUs measures the scheduler ----
@@ -93,7 +93,8 @@ class CoreLatency:
     def __init__(self, world: World, cpus: Sequence[str]) -> None:
         sets = [set(parse_cpu_list(each)) for each in cpus]
         disjoint = len(sets) > 1 and sum(map(len, sets)) == len(set().union(*sets))
-        known = world.device.type == "cpu" and world.nodes == 1 and disjoint and has_shm()
+        on_one_cpu_host = world.device.type == "cpu" and world.nodes == 1
+        known = on_one_cpu_host and disjoint and not shm_unavailable()
         pairs = list(pairwise(range(world.size)))[: self._MAX_PAIRS] if known else []
         self._rank = world.rank
         # For JSON: nanoseconds before and after, null if a rank timed out.

@@ -55,9 +55,9 @@ def parse(
 def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
     """Return the value of a flag before all flags are parsed; None if it is not given."""
     value = None
-    for position, argument in enumerate(arguments):
-        if argument == flag and position + 1 < len(arguments):
-            value = arguments[position + 1]
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == flag and following is not None:
+            value = following
         elif argument.startswith(f"{flag}="):
             value = argument.partition("=")[2]
     return value
@@ -84,9 +84,7 @@ def split_at_command(kind: type[object], arguments: Sequence[str]) -> tuple[list
 
 def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split `--nodes 2 -- python train.py` into tutti's flags and the command."""
-    if "--" not in arguments:
-        return list(arguments), []
-    position = list(arguments).index("--")
+    position = arguments.index("--") if "--" in arguments else len(arguments)
     return list(arguments[:position]), list(arguments[position + 1 :])
 
 
@@ -154,9 +152,7 @@ def _readable_help(text: str, width: int, optional_switches: set[str]) -> str:
     box = re.sub(r"\n│ *│(?=\n)", "", box)
     box = re.sub(r"(?m)^(│ (?:-\w .*?, )?)(--[\w-]+) \{None,True,False\}", _as_switch, box)
     box = re.sub(r"(?m)^│.*\{None[},].*$", _without_none, box)
-    title = re.compile(r"(─ (?:\w+\.)*)(\w+)( options) (─+)")
-    box = title.sub(lambda found: _plain_title(found[1], found[2], found[0]), box)
-    return above + edge + box
+    return above + edge + re.sub(r"─ (?:\w+\.)*(\w+) options ─+", _plain_title, box)
 
 
 def _blanks(found: re.Match[str]) -> str:
@@ -165,7 +161,7 @@ def _blanks(found: re.Match[str]) -> str:
 
 def _as_switch(found: re.Match[str]) -> str:
     name = found[2].removeprefix("--")
-    return (f"{found[1]}--{name}, --no-{name}").ljust(len(found[0]))
+    return f"{found[1]}--{name}, --no-{name}".ljust(len(found[0]))
 
 
 def _without_none(line: re.Match[str]) -> str:
@@ -175,9 +171,8 @@ def _without_none(line: re.Match[str]) -> str:
     return re.sub(r" {2,}(?=\S)", lambda gap: gap[0] + " " * removed, shorter, count=1)
 
 
-def _plain_title(path: str, name: str, whole: str) -> str:
-    title = f"─ {name.replace('_', ' ')} "
-    return title + "─" * (len(whole) - len(title))
+def _plain_title(found: re.Match[str]) -> str:
+    return f"─ {found[1].replace('_', ' ')} ".ljust(len(found[0]), "─")
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -212,16 +207,11 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
     flag = unknown[1].split(",")[0].strip()
     if not flag.startswith("-"):
         return f"{flag!r} is not expected here: see {program} --help"
-    close = closest_flag(flag, names)
-    return f"no flag {flag}: {f'did you mean {close}?' if close else f'see {program} --help'}"
-
-
-def closest_flag(flag: str, names: Sequence[str]) -> str | None:
-    """The known flag most similar to `flag`; None if no flag is similar."""
     # Without the dashes, which all flags share and which would make any two names similar.
     bare = {name.lstrip("-"): name for name in names}
     word = re.sub("^no-", "", flag.partition("=")[0].lstrip("-"))
     close = difflib.get_close_matches(word, bare, n=1, cutoff=0.6)
     if not close:  # --sweep: a whole part of --lr-sweep
         close = [name for name in bare if word in name.split("-")][:1]
-    return bare[close[0]] if close else None
+    cure = f"did you mean {bare[close[0]]}?" if close else f"see {program} --help"
+    return f"no flag {flag}: {cure}"

@@ -10,8 +10,10 @@ no thread.
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -315,53 +317,43 @@ class Prefetcher(Generic[Item]):
     """
 
     def __init__(self, items: Generator[Item, None, None], depth: int, name: str) -> None:
-        self._depth = depth
-        self._ready: deque[Item] = deque()
-        self._end: BaseException | None = None  # raised after the last ready item
+        self._ready: SimpleQueue[Future[Item]] = SimpleQueue()
+        self._free = threading.Semaphore(depth)
         self._closed = False
-        self._changed = threading.Condition()
         # Daemon: a process that exits in the middle of a loop must not wait for its data.
         self._thread = threading.Thread(target=self._work, args=(items,), name=name, daemon=True)
         self._thread.start()
 
     def _work(self, items: Generator[Item, None, None]) -> None:
-        end: BaseException | None = None
-        while end is None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
-                if self._closed:
-                    break
+        ended = False
+        while not ended and self._free.acquire():
+            made: Future[Item] = Future()
             try:
-                item = next(items)
-            except BaseException as error:  # StopIteration too: the loop ends as the iterator did
-                end = error
-            with self._changed:
-                if end is None:
-                    self._ready.append(item)
-                self._end = end
-                self._changed.notify_all()
+                if self._closed:
+                    raise RuntimeError(_LOOP_CLOSED)
+                made.set_result(next(items))
+            except BaseException as error:  # StopIteration too: the loop ends as the generator did
+                made.set_exception(error)
+                ended = True
+            self._ready.put(made)
         items.close()  # its `finally` must run in the thread that ran the generator
 
     def __iter__(self) -> Iterator[Item]:
         return self
 
     def __next__(self) -> Item:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._ready or self._end)
-            if self._closed:
-                raise RuntimeError(_LOOP_CLOSED)
-            if self._ready:
-                self._changed.notify_all()
-                return self._ready.popleft()
-            assert self._end is not None
-            raise self._end
+        if self._closed:
+            raise RuntimeError(_LOOP_CLOSED)
+        made = self._ready.get()
+        if made.exception() is not None:
+            self._ready.put(made)  # a later call raises it again
+        self._free.release()
+        return made.result()
 
     def close(self) -> None:
         """End the thread after the item that it is making, and wait for that."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
+        self._closed = True
+        self._free.release()
         self._thread.join()
 
 

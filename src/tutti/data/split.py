@@ -93,14 +93,6 @@ def measured_shares(
     return [share / math.fsum(mixed) for share in mixed]
 
 
-def microbatches(count: int, accumulation: int) -> list[int]:
-    """One rank's samples of a step in `accumulation` microbatches, sizes differing by at most one.
-
-    The loss of each is weighted by its size over the global count, not by 1/accumulation.
-    """
-    return even(count, accumulation)
-
-
 def bounds(counts: Sequence[int], rank: int) -> tuple[int, int]:
     """Where the samples of `rank` start and stop in a batch divided into `counts`."""
     start = sum(counts[:rank])

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tutti.comm.collectives import all_reduce
 from tutti.data.loader import Batch
-from tutti.data.split import microbatches
+from tutti.data.split import even
 from tutti.parallel.engine import Engine
 from tutti.parallel.grad_norm import clip_by_global_norm
 from tutti.parallel.tensor import loss_context
@@ -109,7 +109,8 @@ class Step:
         # At the end of an epoch there may be fewer samples than microbatches: those that are empty
         # on every rank are left out. Some rank has at least the mean number of samples.
         largest = -(-batch.global_count // mesh.layout.data_ranks)
-        sizes = microbatches(batch.count, min(self.accumulation, largest))
+        # The loss of each is weighted by its size over the global count, not by 1/accumulation.
+        sizes = even(batch.count, min(self.accumulation, largest))
         inputs = torch.split(as_model_dtype(batch.inputs, self.engine.model), sizes)
         parts = list(zip(inputs, torch.split(batch.targets, sizes), strict=True))
         with self._autocast_context(), loss_context(mesh.layout.tp > 1):

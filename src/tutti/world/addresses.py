@@ -62,20 +62,12 @@ def gloo_interface(
         return "lo", "all ranks are on this machine"
     # Ranks on the store's host know only their loopback address; the addresses of remote ranks
     # show which interface reaches them.
-    remote_addresses = [address for each in remote if (address := _external_address(each))]
-    address = _external_address(own)
-    if address is None and remote_addresses:
-        address = local_address_towards(remote_addresses[0])
-    name = _interface_with(address) if address else None
-    if name is None:
-        return None, "gloo's default: no route to the other machines was found"
-    return name, f"it reaches {remote[0].host}"
-
-
-def _external_address(info: "RankInfo") -> str | None:
-    return None if info.address.startswith("127.") else info.address or None
-
-
-def _interface_with(address: str) -> str | None:
-    names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if interface_address(name) == address), None)
+    address = own.address
+    if not address or address.startswith("127."):
+        addresses = (each.address for each in remote)
+        external = next((a for a in addresses if a and not a.startswith("127.")), None)
+        address = (external and local_address_towards(external)) or ""
+    for _, name in socket.if_nameindex():
+        if address and interface_address(name) == address:
+            return name, f"it reaches {remote[0].host}"
+    return None, "gloo's default: no route to the other machines was found"

@@ -6,7 +6,6 @@ slices, and every wait of one rank for another costs milliseconds.
 
 import contextlib
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -41,11 +40,6 @@ class MpsDaemon:
             "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
         }
 
-    @staticmethod
-    def available() -> bool:
-        """Whether this machine has MPS."""
-        return shutil.which("nvidia-cuda-mps-control") is not None
-
     def start(self) -> None:
         """Start the daemon; raises CalledProcessError if it refuses."""
         for directory in self.variables.values():
@@ -59,10 +53,13 @@ class MpsDaemon:
         with contextlib.suppress(subprocess.SubprocessError, OSError):
             self._control(command="quit -t 5\n")
         deadline = time.monotonic() + 10
-        while self._alive(pids) and time.monotonic() < deadline:
+        while (alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and (
+            time.monotonic() < deadline
+        ):
             time.sleep(0.05)
-        for pid in self._alive(pids):
-            os.kill(pid, 9)
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, 9)
 
     def _control(self, *arguments: str, command: str | None = None) -> None:
         subprocess.run(
@@ -87,7 +84,3 @@ class MpsDaemon:
             except OSError:  # ended, or another user's
                 continue
         return found
-
-    @staticmethod
-    def _alive(pids: list[int]) -> list[int]:
-        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def _most_ranks() -> tuple[int, str]:
 
 
 def _start_mps(scratch: Path, stack: ExitStack) -> dict[str, str]:
-    if not MpsDaemon.available():
+    if shutil.which("nvidia-cuda-mps-control") is None:
         _say("nvidia-cuda-mps-control is not installed: ranks on one GPU take turns, which is slow")
         return {}
     daemon = MpsDaemon(scratch)

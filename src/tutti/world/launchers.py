@@ -53,7 +53,15 @@ def identify(env: Environment) -> Identity:
         # RANK and WORLD_SIZE may be left over in a shell. If a launcher contradicts them, either
         # choice could hang or train the wrong world.
         for other in found[1:]:
-            _refuse_contradiction(identity, other)
+            if (identity.rank, identity.size) != (other.rank, other.size):
+                claim, other_claim = (
+                    f"{each.reasons['rank']}={each.rank} {each.reasons['size']}={each.size}"
+                    for each in (identity, other)
+                )
+                raise UsageError(
+                    f"two launchers disagree: {claim}, but {other_claim}: unset RANK and "
+                    f"WORLD_SIZE to use {other.launcher}, or unset the other two"
+                )
     return identity
 
 
@@ -248,19 +256,6 @@ class _Reader:
             agent_store=agent_store,
             reasons=self.reasons,
         )
-
-
-def _refuse_contradiction(one: Identity, other: Identity) -> None:
-    if (one.rank, one.size) == (other.rank, other.size):
-        return
-    claims = [
-        f"{each.reasons['rank']}={each.rank} {each.reasons['size']}={each.size}"
-        for each in (one, other)
-    ]
-    raise UsageError(
-        f"two launchers disagree: {claims[0]}, but {claims[1]}: unset RANK and WORLD_SIZE to use "
-        f"{other.launcher}, or unset the other two"
-    )
 
 
 def _refuse_incomplete_variables(env: Environment) -> None:

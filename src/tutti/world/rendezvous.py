@@ -240,7 +240,7 @@ def describe_rank(
         gpus=tuple(gpus),
         cpus=format_cpu_list(allowed_cpus()),
         versions=versions() | {"torch": torch.__version__},  # includes the CUDA version
-        shm=not gpus and has_shm(),  # used on the CPU only
+        shm=not gpus and not shm_unavailable(),  # used on the CPU only
         token=uuid.uuid4().hex,
     )
 
@@ -253,11 +253,6 @@ def shm_unavailable() -> str:
     creator = dist.Backend._plugins["SHM"].creator_fn
     usable, reason = importlib.import_module(creator.__module__).available()
     return "" if usable else str(reason)
-
-
-def has_shm() -> bool:
-    """Whether the shared-memory backend can be used here."""
-    return not shm_unavailable()
 
 
 def exchange_rank_info(store: dist.Store, info: RankInfo, size: int, timeout: float) -> Roster:
