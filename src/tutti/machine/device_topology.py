@@ -5,7 +5,7 @@ computed from the PCI paths in /sys, so they need no driver and cover NICs.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -15,6 +15,8 @@ from tutti.machine.gpus import Accelerator, NvLink
 from tutti.machine.nics import Nic, RdmaPort
 from tutti.machine.observation import Machine
 from tutti.machine.recording import to_json
+
+Rows = Iterator[dict[str, Any]]
 
 # From near to far. NV# stands for # NVLinks.
 LINK_CLASSES = {
@@ -62,12 +64,12 @@ def distance_rank(link_class: str) -> int:
     return list(LINK_CLASSES).index("NV#" if link_class.startswith("NV") else link_class)
 
 
-def pci_place(machine: Machine, pci_address: str | None, numa_node: int | None) -> PciPlace:
-    """The place of the device at a PCI address."""
-    device = machine.pci_device(pci_address)
-    if device is None:
-        return PciPlace((), numa_node)
-    return PciPlace(device.path, device.numa_node if numa_node is None else numa_node)
+def pci_place(machine: Machine, device: "Accelerator | Interface") -> PciPlace:
+    """The place of a device."""
+    on_bus = machine.pci_device(device.pci_address)
+    if on_bus is None:
+        return PciPlace((), device.numa_node)
+    return PciPlace(on_bus.path, on_bus.numa_node if device.numa_node is None else device.numa_node)
 
 
 def pci_class(a: PciPlace, b: PciPlace, numa_nodes: int) -> tuple[str, str]:
@@ -97,22 +99,6 @@ def pci_class(a: PciPlace, b: PciPlace, numa_nodes: int) -> tuple[str, str]:
     if a.numa_node == b.numa_node:
         return "NODE", f"{roots} of NUMA node {a.numa_node}"
     return "SYS", f"{roots} of NUMA nodes {a.numa_node} and {b.numa_node}"
-
-
-def _gpu_link(machine: Machine, a: Accelerator, b: Accelerator) -> Link:
-    place_a = pci_place(machine, a.pci_address, a.numa_node)
-    place_b = pci_place(machine, b.pci_address, b.numa_node)
-    over_pci, reason = pci_class(place_a, place_b, len(machine.numa))
-    if over_pci == "?":
-        access = next((p for p in machine.peers if (p.src, p.dst) == (a.index, b.index)), None)
-        if access is not None and access.driver_class is not None:
-            over_pci = access.driver_class
-            reason = f"{reason}; the driver reports {over_pci}"
-    count, speed, path = _nvlinks_between(a, b)
-    if count:
-        reason = f"{path}; PCIe path {over_pci}: {reason}"
-    link_class = f"NV{count}" if count else over_pci
-    return Link(f"GPU{a.index}", f"GPU{b.index}", link_class, over_pci, count, speed, reason)
 
 
 def _nvlinks_between(a: Accelerator, b: Accelerator) -> tuple[int, float | None, str]:
@@ -163,20 +149,8 @@ class Interface:
     name: str
     netdev: Nic | None
     ports: tuple[RdmaPort, ...]
-
-    @property
-    def _hardware(self) -> RdmaPort | Nic | None:
-        return self.ports[0] if self.ports else self.netdev
-
-    @property
-    def pci_address(self) -> str | None:
-        """The PCI address of the device."""
-        return None if self._hardware is None else self._hardware.pci_address
-
-    @property
-    def numa_node(self) -> int | None:
-        """The NUMA node of the device."""
-        return None if self._hardware is None else self._hardware.numa_node
+    pci_address: str | None
+    numa_node: int | None
 
     @property
     def rate_gbps(self) -> float | None:
@@ -229,32 +203,44 @@ class Topology:
         by_device: dict[str, list[RdmaPort]] = {}
         for port in self.machine.rdma:
             by_device.setdefault(port.device, []).append(port)
-        found: list[tuple[str, Nic | None, tuple[RdmaPort, ...]]] = []
-        for device in sorted(by_device, key=_natural_order):
-            ports = by_device[device]
-            found.append((device, nics.get(ports[0].netdev or ""), tuple(ports)))
-        for name in sorted(nics, key=_natural_order):
-            if nics[name].kind == "physical" and not nics[name].rdma:
-                found.append((name, nics[name], ()))
-        return tuple(Interface(f"NIC{number}", *each) for number, each in enumerate(found))
+        plain = [nic.name for nic in nics.values() if nic.kind == "physical" and not nic.rdma]
+        found: list[Interface] = []
+        for name in (*sorted(by_device, key=_natural_order), *sorted(plain, key=_natural_order)):
+            ports = tuple(by_device.get(name, ()))
+            hardware = ports[0] if ports else nics[name]
+            netdev = nics.get(ports[0].netdev or "") if ports else nics[name]
+            place = (hardware.pci_address, hardware.numa_node)
+            found.append(Interface(f"NIC{len(found)}", name, netdev, ports, *place))
+        return tuple(found)
+
+    @cached_property
+    def devices(self) -> dict[str, Accelerator | Interface]:
+        """GPUs and interfaces by id."""
+        return {f"GPU{gpu.index}": gpu for gpu in self.gpus} | {n.id: n for n in self.interfaces}
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
-        """The link between every two GPUs and interfaces, each pair once."""
-        links = [_gpu_link(self.machine, a, b) for a, b in combinations(self.gpus, 2)]
-        gpus = [
-            (f"GPU{gpu.index}", pci_place(self.machine, gpu.pci_address, gpu.numa_node))
-            for gpu in self.gpus
-        ]
-        nics = [
-            (nic.id, pci_place(self.machine, nic.pci_address, nic.numa_node))
-            for nic in self.interfaces
-        ]
-        pairs = [(gpu, nic) for gpu in gpus for nic in nics] + list(combinations(nics, 2))
-        for (a, place_a), (b, place_b) in pairs:
-            link_class, reason = pci_class(place_a, place_b, len(self.machine.numa))
-            links.append(Link(a, b, link_class, link_class, 0, None, reason))
-        return tuple(links)
+        """The link between every two GPUs and interfaces, each pair once; GPUs come first."""
+        links = [self._link(a, b) for a, b in combinations(self.devices, 2)]
+        return tuple(sorted(links, key=lambda link: (link.a[:3], link.b[:3])))
+
+    def _link(self, a: str, b: str) -> Link:
+        devices = (self.devices[a], self.devices[b])
+        place_a, place_b = (pci_place(self.machine, each) for each in devices)
+        over_pci, reason = pci_class(place_a, place_b, len(self.machine.numa))
+        count, speed = 0, None
+        one, other = devices
+        if isinstance(one, Accelerator) and isinstance(other, Accelerator):
+            indices = (one.index, other.index)
+            access = next((p for p in self.machine.peers if (p.src, p.dst) == indices), None)
+            if over_pci == "?" and access is not None and access.driver_class is not None:
+                over_pci = access.driver_class
+                reason = f"{reason}; the driver reports {over_pci}"
+            count, speed, path = _nvlinks_between(one, other)
+            if count:
+                reason = f"{path}; PCIe path {over_pci}: {reason}"
+        link_class = f"NV{count}" if count else over_pci
+        return Link(a, b, link_class, over_pci, count, speed, reason)
 
     @cached_property
     def _classes(self) -> dict[frozenset[str], str]:
@@ -282,114 +268,77 @@ class Topology:
 
     def to_json(self) -> dict[str, list[dict[str, Any]]]:
         """devices[], links[], nics[] and numa[]; every row has the key `host`."""
-        host = {"host": self.machine.host}
-        return {
-            "devices": [host | each for each in (*self._cpu_rows(), *self._gpu_rows())],
-            "links": [host | each for each in self._link_rows()],
-            "nics": [host | each for each in self._nic_rows()],
-            "numa": [host | each for each in self._numa_rows()],
+        rows = {
+            "devices": [*self._cpu_rows(), *self._gpu_rows()],
+            "links": [*self._link_rows()],
+            "nics": [*self._nic_rows()],
+            "numa": [*self._numa_rows()],
         }
+        host = {"host": self.machine.host}
+        return {name: [host | row for row in each] for name, each in rows.items()}
 
-    def _cpu_rows(self) -> list[dict[str, Any]]:
+    def _cpu_rows(self) -> Rows:
         """One row for the CPUs of each NUMA node; one row for all CPUs if no nodes are known."""
         machine = self.machine
-        nodes = [
-            (node.id, node.id, node.cpus, node.memory_bytes) for node in machine.numa if node.cpus
-        ]
+        common = {"kind": "cpu", "name": machine.cpus.model}
+        for node in machine.numa:
+            if node.cpus:
+                own = {"id": f"CPU{node.id}", "numa_node": node.id, "cpus": node.cpus}
+                yield {**common, **own, "memory_bytes": node.memory_bytes}
         if not machine.numa:
-            nodes = [(0, None, machine.cpus.allowed, machine.memory.total_bytes)]  # type: ignore[list-item]
-        return [
-            {
-                "kind": "cpu",
-                "name": machine.cpus.model,
-                "id": f"CPU{number}",
-                "numa_node": node,
-                "cpus": cpus,
-                "memory_bytes": memory,
-            }
-            for number, node, cpus, memory in nodes
-        ]
+            own = {"id": "CPU0", "numa_node": None, "cpus": machine.cpus.allowed}
+            yield {**common, **own, "memory_bytes": machine.memory.total_bytes}
 
-    def _gpu_rows(self) -> list[dict[str, Any]]:
-        rows = []
+    def _gpu_rows(self) -> Rows:
+        same = ("name", "numa_node", "cpus", "memory_bytes", "index", "uuid", "pci_address", "pcie")
         for gpu in self.gpus:
             links = gpu.nvlinks
-            rows.append(
-                {
-                    "kind": "gpu",
-                    "name": gpu.name,
-                    "id": f"GPU{gpu.index}",
-                    "numa_node": gpu.numa_node,
-                    "cpus": gpu.cpus,
-                    "memory_bytes": gpu.memory_bytes,
-                    "index": gpu.index,
-                    "uuid": gpu.uuid,
-                    "pci_address": gpu.pci_address,
-                    "pcie": to_json(gpu.pcie),
-                    "nvlinks": None if links is None else len(links),
-                    "nvlinks_active": None if links is None else len(_active_links(gpu)),
-                    "nvlinks_detail": to_json(links),
-                    "near_nics": [nic.id for nic in self.near_nics(gpu)],
-                }
-            )
-        return rows
+            yield {
+                "kind": "gpu",
+                "id": f"GPU{gpu.index}",
+                **{name: to_json(getattr(gpu, name)) for name in same},
+                "nvlinks": None if links is None else len(links),
+                "nvlinks_active": None if links is None else len(_active_links(gpu)),
+                "nvlinks_detail": to_json(links),
+                "near_nics": [nic.id for nic in self.near_nics(gpu)],
+            }
 
-    def _link_rows(self) -> list[dict[str, Any]]:
+    def _link_rows(self) -> Rows:
         access = {(f"GPU{p.src}", f"GPU{p.dst}"): p for p in self.machine.peers}
-        rows: list[dict[str, Any]] = []
         for link in self.links:
             pairs = ((link.a, link.b), (link.b, link.a))
             directions = [access[pair] for pair in pairs if pair in access]
-            rows.append(
-                {
-                    "a": link.a,
-                    "b": link.b,
-                    "class": link.link_class,
-                    "pci_class": link.pci_class,
-                    "nvlinks": link.nvlinks,
-                    "nvlink_gbs": link.nvlink_gbs,
-                    "p2p_read": [each.read for each in directions] or None,
-                    "p2p_write": [each.write for each in directions] or None,
-                    "reason": link.reason,
-                }
-            )
+            row = to_json(link)
+            yield {
+                "class": row.pop("link_class"),
+                **row,
+                "p2p_read": [each.read for each in directions] or None,
+                "p2p_write": [each.write for each in directions] or None,
+            }
         for a, b in combinations(self.machine.numa, 2):
             if a.cpus and b.cpus:
-                position = self.machine.numa.index(b)
-                distance = None if a.distances is None else a.distances[position]
-                row = {"a": f"CPU{a.id}", "b": f"CPU{b.id}", "class": "SYS", "distance": distance}
-                rows.append(row)
-        return rows
+                distance = a.distances and a.distances[self.machine.numa.index(b)]
+                yield {"a": f"CPU{a.id}", "b": f"CPU{b.id}", "class": "SYS", "distance": distance}
 
-    def _nic_rows(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": nic.id,
-                "name": nic.name,
+    def _nic_rows(self) -> Rows:
+        for nic in self.interfaces:
+            yield {
                 "netdev": nic.netdev.name if nic.netdev else None,
                 "driver": nic.ports[0].driver if nic.ports else nic.netdev and nic.netdev.driver,
                 "rdma": bool(nic.ports),
                 "link_layer": nic.ports[0].link_layer if nic.ports else "Ethernet",
-                "state": nic.state,
-                "rate_gbps": nic.rate_gbps,
                 "mtu": nic.netdev.mtu if nic.netdev else None,
-                "pci_address": nic.pci_address,
-                "numa_node": nic.numa_node,
-                "errors": nic.errors,
+                **{name: getattr(nic, name) for name in ("id", "name", "state", "rate_gbps")},
+                **{name: getattr(nic, name) for name in ("pci_address", "numa_node", "errors")},
                 "near_gpus": [f"GPU{gpu.index}" for gpu in self.near_gpus(nic)],
             }
-            for nic in self.interfaces
-        ]
 
-    def _numa_rows(self) -> list[dict[str, Any]]:
-        return [
-            to_json(node)
-            | {
+    def _numa_rows(self) -> Rows:
+        for node in self.machine.numa:
+            yield to_json(node) | {
                 "gpus": [f"GPU{gpu.index}" for gpu in self.gpus if gpu.numa_node == node.id],
                 "nics": [nic.id for nic in self.interfaces if nic.numa_node == node.id],
             }
-            for node in self.machine.numa
-        ]
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:

@@ -2,8 +2,9 @@
 
 import contextlib
 import ctypes
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,15 +129,13 @@ def visible_gpu_count(env: Mapping[str, str] | None = None) -> int:
     selected = env.get("CUDA_VISIBLE_DEVICES")
     if selected is None:
         return installed
-    count = 0
-    for entry in selected.split(","):
-        entry = entry.strip()
-        # CUDA ignores the rest of the list after the first entry that is not a device.
-        if entry.isdecimal() and int(entry) >= installed:
-            break
-        if not entry.isdecimal() and not entry.startswith(("GPU-", "MIG-")):
-            break
-        count += 1
+
+    def is_device(entry: str) -> bool:
+        return int(entry) < installed if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
+
+    # CUDA ignores the rest of the list after the first entry that is not a device.
+    entries = [entry.strip() for entry in selected.split(",")]
+    count = len(list(itertools.takewhile(is_device, entries)))
     return min(count, installed) if "MIG-" not in selected else count
 
 
@@ -180,62 +179,74 @@ def _start_nvml() -> tuple[Any, str]:
 
 # Constants of the NVML interface; older bindings have no names for some of them.
 _SM, _MEMORY = 1, 2
-_THROTTLE = {
-    0x1: "idle",
-    0x2: "application_clocks",
-    0x4: "sw_power_cap",
-    0x8: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "sw_thermal",
-    0x40: "hw_thermal",
-    0x80: "hw_power_brake",
-    0x100: "display",
-}
+_THROTTLE = (  # the bits, from the lowest
+    *("idle", "application_clocks", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal"),
+    *("hw_thermal", "hw_power_brake", "display"),
+)
 _COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
 _FABRIC_STATES = {0: "not_supported", 1: "not_started", 2: "in_progress", 3: "completed"}
 _RECOVERY_FIELD = 230
 _RECOVERY = {0: "none", 1: "gpu_reset", 2: "node_reboot", 3: "drain_p2p", 4: "drain_and_reset"}
 _P2P = {0: "OK", 1: "CNS", 2: "GNS", 3: "TNS", 4: "DR", 5: "NS", 6: "U"}
-_P2P_CAPABILITIES = {"read": 0, "write": 1, "nvlink": 2, "atomics": 3}
 _PCI_CLASSES = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _NVLINK_PEERS = {0: "gpu", 1: "cpu", 2: "switch"}
 _NVLINK_SPEED_FIELD = 164
 
 
 class _Query:
-    """Calls NVML. A call that fails returns None, and `unknown` gets NVML's reason."""
+    """Calls NVML about one GPU, link or pair of GPUs, given by `handles`.
 
-    def __init__(self, library: Any, unknown: dict[str, str]) -> None:
+    A call that fails returns None, and `unknown` gets NVML's reason for the fields that the call
+    reads. `names` are fields below `field`, separated by spaces.
+    """
+
+    def __init__(self, library: Any, unknown: dict[str, str], field: str, *handles: Any) -> None:
         self.library = library
         self.unknown = unknown
+        self.field = field
+        self.handles = handles
 
-    def __call__(self, field: str, function: str, *arguments: Any) -> Any:
+    def part(self, name: str, *handles: Any) -> "_Query":
+        """Calls about a part, with further handles."""
+        return _Query(self.library, self.unknown, f"{self.field}.{name}", *self.handles, *handles)
+
+    def note(self, names: str, reason: str) -> None:
+        """Record why fields are unknown."""
+        for name in names.split():
+            self.unknown[f"{self.field}.{name}".lstrip(".")] = reason
+
+    def __call__(
+        self,
+        names: str,
+        function: str,
+        *arguments: Any,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> Any:
         try:
-            return getattr(self.library, f"nvmlDeviceGet{function}")(*arguments)
+            value = getattr(self.library, f"nvmlDeviceGet{function}")(*self.handles, *arguments)
         except AttributeError:
-            self.unknown[field] = f"this nvidia-ml-py has no nvmlDeviceGet{function}"
+            self.note(names, f"this nvidia-ml-py has no nvmlDeviceGet{function}")
         except Exception as error:  # the bindings raise more than NVMLError, without a common base
             message = str(error).partition("\n")[0].partition(". ")[0]
-            self.unknown[field] = f"NVML {function}: {message}"
-        return None
+            self.note(names, f"NVML {function}: {message}")
+        else:
+            return convert(value) if convert else value
 
-    def name(self, field: str, names: dict[int, str], function: str, *arguments: Any) -> str | None:
-        """The name of an enum value."""
-        number = self(field, function, *arguments)
-        if number is not None and number not in names:
-            self.unknown[field] = f"NVML {function} returned {number}"
-        return names.get(number)
+    def enum(self, name: str, words: dict[int, str], function: str, *arguments: Any) -> Any:
+        """The word for an enum value."""
+        number = self(name, function, *arguments)
+        if number is not None and number not in words:
+            self.note(name, f"NVML {function} returned {number}")
+        return words.get(number)
 
-    def flag(self, field: str, function: str, *arguments: Any) -> bool | None:
-        value = self(field, function, *arguments)
-        return None if value is None else bool(value)
-
-    def field_value(self, field: str, number: int, handle: Any, scope: int = 0) -> int | None:
-        values = self(field, "FieldValues", handle, [(number, scope)])
+    def field_value(self, name: str, number: int, scope: int = 0) -> int | None:
+        values = _Query(self.library, self.unknown, self.field, self.handles[0])(
+            name, "FieldValues", [(number, scope)]
+        )
         if values is None:
             return None
         if values[0].nvmlReturn != 0:
-            self.unknown[field] = f"NVML field {number}: error {values[0].nvmlReturn}"
+            self.note(name, f"NVML field {number}: error {values[0].nvmlReturn}")
             return None
         # Value types 2 and 3 are 64 bits wide, the other integer types 32.
         wide = values[0].valueType in (2, 3)
@@ -253,216 +264,191 @@ def read_accelerators(
         if library is None:
             files.unknown["accelerators"] = _start_nvml()[1]
             return (), ()
-        query = _Query(library, files.unknown)
         with contextlib.suppress(library.NVMLError):
             versions["driver"] = library.nvmlSystemGetDriverVersion()
             cuda = library.nvmlSystemGetCudaDriverVersion()
             versions["cuda_driver"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
         handles = {}
+        query = _Query(library, files.unknown, "")
         for index in range(query("accelerators", "Count") or 0):
             handle = query(f"accelerators[{index}]", "HandleByIndex", index)
             if handle is not None:  # a GPU that fell off the bus has no handle
                 handles[index] = handle
         devices = {each.address: each for each in pci}
         accelerators = tuple(
-            _read_accelerator(query, handle, index, f"accelerators[{number}]", devices)
+            _read_accelerator(
+                _Query(library, files.unknown, f"accelerators[{number}]", handle), index, devices
+            )
             for number, (index, handle) in enumerate(handles.items())
         )
-        return accelerators, _read_peers(query, handles)
+        pairs = [(src, dst) for src in handles for dst in handles if src != dst]
+        peers = []
+        for number, (src, dst) in enumerate(pairs):
+            both = handles[src], handles[dst]
+            query = _Query(library, files.unknown, f"peers[{number}]", *both)
+            access = {
+                name: query.enum(name, _P2P, "P2PStatus", capability)
+                for capability, name in enumerate(("read", "write", "nvlink", "atomics"))
+            }
+            pci_class = query.enum("driver_class", _PCI_CLASSES, "TopologyCommonAncestor")
+            peers.append(PeerAccess(src, dst, **access, driver_class=pci_class))
+        return accelerators, tuple(peers)
 
 
-def _read_accelerator(
-    query: _Query, handle: Any, index: int, field: str, devices: dict[str, PciDevice]
-) -> Accelerator:
-    address = _pci_address(query(f"{field}.pci_address", "PciInfo", handle))
+def _read_accelerator(query: _Query, index: int, devices: dict[str, PciDevice]) -> Accelerator:
+    address = query("pci_address", "PciInfo", convert=_pci_address)
     device = devices.get(address or "")
-    memory = query(f"{field}.memory_bytes", "MemoryInfo", handle)
-    bar1 = query(f"{field}.bar1_bytes", "BAR1MemoryInfo", handle)
-    capability = query(f"{field}.compute_capability", "CudaComputeCapability", handle)
-    processes = query(f"{field}.processes", "ComputeRunningProcesses", handle)
-    if memory is None:
-        query.unknown[f"{field}.used_bytes"] = query.unknown[f"{field}.memory_bytes"]
+    memory = query("memory_bytes used_bytes", "MemoryInfo")
     numa_node = device.numa_node if device else None
     if numa_node is None:
-        numa_node = query(f"{field}.numa_node", "NumaNodeId", handle)
-    fabric_state, fabric_healthy = _read_fabric(query, handle, field)
-    milliwatts = {
-        name: query(f"{field}.{name}", function, handle)
-        for name, function in (
-            ("power_w", "PowerUsage"),
-            ("power_limit_w", "EnforcedPowerLimit"),
-            ("default_power_limit_w", "PowerManagementDefaultLimit"),
-        )
-    }
-    recovery = query.field_value(f"{field}.recovery_action", _RECOVERY_FIELD, handle)
-    mig = query(f"{field}.mig", "MigMode", handle)
+        numa_node = query("numa_node", "NumaNodeId")
+    cpus = device.local_cpus if device else None
+    fabric_state, fabric_healthy = _read_fabric(query)
+    recovery = query.field_value("recovery_action", _RECOVERY_FIELD)
+    pcie = query.part("pcie")
     return Accelerator(
         index=index,
-        name=query(f"{field}.name", "Name", handle) or "unknown",
-        uuid=query(f"{field}.uuid", "UUID", handle),
+        name=query("name", "Name") or "unknown",
+        uuid=query("uuid", "UUID"),
         pci_address=address,
         numa_node=numa_node,
-        cpus=_local_cpus(query, handle, f"{field}.cpus", device),
+        cpus=cpus or query("cpus", "CpuAffinity", 16, convert=_cpu_list),
         memory_bytes=memory and int(memory.total),
         used_bytes=memory and int(memory.used),
-        bar1_bytes=bar1 and int(bar1.bar1Total),
-        compute_capability=capability and f"{capability[0]}.{capability[1]}",
-        processes=None if processes is None else len(processes),
-        pcie=PcieLink(
-            generation=query(f"{field}.pcie.generation", "CurrPcieLinkGeneration", handle),
-            width=query(f"{field}.pcie.width", "CurrPcieLinkWidth", handle),
-            max_generation=query(f"{field}.pcie.max_generation", "MaxPcieLinkGeneration", handle),
-            max_width=query(f"{field}.pcie.max_width", "MaxPcieLinkWidth", handle),
+        bar1_bytes=query("bar1_bytes", "BAR1MemoryInfo", convert=lambda bar1: int(bar1.bar1Total)),
+        compute_capability=query(
+            "compute_capability", "CudaComputeCapability", convert=lambda c: f"{c[0]}.{c[1]}"
         ),
-        pcie_replays=query(f"{field}.pcie_replays", "PcieReplayCounter", handle),
-        nvlinks=_read_nvlinks(query, handle, f"{field}.nvlinks"),
+        processes=query("processes", "ComputeRunningProcesses", convert=len),
+        pcie=PcieLink(
+            generation=pcie("generation", "CurrPcieLinkGeneration"),
+            width=pcie("width", "CurrPcieLinkWidth"),
+            max_generation=pcie("max_generation", "MaxPcieLinkGeneration"),
+            max_width=pcie("max_width", "MaxPcieLinkWidth"),
+        ),
+        pcie_replays=query("pcie_replays", "PcieReplayCounter"),
+        nvlinks=_read_nvlinks(query),
         fabric_state=fabric_state,
         fabric_healthy=fabric_healthy,
-        clocks=_read_clocks(query, handle, f"{field}.clocks"),
-        temperature_c=query(f"{field}.temperature_c", "Temperature", handle, 0),
-        slowdown_c=query(f"{field}.slowdown_c", "TemperatureThreshold", handle, 1),
-        **{name: None if value is None else value / 1000 for name, value in milliwatts.items()},
-        ecc=_read_ecc(query, handle, f"{field}.ecc"),
+        clocks=_read_clocks(query.part("clocks")),
+        temperature_c=query("temperature_c", "Temperature", 0),
+        slowdown_c=query("slowdown_c", "TemperatureThreshold", 1),
+        power_w=query("power_w", "PowerUsage", convert=_watts),
+        power_limit_w=query("power_limit_w", "EnforcedPowerLimit", convert=_watts),
+        default_power_limit_w=query(
+            "default_power_limit_w", "PowerManagementDefaultLimit", convert=_watts
+        ),
+        ecc=_read_ecc(query.part("ecc")),
         recovery_action=None if recovery is None else _RECOVERY.get(recovery, str(recovery)),
-        persistence=query.flag(f"{field}.persistence", "PersistenceMode", handle),
-        mig=None if mig is None else bool(mig[0]),
-        compute_mode=query.name(f"{field}.compute_mode", _COMPUTE_MODES, "ComputeMode", handle),
+        persistence=query("persistence", "PersistenceMode", convert=bool),
+        mig=query("mig", "MigMode", convert=lambda mode: bool(mode[0])),
+        compute_mode=query.enum("compute_mode", _COMPUTE_MODES, "ComputeMode"),
     )
 
 
-def _pci_address(info: Any) -> str | None:
+def _watts(milliwatts: int) -> float:
+    return milliwatts / 1000
+
+
+def _pci_address(info: Any) -> str:
     """NVML writes 00000000:18:00.0, the kernel 0000:18:00.0."""
-    if info is None:
-        return None
     text = info.busId if isinstance(info.busId, str) else info.busId.decode()
     domain, _, rest = text.partition(":")
     return f"{int(domain, 16):04x}:{rest}".lower()
 
 
-def _local_cpus(query: _Query, handle: Any, field: str, device: PciDevice | None) -> str | None:
-    if device is not None and device.local_cpus:
-        return device.local_cpus
-    words = query(field, "CpuAffinity", handle, 16)
-    if words is None:
-        return None
+def _cpu_list(words: Any) -> str:
+    """NVML writes a mask of 64 CPUs in each word."""
     mask = sum(int(word) << 64 * number for number, word in enumerate(words))
     return format_cpu_list(cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1)
 
 
-def _read_nvlinks(query: _Query, handle: Any, field: str) -> tuple[NvLink, ...] | None:
+def _read_nvlinks(gpu: _Query) -> tuple[NvLink, ...] | None:
+    library = gpu.library
+    no_such_link = (library.NVML_ERROR_INVALID_ARGUMENT, library.NVML_ERROR_NOT_SUPPORTED)
     links: list[NvLink] = []
-    for index in range(query.library.NVML_NVLINK_MAX_LINKS):
+    for index in range(library.NVML_NVLINK_MAX_LINKS):
         # NVML does not report the number of links: the first index it rejects ends the list.
         try:
-            active = bool(query.library.nvmlDeviceGetNvLinkState(handle, index))
-        except query.library.NVMLError as error:
-            if error.value in (
-                query.library.NVML_ERROR_INVALID_ARGUMENT,
-                query.library.NVML_ERROR_NOT_SUPPORTED,
-            ):
+            active = bool(library.nvmlDeviceGetNvLinkState(*gpu.handles, index))
+        except library.NVMLError as error:
+            if error.value in no_such_link:
                 break
-            query.unknown[field] = f"NVML NvLinkState: {error}"
+            gpu.note("nvlinks", f"NVML NvLinkState: {error}")
             return None
-        links.append(_read_nvlink(query, handle, index, active, f"{field}[{index}]"))
+        query = gpu.part(f"nvlinks[{index}]", index)
+        links.append(
+            NvLink(
+                index=index,
+                active=active,
+                version=query("version", "NvLinkVersion"),
+                peer_kind=query.enum("peer_kind", _NVLINK_PEERS, "NvLinkRemoteDeviceType"),
+                peer_pci=query("peer_pci", "NvLinkRemotePciInfo", convert=_pci_address),
+                speed_mbs=query.field_value("speed_mbs", _NVLINK_SPEED_FIELD, index),
+                replay_errors=query("replay_errors", "NvLinkErrorCounter", 0),
+                recovery_errors=query("recovery_errors", "NvLinkErrorCounter", 1),
+                crc_errors=query("crc_errors", "NvLinkErrorCounter", 2),
+            )
+        )
     return tuple(links)
 
 
-def _read_nvlink(query: _Query, handle: Any, index: int, active: bool, field: str) -> NvLink:
-    peer: Any = query.name(
-        f"{field}.peer_kind", _NVLINK_PEERS, "NvLinkRemoteDeviceType", handle, index
-    )
-    errors = {
-        name: query(f"{field}.{name}", "NvLinkErrorCounter", handle, index, number)
-        for name, number in (("replay_errors", 0), ("recovery_errors", 1), ("crc_errors", 2))
-    }
-    return NvLink(
-        index=index,
-        active=active,
-        version=query(f"{field}.version", "NvLinkVersion", handle, index),
-        peer_kind=peer,
-        peer_pci=_pci_address(query(f"{field}.peer_pci", "NvLinkRemotePciInfo", handle, index)),
-        speed_mbs=query.field_value(f"{field}.speed_mbs", _NVLINK_SPEED_FIELD, handle, index),
-        **errors,
-    )
-
-
-def _read_fabric(query: _Query, handle: Any, field: str) -> tuple[str | None, bool | None]:
+def _read_fabric(query: _Query) -> tuple[str | None, bool | None]:
     """State and health of the NVSwitch fabric."""
-    state_field, health_field = f"{field}.fabric_state", f"{field}.fabric_healthy"
+    names = "fabric_state fabric_healthy"
     if not hasattr(query.library, "c_nvmlGpuFabricInfoV_t"):
-        for name in (state_field, health_field):
-            query.unknown[name] = "this nvidia-ml-py has no nvmlDeviceGetGpuFabricInfoV"
+        query.note(names, "this nvidia-ml-py has no nvmlDeviceGetGpuFabricInfoV")
         return None, None
     info = query.library.c_nvmlGpuFabricInfoV_t()
-    if query(state_field, "GpuFabricInfoV", handle, ctypes.byref(info)) is None:
-        query.unknown[health_field] = query.unknown[state_field]
+    if query(names, "GpuFabricInfoV", ctypes.byref(info)) is None:
         return None, None
     # Two bits each for degraded bandwidth, route recovery, unhealthy route and access timeout:
     # 0 means not reported, 1 true, 2 false.
     bits = [info.healthMask >> shift & 3 for shift in (0, 2, 4, 6)]
     state = _FABRIC_STATES.get(info.state, str(info.state))
     if not any(bits):
-        query.unknown[health_field] = f"fabric state {state}: no health is reported"
+        query.note("fabric_healthy", f"fabric state {state}: no health is reported")
         return state, None
     return state, 1 not in bits
 
 
-def _read_clocks(query: _Query, handle: Any, field: str) -> Clocks:
-    reasons = query(f"{field}.throttle", "CurrentClocksEventReasons", handle)
-    throttle = None
-    if reasons is not None:
-        throttle = tuple(name for bit, name in _THROTTLE.items() if reasons & bit)
+def _read_clocks(query: _Query) -> Clocks:
+    def names(reasons: int) -> tuple[str, ...]:
+        return tuple(name for bit, name in enumerate(_THROTTLE) if reasons >> bit & 1)
+
     return Clocks(
-        sm_mhz=query(f"{field}.sm_mhz", "ClockInfo", handle, _SM),
-        memory_mhz=query(f"{field}.memory_mhz", "ClockInfo", handle, _MEMORY),
-        max_sm_mhz=query(f"{field}.max_sm_mhz", "MaxClockInfo", handle, _SM),
-        max_memory_mhz=query(f"{field}.max_memory_mhz", "MaxClockInfo", handle, _MEMORY),
-        throttle=throttle,
+        sm_mhz=query("sm_mhz", "ClockInfo", _SM),
+        memory_mhz=query("memory_mhz", "ClockInfo", _MEMORY),
+        max_sm_mhz=query("max_sm_mhz", "MaxClockInfo", _SM),
+        max_memory_mhz=query("max_memory_mhz", "MaxClockInfo", _MEMORY),
+        throttle=query("throttle", "CurrentClocksEventReasons", convert=names),
     )
 
 
-def _read_ecc(query: _Query, handle: Any, field: str) -> Ecc:
-    mode = query(f"{field}.enabled", "EccMode", handle)
-    if mode is None:
-        query.unknown[f"{field}.pending"] = query.unknown[f"{field}.enabled"]
+def _read_ecc(query: _Query) -> Ecc:
+    mode = query("enabled pending", "EccMode") or (None, None)
     errors = {
-        f"{life}_{severity}": query(
-            f"{field}.{life}_{severity}", "TotalEccErrors", handle, kind, counter
-        )
+        f"{life}_{severity}": query(f"{life}_{severity}", "TotalEccErrors", kind, counter)
         for counter, life in enumerate(("volatile", "aggregate"))
         for kind, severity in enumerate(("corrected", "uncorrected"))
     }
-    retired = [query(f"{field}.retired_pages", "RetiredPages", handle, cause) for cause in (0, 1)]
-    rows = query(f"{field}.remapped_correctable", "RemappedRows", handle)
-    if rows is None:
-        for name in ("remapped_uncorrectable", "remap_pending", "remap_failed"):
-            query.unknown[f"{field}.{name}"] = query.unknown[f"{field}.remapped_correctable"]
+    retired = [query("retired_pages", "RetiredPages", cause, convert=len) for cause in (0, 1)]
+    names = ("remapped_correctable", "remapped_uncorrectable", "remap_pending", "remap_failed")
+    rows = query(" ".join(names), "RemappedRows") or (None,) * 4
     return Ecc(
-        enabled=None if mode is None else bool(mode[0]),
-        pending=None if mode is None else bool(mode[1]),
+        enabled=_flag(mode[0]),
+        pending=_flag(mode[1]),
         **errors,
-        retired_pages=None if None in retired else sum(len(pages) for pages in retired),
-        retired_pages_pending=query.flag(
-            f"{field}.retired_pages_pending", "RetiredPagesPendingStatus", handle
+        retired_pages=None if None in retired else sum(retired),
+        retired_pages_pending=query(
+            "retired_pages_pending", "RetiredPagesPendingStatus", convert=bool
         ),
-        remapped_correctable=rows and rows[0],
-        remapped_uncorrectable=rows and rows[1],
-        remap_pending=None if rows is None else bool(rows[2]),
-        remap_failed=None if rows is None else bool(rows[3]),
+        remapped_correctable=rows[0],
+        remapped_uncorrectable=rows[1],
+        remap_pending=_flag(rows[2]),
+        remap_failed=_flag(rows[3]),
     )
 
 
-def _read_peers(query: _Query, handles: dict[int, Any]) -> tuple[PeerAccess, ...]:
-    pairs = [(src, dst) for src in handles for dst in handles if src != dst]
-    found = []
-    for number, (src, dst) in enumerate(pairs):
-        field, both = f"peers[{number}]", (handles[src], handles[dst])
-        access = {
-            name: query.name(f"{field}.{name}", _P2P, "P2PStatus", *both, capability)
-            for name, capability in _P2P_CAPABILITIES.items()
-        }
-        pci_class = query.name(
-            f"{field}.driver_class", _PCI_CLASSES, "TopologyCommonAncestor", *both
-        )
-        found.append(PeerAccess(src, dst, **access, driver_class=pci_class))
-    return tuple(found)
+def _flag(value: int | None) -> bool | None:
+    return None if value is None else bool(value)

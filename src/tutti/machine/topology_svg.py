@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 from xml.sax.saxutils import escape
 
@@ -14,50 +15,19 @@ _PAD, _GAP, _HEAD, _TITLE = 12, 56, 76, 64
 _NUMA_WIDTH = 216  # minimum width, for two lines of text
 _MARGIN = 24
 
-# No CSS variables: many SVG viewers other than browsers do not support them.
-_STYLE = """
-  text { font-family: system-ui, "DejaVu Sans", sans-serif; font-size: 12px; fill: #1c2128; }
-  .title { font-size: 17px; font-weight: 600; }
-  .name { font-weight: 600; }
-  .soft { fill: #57606a; font-size: 11px; }
-  .middle { text-anchor: middle; }
-  .page { fill: #ffffff; }
-  .node { fill: #f6f8fa; stroke: #d0d7de; }
-  .root { fill: none; stroke: #8c959f; stroke-dasharray: 4 3; }
-  .switch { fill: #e2e7ec; stroke: #d0d7de; }
-  .gpu { fill: #dafbe1; stroke: #2da44e; }
-  .nic { fill: #ddf4ff; stroke: #218bff; }
-  .off { fill: #f6f8fa; stroke: #8c959f; stroke-dasharray: 2 2; }
-  .bad { fill: #ffebe9; stroke: #cf222e; stroke-width: 2; }
-  .wire { fill: none; stroke: #2da44e; stroke-width: 2; }
-  .broken { stroke: #cf222e; }
-  .between { stroke: #8c959f; stroke-width: 2; }
-"""
-_DARK = """
-  text { fill: #e6edf3; }
-  .soft { fill: #9198a1; }
-  .page { fill: #0d1117; }
-  .node { fill: #161b22; stroke: #30363d; }
-  .root { stroke: #6e7681; }
-  .switch { fill: #262c36; stroke: #30363d; }
-  .gpu { fill: #12361f; stroke: #3fb950; }
-  .nic { fill: #0c2d5a; stroke: #58a6ff; }
-  .off { fill: #161b22; stroke: #6e7681; }
-  .bad { fill: #4b1113; stroke: #ff7b72; }
-  .wire { stroke: #3fb950; }
-  .broken { stroke: #ff7b72; }
-  .between { stroke: #6e7681; }
-"""
-
 
 def draw(topologies: Sequence[Topology], page: Literal["light", "dark", "any"] = "any") -> str:
     """An SVG of one or more hosts, one below the other.
 
     `page` any: light or dark colours by the viewer's `prefers-color-scheme`.
     """
-    dark = {"light": "", "dark": _DARK}.get(
-        page, f"@media (prefers-color-scheme: dark) {{{_DARK}}}"
+    # No CSS variables: many SVG viewers other than browsers do not support them.
+    light, dark = (
+        "\n" + Path(__file__).with_name(f"topology_{name}.css").read_text()
+        for name in ("light", "dark")
     )
+    if page != "dark":
+        dark = "" if page == "light" else f"@media (prefers-color-scheme: dark) {{{dark}}}"
     panels = [_Panel(topology) for topology in topologies]
     width = max(panel.width for panel in panels)
     parts, top = [], 0
@@ -71,7 +41,7 @@ def draw(topologies: Sequence[Topology], page: Literal["light", "dark", "any"] =
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '
             f'viewBox="0 0 {width} {top}" role="img" aria-label="{label}">',
-            f"<style>{_STYLE}{dark}</style>",
+            f"<style>{light}{dark}</style>",
             f'<rect class="page" width="{width}" height="{top}"/>',
             *parts,
             "</svg>\n",
@@ -94,8 +64,8 @@ class _SwitchGroup:
     @property
     def is_switch(self) -> bool:
         """False for the ports of one card: they are functions of one PCI device."""
-        addresses = [each.pci_address or "" for each in self.nics]
-        addresses += [each.pci_address or "" for each in self.gpus]
+        devices: list[Interface | Accelerator] = [*self.nics, *self.gpus]
+        addresses = [each.pci_address or "" for each in devices]
         return len({address.rpartition(".")[0] for address in addresses}) > 1
 
 
@@ -138,30 +108,22 @@ class _Panel:
     def _switch_groups(self, numa_nodes: set[int | None]) -> list[_SwitchGroup]:
         """The devices of these NUMA nodes in PCI order, grouped by PCIe switch."""
         topology = self.topology
-        left: list[tuple[tuple[str, ...], str, Interface | Accelerator]] = []
-        for gpu in topology.gpus:
-            if gpu.numa_node in numa_nodes:
-                path = pci_place(topology.machine, gpu.pci_address, None).path
-                left.append((path, f"GPU{gpu.index}", gpu))
-        for nic in topology.interfaces:
-            if nic.numa_node in numa_nodes:
-                path = pci_place(topology.machine, nic.pci_address, None).path
-                left.append((path, nic.id, nic))
+        left = [
+            (pci_place(topology.machine, device).path, name, device)
+            for name, device in topology.devices.items()
+            if device.numa_node in numa_nodes
+        ]
         left.sort(key=lambda each: (each[0], each[1]))
+        below_one_switch = [{a.a, a.b} for a in topology.links if a.pci_class == "PIX"]
         groups = []
         while left:
             path, name, _ = left[0]
-            same = [each for each in left if self._below_one_switch(name, each[1])]
+            same = [each for each in left if {name, each[1]} in below_one_switch or each[1] == name]
             left = [each for each in left if each not in same]
             nics = tuple(device for _, _, device in same if isinstance(device, Interface))
             gpus = tuple(device for _, _, device in same if isinstance(device, Accelerator))
             groups.append(_SwitchGroup(path[0] if path else "", nics, gpus))
         return groups
-
-    def _below_one_switch(self, a: str, b: str) -> bool:
-        return a == b or any(
-            link.pci_class == "PIX" for link in self.topology.links if {link.a, link.b} == {a, b}
-        )
 
     @staticmethod
     def _node_width(groups: Sequence[_SwitchGroup]) -> float:
