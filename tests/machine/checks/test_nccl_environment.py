@@ -7,11 +7,7 @@ from check_cases import HEALTHY, PLAIN, change, problems_of, with_variables
 
 from tutti.machine.checks.checklist import fix_commands
 from tutti.machine.checks.cluster import RankObservation
-from tutti.machine.checks.nccl_environment import (
-    closest_known,
-    known_variables,
-    renamed_variables,
-)
+from tutti.machine.checks.nccl_environment import KNOWN, RENAMED, closest_known
 
 
 @pytest.mark.parametrize(
@@ -37,9 +33,7 @@ def test_a_misspelling_is_told_from_another_name(name: str, correct: str | None)
 
 
 def test_no_known_name_is_a_misspelling_of_another() -> None:
-    assert [
-        name for name in sorted(known_variables() | set(renamed_variables())) if closest_known(name)
-    ] == []
+    assert [name for name in sorted(KNOWN | set(RENAMED)) if closest_known(name)] == []
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Cluster: the hosts, the ranks on them and the probe results that checks look at."""
 
 import re
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from tutti.machine.cpu_numa import parse_cpu_list
@@ -10,6 +12,8 @@ from tutti.machine.gpus import Accelerator
 from tutti.machine.observation import Machine
 
 Value = TypeVar("Value")
+
+KNOWN_ERRORS = tomllib.loads(Path(__file__).with_name("known_errors.toml").read_text())
 
 
 class Skip(Exception):

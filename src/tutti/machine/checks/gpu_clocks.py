@@ -1,15 +1,9 @@
 """Checks clocks.*: throttling, temperature, power limits and locked clocks of GPUs; clock skew."""
 
-from tutti.machine.checks.cluster import Cluster, Skip, read_gpus
+from tutti.machine.checks.cluster import KNOWN_ERRORS, Cluster, Skip, read_gpus
 from tutti.machine.checks.finding import Findings, cluster_check, fail, machine_check, passed, warn
 from tutti.machine.observation import Machine
 from tutti.measure.units import format_seconds
-
-_HARDWARE_SLOWDOWN = {
-    "hw_slowdown": "the hardware lowers its clocks by half or more",
-    "hw_thermal": "the hardware lowers its clocks because of heat",
-    "hw_power_brake": "the power supply requests lower clocks",
-}
 
 
 @machine_check("clocks.throttle")
@@ -19,10 +13,12 @@ def throttling(machine: Machine) -> Findings:
         heat = f", {gpu.temperature_c} °C" if gpu.temperature_c is not None else ""
         command = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.index}"
         # hw_slowdown is reported together with its cause, if the cause is known.
-        causes = [r for r in reasons if r in _HARDWARE_SLOWDOWN and r != "hw_slowdown"]
+        causes = [
+            r for r in reasons if r in KNOWN_ERRORS["hardware_slowdown"] and r != "hw_slowdown"
+        ]
         for reason in causes or [r for r in reasons if r == "hw_slowdown"]:
             cure = "check power supply and cables" if "power" in reason else "check cooling"
-            observed = f"{reason}: {_HARDWARE_SLOWDOWN[reason]}{heat}"
+            observed = f"{reason}: {KNOWN_ERRORS['hardware_slowdown'][reason]}{heat}"
             yield fail(scope, observed, "no slowdown", command, cure=cure)
         if "sw_thermal" in reasons and not causes:
             observed = f"sw_thermal: the driver lowers its clocks because of heat{heat}"

@@ -2,7 +2,15 @@
 
 from collections import Counter
 
-from tutti.machine.checks.cluster import Cluster, Skip, gpus_of, is_virtual, known, read_gpus
+from tutti.machine.checks.cluster import (
+    KNOWN_ERRORS,
+    Cluster,
+    Skip,
+    gpus_of,
+    is_virtual,
+    known,
+    read_gpus,
+)
 from tutti.machine.checks.finding import Findings, cluster_check, fail, machine_check, passed, warn
 from tutti.machine.observation import Machine
 from tutti.measure.units import format_bytes
@@ -128,20 +136,12 @@ def row_remapping(machine: Machine) -> Findings:
             yield warn(scope, observed, "no pending remapping", _reset(gpu.index))
 
 
-_RECOVERY_CURES = {
-    "gpu_reset": "reset the GPU",
-    "node_reboot": "reboot the host",
-    "drain_p2p": "end the jobs that use peer access, then reset the GPU",
-    "drain_and_reset": "end the jobs on the GPU, then reset it",
-}
-
-
 @machine_check("gpus.recovery")
 def recovery_action(machine: Machine) -> Findings:
     for gpu, action in read_gpus(machine, "recovery_action", lambda g: g.recovery_action):
         if action != "none":
             command = "sudo reboot" if action == "node_reboot" else _reset(gpu.index)
-            cure = _RECOVERY_CURES.get(action, "")
+            cure = KNOWN_ERRORS["recovery_action"].get(action, "")
             observed = f"the driver requests {action}"
             yield fail(f"gpu:{gpu.index}", observed, "none", command, cure=cure)
 
@@ -185,24 +185,6 @@ def other_processes(machine: Machine) -> Findings:
             yield warn(scope, observed, expected, _reset(gpu.index), cure=cure)
 
 
-# Xid errors of the hardware. Application faults (13, 31, 43, 45) are not listed.
-_XIDS = {
-    48: "uncorrectable memory error",
-    61: "internal microcontroller breakpoint",
-    62: "internal microcontroller halt",
-    63: "memory row remapped",
-    64: "memory row remapping failed",
-    74: "NVLink error",
-    79: "GPU has fallen off the bus",
-    92: "high rate of corrected memory errors",
-    94: "contained memory error",
-    95: "uncontained memory error",
-    119: "GPU system processor timeout",
-    120: "GPU system processor error",
-    140: "unrecovered memory error",
-    143: "GPU initialisation failed",
-    **dict.fromkeys(range(144, 151), "NVLink error"),
-}
 _XIDS_THAT_WARN = (63, 92, 94)
 _RECENT_S = 24 * 3600
 
@@ -213,8 +195,8 @@ def xid_errors(machine: Machine) -> Findings:
     index = {gpu.pci_address: gpu.index for gpu in machine.accelerators}
     recent = {(x.pci_address, x.code) for x in errors if x.age_s is None or x.age_s < _RECENT_S}
     for (address, code), times in Counter((x.pci_address, x.code) for x in errors).items():
-        if code in _XIDS and (address, code) in recent:
+        if str(code) in KNOWN_ERRORS["xid"] and (address, code) in recent:
             scope = f"gpu:{index[address]}" if address in index else "machine"
-            observed = f"Xid {code} × {times} at {address}: {_XIDS[code]}"
+            observed = f"Xid {code} × {times} at {address}: {KNOWN_ERRORS['xid'][str(code)]}"
             say = warn if code in _XIDS_THAT_WARN else fail
             yield say(scope, observed, "none in the last 24 h", "sudo dmesg | grep -i xid")

@@ -3,7 +3,6 @@
 import difflib
 import tomllib
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 from tutti.machine.checks.cluster import Cluster
@@ -25,36 +24,21 @@ def shares_gpus(variables: Mapping[str, str]) -> bool:
 
 # --- names ---------------------------------------------------------------------------------------
 
-_FILE = Path(__file__).with_name("known_variables.toml")
-# Prefixes of plugins, which have variables of their own.
-_PLUGINS = (
-    *("NCCL_TESTS_", "NCCL_OFI_", "NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_", "NCCL_UCX_"),
-    *("NCCL_SHARP_", "NCCL_PLUGIN_", "NCCL_IBEXT_", "NCCL_DEBUG_LOCATION"),
-)
-
-
-@cache
-def known_variables() -> frozenset[str]:
-    """The variables that NCCL, torch, gloo and OpenMP read."""
-    known = tomllib.loads(_FILE.read_text())["known"]
-    return frozenset(prefix + name for prefix, names in known.items() for name in names.split())
-
-
-@cache
-def renamed_variables() -> dict[str, str]:
-    """Old name → new name; "" for a variable that has no effect any more."""
-    renames: dict[str, str] = tomllib.loads(_FILE.read_text())["renamed"]
-    return renames
+_TABLES = tomllib.loads(Path(__file__).with_name("known_variables.toml").read_text())
+# Variables that NCCL, torch, gloo and OpenMP read.
+KNOWN = {prefix + name for prefix, names in _TABLES["known"].items() for name in names.split()}
+# Old name → new name; "" for a variable that has no effect any more.
+RENAMED: dict[str, str] = _TABLES["renamed"]
+LISTS = {name: tuple(names.split()) for name, names in _TABLES["lists"].items()}
 
 
 def closest_known(name: str) -> str | None:
     """The known variable that `name` is probably a misspelling of; None if none is close."""
-    known = known_variables()
-    if name in known or name in renamed_variables() or name.startswith(_PLUGINS):
+    if name in KNOWN or name in RENAMED or name.startswith(LISTS["plugins"]):
         return None
-    if name.upper() in known:
+    if name.upper() in KNOWN:
         return name.upper()
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.88)
+    close = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.88)
     return close[0] if close else None
 
 
@@ -75,30 +59,16 @@ def misspelt(machine: Machine) -> Findings:
 @machine_check("env.renamed")
 def renamed(machine: Machine) -> Findings:
     for name, value in sorted(settings(machine).items()):
-        new = renamed_variables().get(name)
-        if new is None:
-            continue
-        if not new:
-            expected = "not set: it has no effect any more"
-            yield warn("machine", f"{name}={value}", expected, f"unset {name}")
-        else:
+        if new := RENAMED.get(name):
             commands = (f"unset {name}", f"export {new}={value}")
             yield warn("machine", f"{name}={value}", f"the new name {new}", *commands)
+        elif name in RENAMED:
+            expected = "not set: it has no effect any more"
+            yield warn("machine", f"{name}={value}", expected, f"unset {name}")
 
 
 # --- values --------------------------------------------------------------------------------------
 
-# Variable, value that disables a feature, effect.
-_SWITCHES = (
-    ("NCCL_P2P_DISABLE", "1", "GPUs of a host communicate through host memory"),
-    ("NCCL_SHM_DISABLE", "1", "GPUs without peer access use the network even inside a host"),
-    ("NCCL_IB_DISABLE", "1", "TCP is used instead of InfiniBand and RoCE"),
-    ("NCCL_NVLS_ENABLE", "0", "NVSwitch does not reduce; all_reduce is up to 25 % slower"),
-    ("NCCL_CUMEM_ENABLE", "0", "no symmetric memory windows and no NVLS registration"),
-    ("NCCL_NET_GDR_LEVEL", "LOC", "NICs cannot access GPU memory directly"),
-    ("NCCL_P2P_LEVEL", "LOC", "GPUs of a host communicate through host memory"),
-    ("NCCL_RAS_ENABLE", "0", "NCCL RAS cannot report what a stuck job waits for"),
-)
 # Ranks that share a GPU need these; `tutti run --ranks-per-gpu` sets the first.
 _FOR_SHARED_GPUS = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
 
@@ -106,28 +76,20 @@ _FOR_SHARED_GPUS = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
 @machine_check("env.switched_off")
 def switched_off(machine: Machine) -> Findings:
     variables = settings(machine)
-    for name, off, effect in _SWITCHES:
-        if variables.get(name, "").upper() != off:
-            continue
-        if name in _FOR_SHARED_GPUS and shares_gpus(variables):
-            continue
-        source = " (in nccl.conf)" if name not in machine.variables else ""
-        yield warn("machine", f"{name}={off}{source}: {effect}", "not set", f"unset {name}")
-
-
-_PINNED = (
-    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NTHREADS"),
-    *("NCCL_BUFFSIZE", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
-)
+    for name, (off, effect) in _TABLES["switched_off"].items():
+        needed = name in _FOR_SHARED_GPUS and shares_gpus(variables)
+        if variables.get(name, "").upper() == off and not needed:
+            source = " (in nccl.conf)" if name not in machine.variables else ""
+            yield warn("machine", f"{name}={off}{source}: {effect}", "not set", f"unset {name}")
 
 
 @machine_check("env.pinned")
 def pinned(machine: Machine) -> Findings:
     variables = settings(machine)
-    for name in _PINNED:
-        if name not in variables:
+    for name in LISTS["pinned"]:
+        value = variables.get(name)
+        if value is None:
             continue
-        value = variables[name]
         if name == "NCCL_PROTO" and "LL128" in value.upper() and not value.startswith("^"):
             observed = f"NCCL_PROTO={value} forces LL128, which corrupts data on some machines"
             expected = "not set: NCCL uses LL128 only where it is safe"
@@ -138,27 +100,11 @@ def pinned(machine: Machine) -> Findings:
             yield warn("machine", observed, expected, f"unset {name}")
 
 
-# Variable, values, cost.
-_COSTLY = (
-    ("CUDA_LAUNCH_BLOCKING", ("1",), "the host waits for every kernel, so nothing overlaps"),
-    ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "every collective is first compared across all ranks"),
-    ("TORCH_NCCL_BLOCKING_WAIT", ("1", "TRUE"), "every collective blocks the host"),
-    ("TORCH_NCCL_NAN_CHECK", ("1", "TRUE"), "the input of every collective is scanned for NaN"),
-    ("TORCH_NCCL_DESYNC_DEBUG", ("1", "TRUE"), "every collective is logged to the store"),
-    ("NCCL_CHECK_POINTERS", ("1",), "every pointer is checked at every call"),
-    (
-        "NCCL_CHECKS_DISABLE",
-        ("1",),
-        "a wrong argument crashes or hangs instead of raising an error",
-    ),
-)
-
-
 @machine_check("env.debugging")
 def debugging(machine: Machine) -> Findings:
     variables = settings(machine)
-    for name, values, cost in _COSTLY:
-        if variables.get(name, "").upper() in values:
+    for name, (values, cost) in _TABLES["costly"].items():
+        if variables.get(name, "").upper() in values.split():
             observed = f"{name}={variables[name]}: {cost}"
             yield warn("machine", observed, "not set in production", f"unset {name}")
     level = variables.get("NCCL_DEBUG", "").upper()
@@ -172,28 +118,15 @@ def debugging(machine: Machine) -> Findings:
         )
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "NCCL_DEBUG": ("VERSION", "WARN", "INFO", "ABORT", "TRACE"),
-    "TORCH_DISTRIBUTED_DEBUG": ("OFF", "INFO", "DETAIL"),
-    "CUDA_DEVICE_ORDER": ("FASTEST_FIRST", "PCI_BUS_ID"),
-    "NCCL_SOCKET_FAMILY": ("AF_INET", "AF_INET6"),
-    "NCCL_LAUNCH_MODE": ("PARALLEL", "GROUP"),
-    "GLOO_DEVICE_TRANSPORT": ("TCP", "TCP_TLS", "UV", "IBVERBS"),
-}
-_NUMBERS = (
-    *("_DISABLE", "_ENABLE", "_TIMEOUT", "_RETRY_CNT", "_GID_INDEX", "_NCHANNELS", "_NTHREADS"),
-)
-
-
 @machine_check("env.values")
 def invalid_values(machine: Machine) -> Findings:
     variables = settings(machine)
     for name, value in sorted(variables.items()):
-        allowed = _CHOICES.get(name)
+        allowed = _TABLES["choices"].get(name)
         if allowed and value.upper() not in allowed:
             yield warn("machine", f"{name}={value}", f"one of {', '.join(allowed)}")
         # NCCL parses the leading digits: `true` is 0, the opposite of what was meant.
-        is_number = name.startswith("NCCL_") and name.endswith(_NUMBERS)
+        is_number = name.startswith("NCCL_") and name.endswith(LISTS["number_suffixes"])
         if is_number and not value.lstrip("-").isdecimal():
             cure = "use a number: 1 for yes, 0 for no"
             yield fail("machine", f"{name}={value} is read as 0", "a number", cure=cure)

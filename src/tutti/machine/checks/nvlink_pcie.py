@@ -1,6 +1,13 @@
 """Checks nvlink.* and pcie.*: links that are down, slow or faulty, peer access, ACS and IOMMU."""
 
-from tutti.machine.checks.cluster import Skip, gpus_of, has_rdma, is_virtual, read_gpus
+from tutti.machine.checks.cluster import (
+    KNOWN_ERRORS,
+    Skip,
+    gpus_of,
+    has_rdma,
+    is_virtual,
+    read_gpus,
+)
 from tutti.machine.checks.finding import Findings, fail, machine_check, passed, warn
 from tutti.machine.checks.nccl_environment import settings
 from tutti.machine.observation import Machine
@@ -95,16 +102,6 @@ def nvswitch_fabric(machine: Machine) -> Findings:
             yield fail(scope, observed, "healthy", _RESTART_FABRIC_MANAGER)
 
 
-_PEER_ACCESS = {
-    "CNS": "not supported by the chipset",
-    "GNS": "not supported by the GPU",
-    "TNS": "not supported by the topology",
-    "DR": "disabled by a registry key of the driver",
-    "NS": "not supported",
-    "U": "unknown",
-}
-
-
 @machine_check("nvlink.peers")
 def peer_access(machine: Machine) -> Findings:
     if len(gpus_of(machine)) < 2:
@@ -119,7 +116,8 @@ def peer_access(machine: Machine) -> Findings:
         if pair.src > pair.dst or status is None:
             continue
         scope, command = f"pair:{pair.src}-{pair.dst}", "nvidia-smi topo -p2p r"
-        observed = f"no peer access ({status}: {_PEER_ACCESS.get(status, 'unknown reason')})"
+        reason = KNOWN_ERRORS["peer_access"].get(status, "unknown reason")
+        observed = f"no peer access ({status}: {reason})"
         linked = all(has_nvlink.get(index, True) for index in (pair.src, pair.dst))
         if linked or pair.nvlink == "OK":
             yield fail(scope, observed, "OK over NVLink", command)

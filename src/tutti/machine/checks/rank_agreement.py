@@ -8,18 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tutti.machine.checks.cluster import Cluster, Skip
 from tutti.machine.checks.finding import Findings, cluster_check, fail, passed, warn
-from tutti.machine.checks.nccl_environment import settings, shares_gpus
+from tutti.machine.checks.nccl_environment import LISTS, settings, shares_gpus
 from tutti.machine.observation import Machine
 from tutti.measure.units import format_bytes
-
-# These differ between processes or hosts by design.
-_PER_PROCESS = {
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "CUDA_VISIBLE_DEVICES", "NCCL_HOSTID"),
-    *("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE"),
-    *("NCCL_DEBUG_FILE", "SLURM_STEP_ID", "SLURM_JOB_ID", "NCCL_TOPO_DUMP_FILE", "SLURM_PROCID"),
-    *("TORCHELASTIC_ERROR_FILE", "TORCH_FR_DUMP_TEMP_FILE", "CUDA_MPS_PIPE_DIRECTORY"),
-}
-_PER_PROCESS_PREFIXES = ("TUTTI_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
 
 Facts = Callable[[Machine], Mapping[str, str]]
 
@@ -79,7 +70,8 @@ def same_variables(cluster: Cluster) -> Findings:
         return {
             name: value
             for name, value in settings(machine).items()
-            if name not in _PER_PROCESS and not name.startswith(_PER_PROCESS_PREFIXES)
+            if name not in LISTS["per_process"]
+            and not name.startswith(LISTS["per_process_prefixes"])
         }
 
     yield from _differences(cluster, facts)

@@ -3,7 +3,14 @@
 from collections import Counter
 from statistics import median
 
-from tutti.machine.checks.cluster import Cluster, Skip, gpus_of, has_rdma, parse_version
+from tutti.machine.checks.cluster import (
+    KNOWN_ERRORS,
+    Cluster,
+    Skip,
+    gpus_of,
+    has_rdma,
+    parse_version,
+)
 from tutti.machine.checks.finding import Findings, cluster_check, fail, machine_check, passed, warn
 from tutti.machine.checks.nccl_environment import settings
 from tutti.machine.nics import RdmaPort
@@ -67,32 +74,15 @@ def _slot(machine: Machine, port: RdmaPort) -> tuple[object, ...]:
     return (port.driver, port.link_layer, device.link.max_generation, device.link.max_width)
 
 
-# Counts since boot that are normal, because cables are plugged and switches restarted.
-_NORMAL_COUNTS = {
-    "symbol_error": 100,
-    "link_downed": 5,
-    "link_error_recovery": 5,
-    "port_rcv_errors": 100,
-    "local_link_integrity_errors": 10,
-    "excessive_buffer_overrun_errors": 10,
-    "port_xmit_discards": 1000,
-    "out_of_sequence": 1000,
-    "packet_seq_err": 1000,
-    "local_ack_timeout_err": 100,
-    "rnr_nak_retry_err": 1000,
-    "roce_adp_retrans": 1000,
-    "rx_icrc_encapsulated": 10,
-}
-
-
 @cluster_check("rdma.errors")
 def port_errors(cluster: Cluster) -> Findings:
     ports = _ports(cluster)
-    usual = {name: median(p.counters.get(name, 0) for _, p in ports) for name in _NORMAL_COUNTS}
+    normal_counts = KNOWN_ERRORS["rdma_counters"]
+    usual = {name: median(p.counters.get(name, 0) for _, p in ports) for name in normal_counts}
     for machine, port in ports:
         high = [
             f"{name} {port.counters[name]}"
-            for name, normal in _NORMAL_COUNTS.items()
+            for name, normal in normal_counts.items()
             if port.counters.get(name, 0) > max(normal, 10 * usual[name])
         ]
         if high:
