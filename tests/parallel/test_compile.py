@@ -19,8 +19,8 @@ from torch._dynamo.utils import counters
 import tutti
 from tutti.models import EfficientNet, EfficientNetConfig
 from tutti.parallel import build_engine
-from tutti.parallel.checkpointing import compile_blocks, recompute_activations
 from tutti.parallel.layout import ParallelOptions, Recompute
+from tutti.parallel.recompute import compile_blocks, recompute_activations
 from worlds import in_world
 
 

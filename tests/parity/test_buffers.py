@@ -10,9 +10,9 @@ from planting import instead
 from torch import nn
 
 import tutti
-from tutti.parallel.checkpointing import _Recomputation
 from tutti.parallel.layout import Layout
 from tutti.parallel.pipeline.stages import Padding
+from tutti.parallel.recompute import _Recomputation
 from tutti.parallel.sync_batchnorm import CpuBatchNorm
 from tutti.parity.check_layouts import Reference, check_layout
 from tutti.parity.compare import Difference, buffers_of_own_samples

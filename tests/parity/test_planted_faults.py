@@ -20,7 +20,7 @@ from tutti.parallel.ddp import Ddp
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
 from tutti.parallel.pipeline import executor
-from tutti.parallel.pipeline.executor import TiedWeights
+from tutti.parallel.pipeline.tied_weights import TiedWeights
 from tutti.parity import compare
 from tutti.parity.check_layouts import Reference, check_layout
 from tutti.parity.parity_options import ParityOptions

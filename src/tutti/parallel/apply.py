@@ -1,8 +1,8 @@
-"""From a plain model to a parallel one: which techniques are applied, and in which order.
+"""Makes a plain model parallel: which techniques are applied, and in which order.
 
-`apply` holds the order. It changes a model on the meta device, so that a rank takes memory for its
-own shards only. `build_engine` and `parallelize` are the two ways to call it: for whole steps, and
-for one's own training loop.
+`apply` defines the order. It changes a model on the meta device, so that a rank allocates memory
+for its own shards only. `build_engine` (for whole training steps) and `parallelize` (for your own
+training loop) call it.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from tutti.parallel.checkpointing import (
-    check_blocks,
-    compile_blocks,
-    recompute_activations,
-    repeated_blocks,
-)
 from tutti.parallel.engine import Engine, ShardedEngine, Single
 from tutti.parallel.layout import (
     EngineOptions,
@@ -31,6 +25,12 @@ from tutti.parallel.layout import (
 )
 from tutti.parallel.materialize import ModuleInit, Weights, is_on_meta, materialize, take_weights
 from tutti.parallel.mesh import Mesh
+from tutti.parallel.recompute import (
+    check_blocks,
+    compile_blocks,
+    recompute_activations,
+    repeated_blocks,
+)
 from tutti.parallel.sharding_rules import (
     Role,
     ShardingRules,
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Techniques:
-    """Everything that is asked of `apply`, checked by `check`."""
+    """The techniques to apply; `check` sets `rules` and `splits_sequence`."""
 
     options: ParallelOptions
     rules: Mapping[str, Role] | None = None
-    """How tp splits layers; resolved: names of modules of the whole model."""
+    """tp: the role of each split layer, by its module name in the whole model."""
     splits_sequence: bool = False
     """tp: between the split layers, each rank holds a part of the sequence."""
     recompute: Recompute = "none"
@@ -76,15 +76,18 @@ def apply(
     weights: Weights | None = None,
     example: Tensor | None = None,
 ) -> "tuple[nn.Module, Stages | None]":
-    """Make the model parallel: on meta, top to bottom; then give this rank's part its weights.
+    """Make the model parallel on the meta device, then give this rank's part its weights.
 
-    Matrices are split first, so that everything after sees this rank's own layers. Recomputation
-    wraps the forward of a block, and the compiler sees what is to be kept. Sharding comes last: its
-    hooks must gather a block's parameters before any of the block runs, also when it is recomputed.
+    Matrices are split first, so that all later techniques are applied to this rank's own layers.
+    Recomputation wraps the forward of a block before the block is compiled, so that the compiler
+    reads which activations to keep. Sharding comes last: its hooks must gather the parameters of a
+    block before the block runs, also when the block is recomputed.
     """
     layout, options = mesh.layout, techniques.options
-    if weights is None:
-        weights = _weights_of(model, layout)
+    if weights is None and is_on_meta(model):
+        weights = ModuleInit(model, torch.initial_seed())
+    elif weights is None and not layout.only_replicas:
+        weights = take_weights(model)
     if techniques.sync_batchnorm and layout.data_ranks > 1:
         model = convert_batchnorms(model, mesh)
     stages: Stages | None = None
@@ -106,15 +109,15 @@ def apply(
         if options.async_tp:
             overlap_matrix_products(mesh, options, techniques.compile)
     if techniques.compile and techniques.recompute == "full":
-        # The compiled graph runs twice: with split matrices, torch 2.13 cannot keep the inputs of
-        # one graph that has both runs in it.
+        # The compiled graph runs twice. A single graph with both runs fails for split matrices:
+        # torch 2.13 cannot keep its inputs.
         compile_blocks(model, forward_only=True)
         recompute_activations(model, techniques.recompute)
     else:
         recompute_activations(model, techniques.recompute)
         if techniques.compile:
             compile_blocks(model)
-    if layout.data_ranks > 1 and not layout.only_replicas:  # replicas only: DDP wraps the result
+    if layout.data_ranks > 1 and not layout.only_replicas:  # DDP wraps plain replicas
         from tutti.parallel.fsdp import shard
 
         if mesh.world.device.type == "cpu":
@@ -128,13 +131,6 @@ def apply(
     return model, stages
 
 
-def _weights_of(model: nn.Module, layout: Layout) -> Weights | None:
-    """Where the weights of a model come from; None: they are real, and stay in the model."""
-    if is_on_meta(model):
-        return ModuleInit(model, torch.initial_seed())
-    return None if layout.only_replicas else take_weights(model)
-
-
 def check(
     model: nn.Module,
     mesh: Mesh,
@@ -142,7 +138,7 @@ def check(
     rules: ShardingRules | None = None,
     example: Tensor | None = None,
 ) -> Techniques:
-    """Refuse what cannot be applied to the whole model; returns the techniques with their rules."""
+    """Raise UsageError for a technique that the whole model does not allow; resolve the rules."""
     layout, options, recompute = mesh.layout, techniques.options, techniques.recompute
     if layout.data_ranks > 1 and not techniques.sync_batchnorm:
         for name, layer in model.named_modules():
@@ -173,7 +169,7 @@ def check(
 
             check_sequence(example, layout.tp)
     elif rules is not None:
-        resolve_rules(rules, model)  # a name that does not exist is a mistake in any layout
+        resolve_rules(rules, model)  # refuse unknown module names in every layout
     check_blocks(model, recompute)
     if layout.pp > 1:
         from tutti.parallel.pipeline.schedules import check_techniques
@@ -181,7 +177,7 @@ def check(
         check_techniques(options.pipeline_schedule, techniques.compile, recompute)
     autocast = techniques.autocast
     if any(isinstance(m, _NormBase) for b in repeated_blocks(model) for m in b.modules()):
-        autocast = None  # batch norms want float32 weights beside 16-bit inputs
+        autocast = None  # batch norms with 16-bit inputs need float32 weights
     return replace(techniques, rules=resolved, splits_sequence=splits, autocast=autocast)
 
 
@@ -200,20 +196,20 @@ def build_engine(
     autocast: torch.dtype | None = None,
     weights: Weights | None = None,
 ) -> Engine:
-    """Spread the model over the ranks as the layout says, on this rank's device, and run it.
+    """The engine that runs the model in the layout `parallel.layout`, on this rank's device.
 
-    Call it on every rank, with the same whole model: real, with the same weights on all ranks, or
-    on the meta device, to be initialised by `weights` (unset: by its modules' `reset_parameters`).
-    Make the optimizer afterwards, from `engine.model.parameters()`. `rules` say how tp splits
-    layers; unset, the model's attribute `sharding_rules`, or else the usual names of layers. A
-    pipeline needs an `example`, one real input with its batch dim, and the number and size of the
-    microbatches of a step.
+    Call it on every rank, with the same whole model: either with real weights, equal on all ranks,
+    or on the meta device, to be initialised by `weights` (unset: by its modules'
+    `reset_parameters`). Create the optimizer afterwards, from `engine.model.parameters()`. `rules`
+    define how tp splits layers; unset: the model's attribute `sharding_rules`, or else the usual
+    names of layers. A pipeline needs an `example`, one real input with its batch dim, and the
+    number and size of the microbatches of a step.
     """
     options = options or EngineOptions()
     parallel = parallel or ParallelOptions()
     mesh = layout_of(parallel.layout, world.size).mesh(world)
     layout = mesh.layout
-    asked = Techniques(
+    requested = Techniques(
         parallel,
         recompute=recompute,
         compile=compile,
@@ -221,16 +217,16 @@ def build_engine(
         autocast=autocast,
         microbatch_size=microbatch_size,
     )
-    techniques = check(model, mesh, asked, rules, example)
+    techniques = check(model, mesh, requested, rules, example)
     if layout.only_replicas:
         model, _ = apply(model, mesh, techniques, weights)
-        return _replicas(model, world, options)
+        return _replica_engine(model, world, options)
     _refuse_options_of_replicas(options, layout)
-    if layout.pp > 1 and example is None:
-        raise UsageError(f"layout {layout}: a pipeline needs an example, one real input")
     if layout.pp > 1:
         from tutti.parallel.pipeline.schedules import check_microbatches
 
+        if example is None:
+            raise UsageError(f"layout {layout}: a pipeline needs an example, one real input")
         check_microbatches(parallel.pipeline_schedule, layout.pp, microbatches)
     model, stages = apply(model, mesh, techniques, weights, example)
     engine: Engine
@@ -259,22 +255,23 @@ def parallelize(
     static_graph: bool = False,
     find_unused: bool = False,
 ) -> nn.Module:
-    """The model on this rank's device, spread over all ranks as the layout says.
+    """The model on this rank's device, distributed over all ranks by the layout.
 
     layout: such as "dp2.tp2"; unset: one replica per rank. rules: how tp splits layers, a dict from
-    module names to roles, `*` for one part of a name: {"layers.*.up": "column", "layers.*.down":
-    "row"}; unset, the usual names of transformer layers decide. options: more about shard and tp.
+    module names to roles, in which `*` matches one part of a name: {"layers.*.up": "column",
+    "layers.*.down": "row"}; unset: the usual names of transformer layers. options: further options
+    of shard and tp.
 
-    The result is called like the model. Backward averages gradients over the ranks that have
-    different samples (`layout.mesh(world).data_rank` of `layout.data_ranks`), as torch does: give
-    each rank the same number of samples and use the mean loss of the rank's samples. Ranks that
-    differ only in tp must get the same samples. In a world of one the result is the model itself.
+    Call the result like the model. Backward averages gradients over the ranks that have different
+    samples (`layout.mesh(world).data_rank` of `layout.data_ranks`), as torch does: give each rank
+    the same number of samples and use the mean loss of the rank's samples. Ranks that differ only
+    in tp must get the same samples. In a world of one rank the result is the model itself.
 
-    Call it on every rank, with the same weights, or with a model on the meta device and the same
-    torch seed: then every rank takes memory for its own shards only. Outputs that tp splits along
-    the vocabulary are gathered, unless options say loss_parallel. For dropout under tp, seed the
-    generators with `tutti.parallel.rng.seed_training_rng`. A pipeline cannot be called like a
-    model: see build_engine.
+    Call this function on every rank, with the same weights, or with a model on the meta device and
+    the same torch seed: then every rank allocates memory for its own shards only. Outputs that tp
+    splits along the vocabulary are gathered, unless `options.loss_parallel` is set. For dropout
+    under tp, seed the generators with `tutti.parallel.rng.seed_training_rng`. A pipeline cannot be
+    called like a model: use build_engine.
     """
     if isinstance(layout, str):
         layout = Layout.parse(layout)
@@ -285,25 +282,19 @@ def parallelize(
             "tutti.parallel.build_engine and engine.run, or a layout without pp"
         )
     mesh = layout.mesh(world)
-    asked = Techniques(
+    requested = Techniques(
         options or ParallelOptions(loss_parallel=False),
         recompute=checkpoint_activations,
         compile=compile,
         sync_batchnorm=sync_batchnorm,
         mean=True,
     )
-    model, _ = apply(model, mesh, check(model, mesh, asked, rules))
+    model, _ = apply(model, mesh, check(model, mesh, requested, rules))
     if world.size == 1 or not layout.only_replicas:
         return model
     from tutti.parallel.ddp import wrap_in_ddp
 
-    return wrap_in_ddp(
-        model,
-        bucket_mb=bucket_mb,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        static_graph=static_graph,
-        find_unused=find_unused,
-    )
+    return wrap_in_ddp(model, bucket_mb, gradient_as_bucket_view, static_graph, find_unused)
 
 
 def _refuse_options_of_replicas(options: EngineOptions, layout: Layout) -> None:
@@ -317,14 +308,14 @@ def _refuse_options_of_replicas(options: EngineOptions, layout: Layout) -> None:
             )
 
 
-def _replicas(model: nn.Module, world: World, options: EngineOptions) -> Engine:
+def _replica_engine(model: nn.Module, world: World, options: EngineOptions) -> Engine:
     if options.engine == "single":
         return Single(model, world)
     if options.engine == "ddp":
         from tutti.parallel.ddp import Ddp
 
         return Ddp(model, world, options)
-    from tutti.parallel import teaching  # only on request
+    from tutti.parallel import teaching
 
     if options.engine == "dataparallel":
         return teaching.DataParallel(model, world)

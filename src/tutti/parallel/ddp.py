@@ -1,8 +1,8 @@
 """torch DDP: buckets of gradients are all-reduced while backward computes the other gradients.
 
-DDP averages over ranks; the contract of engines is the sum. So `backward` multiplies the loss by
+DDP averages gradients over ranks; an engine must sum them. So `backward` multiplies the loss by
 the number of ranks R: (1/R) Σ R·g = Σ g. DDP divides gradients before it sends them, so the values
-that are sent are not larger than those of a sum.
+that are sent are not larger than the local gradients.
 """
 
 from collections.abc import Callable
@@ -41,12 +41,13 @@ class Ddp(Engine):
         self.trained = trained_parameters(model)
         self.replica = wrap_in_ddp(
             model,
-            bucket_mb=options.bucket_mb,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            static_graph=options.static_graph,
-            find_unused=options.find_unused,
+            options.bucket_mb,
+            options.gradient_as_bucket_view,
+            options.static_graph,
+            options.find_unused,
         )
-        # DDP broadcasts buffers when it is made, and share_buffers() does before they are read.
+        # DDP has broadcast the buffers in its constructor; share_buffers() broadcasts them again
+        # before they are read.
         self.replica.broadcast_buffers = False
         self.powersgd_state: powersgd.PowerSGDState | None = None
         if options.compress in _NARROW:
@@ -72,11 +73,12 @@ class Ddp(Engine):
         return self.replica(*inputs)
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        # DDP decides in forward whether backward will communicate: both must be inside.
+        # DDP decides in forward whether backward communicates: both must run in this context.
         if last and self.options.overlap:
             return nullcontext()
         if self.options.static_graph:
-            # torch fails with an internal error: its first backward must communicate.
+            # With a static graph, DDP's first backward must communicate, or torch fails with an
+            # internal error.
             raise UsageError(
                 "--static-graph contradicts several microbatches per step, of which only the last "
                 "one communicates: leave --static-graph out or use --accumulation 1"
@@ -90,7 +92,7 @@ class Ddp(Engine):
 
     def reduce(self) -> None:
         if not self.options.overlap:
-            # Backward produces the last layer's gradients first: buckets in DDP's order.
+            # Reversed, as in DDP: backward computes the gradients of the last layer first.
             tensors = gradients_to_sum(self.trained, self.options.find_unused)[::-1]
             all_reduce_coalesced(tensors, bucket_bytes=self.options.bucket_mb * 2**20)
         elif not (self.options.find_unused or self.options.static_graph):
@@ -99,13 +101,12 @@ class Ddp(Engine):
 
 def wrap_in_ddp(
     model: nn.Module,
-    *,
     bucket_mb: float,
     gradient_as_bucket_view: bool,
     static_graph: bool,
     find_unused: bool,
 ) -> DistributedDataParallel:
-    """torch's DDP module, which broadcasts rank 0's parameters and buffers when it is made."""
+    """torch's DDP module, whose constructor broadcasts the parameters and buffers of rank 0."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("the model has no parameter to train: use --engine single or train one")
     return DistributedDataParallel(
@@ -125,7 +126,7 @@ def narrow_hook(dtype: torch.dtype) -> _Hook:
     """A communication hook that all-reduces a bucket in a 16-bit dtype, on every backend.
 
     torch's bf16 hook requires NCCL; gloo sums bf16 as well. The division comes before the
-    conversion: it is then exact, and R·g cannot overflow fp16 where g does not.
+    conversion: R·g could overflow fp16 although g does not.
     """
 
     def hook(ranks: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -143,10 +144,10 @@ def narrow_hook(dtype: torch.dtype) -> _Hook:
 def powersgd_hook(
     state: powersgd.PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook, without its side effect on random generators.
+    """torch's PowerSGD hook, without its side effect on random generators.
 
-    It draws a bucket's first Q from a seed that all ranks share, and sets that seed on CUDA without
-    restoring the old state: from then on dropout masks would be the same on all ranks.
+    torch's hook draws the first Q of a bucket from a seed that all ranks share. On CUDA the hook
+    does not restore the generator: from then on, dropout masks would be the same on all ranks.
     """
     device = bucket.buffer().device
     first = state.iter >= POWERSGD_START and bucket.index() not in state.q_memory_dict
@@ -169,6 +170,6 @@ def _powersgd_state(rank: int) -> powersgd.PowerSGDState:
         start_powerSGD_iter=POWERSGD_START,
         use_error_feedback=True,
         warm_start=True,
-        # Avoids 0/0 for columns of zeros, as from a layer without a gradient.
+        # Avoids 0/0 for columns of zeros, such as those of a layer without a gradient.
         orthogonalization_epsilon=1e-8,
     )

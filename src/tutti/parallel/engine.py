@@ -1,17 +1,17 @@
 """Engine: runs the microbatches of a step, and sums the gradients over all ranks.
 
-The contract of all engines. The loss of a microbatch is a sum over its samples divided by the
-number of samples (or tokens) of the whole step, over all microbatches of all ranks. The gradient of
-a rank is then its share of the gradient of the mean, and the shares are added:
+The contract of all engines: the loss of a microbatch is a sum over its samples, divided by the
+number of samples (or tokens) in all microbatches of all ranks in this step. Each rank then computes
+its part of the gradient of the mean loss, and the parts are summed:
 
     g = Σ_ranks Σ_microbatches ∂/∂θ (loss of the microbatch / samples of the step)
 
 After `run`, every rank holds g in `.grad` (or its shard of g), however unevenly the samples are
-distributed. A mean over ranks would be correct for equal shares only.
+distributed. A mean over ranks would be correct only if all ranks had equally many samples.
 
 A step is `engine.run(microbatches, loss_fn)` followed by `optimizer.step()`. Ranks that differ only
-in tp or pp work on the same samples; one of them `reports_loss`, and only its loss and outputs
-count.
+in tp or pp work on the same samples. On one of these ranks `reports_loss` is true: only the loss
+and outputs of this rank are used.
 """
 
 from abc import ABC, abstractmethod
@@ -42,7 +42,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class StepClock(Protocol):
-    """Measures a step from inside of `Engine.run`."""
+    """Measures a step from inside `Engine.run`."""
 
     def forward(self) -> AbstractContextManager[None]:
         """Entered around the forward pass and the loss of a microbatch."""
@@ -61,9 +61,9 @@ class Engine(ABC):
 
     def __init__(self, model: nn.Module, world: World, mesh: Mesh | None = None) -> None:
         self.model = model
-        """The plain module: the optimizer updates, and checkpoints hold, its parameters."""
+        """The plain module, whose parameters the optimizer updates and checkpoints contain."""
         self.forward: Callable[..., Any] = model
-        """What `engine(inputs)` calls in a step: the model, or the compiled model."""
+        """Called by `engine(inputs)` in a step: the model, or the compiled model."""
         self.world = world
         self.mesh = mesh if mesh is not None else Layout(dp=world.size).mesh(world)
         self.splits_sequence = False
@@ -71,13 +71,13 @@ class Engine(ABC):
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Parameters of this rank that are copies of a tied parameter → its first name."""
+        """Names of this rank's copies of tied parameters → name of the first copy."""
         return {}
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """One line for the start of a run: what this engine does."""
+        """One line that describes the engine, printed at the start of a run."""
 
     @property
     def replicas(self) -> str:
@@ -86,7 +86,7 @@ class Engine(ABC):
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's losses and outputs count, among the ranks with the same samples."""
+        """Whether, of all ranks with the same samples, this rank's loss and outputs are used."""
         return self.mesh.rank("tp") == 0
 
     def run(
@@ -101,8 +101,8 @@ class Engine(ABC):
         """Forward and backward of a step's microbatches; afterwards every `.grad` is the step's g.
 
         Returns this rank's part of the step's loss, on the device, and 0 on ranks that do not
-        report the loss: the sum over all ranks is the loss. All ranks give the same number of
-        microbatches; a microbatch may be empty on some ranks, but not on all, and then `example`,
+        report the loss: the sum over all ranks is the loss. All ranks pass the same number of
+        microbatches. A microbatch may be empty on some ranks, but not on all ranks; then `example`,
         one real input, is needed. Backward starts from `scale(loss)`.
         """
         total = self.zero_loss()
@@ -129,11 +129,10 @@ class Engine(ABC):
 
     @torch.no_grad()
     def infer(self, inputs: Tensor, example: Tensor | None = None) -> Any:
-        """The model's outputs for this rank's inputs; None on ranks without outputs.
+        """The model's outputs for this rank's inputs, with the model in evaluation mode.
 
-        These are ranks without inputs, which may have to take part in collectives all the same
-        (and then need `example`), and ranks that do not hold the last layer. Call it equally often
-        on all ranks, with the model in evaluation mode.
+        None on ranks that do not hold the last layer, and on ranks without inputs, which need
+        `example` to take part in collectives. Call it equally often on all ranks.
         """
         return self.model(inputs) if len(inputs) else None
 
@@ -142,7 +141,7 @@ class Engine(ABC):
         return self.forward(*inputs)
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Context of forward and backward of one microbatch; only the last one communicates."""
+        """Context for forward and backward of a microbatch; only the last one communicates."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -150,16 +149,16 @@ class Engine(ABC):
         loss.backward()  # type: ignore[no-untyped-call]
 
     def reduce(self) -> None:
-        """After the last microbatch: make every `.grad` the sum over ranks, if it is not yet."""
+        """After the last microbatch: sum each `.grad` over ranks, unless backward has done so."""
         return
 
     def empty_microbatch(self, *inputs: Any, last: bool) -> None:
-        """Replaces a microbatch for which this rank has no samples while other ranks have some.
+        """Run in place of a microbatch for which only other ranks have samples.
 
-        The other ranks wait for this rank in the gradients' all-reduce and in synchronised batch
-        norms. So the model runs on `inputs`, any real ones: every gradient is zero, and batch norm
-        statistics and random generators are unchanged afterwards. A microbatch that is empty on
-        every rank must be left out.
+        The other ranks wait for this rank in the all-reduce of gradients and in synchronised batch
+        norms. So the model runs on any real `inputs`. Every gradient is zero, and batch norm
+        statistics and random generators do not change. A microbatch that is empty on every rank
+        must be left out.
         """
         with self.microbatch(last), without_side_effects(self.model, self.world):
             self.backward(_zero_loss_of(self(*inputs)))
@@ -169,10 +168,10 @@ class Engine(ABC):
         seed_training_rng(seed, self.mesh, splits_sequence=self.splits_sequence, step=step)
 
     def share_buffers(self) -> None:
-        """Give every data rank the buffers of the first, before evaluation or a checkpoint.
+        """Copy the buffers of the first data rank to all, before evaluation or a checkpoint.
 
-        Plain batch norms see a different part of the batch on each rank. In training mode they do
-        not read their running statistics, so sharing them at every step would be wasted.
+        Plain batch norms get different samples on each rank. In training mode they do not read
+        their running statistics, so it is enough to share them before they are read.
         """
         if self.mesh.layout.data_ranks > 1:
             from tutti.comm.packing import broadcast_coalesced
@@ -181,7 +180,7 @@ class Engine(ABC):
 
 
 class Single(Engine):
-    """One rank, one device, no communication: the plain loop that other engines must equal."""
+    """One rank on one device, without communication: the reference for all other engines."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         if world.size > 1:
@@ -197,7 +196,7 @@ class Single(Engine):
 
 
 class ShardedEngine(Engine):
-    """A model sharded by FSDP2 or split by tensor parallelism, in an ordinary loop; no pipeline."""
+    """A model that is sharded by FSDP2 or split by tensor parallelism, without a pipeline."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         super().__init__(model, mesh.world, mesh)
@@ -210,8 +209,9 @@ class ShardedEngine(Engine):
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         if isinstance(self.model, FSDPModule):
-            # With shards, every microbatch reduce-scatters its gradients: unsharded ones would take
-            # the memory of the whole model. Replicas all-reduce after the last one only.
+            # With shards, every microbatch reduce-scatters its gradients, because unsharded
+            # gradients would need memory for the whole model. Replicas all-reduce only once, after
+            # the last microbatch.
             self.model.set_requires_gradient_sync(last or self.mesh.layout.shard > 1)
             self.model.set_requires_all_reduce(last)
             self.model.set_is_last_backward(last)
@@ -232,20 +232,21 @@ class ShardedEngine(Engine):
 
 
 def gathered(outputs: Any) -> Any:
-    """Logits that are split along the vocabulary, gathered; other outputs as they are."""
+    """Gather logits that are split along the vocabulary; other outputs are unchanged."""
     return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that get gradients, by name; the same order on every rank."""
+    """The parameters that get gradients, by name, in the same order on every rank."""
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
 def gradients_to_sum(parameters: Mapping[str, nn.Parameter], find_unused: bool) -> list[Tensor]:
-    """The gradients that are to be summed over ranks, the same list on every rank.
+    """The gradients to sum over ranks, of the same parameters on every rank.
 
-    With find_unused, a parameter that has a gradient on some rank gets a gradient of zeros where it
-    has none; a parameter without a gradient on every rank keeps none, and the optimizer skips it.
+    With find_unused, a parameter that has a gradient on some ranks gets a gradient of zeros on the
+    other ranks. A parameter that has no gradient on any rank is left out, and the optimizer skips
+    it.
     """
     if find_unused:
         used = torch.tensor([each.grad is not None for each in parameters.values()])
@@ -273,7 +274,7 @@ def check_all_have_gradients(
 
 
 def _zero_loss_of(outputs: Any) -> Tensor:
-    """A loss that depends on all outputs and has a gradient of zero, also for inf and NaN."""
+    """A loss of all outputs whose gradient is zero, even if outputs are inf or NaN."""
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     parts = [tensor.sum() * 0 for tensor in tensors if tensor.requires_grad]
     return torch.stack([part.float() for part in parts]).sum()
@@ -281,24 +282,24 @@ def _zero_loss_of(outputs: Any) -> Tensor:
 
 @contextmanager
 def without_side_effects(model: nn.Module, world: World) -> Iterator[None]:
-    """Run the model inside without changing norm statistics or random generators.
+    """Context in which the model can run without changes of norm statistics or random generators.
 
     Only norms change their mode: a model may use other parameters in evaluation (an auxiliary
     head), and all parameters must take part. Synchronised batch norms stay in training mode, since
-    the other ranks exchange statistics with them; they contribute no samples.
+    other ranks exchange statistics with them, but contribute no samples.
     """
     norms = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.training]
-    joint = [layer for layer in norms if isinstance(layer, JointBatchNorm)]
-    plain = [layer for layer in norms if not isinstance(layer, JointBatchNorm)]
+
+    def set_active(active: bool) -> None:
+        for norm in norms:
+            if isinstance(norm, JointBatchNorm):
+                norm.without_samples = not active
+            else:
+                norm.train(active)
+
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         try:
-            for norm in joint:
-                norm.without_samples = True
-            for layer in plain:
-                layer.eval()
+            set_active(False)
             yield
         finally:
-            for norm in joint:
-                norm.without_samples = False
-            for layer in plain:
-                layer.train()
+            set_active(True)

@@ -4,8 +4,8 @@ its optimizer state, and gathers the parameters of a block just before the block
     shard 0   [p0   ]  gather →  [p0 p1] forward, backward → [g0 g1] ┐ reduce-scatter → [g0   ]
     shard 1   [   p1]  gather →  [p0 p1] forward, backward → [g0 g1] ┘                  [   g1]
 
-With dp as well (HSDP), the gradient shards are then summed over the replicas. With dp alone beside
-tp or pp, the shard of each rank is the whole parameter.
+With dp as well (HSDP), the gradient shards are then summed over the replicas. If a layout has dp
+with tp or pp but no shard axis, the shard of each rank is the whole parameter.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from tutti.parallel.checkpointing import repeated_blocks
 from tutti.parallel.layout import ParallelOptions
 from tutti.parallel.mesh import Mesh
+from tutti.parallel.recompute import repeated_blocks
 
 _DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, None: None}
 
@@ -31,11 +31,11 @@ def shard(
 ) -> None:
     """Shard each block of the model, then the remaining parameters, in place, also on meta.
 
-    Gradients are summed over the data ranks, or averaged, as torch does, with `mean`.
+    Gradients are summed over the data ranks; with `mean` they are averaged, as torch does.
 
     `autocast`: the step runs under autocast to this dtype. Autocast would convert gathered float32
-    weights and keep the converted copies of all blocks until backward: the whole model. So blocks
-    gather their weights in that dtype, and gradients are still summed in float32.
+    weights and keep the converted copies of all blocks, the whole model, until backward. So blocks
+    gather their weights in the autocast dtype; gradients are still summed in float32.
     """
     layout = mesh.layout
     device_mesh = mesh.device_mesh["dp", "shard"] if layout.dp > 1 else mesh.device_mesh["shard"]
@@ -49,7 +49,7 @@ def shard(
     if autocast is not None and options.gather_dtype is None:
         reduce_dtype = _DTYPES[options.reduce_dtype] or torch.float32
         of_blocks = MixedPrecisionPolicy(autocast, reduce_dtype, cast_forward_inputs=False)
-    # A pipeline uses a block for every microbatch: resharding would gather it every time.
+    # In a pipeline, resharding would gather a block again for every microbatch.
     reshard = options.reshard if options.reshard is not None else layout.pp == 1
     for block in repeated_blocks(model):
         if block is not model:
@@ -57,7 +57,7 @@ def shard(
     fully_shard(model, mesh=device_mesh, mp_policy=precision, reshard_after_forward=False)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
-        # Reductions that divide on the way are known to NCCL only.
+        # Only NCCL has reductions that also divide.
         module.set_force_sum_reduction_for_comms(True)
         if not mean:
             module.set_gradient_divide_factor(1.0)
@@ -65,9 +65,10 @@ def shard(
 
 
 def _set_prefetch(blocks: Sequence[FSDPModule], ahead: int) -> None:
-    """Set which blocks are gathered while one computes: the next ones, in backward the previous.
+    """Set which blocks are gathered while a block computes: in forward the next `ahead` blocks, in
+    backward the previous ones.
 
-    A block that prefetches itself prefetches nothing; an empty list would mean torch's own choice.
+    A block that prefetches itself prefetches nothing; with an empty list torch would choose.
     """
     for here, block in enumerate(blocks):
         later, earlier = blocks[here + 1 : here + 1 + ahead], blocks[max(0, here - ahead) : here]

@@ -1,8 +1,8 @@
 """Clipping by the global norm √ Σ g², over every gradient of the whole model, each counted once.
 
 A rank holds some of the gradients: its shards, its part of each split matrix, the layers of its
-stages. A gradient that several ranks hold alike (replicas; a norm's weight under tp) is counted by
-the first of them.
+stages. If several ranks hold the same gradient (replicas; a norm's weight under tp), only the first
+of these ranks counts it.
 """
 
 import torch
@@ -23,7 +23,7 @@ def clip_by_global_norm(engine: Engine, largest: float) -> torch.Tensor:
     total = global_norm(engine)
     gradients = [local_shard(each.grad) for each in parameters if each.grad is not None]
     if gradients:
-        # As in torch: 1e-6 avoids a division by zero, and nothing leaves the device.
+        # As in torch: 1e-6 avoids a division by zero, and no value is copied to the host.
         factor = (largest / (total + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     return total
@@ -31,13 +31,13 @@ def clip_by_global_norm(engine: Engine, largest: float) -> torch.Tensor:
 
 @torch.no_grad()
 def global_norm(engine: Engine) -> torch.Tensor:
-    """The norm over all gradients of the model, on every rank. A collective."""
+    """The norm over all gradients of the model. Call it on every rank: it is a collective."""
     counted = [
         local_shard(parameter.grad)
         for name, parameter in engine.model.named_parameters()
         if parameter.grad is not None
         and name not in engine.aliases
-        and _is_counted_here(parameter, engine.mesh)
+        and all(engine.mesh.rank(axis) == 0 for axis in replicated_axes(parameter, engine.mesh))
     ]
     squares = torch.zeros((), dtype=torch.float64, device=engine.world.device)
     if counted:
@@ -60,7 +60,3 @@ def replicated_axes(tensor: torch.Tensor, mesh: Mesh) -> tuple[str, ...]:
         placements = zip(names, tensor.placements, strict=True)
         split = {axis for axis, placement in placements if not placement.is_replicate()}
     return tuple(axis for axis in ("dp", "shard", "tp") if axis not in split)
-
-
-def _is_counted_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
-    return all(mesh.rank(axis) == 0 for axis in replicated_axes(parameter, mesh))

@@ -1,11 +1,13 @@
-"""Layout: how many ranks each axis has, and the options of every technique. No torch in this file.
+"""Layout: how many ranks each axis has, and the options of every technique.
 
-Command lines are built from these dataclasses, and a layout can be checked without torch.
+This file does not import torch: command lines are built from these dataclasses, and a layout is
+checked, before torch is needed.
 """
 
 import math
 import re
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 from tutti.world.errors import UsageError
@@ -19,8 +21,8 @@ Compression = Literal["none", "bf16", "fp16", "powersgd"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 Recompute = Literal["none", "selective", "full"]
 
-# Outermost axis first. Adjacent ranks differ in tp, which communicates in every layer; then shard,
-# which gathers parameters per block; then dp, once per step; pp sends least, to one neighbour.
+# Outermost axis first. Adjacent ranks differ in tp, which communicates in every layer. shard
+# gathers parameters once per block, dp communicates once per step, pp sends least, to a neighbour.
 AXES = ("pp", "dp", "shard", "tp")
 
 
@@ -54,25 +56,23 @@ class Layout:
                     f"layout {text!r}: {part!r} is not an axis and its number of ranks: "
                     "write dp2.tp2"
                 )
-            axis, ranks = match[1], int(match[2])
+            axis = match[1]
             if axis not in known:
                 raise UsageError(
                     f"layout {text!r}: there is no axis {axis!r}: use {', '.join(known)}"
                 )
             if axis in axes:
                 raise UsageError(f"layout {text!r} names the axis {axis} twice: write it once")
-            axes[axis] = ranks
+            axes[axis] = int(match[2])
         return cls(**axes)
 
     @classmethod
     def every(cls, ranks: int) -> list["Layout"]:
         """All layouts of exactly this many ranks, sorted by the number of axes they use."""
-        found = []
-        for dp in _divisors(ranks):
-            for shard in _divisors(ranks // dp):
-                for tp in _divisors(ranks // dp // shard):
-                    found.append(cls(dp, shard, tp, ranks // dp // shard // tp))
-        return sorted(found, key=lambda layout: (len(layout._used), _order(layout)))
+        divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
+        shapes = [shape for shape in product(divisors, repeat=4) if math.prod(shape) == ranks]
+        layouts = [cls(*shape) for shape in shapes]
+        return sorted(layouts, key=lambda layout: (len(layout._used), _order(layout)))
 
     @property
     def axes(self) -> dict[str, int]:
@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Number of parts a batch is cut into; ranks that differ only in tp or pp share a part."""
+        """Into how many parts a batch is cut; ranks that differ only in tp or pp share a part."""
         return self.dp * self.shard
 
     @property
@@ -95,7 +95,7 @@ class Layout:
         return self.size == self.dp
 
     def check(self, world_size: int) -> None:
-        """Raise UsageError, with the equation and the cure, unless the world has this size."""
+        """Raise UsageError, with the equation and the cure, unless the number of ranks is right."""
         if self.size == world_size:
             return
         if world_size < 1:
@@ -109,22 +109,22 @@ class Layout:
         )
 
     def nearest(self, world_size: int, count: int = 2) -> list["Layout"]:
-        """The most similar layouts with this many ranks: same axes, smallest change in size."""
-        used = self._used
+        """The most similar layouts with this many ranks: same axes, smallest changes."""
 
         def distance(other: Layout) -> tuple[int, int, float, tuple[int, ...]]:
-            # A divisor of tp (pp) also divides the heads (layers) that tp (pp) divides.
+            # If tp divides the heads of a model, so does every divisor of tp; other numbers may
+            # not divide them. The same holds for pp and layers.
             risky = [axis for axis in ("tp", "pp") if self.axes[axis] % other.axes[axis]]
             changed = [abs(math.log2(other.axes[a] / self.axes[a])) for a in self.axes]
-            return len(other._used ^ used), len(risky), sum(changed), _order(other)
+            return len(other._used ^ self._used), len(risky), sum(changed), _order(other)
 
         ranked = sorted(Layout.every(world_size), key=distance)
         # One layout with the same axes is enough; offer several only if there is none.
-        return ranked[: 1 if ranked[0]._used >= used else count]
+        return ranked[: 1 if ranked[0]._used >= self._used else count]
 
     def mesh(self, world: "World") -> "Mesh":
         """The ranks of the world arranged by this layout. Call it on every rank."""
-        from tutti.parallel.mesh import Mesh  # imports torch; a layout is parsed without it
+        from tutti.parallel.mesh import Mesh  # imports torch
 
         return Mesh(self, world)
 
@@ -138,14 +138,10 @@ class Layout:
 
 
 def layout_of(text: str | None, world_size: int) -> Layout:
-    """The layout given as text, checked against the world size; None: one replica per rank."""
+    """The layout of this text, with the right number of ranks; None: one replica per rank."""
     layout = Layout(dp=world_size) if text is None else Layout.parse(text)
     layout.check(world_size)
     return layout
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _order(layout: Layout) -> tuple[int, ...]:
@@ -158,8 +154,8 @@ class EngineOptions:
     """How gradients are synchronised between the replicas of a model."""
 
     engine: EngineName = "ddp"
-    """What synchronises the replicas: torch DDP (ddp), nothing (single); for teaching: one process
-    with many devices (dataparallel), plain collectives after backward (scratch)."""
+    """How replicas are synchronised: torch DDP (ddp), not at all (single); for teaching: one
+    process with many devices (dataparallel), plain collectives after backward (scratch)."""
     bucket_mb: float = 25.0
     """ddp: bucket size in MiB: small buckets start early, large ones use the bandwidth better."""
     overlap: bool = True
@@ -181,28 +177,17 @@ class EngineOptions:
     """Batch norms compute their statistics over the microbatches of all data ranks."""
 
     def __post_init__(self) -> None:
-        self._check_values()
-        self._check_engine()
-        self._check_pairs()
-
-    def _check_values(self) -> None:
         if self.bucket_mb <= 0:
             raise UsageError(f"--bucket-mb is {self.bucket_mb:g}: it must be above 0, such as 25")
         if self.powersgd_rank < 1:
             raise UsageError(f"--powersgd-rank is {self.powersgd_rank}: it must be at least 1")
-
-    def _check_engine(self) -> None:
-        """Refuse a flag that the chosen engine would ignore."""
         for field in fields(self):
-            users = _USERS.get(field.name, ())
-            value = getattr(self, field.name)
-            if users and self.engine not in users and value != field.default:
+            engines, value = _ENGINES_OF.get(field.name, ("ddp",)), getattr(self, field.name)
+            if field.name != "engine" and self.engine not in engines and value != field.default:
                 raise UsageError(
                     f"{flag_of(field.name, value)} does nothing with --engine {self.engine}: "
-                    f"leave it out or use --engine {' or '.join(users)}"
+                    f"leave it out or use --engine {' or '.join(engines)}"
                 )
-
-    def _check_pairs(self) -> None:
         if self.compress != "none" and not self.overlap:
             raise UsageError(
                 f"--compress {self.compress} contradicts --no-overlap: DDP compresses buckets "
@@ -227,7 +212,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How a model is spread over ranks."""
+    """How a model is distributed over ranks."""
 
     layout: str | None = None
     """Ranks per axis, such as dp2.shard2.tp2.pp2: replicas, parameter shards (FSDP2), tensor
@@ -278,28 +263,22 @@ class ParallelOptions:
 
     @property
     def virtual_stages(self) -> int:
-        """Stages per rank of the pipeline."""
+        """Stages on each rank of the pipeline."""
         if self.stages_per_rank is not None:
             return self.stages_per_rank
         return 1 if self.pipeline_schedule in ("gpipe", "1f1b") else 2
 
 
-# The axis that a field configures. Parity tries many layouts and ignores fields of absent axes.
+# The axis that a field configures. Parity runs many layouts and ignores the fields of unused axes.
 AXIS_OF = {
     **dict.fromkeys(("reshard", "prefetch", "gather_dtype", "reduce_dtype"), "shard"),
     **dict.fromkeys(("sequence_parallel", "loss_parallel", "async_tp"), "tp"),
     **dict.fromkeys(("pipeline_schedule", "stages_per_rank", "balance"), "pp"),
 }
 
-# The engines that read a field; fields that are missing here apply to all engines.
-_USERS: dict[str, tuple[EngineName, ...]] = {
-    "bucket_mb": ("ddp",),
-    "overlap": ("ddp",),
-    "gradient_as_bucket_view": ("ddp",),
-    "static_graph": ("ddp",),
+# The engines that read a field of EngineOptions; all other fields are read by ddp only.
+_ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
     "find_unused": ("ddp", "scratch"),
-    "compress": ("ddp",),
-    "powersgd_rank": ("ddp",),
     "scratch_reduce": ("scratch",),
     "sync_batchnorm": ("ddp", "scratch"),
 }

@@ -1,4 +1,4 @@
-"""Meta first: a model is built without memory, made parallel, and only then given its weights.
+"""A model is built on the meta device, made parallel there, and only then given its weights.
 
     build_on_meta(make, seed)     parameters on the meta device: shapes and dtypes, no memory
     apply.py                      cut into stages, split, shard: still on meta
@@ -7,13 +7,13 @@
                                   copy this rank's shards of it, free it
 
 So a rank never holds more than its shards and one module. Every module is initialised with a seed
-made of the run's seed and the module's name: its weights do not depend on the layout, on the rank,
-or on which other modules the rank holds.
+that is derived from the run's seed and the module's name: the weights do not depend on the layout,
+on the rank, or on which other modules the rank holds.
 
-How a module is initialised: by `model.init_module(name, module)` if the model has this method, else
-by the module's `reset_parameters()`. Weights that a constructor sets in another way (pretrained,
+A module is initialised by `model.init_module(name, module)` if the model has this method, else by
+the module's `reset_parameters()`. Weights that a constructor sets in another way (pretrained,
 `nn.Parameter(torch.randn(…))`, a custom init loop) cannot be reproduced one module at a time. Then
-the model is built for real, whole, on every rank's host, and its shards are copied from there.
+every rank builds the whole model in host memory, and copies its shards from there.
 """
 
 import sys
@@ -50,22 +50,22 @@ class Weights(ABC):
 
     @abstractmethod
     def fill(self, model: nn.Module) -> None:
-        """Write the initial values into every materialised parameter and buffer of (a part of)
-        the model; module names must be those of the whole model."""
+        """Write the initial values into every materialised parameter and buffer of the model, or of
+        a part of the model whose modules have the names that they have in the whole model."""
 
     def release(self) -> None:
-        """Free what is only needed until all weights are filled."""
+        """Free the memory that is needed only until all weights are filled."""
         return
 
 
 class ModuleInit(Weights):
-    """Weights that each module draws by itself, from a seed of its own."""
+    """Weights that each module draws separately, from a seed for this module."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        """`model` is whole, on meta, and in the dtypes in which it was built."""
+        """`model` is the whole model, on meta, in the dtypes in which it was built."""
         self._seed = seed
-        # Values are drawn in the dtype of construction, so that a float64 run starts from the
-        # same values as a float32 run.
+        # Values are drawn in these dtypes, so that a float64 run starts from the same values as a
+        # float32 run.
         self._dtypes = {
             name: tensor.dtype
             for named in (model.named_parameters, model.named_buffers)
@@ -79,20 +79,14 @@ class ModuleInit(Weights):
         filled: set[int] = set()
         with torch.random.fork_rng(devices=[]):
             for name, module in model.named_modules():
-                own = {
-                    key: tensor
-                    for key, tensor in _own_tensors(module)
-                    if _joined(name, key) in self._dtypes
-                }
+                own, whole = {}, {}
+                for key, tensor in _own_tensors(module):
+                    if dtype := self._dtypes.get(_joined(name, key)):
+                        own[key] = tensor
+                        whole[key] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
                 new = [key for key, tensor in own.items() if id(tensor) not in filled]
                 if not new:
-                    continue  # no tensors, or a tied one that its first owner has initialised
-                whole = {
-                    key: torch.empty(
-                        tensor.shape, dtype=self._dtypes[_joined(name, key)], device="cpu"
-                    )
-                    for key, tensor in own.items()
-                }
+                    continue  # no tensors, or only tied ones that another module has initialised
                 torch.default_generator.manual_seed(mixed_seed("weights", self._seed, name))
                 with _replaced(module, whole):
                     if init_module is not None:
@@ -105,7 +99,7 @@ class ModuleInit(Weights):
 
 
 class CopiedWeights(Weights):
-    """Weights that exist already: those of a real model, moved out of it by `take_weights`."""
+    """The existing weights of a model, moved out of the model by `take_weights`."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
@@ -122,32 +116,32 @@ class CopiedWeights(Weights):
 def build_on_meta(
     make: Callable[[], nn.Module], seed: int
 ) -> tuple[nn.Module, Weights, str | None]:
-    """Call `make` so that parameters take no memory; returns the model, its weights and a note.
+    """Call `make` with parameters on meta; returns the model, its weights and a note.
 
-    Buffers and plain attributes (masks, rotary tables) are computed as usual, on the CPU. The note
-    says why the model had to be built whole, where it had to be.
+    Buffers and plain attributes (masks, rotary tables) are computed as usual, on the CPU. If every
+    rank has to build the whole model, the note gives the reason; otherwise it is None.
     """
     torch.manual_seed(seed)
     reason: str | None
     try:
         with warnings.catch_warnings(), _parameters_on_meta(), _WriteRecorder() as recorder:
-            warnings.simplefilter("ignore")  # such as: loading into meta parameters has no effect
+            warnings.simplefilter("ignore")  # such as "loading into meta parameters is a no-op"
             model = make()
         reason = recorder.cannot_reproduce(model)
     except UsageError:
         raise
     except Exception as error:
-        # The constructor needs values: if it is broken, the second attempt raises the same error.
+        # The constructor reads values. If it has another error, make() below raises it again.
         reason = f"its constructor does not work without memory ({type(error).__name__})"
     else:
         _refuse_lazy(model)
         if hasattr(model, "init_module"):
+            reason = None
             if not all(parameter.is_meta for parameter in model.parameters()):
                 with torch.device("meta"):
                     model = make()
+        if reason is None:
             return model, ModuleInit(model, seed), None
-    if reason is None:
-        return model, ModuleInit(model, seed), None
     torch.manual_seed(seed)
     model = make()
     _refuse_lazy(model)
@@ -157,23 +151,15 @@ def build_on_meta(
 
 def take_weights(model: nn.Module) -> CopiedWeights:
     """Move the parameters out of a real model, in place: the model is on meta afterwards."""
-    tensors: dict[str, Tensor] = {}
-    on_meta: dict[int, nn.Parameter] = {}
-    keep = list(model.parameters())  # so that ids stay unique
-    for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            tensors[_joined(name, key)] = parameter.detach()
-            if id(parameter) not in on_meta:
-                on_meta[id(parameter)] = _meta_parameter(parameter)
-            module._parameters[key] = on_meta[id(parameter)]
-    del keep
+    named = model.named_parameters(remove_duplicate=False)
+    tensors = {name: parameter.detach() for name, parameter in named}
+    parameters = list(model.parameters())  # held, so that ids stay unique
+    _replace(model, {id(each): _meta_parameter(each) for each in parameters})
     return CopiedWeights(tensors)
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether the model's parameters have no memory yet; a mixture is refused."""
+    """Whether all parameters are on meta. Raises UsageError if only some of them are."""
     kinds = {parameter.is_meta for parameter in model.parameters()}
     if len(kinds) > 1:
         name = next(name for name, each in model.named_parameters() if each.is_meta)
@@ -186,26 +172,28 @@ def is_on_meta(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give every meta parameter and buffer (or this rank's shard of it) memory, in place.
+    """Allocate every parameter and buffer on meta (or this rank's shard of it), in place.
 
-    Not `Module.to_empty`, which forgets that parameters are tied. Values are undefined afterwards.
+    `Module.to_empty` would separate tied parameters. The values are undefined afterwards.
     """
     made: dict[int, Any] = {}
-    keep = [*model.parameters(), *model.buffers()]  # so that ids stay unique
+    tensors = [*model.parameters(), *model.buffers()]  # held, so that ids stay unique
+    for tensor in tensors:
+        if tensor.is_meta:
+            memory = torch.empty_like(tensor, device=device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = _parameter_like(tensor, memory) if is_parameter else memory
+    _replace(model, made)
+    # Moves real buffers; it also makes FSDP record its new shards, and pad them if needed.
+    model.to(device)
+
+
+def _replace(model: nn.Module, made: dict[int, Any]) -> None:
+    """Replace each parameter and buffer whose id is a key of `made`."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if id(tensor) not in made:
-                    made[id(tensor)] = torch.empty_like(tensor, device=device)
-                    if isinstance(tensor, nn.Parameter):
-                        made[id(tensor)] = nn.Parameter(made[id(tensor)], tensor.requires_grad)
-                        made[id(tensor)].__dict__.update(tensor.__dict__)
-                tensors[key] = made[id(tensor)]
-    del keep
-    # Moves real buffers; FSDP also takes note of its new shards, and pads them where needed.
-    model.to(device)
+                tensors[key] = made.get(id(tensor), tensor)
 
 
 @torch.no_grad()
@@ -221,16 +209,17 @@ def copy_shard(whole: Tensor, target: Tensor) -> None:
 
 
 def check_replicas_equal(model: nn.Module, mesh: Mesh) -> None:
-    """Raise RanksDiffer unless ranks that hold the same parameters hold the same values.
+    """Raise RanksDiffer if replicas of a parameter have different values. Call it on every rank.
 
-    Hashes of local shards are compared between the ranks along the axes on which a parameter is
-    replicated; nothing is gathered. Call it on every rank.
+    Ranks along the axes on which a parameter is replicated compare hashes of their local shards;
+    no parameter is gathered.
     """
     hashes = {
         name: [*replicated_axes(tensor, mesh), str(hash_tensor(local_shard(tensor)))]
         for name, tensor in model.named_parameters()
     }
-    # One hash per set of axes; the names are exchanged only if hashes differ.
+    # One hash for all parameters with the same replicated axes, to keep the exchange small.
+    # The hashes of single parameters are exchanged only if these hashes differ.
     by_axes: dict[str, list[str]] = {}
     for *axes, value in hashes.values():
         by_axes.setdefault(" ".join(axes), []).append(value)
@@ -259,7 +248,7 @@ def check_replicas_equal(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _replica_pairs(mesh: Mesh, axes: list[str]) -> Iterator[tuple[int, int]]:
-    """(first rank, other rank) of every group of ranks that differ only on these axes."""
+    """(first rank, other rank) for every group of ranks that differ only on these axes."""
     dims = [AXES.index(axis) for axis in axes]
     others = [dim for dim in range(len(AXES)) if dim not in dims]
     groups = mesh.ranks.permute(*others, *dims).flatten(len(others)).flatten(0, len(others) - 1)
@@ -270,11 +259,11 @@ def _replica_pairs(mesh: Mesh, axes: list[str]) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter that is registered in a module is replaced by one without memory."""
+    """Context in which parameters move to the meta device as soon as a module registers them."""
 
     def on_meta(module: nn.Module, name: str, parameter: Any) -> Any:
         if type(parameter) is not nn.Parameter or parameter.is_meta:
-            return parameter  # a parameter on meta may be a tied one: the object must stay
+            return parameter  # already moved; it may be tied, so the object must stay the same
         return _meta_parameter(parameter)
 
     handle = register_module_parameter_registration_hook(on_meta)
@@ -285,12 +274,12 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 class _WriteRecorder(TorchFunctionMode):
-    """Records which tensors are written in place during construction, and by whom."""
+    """Records which tensors are written in place during construction, and by which module."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._by_owner: set[tuple[int, int]] = set()  # (module, storage): by its reset_parameters
-        self._otherwise: set[int] = set()
+        self._by_reset: set[int] = set()  # storages written by a reset_parameters()
+        self._otherwise: set[int] = set()  # storages written by any other code
         self._keep: list[Any] = []  # ids stay unique while their objects live
 
     def __enter__(self) -> "_WriteRecorder":
@@ -304,7 +293,7 @@ class _WriteRecorder(TorchFunctionMode):
         sys.setprofile(self._previous_profile)
 
     def _observe_call(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Some functions of torch.nn.init do nothing on meta, which leaves no write to record."""
+        """Record calls of torch.nn.init, of which some write nothing to tensors on meta."""
         code = frame.f_code
         if event == "call" and code.co_filename == nn.init.__file__ and code.co_name.endswith("_"):
             target = frame.f_locals.get("tensor")
@@ -330,17 +319,13 @@ class _WriteRecorder(TorchFunctionMode):
             frame = frame.f_back
         module = None if frame is None else frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            self._keep.append(module)
-            self._by_owner.add((id(module), storage))
-            if any(
-                tensor.untyped_storage()._cdata == storage for _, tensor in _own_tensors(module)
-            ):
+            self._by_reset.add(storage)
+            if storage in [tensor.untyped_storage()._cdata for _, tensor in _own_tensors(module)]:
                 return
         self._otherwise.add(storage)
 
     def cannot_reproduce(self, model: nn.Module) -> str | None:
         """Why the weights cannot be drawn one module at a time; None if they can."""
-        by_owner = {storage for _, storage in self._by_owner}
         for name, module in model.named_modules():
             for key, tensor in _own_tensors(module):
                 full_name = _joined(name, key)
@@ -351,14 +336,14 @@ class _WriteRecorder(TorchFunctionMode):
                 storage = tensor.untyped_storage()._cdata
                 if storage in self._otherwise:
                     return f"{full_name} is set outside of its module's reset_parameters()"
-                if storage not in by_owner:
+                if storage not in self._by_reset:
                     return f"{full_name} is not set by a reset_parameters()"
         return None
 
 
 def _is_in_place(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    if name == "__set__":  # of a property: tensor.data = …, but not tensor.requires_grad = …
+    if name == "__set__":  # of a property: tensor.data = … writes, tensor.requires_grad = … not
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
     if name.startswith("__"):
         return name == "__setitem__" or name in _IN_PLACE_OPERATORS
@@ -378,7 +363,7 @@ def _reset_of(module: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def _replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, the module's own parameters and buffers are these plain tensors."""
+    """Context in which these tensors replace the module's own parameters and buffers."""
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     for key, tensor in tensors.items():
         if parameters.get(key) is not None:
@@ -393,13 +378,17 @@ def _replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of the module itself, without those of its children."""
+    """The parameters and buffers of the module itself, without its children."""
     both = [*module._parameters.items(), *module._buffers.items()]
     return [(key, tensor) for key, tensor in both if tensor is not None]
 
 
 def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    return _parameter_like(parameter, parameter.detach().to("meta"))
+
+
+def _parameter_like(parameter: Tensor, data: Tensor) -> nn.Parameter:
+    made = nn.Parameter(data, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     return made
 

@@ -47,7 +47,7 @@ class Mesh:
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """The axes pp, dp, shard, tp as torch's DeviceMesh. All ranks must ask for it."""
+        """The axes pp, dp, shard, tp as torch's DeviceMesh. All ranks must read this property."""
         return DeviceMesh(self.world.device.type, self.ranks, mesh_dim_names=AXES)
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -64,7 +64,7 @@ class Mesh:
 
     @cached_property
     def batchnorm_group(self) -> dist.ProcessGroup:
-        """The data group, for the collectives of batch norms. Call it on every rank.
+        """The data group, for the collectives of batch norms. All ranks must read this property.
 
         With replicas it is a separate group: DDP all-reduces gradients in another order on a rank
         that left parameters unused, and the collectives of one group must not change their order.

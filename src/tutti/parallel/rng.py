@@ -1,17 +1,17 @@
-"""Random generators in a layout, mainly for dropout: which ranks draw the same numbers.
+"""Random generators in a layout, mainly for dropout: which ranks draw the same random numbers.
 
     data ranks (dp, shard)    different samples           different numbers
     stages (pp)               different layers            different numbers
     tp, split activations     different heads, channels   different numbers: the same mask on every
-                              or sequence positions       part would be less random than asked for
+                              or sequence positions       part would not be independent
     tp, whole activations     the same samples            the same numbers, or the ranks' copies
                                                           would no longer be equal
 
-Every rank draws from torch's default generator, whose state is all that checkpoints and
-recomputation have to save. `seed_training_rng` seeds it for the activations between the split
-layers: the same on tp ranks if each holds whole activations, different if each holds a part of the
-sequence. Layers that need the other kind get another seed for their duration, derived from a number
-that the generator drew itself: so the same state always gives the same masks.
+Every rank draws from torch's default generator, so checkpoints and recomputation have to save only
+the state of this generator. `seed_training_rng` seeds it for the activations between the split
+layers: equally on all tp ranks if each holds whole activations, differently if each holds a part of
+the sequence. While a layer of the other kind runs, the generator has another seed, derived from a
+number that it drew itself: so the same state always gives the same masks.
 
     whole activations        column ─ a seed per tp rank, from a number that all drew ─ row
     part of the sequence     dropout of a gathered input: a seed drawn and broadcast by tp rank 0
@@ -35,7 +35,7 @@ from tutti.parallel.sharding_rules import Role
 
 
 def rng_axes(splits_sequence: bool) -> tuple[str, ...]:
-    """The axes on which ranks draw different numbers; `splits_sequence`: tp splits it."""
+    """The axes on which ranks draw different numbers: tp only if tp splits the sequence."""
     return tuple(axis for axis in AXES if axis != "tp" or splits_sequence)
 
 
@@ -52,7 +52,7 @@ def set_up_dropout(
 ) -> None:
     """Make the layers that the rules split over tp draw the right numbers, in place.
 
-    A model without dropout is not changed: hooks cost time, and break a compiler's graph.
+    A model without dropout is not changed, since hooks cost time and break the compiler's graph.
     """
     if not has_dropout(model):
         return
@@ -74,7 +74,7 @@ def set_up_dropout(
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether a module has a dropout probability above 0: a Dropout layer, or an attribute with
-    "drop" in its name, since attention takes a number."""
+    "drop" in its name, since attention takes the probability as a number."""
     return any(
         isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         for module in model.modules()
@@ -94,7 +94,7 @@ class RankSeed:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Forward hook of column layers; those after the first change nothing."""
+        """Forward hook of column layers; only the first column layer changes the seed."""
         if not module.training or self._is_active():
             return
         drawn = _draw()  # the same on all tp ranks
@@ -109,13 +109,13 @@ class RankSeed:
             self._generator.set_state(self._kept)
 
     def _is_active(self) -> bool:
-        """Read from the generator: recomputation may stop between layers, and resets it."""
+        """Read the generator: recomputation may stop between layers, and resets the generator."""
         return self._generator.initial_seed() == self._own_seed
 
 
 @contextmanager
 def _seed_of_first_rank(generator: torch.Generator, mesh: Mesh) -> Iterator[None]:
-    """Inside, all tp ranks draw the same numbers."""
+    """Context in which all tp ranks draw the same numbers."""
     drawn = torch.tensor([_draw()], device=mesh.world.device)
     broadcast(drawn, 0, group=mesh.group("tp"))
     kept = generator.get_state()
@@ -129,10 +129,10 @@ def _seed_of_first_rank(generator: torch.Generator, mesh: Mesh) -> Iterator[None
 def _local_dropout(
     dropout: nn.Module, forward: Any, shared: Any, input: torch.Tensor
 ) -> torch.Tensor:
-    """The forward of a dropout layer whose input may be a DTensor that all tp ranks hold alike.
+    """The forward of a dropout layer whose input may be a DTensor, equal on all tp ranks.
 
     DTensor's own dropout would draw a different mask per rank on the CPU, and on CUDA it would set
-    every rank's generator to that of rank 0.
+    the generator of every rank to the state of rank 0.
     """
     if not (isinstance(input, DTensor) and dropout.training):
         return forward(input)  # type: ignore[no-any-return]
@@ -143,7 +143,7 @@ def _local_dropout(
 
 
 def _draw() -> int:
-    """From the CPU generator, also on a GPU: reading a GPU's number would wait for the device."""
+    """A number from the CPU generator: reading a number from a GPU would wait for the device."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 

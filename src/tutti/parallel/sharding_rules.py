@@ -11,7 +11,7 @@ its columns, the second by its rows. Each rank computes one term of the sum that
     X · [A₁ A₂]  │    │ · [B₁; B₂]    rank 0: X A₁ … B₁          ├ + → result
                  └ A₂ ┘               rank 1: X A₂ … B₂          ┘
 
-Layers without a rule are computed by every tp rank alike, on the whole activations.
+Layers without a rule are not split: every tp rank computes them on the whole activations.
 """
 
 import re
@@ -51,21 +51,20 @@ _KINDS: dict[Role, tuple[type[nn.Module], ...]] = {
 
 
 def default_rules(model: nn.Module) -> dict[str, Role]:
-    """Rules by the usual layer names of transformers; UsageError if no layer has such a name."""
+    """Rules for the usual layer names of transformers; UsageError if no layer has such a name."""
     rules: dict[str, Role] = {}
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
         role = _USUAL_NAMES.get(last)
         if role is None or not isinstance(module, _KINDS[role]):
             continue
-        if not isinstance(
-            model.get_submodule(parent), nn.MultiheadAttention
-        ):  # it passes the weights on, not the layer
+        # MultiheadAttention reads the weights of its layers and does not call them.
+        if not isinstance(model.get_submodule(parent), nn.MultiheadAttention):
             rules[name] = role
     columns = [name for name, role in rules.items() if role == "column"]
     fed = {name.rpartition(".")[0] for name in columns}
     alone = [n for n, role in rules.items() if role == "row" and n.rpartition(".")[0] not in fed]
-    for name in alone:  # no column before it: its input is not split
+    for name in alone:  # without a column layer before it, the input of a row layer is not split
         del rules[name]
     if not columns or "row" not in rules.values():
         raise UsageError(
@@ -75,8 +74,8 @@ def default_rules(model: nn.Module) -> dict[str, Role]:
         )
     if {"vocabulary", "head"} <= set(rules.values()):
         # From the embedding to the head, activations can be split along the sequence. A module
-        # of columns and rows only gathers its input once for all of them; in a module that also
-        # has norms, each column gathers its own input.
+        # that has only column and row layers gathers its input once for all columns. In a module
+        # that also has norms, each column layer gathers its own input.
         inputs = {parent for parent in fed - {""} if not _uncovered(model, rules, parent)}
         rules |= dict.fromkeys(inputs, "input")
         for name, module in model.named_modules():
@@ -130,7 +129,7 @@ def splits_sequence(rules: Mapping[str, Role], model: nn.Module) -> bool:
 def check_between(rules: Mapping[str, Role], model: nn.Module) -> None:
     """Raise UsageError if a layer without a rule may lie between split layers.
 
-    Such a layer would see only this rank's heads or channels, and get a part of its gradient.
+    Such a layer would get only this rank's heads or channels, and only a part of its gradient.
     """
     names = {"column": set[str](), "row": set[str]()}
     for name, role in rules.items():
@@ -147,7 +146,7 @@ def check_between(rules: Mapping[str, Role], model: nn.Module) -> None:
 
 
 def check_divides(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:
-    """Raise UsageError, with the equation and the cure, where tp does not divide a layer."""
+    """Raise UsageError, with the equation and the cure, if tp does not divide a layer."""
     for name, role in rules.items():
         module = model.get_submodule(name)
         if role == "vocabulary":
@@ -156,7 +155,7 @@ def check_divides(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:
         elif role in ("column", "row", "head"):
             assert isinstance(module, nn.Linear)
             width = module.in_features if role == "row" else module.out_features
-            # An attention head is computed on one rank: it cannot be split.
+            # An attention head cannot be split over ranks.
             parent = model.get_submodule(name.rpartition(".")[0])
             head_dim = getattr(parent, "head_dim", None)
             if isinstance(head_dim, int) and width % head_dim == 0:
@@ -176,7 +175,7 @@ def _must_divide(tp: int, count: int, what: str, name: str) -> None:
 
 
 def _uncovered(model: nn.Module, rules: Mapping[str, Role], inside: str = "") -> list[str]:
-    """Parameters of the whole model, or inside of one module, whose layer has no rule."""
+    """Parameters of the whole model, or of one module, whose layer has no rule."""
     prefix = f"{inside}." if inside else ""
     owners = [(n, n.rpartition(".")[0]) for n, _ in model.named_parameters(prefix="")]
     return [name for name, owner in owners if name.startswith(prefix) and owner not in rules]

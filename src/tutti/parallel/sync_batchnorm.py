@@ -1,15 +1,15 @@
 """Batch norm with the statistics of the microbatches of all data ranks, as on one device.
 
-torch's SyncBatchNorm refuses CPU tensors. On CUDA its fused kernels are used; on the CPU, the
-module here. Both hold the state of a plain BatchNorm under the same names, so that checkpoints are
-interchangeable. Statistics of all N samples and pixels xᵢ of a channel:
+On CUDA, torch's SyncBatchNorm with its fused kernels is used. It refuses CPU tensors, for which
+`CpuBatchNorm` is used. Both have the parameters and buffers of a plain BatchNorm, so that
+checkpoints are interchangeable. The statistics of all N samples and pixels xᵢ of a channel:
 
     μ = Σ xᵢ / N        σ² = Σ (xᵢ − μ)² / N        x̂ᵢ = (xᵢ − μ) / √(σ² + ε)
 
     ∂L/∂xᵢ = γ / √(σ² + ε) · (dyᵢ − Σ dyⱼ / N − x̂ᵢ · Σ dyⱼ x̂ⱼ / N)
 
-All sums are over the ranks: one collective in forward, one in backward. Gradients of γ and β are
-this rank's share; the engine sums them with all other gradients.
+All sums are over all ranks, with one collective in forward and one in backward. Each rank computes
+its own part of the gradients of γ and β; the engine sums them like all other gradients.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tutti.comm.collectives import all_gather, all_reduce
 from tutti.parallel.mesh import Mesh
 from tutti.world.errors import UsageError
-from tutti.world.world import World
 
 
 def convert_batchnorms(model: nn.Module, mesh: Mesh) -> nn.Module:
@@ -32,56 +31,53 @@ def convert_batchnorms(model: nn.Module, mesh: Mesh) -> nn.Module:
 
     Call it on every rank. Returns the model, or its replacement if it is a batch norm itself.
     """
-    return _convert(model, mesh.world, mesh.batchnorm_group)
-
-
-def _convert(module: nn.Module, world: World, group: Any) -> nn.Module:
-    if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
-        return _synchronised(module, world, group)  # type: ignore[arg-type]
-    if isinstance(module, _BatchNorm) and not isinstance(module, JointBatchNorm):
+    if type(model) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        return _synchronised(model, mesh)  # type: ignore[arg-type]
+    if isinstance(model, _BatchNorm) and not isinstance(model, JointBatchNorm):
         raise UsageError(
-            f"--sync-batchnorm cannot replace {type(module).__name__}, a batch norm with a forward "
+            f"--sync-batchnorm cannot replace {type(model).__name__}, a batch norm with a forward "
             "of its own: use torch's BatchNorm1d, 2d or 3d in the model"
         )
-    for name, child in module._modules.items():
+    for name, child in model._modules.items():
         if child is not None:
-            setattr(module, name, _convert(child, world, group))
-    return module
+            setattr(model, name, convert_batchnorms(child, mesh))
+    return model
 
 
-def _synchronised(plain: _BatchNorm, world: World, group: Any) -> nn.Module:
-    kind = CudaBatchNorm if world.device.type == "cuda" else CpuBatchNorm
+def _synchronised(plain: _BatchNorm, mesh: Mesh) -> nn.Module:
+    kind = CudaBatchNorm if mesh.world.device.type == "cuda" else CpuBatchNorm
     norm = kind(plain.num_features, plain.eps, plain.momentum, False, plain.track_running_stats)
     norm.affine = plain.affine
     norm.weight, norm.bias = plain.weight, plain.bias
     norm.running_mean, norm.running_var = plain.running_mean, plain.running_var
     norm.num_batches_tracked = plain.num_batches_tracked
-    norm.process_group = group
+    norm.process_group = mesh.batchnorm_group
     return norm.train(plain.training)
 
 
 class JointBatchNorm(_BatchNorm, ABC):
     """A batch norm with the statistics of all ranks, of which some may have no samples.
 
-    In evaluation without running statistics, each rank uses its own, as torch's SyncBatchNorm does.
+    In evaluation without running statistics, each rank uses the statistics of its own samples, as
+    torch's SyncBatchNorm does.
     """
 
     process_group: Any = None
     without_samples: bool = False
-    """Set while this rank runs on example inputs: they must not be counted, but the rank must take
-    part in every collective."""
+    """Set while this rank runs on example inputs, which must not be counted although the rank must
+    take part in every collective."""
 
-    # The compiler would break the graph at the collective, with graphs for each sample count.
+    # The compiler would break the graph at the collective, and compile once per sample count.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.without_samples and self.training):
             return self._forward(input)
-        # The same collectives at the same places of forward and backward, with no samples.
+        # The same collectives as on other ranks, in the same order, without samples.
         zero = self._forward(input[:0]).sum()
         for parameter in (self.weight, self.bias):
             if parameter is not None:
-                zero = zero + parameter.sum() * 0  # torch's norm gives them no gradient
-        return F.softsign(input) + zero.to(input.dtype)  # any finite values will do
+                zero = zero + parameter.sum() * 0  # without samples, torch sets no gradient
+        return F.softsign(input) + zero.to(input.dtype)  # the values must only be finite
 
     @abstractmethod
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -89,7 +85,7 @@ class JointBatchNorm(_BatchNorm, ABC):
 
 
 class CudaBatchNorm(JointBatchNorm, nn.SyncBatchNorm):
-    """torch's SyncBatchNorm, which here can also run without samples."""
+    """torch's SyncBatchNorm, extended to run without samples."""
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.numel() == 0 and self.training:
@@ -100,7 +96,7 @@ class CudaBatchNorm(JointBatchNorm, nn.SyncBatchNorm):
 
 
 class CpuBatchNorm(JointBatchNorm):
-    """For CPU tensors of any float dtype; correct on CUDA, too, but slower."""
+    """For CPU tensors of any float dtype; also correct on CUDA, but slower."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -125,7 +121,7 @@ class CpuBatchNorm(JointBatchNorm):
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
-        # momentum=None: the plain mean of all microbatches so far.
+        # momentum=None: the mean over all microbatches so far.
         share = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), share)
@@ -134,18 +130,18 @@ class CpuBatchNorm(JointBatchNorm):
 def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Mean, biased variance and count of each channel over all ranks, in one collective.
 
-    Every rank sends its own mean mᵣ, Σ (xᵢ − mᵣ)² and count nᵣ. Sums of squares around 0 would
-    cancel for data far from 0; sums around each rank's mean do not:
+    Every rank sends its own mean mᵣ, Σ (xᵢ − mᵣ)² and count nᵣ. For data far from 0, the variance
+    from Σ xᵢ² would suffer from cancellation; sums around each rank's mean do not:
     Σ (xᵢ − μ)² = Σᵣ [Σ (xᵢ − mᵣ)² + nᵣ (mᵣ − μ)²].
     """
     x = x.to(_wide(x))
-    dims = _all_but_channels(x)
+    dims = [0, *range(2, x.dim())]  # all but the channels
     n = x.numel() // x.shape[1]
     mean = x.sum(dims) / max(n, 1)
     squares = (x - _channels(mean, x)).square().sum(dims)
-    mine = torch.cat([mean, squares, mean.new_tensor([n])])
-    everyone = all_gather(mine, group=group).view(-1, len(mine))
-    means, squared, counts = torch.split(everyone, [len(mean), len(mean), 1], dim=1)
+    own = torch.cat([mean, squares, mean.new_tensor([n])])
+    all_ranks = all_gather(own, group=group).view(-1, len(own))
+    means, squared, counts = torch.split(all_ranks, [len(mean), len(mean), 1], dim=1)
     count = int(counts.sum())
     mean = (means * counts).sum(0) / max(count, 1)
     variance = (squared + counts * (means - mean).square()).sum(0) / max(count, 1)
@@ -153,7 +149,7 @@ def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 class _Normalise(torch.autograd.Function):
-    """One autograd node, so that its collective in backward has a fixed place in the order."""
+    """One autograd node, so that the order of collectives in backward is the same on all ranks."""
 
     @staticmethod
     def forward(
@@ -181,10 +177,10 @@ class _Normalise(torch.autograd.Function):
         x, weight, mean, rstd = ctx.saved_tensors
         dy = dy.to(_wide(x))
         normed = _standardised(x, mean, rstd)
-        dims = _all_but_channels(x)
+        dims = [0, *range(2, x.dim())]
         dbias, dweight = dy.sum(dims), (dy * normed).sum(dims)
         dx = None
-        if ctx.needs_input_grad[0]:  # the same on all ranks: it is the same model
+        if ctx.needs_input_grad[0]:  # equal on all ranks, which have the same model
             sums = torch.stack([dbias, dweight])
             all_reduce(sums, group=ctx.group)
             mean_dy, mean_dy_normed = sums / max(ctx.count, 1)
@@ -207,10 +203,6 @@ def _standardised(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> to
 
 def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
-
-
-def _all_but_channels(x: torch.Tensor) -> list[int]:
-    return [0, *range(2, x.dim())]
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

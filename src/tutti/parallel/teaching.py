@@ -1,27 +1,27 @@
-"""Engines and layers written for teaching: plain collectives, nothing hidden. Not on the path of
-`tutti train` unless `--engine scratch` or `--engine dataparallel` asks for them.
+"""Engines and layers written for teaching, with plain collectives. `tutti train` uses them only
+with `--engine scratch` or `--engine dataparallel`.
 
 Scratch: data parallelism from first principles
 -----------------------------------------------
-1. Every rank starts from the same parameters: rank 0 broadcasts its own.
+1. Every rank starts from the same parameters: rank 0 broadcasts its parameters.
 2. Every rank runs forward and backward on its own part of the batch.
 3. Gradients are summed over the ranks (all-reduce).
 4. Every rank makes the same update with the same gradients: the replicas stay equal.
 
-Step 3 comes in two forms: one all-reduce per gradient, or all gradients in one buffer. A network
-has many small parameters, and each collective costs its latency:
+Step 3 is one all-reduce per gradient, or one all-reduce of all gradients in one buffer. A network
+has many small parameters (P of them), and each collective costs its latency:
 
     each      P × (latency + bytes / (P × bandwidth))  =  P × latency + bytes / bandwidth
     grouped                                                   latency + bytes / bandwidth
 
-Both wait for the end of backward. DDP adds the overlap with backward.
+Both start after the end of backward. DDP overlaps the all-reduce with backward.
 
 LayersOnRanks: a model split by layers, without microbatches
 ------------------------------------------------------------
         rank 0   F . . . . . . B          of p ranks, p - 1 are idle at any time: a step takes as
         rank 1   . F . . . . B .          long as on one device. Only memory is gained. A pipeline
-        rank 2   . . F . . B . .          cuts the batch, so that rank 0 can start on the next part:
-        rank 3   . . . F B . . .          docs/pipeline.md.
+        rank 2   . . F . . B . .          cuts the batch into microbatches, so that rank 0 can start
+        rank 3   . . . F B . . .          the next microbatch while rank 1 computes.
 
 ColumnLinear, RowLinear: a linear layer y = x W + b split within the layer
 --------------------------------------------------------------------------
@@ -30,11 +30,11 @@ ColumnLinear, RowLinear: a linear layer y = x W + b split within the layer
         row split      W = [W0 / W1]       each rank takes some columns of x and computes one term
                                            of every y; an all-reduce adds the terms
 
-Backward is the mirror image: a copy to all ranks sums its gradients, a sum passes its gradient to
-all ranks, a concatenation takes its own slice. A column split followed by a row split needs no
-communication in between: `tutti.parallel.tensor` does that.
+Each operation on activations has its counterpart in backward (`_Operation`). A column split that is
+followed by a row split needs no communication in between: see `tutti.parallel.tensor`.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -54,7 +54,7 @@ Group = dist.ProcessGroup | None  # None: all ranks
 
 
 class Scratch(Engine):
-    """Data parallelism with plain collectives after backward: per gradient, or one for all."""
+    """Data parallelism with plain collectives after backward."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class DataParallel(Engine):
     """torch's DataParallel: one process drives all visible devices.
 
     Every forward copies the parameters to all devices and splits the inputs; every backward sums
-    the gradients on the first device. DDP is faster wherever there is more than one device.
+    the gradients on the first device. With more than one device, DDP is faster.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -122,33 +122,24 @@ class DataParallel(Engine):
 
 
 class LayersOnRanks:
-    """Consecutive layers of a model on the ranks of a group, a whole batch at a time."""
+    """Consecutive layers of a model on the ranks of a group, without microbatches."""
 
     _received: torch.Tensor
     _output: torch.Tensor
 
     def __init__(self, model: nn.Module, group: Group = None) -> None:
-        """Every rank gives the same whole model, and keeps its own layers, in place."""
+        """Every rank passes the same whole model, which keeps only this rank's layers, in place."""
         self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.is_first, self.is_last = self.rank == 0, self.rank == self.ranks - 1
         units = layer_units(model)
         own = cut_evenly(len(units), self.ranks)[self.rank]
         self.model = keep_layers(model, [name for number in own for name in units[number]])
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank takes the inputs."""
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank has the outputs."""
-        return self.rank == self.ranks - 1
-
     def forward(self, inputs: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Receive from the previous rank, compute this rank's layers, send to the next rank.
 
-        Only the first rank reads `inputs`. The others need the `shape` of what they receive.
+        Only the first rank reads `inputs`. The others need the `shape` of the received tensor.
         """
         if self.is_first:
             self._received = inputs
@@ -161,7 +152,7 @@ class LayersOnRanks:
         return self._output
 
     def backward(self, loss: torch.Tensor | None) -> None:
-        """From the last rank's loss back to the first rank's layers."""
+        """Receive the gradient from the next rank, run backward, send to the previous rank."""
         if self.is_last:
             assert loss is not None
             loss.backward()  # type: ignore[no-untyped-call]
@@ -185,12 +176,10 @@ class ColumnLinear(nn.Module):
         self.bias = None if whole.bias is None else nn.Parameter(own_slice(whole.bias, 0, group))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = _CopyToRanks.apply(x, self.group)  # type: ignore[no-untyped-call]
-        y = x @ self.weight.T
+        y = _operation(x, _identity, _sum, self.group) @ self.weight.T
         if self.bias is not None:
             y = y + self.bias
-        gathered: torch.Tensor = _Gather.apply(y, self.group)  # type: ignore[no-untyped-call]
-        return gathered
+        return _operation(y, _concatenate, _take_own, self.group)
 
 
 class RowLinear(nn.Module):
@@ -204,8 +193,8 @@ class RowLinear(nn.Module):
         self.bias = None if whole.bias is None else nn.Parameter(whole.bias.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = _TakeOwn.apply(x, self.group)  # type: ignore[no-untyped-call]
-        y: torch.Tensor = _Sum.apply(x @ self.weight.T, self.group)  # type: ignore[no-untyped-call]
+        own = _operation(x, _take_own, _concatenate, self.group)
+        y = _operation(own @ self.weight.T, _sum, _identity, self.group)
         return y if self.bias is None else y + self.bias
 
 
@@ -220,67 +209,55 @@ def own_slice(tensor: torch.Tensor, dim: int, group: Group = None) -> torch.Tens
     return tensor.detach().chunk(ranks, dim)[dist.get_rank(group)].clone()
 
 
-def _concatenated(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """The tensors of all ranks side by side along the last dim."""
+class _Operation(Function):
+    """An operation on activations; backward applies another operation to the gradient.
+
+    forward             backward
+    identity            sum           each rank has one term of the gradient of x
+    sum                 identity      the gradient of a sum is the gradient of each term
+    concatenate         take own      every rank computes the same loss, so each rank has the
+                                      whole gradient, and takes the part of its own columns
+    take own            concatenate
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, forward: "_OnRanks", backward: "_OnRanks", group: Group
+    ) -> torch.Tensor:
+        ctx.operation, ctx.group = backward, group
+        return forward(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.operation(gradient, ctx.group), None, None, None
+
+
+_OnRanks = Callable[[torch.Tensor, Group], torch.Tensor]
+
+
+def _operation(
+    x: torch.Tensor, forward: _OnRanks, backward: _OnRanks, group: Group
+) -> torch.Tensor:
+    y: torch.Tensor = _Operation.apply(x, forward, backward, group)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _identity(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def _sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    all_reduce(total, group=group)
+    return total
+
+
+def _take_own(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    return own_slice(tensor, -1, group)
+
+
+def _concatenate(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """The tensors of all ranks, concatenated along the last dim."""
     parts = all_gather(tensor.detach().contiguous(), group=group)
     return torch.cat(parts.view(-1, *tensor.shape).unbind(), dim=-1)
-
-
-class _CopyToRanks(Function):
-    """All ranks use the same x. Backward: each rank has one term of the gradient; add them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class _Gather(Function):
-    """Concatenate the ranks' columns. Backward: each rank takes the gradient of its columns."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _concatenated(y, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Every rank computes the same loss from the same y: each has the whole gradient.
-        return own_slice(gradient, -1, ctx.group), None
-
-
-class _TakeOwn(Function):
-    """Take this rank's columns of x. Backward: concatenate the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return own_slice(x, -1, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _concatenated(gradient, ctx.group), None
-
-
-class _Sum(Function):
-    """Add the ranks' terms of y. Backward: the gradient of a sum is that of each term."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, group: Group) -> torch.Tensor:
-        total = y.clone(memory_format=torch.contiguous_format)
-        all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None

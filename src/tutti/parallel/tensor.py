@@ -7,12 +7,12 @@ With `sequence_parallel`, the activations between the split layers are split alo
              sequence                      heads                  sequence
 
 An all-reduce (every rank gets the whole sum) becomes a reduce-scatter and an all-gather, which
-move the same bytes, and norms and residuals take 1/tp of the memory and time. Without it, every
-rank holds whole activations and computes all norms.
+move the same bytes, and norms and residuals take 1/tp of the memory and time. Without
+`sequence_parallel`, every rank holds whole activations and computes all norms.
 
-DTensor does the work: a layer's weight knows how it is split, and a matrix product of split tensors
-gives a tensor that is split or still to be summed. Between the layers that the sharding rules name,
-tensors are plain tensors: this rank's part.
+The weights of split layers are DTensors, and so are the results of their matrix products: split, or
+still to be summed over ranks. Between the layers that the sharding rules name, activations are
+plain tensors with this rank's part.
 """
 
 import warnings
@@ -74,7 +74,7 @@ def tensor_parallel(
 
 
 def check_sequence(example: torch.Tensor, tp: int) -> None:
-    """Raise UsageError unless the sequence of an input (batch, sequence) divides by tp."""
+    """Raise UsageError unless tp divides the sequence length of an input (batch, sequence)."""
     length = example.shape[SEQUENCE] if example.dim() > SEQUENCE else 0
     if length % tp:
         raise UsageError(
@@ -84,21 +84,21 @@ def check_sequence(example: torch.Tensor, tp: int) -> None:
 
 
 def loss_context(split_logits: bool) -> AbstractContextManager[None]:
-    """Context of forward and backward of a loss whose logits may be split along the vocabulary."""
+    """Context for forward and backward of a loss; `split_logits`: along the vocabulary."""
     return loss_parallel() if split_logits else nullcontext()
 
 
 def overlap_matrix_products(mesh: Mesh, options: ParallelOptions, compiled: bool) -> None:
-    """Make the compiler split matrix products, so that parts are sent while others are computed."""
+    """Make the compiler split matrix products, to send some parts while it computes others."""
     if mesh.world.device.type != "cuda" or not compiled or not options.sequence_parallel:
         raise UsageError(
             "--async-tp needs CUDA, --compile and --sequence-parallel: add them or leave it out"
         )
-    from torch._inductor import config  # no public name for it in torch 2.11 to 2.15
+    from torch._inductor import config  # torch 2.11 to 2.15 have no public name for this option
     from torch.distributed import _symmetric_memory as symmetric
 
     config._micro_pipeline_tp = True
-    # torch 2.11 calls this deprecated, but its compiler still checks that it was called.
+    # torch 2.11 deprecates this function, but its compiler still requires the call.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         symmetric.enable_symm_mem_for_group(mesh.group("tp").group_name)
@@ -129,15 +129,16 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
 def _wait_for_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     """Wait for the embedding's collective, and return a plain tensor.
 
-    A compiled block that takes an AsyncCollectiveTensor returns a gradient that DTensor cannot
-    read (torch 2.13). The copy is small compared with the layers that follow, which would wait.
+    A compiled block whose input is an AsyncCollectiveTensor returns a gradient that DTensor cannot
+    read (torch 2.13). The copy is cheap compared with the layers that follow, which would have to
+    wait anyway.
     """
     return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
 
 
 class Whole(ParallelStyle):
-    """A layer that is not split, with a replicated DTensor as weight: its output is split as its
-    input is."""
+    """A layer that is not split: its parameters are replicated DTensors, and its output is split
+    in the same way as its input."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -153,9 +154,9 @@ class Whole(ParallelStyle):
 
 
 class Gather(ParallelStyle):
-    """Gathers the first argument of a module once, for all column layers inside of the module.
+    """Gathers the first argument of a module once, for all column layers inside the module.
 
-    In backward, autograd adds the gradients of the columns, and one collective adds the ranks'.
+    In backward, autograd adds the gradients of the columns, and one collective sums over ranks.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -168,8 +169,7 @@ class Gather(ParallelStyle):
     def _gather(
         self, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        first, *others = args
-        part = DTensor.from_local(first, mesh, [self.stream], run_check=False)
+        part, *others = _as_dtensor(self.stream, module, args, mesh)
         return (part.redistribute(placements=[Replicate()]), *others)
 
 
@@ -189,8 +189,9 @@ def _as_dtensor(
 def place_gradients(model: nn.Module) -> None:
     """Redistribute every gradient to the placements of its parameter.
 
-    Backward leaves the placements of the last operation: the gradient of a norm, computed from a
-    part of the sequence, is still to be summed over tp. FSDP does this for its own parameters.
+    After backward, a gradient has the placements of the last operation. The gradient of a norm that
+    was computed from a part of the sequence, for example, must still be summed over tp. FSDP does
+    this for the parameters that it shards.
     """
     for parameter in model.parameters():
         gradient, value = parameter.grad, parameter.data
@@ -201,7 +202,7 @@ def place_gradients(model: nn.Module) -> None:
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:
-    """Groups of names of the same parameter, such as a tied embedding and head."""
+    """The names of each parameter that has several, such as a tied embedding and head."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -209,7 +210,7 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def _restore_ties(model: nn.Module, ties: list[list[str]]) -> None:
-    """Splitting created a parameter for each name; tie the names of one parameter again."""
+    """Tie parameters again, after the split has created one parameter for each name."""
     for first, *others in ties:
         kept = model.get_parameter(first)
         for name in others:

@@ -9,8 +9,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from tutti.data import Dataset, TensorSamples
-from tutti.parallel.checkpointing import repeated_blocks
 from tutti.parallel.layout import Layout, Recompute
+from tutti.parallel.recompute import repeated_blocks
 from tutti.parity.parity_options import ParityOptions, microbatches_of, recipe_with, samples_for
 from tutti.train.init import build_model, load_dataset
 from tutti.train.step import IGNORED

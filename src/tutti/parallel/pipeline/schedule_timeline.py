@@ -1,20 +1,19 @@
-"""Timelines of pipeline schedules: which rank computes what and when, simulated and measured.
+"""Timelines of pipeline schedules, simulated and measured: the actions of every rank over time.
 
-Simulated: every rank runs its actions in order, each as soon as its inputs have been computed. A
-forward costs 1, a backward 2, its halves 1 each; communication costs nothing. The bubble is the
-share of ranks × time in which nothing is computed. For gpipe and 1f1b with p ranks and m
-microbatches
+In the simulation every rank runs its actions in order, each as soon as its inputs have been
+computed. A forward costs 1, a backward 2, each half of a backward 1; communication costs nothing.
+The bubble is the share of ranks × time in which nothing is computed. For gpipe and 1f1b with p
+ranks and m microbatches
 
     bubble = (p - 1) / (m + p - 1)
 
-since a rank waits for p - 1 forwards and as many backwards, and works on m of each. With v stages
-per rank, a rank waits for stages of 1/v the length: (p - 1) / (v m + p - 1). With weight gradients
-in the bubbles, only the first forward is waited for: (p - 1) / (3 v m + p - 1).
+since a rank waits for p - 1 forwards and p - 1 backwards, and computes m of each. With v stages per
+rank, each stage takes 1/v of the time, so the bubble is (p - 1) / (v m + p - 1). If the bubbles are
+filled with weight gradients, ranks wait for first forwards only: (p - 1) / (3 v m + p - 1).
 
-For schedules with several stages per rank the order of actions is torch's own list, which torch
-runs. For gpipe and 1f1b torch runs a loop; the order of the loop is written down here (in 2.13 the
-list that torch keeps beside it lacks microbatch 0 of 1f1b's last stage). A test compares all orders
-with recorded ones.
+For schedules with several stages per rank, the order of actions is the list that torch runs. For
+gpipe and 1f1b torch runs a loop instead, and the order is computed here (the list that torch 2.13
+has for 1f1b lacks microbatch 0 of the last stage). A test compares all orders with recorded ones.
 """
 
 import re
@@ -40,7 +39,7 @@ COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 _FILL = {"F": "-", "B": "=", "I": "=", "W": "~"}
 _WIDTH = 80
 _LABEL = len("rank 0  ")
-# Wide enough that a stage takes milliseconds, so that communication is small against it.
+# Wide enough that a stage takes milliseconds: communication is short compared with it.
 _DIM, _LAYERS, _SAMPLES = 384, 4, 256
 _STEPS = 5
 
@@ -49,7 +48,8 @@ _STEPS = 5
 class Action:
     """The work of a rank for one microbatch on one stage.
 
-    F is forward, B backward; I and W are its halves, gradients of the inputs and of the weights.
+    F is forward and B backward. I and W are the halves of a backward: the gradients of the inputs
+    and of the weights.
     """
 
     kind: Literal["F", "B", "I", "W"]
@@ -62,21 +62,16 @@ def action_orders(
 ) -> list[list[Action]]:
     """Every rank's actions, in the order in which it runs them."""
     check_microbatches(name, ranks, microbatches)
-    if name == "gpipe":
-        return [_gpipe(rank, microbatches) for rank in range(ranks)]
+    if name == "gpipe":  # all forwards come before the first backward
+        return [_loop_order(rank, microbatches, microbatches) for rank in range(ranks)]
     if name == "1f1b":
-        return [_one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)]
+        return [_loop_order(rank, ranks - rank, microbatches) for rank in range(ranks)]
     return _from_torch(name, ranks, microbatches, stages_per_rank)
 
 
-def _gpipe(stage: int, microbatches: int) -> list[Action]:
-    forwards = [Action("F", stage, number) for number in range(microbatches)]
-    return forwards + [Action("B", stage, number) for number in range(microbatches)]
-
-
-def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[Action]:
-    ahead = min(microbatches, stages - stage)  # forwards before the first backward
-    actions = [Action("F", stage, number) for number in range(ahead)]
+def _loop_order(stage: int, ahead: int, microbatches: int) -> list[Action]:
+    """The actions of a stage that runs `ahead` forwards before its first backward."""
+    actions = [Action("F", stage, number) for number in range(min(ahead, microbatches))]
     for number in range(microbatches):
         actions.append(Action("B", stage, number))
         if number + ahead < microbatches:
@@ -87,7 +82,7 @@ def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> lis
 def _from_torch(
     name: ScheduleName, ranks: int, microbatches: int, stages_per_rank: int
 ) -> list[list[Action]]:
-    # The schedule's constructor makes the list from a few numbers of its stages, without ranks.
+    # The constructor of torch's schedule needs these attributes of its stages, and no other ranks.
     stages: list[Any] = [
         SimpleNamespace(
             stage_index=stage,
@@ -135,11 +130,10 @@ def simulate(orders: Sequence[Sequence[Action]]) -> Timeline:
         for spans, actions in zip(timeline, orders, strict=True):
             while len(spans) < len(actions):
                 action = actions[len(spans)]
-                needs = [_when(done, need) for need in _needs(action, last)]
-                if None in needs:
+                needs = _needs(action, last, done)
+                if any(need not in done for need in needs):
                     break
-                free = spans[-1].end if spans else 0.0
-                start = max([free, *(need for need in needs if need is not None)])
+                start = max([spans[-1].end if spans else 0.0, *(done[need] for need in needs)])
                 done[action] = start + COSTS[action.kind]
                 spans.append(Span(action, start, done[action]))
                 progressed = True
@@ -147,8 +141,23 @@ def simulate(orders: Sequence[Sequence[Action]]) -> Timeline:
     return timeline
 
 
+def _needs(action: Action, last: int, done: dict[Action, float]) -> list[Action]:
+    """The actions whose results an action needs."""
+    stage, number = action.stage, action.microbatch
+    if action.kind == "F":
+        return [Action("F", stage - 1, number)] if stage else []
+    if action.kind == "W":
+        return [Action("I", stage, number)]
+    if stage == last:
+        return [Action("F", stage, number)]
+    later = Action("B", stage + 1, number)
+    if later not in done:  # only the gradient of the inputs is needed
+        later = Action("I", stage + 1, number)
+    return [Action("F", stage, number), later]
+
+
 def bubble(timeline: Timeline) -> float:
-    """The share of all ranks' time in which they are idle, from the first action to the last."""
+    """The share of time in which ranks are idle, from 0 to the end of the last action."""
     busy = sum(span.end - span.start for spans in timeline for span in spans)
     return 1 - busy / (length(timeline) * len(timeline))
 
@@ -165,7 +174,7 @@ def bubble_formula(
     waits, works = ranks - 1, stages_per_rank * microbatches
     if name in ("gpipe", "1f1b") or (name == "interleaved" and microbatches % ranks == 0):
         return waits / (works + waits)
-    # A rank waits for the first forward only; F, I and W cost 1 each.
+    # Ranks wait for first forwards only; F, I and W cost 1 each.
     if name == "zero-bubble" and microbatches % ranks == 0:
         return waits / (3 * works + waits)
     if name == "zbv" and microbatches >= 2 * ranks - 1:
@@ -174,7 +183,7 @@ def bubble_formula(
 
 
 def draw(timeline: Timeline, unit: float = 1.0, width: int = _WIDTH) -> list[str]:
-    """A line of text for each rank; a timeline that is too wide continues in further bands.
+    """A line of text for each rank; a timeline wider than `width` continues below.
 
     `unit` is the time that is drawn as wide as one label.
     """
@@ -198,55 +207,40 @@ def draw(timeline: Timeline, unit: float = 1.0, width: int = _WIDTH) -> list[str
 
 
 def label(action: Action, timeline: Timeline) -> str:
-    """F3; or 5F3, the forward of microbatch 3 on stage 5, where a rank has several stages."""
+    """F3, or if a rank has several stages 5F3: the forward of microbatch 3 on stage 5."""
     several = any(len({span.action.stage for span in spans}) > 1 for spans in timeline)
     return f"{action.stage if several else ''}{action.kind}{action.microbatch}"
-
-
-def _needs(action: Action, last: int) -> list[Action]:
-    """The actions whose results this one needs."""
-    stage, number = action.stage, action.microbatch
-    if action.kind == "F":
-        return [Action("F", stage - 1, number)] if stage else []
-    if action.kind == "W":
-        return [Action("I", stage, number)]
-    return [Action("F", stage, number)] + ([Action("B", stage + 1, number)] if stage < last else [])
-
-
-def _when(done: dict[Action, float], need: Action) -> float | None:
-    if need.kind == "B" and need not in done:  # the gradient of the inputs is enough
-        need = Action("I", need.stage, need.microbatch)
-    return done.get(need)
 
 
 @contextmanager
 def recorded(engine: Pipeline) -> Iterator[list[Span]]:
     """Record the engine's actions in the list, in seconds, until the context ends.
 
-    torch's stages have a method for each kind of action; the calls are timed from outside. On a GPU
-    each call waits for the device, so that it takes as long as its kernels.
+    torch's stages have a method for each kind of action, which is replaced by one that also
+    measures its time. On a GPU each call waits for the device, so that the time includes all
+    kernels.
     """
     assert engine.schedule is not None, "run a step first: it builds the stages"
     spans: list[Span] = []
     device = engine.world.device
 
-    def timed(method: Callable[..., Any], kind: Callable[[dict[str, Any]], str], stage: int) -> Any:
+    kinds = {
+        "forward_one_chunk": "F",
+        "backward_one_chunk": "B",
+        "backward_weight_one_chunk": "W",
+    }
+
+    def timed(method: Callable[..., Any], kind: str, stage: int) -> Any:
         def call(number: int, *arguments: Any, **named: Any) -> Any:
             start = now(device)
             result = method(number, *arguments, **named)
-            spans.append(Span(Action(kind(named), stage, number), start, now(device)))  # type: ignore[arg-type]
+            half = kind == "B" and not named.get("full_backward", True)
+            action = Action("I" if half else kind, stage, number)  # type: ignore[arg-type]
+            spans.append(Span(action, start, now(device)))
             return result
 
         return call
 
-    def half(named: dict[str, Any]) -> str:
-        return "B" if named.get("full_backward", True) else "I"
-
-    kinds = {
-        "forward_one_chunk": lambda named: "F",
-        "backward_one_chunk": half,
-        "backward_weight_one_chunk": lambda named: "W",
-    }
     try:
         for stage in engine.torch_stages:
             for name, kind in kinds.items():
@@ -259,11 +253,15 @@ def recorded(engine: Pipeline) -> Iterator[list[Span]]:
 
 
 def measure(world: World, options: ParallelOptions, microbatches: int) -> Timeline:
-    """Run the schedule on a small model of equal stages; the fastest of a few steps, in seconds."""
+    """The fastest of a few steps of the schedule on a small model of equal stages, in seconds."""
     from tutti.parallel.apply import build_engine
 
     torch.manual_seed(0)
-    model = nn.Sequential(*[_Stage() for _ in range(world.size * options.virtual_stages)])
+    stages = [
+        nn.Sequential(*[nn.Linear(_DIM, _DIM) for _ in range(_LAYERS)])
+        for _ in range(world.size * options.virtual_stages)
+    ]
+    model = nn.Sequential(*stages)
     inputs = torch.randn(_SAMPLES, _DIM).to(world.device)
     targets = torch.randint(_DIM, (_SAMPLES,)).to(world.device)
     engine = build_engine(
@@ -291,22 +289,10 @@ def measure(world: World, options: ParallelOptions, microbatches: int) -> Timeli
 
 
 def gather_timeline(spans: list[Span]) -> Timeline:
-    """The spans of every rank, relative to the first start. All ranks must share a host clock."""
+    """The spans of every rank, relative to the first start. All ranks must be on one host."""
     own = [[s.action.kind, s.action.stage, s.action.microbatch, s.start, s.end] for s in spans]
     ranks = gather_json(own)
     began = min(row[3] for rows in ranks for row in rows)
     return [
         [Span(Action(*row[:3]), row[3] - began, row[4] - began) for row in rows] for rows in ranks
     ]
-
-
-class _Stage(nn.Module):
-    """Several layers that form one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(_DIM, _DIM) for _ in range(_LAYERS)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layers(x)
-        return output

@@ -1,4 +1,4 @@
-"""Pipeline schedules by name: which stages a rank holds, and the class of torch that runs them.
+"""Pipeline schedules by name: which stages a rank holds, and torch's class for each schedule.
 
 gpipe        all forwards, then all backwards: activations of all microbatches are kept
 1f1b         backward as early as possible: stage s keeps at most S - s microbatches
@@ -36,7 +36,8 @@ MULTI: dict[ScheduleName, type[PipelineScheduleMulti]] = {
 }
 
 SPLIT_BACKWARD = ("zero-bubble", "zbv")
-"""Backward in two halves: gradients of the inputs first, for other ranks; of the weights later."""
+"""Schedules whose backward has two halves: gradients of the inputs, which other ranks wait for, and
+later gradients of the weights."""
 
 StageContext = Callable[[int], AbstractContextManager[None]]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -44,7 +45,7 @@ Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 def refuse_compiled(schedule: ScheduleName) -> None:
-    """Raise UsageError, for a compiled model, where the schedule splits backward."""
+    """Raise UsageError if the schedule, which is to run a compiled model, splits backward."""
     if schedule in SPLIT_BACKWARD:
         raise UsageError(
             f"--compile contradicts --pipeline-schedule {schedule}: a compiled backward cannot be "
@@ -67,10 +68,7 @@ def check_techniques(schedule: ScheduleName, compile: bool, recompute: Recompute
 
 
 class Stage(PipelineStage):
-    """torch's stage, with a context `context(number)` around the work for a microbatch.
-
-    In 2.11 the last stage of a V-schedule sends to itself at the start, which backends refuse.
-    """
+    """torch's stage; each forward and backward of microbatch `number` runs in `context(number)`."""
 
     def __init__(self, *arguments: Any, context: StageContext, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -89,6 +87,7 @@ class Stage(PipelineStage):
             return super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        # In torch 2.11 the last stage of a V-schedule sends to its own rank; backends refuse that.
         operations = super()._get_init_p2p_neighbors_ops()
         return [each for each in operations if each.group_peer != self.group_rank]
 
@@ -96,7 +95,7 @@ class Stage(PipelineStage):
 def stages_of(name: ScheduleName, rank: int, ranks: int, per_rank: int) -> list[int]:
     """The stages that a rank of the pipeline holds, in ascending order."""
     if name == "zbv":
-        return [rank, 2 * ranks - 1 - rank]  # down the V, and up again
+        return [rank, 2 * ranks - 1 - rank]  # one stage on each arm of the V
     return [rank + loop * ranks for loop in range(per_rank)]
 
 
@@ -127,7 +126,7 @@ def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> Non
 def build_schedule(
     name: ScheduleName, stages: Sequence[PipelineStage], microbatches: int, loss: Loss
 ) -> Schedule:
-    """torch's schedule of this rank's stages. Losses are sums: gradients are not scaled."""
+    """torch's schedule for this rank's stages. Losses are sums, so gradients are not scaled."""
     if name in SINGLE:
         return SINGLE[name](stages[0], microbatches, loss, scale_grads=False)
     return MULTI[name](list(stages), microbatches, loss, scale_grads=False)

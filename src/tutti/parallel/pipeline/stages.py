@@ -1,12 +1,12 @@
-"""Stages of a pipeline: which layers a model has, what they cost, and where it is cut.
+"""Stages of a pipeline: the layers of a model, the cost of each layer, and where the model is cut.
 
 Two kinds of models can be cut:
 
 - `nn.Sequential`: every child is a layer;
 - a module with `cuttable = True`: its forward runs its children in the order of their definition,
-  and skips those that are None or missing from their ModuleDict. Every child with parameters is a
-  layer, and so is every entry of a ModuleDict. Children without parameters (rotary tables) are kept
-  on every stage.
+  and skips children that are None or missing from their ModuleDict. Every child with parameters is
+  a layer, and so is every entry of a ModuleDict. Children without parameters (rotary tables) are
+  kept on every stage.
 
 A stage is the same module without the other layers. So layers and parameters have the same names on
 a stage as in the whole model, in checkpoints too.
@@ -15,7 +15,7 @@ a stage as in the whole model, in checkpoints too.
 import copy
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,23 +31,24 @@ from tutti.parallel.layout import ParallelOptions
 from tutti.parallel.materialize import Weights, materialize
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.pipeline.schedules import stages_of
+from tutti.parallel.pipeline.tied_weights import Tie, find_ties, untie
 from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.world.errors import UsageError
 from tutti.world.exchange import gather_json
 
-_BACKWARD_FLOPS = 2  # times those of forward: gradients of the input and of the weights
+_BACKWARD_FLOPS = 2  # times the FLOPs of forward: gradients of the input and of the weights
 _REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of this rank, cut out of the model, and what they share with other stages."""
+    """The stages of this rank, and the layers and tied parameters of all stages."""
 
     modules: dict[int, nn.Module]
     """By stage index: the model itself if this rank has one stage, else views of its layers."""
     layers: list[list[str]]
     """The layer names of every stage of the pipeline."""
-    ties: list["Tie"]
+    ties: list[Tie]
     padding: "Padding"
 
 
@@ -81,7 +82,7 @@ def plan_stages(
     weights: Weights | None = None,
     device: torch.device | None = None,
 ) -> list[list[str]]:
-    """The layer names of every stage, balanced as `options.balance` says."""
+    """The layer names of every stage, balanced by `options.balance`."""
     units = layer_units(model)
     check_stages(len(units), pp, options.virtual_stages)
     stages = pp * options.virtual_stages
@@ -124,15 +125,16 @@ def layer_names(model: nn.Module) -> list[str]:
 
 
 def layer_units(model: nn.Module) -> list[list[str]]:
-    """Layers that are never separated: a stage needs parameters, and a ReLU has none."""
+    """Groups of layers that stay together: every group has parameters, which a stage needs."""
     units: list[list[str]] = []
+    complete = True  # whether the last unit has parameters
     for name in layer_names(model):
         trained = _has_parameters(model.get_submodule(name))
-        if not units or (
-            trained and any(_has_parameters(model.get_submodule(each)) for each in units[-1])
-        ):
+        if not units or (trained and complete):
             units.append([])
+            complete = False
         units[-1].append(name)
+        complete = complete or trained
     return units
 
 
@@ -144,7 +146,7 @@ def keep_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
             continue
         parent, _, key = name.rpartition(".")
         if parent or _is_sequential(model):
-            # Not `del sequential[0]`, which would renumber the others.
+            # `del sequential[0]` would renumber the other layers.
             model.get_submodule(parent)._modules.pop(key)
         else:
             setattr(model, name, None)
@@ -152,7 +154,7 @@ def keep_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
 
 
 def layer_view(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """A second module over some of the model's layers; the layers themselves are shared."""
+    """A second module with some of the model's layers; both modules share these layers."""
     view = _shallow_copy(model)
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleDict):
@@ -161,7 +163,8 @@ def layer_view(model: nn.Module, names: Iterable[str]) -> nn.Module:
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """The same children, parameters and buffers, in new dicts: hooks are not shared."""
+    """A module with the same children, parameters and buffers, in new dicts, so that hooks which
+    are added later are not shared."""
     twin = copy.copy(module)
     for key, value in vars(twin).items():
         if isinstance(value, dict | set):
@@ -183,8 +186,8 @@ def _has_parameters(module: nn.Module) -> bool:
 def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
     """Cut into contiguous, non-empty parts whose largest sum is as small as possible.
 
-    A pipeline is as fast as its slowest stage: the others wait for it at every microbatch. Among
-    the cuts with the smallest largest sum, the most even one is taken (least sum of squares).
+    A pipeline is as fast as its slowest stage: the other stages wait for it at every microbatch.
+    Among the cuts with the smallest largest sum, the one with the least sum of squares is taken.
     """
     check_stages(len(costs), stages, 1)
     sums = [0.0]
@@ -204,7 +207,7 @@ def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def cut_evenly(count: int, stages: int) -> list[range]:
-    """Cut so that layer counts differ by one at most; the later stages have fewer."""
+    """Cut into parts whose layer counts differ by at most one; later parts have fewer layers."""
     check_stages(count, stages, 1)
     ends = [-(-count * (stage + 1) // stages) for stage in range(stages)]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -234,7 +237,7 @@ def _best_cut(
     join: Callable[[float, float], float],
     cost_of: Callable[[int, int], float],
 ) -> tuple[float, list[int]]:
-    """Dynamic programming over (layers so far, stages so far): the best value, and the ends."""
+    """The best value and the ends of the parts, by dynamic programming over layers and stages."""
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(1, stages + 1):
         longer: dict[int, tuple[float, list[int]]] = {}
@@ -249,7 +252,7 @@ def _best_cut(
     return best[count]
 
 
-# --- what layers cost -----------------------------------------------------------------------------
+# --- cost of layers -----------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -262,12 +265,12 @@ def counted_flops(model: nn.Module, units: list[list[str]], example: torch.Tenso
     twin = _on_meta(model)
     for norm in twin.modules():
         if isinstance(norm, _NormBase):
-            norm.eval()  # in training, one sample may be too few, or a collective would run
+            norm.eval()  # in training, one sample may be too few, and a collective may run
     x = example.to("meta")
     known: dict[object, tuple[float, torch.Tensor]] = {}
     costs = []
     for names in units:
-        # The blocks of a transformer are equal: one of them is enough.
+        # The blocks of a transformer are equal, so only one of them is counted.
         modules = [twin.get_submodule(name) for name in names]
         shapes = [[parameter.shape for parameter in module.parameters()] for module in modules]
         kind = (repr(modules), repr(shapes), x.shape, x.dtype)
@@ -299,8 +302,8 @@ def measured_seconds(
 ) -> list[float]:
     """Seconds of forward and backward of each unit of layers, as measured by rank 0.
 
-    One unit at a time is given memory and its initial weights, and freed again. All ranks must cut
-    in the same places, so all use the numbers of rank 0.
+    Memory is allocated for one unit at a time. All ranks use the numbers of rank 0, because all
+    ranks must cut at the same places.
     """
     x = torch.cat([example, example]) if len(example) == 1 else example  # for batch norms
     costs = []
@@ -311,14 +314,14 @@ def measured_seconds(
             weights.fill(stage)
         seconds = []
         for _ in range(1 + _REPEATS):
-            given = x.detach().requires_grad_(x.is_floating_point())
+            leaf = x.detach().requires_grad_(x.is_floating_point())
             began = now(x.device)
-            output = stage(given)
-            wanted = [each for each in (given, *stage.parameters()) if each.requires_grad]
-            if wanted and output.requires_grad:  # not a frozen embedding
-                torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+            output = stage(leaf)
+            trained = [each for each in (leaf, *stage.parameters()) if each.requires_grad]
+            if trained and output.requires_grad:  # false for a frozen embedding
+                torch.autograd.grad(output, trained, torch.ones_like(output), allow_unused=True)
             seconds.append(now(x.device) - began)
-        costs.append(statistics.median(seconds[1:]))  # the first one warms up
+        costs.append(statistics.median(seconds[1:]))  # the first run is warm-up
         x = output.detach()
     first: list[float] = gather_json(costs)[0]
     return first
@@ -345,54 +348,15 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# --- parameters that stages share -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tie:
-    """A parameter that several stages use, such as an embedding that is also the head."""
-
-    names: dict[int, list[str]]
-    """Its names in each of these stages, in the order of the stages."""
-
-    @property
-    def name(self) -> str:
-        """The first stage's name: checkpoints hold the parameter under this name only."""
-        return next(iter(self.names.values()))[0]
-
-
-def find_ties(model: nn.Module, stages: list[list[str]]) -> list[Tie]:
-    """The parameters that several stages use; sharing within a stage needs no work."""
-    found: dict[int, dict[int, list[str]]] = {}
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    for stage, layers in enumerate(stages):
-        for name, parameter in parameters:
-            if any(name.startswith(f"{layer}.") for layer in layers):
-                found.setdefault(id(parameter), {}).setdefault(stage, []).append(name)
-    return [Tie(names) for names in found.values() if len(names) > 1]
-
-
-def untie(model: nn.Module, ties: list[Tie], held: Collection[int]) -> None:
-    """Where this rank holds several stages of a tie, give each stage its own parameter."""
-    for tie in ties:
-        own = [names for stage, names in tie.names.items() if stage in held]
-        for names in own[1:]:
-            original = model.get_parameter(names[0])
-            twin = nn.Parameter(original.detach().clone(), original.requires_grad)
-            for name in names:
-                owner, _, key = name.rpartition(".")
-                setattr(model.get_submodule(owner), key, twin)
-
-
 # --- padded samples -------------------------------------------------------------------------------
 
 
 class Padding:
-    """How many samples of each microbatch are real, known to all norms of a rank.
+    """Hides padded samples from the norms of a rank.
 
-    A schedule needs microbatches of one size, so the last ones of an epoch are padded with copies
-    of a sample. Other layers compute them to no effect; a norm that computes statistics over the
-    samples gets the real samples only, and its output is padded with zeros.
+    A schedule needs microbatches of one size, so the last microbatches of an epoch are padded with
+    copies of a sample. In most layers the copies have no effect. A norm that computes statistics
+    over samples gets the real samples only, and its output is padded with zeros.
     """
 
     def __init__(self, model: nn.Module, size: int) -> None:
@@ -413,7 +377,7 @@ class Padding:
 
     @contextmanager
     def microbatch(self, number: int) -> Iterator[None]:
-        """Context of forward and backward of a microbatch; backward may recompute forward."""
+        """Context for forward and backward of a microbatch; backward may recompute forward."""
         before, self._current = self._current, self._real[number]
         try:
             yield
@@ -438,7 +402,8 @@ class Padding:
         return torch.cat([y, y.new_zeros(len(input) - len(y), *y.shape[1:])])
 
     def _without_samples(self, norm: _NormBase, forward: Any, input: torch.Tensor) -> torch.Tensor:
-        """Count nothing. If other ranks have samples, a JointBatchNorm takes part with none."""
+        """Forward without a change of statistics. If other ranks have samples, a JointBatchNorm
+        still takes part in their collectives, without samples."""
         if self._current == 0 and isinstance(norm, JointBatchNorm):
             norm.without_samples = True
         else:

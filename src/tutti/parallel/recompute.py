@@ -5,7 +5,7 @@ Activation checkpointing frees activations after forward and recomputes them for
 none        every activation of every layer is kept
 selective   kept: outputs of matrix products and attention, the most expensive to compute;
             recomputed: norms, activation functions, residuals, which take most of the memory
-full        kept: the input of each block; the whole block runs twice, a third more FLOPs
+full        kept: the input of each block; forward runs twice, which is a third more FLOPs
 """
 
 from collections.abc import Callable
@@ -38,8 +38,7 @@ _EXPENSIVE = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 
-
-# Batch sizes with a graph each: full and last of an epoch, in training and in evaluation.
+# Batch sizes that need a graph: full batches and the last batch, in training and in evaluation.
 _BATCH_SIZES = 4
 
 
@@ -61,16 +60,16 @@ def compile_blocks(
 ) -> None:
     """Compile block by block, in place: equal blocks share one graph.
 
-    One graph of the whole model would also give DDP all its gradients at the end of backward, with
-    nothing left to overlap. `forward_only`: code that wraps a block's forward later stays
-    uncompiled.
+    With one graph of the whole model, DDP would get all gradients at the end of backward, and could
+    not overlap communication with it. `forward_only`: code that wraps the forward of a block later
+    is not compiled.
     """
     split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    # A graph with a dynamic batch size fails for DTensors (RecursionError, torch 2.13): with tp
-    # each batch size, of which there are two or three, has its own graph.
+    # A graph with a dynamic batch size fails for DTensors (RecursionError, torch 2.13). So with tp
+    # each of the two or three batch sizes has its own graph.
     dynamic = False if split else None
     blocks = repeated_blocks(model) or [model]
-    # Blocks of different sizes have a graph each; past its limit the compiler gives up.
+    # Each size of block has its own graphs; above its limit the compiler stops compiling.
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _BATCH_SIZES * len(blocks))
     for block in blocks:
@@ -93,21 +92,19 @@ def recompute_activations(model: nn.Module, what: Recompute) -> None:
     """Recompute the activations of each block in the backward pass, in place."""
     if what == "none":
         return
+    without_norms = _WITHOUT_NORMS[what]  # one object, so that equal blocks share a graph
     for block in repeated_blocks(model):
-        block.forward = _recomputed(block.forward, _contexts_of(block, what))
+        contexts = partial(_contexts, what, block) if _norms(block) else without_norms
+        block.forward = _recomputed(block.forward, contexts)
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
-    # The compiler traces into this function; torch's checkpoint itself would be a graph break.
+    # The compiler traces into this function; a direct call of torch's checkpoint would be a graph
+    # break.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return recomputed
-
-
-def _contexts_of(block: nn.Module, what: Recompute) -> Callable[[], Any]:
-    """The context function of a block: one object for equal blocks, so that they share a graph."""
-    return partial(_contexts, what, block) if _norms(block) else _WITHOUT_NORMS[what]
 
 
 def _norms(block: nn.Module) -> list[_NormBase]:
@@ -119,7 +116,7 @@ def _contexts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a block's forward and of its recomputation.
 
-    The compiler only reads the policy: it updates a buffer once, however often it recomputes.
+    The compiler only reads the policy; its graphs update a buffer once, also with recomputation.
     """
     policy = _keep_expensive if what == "selective" else _keep_nothing
     if torch.compiler.is_compiling():
@@ -135,10 +132,10 @@ _WITHOUT_NORMS = {what: partial(_contexts, what, None) for what in get_args(Reco
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """Keeps norms from counting a batch twice in their running statistics.
+    """Context of a recomputation, in which norms do not count the batch a second time.
 
-    The recomputation updates copies of the statistics, which are then discarded. The two halves of
-    a split backward (zero-bubble) enter this context once each.
+    The recomputation updates copies of the running statistics, which are then discarded. Each of
+    the two halves of a split backward (zero-bubble) enters this context once.
     """
 
     def __init__(
@@ -153,7 +150,7 @@ class _Recomputation(AbstractContextManager[None]):
         for norm in self._norms:
             for name, buffer in norm._buffers.items():
                 norm._buffers[name] = None if buffer is None else buffer.clone()
-        self._inner.__enter__()  # after the copies, which it must not record
+        self._inner.__enter__()  # after the copies, which the inner context must not record
 
     def __exit__(self, *error: Any) -> None:
         try:

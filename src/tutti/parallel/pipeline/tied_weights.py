@@ -1,0 +1,105 @@
+"""Tied parameters: a parameter that several stages use, such as an embedding that is also the head.
+
+        stage 0   embed.weight ──┐
+                                 ├──  equal values; each copy has the gradient of its own stage
+        stage 3   head.weight  ──┘
+
+Each stage has its own copy, also if one rank holds several of these stages (a V-schedule), because
+FSDP may shard each stage separately. After backward the gradients of all copies are summed, so that
+the optimizer makes the same update to every copy. Checkpoints and the global gradient norm contain
+the first copy only; the other copies are called aliases.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tutti.comm.collectives import recv, send
+from tutti.parallel.grad_norm import local_shard
+from tutti.parallel.mesh import Mesh
+
+Tie = dict[int, list[str]]
+"""The names of one parameter in each stage that uses it, by stage, in ascending order."""
+
+
+def find_ties(model: nn.Module, stages: list[list[str]]) -> list[Tie]:
+    """The parameters that several stages use; `stages` has the layer names of every stage."""
+    found: dict[int, Tie] = {}
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    for stage, layers in enumerate(stages):
+        for name, parameter in parameters:
+            if any(name.startswith(f"{layer}.") for layer in layers):
+                found.setdefault(id(parameter), {}).setdefault(stage, []).append(name)
+    return [tie for tie in found.values() if len(tie) > 1]
+
+
+def untie(model: nn.Module, ties: list[Tie], held: Collection[int]) -> None:
+    """If this rank holds several stages of a tie, give each of these stages its own parameter."""
+    for tie in ties:
+        own = [names for stage, names in tie.items() if stage in held]
+        for names in own[1:]:
+            original = model.get_parameter(names[0])
+            copy = nn.Parameter(original.detach().clone(), original.requires_grad)
+            for name in names:
+                owner, _, key = name.rpartition(".")
+                setattr(model.get_submodule(owner), key, copy)
+
+
+class TiedWeights:
+    """Keeps the copies of tied parameters equal."""
+
+    def __init__(
+        self, ties: Sequence[Tie], holders: list[int], held: Collection[int], mesh: Mesh
+    ) -> None:
+        """`holders`: the pipeline rank of every stage; `held`: the stages of this rank."""
+        self.aliases: dict[str, str] = {}
+        """This rank's copies: name of the parameter here → name of the first copy."""
+        self._copies: list[tuple[list[str], list[int]]] = []
+        self._mesh = mesh
+        for tie in ties:
+            first = next(iter(tie.values()))[0]
+            own = [names for stage, names in tie.items() if stage in held]
+            self.aliases |= {name: first for names in own for name in names if name != first}
+            ranks = list(dict.fromkeys(holders[stage] for stage in tie))
+            if own:
+                self._copies.append(([names[0] for names in own], ranks))
+
+    @torch.no_grad()
+    def share_values(self, model: nn.Module) -> None:
+        """Copy the values of the first copy to all copies."""
+        for names, ranks in self._copies:
+            copies = [local_shard(model.get_parameter(name)) for name in names]
+            first = self._exchange(copies[0], ranks)[0]
+            for copy in copies:
+                copy.copy_(first)
+
+    @torch.no_grad()
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Give every copy the sum of all copies' gradients."""
+        for names, ranks in self._copies:
+            copies = [model.get_parameter(name) for name in names]
+            if not copies[0].requires_grad:
+                continue  # frozen, on all ranks
+            for copy in copies:
+                if copy.grad is None:  # unused in this stage, but the other ranks wait
+                    copy.grad = torch.zeros_like(copy)
+            parts = [local_shard(copy.grad) for copy in copies if copy.grad is not None]
+            # Every rank adds in the order of the stages: copies must stay equal bit for bit.
+            total = torch.stack(self._exchange(torch.stack(parts).sum(0), ranks)).sum(0)
+            for part in parts:
+                part.copy_(total)
+
+    def _exchange(self, own: Tensor, ranks: list[int]) -> list[Tensor]:
+        """The tensors of these ranks of the pipeline, in the order of `ranks`."""
+        from tutti.comm.grouping import group as collective_group
+
+        group, here = self._mesh.group("pp"), self._mesh.rank("pp")
+        own = own.contiguous()
+        tensors = [own if rank == here else torch.empty_like(own) for rank in ranks]
+        with collective_group():
+            for rank, tensor in zip(ranks, tensors, strict=True):
+                if rank != here:
+                    send(own, rank, group=group)
+                    recv(tensor, rank, group=group)
+        return tensors
