@@ -27,7 +27,10 @@ def sweep(options: "Train", arguments: list[str]) -> int:
 
 
 def train_all(options: "Train", arguments: list[str]) -> tuple[Results, int]:
-    """Train once for each; returns the summaries, and the exit code of the first failure, or 0."""
+    """Train once for each learning rate and number of ranks.
+
+    Returns the summaries, and the exit code of the first run that failed, or 0.
+    """
     rates = _numbers(options.lr_sweep or "", "--lr-sweep", float)
     ranks = [int(size) for size in _numbers(options.ranks or "1", "--ranks", int)]
     rest = _without(arguments, ("--lr-sweep", "--ranks", "-n", "--lr", "--out"))
@@ -49,7 +52,7 @@ def train_all(options: "Train", arguments: list[str]) -> tuple[Results, int]:
                 summary = out / "summary.json"
                 found = json.loads(summary.read_text()) if summary.exists() else {}
                 if code != 0 and "diverged" not in found:
-                    return results, code  # another failure than a diverging loss
+                    return results, code  # the run failed for another reason than its loss
                 results[rate, size] = found
     return results, 0
 
@@ -63,20 +66,18 @@ def print_table(results: Results) -> None:
     for size in ranks:
         table.add_column(f"{size} rank{'s' * (size != 1)}", justify="right")
     for rate in rates:
-        cells = []
-        for size in ranks:
-            found = results.get((rate, size))
-            if found is None:
-                cells.append("–")
-                continue
-            if "diverged" in found:
-                cells.append("diverged")
-                continue
-            accuracy = found["test_accuracy"]
-            right = "" if accuracy is None else f"  {100 * accuracy:.2f} %"
-            cells.append(f"{found['final_loss']:.4f}{right}")
-        table.add_row(f"{rate:g}", *cells)
+        table.add_row(f"{rate:g}", *[_cell(results.get((rate, size))) for size in ranks])
     console().print(table)
+
+
+def _cell(summary: dict[str, Any] | None) -> str:
+    if summary is None:
+        return "–"
+    if "diverged" in summary:
+        return "diverged"
+    accuracy = summary["test_accuracy"]
+    right = "" if accuracy is None else f"  {100 * accuracy:.2f} %"
+    return f"{summary['final_loss']:.4f}{right}"
 
 
 def _numbers(text: str, flag: str, kind: type[float] | type[int]) -> list[float]:
@@ -90,18 +91,16 @@ def _numbers(text: str, flag: str, kind: type[float] | type[int]) -> list[float]
 
 
 def _without(arguments: list[str], flags: tuple[str, ...]) -> list[str]:
+    """The arguments without these flags and their values."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
+        # `--lr_sweep=1` is the flag `--lr-sweep` with its value.
+        flag, equals, _ = argument.partition("=")
         if skip:
             skip = False
-        elif _plain(argument) in flags:
-            skip = "=" not in argument
+        elif flag.replace("_", "-") in flags:
+            skip = not equals
         else:
             kept.append(argument)
     return kept
-
-
-def _plain(argument: str) -> str:
-    """The flag without its value, with dashes: `--lr_sweep=1` is `--lr-sweep`."""
-    return argument.partition("=")[0].replace("_", "-")

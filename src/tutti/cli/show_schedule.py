@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tutti.parallel.pipeline.schedule_timeline import Timeline
 
 _LEGEND = """\
-# F3: forward of microbatch 3 (5F3: on stage 5); B: backward; I, W: its halves,
-# the gradients of inputs and of weights; dots: idle.
+# F3: forward of microbatch 3 (5F3: on stage 5); B: backward; I, W: the halves of a
+# backward, the gradients of inputs and of weights; dots: idle.
 # Counted: F, I and W cost 1, B costs 2, communication costs nothing.
 # Measured: an action that is too short for its label shows the start of it."""
 
@@ -30,8 +30,8 @@ class ShowSchedule:
     """Show a pipeline schedule: tutti parity --show-schedule --schedule 1f1b --pp 4
 
     Prints which rank computes what and when, and the bubble: the share of time in which ranks are
-    idle. First counted, then measured: the schedule runs on local ranks, with a small model of
-    equal stages.
+    idle. The first timeline is simulated, with a fixed cost for each action. The second is measured
+    on local ranks, with a small model of equal stages.
     """
 
     pipeline_schedule: Annotated[ScheduleName, tyro.conf.arg(aliases=["--schedule"])] = "1f1b"
@@ -53,7 +53,7 @@ class ShowSchedule:
 
     @property
     def options(self) -> ParallelOptions:
-        """The options of the engine."""
+        """The options of the pipeline engine."""
         return ParallelOptions(
             pipeline_schedule=self.pipeline_schedule, stages_per_rank=self.stages_per_rank
         )
@@ -102,7 +102,7 @@ def show(flags: ShowSchedule, measured: "Timeline | None" = None, note: str | No
     print("\ncounted")
     print("\n".join(draw(timeline)))
     if measured is not None:
-        # Drawn as wide as the counted one, so that idle times can be compared.
+        # Drawn as wide as the counted timeline, so that idle times can be compared.
         unit = length(measured) / length(timeline)
         print(f"\nmeasured, {length(measured) * 1e3:.1f} ms, the fastest of several steps")
         print("\n".join(draw(measured, unit)))
@@ -140,7 +140,7 @@ def _measure(flags: ShowSchedule) -> int:
     with init(device=flags.device, ranks_per_gpu=shared) as world:
         measured = measure(world, flags.options, flags.accumulation)
         note = world.sharing_note
-        # Each rank may be bound to other CPUs.
+        # Ranks may be bound to different CPUs.
         cpus = len({cpu for rank in gather_json(allowed_cpus()) for cpu in rank})
         if note is None and world.device.type == "cpu" and cpus < world.size:
             note = f"{world.size} ranks share {cpus} CPU{'s' * (cpus > 1)}: they also wait for CPUs"
@@ -149,14 +149,7 @@ def _measure(flags: ShowSchedule) -> int:
 
 def _rows(timeline: "Timeline") -> list[dict[str, Any]]:
     return [
-        {
-            "rank": rank,
-            "kind": span.action.kind,
-            "stage": span.action.stage,
-            "microbatch": span.action.microbatch,
-            "start": span.start,
-            "end": span.end,
-        }
+        {"rank": rank, **asdict(span.action), "start": span.start, "end": span.end}
         for rank, spans in enumerate(timeline)
         for span in spans
     ]

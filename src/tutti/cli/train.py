@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from tutti.train.run_directory import RunDirectory
     from tutti.world.world import World
 
-# EX_TEMPFAIL of sysexits.h: the run was stopped by a signal, and --resume continues it.
+# Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal stopped; --resume continues it.
 STOPPED = 75
-# Time to write a checkpoint between SIGTERM and the end.
+# Time between SIGTERM and SIGKILL, in which ranks write a checkpoint.
 _GRACE_SECONDS = 60.0
 
 
@@ -107,7 +107,7 @@ def _train(options: Train, base: Recipe) -> int:
 
         enlarge_flight_recorder(os.environ)
     with join_world(options) as world:
-        # The name of rank 0, since the default contains the time.
+        # All ranks use the directory of rank 0, since its default name contains the time.
         out = Path(gather_json(str(options.out or _default_out(options.recipe)))[0])
         directory = RunDirectory(out)
         with usage_error_on_rank_0(world):
@@ -163,7 +163,7 @@ def _train(options: Train, base: Recipe) -> int:
 
 
 def _as_benchmark(options: Train, arguments: list[str]) -> Train:
-    """The same job on synthetic data, without evaluation."""
+    """The options of the same run on synthetic data, without evaluation."""
     if options.resume:
         raise UsageError("--benchmark writes no checkpoints: leave --resume out")
     recipe = options.settings
@@ -206,7 +206,7 @@ def _conclude(directory: "RunDirectory", summary: dict[str, Any], stopped: bool)
 
 
 def _describe_world(world: "World") -> str:
-    """Device, backend and threads, with reasons."""
+    """Device, backend and threads, and why each of them was chosen."""
     device, backend = world.reasons["device"], world.reasons["backend"]
     return (
         f"{world.size} rank{'s' * (world.size != 1)} on {world.device.type} ({device}), backend "
@@ -216,7 +216,7 @@ def _describe_world(world: "World") -> str:
 
 
 def _recipe_named_in(arguments: list[str]) -> tuple[Recipe, str]:
-    """The recipe that other flags change, and its name: it decides which model flags exist.
+    """The recipe that other flags change, and its name. Its model determines which flags exist.
 
     A resumed run uses the recipe in its directory, unless --recipe is given.
     """
@@ -229,7 +229,7 @@ def _recipe_named_in(arguments: list[str]) -> tuple[Recipe, str]:
 
 
 def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
-    """Every value, one line per section, with a mark on those that the file or a flag changed."""
+    """Every value, one line per section; values from a file or a flag are marked."""
     named = RECIPES[_base(settings)]
     lines = [f"recipe {name}, model {settings.model}"]
     for field in dataclasses.fields(settings):

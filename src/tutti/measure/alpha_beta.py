@@ -6,10 +6,10 @@ Row = tuple[float, float, float, float]  # weight, rounds, bytes, seconds
 
 
 def fit_alpha_beta(rows: Sequence[Row]) -> tuple[float, float]:
-    """α and β by weighted least squares, neither below 0.
+    """α and β by weighted least squares, both 0 or more.
 
-    If the rows cannot separate the two (bytes grow with rounds), everything is β; without bytes,
-    everything is α.
+    If the rows cannot separate the two terms (bytes are proportional to rounds), α is 0; if no row
+    has bytes, β is 0.
     """
     aa = sum(w * rounds * rounds for w, rounds, _, _ in rows)
     bb = sum(w * size * size for w, _, size, _ in rows)

@@ -1,4 +1,4 @@
-"""Files that readers see whole or not at all."""
+"""Writing files so that other processes never read a partly written file."""
 
 import os
 import tempfile
@@ -8,8 +8,8 @@ from pathlib import Path
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` with `content`: write a temporary file in the same folder, then rename it.
 
-    Another process sees the old file or the new one, never a part. Raises OSError, and leaves no
-    temporary file behind, if the folder cannot be written or the disk is full.
+    Another process reads the old file or the new one, never a part. Raises OSError, and removes the
+    temporary file, if the folder cannot be written or the disk is full.
     """
     data = content.encode() if isinstance(content, str) else content
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -1,4 +1,4 @@
-"""Terminal output: width, wrapping, tables that fit, and output pipes that close early."""
+"""Terminal output: width, wrapping, tables, and pipes that the reader closes early."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Timing repeated calls on this rank: by the CPU's clock, or by CUDA events on the stream.
+"""Timing of repeated calls on this rank, with the CPU's clock or with CUDA events on the stream.
 
 Back to back: calls follow each other without a pause; a call's time is from the end of the previous
 call to its own end, as in nccl-tests. Isolated: ranks synchronize before each call, and a call's
@@ -53,7 +53,7 @@ def _time_by_events(call: Callable[[], Any], times: int) -> Tensor:
 
 
 def time_total(call: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Seconds of `times` consecutive calls, by CUDA events on the current stream or by the CPU."""
+    """Seconds of `times` consecutive calls, measured with CUDA events or with the CPU's clock."""
     with no_garbage_collection():
         if device.type != "cuda":
             started = time.perf_counter()
@@ -72,7 +72,7 @@ def time_total(call: Callable[[], Any], times: int, device: torch.device) -> flo
 def time_isolated(
     call: Callable[[], Any], times: int, device: torch.device, synchronize: Callable[[], Any]
 ) -> tuple[Tensor, Tensor]:
-    """Start and end of each of `times` calls on this host's clock, ranks synchronized before."""
+    """Start and end of each of `times` calls on this host's clock, each after a synchronization."""
     clock = time.perf_counter
     starts, ends = [0.0] * times, [0.0] * times
     with no_garbage_collection():

@@ -1,4 +1,4 @@
-"""Sizes, times and rates: parsing what users type, formatting what was measured.
+"""Sizes, times and rates: parsing of arguments, formatting of measured values.
 
 K, M, G are binary on the command line (64K = 65,536 bytes), as in nccl-tests; output says KiB, MiB,
 GiB. Rates are decimal: 1 GB/s = 1e9 bytes per second.

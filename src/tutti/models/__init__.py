@@ -1,10 +1,10 @@
-"""Plain models that do not know about ranks: LeNet, WideResNet, EfficientNetV2 and a GPT.
+"""Plain models without any code for ranks: LeNet, WideResNet, EfficientNetV2 and a GPT.
 
-The configs need no torch, so that flags and help are made from them quickly; a model class, and
-torch with it, is imported on first use. All four models share one convention:
-`init_weights()` sets every parameter and buffer and is the only place that draws random numbers,
-so a model made on the meta device, emptied onto a real one with `to_empty` and then initialised
-has the same weights as one constructed there directly from the same seed.
+The configs do not import torch, so that flags and help are built quickly; a model class, and torch
+with it, is imported on first use. In all four models `init_weights()` sets every parameter and
+buffer, and only it draws random numbers. So a model that is built on the meta device, moved with
+`to_empty` and then initialised has the same weights as a model built on the real device with the
+same seed.
 """
 
 from importlib import import_module

@@ -22,7 +22,7 @@ class Stage(NamedTuple):
     blocks: int
 
 
-# The first stage keeps the stem's channels. Its fifth stage is in every size the last at stride 16.
+# The first stage keeps the stem's channels. The fifth stage is always the last at stride 16.
 STAGES = {
     "s": (
         Stage(True, 1, 1, 24, 2),
@@ -134,9 +134,9 @@ class EfficientNet(nn.Module):
     """EfficientNetV2. With the auxiliary head on, the output is main + 0.3 × auxiliary.
 
     The auxiliary head is average pooling and one linear layer on the features of the fifth stage:
-    the last at stride 16, at about 60 % of the depth, where the classes are already separable and
-    most of the network is below. It contributes to the output in training and in evaluation, so one
-    loss trains both heads and a training loop needs no special case.
+    the last at stride 16, at about 60 % of the depth, where the classes are already separable. It
+    contributes to the output in training and in evaluation, so one loss trains both heads and a
+    training loop needs no special case.
     """
 
     def __init__(self, config: EfficientNetConfig) -> None:

@@ -1,8 +1,8 @@
 """Steps as replays of one CUDA graph, for models so small that kernel launches dominate the time.
 
-The graph reads everything that changes from step to step from tables on the device, at a row that
-it advances itself: the samples' indices (the data is on the device), the learning rate, and where
-the loss is written. A step is then one launch, and the host does nothing else.
+All values that change from step to step are in tables on the device: sample indices (the data is on
+the device), learning rates and losses. The graph reads and writes one row of these tables, and
+advances the row number itself. So the host launches one graph per step, and does nothing else.
 """
 
 import torch
@@ -17,7 +17,7 @@ from tutti.world.errors import UsageError
 
 # The first steps run eagerly: they create the optimizer state and select cuDNN kernels.
 _WARMUP_STEPS = 3
-# Rows of the tables: the most steps that are replayed before the host reads the losses.
+# Rows of the tables: the maximum number of steps between two copies of losses and indices.
 _ROWS = 1024
 
 
@@ -64,7 +64,7 @@ class GraphRunner(Runner):
         self._graph = None
 
     def _eager(self, part: BatchIndices, rate: float) -> Tensor:
-        # On a side stream, as graph capture requires of the steps before it.
+        # Graph capture requires that the steps before it run on a side stream.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             indices = part.indices.to(self.step.device)
@@ -108,7 +108,7 @@ class GraphRunner(Runner):
 
 
 def check_graph(recipe: Recipe, device: torch.device, ranks: int) -> None:
-    """Raise UsageError for what a graph of the step cannot contain."""
+    """Raise UsageError if the step cannot be captured in a graph."""
     needs = {
         "a CUDA device": device.type == "cuda",
         "--data-on-device": recipe.data.data_on_device,

@@ -1,4 +1,4 @@
-"""Evaluation over all ranks, exact: every sample once, sums and counts in one all-reduce."""
+"""Evaluation over all ranks: every sample exactly once, sums and counts in one all-reduce."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from tutti.train.step import Task, as_model_dtype
 
 @dataclass(frozen=True)
 class Score:
-    """Loss and accuracy of a model on a data set."""
+    """Loss and accuracy of a model on a dataset."""
 
     loss: float
     accuracy: float
@@ -30,7 +30,7 @@ def evaluate(
 ) -> Score:
     """Loss and accuracy of a model over all samples of a loader, over all ranks.
 
-    Sums are in float64, and counts are exact, however unevenly the ranks share the samples.
+    Sums are in float64 and counts are exact, also if ranks have different numbers of samples.
     """
     model, device = engine.model, engine.world.device
     was_training = [module for module in model.modules() if module.training]

@@ -1,6 +1,6 @@
-"""From a recipe to its data set, model and optimizer. Sizes that follow from the data are derived.
+"""Builds the dataset, model and optimizer of a recipe; the data determine some model sizes.
 
-The model is built on the meta device: parallel/apply.py gives this rank's shards their memory.
+The model is built on the meta device: parallel/apply.py allocates this rank's shards.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from tutti.world.exchange import gather_json
 
 Result = TypeVar("Result")
 
-# Name of a model → its settings, and the module and class that --recipe NAME imports.
+# Name of a model → its settings, and the module and class to import.
 _MODELS: dict[str, tuple[type[Architecture], str, str]] = {
     "lenet": (LeNetConfig, "tutti.models.lenet", "LeNet"),
     "wideresnet": (WideResNetConfig, "tutti.models.wideresnet", "WideResNet"),
@@ -38,7 +38,7 @@ _MODELS: dict[str, tuple[type[Architecture], str, str]] = {
 def agree(make: Callable[[], Result]) -> Result:
     """Call `make` on every rank; if it raises a usage error on one rank, raise it on all ranks.
 
-    For work that may fail on some ranks only (a file that one host lacks), before a collective in
+    Use it for work that may fail on some ranks only (one host lacks a file), before a collective in
     which the other ranks would wait.
     """
     error: str | None = None
@@ -56,7 +56,7 @@ def agree(make: Callable[[], Result]) -> Result:
 
 
 def build_meta_model(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Weights, str | None]:
-    """The recipe's model without memory, its initial weights, and a note for the user."""
+    """The recipe's model on meta, its initial weights, and a note for the user."""
     make = _model_maker(recipe, dataset)
     if recipe.model not in _MODELS:
         return build_on_meta(make, recipe.length.seed)
@@ -66,7 +66,7 @@ def build_meta_model(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Weigh
 
 
 def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
-    """The recipe's model, sized for the data set, on torch's default device."""
+    """The recipe's model, sized for the dataset, on torch's default device."""
     return _model_maker(recipe, dataset)()
 
 
@@ -97,7 +97,7 @@ def _model_maker(recipe: Recipe, dataset: Dataset) -> Callable[[], nn.Module]:
 
 
 def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
-    """The architecture with the sizes that the data set decides: classes, channels, vocabulary."""
+    """The architecture with the sizes of the dataset: classes, channels, vocabulary."""
     shape = dataset.input_shape
     if isinstance(architecture, GPTConfig):
         tokens = dataset.train.batch([0])[0]
@@ -107,13 +107,13 @@ def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
             )
         return dataclasses.replace(
             architecture,
-            # A user's data set does not state its vocabulary: then --vocab-size does.
+            # A user's dataset has no vocabulary size: then --vocab-size is used.
             vocab_size=max(dataset.vocabulary or 0, architecture.vocab_size),
             max_seq_len=max(architecture.max_seq_len, shape[0]),
         )
     if len(shape) != 3:
         raise UsageError(f"this model needs images, data set {dataset.name} has inputs of {shape}")
-    # A user's data set does not state its number of classes: then --classes does.
+    # A user's dataset has no number of classes: then --classes is used.
     sizes = {"classes": dataset.classes or architecture.classes, "channels": shape[0]}
     if isinstance(architecture, LeNetConfig):
         sizes["image_size"] = shape[1]
@@ -121,7 +121,7 @@ def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
 
 
 def load_dataset(recipe: Recipe) -> Dataset:
-    """The recipe's data set. Ranks of one host download it once."""
+    """The recipe's dataset. Ranks of one host download it once."""
     options, name = recipe.data, recipe.data.dataset
     if name == "digits":
         return data.digits_dataset(options.pixels)
@@ -149,7 +149,7 @@ def _print_note(text: str) -> None:
 
 
 def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], Any]:
-    """The function at `package.module:function`; the current directory is searched, too."""
+    """The function `package.module:function`; the current directory is also searched."""
     module_name, colon, name = path.partition(":")
     if not colon:
         hint = did_you_mean(path, known)
@@ -172,7 +172,7 @@ def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], 
 def build_optimizer(
     model: nn.Module, options: Optimization, lr: float, capturable: bool = False
 ) -> torch.optim.Optimizer:
-    """SGD or AdamW for a model's parameters, fused where torch can; weight decay on matrices only.
+    """SGD or AdamW for a model's parameters, fused if possible; weight decay on matrices only.
 
     `capturable`: the optimizer step will be part of a CUDA graph, so the learning rate must be a
     tensor on the device, which the graph reads at each replay.
@@ -196,8 +196,8 @@ def build_optimizer(
         return torch.optim.SGD(
             groups, lr=rate, momentum=options.momentum, fused=not sharded, foreach=False
         )
-    # A kernel over many parameters needs the same kind of parameter: a mixture of plain and split
-    # ones, which sharding rules may leave, is updated one parameter at a time.
+    # A fused kernel needs parameters of one kind. With a mixture of plain tensors and DTensors,
+    # which sharding rules may produce, the optimizer updates one parameter at a time.
     kinds = {(isinstance(p, DTensor), getattr(p, "device_mesh", None)) for p in parameters}
     return torch.optim.AdamW(
         groups,

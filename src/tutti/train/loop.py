@@ -1,4 +1,4 @@
-"""The training run: set-up in the order of dependencies, the loop over steps, and resuming."""
+"""The training run: set-up, the loop over steps, and resuming."""
 
 import json
 import math
@@ -55,7 +55,7 @@ class LossNotFinite(Exception):
 
 @dataclass
 class Outcome:
-    """How a run ended."""
+    """The result of a run."""
 
     summary: dict[str, Any]
     stopped: bool  # by a signal, after a checkpoint
@@ -80,7 +80,7 @@ class Runner(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the data and everything prepared."""
+        """Release the data and everything that was prepared for later steps."""
 
     def take_rank_samples(self) -> int:
         """How many samples this rank has trained on since the last call."""
@@ -104,7 +104,7 @@ class EagerRunner(Runner):
         losses = []
         for _ in range(steps):
             began = time.perf_counter()
-            # A named span in a trace: the time in which the step has no input.
+            # A named span in a trace: the time in which the loop waits for input.
             with record_function("tutti.input") if profiling() else _NO_SPAN:
                 batch = next(self._batches)
             self._input_seconds += time.perf_counter() - began
@@ -120,7 +120,7 @@ class EagerRunner(Runner):
 
 
 class Trainer:
-    """Trains one recipe in one world, from `run()` to its outcome."""
+    """Trains one recipe in one world; `run()` returns the outcome."""
 
     def __init__(
         self,
@@ -192,10 +192,7 @@ class Trainer:
         self.step, samples = 0, 0
         self.shares: list[float] | None = None
         if resume:
-            resumed = self._resume()
-            self.step, samples = resumed.step, resumed.samples
-            self.schedule, self.shares = resumed.schedule, resumed.shares
-            self.notes += resumed.notes
+            samples = self._resume()
         if recipe.compute.cuda_graph:
             from tutti.train.cuda_graph import GraphRunner
 
@@ -271,7 +268,8 @@ class Trainer:
             if self._saves:
                 self.checkpoints.wait()
         finally:
-            # Signal handlers last: a second signal must not end what the first one asked for.
+            # The signal handlers are restored only now, when the checkpoint is complete: a second
+            # signal must not interrupt the checkpoint that the first signal requested.
             self.status_sync.close()
             self.runner.close()
             self.test_loader.close()
@@ -279,12 +277,12 @@ class Trainer:
             self.metrics.close()
             if "checkpoints" in vars(self):
                 self.checkpoints.close()
-        # Without checkpoints the run cannot be resumed: it counts as ended, not as stopped.
+        # Without checkpoints the run cannot be resumed, so it has ended and is not "stopped".
         failed = self.checkpoints.failed if self._saves else {}
         return Outcome(self._summary(loss), stopped and self._saves, failed)
 
     def _steps_to_next_event(self) -> int:
-        """How many steps run before the next sync, evaluation or checkpoint; equal on all ranks."""
+        """The number of steps to the next sync, evaluation or checkpoint; equal on all ranks."""
         length = self.recipe.length
         events = [self.schedule.steps, self.status_sync.next_at]
         events.append(self.step + self.loader.sampler.steps_left(self.loader.position))
@@ -294,17 +292,16 @@ class Trainer:
         return max(1, min(events) - self.step)
 
     def _due(self) -> tuple[bool, bool]:
-        """Whether to evaluate, and whether to save, after the steps so far."""
+        """Whether to evaluate and whether to save now: every N steps, or after each epoch."""
         length = self.recipe.length
-        last = self.step == self.schedule.steps
-        epoch_ended = self.loader.position.sample == 0
-        evaluating = epoch_ended
-        if length.evaluate_every:
-            evaluating = self.step % length.evaluate_every == 0
-        saving = epoch_ended
-        if length.checkpoint_every:
-            saving = self.step % length.checkpoint_every == 0
-        return length.evaluate and (evaluating or last), self._saves and (saving or last)
+
+        def due(every: int | None) -> bool:
+            epoch_ended = self.loader.position.sample == 0
+            at_step = self.step % every == 0 if every else epoch_ended
+            return at_step or self.step == self.schedule.steps
+
+        evaluating, saving = due(length.evaluate_every), due(length.checkpoint_every)
+        return length.evaluate and evaluating, self._saves and saving
 
     def _report(self, status: Status, progress: ProgressReport) -> None:
         if status.nonfinite is not None:
@@ -374,45 +371,43 @@ class Trainer:
             aliases=self.engine.aliases,
         )
 
-    def _resume(self) -> "Resumed":
-        """Load the last good checkpoint into model, optimizer, loader and scaler.
+    def _resume(self) -> int:
+        """Load the last valid checkpoint; returns the number of samples of the run so far.
 
         The number of ranks and the layout may differ from those of the checkpoint.
         """
         recipe = self.recipe
         if not self.checkpoints.steps():
-            note = "there is no checkpoint yet: the run starts from the beginning"
-            return Resumed(0, 0, self.schedule, None, [note])
-        # Learning rate, decay and so on are those of the recipe, not of the checkpoint.
+            self.notes.append("there is no checkpoint yet: the run starts from the beginning")
+            return 0
+        # Learning rate, weight decay and so on come from the recipe, not from the checkpoint.
         options = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
         loaded = self.checkpoints.load(self.model, self.optimizer, aliases=self.engine.aliases)
-        for group, asked in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(asked)
-        state, step = loaded.state, loaded.step
-        notes = [f"resumed at step {step}", *loaded.notes]
+        for group, of_recipe in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(of_recipe)
+        state, self.step = loaded.state, loaded.step
+        self.notes += [f"resumed at step {self.step}", *loaded.notes]
         if recipe.engine.compress == "powersgd":
-            notes.append("PowerSGD's error feedback is not saved: it starts from zero")
+            self.notes.append("PowerSGD's error feedback is not saved: it starts from zero")
         if (reason := self._rng_mismatch(state)) is not None:
-            self.engine.seed_rng(recipe.length.seed, step)
-            notes.append(f"{reason}: random generators are seeded anew")
+            self.engine.seed_rng(recipe.length.seed, self.step)
+            self.notes.append(f"{reason}: random generators are seeded anew")
         self.loader.load_state_dict(state["data"])
-        schedule = self.schedule
-        if state["global_batch"] != schedule.global_batch:
-            schedule = _rescheduled(schedule, state, step, recipe.length)
+        if state["global_batch"] != self.schedule.global_batch:
+            self.schedule = _rescheduled(self.schedule, state, self.step, recipe.length)
         if state["scaler"] and self.stepper.scaler.is_enabled():
             self.stepper.scaler.load_state_dict(state["scaler"])
-        shares: list[float] | None = None
         measured = recipe.batching.split == "measured" and state["shares"] is not None
         if measured and len(state["shares"]) == self.loader.ranks:
-            shares = [float(share) for share in state["shares"]]
-            self.loader.set_shares(shares)
-        return Resumed(step, int(state["samples"]), schedule, shares, notes)
+            self.shares = [float(share) for share in state["shares"]]
+            self.loader.set_shares(self.shares)
+        return int(state["samples"])
 
     def _rng_mismatch(self, state: dict[str, Any]) -> str | None:
-        """Why each rank cannot go on with the generator state that it saved; None if it can."""
+        """Why a rank cannot continue with the saved state of its generator; None if it can."""
         layout = self.schedule.layout
         if state["layout"] != str(layout):
             return f"saved under {state['layout']}"
@@ -452,25 +447,13 @@ class Trainer:
         }
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """Where a run goes on."""
-
-    step: int
-    samples: int
-    schedule: BatchSchedule
-    shares: list[float] | None
-    notes: list[str]
-    """What differs from the run that saved the checkpoint."""
-
-
 def _rescheduled(
     schedule: BatchSchedule, state: dict[str, Any], step: int, length: Length
 ) -> BatchSchedule:
     """The schedule of a run that is resumed with another global batch.
 
-    The length of the run and its learning rate stay the same in samples, unless another length is
-    asked for.
+    The length of the run and its learning rate stay the same in samples, unless the recipe has
+    another length.
     """
     done, total, batch = int(state["samples"]), int(state["total_samples"]), schedule.global_batch
     wanted = length.steps
@@ -491,7 +474,7 @@ def _rescheduled(
 
 
 def _engine_options(recipe: Recipe, world: World) -> EngineOptions:
-    """In a world of one there is nothing to synchronise, and DDP would only copy."""
+    """In a world of one rank, `single` replaces DDP, which would only copy gradients."""
     alone = world.size == 1 and recipe.engine.engine == "ddp"
     return EngineOptions(engine="single") if alone else recipe.engine
 

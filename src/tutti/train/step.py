@@ -1,11 +1,11 @@
 """One optimizer step: microbatches forward and backward, one synchronisation, clip, update.
 
-Losses are sums, never means: a mean over a rank's own samples would weigh ranks, not samples, as
-soon as one rank has fewer. The sum is divided by the number of targets of the whole step, over all
-ranks.
+Losses are sums, not means: with a mean over each rank's own samples, the samples of a rank that has
+fewer of them would get a larger weight. The sum is divided by the number of targets in the whole
+step, over all ranks.
 
-Nothing in here waits for the device: no `.item()`, no branch on a tensor. The loss is returned as a
-tensor, and its value is read much later.
+Nothing in this file waits for the device: no `.item()`, no branch on a tensor. The loss is returned
+as a tensor, and its value is read many steps later.
 """
 
 from collections.abc import Callable
@@ -40,26 +40,26 @@ class Task:
     """Targets contain IGNORED."""
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy in nats, summed; in float32 or wider, whatever the model computed in."""
+        """Sum of cross entropies in nats, computed in float32 or wider."""
         logits = outputs.flatten(0, -2)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        # Of logits that are split along the vocabulary, every tp rank gets the same sum.
+        # If logits are split along the vocabulary, every tp rank has the same sum.
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """How many predictions are right, as a tensor on the device."""
+        """The number of correct predictions, as a tensor on the device."""
         return (outputs.argmax(-1) == targets).sum()
 
     def count(self, targets: Tensor) -> Tensor:
-        """How many targets are not ignored, as a tensor on the device."""
+        """The number of targets that are not ignored, as a tensor on the device."""
         return (targets != IGNORED).sum()
 
     def step_count(
         self, targets: Tensor, global_samples: int, group: dist.ProcessGroup | None = None
     ) -> Tensor | int:
-        """How many targets a whole step has, over all ranks of the group.
+        """The number of targets in a whole step, over all ranks of the group.
 
         Without padding this follows from the number of samples; with padding it is a collective.
         """
@@ -93,7 +93,7 @@ class Step:
         self.clip = clip
         self.device = next(engine.model.parameters()).device
         self.autocast = AUTOCAST.get(compute.precision)
-        # Only float16 has too small a range for gradients; disabled, the scaler does nothing.
+        # Only the range of float16 is too small for gradients; a disabled scaler does nothing.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         self.timer = timer or StepTimer(self.device, own_time=False)
         self._loss_sum: Callable[[Tensor, Tensor], Tensor] = task.loss_sum
@@ -106,8 +106,8 @@ class Step:
         mesh = self.engine.mesh
         group = mesh.data_group if self.task.padded else None
         count = self.task.step_count(batch.targets, batch.global_count, group)
-        # At the end of an epoch there may be fewer samples than microbatches: those that are empty
-        # on every rank are left out. Some rank has at least the mean number of samples.
+        # At the end of an epoch there may be fewer samples than microbatches; microbatches that are
+        # empty on every rank are left out. Some rank has at least the mean number of samples.
         largest = -(-batch.global_count // mesh.layout.data_ranks)
         # The loss of each is weighted by its size over the global count, not by 1/accumulation.
         sizes = even(batch.count, min(self.accumulation, largest))
@@ -128,8 +128,8 @@ class Step:
     def _autocast_context(self) -> AbstractContextManager[None]:
         if self.autocast is None:
             return nullcontext()
-        # No cache: it would keep casts of the weights, with their graph, from one microbatch to
-        # the next. Backward runs in this context, too; its dtypes are those of forward.
+        # The cache would keep converted weights, with their graph, from one microbatch to the next.
+        # Backward also runs in this context; it uses the dtypes of forward.
         return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
     def _update(self) -> None:
@@ -142,7 +142,7 @@ class Step:
 
 
 def as_model_dtype(inputs: Tensor, model: nn.Module) -> Tensor:
-    """Inputs in the model's dtype: data sets give float32, a float64 model needs float64."""
+    """Inputs in the model's dtype: datasets have float32, a float64 model needs float64."""
     if not inputs.is_floating_point():
         return inputs
     return inputs.to(next(model.parameters()).dtype)
