@@ -1,4 +1,4 @@
-"""One step of a small GPT: of a plain loop, and of an engine, which must come to the same.
+"""One step of a small GPT in a plain loop and in an engine; both must give the same result.
 
 Tolerance: float64 sums in another order differ by some units of 2⁻⁵³, here up to 3e-15 relative to
 the largest gradient of a parameter; 1e-12 catches any wrong factor, sum or sign.
@@ -25,7 +25,7 @@ def small_gpt(tied: bool = False) -> nn.Module:
     )
     model = GPT(config).double()
     for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms start as ones, which hides what is done to them
+        if parameter.dim() == 1:  # norms start as ones, which would hide errors
             nn.init.uniform_(parameter, 0.5, 1.5)
     return model
 

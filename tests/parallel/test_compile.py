@@ -1,4 +1,4 @@
-"""Compiled blocks, in layouts and where they are recomputed: the gradients of one plain loop."""
+"""Compiled blocks, in layouts and with recomputation, give the gradients of a plain loop."""
 
 import functools
 from typing import Any
@@ -25,7 +25,7 @@ from worlds import in_world
 
 
 def _compiled(world: tutti.World) -> dict[str, float]:
-    """As --compile does it, with a backend that writes no C++, which would take a minute.
+    """Compile as --compile does, but with a backend without C++ code, which would take a minute.
 
     Two sizes of batch, as at the end of an epoch.
     """
@@ -47,7 +47,7 @@ def _compiled(world: tutti.World) -> dict[str, float]:
 
 
 def _compiled_and_recomputed(world: tutti.World) -> dict[str, Any]:
-    """Both at once: that it is right is not enough, as an uncompiled block is right as well."""
+    """Recompute and compile; graphs are counted, since an uncompiled block is also correct."""
     inputs, targets = some_tokens(world.device)
     gradients = plain_step(small_gpt().to(world.device), inputs, targets)[1]
     shares = {"dp2": [4, 4], "tp2": [8, 8]}
@@ -82,7 +82,7 @@ def test_compiled_blocks_give_the_gradients_of_one_device() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_blocks_are_compiled_where_they_are_recomputed_too() -> None:
+def test_recomputed_blocks_are_compiled() -> None:
     for rank in in_world(_compiled_and_recomputed, 2, timeout=240):
         assert len(rank) == 3
         for name, told in rank.items():
@@ -91,8 +91,8 @@ def test_blocks_are_compiled_where_they_are_recomputed_too() -> None:
 
 
 @pytest.mark.parametrize("what", ["full", "selective"])
-def test_one_rank_compiles_the_whole_with_blocks_that_are_recomputed(what: Recompute) -> None:
-    """As --compile does it on one rank: the compiler meets torch's checkpoint in its own graph."""
+def test_one_rank_compiles_a_whole_model_with_recomputed_blocks(what: Recompute) -> None:
+    """As --compile does on one rank: the graph of the model contains torch's checkpoint."""
     inputs, targets = some_tokens(torch.device("cpu"))
     gradients = plain_step(small_gpt(), inputs, targets)[1]
     torch.compiler.reset()
@@ -104,7 +104,7 @@ def test_one_rank_compiles_the_whole_with_blocks_that_are_recomputed(what: Recom
         torch.testing.assert_close(parameter.grad, gradients[name])
 
 
-def test_a_model_of_many_different_blocks_is_compiled_to_its_end() -> None:
+def test_all_blocks_of_a_model_with_many_different_blocks_are_compiled() -> None:
     model = EfficientNet(EfficientNetConfig(stem_stride=2)).eval()
     torch.compiler.reset()
     counters.clear()

@@ -1,4 +1,4 @@
-"""Gradients that travel narrower: how wrong they may be, and that replicas stay the same.
+"""Compressed gradients: bounds of their error, and that replicas stay equal.
 
 Bound for 16-bit sums over R ranks: each rank's gradient g_r is rounded once, and each of the
 R − 1 additions rounds a partial sum, so the error of every element is at most R · u · Σ|g_r|, with
@@ -22,7 +22,7 @@ from worlds import in_world
 
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.gpu)])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each of three ranks answers, on the CPU or on one GPU."""
+    """The results of three ranks, on the CPU or on one GPU."""
     return in_world(_answer_all, 3, gpu=request.param)
 
 
@@ -36,7 +36,7 @@ def _model() -> nn.Module:
 
 
 def _narrow(world: tutti.World) -> dict[str, float]:
-    """The largest error of any element, as a part of its bound; and large gradients."""
+    """The largest error of an element relative to its bound, and the result for large gradients."""
     (batch,) = batches([24], [64], torch.float32, world.device)
     weights = shares("uneven", world.size)
     by_rank = []
@@ -97,7 +97,7 @@ def _powersgd(world: tutti.World) -> dict[str, Any]:
         engine = build_engine(_model(), world, options)
         still = torch.optim.SGD(engine.model.parameters(), lr=0.0)
         random = _random_state(world)
-        for _ in range(POWERSGD_START + 1):  # the last one is the first that is compressed
+        for _ in range(POWERSGD_START + 1):  # the last step is the first that is compressed
             step(engine, still, batch, even, 2)
         wrong = sum((p.grad - q.grad).square().sum() for p, q in _pairs(engine.model, exact))
         whole = sum(q.grad.square().sum() for _, q in _pairs(engine.model, exact))
@@ -129,6 +129,6 @@ def test_powersgd_trains_identical_replicas_and_its_error_falls_with_its_rank(
     for results in (rank["powersgd"] for rank in ranks):
         assert results["random numbers"]
         errors = results["errors"]
-        # Random data: a rank of 1 misses much of the gradient, one of 12 little.
+        # Random data: rank 1 loses much of the gradient, rank 12 little.
         assert 1 > errors["1"] > errors["4"] > errors["12"] > 1e-4
         assert results["after"] < results["before"] / 2

@@ -1,4 +1,4 @@
-"""Dropout in layouts: which ranks draw the same masks, and which must not.
+"""Dropout in layouts: which ranks must draw the same masks, and which different ones.
 
 A mask is what a dropout makes of ones. Masks of 256 elements are equal by chance with probability
 2⁻²⁵⁶, so equal means: the same numbers were drawn.
@@ -30,13 +30,13 @@ SEEN: Masks = {}
 
 def _note(where: str, mask: torch.Tensor) -> None:
     if not torch.is_grad_enabled():
-        return  # a pipeline learns its shapes, unnoticed
+        return  # the run in which a pipeline finds its shapes
     mask = mask.to_local() if isinstance(mask, DTensor) else mask
     SEEN.setdefault(where, []).append("".join("01"[int(bit)] for bit in mask.flatten()[:256] > 0))
 
 
 class Drop(nn.Dropout):
-    """nn.Dropout, whose masks are noted."""
+    """nn.Dropout that records its masks."""
 
     def __init__(self, where: str) -> None:
         super().__init__(0.5)
@@ -49,7 +49,7 @@ class Drop(nn.Dropout):
 
 
 class Inner(nn.Module):
-    """Like attention or an MLP: a dropout on the whole input, one on a part, one on the stream."""
+    """Like attention: dropout on the whole input, on a rank's part, and on the residual stream."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def _engine(world: tutti.World, layout: str, recompute: Recompute, **options: An
 
 
 def _step(engine: Engine) -> Masks:
-    """One step of two microbatches; the masks that this rank drew in it."""
+    """Run one step of two microbatches; returns the masks that this rank drew."""
     SEEN.clear()
     tokens = torch.arange(4 * LENGTH, device=engine.world.device).view(4, LENGTH) % WORDS
     with loss_context(engine.mesh.layout.tp > 1):
@@ -110,7 +110,7 @@ def _step(engine: Engine) -> Masks:
 
 
 def _gradients(engine: Engine) -> dict[str, float]:
-    """A fingerprint of every parameter's whole gradient; ranks must agree on those they share."""
+    """A hash of the whole gradient of every parameter; ranks must agree on shared parameters."""
     found = {}
     for name, parameter in engine.model.named_parameters():
         gradient = parameter.grad
@@ -150,11 +150,11 @@ def _tell(world: tutti.World, layouts: list[Any]) -> list[Any]:
 
 
 def _first_runs(recomputed: Masks, masks: Masks) -> bool:
-    """With recomputation every mask comes twice, the same both times."""
+    """With recomputation every mask is drawn twice, with the same values."""
     return all(
         set(recomputed[where]) == set(masks[where]) and len(recomputed[where]) > len(masks[where])
         for where in masks
-        if "stream" not in where  # the last dropout of a block need not be made again
+        if "stream" not in where  # the last dropout of a block is not recomputed
     )
 
 
@@ -186,18 +186,18 @@ def _pairs(layout: str, axis: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("layout", [*TWO, *FOUR])
-def test_masks_are_drawn_anew_everywhere_and_the_same_for_the_same_seed(
+def test_masks_differ_between_calls_and_are_equal_for_equal_seeds(
     told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
 ) -> None:
     for rank in told[layout]:
         drawn = [mask for masks in rank["masks"].values() for mask in masks]
         assert len(drawn) >= 2 * 5 and len(set(drawn)) == len(drawn)
         assert rank["reproducible"]
-        assert rank["resumed"]  # from the saved state of the generators, and nothing else
+        assert rank["resumed"]  # from the saved state of the generators only
 
 
 @pytest.mark.parametrize("layout", [*TWO, *FOUR])
-def test_recomputation_draws_what_was_drawn_before(
+def test_recomputation_draws_the_same_masks(
     told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
 ) -> None:
     for rank in told[layout]:
@@ -205,7 +205,7 @@ def test_recomputation_draws_what_was_drawn_before(
 
 
 @pytest.mark.parametrize("layout", [key for key in [*TWO, *FOUR] if "tp2" in key[0]])
-def test_tp_ranks_draw_the_same_for_the_same_tensor_and_other_numbers_for_parts(
+def test_tp_ranks_draw_equal_masks_for_whole_tensors_and_different_ones_for_parts(
     told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
 ) -> None:
     for a, b in _pairs(layout[0], "tp"):
@@ -213,7 +213,7 @@ def test_tp_ranks_draw_the_same_for_the_same_tensor_and_other_numbers_for_parts(
 
 
 @pytest.mark.gpu
-def test_a_gpus_generator_serves_as_well() -> None:
+def test_masks_on_a_gpu() -> None:
     layouts = [("tp2", True), ("tp2", False)]
     first, second = in_world(_tell, 2, layouts, gpu=True, timeout=240)
     for one, other, (_, splits_sequence) in zip(first, second, layouts, strict=True):
@@ -229,7 +229,7 @@ def _shared_where_they_must(one: Any, other: Any, splits_sequence: bool) -> None
         split = part in ("inside", "functional") or (splits_sequence and part != "before")
         for mine, theirs in zip(one["masks"][where], other["masks"][where], strict=True):
             assert (mine != theirs) == split, where
-    # What they hold alike has one gradient: noise that differs there would tear it apart.
+    # Parameters that both ranks hold must have equal gradients, so their masks must be equal.
     for name, gradient in one["gradients"].items():
         assert gradient == pytest.approx(other["gradients"][name], rel=1e-9, abs=1e-9)
 
@@ -244,7 +244,7 @@ def _shared_where_they_must(one: Any, other: Any, splits_sequence: bool) -> None
         (("tp2.pp2", False), "pp"),
     ],
 )
-def test_other_samples_and_other_stages_have_other_noise(
+def test_data_ranks_and_stages_draw_different_masks(
     told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool], axis: str
 ) -> None:
     for a, b in _pairs(layout[0], axis):

@@ -1,4 +1,4 @@
-"""All engines, any number of ranks, any split: the parameters of one plain loop.
+"""All engines, with any number of ranks and any split, give the parameters of a plain loop.
 
 Tolerance: sums in another order differ by a few units of 2⁻⁵³ per step, 1e-15 relative; 1e-12
 leaves room for five steps and catches any wrong weight, the smallest of which is 1/24.
@@ -17,7 +17,7 @@ from tutti.parallel import EngineOptions, build_engine
 from worlds import in_world
 
 TOLERANCE = 1e-12
-Told = dict[str, list[Any]]  # each rank's answer
+Told = dict[str, list[Any]]  # the results of each rank
 
 
 def _model(seed: int) -> nn.Module:
@@ -27,11 +27,11 @@ def _model(seed: int) -> nn.Module:
 
 
 def _train_with_all(world: tutti.World) -> dict[str, float]:
-    # The end of an epoch is ragged: fewer samples than ranks × microbatches, then full again.
+    # At the end of an epoch there are fewer samples than ranks × microbatches.
     steps = batches([24, 24, 7, 24, 5], [6], torch.float64, world.device)
     expected = plain_training(_model(0).to(world.device), steps)
     engines = dict(ENGINES)
-    if world.size > 2:  # two ranks have shown that these change nothing
+    if world.size > 2:  # two ranks are enough to test these options
         for name in ("ddp copies", "ddp static", "ddp find-unused"):
             del engines[name]
     if world.size == 1:
@@ -43,7 +43,7 @@ def _train_with_all(world: tutti.World) -> dict[str, float]:
             for name, options in engines.items():
                 if options.static_graph and accumulate > 1:
                     continue  # refused: see below
-                # Rank 0's parameters win, so the others may start from anything.
+                # Rank 0 broadcasts its parameters: other ranks may start from any values.
                 engine = build_engine(_model(world.rank), world, options)
                 optimizer = sgd(engine.model)
                 for batch in steps:
@@ -81,13 +81,13 @@ def _answer_all(world: tutti.World) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two() -> Told:
-    """What two ranks answer to the questions below, in one world: each start costs seconds."""
+    """The results of two ranks for the tests below, in one world, since a start takes seconds."""
     ranks = in_world(_answer_all, 2)
     return {question: [rank[question] for rank in ranks] for question in ranks[0]}
 
 
 class _Branches(nn.Module):
-    """Uses one of two layers, by the first number of the input; a third is never used."""
+    """Uses one of two layers, selected by the first input value; a third layer is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def _branch(world: tutti.World) -> dict[str, Any]:
     return results
 
 
-def test_parameters_without_a_gradient_are_found_if_asked_and_named_if_not(two: Told) -> None:
+def test_unused_parameters_are_found_with_find_unused_and_named_without(two: Told) -> None:
     for results in two["branch"]:
         for name in ("scratch", "no-overlap", "ddp"):
             assert results[name] < TOLERANCE, name
@@ -206,7 +206,7 @@ def _idle(world: tutti.World) -> dict[str, Any]:
     return results
 
 
-def test_an_idle_microbatch_adds_zeros_and_leaves_no_trace(two: Told) -> None:
+def test_an_empty_microbatch_adds_zeros_and_changes_no_state(two: Told) -> None:
     for results in two["idle"]:
         assert results == {name: [True, True, True, True] for name in ENGINES}
 
@@ -247,7 +247,7 @@ def _refusals(world: tutti.World) -> list[str]:
     return said
 
 
-def test_engines_refuse_worlds_and_models_that_they_cannot_serve(two: Told) -> None:
+def test_engines_refuse_worlds_and_models_that_they_cannot_run(two: Told) -> None:
     for said in two["refusals"]:
         assert said[0] == (
             "--engine single is for a world of 1 rank, this one has 2: "
@@ -259,7 +259,7 @@ def test_engines_refuse_worlds_and_models_that_they_cannot_serve(two: Told) -> N
         assert "--static-graph contradicts several microbatches per step" in said[4]
 
 
-def test_an_engine_says_what_it_does() -> None:
+def test_description_of_an_engine() -> None:
     with tutti.init(device="cpu") as world:
         said = [
             build_engine(nn.Linear(2, 2), world, options).description

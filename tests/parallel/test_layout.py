@@ -1,4 +1,4 @@
-"""A layout reads and writes itself, and says what it needs when the world is another."""
+"""Layouts: parsing, writing, and the error for a world with another number of ranks."""
 
 import math
 import subprocess
@@ -21,7 +21,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("text", "layout"), WRITTEN)
-def test_a_layout_is_written_as_it_is_read(text: str, layout: Layout) -> None:
+def test_a_parsed_layout_is_written_as_the_same_text(text: str, layout: Layout) -> None:
     assert Layout.parse(text) == layout
     assert str(layout) == text
     layout.check(layout.size)
@@ -33,12 +33,12 @@ def test_the_axes_may_be_written_in_any_order() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 64))
-def test_every_layout_of_a_world_fits_it_and_comes_once(ranks: int) -> None:
+def test_every_lists_each_layout_of_a_number_of_ranks_once(ranks: int) -> None:
     layouts = Layout.every(ranks)
     assert len(set(layouts)) == len(layouts)
     assert all(layout.size == ranks for layout in layouts)
     assert all(Layout.parse(str(layout)) == layout for layout in layouts)
-    # As many as there are ways to deal each prime's powers out to four axes.
+    # The number of ways to distribute the powers of each prime over four axes.
     expected, rest = 1, ranks
     for prime in range(2, ranks + 1):
         power = 0
@@ -98,7 +98,7 @@ def test_the_layouts_that_are_offered_instead_fit_the_world(have: int, want: int
         ("dp0", "layout axis dp has 0 ranks: it needs at least 1"),
     ],
 )
-def test_what_is_no_layout_is_refused(text: str, message: str) -> None:
+def test_text_that_is_not_a_layout_is_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         Layout.parse(text)
     assert str(refused.value) == message

@@ -1,4 +1,4 @@
-"""Every layout and every option of it: the loss and gradients of one plain loop (one_step.py)."""
+"""Every layout and every option gives the loss and gradients of a plain loop (one_step.py)."""
 
 import copy
 from typing import Any
@@ -29,7 +29,7 @@ def _even(data_ranks: int) -> list[int]:
 
 
 def _uneven(data_ranks: int) -> list[int]:
-    """Where there are others, the last data rank has no sample at all."""
+    """If there are several data ranks, the last one has no samples."""
     return [[SAMPLES], [SAMPLES, 0], [5, 3, 0], [1, 5, 2, 0]][data_ranks - 1]
 
 
@@ -77,7 +77,7 @@ def _all_layouts(world: tutti.World) -> dict[str, Any]:
             told[f"{layout}, {name}"] = {
                 "loss": float((seen - right[0]).abs()),
                 "norm": float((clipped - norm).abs()),
-                # torch divides by norm + 1e-6, which is 3e-7 of what it should be here.
+                # torch divides by norm + 1e-6, a relative error of 3e-7 here.
                 "clipped gradients": max(0.0, worst_error(engine, half) - 2e-6),
             }
             outputs = engine.infer(inputs, inputs[:1])
@@ -88,7 +88,7 @@ def _all_layouts(world: tutti.World) -> dict[str, Any]:
 
 
 def _gradients(world: tutti.World) -> dict[str, float]:
-    """Without clipping in between, at the tolerance that catches everything."""
+    """Gradients without clipping, compared with the strictest tolerance."""
     inputs, targets = some_tokens(world.device)
     _, gradients = plain_step(small_gpt().to(world.device), inputs, targets)
     told = {}
@@ -104,7 +104,7 @@ def _gradients(world: tutti.World) -> dict[str, float]:
 
 
 def _batch_norms(world: tutti.World) -> dict[str, Any]:
-    """Sharded, and synchronised over all that have other samples: as one device sees it."""
+    """Batch norms in sharded layouts, with the statistics of all data ranks, as on one device."""
     told = {}
     torch.manual_seed(0)
     model = WideResNet(WideResNetConfig(depth=10, width=1, classes=4)).double()
@@ -131,7 +131,7 @@ def _batch_norms(world: tutti.World) -> dict[str, Any]:
 
 
 def _recomputed_norms(world: tutti.World) -> dict[str, float]:
-    """A block that runs twice counts its batch once: running statistics do not depend on it."""
+    """A recomputed block counts its batch once in its running statistics."""
     torch.manual_seed(0)
     model = WideResNet(WideResNetConfig(depth=10, width=1, classes=4)).double()
     inputs = torch.randn(4, 3, 8, 8, dtype=torch.float64)[world.rank :][:1]
@@ -167,7 +167,7 @@ def _answer(world: tutti.World) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[str, Any]]:
-    """What four ranks answer, in one world: each start costs seconds."""
+    """The results of four ranks, in one world, since a start takes seconds."""
     return in_world(_answer, 4, timeout=240)
 
 

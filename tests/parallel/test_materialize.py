@@ -1,4 +1,4 @@
-"""Meta first: initial weights do not depend on the layout, and no rank holds the whole model."""
+"""Models on meta: initial weights do not depend on the layout; no rank holds the whole model."""
 
 import resource
 from collections.abc import Callable
@@ -32,7 +32,7 @@ TOKENS = torch.arange(16).view(2, 8)
 
 
 class Scaled(nn.Linear):
-    """A layer with an initialisation of its own."""
+    """A layer with its own initialisation."""
 
     def reset_parameters(self) -> None:
         nn.init.trunc_normal_(self.weight, std=0.1)
@@ -58,7 +58,7 @@ def own_module() -> nn.Module:
 
 
 class Learned(nn.Module):
-    """Weights that only the constructor can make."""
+    """Weights that only the constructor can set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_seeds_and_modules_have_different_weights() -> None:
     assert 2.0 < float(ratio) < 4.0
 
 
-def test_building_leaves_the_random_generator_to_the_caller() -> None:
+def test_building_does_not_change_the_random_generator() -> None:
     with torch.device("meta"):
         model = _gpt()
     weights = ModuleInit(model, 0)
@@ -208,7 +208,7 @@ def _through_data() -> nn.Module:
 
 
 class _Extra(nn.Linear):
-    """A parameter that the inherited reset_parameters does not know."""
+    """A parameter that the inherited reset_parameters does not set."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -301,7 +301,7 @@ def _vm_data() -> int:
 
 
 def _limit(more: int) -> None:
-    """From now on the process may map so many more bytes of private memory."""
+    """Limit the private memory that the process may still map to this many bytes."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (_vm_data() + more, hard))
 
@@ -352,7 +352,7 @@ def _under_a_limit(world: tutti.World, layout: str) -> dict[str, Any]:
         for each in engine.model.parameters()
     )
     told["share"] = held / WHOLE
-    # Gradients, AdamW's two moments, and what a step computes with: far from the whole 4 × WHOLE.
+    # Gradients, AdamW's two moments and activations: much less than 4 × WHOLE.
     _limit(int(3 * held + 0.8 * WHOLE))
     told["loss"] = _one_step(engine)
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -1,4 +1,4 @@
-"""Options that contradict each other, or that the engine would ignore, are refused by name."""
+"""Options that contradict each other, or that the engine would ignore, are refused."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""tutti.parallelize(): a model for one's own loop."""
+"""tutti.parallelize(): a model for your own training loop."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from worlds import in_world
 
 
 def _own_loop(world: tutti.World) -> dict[str, Any]:
-    torch.manual_seed(world.rank)  # rank 0's model wins
+    torch.manual_seed(world.rank)  # the parameters of rank 0 are broadcast
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
     replica = tutti.parallelize(model, "dp2", world=world, sync_batchnorm=True, bucket_mb=1.0)
     tutti.check_same(world, model=replica)
@@ -37,7 +37,7 @@ def _own_loop(world: tutti.World) -> dict[str, Any]:
     return {}
 
 
-def test_ones_own_loop_on_two_ranks_equals_one_on_the_whole_batch() -> None:
+def test_a_training_loop_on_two_ranks_equals_one_on_the_whole_batch() -> None:
     for result in in_world(_own_loop, 2):
         assert result == {
             "ddp": True,
@@ -45,7 +45,7 @@ def test_ones_own_loop_on_two_ranks_equals_one_on_the_whole_batch() -> None:
         }
 
 
-def test_in_a_world_of_one_it_is_the_model_itself() -> None:
+def test_in_a_world_of_one_the_result_is_the_model_itself() -> None:
     with tutti.init(device="cpu") as world:
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         assert tutti.parallelize(model, world=world, sync_batchnorm=True) is model
@@ -55,7 +55,7 @@ def test_in_a_world_of_one_it_is_the_model_itself() -> None:
 
 
 class _Feed(nn.Module):
-    """Two layers that a plan can name, and one that it does not."""
+    """Two layers that the rules name, and one that they do not name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def _own_layouts(world: tutti.World) -> dict[str, Any]:
             if kind == text:
                 model = tutti.parallelize(model, layout, world=world, rules=RULES)  # type: ignore[arg-type]
                 data = x.chunk(layout.data_ranks)[layout.mesh(world).data_rank]
-            # One tensor at a time: tp leaves `last` whole, and torch does not mix the two kinds.
+            # foreach=False: tp does not split `last`, and torch cannot mix tensors and DTensors.
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
             losses[kind] = []
             for _ in range(4):
@@ -110,10 +110,10 @@ def _own_layouts(world: tutti.World) -> dict[str, Any]:
     return told
 
 
-def test_ones_own_model_is_split_by_its_plan_and_sharded() -> None:
+def test_a_model_is_split_by_rules_and_sharded() -> None:
     first, second = in_world(_own_layouts, 2)
     assert first["tp2"]["tp2"] == pytest.approx(first["tp2"]["plain"], rel=1e-12)
-    # Each shard has the mean of its own half; together they have that of all.
+    # Each shard has the mean loss of its half of the batch.
     halves = zip(first["shard2"]["shard2"], second["shard2"]["shard2"], strict=True)
     means = [sum(pair) / 2 for pair in halves]
     assert means == pytest.approx(first["shard2"]["plain"], rel=1e-12)

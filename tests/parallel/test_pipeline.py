@@ -1,4 +1,4 @@
-"""A pipeline computes what one device does: loss and every gradient, under every schedule.
+"""A pipeline gives the loss and every gradient of one device, with every schedule.
 
 Tolerance: sums in another order differ by a few units of 2⁻⁵³; 1e-10 relative leaves room for the
 depth of the model and catches any sample, microbatch or copy that is counted twice or not at all.
@@ -57,12 +57,12 @@ def _loss_fn(count: int) -> LossFunction:
 
 
 def _times_8(loss: torch.Tensor) -> torch.Tensor:
-    """A loss scale, which must show in gradients and not in the loss."""
+    """A loss scale, which must change gradients but not the loss."""
     return loss * 8
 
 
 def _plain(model: nn.Module, batch: Microbatch) -> tuple[float, dict[str, torch.Tensor]]:
-    """One device, the whole batch at once: the loss and every gradient, times 8."""
+    """The loss and every gradient, times 8, of the whole batch on one device."""
     inputs, targets = batch
     outputs = model(inputs).flatten(0, -2)
     loss = F.cross_entropy(outputs, targets.flatten(), reduction="mean")
@@ -84,10 +84,10 @@ def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
 def _compare(
     engine: Pipeline, whole: nn.Module, kind: str, data_rank: int, data_ranks: int
 ) -> dict[str, Any]:
-    """Steps of full and of ragged batches; the largest errors, and what the ranks have said."""
+    """Run steps of full and of incomplete batches; returns the largest errors and the losses."""
     seen: dict[str, Any] = {"loss": [], "worst": 0.0, "names": []}
     size, most = engine.microbatch_size, engine.microbatches
-    # Full, a few samples short, so few that microbatches are missing, and full again.
+    # A full batch, an incomplete one, one with fewer microbatches, and a full batch again.
     full = size * most * data_ranks
     for samples in (full, full - 3, data_ranks, full):
         batch = _batch(kind, samples)
@@ -160,7 +160,7 @@ def _sharded(world: tutti.World) -> dict[str, Any]:
 
 
 def _recomputed(world: tutti.World) -> float:
-    """Zero-bubble runs backward in two halves: recomputed activations must serve both."""
+    """Zero-bubble runs backward in two halves, which both use the recomputed activations."""
     whole = _gpt(tied=False)
     engine = _build(world, "untied", "zero-bubble", whole, recompute="full")
     batch = _batch("untied", 12)
@@ -175,7 +175,7 @@ def _recomputed(world: tutti.World) -> float:
 
 
 class Normed(nn.Module):
-    """A block, so that it is recomputed, with all kinds of norms that look at several samples."""
+    """A block, so that it can be recomputed, with all kinds of norms over several samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def _batch_norms(world: tutti.World, layout: str, schedule: str, recompute: str)
     statistics = {
         name: float((_full(buffer) - whole.get_buffer(name)).abs().max())
         for name, buffer in engine.model.named_buffers()
-        if ranks == 1 or ".each." not in name  # of one rank's samples alone
+        if ranks == 1 or ".each." not in name  # statistics of one rank's samples only
     }
     return gradients, statistics
 
@@ -308,7 +308,7 @@ def _four_ranks(world: tutti.World) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[Any]]:
-    """What ranks answer to the questions below, in two worlds: each start costs seconds."""
+    """The results of ranks for the tests below, in two worlds, since a start takes seconds."""
     worlds = [in_world(_two_ranks, 2), in_world(_four_ranks, 4)]
     return {
         question: [rank[question] for rank in ranks] for ranks in worlds for question in ranks[0]
@@ -317,7 +317,7 @@ def told() -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", ["sequential", "tied", "untied", "sharded"])
-def test_a_pipeline_computes_what_one_device_does(
+def test_a_pipeline_gives_the_loss_and_gradients_of_one_device(
     told: dict[str, list[Any]], kind: str, schedule: str
 ) -> None:
     of = [rank[schedule] for rank in told[kind]]
@@ -343,20 +343,20 @@ def test_every_parameter_is_on_one_rank_under_its_name_in_the_whole_model(
     of = [rank[schedule] for rank in told[kind]]
     names = [name for rank in of for name in rank["names"] if name not in rank["aliases"]]
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
-    # A copy of a tied parameter says whose copy it is.
+    # The copies of a tied parameter are aliases of the first copy.
     aliases = [rank["aliases"] for rank in of if rank["aliases"]]
     assert aliases == ([{"head.weight": "embed.weight"}] if kind == "tied" else [])
 
 
-def test_zero_bubble_computes_the_same_with_recomputed_activations(
+def test_zero_bubble_gives_the_same_with_recomputed_activations(
     told: dict[str, list[Any]],
 ) -> None:
     assert all(worst < TOLERANCE for worst in told["recomputed"])
 
 
 @pytest.mark.parametrize("question", ["batch norms", "joint batch norms"])
-def test_norms_see_real_samples_and_nothing_else(told: dict[str, list[Any]], question: str) -> None:
-    """Each microbatch once, as long as it is, also where the schedule needs it filled up."""
+def test_norms_count_real_samples_only(told: dict[str, list[Any]], question: str) -> None:
+    """Each microbatch counts once, without the padding that the schedule needs."""
     for way in zip(*told[question], strict=True):
         names = {name for _, statistics in way for name in statistics}
         assert len(names) == (7 + (question == "batch norms") * 6) * 3
@@ -374,7 +374,7 @@ def test_ranks_cut_by_the_same_measured_costs_and_measuring_leaves_no_gradients(
     assert told["clean"] == [True, True]
 
 
-def test_a_pipeline_refuses_what_does_not_fit_it(told: dict[str, list[Any]]) -> None:
+def test_a_pipeline_refuses_steps_that_do_not_fit(told: dict[str, list[Any]]) -> None:
     for said in told["refusals"]:
         assert "a microbatch of 4 samples does not fit a pipeline that was built for 3" in said[0]
         assert "5 microbatches does not fit a pipeline that was built for 4" in said[1]

@@ -1,4 +1,4 @@
-"""Schedules one can see: what is drawn is what runs, and its bubble is counted."""
+"""Timelines of schedules: the drawn order is the order that runs, and bubbles are correct."""
 
 import itertools
 import json
@@ -54,7 +54,7 @@ def _ran(world: tutti.World) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ran() -> dict[str, Any]:
-    """What three ranks have really done, as rank 0 tells it."""
+    """The recorded timelines of three ranks, gathered on rank 0."""
     told: dict[str, Any] = in_world(_ran, RANKS)[0]
     return told
 
@@ -68,13 +68,13 @@ def test_the_order_that_is_drawn_is_the_order_that_runs(
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_nothing_is_computed_before_what_it_needs(name: ScheduleName) -> None:
+def test_no_action_starts_before_its_inputs_are_computed(name: ScheduleName) -> None:
     timeline = simulate(action_orders(name, 4, 8, _per_rank(name)))
     last = 4 * _per_rank(name) - 1
     ends = {span.action: span.end for spans in timeline for span in spans}
     kinds = {action.kind for action in ends}
     assert kinds == ({"F", "B"} if name in ("gpipe", "1f1b", "interleaved") else {"F", "I", "W"})
-    assert len(ends) == 8 * (last + 1) * len(kinds)  # everything once
+    assert len(ends) == 8 * (last + 1) * len(kinds)  # every action once
     back = "B" if "B" in kinds else "I"
     for spans in timeline:
         for span in spans:
@@ -89,7 +89,7 @@ def test_nothing_is_computed_before_what_it_needs(name: ScheduleName) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SCHEDULES), st.integers(2, 6), st.integers(1, 4), st.integers(0, 5))
-def test_the_counted_bubble_is_that_of_the_formula(
+def test_the_counted_bubble_equals_the_formula(
     name: ScheduleName, ranks: int, rounds: int, more: int
 ) -> None:
     microbatches = ranks * rounds + (more if name in ("gpipe", "1f1b", "zbv") else 0)
@@ -101,7 +101,7 @@ def test_the_counted_bubble_is_that_of_the_formula(
     assert bubble(timeline) == pytest.approx(closed, abs=1e-12)
 
 
-def test_bubbles_as_the_papers_have_them() -> None:
+def test_bubbles_equal_published_values() -> None:
     counted = {
         name: bubble(simulate(action_orders(name, 4, 8, _per_rank(name)))) for name in SCHEDULES
     }
@@ -110,7 +110,7 @@ def test_bubbles_as_the_papers_have_them() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_drawing_fits_the_page_and_has_every_action(name: ScheduleName) -> None:
+def test_a_drawing_fits_its_width_and_has_every_action(name: ScheduleName) -> None:
     timeline = simulate(action_orders(name, 4, 8, _per_rank(name)))
     lines = draw(timeline)
     assert max(map(len, lines)) <= 80
@@ -138,7 +138,7 @@ def _counted_only(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_command_prints_and_writes_what_it_counts(
+def test_the_command_prints_and_writes_the_counted_timeline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "schedule.json"
@@ -164,7 +164,7 @@ def test_the_command_prints_and_writes_what_it_counts(
         (["--schedule", "interleaved", "--accumulation", "9"], "use --accumulation 10"),
     ],
 )
-def test_the_command_refuses_what_cannot_run(flags: list[str], said: str) -> None:
+def test_the_command_refuses_schedules_that_cannot_run(flags: list[str], said: str) -> None:
     with pytest.raises(tutti.UsageError, match=re.escape(said)):
         main(flags)
 

@@ -1,4 +1,4 @@
-"""A rules says what each layer becomes under tp; what cannot be is refused before it begins."""
+"""Sharding rules: the default roles of layers, and errors for rules that cannot be applied."""
 
 import pytest
 from torch import nn
@@ -20,7 +20,7 @@ def _gpt(**changes: int) -> GPT:
 
 
 class _Usual(nn.Module):
-    """Blocks with the names that many published models have, and no embedding of their own."""
+    """Blocks with the usual layer names of published models, without an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_the_gpt_is_split_from_its_embedding_to_its_head() -> None:
     check_between(rules, model)
 
 
-def test_usual_names_are_known_and_a_stream_without_ends_stays_whole() -> None:
+def test_usual_names_are_split_and_without_an_embedding_the_sequence_stays_whole() -> None:
     model = _Usual()
     rules = default_rules(model)
     assert rules == {
@@ -64,19 +64,19 @@ def test_usual_names_are_known_and_a_stream_without_ends_stays_whole() -> None:
     check_between(rules, model)  # the norm is outside of the attention
 
 
-def test_a_layer_among_split_ones_needs_a_role() -> None:
+def test_a_layer_between_split_layers_needs_a_role() -> None:
     model = _Usual()
-    model.layers[1].self_attn.q_norm = nn.RMSNorm(4)  # sees the heads of one rank only
+    model.layers[1].self_attn.q_norm = nn.RMSNorm(4)  # would get the heads of one rank only
     with pytest.raises(UsageError, match=r"layers.1.self_attn.q_norm.weight lies among layers of"):
         check_between(default_rules(model), model)
 
 
-def test_torchs_own_attention_stays_whole_its_feed_forward_is_split() -> None:
+def test_torchs_attention_stays_whole_and_its_feed_forward_is_split() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16)
     assert default_rules(layer) == {"linear1": "column", "linear2": "row"}
 
 
-def test_a_stream_with_a_layer_that_nobody_names_stays_whole() -> None:
+def test_a_layer_without_a_rule_keeps_the_sequence_whole() -> None:
     model = _gpt()
     assert splits_sequence(default_rules(model), model)
     model.scale = nn.Linear(32, 32)
@@ -101,12 +101,12 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
         ({"norm": "row"}, r"norm is a RMSNorm, role 'row' is for Linear"),
     ],
 )
-def test_a_plan_that_does_not_fit_the_model_is_refused(rules: dict[str, str], message: str) -> None:
+def test_rules_that_do_not_fit_the_model_are_refused(rules: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         resolve_rules(rules, _gpt())  # type: ignore[arg-type]
 
 
-def test_a_model_without_known_names_needs_a_plan() -> None:
+def test_a_model_without_usual_names_needs_rules() -> None:
     with pytest.raises(UsageError, match=r"no layer of LeNet .* give rules, such as"):
         default_rules(LeNet(LeNetConfig()))
 

@@ -53,7 +53,7 @@ def test_layers_without_parameters_stay_with_the_one_before_them() -> None:
 
 
 @pytest.mark.parametrize("take", [keep_layers, layer_view])
-def test_stages_in_a_row_compute_what_the_model_does(take: object) -> None:
+def test_consecutive_stages_compute_the_outputs_of_the_model(take: object) -> None:
     tokens = torch.randint(32, (2, 8))
     expected = _gpt()(tokens)
     x = tokens
@@ -91,7 +91,7 @@ class _Loose(nn.Module):
         self.layer = nn.Linear(2, 2)
 
 
-def test_a_model_that_cannot_be_cut_is_told_what_it_needs() -> None:
+def test_a_model_that_cannot_be_cut_is_refused_with_the_cure() -> None:
     with pytest.raises(UsageError, match=r"WideResNet cannot be cut .* `cuttable = True`"):
         layer_names(WideResNet(WideResNetConfig(depth=10, width=1)))
     with pytest.raises(UsageError, match="parameter gain belongs to no layer"):
@@ -116,7 +116,7 @@ def test_no_cut_has_a_cheaper_most_expensive_stage(costs: list[int], stages: int
 
 
 def test_among_equally_good_cuts_the_most_even_one_is_taken() -> None:
-    # The first layer is the largest in any case; the others need not pile up on one stage.
+    # The first layer is the largest stage in any cut; the other layers are cut evenly.
     assert [len(part) for part in cut_by_cost([9, 1, 1, 1, 1], 3)] == [1, 2, 2]
 
 
@@ -136,12 +136,12 @@ def test_counted_costs_are_the_flops_of_a_training_step() -> None:
         _gpt(), layer_units(_gpt()), torch.zeros(batch, length, dtype=torch.int64)
     )
     embed, *blocks, norm, head = costs
-    assert embed == norm == 0  # no products of matrices
+    assert embed == norm == 0  # no matrix products
     assert head == 3 * 2 * tokens * dim * CONFIG.vocab_size
     projections = 4 * dim * dim + 3 * dim * CONFIG.hidden
     attention = 2 * length * dim
     assert blocks == [3 * 2 * tokens * (projections + attention)] * 3
-    # The whole model's, as the configuration counts them.
+    # The FLOPs of the whole model, as counted by its config.
     assert sum(costs) == CONFIG.flops_per_token(length) * tokens
 
 
@@ -190,9 +190,7 @@ def test_tied_parameters_are_found_across_stages_and_copied_on_one_rank() -> Non
     stages = [["embed", "blocks.0"], ["blocks.1"], ["blocks.2", "norm", "head"]]
     (tie,) = find_ties(model, stages)
     assert tie == {0: ["embed.weight"], 2: ["head.weight"]}
-    assert (
-        find_ties(model, [layer_names(model)]) == []
-    )  # one stage shares a parameter
+    assert find_ties(model, [layer_names(model)]) == []  # one stage
     assert find_ties(_gpt(), stages) == []
     assert model.embed is not None and model.head is not None
     untie(model, [tie], held=[0])

@@ -1,4 +1,4 @@
-"""A synchronised batch norm is a plain one over the samples of all ranks, in every respect.
+"""A synchronised batch norm equals a plain batch norm over the samples of all ranks.
 
 Tolerances, against a plain batch norm in float64: the data are 20 ± 3, so that subtracting the mean
 costs a digit, and gradients are differences of sums. In float64 1e-12, in float32 1e-5; in bf16
@@ -37,10 +37,10 @@ TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2**-8}
 def _compare(
     world: tutti.World, norm: nn.Module, shape: list[int], split: str, dtype: torch.dtype
 ) -> float:
-    """The largest relative error of anything, over four microbatches and an evaluation."""
+    """The largest relative error of any tensor, over four microbatches and an evaluation."""
     norm = (
         copy.deepcopy(norm).to(world.device).double()
-    )  # the reference, whatever the type that is tested
+    )  # the reference is float64 for every tested dtype
     for number, parameter in enumerate(norm.parameters()):
         parameter.data = torch.linspace(0.5, 1.5 + number, len(parameter)).to(parameter)
     held_in = torch.promote_types(dtype, torch.float32)
@@ -54,7 +54,7 @@ def _compare(
             errors.append(((got.double() - wanted.double()).abs().max() / scale).item())
 
     for data in batches([9, 6, 12, 6], shape, dtype, world.device):
-        x = data[0] * 3 + 20  # far from 0: a variance from squares around 0 would be poor
+        x = data[0] * 3 + 20  # far from 0: a variance from Σ x² would be inaccurate
         weight = torch.linspace(0, 99, x.numel()).view_as(x).cos().to(x)
         parts = cut((x, weight), shares(split, world.size))
         whole = x.clone().double().requires_grad_()
@@ -64,13 +64,13 @@ def _compare(
         (got * parts[world.rank][1]).sum().backward()
         assert whole.grad is not None and got.dtype == dtype
         compare(got, cut((wanted, wanted), shares(split, world.size))[world.rank][0])
-        if mine.grad is None:  # torch's own, on CUDA, gives none for no samples
+        if mine.grad is None:  # torch's norm on CUDA sets no gradient without samples
             assert len(mine) == 0 and world.device.type == "cuda"
             continue
         compare(mine.grad, cut((whole.grad, x), shares(split, world.size))[world.rank][0])
     for parameter, expected in zip(joint.parameters(), norm.parameters(), strict=True):
         assert expected.grad is not None
-        if parameter.grad is None:  # torch's own, on CUDA, where this rank never had a sample
+        if parameter.grad is None:  # torch's norm on CUDA, if this rank never had a sample
             assert world.device.type == "cuda"
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)  # as an engine does
@@ -98,7 +98,7 @@ def _compare_all(world: tutti.World) -> dict[str, dict[str, float]]:
 
 
 class _Residual(nn.Module):
-    """A batch norm on the data itself, one inside a branch, and one that is shared."""
+    """A batch norm on the input, one inside a branch, and one that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def _refuse(world: tutti.World) -> list[str]:
         except (tutti.UsageError, ValueError) as error:
             said.append(str(error))
     nothing: Any = convert_batchnorms(nn.BatchNorm1d(3), mesh)
-    nothing(torch.randn(0, 3)).sum().backward()  # empty on every rank: harmless
+    nothing(torch.randn(0, 3)).sum().backward()  # empty on every rank: no error
     said.append(f"{nothing.running_mean.tolist()} {int(nothing.num_batches_tracked)}")
     return said
 
@@ -171,13 +171,13 @@ class _Custom(nn.BatchNorm1d):
 def _answer_all(world: tutti.World) -> dict[str, Any]:
     answers = {"norms": _compare_all(world), "training": _train(world)}
     answers["device"] = world.device.type
-    # On CUDA, torch's own module takes any number of values.
+    # On CUDA, torch's module accepts any number of values.
     return answers if world.device.type == "cuda" else answers | {"refusals": _refuse(world)}
 
 
 @pytest.fixture(scope="module", params=[(2, False), (3, False), _ON_GPU])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each of two, and of three, ranks answers."""
+    """The results of two and of three ranks."""
     number, gpu = request.param
     return in_world(_answer_all, number, gpu=gpu)
 
@@ -185,7 +185,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 def test_a_joint_norm_equals_a_plain_one_over_all_samples(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for dtype, errors in rank["norms"].items():
-            # On CUDA the norm is torch's own, which rounds what lies between to bfloat16 once more.
+            # On CUDA torch's norm also rounds intermediate values to bfloat16.
             once_more = 2 if rank["device"] == "cuda" and dtype == "bfloat16" else 1
             wrong = {n: e for n, e in errors.items() if not e < once_more * TOLERANCES[dtype]}
             assert not wrong, dtype
@@ -199,7 +199,7 @@ def test_training_with_joint_norms_and_accumulation_equals_a_plain_loop(
         assert not wrong
 
 
-def test_what_cannot_be_joined_is_refused_and_nothing_at_all_is_harmless(
+def test_other_batch_norms_are_refused_and_empty_inputs_are_accepted(
     ranks: list[dict[str, Any]],
 ) -> None:
     for rank in ranks:

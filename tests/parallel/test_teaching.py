@@ -1,4 +1,4 @@
-"""The naive forms compute what one device does: layers on ranks, and channels split by hand.
+"""The teaching layers compute the same as one device: layers on ranks, and split channels.
 
 Tolerance: the same sums in another order, in float64; 1e-12 relative leaves room for that only.
 """
@@ -95,7 +95,7 @@ def three() -> list[Any]:
     return in_world(_answers, 3)
 
 
-def test_layers_on_ranks_compute_what_one_device_does(three: list[Any]) -> None:
+def test_layers_on_ranks_compute_the_same_as_one_device(three: list[Any]) -> None:
     told = [rank["layers"] for rank in three]
     names = [name for rank in told for name in rank["errors"]]
     assert names == [f"{n}.{what}" for n in (0, 2, 4, 5) for what in ("weight", "bias")]
@@ -104,7 +104,7 @@ def test_layers_on_ranks_compute_what_one_device_does(three: list[Any]) -> None:
     assert told[-1]["outputs"] < TOLERANCE
 
 
-def test_channels_split_by_hand_compute_what_one_device_does(three: list[Any]) -> None:
+def test_split_channels_compute_the_same_as_one_device(three: list[Any]) -> None:
     for rank in three:
         assert len(rank["channels"]) == 14
         assert not {what: e for what, e in rank["channels"].items() if not e < TOLERANCE}
@@ -118,7 +118,7 @@ def test_channels_that_cannot_be_split_evenly_are_refused(three: list[Any]) -> N
         )
 
 
-def test_the_example_shows_both_against_one_device() -> None:
+def test_the_example_compares_both_with_one_device() -> None:
     example = Path(__file__).parents[2] / "examples" / "naive_model_parallel.py"
     done = run_command([*TUTTI, "run", "-n", "2", "--device", "cpu", example])
     assert done.returncode == 0, done.stderr
