@@ -5,13 +5,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from tutti.comm.shm import native
 from tutti.comm.symmetric.heap import Heap
-from tutti.comm.symmetric.symmetric_tensor import SymmetricTensor
-from tutti.structures import structure_base as base
 from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
@@ -30,14 +29,10 @@ class Adapter(Mapping[str, torch.Tensor]):
     """
 
     def __init__(
-        self, slots: "AdapterSlots", slot: "Slot", epoch: int, tensors: dict[str, torch.Tensor]
+        self, lock: threading.RLock, slot: "Slot", epoch: int, tensors: dict[str, torch.Tensor]
     ) -> None:
-        self.name = slot.name
-        self.version = slot.version
-        self.epoch = epoch
-        self._slots = slots
-        self._slot = slot
-        self._tensors = tensors
+        self.name, self.version, self.epoch = slot.name, slot.version, epoch
+        self._lock, self._slot, self._tensors = lock, slot, tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -49,11 +44,15 @@ class Adapter(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     def __enter__(self) -> "Adapter":
-        self._slots.pin(self._slot, self.name, self.version)
+        with self._lock:
+            if (self._slot.name, self._slot.version) != (self.name, self.version):
+                raise UsageError(f"adapter {self.name!r} has left its slot: call active() again")
+            self._slot.pins += 1
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        self._slots.unpin(self._slot)
+        with self._lock:
+            self._slot.pins -= 1
 
 
 class AdapterStore(Structure):
@@ -88,13 +87,15 @@ class AdapterStore(Structure):
             raise UsageError(f"slots={slots}: a switch needs 2 slots or more")
         self.slots = slots
         self.template = AdapterTemplate(template, dtype)
-        self._core = base.core()
-        self._payload = self._zeros((slots * self.template.bytes,), torch.uint8)
-        records = self._host_zeros(AdapterDirectory.bytes(slots))
-        self._directory = AdapterDirectory(records, heap.rank, heap.size, slots)
-        self._stream = None if heap.device.type == "cpu" else _stream(heap.device)
+        self._core = native.core()
+        self._payload = self._zeros((slots, self.template.bytes), torch.uint8)
+        records = self._host_zeros(_CELL_BYTES + slots * _RECORD_BYTES)
+        self._directory = AdapterDirectory(self._addresses_of(records), heap.rank, heap.size, slots)
+        self._stream: torch.cuda.Stream | None = None
+        if heap.device.type != "cpu":
+            self._stream = torch.cuda.Stream(heap.device)  # type: ignore[no-untyped-call]
         self._slots = AdapterSlots(self._directory, slots)
-        self._views = [self.template.views(self._bytes_of(heap.rank, n)) for n in range(slots)]
+        self._views = [self.template.views(slot) for slot in self._payload.local]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tutti-adapters")
         self._current: Adapter | None = None
         self._followed = self._epoch = 0
@@ -158,7 +159,7 @@ class AdapterStore(Structure):
         number = self._served(
             lambda: self._directory.announce(name),
             self._directory.declare_dead,
-            *(None, f"activation of {name!r} everywhere"),
+            f"activation of {name!r} everywhere",
         )
         with self._slots.lock:
             self._followed = max(self._followed, number)
@@ -194,11 +195,9 @@ class AdapterStore(Structure):
         more = {"evicted": self._slots.evicted, "epoch": self._epoch, "slots": self.slots}
         return self._counts | more
 
-    def _end(self) -> None:
-        if not self.closed:
-            self._thread.shutdown(wait=True, cancel_futures=True)
-            super()._end()
-            self._directory.free()
+    def _release(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._directory.free()
 
     # ---- Epochs ----
 
@@ -218,7 +217,7 @@ class AdapterStore(Structure):
             self._slots.touch(slot)
             others = [each for each in self._slots.active if each is not slot]
             self._slots.active = (slot, *others[:1])
-            self._current = Adapter(self._slots, slot, self._epoch, self._views[slot.number])
+            self._current = Adapter(self._slots.lock, slot, self._epoch, self._views[slot.number])
             return self._epoch
 
     def _follow(self) -> None:
@@ -229,7 +228,7 @@ class AdapterStore(Structure):
             number, name = self._directory.announced()
             return number
 
-        number = self._served(look, self._directory.declare_dead, None, "the announced adapter")
+        number = self._served(look, self._directory.declare_dead, "the announced adapter")
         self._ensure_resident(name)
         with self._slots.lock:
             if number > self._followed:
@@ -268,36 +267,25 @@ class AdapterStore(Structure):
 
     def _copy_slot(self, source: "Listing", slot: "Slot") -> bool:
         """Copy a peer's slot into one of this rank; False if the peer's slot changed meanwhile."""
-        target, origin = self._bytes_of(self.rank, slot.number), self._bytes_of(*source[:2])
+        target = self._payload.local[slot.number]
+        origin = self._payload.peer(source.rank)[source.slot]
         if self._stream is None:
             record = self._directory.record(source.rank, source.slot)
-            return bool(
-                self._core.tutti_slot_copy(
-                    *(target.data_ptr(), origin.data_ptr(), self.template.bytes),
-                    *(record, source.sequence),
-                )
-            )
+            addresses = target.data_ptr(), origin.data_ptr()
+            copy = self._core.tutti_slot_copy
+            return bool(copy(*addresses, self.template.bytes, record, source.sequence))
         with torch.cuda.stream(self._stream):
             target.copy_(origin)
         self._stream.synchronize()
         return self._directory.sequence(source.rank, source.slot) == source.sequence
 
-    def _bytes_of(self, rank: int, slot: int) -> torch.Tensor:
-        begin = slot * self.template.bytes
-        return self._payload.peer(rank)[begin : begin + self.template.bytes]
-
     def _write(self, view: torch.Tensor, value: torch.Tensor) -> None:
         if self._stream is None:
             source = value.cpu().contiguous()
-            bytes = source.numel() * source.itemsize
-            self._core.tutti_slot_write(view.data_ptr(), source.data_ptr(), bytes)
+            self._core.tutti_slot_write(view.data_ptr(), source.data_ptr(), source.nbytes)
         else:
             view.copy_(value)
             torch.cuda.current_stream(self.heap.device).synchronize()
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class AdapterTemplate:
@@ -405,12 +393,8 @@ class AdapterSlots:
     def finish(self, slot: Slot, name: str, version: int, is_original: bool) -> None:
         """Mark a slot as written; older versions of the adapter are removed unless in use."""
         self._directory.end(slot.number, name, version)
-        slot.name, slot.version, slot.is_original, slot.is_being_written = (
-            name,
-            version,
-            is_original,
-            False,
-        )
+        slot.name, slot.version = name, version
+        slot.is_original, slot.is_being_written = is_original, False
         self.touch(slot)
         for old in self._slots:
             if old is not slot and old.version and old.name == name:
@@ -423,17 +407,6 @@ class AdapterSlots:
         self._directory.begin(slot.number)
         self._directory.end(slot.number, "", 0)
         slot.name, slot.version, slot.is_original, slot.is_being_written = "", 0, False, False
-
-    def pin(self, slot: Slot, name: str, version: int) -> None:
-        """Keep the content of a slot, if it is still what the reader saw."""
-        with self.lock:
-            if (slot.name, slot.version) != (name, version):
-                raise UsageError(f"adapter {name!r} has left its slot: call active() again")
-            slot.pins += 1
-
-    def unpin(self, slot: Slot) -> None:
-        with self.lock:
-            slot.pins -= 1
 
 
 class Listing(NamedTuple):
@@ -454,21 +427,15 @@ class AdapterDirectory:
     tensors alike. Only a rank itself writes its records; any rank announces.
     """
 
-    def __init__(self, memory: SymmetricTensor, rank: int, size: int, slots: int) -> None:
+    def __init__(self, bases: Any, rank: int, size: int, slots: int) -> None:
         self.rank, self.size, self.slots = rank, size, slots
-        self._core, self._quick = base.core(), base.quick()
-        bases = [memory.address(peer) for peer in range(size)]
+        self._core, self._quick = native.core(), native.core_holding_gil()
         # The announcement is row 0, in rank 0's memory, of a table that has one row per rank.
         self._announced = self._core.tutti_rows_create(
-            base.pointers(bases), size, rank, size, _NAME_BYTES, _CELL_BYTES, 0
+            bases, size, rank, size, _NAME_BYTES, _CELL_BYTES, 0
         )
         self._announcement = self._core.tutti_rows_state(self._announced, 0)
-        self._records = [base + _CELL_BYTES for base in bases]
-
-    @staticmethod
-    def bytes(slots: int) -> int:
-        """The size of a directory on every rank."""
-        return _CELL_BYTES + slots * _RECORD_BYTES
+        self._records: list[int] = [base + _CELL_BYTES for base in bases]
 
     def record(self, rank: int, slot: int) -> int:
         """The address of a slot's sequence number."""
@@ -521,21 +488,19 @@ class AdapterDirectory:
         A new version is written to another slot before the old one is removed. A search slot by
         slot may miss both, so an empty result counts only if nothing has changed meanwhile.
         """
+        slots = [(rank, slot) for rank in ranks for slot in range(self.slots)]
         while True:
-            before = self._sequences(ranks)
+            before = [self.sequence(*slot) for slot in slots]
             copies = search()
-            if copies or before == self._sequences(ranks):
+            if copies or before == [self.sequence(*slot) for slot in slots]:
                 return copies
-
-    def _sequences(self, ranks: list[int]) -> list[int]:
-        return [self.sequence(rank, slot) for rank in ranks for slot in range(self.slots)]
 
     # ---- The announcement of an adapter for all ranks ----
 
     @property
     def announcements(self) -> int:
         """The number of announcements so far."""
-        return int(self._quick.tutti_load(self._announcement)) >> base.VERSION_SHIFT
+        return int(self._quick.tutti_load(self._announcement)) >> native.VERSION_SHIFT
 
     def announce(self, name: str) -> int:
         """A compiled call (see Structure._served): the number of this announcement, or a code."""

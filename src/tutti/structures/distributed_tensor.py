@@ -5,9 +5,9 @@ from typing import Literal, get_args
 
 import torch
 
+from tutti.comm.shm import native
 from tutti.comm.symmetric.heap import Heap
-from tutti.structures import structure_base as base
-from tutti.structures.structure_base import Structure
+from tutti.structures.structure_base import Structure, addable
 from tutti.world.errors import UsageError
 
 Placement = Literal["block", "cyclic"]
@@ -99,11 +99,10 @@ class DistributedTensor(Structure):
         self._gathered = self._scattered = self._added = 0
         self._native = None
         if heap.device.type == "cpu":
-            bases = [self._table.address(rank) for rank in range(heap.size)]
             row_bytes = self.columns * dtype.itemsize
-            self._core = base.core()
+            self._core = native.core()
             self._native = self._core.tutti_rows_create(
-                base.pointers(bases),
+                self._addresses_of(self._table),
                 *(heap.size, heap.rank, rows, row_bytes, row_bytes, self.rows.cyclic),
             )
         heap.barrier()
@@ -135,11 +134,13 @@ class DistributedTensor(Structure):
             shape = (*indices.shape, self.columns)
             out = torch.empty(shape, dtype=self.dtype, device=self.heap.device)
         else:
-            self._check_values("out", out, indices)
+            self._check_tensor("out", out, (*indices.shape, self.columns))
         count = indices.numel()
         self._gathered += count
         if self._native is None:
-            self._gather_on_device(indices, out)
+            flat = out.view(-1, self.columns)
+            for rank, here, there in self._by_owner(indices):
+                flat[here] = self._table.peer(rank)[there]
             return out
         target = out if out.is_contiguous() else torch.empty_like(out).contiguous()
         positions = contiguous_indices(indices)
@@ -154,7 +155,7 @@ class DistributedTensor(Structure):
     def scatter(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Store `values[i]` as row `indices[i]`. Concurrent writes of a row may mix values."""
         self._check_open()
-        self._check_values("values", values, indices)
+        self._check_tensor("values", values, (*indices.shape, self.columns))
         self._scattered += indices.numel()
         if self._native is None:
             for rank, here, there in self._by_owner(indices):
@@ -169,7 +170,7 @@ class DistributedTensor(Structure):
     def scatter_add(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Add `values[i]` to row `indices[i]`; repeated indices and concurrent ranks all add."""
         self._check_open()
-        self._check_values("values", values, indices)
+        self._check_tensor("values", values, (*indices.shape, self.columns))
         self._added += indices.numel()
         if self._native is None:
             from tutti.structures.cuda_row_add import add_rows
@@ -177,10 +178,7 @@ class DistributedTensor(Structure):
             for rank, here, there in self._by_owner(indices):
                 add_rows(self._table.peer(rank), there, values.reshape(-1, self.columns)[here])
             return
-        code = base.ADDABLE.get(self.dtype)
-        if code is None:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in base.ADDABLE)
-            raise UsageError(f"scatter_add on {self.dtype}: it adds {names} atomically")
+        code = addable(self.dtype, "scatter_add")
         positions, source = contiguous_indices(indices), values.contiguous()
         bad = self._core.tutti_rows_scatter_add(
             self._native, positions.data_ptr(), indices.numel(), source.data_ptr(), code
@@ -208,21 +206,16 @@ class DistributedTensor(Structure):
             "added": self._added,
         }
 
-    def _end(self) -> None:
-        if self._native is not None and not self.closed:
+    def _release(self) -> None:
+        if self._native is not None:
             self._core.tutti_rows_free(self._native)
-        super()._end()
-
-    def _gather_on_device(self, indices: torch.Tensor, out: torch.Tensor) -> None:
-        target = out.view(-1, self.columns)
-        for rank, here, there in self._by_owner(indices):
-            target[here] = self._table.peer(rank)[there]
 
     def _by_owner(self, indices: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """For each owner of some of the rows: their positions in `indices`, and in its memory."""
         flat = indices.reshape(-1).to(self.heap.device, torch.int64)
-        if len(flat):
-            self._check_indices(flat, _first_bad(flat, self.rows.rows))
+        outside = flat[(flat < 0) | (flat >= self.rows.rows)]
+        if len(outside):
+            self.rows.check(int(outside[0]))
         divisor = self.size if self.rows.cyclic else self.rows.per_rank
         quotient, rest = flat // divisor, flat % divisor
         owners, positions = (rest, quotient) if self.rows.cyclic else (quotient, rest)
@@ -233,19 +226,6 @@ class DistributedTensor(Structure):
                 parts.append((rank, here, positions[here]))
         return parts
 
-    def _check_values(self, name: str, values: torch.Tensor, indices: torch.Tensor) -> None:
-        wanted = (*indices.shape, self.columns)
-        if values.shape != wanted or values.dtype is not self.dtype:
-            raise UsageError(
-                f"{name} is {values.dtype} of shape {tuple(values.shape)}, the indices ask for "
-                f"{self.dtype} of shape {wanted}"
-            )
-
     def _check_indices(self, indices: torch.Tensor, bad: int) -> None:
         if bad >= 0:
             self.rows.check(int(indices.reshape(-1)[bad]))
-
-
-def _first_bad(indices: torch.Tensor, rows: int) -> int:
-    bad = ((indices < 0) | (indices >= rows)).nonzero().flatten()
-    return int(bad[0]) if len(bad) else -1

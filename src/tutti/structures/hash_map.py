@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from tutti.comm.shm import native
 from tutti.comm.symmetric.heap import Heap
-from tutti.structures import structure_base as base
-from tutti.structures.structure_base import Structure
+from tutti.structures.structure_base import Structure, addable
 from tutti.world.errors import UsageError
 
 _RESERVED = 2**64 - 1
@@ -54,7 +54,7 @@ class HashMap(Structure):
         self.capacity = capacity
         self.value_shape = tuple(value_shape)
         self.dtype = dtype
-        self._core, self._quick = base.core(), base.quick()
+        self._core, self._quick = native.core(), native.core_holding_gil()
         self._blank = torch.empty(self.value_shape, dtype=dtype)
         self._value_bytes = self._blank.numel() * dtype.itemsize
         entries = _entries(capacity, heap.size)
@@ -62,7 +62,7 @@ class HashMap(Structure):
             (self._core.tutti_map_shard_bytes(entries, self._value_bytes),), torch.uint8
         )
         self._native = self._core.tutti_map_create(
-            base.pointers([memory.address(rank) for rank in range(heap.size)]),
+            self._addresses_of(memory),
             *(heap.size, heap.rank, entries, self._value_bytes),
         )
         self._get = self._quick.tutti_map_get
@@ -78,7 +78,7 @@ class HashMap(Structure):
         if out is None:
             out = _empty_like(self._blank)
         else:
-            self._check_out(out, self.value_shape)
+            self._check_tensor("out", out, self.value_shape, contiguous=True)
         found = self._get(self._native, key, out.data_ptr())
         if found < 0:
             address = out.data_ptr()
@@ -94,7 +94,7 @@ class HashMap(Structure):
 
         No concurrent addition to a key is lost.
         """
-        return self._write(key, value, self._quick.tutti_map_add, self._addable())
+        return self._write(key, value, self._quick.tutti_map_add, addable(self.dtype, "add"))
 
     def delete(self, key: int) -> bool:
         """Delete a key; returns whether it was present. Its entry stays reserved for it."""
@@ -112,7 +112,7 @@ class HashMap(Structure):
         if out is None:
             out = torch.empty(shape, dtype=self.dtype)
         else:
-            self._check_out(out, shape)
+            self._check_tensor("out", out, shape, contiguous=True)
         found = torch.empty(keys.shape, dtype=torch.bool)
         self._core.tutti_map_get_many(
             self._native, checked.data_ptr(), checked.numel(), out.data_ptr(), found.data_ptr()
@@ -125,7 +125,7 @@ class HashMap(Structure):
 
     def add_many(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add `values[i]` to the value of `keys[i]`; repeated keys all add."""
-        self._write_many(keys, values, self._addable())
+        self._write_many(keys, values, addable(self.dtype, "add_many"))
 
     def owner(self, key: int) -> int:
         """The rank whose memory holds a key."""
@@ -170,23 +170,22 @@ class HashMap(Structure):
     def stats(self) -> dict[str, int | list[int]]:
         """This rank's counts, and how full every rank's shard is."""
         self._check_open()
-        claimed = [int(self._core.tutti_map_claimed(self._native, r)) for r in range(self.size)]
+        core, handle = self._core, self._native
+        keys = [self._live(rank) for rank in range(self.size)]
         return {
-            "gets": int(self._core.tutti_map_gets(self._native)),
-            "hits": int(self._core.tutti_map_hits(self._native)),
+            "gets": core.tutti_map_gets(handle),
+            "hits": core.tutti_map_hits(handle),
             "writes": self._writes,
             "deletes": self._deletes,
-            "retries": int(self._core.tutti_map_retries(self._native)),
-            "keys": [self._live(rank) for rank in range(self.size)],
-            "deleted_keys": [c - self._live(rank) for rank, c in enumerate(claimed)],
-            "limit_per_rank": int(self._core.tutti_map_limit(self._native)),
+            "retries": core.tutti_map_retries(handle),
+            "keys": keys,
+            "deleted_keys": [core.tutti_map_claimed(handle, r) - n for r, n in enumerate(keys)],
+            "limit_per_rank": core.tutti_map_limit(handle),
         }
 
-    def _end(self) -> None:
-        if not self.closed:
-            self._get = self._refuse
-            self._core.tutti_map_free(self._native)
-        super()._end()
+    def _release(self) -> None:
+        self._get = self._refuse
+        self._core.tutti_map_free(self._native)
 
     def _live(self, rank: int) -> int:
         return int(self._core.tutti_map_live(self._native, rank))
@@ -199,7 +198,7 @@ class HashMap(Structure):
         if not isinstance(value, torch.Tensor):
             value = torch.full(self.value_shape, value, dtype=self.dtype)
         elif value.shape != self.value_shape or value.dtype is not self.dtype or not value.is_cpu:
-            self._refuse_value("value", value, self.value_shape)
+            self._check_tensor("value", value, self.value_shape)
         source = value if value.is_contiguous() else value.contiguous()
         address = source.data_ptr()
         self._writes += 1
@@ -208,15 +207,13 @@ class HashMap(Structure):
             code = self._retried(
                 lambda: call(self._native, key, address, *dtype), f"write of key {key}"
             )
-        if code == base.FULL:
+        if code == native.FULL:
             self._refuse_full(key)
         return bool(code)
 
     def _write_many(self, keys: torch.Tensor, values: torch.Tensor, dtype: int) -> None:
         checked = self._checked_keys(keys)
-        shape = (*keys.shape, *self.value_shape)
-        if values.shape != shape or values.dtype is not self.dtype or not values.is_cpu:
-            self._refuse_value("values", values, shape)
+        self._check_tensor("values", values, (*keys.shape, *self.value_shape))
         source = values.contiguous()
         code = ctypes.c_int(0)
         done = 0
@@ -235,20 +232,13 @@ class HashMap(Structure):
 
         self._retried(write_rest, "write of many keys")
         self._writes += done
-        if code.value == base.FULL:
+        if code.value == native.FULL:
             self._refuse_full(int(checked.reshape(-1)[done]) % 2**64)
 
     def _retried(self, call: Callable[[], int], what: str) -> int:
         return self._served(
-            call, lambda rank: self._core.tutti_map_declare_dead(self._native, rank), None, what
+            call, lambda rank: self._core.tutti_map_declare_dead(self._native, rank), what
         )
-
-    def _addable(self) -> int:
-        code = base.ADDABLE.get(self.dtype)
-        if code is None:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in base.ADDABLE)
-            raise UsageError(f"add on values of {self.dtype}: a HashMap adds {names}")
-        return code
 
     def _check_key(self, key: int) -> None:
         self._check_open()
@@ -263,18 +253,6 @@ class HashMap(Structure):
         if bool((contiguous.view(torch.int64) == -1).any()):
             raise UsageError("keys hold 2^64 - 1 (as int64: -1), which is reserved")
         return contiguous
-
-    def _check_out(self, out: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if out.shape != shape or out.dtype is not self.dtype or not out.is_cpu:
-            self._refuse_value("out", out, shape)
-        if not out.is_contiguous():
-            raise UsageError("out is not contiguous: give it a contiguous tensor")
-
-    def _refuse_value(self, name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
-        raise UsageError(
-            f"{name} is {value.dtype} of shape {tuple(value.shape)} on {value.device}: the map "
-            f"takes {self.dtype} of shape {shape} on the CPU"
-        )
 
     def _refuse_full(self, key: int) -> None:
         rank = self.owner(key)

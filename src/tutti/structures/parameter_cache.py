@@ -2,15 +2,14 @@
 
 import torch
 
+from tutti.comm.shm import native
 from tutti.comm.symmetric.heap import Heap
-from tutti.structures import structure_base as base
 from tutti.structures.distributed_tensor import Placement, RowPlacement, contiguous_indices
 from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
-_empty_like = (
-    torch.empty_like
-)  # a global is found faster than an attribute: a lookup takes about 1 µs
+# A global is found faster than an attribute: a lookup takes about 1 µs.
+_empty_like = torch.empty_like
 
 
 class ParameterCache(Structure):
@@ -39,13 +38,13 @@ class ParameterCache(Structure):
         self.rows = RowPlacement(rows, heap.size, placement)
         self.columns = columns
         self.dtype = dtype
-        self._core, self._quick = base.core(), base.quick()
+        self._core, self._quick = native.core(), native.core_holding_gil()
         row_bytes = columns * dtype.itemsize
         # Each row on its own cache lines: publishing one does not slow readers of its neighbours.
         stride = -(-self._core.tutti_cell_bytes(row_bytes) // 64) * 64
         memory = self._zeros((self.rows.per_rank * stride,), torch.uint8)
         self._native = self._core.tutti_rows_create(
-            base.pointers([memory.address(rank) for rank in range(heap.size)]),
+            self._addresses_of(memory),
             *(heap.size, heap.rank, rows, row_bytes, stride, self.rows.cyclic),
         )
         self._row = torch.empty(columns, dtype=dtype)
@@ -71,7 +70,7 @@ class ParameterCache(Structure):
                 f"rank {self.rank} publishes row {index}, which is rank {self.owner(index)}'s: "
                 "send it there, for example through a RingBuffer"
             )
-        self._check_row("row", row, (self.columns,))
+        self._check_tensor("row", row, (self.columns,))
         source = row if row.is_contiguous() else row.contiguous()
         address = source.data_ptr()
         self._published += 1
@@ -79,13 +78,12 @@ class ParameterCache(Structure):
         return self._served(
             lambda: int(self._quick.tutti_rows_publish(self._native, index, address)),
             lambda rank: self._core.tutti_rows_declare_dead(self._native, rank),
-            None,
             f"publish of row {index}",
         )
 
     def publish_all(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
         """Publish many rows of this rank, each separately."""
-        self._check_row("rows", rows, (*indices.shape, self.columns))
+        self._check_tensor("rows", rows, (*indices.shape, self.columns))
         for index, row in zip(indices.tolist(), rows, strict=True):
             self.publish(index, row)
 
@@ -94,7 +92,7 @@ class ParameterCache(Structure):
         if out is None:
             out = _empty_like(self._row)
         else:
-            self._check_out(out)
+            self._check_tensor("out", out, (self.columns,), contiguous=True)
         if not 0 <= index < self._count:
             self.rows.check(index)
         if self._lookup(self._native, index, out.data_ptr()) <= 0:
@@ -108,7 +106,7 @@ class ParameterCache(Structure):
         if out is None:
             out = _empty_like(self._row)
         else:
-            self._check_out(out)
+            self._check_tensor("out", out, (self.columns,), contiguous=True)
         self.rows.check(index)
         return out, self._lookup_with_retry(index, out)
 
@@ -125,7 +123,7 @@ class ParameterCache(Structure):
         if out is None:
             out = torch.empty((*indices.shape, self.columns), dtype=self.dtype)
         else:
-            self._check_row("out", out, (*indices.shape, self.columns))
+            self._check_tensor("out", out, (*indices.shape, self.columns))
         target = out if out.is_contiguous() else torch.empty_like(out).contiguous()
         versions = torch.empty(indices.shape, dtype=torch.int64)
         bad = self._core.tutti_rows_lookup_many(
@@ -140,7 +138,7 @@ class ParameterCache(Structure):
 
     def version(self, index: int) -> int:
         """How often a row was published."""
-        return int(self._quick.tutti_load(self._state(index))) >> base.VERSION_SHIFT
+        return int(self._quick.tutti_load(self._state(index))) >> native.VERSION_SHIFT
 
     def wait_for(self, index: int, version: int, timeout: float | None = None) -> int:
         """Wait until a row has at least this version; returns the version it has.
@@ -151,10 +149,10 @@ class ParameterCache(Structure):
             return self.version(index)
         state = self._await(
             self._state(index),
-            version << base.VERSION_SHIFT,
+            version << native.VERSION_SHIFT,
             *(self.owner(index), timeout, f"version {version} of row {index}"),
         )
-        return state >> base.VERSION_SHIFT
+        return state >> native.VERSION_SHIFT
 
     def stats(self) -> dict[str, int]:
         """This rank's counts; `retries` are copies during which a writer changed the row twice."""
@@ -165,11 +163,9 @@ class ParameterCache(Structure):
             "retries": int(self._core.tutti_rows_retries(self._native)),
         }
 
-    def _end(self) -> None:
-        if not self.closed:
-            self._lookup = self._refuse
-            self._core.tutti_rows_free(self._native)
-        super()._end()
+    def _release(self) -> None:
+        self._lookup = self._refuse
+        self._core.tutti_rows_free(self._native)
 
     def _state(self, index: int) -> int:
         self._check_open()
@@ -182,7 +178,6 @@ class ParameterCache(Structure):
         version = self._served(
             lambda: int(self._lookup(self._native, index, address)),
             lambda rank: None,
-            None,
             f"lookup of row {index}",
         )
         if version:
@@ -191,15 +186,3 @@ class ParameterCache(Structure):
             f"row {index} was never published: its owner is rank {self.owner(index)}; "
             "wait_for(index, 1) waits until it has been"
         )
-
-    def _check_out(self, out: torch.Tensor) -> None:
-        self._check_row("out", out, (self.columns,))
-        if not out.is_contiguous():
-            raise UsageError("out is not contiguous: give it a contiguous tensor")
-
-    def _check_row(self, name: str, row: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if row.shape != shape or row.dtype is not self.dtype or not row.is_cpu:
-            raise UsageError(
-                f"{name} is {row.dtype} of shape {tuple(row.shape)} on {row.device}, the cache "
-                f"takes {self.dtype} of shape {shape} on the CPU"
-            )

@@ -1,6 +1,5 @@
 """PooledCache: tensors under keys, in local memory, then in peers' memory, then on the host."""
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,13 +25,19 @@ class CachedValue:
     pins: int = 0
 
 
-class MemoryTier(ABC):
-    """One level of the cache: values in the order of their last use. It never evicts by itself."""
+class HostTier:
+    """One level of the cache: values in the order of their last use. It never evicts by itself.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    The values are in ordinary host memory, page-locked for a GPU, at most `limit` bytes.
+    """
+
+    name = "host"
+
+    def __init__(self, limit: int, pinned: bool) -> None:
         self.values: OrderedDict[Hashable, CachedValue] = OrderedDict()
         self.hits = 0
+        self._limit = limit
+        self._pin_memory = pinned
 
     def store(self, key: Hashable, data: torch.Tensor) -> bool:
         """Store a copy, as the most recently used value; False if there is no free memory."""
@@ -45,11 +50,11 @@ class MemoryTier(ABC):
 
     def drop(self, key: Hashable) -> None:
         """Remove a value and free its memory."""
-        self._give(self.values.pop(key))
+        self.values.pop(key)
 
-    @abstractmethod
     def could_store(self, data: torch.Tensor) -> bool:
         """Whether data would fit if all values that are not pinned were removed."""
+        return data.nbytes <= self._limit - sum(held.bytes for held in self._pinned())
 
     def oldest(self) -> Hashable:
         """The least recently used value that is not pinned."""
@@ -63,32 +68,36 @@ class MemoryTier(ABC):
     def _pinned(self) -> list[CachedValue]:
         return [held for held in self.values.values() if held.pins]
 
-    @abstractmethod
     def _take(self, data: torch.Tensor) -> CachedValue | None:
         """Memory for data, or None."""
+        if data.nbytes > self._limit - self.bytes:
+            return None
+        view = torch.empty(data.shape, dtype=data.dtype, pin_memory=self._pin_memory)
+        return CachedValue(view, data.nbytes)
 
-    @abstractmethod
-    def _give(self, held: CachedValue) -> None:
-        """Free the memory of a value."""
 
-
-class AreaTier(MemoryTier):
+class AreaTier(HostTier):
     """Values in areas of symmetric memory that only this rank's cache writes."""
 
     def __init__(self, name: str, areas: list[torch.Tensor]) -> None:
-        super().__init__(name)
+        super().__init__(limit=0, pinned=False)
+        self.name = name
         self._areas = areas
         self._allocators = [Allocator(area.numel(), UNIT) for area in areas]
 
+    def drop(self, key: Hashable) -> None:
+        held = self.values.pop(key)
+        self._allocators[held.area].give(held.offset)
+
     def could_store(self, data: torch.Tensor) -> bool:
-        wanted, pinned = _bytes(data), self._pinned()
+        pinned = self._pinned()
         return any(
-            wanted <= _largest_gap(allocator.bytes, [p for p in pinned if p.area == number])
+            data.nbytes <= _largest_gap(allocator.bytes, [p for p in pinned if p.area == number])
             for number, allocator in enumerate(self._allocators)
         )
 
     def _take(self, data: torch.Tensor) -> CachedValue | None:
-        wanted = _bytes(data)
+        wanted = data.nbytes
         fitting = [
             n for n, each in enumerate(self._allocators) if each.largest_gap >= _rounded(wanted)
         ]
@@ -99,36 +108,6 @@ class AreaTier(MemoryTier):
         offset = self._allocators[area].take(wanted)
         view = self._areas[area][offset : offset + wanted].view(data.dtype).view(data.shape)
         return CachedValue(view, wanted, area, offset)
-
-    def _give(self, held: CachedValue) -> None:
-        self._allocators[held.area].give(held.offset)
-
-
-class HostTier(MemoryTier):
-    """Values in ordinary host memory, page-locked for a GPU, at most `limit` bytes."""
-
-    def __init__(self, limit: int, pinned: bool) -> None:
-        super().__init__("host")
-        self._limit = self._free = limit
-        self._pin_memory = pinned
-
-    def could_store(self, data: torch.Tensor) -> bool:
-        return _bytes(data) <= self._limit - sum(held.bytes for held in self._pinned())
-
-    def _take(self, data: torch.Tensor) -> CachedValue | None:
-        wanted = _bytes(data)
-        if wanted > self._free:
-            return None
-        self._free -= wanted
-        view = torch.empty(data.shape, dtype=data.dtype, pin_memory=self._pin_memory)
-        return CachedValue(view, wanted)
-
-    def _give(self, held: CachedValue) -> None:
-        self._free += held.bytes
-
-
-def _bytes(data: torch.Tensor) -> int:
-    return data.numel() * data.itemsize
 
 
 def _rounded(bytes: int) -> int:
@@ -184,13 +163,14 @@ class PooledCache(Structure):
                 # A peer's memory holds one area for each other rank, in the order of ranks.
                 begin = local + share * (heap.rank - (heap.rank > peer))
                 peer_areas.append(pool.peer(peer)[begin : begin + share])
-        self._tiers: list[MemoryTier] = [
+        self._tiers: list[HostTier] = [
             AreaTier("local", [pool.local[:local]]),
             AreaTier("peer", peer_areas),
             HostTier(host_bytes, pinned=heap.device.type != "cpu"),
         ]
         self._on_drop = on_drop
-        self._puts = self._misses = self._spilled = self._promoted = self._dropped = 0
+        names = ("puts", "misses", "spilled", "promoted", "dropped")
+        self._counts = dict.fromkeys(names, 0)
         heap.barrier()
 
     def put(self, key: Hashable, value: torch.Tensor) -> list[Hashable]:
@@ -201,10 +181,10 @@ class PooledCache(Structure):
         self._check_open()
         if key in self:
             raise UsageError(f"key {key!r} has a value, and values cannot change: remove it first")
-        self._puts += 1
+        self._counts["puts"] += 1
         dropped: list[Hashable] = []
         self._place(key, value, self._tiers, dropped)
-        self._dropped += len(dropped)
+        self._counts["dropped"] += len(dropped)
         if self._on_drop is not None:
             for lost in dropped:
                 self._on_drop(lost)
@@ -260,27 +240,21 @@ class PooledCache(Structure):
 
     def stats(self) -> dict[str, int]:
         """Hits, values and bytes of every tier, and counts of moves and drops."""
-        counts = {
-            "puts": self._puts,
-            "misses": self._misses,
-            "spilled": self._spilled,
-            "promoted": self._promoted,
-            "dropped": self._dropped,
-        }
+        counts = dict(self._counts)
         for tier in self._tiers:
             counts[f"{tier.name}_hits"] = tier.hits
             counts[f"{tier.name}_values"] = len(tier.values)
             counts[f"{tier.name}_bytes"] = tier.bytes
         return counts
 
-    def _tier_of(self, key: Hashable) -> MemoryTier | None:
+    def _tier_of(self, key: Hashable) -> HostTier | None:
         return next((tier for tier in self._tiers if key in tier.values), None)
 
-    def _hit(self, key: Hashable) -> tuple[MemoryTier | None, CachedValue | None]:
+    def _hit(self, key: Hashable) -> tuple[HostTier | None, CachedValue | None]:
         self._check_open()
         tier = self._tier_of(key)
         if tier is None:
-            self._misses += 1
+            self._counts["misses"] += 1
             return None, None
         tier.hits += 1
         tier.values.move_to_end(key)
@@ -290,7 +264,7 @@ class PooledCache(Structure):
         self,
         key: Hashable,
         data: torch.Tensor,
-        tiers: Sequence[MemoryTier],
+        tiers: Sequence[HostTier],
         dropped: list[Hashable],
     ) -> bool:
         """Store in the first tier that can hold it; least recently used values move down."""
@@ -300,19 +274,19 @@ class PooledCache(Structure):
             while not tier.store(key, data):
                 oldest = tier.oldest()
                 view = tier.values[oldest].view
-                self._spilled += self._place(oldest, view, tiers[level + 1 :], dropped)
+                self._counts["spilled"] += self._place(oldest, view, tiers[level + 1 :], dropped)
                 tier.drop(oldest)
             return True
         dropped.append(key)
         return False
 
-    def _promote(self, key: Hashable, lower: MemoryTier, data: torch.Tensor) -> None:
+    def _promote(self, key: Hashable, lower: HostTier, data: torch.Tensor) -> None:
         """Move a value to the local tier, if the values that it displaces fit into lower tiers."""
         local = self._tiers[0]
         while local.could_store(data):
             if local.store(key, data):
                 lower.drop(key)
-                self._promoted += 1
+                self._counts["promoted"] += 1
                 return
             oldest = local.oldest()
             view = local.values[oldest].view
@@ -320,9 +294,9 @@ class PooledCache(Structure):
                 self._swap(key, lower, data)
                 return
             local.drop(oldest)
-            self._spilled += 1
+            self._counts["spilled"] += 1
 
-    def _swap(self, key: Hashable, lower: MemoryTier, data: torch.Tensor) -> None:
+    def _swap(self, key: Hashable, lower: HostTier, data: torch.Tensor) -> None:
         """Swap with the oldest local value of the same size: needs no free memory."""
         local, bytes = self._tiers[0], lower.values[key].bytes
         for other, held in local.values.items():
@@ -333,6 +307,6 @@ class PooledCache(Structure):
             lower.drop(key)
             local.store(key, data)  # each fits into the memory that the other has left
             lower.store(other, kept)
-            self._promoted += 1
-            self._spilled += 1
+            self._counts["promoted"] += 1
+            self._counts["spilled"] += 1
             return

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
+from tutti.comm.shm import native
 from tutti.comm.symmetric.heap import Heap
-from tutti.structures import structure_base as base
 from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
@@ -66,21 +66,18 @@ class RingBuffer(Structure):
         self.slots = slots
         self.slot_shape = tuple(slot_shape)
         self.dtype = dtype
-        self._core, self._quick = base.core(), base.quick()
+        self._core, self._quick = native.core(), native.core_holding_gil()
         self._slot_bytes = torch.Size(slot_shape).numel() * dtype.itemsize
-        self._stride = -(-self._slot_bytes // 64) * 64
-        self._ring = self._zeros((slots * self._stride,), torch.uint8)
+        stride = -(-self._slot_bytes // 64) * 64
+        ring = self._zeros((slots, stride), torch.uint8)
         # Each end waits on a word in its own memory, on a separate cache line.
         words = self._host_zeros(128)
         self._on_gpu = heap.device.type != "cpu"
         self._filled = words.address(consumer)
         self._emptied = words.address(producer) + 64
-        there = self._ring.peer(consumer)
-        self._views = [
-            there[i * self._stride : i * self._stride + self._slot_bytes]
-            .view(dtype)
-            .view(self.slot_shape)
-            for i in range(slots)
+        self._views: list[torch.Tensor] = [
+            slot[: self._slot_bytes].view(dtype).view(self.slot_shape)
+            for slot in ring.peer(consumer)
         ]
         self._addresses = [view.data_ptr() for view in self._views]
         self._done = 0  # slots that this end has filled or emptied
@@ -193,11 +190,8 @@ class RingBuffer(Structure):
 
     def stats(self) -> dict[str, int]:
         """Slots that this end has sent or freed, their bytes, and how often it had to wait."""
-        return {
-            "slots": self._done,
-            "bytes": self._done * self._slot_bytes,
-            "waits": self._waits,
-        }
+        done, waits = self._done, self._waits
+        return {"slots": done, "bytes": done * self._slot_bytes, "waits": waits}
 
     def _publish_slot(self) -> None:
         """Publish that this slot is filled, or empty again (release)."""
@@ -209,8 +203,6 @@ class RingBuffer(Structure):
 
     def _check_free_slot(self) -> None:
         self._check_end("put", self.producer)
-        if self._ended:
-            raise UsageError("put after finish(): this rank has ended the stream")
         self._update_fill_limit(self._quick.tutti_load(self._emptied))
 
     def _wait_for_free_slot(self, timeout: float | None) -> None:
@@ -233,8 +225,6 @@ class RingBuffer(Structure):
 
     def _check_item(self) -> None:
         self._check_end("get", self.consumer)
-        if self._ended:
-            raise UsageError("get after cancel(): this rank has ended the stream")
         self._update_take_limit(self._quick.tutti_load(self._filled))
 
     def _wait_for_item(self, timeout: float | None) -> None:
@@ -258,10 +248,12 @@ class RingBuffer(Structure):
                 f"{call} on rank {self.rank}: rank {self.producer} produces, rank {self.consumer} "
                 "consumes"
             )
+        if self._ended and call in ("put", "get"):
+            ended_by = "finish" if call == "put" else "cancel"
+            raise UsageError(f"{call} after {ended_by}(): this rank has ended the stream")
 
-    def _end(self) -> None:
+    def _release(self) -> None:
         self._fill_limit = self._take_limit = 0
-        super()._end()
 
 
 class _SlotBlock:

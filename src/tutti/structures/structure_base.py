@@ -1,103 +1,38 @@
-"""What all structures share: creation and end on all ranks, waits, and the compiled calls.
+"""What all structures share: creation and end on all ranks, waits, checks of tensors.
 
-The compiled half is shm/core/structures.h; `core()` and `quick()` are that library with its
-signatures declared for ctypes.
+The compiled half is shm/core/structures.h.
 """
 
 import ctypes
 import time
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NoReturn, Self
 
 import torch
 
 from tutti.comm.shm import native
-from tutti.comm.shm.native import PeerDied, PeerLeft
+from tutti.comm.shm.native import BUSY, OVERTAKEN, PeerDied, PeerLeft
 from tutti.comm.symmetric.heap import Heap
 from tutti.comm.symmetric.heap_rendezvous import Timeout, lost_peer
 from tutti.comm.symmetric.symmetric_tensor import SymmetricTensor
 from tutti.world.errors import UsageError
 
-FULL, OVERTAKEN, VERSION_SHIFT = native.FULL, native.OVERTAKEN, native.VERSION_SHIFT
-BUSY = native.BUSY  # or less: BUSY - the rank that is writing the value
-
 # The core's numbers of the dtypes that can be added atomically.
-ADDABLE = {
+_ADDABLE = {
     torch.float64: native.F64,
     torch.float32: native.F32,
     torch.int64: native.I64,
     torch.int32: native.I32,
 }
 
-_pointer, _u64, _i64 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64
-_u32, _int = ctypes.c_uint32, ctypes.c_int
 
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "tutti_rows_create": (_pointer, [_pointer, _u32, _u32, _u64, _u64, _u64, _u32]),
-    "tutti_rows_free": (None, [_pointer]),
-    "tutti_rows_gather": (_i64, [_pointer, _pointer, _u64, _pointer]),
-    "tutti_rows_scatter": (_i64, [_pointer, _pointer, _u64, _pointer]),
-    "tutti_rows_scatter_add": (_i64, [_pointer, _pointer, _u64, _pointer, _u32]),
-    "tutti_cell_bytes": (_u64, [_u64]),
-    "tutti_rows_lookup": (_i64, [_pointer, _u64, _pointer]),
-    "tutti_rows_lookup_many": (_i64, [_pointer, _pointer, _u64, _pointer, _pointer]),
-    "tutti_rows_publish": (_i64, [_pointer, _u64, _pointer]),
-    "tutti_rows_state": (_pointer, [_pointer, _u64]),
-    "tutti_rows_lookups": (_u64, [_pointer]),
-    "tutti_rows_retries": (_u64, [_pointer]),
-    "tutti_rows_declare_dead": (None, [_pointer, _u32]),
-    "tutti_map_shard_bytes": (_u64, [_u64, _u64]),
-    "tutti_map_create": (_pointer, [_pointer, _u32, _u32, _u64, _u64]),
-    "tutti_map_free": (None, [_pointer]),
-    "tutti_map_owner": (_u32, [_pointer, _u64]),
-    "tutti_map_get": (_int, [_pointer, _u64, _pointer]),
-    "tutti_map_has": (_int, [_pointer, _u64]),
-    "tutti_map_get_many": (_u64, [_pointer, _pointer, _u64, _pointer, _pointer]),
-    "tutti_map_put": (_int, [_pointer, _u64, _pointer]),
-    "tutti_map_add": (_int, [_pointer, _u64, _pointer, _u32]),
-    "tutti_map_delete": (_int, [_pointer, _u64]),
-    "tutti_map_put_many": (_u64, [_pointer, _pointer, _u64, _pointer, ctypes.c_int32, _pointer]),
-    "tutti_map_live": (_u64, [_pointer, _u32]),
-    "tutti_map_claimed": (_u64, [_pointer, _u32]),
-    "tutti_map_limit": (_u64, [_pointer]),
-    "tutti_map_collect": (_u64, [_pointer, _u64, _pointer, _pointer]),
-    "tutti_map_compact": (_int, [_pointer]),
-    "tutti_map_gets": (_u64, [_pointer]),
-    "tutti_map_hits": (_u64, [_pointer]),
-    "tutti_map_retries": (_u64, [_pointer]),
-    "tutti_map_declare_dead": (None, [_pointer, _u32]),
-    "tutti_slot_begin": (None, [_pointer]),
-    "tutti_slot_write": (None, [_pointer, _pointer, _u64]),
-    "tutti_slot_end": (_u64, [_pointer]),
-    "tutti_slot_copy": (_int, [_pointer, _pointer, _u64, _pointer, _u64]),
-    "tutti_await_word": (_u64, [_pointer, _u64, ctypes.c_double]),
-}
-
-
-@cache
-def core() -> Any:
-    """The core, releasing the GIL: for copies and waits."""
-    return _declared(native.core())
-
-
-@cache
-def quick() -> Any:
-    """The core, keeping the GIL: for calls of less than a microsecond."""
-    return _declared(native.core_holding_gil())
-
-
-def pointers(addresses: list[int]) -> Any:
-    """A C array of addresses."""
-    return (ctypes.c_void_p * len(addresses))(*addresses)
-
-
-def _declared(library: Any) -> Any:
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library
+def addable(dtype: torch.dtype, call: str) -> int:
+    """The core's number of a dtype for atomic additions."""
+    code = _ADDABLE.get(dtype)
+    if code is None:
+        names = ", ".join(str(each).removeprefix("torch.") for each in _ADDABLE)
+        raise UsageError(f"{call} on {dtype}: it adds {names} atomically")
+    return code
 
 
 # A wait returns to Python this often: for Ctrl-C, and to check that the peer still lives.
@@ -112,6 +47,8 @@ class Structure:
     A `with` block closes it at its end, but not after an error, because then the other ranks may
     never call close(): the memory is freed with the heap.
     """
+
+    dtype: torch.dtype
 
     def __init__(self, heap: Heap) -> None:
         self.heap = heap
@@ -144,8 +81,13 @@ class Structure:
             self._end()
 
     def _end(self) -> None:
-        """This rank's part of closing; subclasses also free their compiled handle."""
-        self.closed = True
+        """This rank's part of closing."""
+        if not self.closed:
+            self.closed = True
+            self._release()
+
+    def _release(self) -> None:
+        """Subclasses free their compiled handle and replace calls without a check by `_refuse`."""
 
     def _on_cpu(self) -> None:
         if self.heap.device.type != "cpu":
@@ -157,6 +99,19 @@ class Structure:
     def _refuse(self, *arguments: object) -> NoReturn:
         """Replaces the compiled calls of a closed structure, so that the hot path has no check."""
         raise UsageError(f"this {type(self).__name__} is closed: make another on all ranks")
+
+    def _check_tensor(
+        self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], contiguous: bool = False
+    ) -> None:
+        """Refuse a tensor of another shape or dtype, or one on a GPU if the heap is on the CPU."""
+        elsewhere = self.heap.device.type == "cpu" and not tensor.is_cpu
+        if tensor.shape != shape or tensor.dtype is not self.dtype or elsewhere:
+            raise UsageError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}: this "
+                f"call takes {self.dtype} of shape {shape} on {self.heap.device}"
+            )
+        if contiguous and not tensor.is_contiguous():
+            raise UsageError(f"{name} is not contiguous: give it a contiguous tensor")
 
     def _check_open(self) -> None:
         if self.closed or self.heap.closed:
@@ -180,8 +135,9 @@ class Structure:
         self._views_kept += [tensor.peer(rank) for rank in range(self.size)]
         return tensor
 
-    def _seconds(self, timeout: float | None) -> float:
-        return self.heap.timeout if timeout is None else timeout
+    def _addresses_of(self, tensor: SymmetricTensor) -> Any:
+        """A C array of the addresses of all ranks' tensors."""
+        return (ctypes.c_void_p * self.size)(*(tensor.address(rank) for rank in range(self.size)))
 
     def _await(
         self, word: int, at_least: int, source: int, timeout: float | None, what: str
@@ -190,18 +146,14 @@ class Structure:
 
         Raises PeerDied or PeerLeft when rank `source`, which must write it, cannot any more.
         """
-        seconds = self._seconds(timeout)
-        wait = core().tutti_await_word
-        value = int(wait(word, at_least, max(min(seconds, _SLICE_SECONDS), _AT_ONCE_SECONDS)))
-        if value >= at_least:
-            return value
-        deadline = time.monotonic() + seconds - min(seconds, _SLICE_SECONDS)
+        seconds = self.heap.timeout if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        remaining, end = max(seconds, _AT_ONCE_SECONDS), None
         while True:
-            end = self._gone(source)
-            remaining = min(deadline - time.monotonic(), _SLICE_SECONDS)
             # Read once more after the peer is gone: it may have written the word before it ended.
+            longest = 0 if end else min(remaining, _SLICE_SECONDS)
             value = int(
-                wait(word, at_least, _AT_ONCE_SECONDS if end else max(remaining, _AT_ONCE_SECONDS))
+                native.core().tutti_await_word(word, at_least, max(longest, _AT_ONCE_SECONDS))
             )
             if value >= at_least:
                 return value
@@ -212,6 +164,8 @@ class Structure:
                     f"rank {self.rank} waited {seconds:g} s for {what}: rank {source} is alive, "
                     "but did not write it"
                 )
+            end = self._gone(source)
+            remaining = deadline - time.monotonic()
 
     def _gone(self, rank: int) -> type[PeerDied] | type[PeerLeft] | None:
         """PeerDied if a rank has died, PeerLeft if it has closed the heap, else None."""
@@ -230,11 +184,7 @@ class Structure:
         return None
 
     def _served(
-        self,
-        call: Callable[[], int],
-        declare_dead: Callable[[int], None],
-        timeout: float | None,
-        what: str,
+        self, call: Callable[[], int], declare_dead: Callable[[int], None], what: str
     ) -> int:
         """The result of a compiled call that may have to wait for another writer.
 
@@ -253,11 +203,11 @@ class Structure:
                 looked = now
                 if self._gone(writer) is PeerDied:
                     declare_dead(writer)
-            if now - began > self._seconds(timeout):
+            if now - began > self.heap.timeout:
                 who = f"rank {writer} is" if code <= BUSY else "other ranks are"
                 raise Timeout(
-                    f"{what} waited {self._seconds(timeout):g} s on rank {self.rank}: {who} "
-                    "writing it without pause"
+                    f"{what} waited {self.heap.timeout:g} s on rank {self.rank}: {who} writing it "
+                    "without pause"
                 )
             time.sleep(0)  # the writer may need this core
             code = call()

@@ -4,7 +4,8 @@
 about 0.2 µs cheaper, for calls that cannot block: load, store, atomics, small puts.
 
 Constants (`native.F64`, `native.ALL_REDUCE`, `native.TIMEOUT`, `native.FULL`, ...) are the TUTTI_*
-enumerators and integer macros of the C headers, which are parsed when this module is imported.
+enumerators and integer macros of the C headers, which are parsed when this module is imported; the
+signatures of the functions are read there, too.
 """
 
 import ctypes
@@ -22,20 +23,27 @@ from ctypes import (
 )
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tutti.comm.shm.jit_build import FOLDER, BuildFailed, built, core_library
 from tutti.world.errors import RanksDiffer, UsageError
 
 _HEADERS = ("tutti_shm.h", "ledger.h", "structures.h")
+_C_TYPES = {
+    **{"void": None, "int": c_int, "double": c_double, "tutti_done": c_void_p},
+    **{"int32_t": c_int32, "uint32_t": c_uint32, "int64_t": c_int64, "uint64_t": c_uint64},
+}
+
+
+def _header(name: str) -> str:
+    return re.sub(r"/\*.*?\*/", "", (FOLDER / "core" / name).read_text(), flags=re.DOTALL)
 
 
 def _parse_headers() -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
     """All constants by name without TUTTI_, and the names of each enum in order, in lower case."""
     values: dict[str, int] = {}
     enums: dict[str, tuple[str, ...]] = {}
-    for header in _HEADERS:
-        text = re.sub(r"/\*.*?\*/", "", (FOLDER / "core" / header).read_text(), flags=re.DOTALL)
+    for text in map(_header, _HEADERS):
         for name, value in re.findall(r"#define TUTTI_(\w+)\s+(-?\d+)\s*$", text, re.MULTILINE):
             values[name] = int(value)
         for enum, body in re.findall(r"enum\s*(\w*)\s*\{(.*?)\}", text, re.DOTALL):
@@ -132,47 +140,24 @@ class Operation(ctypes.Structure):
 
 Done = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
 
-_P = c_void_p  # a segment, a group, a work or an address
-_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "tutti_error": (c_char_p, ()),
-    "tutti_error_code": (c_int, ()),
-    "tutti_abi": (c_int, ()),
-    "tutti_vector_code": (c_char_p, ()),
-    "tutti_segment_create": (_P, (c_char_p, c_uint64)),
-    "tutti_segment_open": (_P, (c_int64, c_int, c_uint64)),
-    "tutti_segment_base": (_P, (_P,)),
-    "tutti_segment_bytes": (c_uint64, (_P,)),
-    "tutti_segment_fd": (c_int, (_P,)),
-    "tutti_segment_owner_lives": (c_int, (_P,)),
-    "tutti_segment_close": (None, (_P,)),
-    "tutti_group_create": (_P, (c_char_p, c_int, c_int, c_uint64, c_uint64)),
-    "tutti_group_fd": (c_int, (_P,)),
-    "tutti_group_bytes": (c_uint64, (_P,)),
-    "tutti_group_connect": (c_int, (_P, c_int, c_int64, c_int, c_uint64)),
-    "tutti_group_abort": (None, (_P,)),
-    "tutti_group_close": (None, (_P,)),
-    "tutti_group_add_block": (c_int, (_P, c_uint64, POINTER(c_void_p), c_uint64)),
-    "tutti_group_remove_block": (c_int, (_P, c_uint64)),
-    "tutti_export_alloc": (_P, (c_uint64,)),
-    "tutti_export_free": (None, (_P,)),
-    "tutti_run": (c_int, (_P, POINTER(Operation), c_double)),
-    "tutti_submit": (_P, (_P, POINTER(Operation), c_double, _P, _P)),
-    "tutti_work_is_done": (c_int, (_P,)),
-    "tutti_work_source": (c_int32, (_P,)),
-    "tutti_work_wait": (c_int, (_P, c_double)),
-    "tutti_work_free": (None, (_P,)),
-    "tutti_note_place": (None, (c_char_p,)),
-    "tutti_put": (None, (_P, _P, c_uint64)),
-    "tutti_put_signal": (None, (_P, _P, c_uint64, _P, c_uint64, c_int)),
-    "tutti_wait_signal": (c_int, (_P, c_uint64, c_double, _P)),
-    "tutti_load": (c_uint64, (_P,)),
-    "tutti_store": (None, (_P, c_uint64)),
-    "tutti_fetch_add": (c_uint64, (_P, c_uint64)),
-    "tutti_compare_swap": (c_uint64, (_P, c_uint64, c_uint64)),
-    "tutti_fence": (None, ()),
-    "tutti_round_trip_ns": (c_double, (_P, c_int, c_uint32, c_double)),
-    "tutti_reduce_into": (c_int, (_P, POINTER(c_void_p), c_uint32, c_uint64, c_uint32, c_uint32)),
-}
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Set result and argument types of every function in the headers."""
+    for text in map(_header, _HEADERS):
+        declarations = re.findall(r"^([\w ]+[ *]+)(tutti_\w+)\(([^)]*)\);", text, re.MULTILINE)
+        for result, name, arguments in declarations:
+            function = getattr(library, name)
+            function.restype = _c_type(result)
+            if arguments != "void":
+                function.argtypes = [_c_type(each) for each in arguments.split(",")]
+
+
+def _c_type(declared: str) -> object:
+    """The ctypes type of `const char *`, of `uint64_t count`, of any pointer."""
+    words = declared.replace("*", " ").replace("const", " ").split()
+    if "*" in declared:
+        return c_char_p if words[0] == "char" else c_void_p
+    return _C_TYPES[words[0]]
 
 
 @cache
@@ -184,14 +169,11 @@ def core_path() -> Path:
         raise CoreMissing(f"the shm core is not built: {error}") from None
 
 
-def _load(loader: type[ctypes.CDLL]) -> ctypes.CDLL:
+def _load(loader: type[ctypes.CDLL]) -> Any:
     path = core_path()
     try:
         library = loader(str(path))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype = result
-            function.argtypes = arguments
+        _declare(library)
     except (OSError, AttributeError) as error:
         raise CoreMissing(
             f"{path} cannot be loaded ({error}): delete it, and it is rebuilt"
@@ -200,13 +182,13 @@ def _load(loader: type[ctypes.CDLL]) -> ctypes.CDLL:
 
 
 @cache
-def core() -> ctypes.CDLL:
+def core() -> Any:
     """The core, loaded once; calls release the GIL."""
     return _load(ctypes.CDLL)
 
 
 @cache
-def core_holding_gil() -> ctypes.CDLL:
+def core_holding_gil() -> Any:
     """The same core for calls that cannot block."""
     return _load(ctypes.PyDLL)
 
