@@ -72,27 +72,16 @@ __all__ = [
     "send",
 ]
 
-_MODULES = {
-    "tutti.comm.collectives": (
-        *("all_gather", "all_gather_uneven", "all_reduce", "all_to_all", "barrier", "broadcast"),
-        *("gather", "recv", "reduce", "reduce_scatter", "scatter", "send"),
-    ),
-    "tutti.comm.failures": ("debug",),
-    "tutti.comm.grouping": ("BlockAbandoned", "Summary", "group"),
-    "tutti.comm.operation": (
-        *("CollectiveError", "CollectiveMismatch", "CollectiveTimeout", "Handle", "Tag"),
-        "parse_tag",
-    ),
-    "tutti.comm.packing": ("all_reduce_coalesced", "broadcast_coalesced"),
-    "tutti.comm.path_selection": ("Explanation", "explain"),
-    "tutti.world.exchange": ("gather_json",),
-}
+_MODULES = (
+    *("world.exchange", "comm.collectives", "comm.failures", "comm.grouping", "comm.operation"),
+    *("comm.packing", "comm.path_selection"),
+)
 
 
 def __getattr__(name: str) -> object:
-    for module, names in _MODULES.items():
-        if name in names:
-            # Stored, so that the next access does not call __getattr__.
-            value = globals()[name] = getattr(import_module(module), name)
+    for module in _MODULES if name in __all__ else ():
+        value = getattr(import_module(f"tutti.{module}"), name, None)
+        if value is not None:
+            globals()[name] = value  # so that the next access does not call __getattr__
             return value
     raise AttributeError(f"module 'tutti.comm' has no attribute {name!r}")

@@ -200,11 +200,10 @@ def issue(call: "Operation", asynchronous: bool) -> Any:
     if kind == "all_to_all":
         ins, outs = call.splits or ([], [])
         return getattr(group, _ALL_TO_ALL)(call.target, call.source, outs, ins, options)
-    size = call.comm_group.size
+    whole = call.target if kind == "gather" else call.source  # None where this is not the root
+    parts = [] if whole is None else [list(whole.view(call.comm_group.size, -1).unbind(0))]
     if kind == "gather":
-        parts = [] if call.target is None else [_equal_parts(call.target, size)]
         return group.gather(parts, [call.source], options)  # type: ignore[list-item]
-    parts = [] if call.source is None else [_equal_parts(call.source, size)]
     return group.scatter([call.target], parts, options)  # type: ignore[list-item]
 
 
@@ -219,7 +218,3 @@ def _options(key: tuple[str, bool, str, int]) -> Any:
     if root >= 0:
         options.rootRank = root
     return options
-
-
-def _equal_parts(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
-    return list(tensor.view(size, -1).unbind(0))

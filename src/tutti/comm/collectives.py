@@ -36,11 +36,10 @@ def all_reduce(
         form = ReduceForm(result.dtype, op, comm_group.backend(result.device.type))
         wire, reduction = form.wire(result), form.reduction
         finish = form.finish(wire, result, comm_group.size)
-    size = result.nbytes
-    call = Operation(
-        "all_reduce", comm_group, tensor, None, wire, result, size, reduction, -1, finish
-    )
-    call.op = op
+    # fmt: off
+    call = Operation("all_reduce", comm_group, tensor, None, wire, result, result.nbytes, reduction,
+                     -1, finish, op)
+    # fmt: on
     return perform(call, wait)
 
 
@@ -68,9 +67,8 @@ def reduce(
     finish = form.finish(wire, result, comm_group.size) if is_root else None
     call = Operation(
         *("reduce", comm_group, tensor, None, wire, result if is_root else None, tensor.nbytes),
-        *(form.reduction, root, finish),
+        *(form.reduction, root, finish, op),
     )
-    call.op = op
     return perform(call, wait)
 
 
@@ -110,14 +108,13 @@ def reduce_scatter(
 ) -> Result:
     """Reduce over all ranks; each rank gets its part of the result, split along dim 0."""
     comm_group = comm_group_of(group)
-    result = _output(tensor, _part_shape("tensor", tensor, comm_group), out)
+    result = _output(tensor, _part_shape(tensor, comm_group), out)
     form = ReduceForm(tensor.dtype, op, comm_group.backend(tensor.device.type))
     target = form.wire(result)
     call = Operation(
         *("reduce_scatter", comm_group, tensor, form.wire(tensor), target, result, tensor.nbytes),
-        *(form.reduction, -1, form.finish(target, result, comm_group.size)),
+        *(form.reduction, -1, form.finish(target, result, comm_group.size), op),
     )
-    call.op = op
     return perform(call, wait)
 
 
@@ -149,7 +146,7 @@ def scatter(
     if comm_group.check_rank("root", root) == comm_group.rank:
         if tensor is None:
             raise UsageError(f"scatter: rank {root} is the root and must give the tensor")
-        result = _output(tensor, _part_shape("tensor", tensor, comm_group), out)
+        result = _output(tensor, _part_shape(tensor, comm_group), out)
         source = send_form(tensor)
     elif out is None:
         raise UsageError(
@@ -181,7 +178,7 @@ def all_to_all(
     """
     comm_group = comm_group_of(group)
     if in_splits is None and out_splits is None:
-        _part_shape("tensor", tensor, comm_group)
+        _part_shape(tensor, comm_group)
         splits = None
         shape = tuple(tensor.shape)
     else:
@@ -210,9 +207,9 @@ def send(
     comm_group = comm_group_of(group)
     _refuse_self("to", comm_group.check_rank("to", to), comm_group)
     call = Operation(
-        *("send", comm_group, tensor, send_form(tensor), None, None, tensor.nbytes, "", to)
+        *("send", comm_group, tensor, send_form(tensor), None, None, tensor.nbytes, "", to),
+        tag=tag,
     )
-    call.tag = tag
     return perform(call, wait)
 
 
@@ -229,9 +226,8 @@ def recv(
     target, finish = receive_form(out)
     call = Operation(
         *("recv", comm_group, out, None, target, out, out.nbytes, ""),
-        *(-1 if source is None else source, finish),
+        *(-1 if source is None else source, finish, "", tag),
     )
-    call.tag = tag
     return perform(call, wait)
 
 
@@ -261,11 +257,11 @@ def _concatenated_shape(tensor: Tensor, size: int) -> tuple[int, ...]:
     return (size * len(tensor), *tensor.shape[1:]) if tensor.dim() else (size,)
 
 
-def _part_shape(name: str, tensor: Tensor, comm_group: CommGroup) -> tuple[int, ...]:
+def _part_shape(tensor: Tensor, comm_group: CommGroup) -> tuple[int, ...]:
     """The shape of one rank's part."""
     if tensor.dim() == 0 or len(tensor) % comm_group.size:
         raise UsageError(
-            f"{name} of shape {list(tensor.shape)} cannot be split along dim 0 into "
+            f"tensor of shape {list(tensor.shape)} cannot be split along dim 0 into "
             f"{comm_group.size} equal parts, one for each rank of group {comm_group.label}: pad it"
         )
     return (len(tensor) // comm_group.size, *tensor.shape[1:])

@@ -10,6 +10,7 @@ before anything is sent. It costs some exchanges with the store per call: for fi
 for training.
 """
 
+import itertools
 import json
 import re
 import socket
@@ -22,7 +23,7 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 from tutti.comm import ledger, operation, shm
-from tutti.comm.ledger_reader import OperationRecord, ProcessLedger, read_process
+from tutti.comm.ledger_reader import ProcessLedger, read_process
 from tutti.comm.operation import (
     CollectiveError,
     CollectiveMismatch,
@@ -31,6 +32,7 @@ from tutti.comm.operation import (
     Operation,
 )
 from tutti.world.errors import RanksDiffer
+from tutti.world.exchange import name_ranks
 
 _TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 # The shm backend sees its peers: its messages name late ranks and different calls themselves.
@@ -70,9 +72,8 @@ def _other_ranks(call: Operation) -> str:
         named = "" if world_rank == rank else f" (rank {world_rank} of the world)"
         reports.append(f"rank {rank}{named} {report}")
     if arrived:
-        plural = len(arrived) > 1
-        listed = ", ".join(map(str, arrived))
-        reports.append(f"rank{'s' * plural} {listed} {'have' if plural else 'has'} arrived")
+        have = "have" if len(arrived) > 1 else "has"
+        reports.append(f"{name_ranks(arrived)} {have} arrived")
     return "; ".join(reports)
 
 
@@ -84,7 +85,11 @@ def _missing(call: Operation, rank: int) -> str | None:
         return process
     if call.is_message:  # each rank counts its own messages, so the numbers cannot be compared
         return f"has not matched it ({_state(process, comm_group)})"
-    theirs = _collectives(process, comm_group)
+    theirs = [
+        record
+        for record in process.records
+        if record.group_name == comm_group.name and record.operation not in ("send", "recv")
+    ]
     if not theirs or theirs[-1].sequence < call.sequence:
         return f"has not arrived ({_state(process, comm_group)})"
     for there in theirs:
@@ -113,25 +118,16 @@ def _process_of(comm_group: CommGroup, rank: int) -> ProcessLedger | str:
     return process or f"(pid {address['pid']}) has no ledger that this user may read"
 
 
-def _collectives(process: ProcessLedger, comm_group: CommGroup) -> list[OperationRecord]:
-    return [
-        record
-        for record in process.records
-        if record.group_name == comm_group.name and record.operation not in ("send", "recv")
-    ]
-
-
 def _state(process: ProcessLedger, comm_group: CommGroup) -> str:
     """`pid 123: last all_gather 56, done 29.8 s ago; at train.py:88 in step, seen 0.4 s ago`."""
     text = f"pid {process.pid}: "
     records = [record for record in process.records if record.group_name == comm_group.name]
-    if not records:
+    last = records[-1] if records else None
+    if last is None:
         text += f"nothing yet in group {comm_group.label}"
-    elif records[-1].ended is None:
-        last = records[-1]
+    elif last.ended is None:
         text += f"in {last.operation} {last.sequence} at {last.where} for {last.age:.1f} s"
     else:
-        last = records[-1]
         text += f"last {last.operation} {last.sequence}, {last.state} {last.ended:.1f} s ago"
     if process.location:
         text += f"; at {process.location}, seen {process.location_age:.1f} s ago"
@@ -212,25 +208,21 @@ def _compare_in_group(comm_group: CommGroup, mine: list[dict[str, Any]]) -> None
             f"{_compare_timeout:g} s to compare with the other ranks: {'; '.join(late)}. Set "
             "comm.debug(True) on every rank."
         ) from None
-    everyone: list[list[dict[str, Any]]] = [
-        json.loads(text) for text in comm_group.store.multi_get(keys)
-    ]
+    everyone = [json.loads(text) for text in comm_group.store.multi_get(keys)]
     # Every rank that has arrived here has read the previous comparison.
     comm_group.store.delete_key(_key(comm_group, comm_group.rank, back=1))
     nothing = {"operation": "nothing more in this block", "shape": None, "where": ""}
-    for step in range(max(len(calls) for calls in everyone)):
-        same_step = [calls[step] if step < len(calls) else nothing for calls in everyone]
+    for same_step in itertools.zip_longest(*everyone, fillvalue=nothing):
         _refuse_differences(comm_group, same_step)
 
 
-def _refuse_differences(comm_group: CommGroup, calls: list[dict[str, Any]]) -> None:
+def _refuse_differences(comm_group: CommGroup, calls: Sequence[dict[str, Any]]) -> None:
     ranks_of: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         ranks_of.setdefault(_shown(call), []).append(rank)
     if len(ranks_of) > 1:
         listed = [
-            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {what}"
-            + f" at {calls[ranks[0]]['where']}".removesuffix(" at ")
+            f"{name_ranks(ranks)}: {what}" + f" at {calls[ranks[0]]['where']}".removesuffix(" at ")
             for what, ranks in ranks_of.items()
         ]
         raise RanksDiffer(

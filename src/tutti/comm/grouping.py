@@ -104,10 +104,8 @@ class Block:
         return operation.result if wait else handle
 
     def __enter__(self) -> "Block":
-        outer = current_block.get()
-        if isinstance(outer, Block):
-            self._outer = outer
-        else:
+        self._outer = current_block.get()
+        if self._outer is None:
             self._token = current_block.set(self)
         return self
 
@@ -295,12 +293,10 @@ def _pack(batch: Sequence[Operation]) -> Operation:
         source = torch.cat(rows, dim=1).view(-1)
         target = source.new_empty(source.numel() // size)
     total = max(target.nbytes, 0 if source is None else source.nbytes)
-    message = Operation(
+    return Operation(
         *(first.kind, first.comm_group, target, source, target, None, total),
-        *(first.reduction, first.root, None),
+        *(first.reduction, first.root, None, first.reduction),
     )
-    message.op = first.reduction
-    return message
 
 
 @torch.no_grad()

@@ -194,9 +194,8 @@ _LOCATION_SECONDS = 1.0
 # texts of its lines, or None for code of tutti.comm or torch.
 _sites: dict[int, tuple[CodeType, dict[int, bytes] | None]] = {}
 _location_sinks: list[Callable[[str], None]] = []
-_recording_process: int | None = (
-    None  # the process that runs the recording thread: a forked child has none
-)
+# The process that runs the recording thread: a forked child has none.
+_recording_process: int | None = None
 
 
 def call_site(frame: FrameType | None) -> bytes:

@@ -66,7 +66,7 @@ def processes() -> list[int]:
 def read_process(pid: int) -> ProcessLedger | None:
     """What the ledgers of a process say; None if it has none, has ended or may not be read."""
     now = time.monotonic_ns()  # one time for all ledgers, since ages are compared
-    read = [_read_ledger(pid, fd, kind, label, now) for fd, kind, label in _ledger_files(pid)]
+    read = [_read_ledger(pid, *file, now) for file in _ledger_files(pid)]
     found = [each for each in read if each is not None]
     if not found:
         return None
@@ -109,7 +109,11 @@ def _read_ledger(
             _, _, ledger_at, entry_bytes, location_at, _ = rest
             if magic != ledger.MAGIC or owner != pid or entry_bytes != ledger.ENTRY.size:
                 return None  # a peer's segment that this process maps, or another version
-            raw = _stable_read(file.fileno(), entries * entry_bytes, ledger_at)
+            raw = b""
+            for _ in range(6):  # until two reads are equal: else an entry was being written
+                before, raw = raw, os.pread(file.fileno(), entries * entry_bytes, ledger_at)
+                if raw == before:
+                    break
             location_raw = os.pread(file.fileno(), ledger.LOCATION.size, location_at)
     except OSError:
         return None
@@ -152,17 +156,6 @@ def _is_own(path: str) -> bool:
             if os.path.samestat(theirs, os.stat(f"/proc/self/fd/{fd}")):
                 return True
     return False
-
-
-def _stable_read(file: int, size: int, offset: int) -> bytes:
-    """The bytes, read until two reads are equal (at most five): else an entry was being written."""
-    before = os.pread(file, size, offset)
-    for _ in range(5):
-        after = os.pread(file, size, offset)
-        if after == before:
-            break
-        before = after
-    return before
 
 
 def _ledger_files(pid: int) -> Iterator[tuple[int, str, str]]:

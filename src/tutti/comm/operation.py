@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from tutti.comm.backend_calls import Finish, dtype_name, issue
 from tutti.world.errors import RanksDiffer, UsageError
 
 if TYPE_CHECKING:
+    from tutti.comm.grouping import Block
     from tutti.comm.path_selection import Table
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(ledger.KINDS)}
@@ -30,6 +31,7 @@ _DTYPE_NUMBERS: dict[torch.dtype | None, int] = {
 
 # True in a thread that a profiler records. The call costs 0.05 µs.
 profiling = torch._C._autograd._profiler_enabled
+CallSite: TypeAlias = bytes  # such as `train.py:88 in step`
 
 
 class CollectiveError(RuntimeError):
@@ -165,6 +167,7 @@ def _label(group: dist.ProcessGroup) -> str:
     return label.replace("|", "/")
 
 
+@dataclass(eq=False, slots=True)
 class Operation:
     """A call: kind, group, tensors in wire form, and what is left to do at the end.
 
@@ -173,35 +176,21 @@ class Operation:
     into the result once the operation is complete.
     """
 
-    op = ""  # the reduction that was asked for; `reduction` is the one made on the wire
-    tag = 0
+    kind: str
+    comm_group: CommGroup
+    tensor: torch.Tensor | None
+    source: torch.Tensor | None
+    target: torch.Tensor | None
+    result: torch.Tensor | None
+    bytes: int
+    reduction: str = ""  # the one made on the wire
+    root: int = -1
+    finish: Finish | None = None
+    op: str = ""  # the reduction that was asked for
+    tag: int = 0
     splits: tuple[list[int], list[int]] | None = None  # all_to_all: elements to and from each rank
-    sequence = 0
-    site = b""  # the call site, as `train.py:88 in step`
-
-    def __init__(
-        self,
-        kind: str,
-        comm_group: CommGroup,
-        tensor: torch.Tensor | None,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        result: torch.Tensor | None,
-        size: int,
-        reduction: str = "",
-        root: int = -1,
-        finish: Finish | None = None,
-    ) -> None:
-        self.kind = kind
-        self.comm_group = comm_group
-        self.tensor = tensor
-        self.source = source
-        self.target = target
-        self.result = result
-        self.bytes = size
-        self.reduction = reduction
-        self.root = root
-        self.finish = finish
+    sequence: int = 0
+    site: CallSite = b""
 
     @property
     def is_message(self) -> bool:
@@ -223,29 +212,22 @@ class Operation:
         """The call site: `train.py:88 in step`."""
         return self.site.decode(errors="replace") or "unknown"
 
-    def trace_name(self, phase: str) -> str:
-        """The name of the call in a profiler's trace; see Tag."""
-        return (
+    def traced(self, phase: str) -> torch.profiler.record_function:
+        """A block that a profiler's trace shows under the name of the call; see Tag."""
+        return torch.profiler.record_function(
             f"tutti::{self.kind}|phase={phase}|group={self.comm_group.label}|bytes={self.bytes}"
             f"|dtype={self.dtype_name}|seq={self.sequence}|ranks={self.comm_group.size}"
         )
 
     def __str__(self) -> str:
-        details = [f"to {self.root}" if self.kind == "send" else ""]
-        details += [f"from {self.root}" if self.kind == "recv" else ""]
-        details += [self.op, self.dtype_name, f"{self.bytes} bytes"]
+        peer = {"send": f"to {self.root}", "recv": f"from {self.root}"}.get(self.kind, "")
+        details = peer, self.op, self.dtype_name, f"{self.bytes} bytes"
         listed = ", ".join(detail for detail in details if detail)
         return f"{self.kind} {self.sequence} of group {self.comm_group.label} ({listed})"
 
 
-class OperationCollector(Protocol):
-    """Collects operations instead of sending them: a comm.group() block (grouping.py)."""
-
-    def add(self, operation: Operation, wait: bool) -> Any: ...
-
-
-# The comm.group() block that this thread is in.
-current_block: ContextVar[OperationCollector | None] = ContextVar("current_block", default=None)
+# The comm.group() block that this thread is in: it collects operations instead of sending them.
+current_block: "ContextVar[Block | None]" = ContextVar("current_block", default=None)
 # Set by comm.debug(True): compares the calls of all ranks before they are sent (failures.py).
 compare_calls: Callable[[Sequence[Operation]], None] | None = None
 
@@ -272,8 +254,7 @@ def send(operation: Operation, wait: bool) -> Any:
 
             call = sender_of(operation)
         if profiling():
-            name = operation.trace_name("run" if wait else "issue")
-            with torch.profiler.record_function(name):
+            with operation.traced("run" if wait else "issue"):
                 work = call(operation, not wait)
                 if wait and work is not None:
                     work.wait()
@@ -433,7 +414,7 @@ class Handle:
         try:
             if self.work is not None:
                 if profiling():
-                    with torch.profiler.record_function(operation.trace_name("wait")):
+                    with operation.traced("wait"):
                         self.work.wait()
                 else:
                     self.work.wait()

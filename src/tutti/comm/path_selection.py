@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -200,8 +200,7 @@ def _checked(row: Row) -> Row:
 # ---- The choice ----
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A path and the reason for it."""
 
     path: str
@@ -278,10 +277,9 @@ def explain(
         table = comm_group.path_tables.get(device) or load(comm_group.size)
     except UsageError as error:
         table, problem = None, f"; {error}"
-    choice = choose(op, bytes, device, paths, table)
-    others = tuple(path for path in paths if path != choice.path)
-    reason = choice.reason + problem
-    return Explanation(op, bytes, comm_group.label, device, choice.path, reason, others)
+    path, reason = choose(op, bytes, device, paths, table)
+    others = tuple(other for other in paths if other != path)
+    return Explanation(op, bytes, comm_group.label, device, path, reason + problem, others)
 
 
 def available_paths(comm_group: CommGroup, device: str) -> tuple[str, ...]:
@@ -334,9 +332,14 @@ def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
         comm_group.path_tables["cuda"] = _table_of_rank_0(comm_group)
     table = comm_group.path_tables["cuda"]
     chosen = choose(operation.kind, operation.bytes, "cuda", paths, table)
-    if chosen.path == "symmetric one-shot" and _is_on_its_stream(comm_group):
-        return _one_shot
-    return issue
+    if chosen.path != "symmetric one-shot":
+        return issue
+    # The kernels of the ranks wait for each other, and from two streams they could deadlock: only
+    # the first stream on which the group used symmetric memory uses it.
+    stream = torch.cuda.current_stream().cuda_stream
+    if comm_group.symmetric_stream is None:
+        comm_group.symmetric_stream = stream
+    return _one_shot if comm_group.symmetric_stream == stream else issue
 
 
 def _table_of_rank_0(comm_group: CommGroup) -> Table | None:
@@ -352,17 +355,6 @@ def _table_of_rank_0(comm_group: CommGroup) -> Table | None:
         table = None
     comm_group.store.set(key, "" if table is None else table.to_json())
     return table
-
-
-def _is_on_its_stream(comm_group: CommGroup) -> bool:
-    """Whether the current stream is the first on which the group used symmetric memory.
-
-    The kernels of the ranks wait for each other, and from two streams they could deadlock.
-    """
-    stream = torch.cuda.current_stream().cuda_stream
-    if comm_group.symmetric_stream is None:
-        comm_group.symmetric_stream = stream
-    return comm_group.symmetric_stream == stream
 
 
 def _one_shot(operation: Operation, asynchronous: bool) -> None:

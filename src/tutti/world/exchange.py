@@ -47,6 +47,11 @@ class RanksMissing(Exception):
         self.ranks = ranks
 
 
+def name_ranks(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 1, 2`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def gather_json_from_store(
     store: dist.Store, key: str, value: Any, rank: int, size: int, timeout: float
 ) -> list[Any]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tutti.comm.shm import native
 from tutti.world.errors import UsageError
-from tutti.world.exchange import RanksMissing, gather_json_from_store
+from tutti.world.exchange import RanksMissing, gather_json_from_store, name_ranks
 
 Card = dict[str, Any]  # what a rank publishes about itself
 _TOKEN_BYTES = 8
@@ -129,11 +129,8 @@ def _make_group(
     group = core.tutti_group_create(name.encode(), own, len(ranks), staging_bytes, token)
     segment = {"error": core.tutti_error().decode()}
     if group:
-        segment = {
-            "pid": os.getpid(),
-            "fd": core.tutti_group_fd(group),
-            "bytes": core.tutti_group_bytes(group),
-        }
+        place = {"fd": core.tutti_group_fd(group), "bytes": core.tutti_group_bytes(group)}
+        segment = {"pid": os.getpid(), **place}
     try:
         segments = exchange.gather("group", segment)
         for rank, each in enumerate(segments):
@@ -180,11 +177,10 @@ class _Exchange:
         try:
             return gather_json_from_store(self.store, topic, value, self.rank, self.size, left)
         except RanksMissing as missing:
-            who = f"rank{'s' * (len(missing.ranks) > 1)} {', '.join(map(str, missing.ranks))}"
             raise native.ShmTimeout(
-                f"group {self.name} of {self.size} ranks: {who} did not connect within "
-                f"{self.timeout_s:g} s: did all ranks call init_process_group or new_group, in the "
-                "same order?"
+                f"group {self.name} of {self.size} ranks: {name_ranks(missing.ranks)} did not "
+                f"connect within {self.timeout_s:g} s: did all ranks call init_process_group or "
+                "new_group, in the same order?"
             ) from None
 
 

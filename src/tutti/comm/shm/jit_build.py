@@ -75,13 +75,8 @@ def core_library() -> Library:
         ("CC", "cc", "gcc", "clang"),
         # -ffp-contract=off: one rounding per operation, so that all machines give the same bits.
         (
-            "-O3",
-            "-g0",
-            "-std=gnu11",
-            "-fvisibility=hidden",
-            "-ffp-contract=off",
-            "-Wall",
-            "-Wextra",
+            *("-O3", "-g0", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off"),
+            *("-Wall", "-Wextra"),
         ),
         ("-pthread",),
         f"{sys.platform}-{platform.machine()}",

@@ -124,12 +124,9 @@ def _create(options: Any, given: Any) -> Any:
     """torch calls this for every new group that has an shm part."""
     # In "cpu:shm,cuda:nccl" the given options may be those of NCCL.
     return make(
-        options.store,
-        options.group_rank,
-        options.group_size,
+        *(options.store, options.group_rank, options.group_size),
         timedelta(seconds=options.timeout.total_seconds()),
-        options.group_id,
-        list(options.global_ranks_in_group),
+        *(options.group_id, list(options.global_ranks_in_group)),
         given if isinstance(given, ShmOptions) else None,
     )
 
@@ -152,11 +149,7 @@ def make(
     options = options or ShmOptions()
     module, reason = _load()
     connection = connect(
-        store,
-        rank,
-        size,
-        name,
-        timeout.total_seconds(),
+        *(store, rank, size, name, timeout.total_seconds()),
         staging_bytes=options.staging_bytes,
         can_open=options.can_open or shares_memory,
         unavailable="" if module else reason,

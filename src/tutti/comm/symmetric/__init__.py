@@ -32,17 +32,13 @@ __all__ = [
     "reduce_scatter",
 ]
 
-_MODULES = {
-    "heap": ("Heap", "available"),
-    "heap_collectives": ("all_gather", "all_reduce", "all_reduce_staged", "reduce_scatter"),
-    "heap_rendezvous": ("PeerDied", "PeerLeft", "Timeout"),
-    "symmetric_tensor": ("Counters", "SymmetricTensor"),
-}
+_MODULES = ("symmetric_tensor", "heap_rendezvous", "heap", "heap_collectives")
 
 
 def __getattr__(name: str) -> object:
-    for module, names in _MODULES.items():
-        if name in names:
-            value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+    for module in _MODULES if name in __all__ else ():
+        value = getattr(import_module(f"{__name__}.{module}"), name, None)
+        if value is not None:
+            globals()[name] = value
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

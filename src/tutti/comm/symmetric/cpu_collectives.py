@@ -51,7 +51,9 @@ class CpuCollectives:
         self._own_word = self._words[memory.rank]
         self._progress = 0  # the same on all ranks between collectives
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._group: CoreGroup | None = None  # created by the first all_reduce that needs it
+        self._group: Any = None  # the core's, made by the first all_reduce that needs it
+        self._run = self._core.tutti_run
+        self._ready: dict[tuple[int, int, int, tuple[int, int]], Any] = {}
         self.calls = 0
 
     def all_reduce(
@@ -70,9 +72,7 @@ class CpuCollectives:
         bytes = local.nbytes
         self.calls += 1
         if algorithm == "auto":
-            if self._group is None:
-                self._group = CoreGroup(self._memory, timeout)
-            self._group.all_reduce(local.data_ptr(), out.data_ptr(), bytes, *codes, timeout)
+            self._run_in_core(local.data_ptr(), out.data_ptr(), bytes, codes, timeout)
         elif algorithm == "one_shot":
             self._one_shot(local, offset, out, codes, timeout)
         else:
@@ -106,18 +106,15 @@ class CpuCollectives:
         timeout: float,
     ) -> None:
         """Every rank reads all ranks' values, in rank order, so all get the same bits."""
-        memory = self._memory
-        bytes = local.numel() * local.itemsize
-        what = "all_reduce"
-        target = out.data_ptr()
-        self._barrier(what, timeout)
+        memory, bytes, target = self._memory, local.nbytes, out.data_ptr()
+        self._barrier("all_reduce", timeout)
         if out is local:  # peers are still reading it
             if bytes > self._scratch.numel():
                 self._scratch = torch.empty(bytes, dtype=torch.uint8)
             target = self._scratch.data_ptr()
         parts = [memory.address(rank, offset) for rank in range(memory.size)]
         self._reduce(target, parts, local.numel(), codes)
-        self._barrier(what, timeout)
+        self._barrier("all_reduce", timeout)
         if out is local:
             self._quick.tutti_put(local.data_ptr(), target, bytes)
 
@@ -145,11 +142,8 @@ class CpuCollectives:
                 first, last = parts_of[peer]
                 at = target + (start + first) * itemsize
                 self._wait(peer, self._words[peer], self._progress, timeout, what)
-                self._core.tutti_put(
-                    memory.address(memory.rank, at),
-                    memory.address(peer, at),
-                    (last - first) * itemsize,
-                )
+                here, there = memory.address(memory.rank, at), memory.address(peer, at)
+                self._core.tutti_put(here, there, (last - first) * itemsize)
         self._barrier(what, timeout)
 
     def _ring(
@@ -195,14 +189,13 @@ class CpuCollectives:
         """Every rank copies every rank's tensor."""
         self._memory.control.check()
         self.calls += 1
-        memory, bytes = self._memory, local.numel() * local.itemsize
-        what = "all_gather"
-        self._barrier(what, timeout)
+        memory, bytes = self._memory, local.nbytes
+        self._barrier("all_gather", timeout)
         # Each rank starts with its own, so that the ranks do not all read the same one.
         for turn in range(memory.size):
             rank = (memory.rank + turn) % memory.size
             self._core.tutti_put(out.data_ptr() + rank * bytes, memory.address(rank, offset), bytes)
-        self._barrier(what, timeout)
+        self._barrier("all_gather", timeout)
 
     def reduce_scatter(
         self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
@@ -210,18 +203,87 @@ class CpuCollectives:
         """Every rank reduces its own part of all ranks' tensors."""
         self._memory.control.check()
         self.calls += 1
-        memory, bytes = self._memory, out.numel() * out.itemsize
-        what = "reduce_scatter"
+        memory, bytes = self._memory, out.nbytes
         codes = _codes(local.dtype, op)
-        self._barrier(what, timeout)
+        self._barrier("reduce_scatter", timeout)
         parts = [memory.address(rank, offset + memory.rank * bytes) for rank in range(memory.size)]
         self._reduce(out.data_ptr(), parts, out.numel(), codes)
-        self._barrier(what, timeout)
+        self._barrier("reduce_scatter", timeout)
+
+    # ---- The core's own all_reduce ----
+
+    def _run_in_core(
+        self, source: int, target: int, bytes: int, codes: tuple[int, int], timeout: float
+    ) -> None:
+        """Reduce `bytes` from one address to another: one call into C, without staging buffers."""
+        if self._group is None:
+            self._group = self._make_group(timeout)
+        key = (source, target, bytes, codes)
+        operation = self._ready.get(key)
+        if operation is None:
+            if len(self._ready) >= _CACHED_OPERATIONS:
+                self._ready.clear()
+            ins, outs = [(source, bytes)], [(target, bytes)]
+            made = native.operation(
+                native.ALL_REDUCE, ins=ins, outs=outs, dtype=codes[0], reduce=codes[1]
+            )
+            operation = self._ready[key] = ctypes.byref(made)
+        code = self._run(self._group, operation, timeout)
+        if code != 0:
+            self._fail(code)
+
+    def _make_group(self, timeout: float) -> Any:
+        """The core's group of the heap's ranks, on all ranks together; or an error on all."""
+        memory, core = self._memory, self._core
+
+        def exchange(text: str) -> list[str]:
+            return memory.control.exchange(text, timeout, "all_reduce")
+
+        token = int(exchange(str(secrets.randbits(62)))[0])
+        name = f"heap {memory.number}".encode()
+        group = core.tutti_group_create(name, memory.rank, memory.size, 0, token)
+        failure = "" if group else str(native.last_error())
+        try:
+            mine = [os.getpid(), 0, 0]
+            if group:
+                mine[1:] = core.tutti_group_fd(group), core.tutti_group_bytes(group)
+            for rank, text in enumerate(exchange(json.dumps(mine))):
+                pid, fd, bytes = json.loads(text)
+                if failure or not bytes or rank == memory.rank:
+                    continue
+                if core.tutti_group_connect(group, rank, pid, fd, bytes) != 0:
+                    failure = str(native.last_error())
+            bases = _pointers([memory.address(rank, 0) for rank in range(memory.size)])
+            if not failure and core.tutti_group_add_block(group, 1, bases, memory.bytes) != 0:
+                failure = str(native.last_error())
+            for rank, text in enumerate(exchange(failure)):
+                if text:
+                    raise UsageError(f"rank {rank} cannot join the heap's collectives: {text}")
+        except BaseException:
+            if group:
+                core.tutti_group_close(group)
+            raise
+        return group
+
+    def _fail(self, code: int) -> None:
+        text = self._core.tutti_error().decode(errors="replace")
+        error: Exception
+        if code == native.TIMEOUT:
+            error = Timeout(text)
+        elif code == native.MISMATCH:
+            error = RanksDiffer(text)
+        else:
+            error = self._memory.control.gone("all_reduce") or native.error_for(code, text)
+        self._memory.control.fall_out_of_step(error)
+        raise error
 
     def close(self) -> None:
         """Leave the core's group; not collective."""
         if self._group is not None:
-            self._group.close()
+            self._core.tutti_group_close(self._group)
+            self._group = None
+
+    # ---- Steps of the algorithms ----
 
     def _barrier(self, what: str, timeout: float) -> None:
         self._publish_progress()
@@ -234,95 +296,14 @@ class CpuCollectives:
         self._memory.store(self._own_word, self._progress)
 
     def _reduce(self, target: int, parts: list[int], count: int, codes: tuple[int, int]) -> None:
-        pointers = (ctypes.c_void_p * len(parts))(*parts)
         core = self._quick if count * len(parts) < 8192 else self._core
-        code = core.tutti_reduce_into(target, pointers, len(parts), count, *codes)
+        code = core.tutti_reduce_into(target, _pointers(parts), len(parts), count, *codes)
         if code != 0:
             raise UsageError(self._core.tutti_error().decode())
 
 
-class CoreGroup:
-    """The C core's own all_reduce for a heap: one call into C, without staging buffers.
-
-    Created on all ranks together.
-    """
-
-    def __init__(self, memory: "CpuMemory", timeout: float) -> None:
-        self._memory = memory
-        self._core = core = native.core()
-        self._run = core.tutti_run
-        self._ready: dict[tuple[int, int, int, int], Any] = {}
-        self._group: Any = None
-        try:
-            self._connect(timeout)
-        except BaseException:
-            self.close()
-            raise
-
-    def _connect(self, timeout: float) -> None:
-        memory, core = self._memory, self._core
-        exchange = memory.control.exchange
-        token = int(exchange(str(secrets.randbits(62)), timeout, "all_reduce")[0])
-        name = f"heap {memory.number}"
-        self._group = core.tutti_group_create(name.encode(), memory.rank, memory.size, 0, token)
-        failure = "" if self._group else str(native.last_error())
-        mine = [os.getpid(), 0, 0]
-        if self._group:
-            mine[1:] = core.tutti_group_fd(self._group), core.tutti_group_bytes(self._group)
-        everyone = exchange(json.dumps(mine), timeout, "all_reduce")
-        for rank, (pid, fd, bytes) in enumerate(map(json.loads, everyone)):
-            if failure or not bytes or rank == memory.rank:
-                continue
-            if core.tutti_group_connect(self._group, rank, pid, fd, bytes) != 0:
-                failure = str(native.last_error())
-        bases = (ctypes.c_void_p * memory.size)(
-            *(memory.address(rank, 0) for rank in range(memory.size))
-        )
-        if not failure and core.tutti_group_add_block(self._group, 1, bases, memory.bytes) != 0:
-            failure = str(native.last_error())
-        for rank, text in enumerate(exchange(failure, timeout, "all_reduce")):
-            if text:
-                raise UsageError(f"rank {rank} cannot join the heap's collectives: {text}")
-
-    def all_reduce(
-        self, source: int, target: int, bytes: int, dtype: int, op: int, timeout: float
-    ) -> None:
-        """Reduce `bytes` from one address to another; dtype and op are the core's numbers."""
-        key = (source, target, bytes, dtype << 8 | op)
-        operation = self._ready.get(key)
-        if operation is None:
-            if len(self._ready) >= _CACHED_OPERATIONS:
-                self._ready.clear()
-            made = native.operation(
-                native.ALL_REDUCE,
-                ins=[(source, bytes)],
-                outs=[(target, bytes)],
-                dtype=dtype,
-                reduce=op,
-            )
-            operation = self._ready[key] = ctypes.byref(made)
-        code = self._run(self._group, operation, timeout)
-        if code != 0:
-            self._fail(code)
-
-    def _fail(self, code: int) -> None:
-        text = self._core.tutti_error().decode(errors="replace")
-        error: Exception
-        if code == native.TIMEOUT:
-            error = Timeout(text)
-        elif code == native.MISMATCH:
-            error = RanksDiffer(text)
-        else:
-            gone = self._memory.control.gone("all_reduce")
-            error = gone if gone is not None else native.error_for(code, text)
-        self._memory.control.fall_out_of_step(error)
-        raise error
-
-    def close(self) -> None:
-        """Leave the group; not collective."""
-        if self._group:
-            self._core.tutti_group_close(self._group)
-            self._group = None
+def _pointers(addresses: list[int]) -> "ctypes.Array[ctypes.c_void_p]":
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 @cache

@@ -86,23 +86,20 @@ class CpuMemory:
         self.puts = self.put_bytes = self.gets = self.get_bytes = 0
         self.waits = self.barriers = 0
         self._group = group
+        # Collectives of torch.distributed on the heap's tensors then work without copies.
+        self._backend = native_group(group)
         try:
-            self._add_to_backend()
+            if self._backend is not None:
+                pointers = (ctypes.c_void_p * self.size)(*self._data)
+                native.raise_for(
+                    core.tutti_group_add_block(self._backend, self.number, pointers, bytes)
+                )
             self.agree("Heap", timeout)
         except BaseException:
             self.close()  # else the backend would keep a block whose memory is gone
             raise
         rendezvous.end()
         _open.add(self)
-
-    def _add_to_backend(self) -> None:
-        """Let collectives of torch.distributed on the heap's tensors work without copies."""
-        self._backend = native_group(self._group)
-        if self._backend is not None:
-            bases = (ctypes.c_void_p * self.size)(*self._data)
-            native.raise_for(
-                self._core.tutti_group_add_block(self._backend, self.number, bases, self.bytes)
-            )
 
     # ---- Bytes ----
 
@@ -229,11 +226,12 @@ def _open_segments(
     that the other wrote.
     """
     own = core.tutti_segment_create(f"heap {rendezvous.number}".encode(), bytes)
-    failure = None if own else core.tutti_error().decode()
-    token = secrets.randbits(62)
+    token, fd, failure = secrets.randbits(62), -1, None
     if own:
         _token(core, own).value = token
-    fd = core.tutti_segment_fd(own) if own else -1
+        fd = core.tutti_segment_fd(own)
+    else:
+        failure = core.tutti_error().decode()
     segments: list[Any] = [own] if own else []
     try:
         ranks = rendezvous.introduce(parameters, failure, {"fd": fd, "token": token})

@@ -100,10 +100,8 @@ class Heap:
         """
         if count < 1 or spacing < 8 or spacing % 8:
             raise UsageError(f"count={count}, spacing={spacing}: use 1 or more, and 8, 16, … bytes")
-        memory, call = self._memory, f"counters({count}, spacing={spacing})"
-        offset = self._take(call, count * spacing, zero=True)
-        counters = Counters(self, memory, offset, count, spacing)
-        self._alive[offset] = counters
+        offset = self._take(f"counters({count}, spacing={spacing})", count * spacing, zero=True)
+        counters = self._alive[offset] = Counters(self, self._memory, offset, count, spacing)
         return counters
 
     def free(self, what: HeapObject) -> None:
@@ -229,10 +227,8 @@ class Heap:
         if any(size < 0 for size in sizes):
             raise UsageError(f"shape={sizes}: sizes must not be negative")
         bytes = torch.Size(sizes).numel() * dtype.itemsize
-        memory, call = self._memory, f"{name}({sizes}, {dtype})"
-        offset = self._take(call, bytes, zero)
-        tensor = SymmetricTensor(self, memory, offset, sizes, dtype)
-        self._alive[offset] = tensor
+        offset = self._take(f"{name}({sizes}, {dtype})", bytes, zero)
+        tensor = self._alive[offset] = SymmetricTensor(self, self._memory, offset, sizes, dtype)
         return tensor
 
     def _take(self, call: str, bytes: int, zero: bool) -> int:
@@ -335,10 +331,7 @@ def _cuda_available() -> tuple[bool, str]:
     if not torch.cuda.is_available():
         return False, "torch sees no NVIDIA GPU"
     if torch.version.hip is not None:
-        return (
-            False,
-            "this torch is built for ROCm, and the kernels of the heap are for NVIDIA GPUs",
-        )
+        return False, "this torch is built for ROCm, the kernels of the heap are for NVIDIA GPUs"
     if importlib.util.find_spec("triton") is None:
         return False, "signals and atomics are Triton kernels: pip install triton"
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:

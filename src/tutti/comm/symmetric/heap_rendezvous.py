@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 from tutti.comm.shm.native import PeerDied, PeerLeft
 from tutti.machine.environment import boot_id
 from tutti.world.errors import RanksDiffer, UsageError
-from tutti.world.exchange import RanksMissing, gather_json_from_store
+from tutti.world.exchange import RanksMissing, gather_json_from_store, name_ranks
 
 
 class Timeout(TimeoutError):
@@ -52,7 +52,7 @@ class HeapRendezvous:
         except RanksMissing as missing:
             raise Timeout(
                 f"{self._purpose}: rank {self.rank} waited {self.timeout} s for "
-                f"{_ranks(missing.ranks)}: call it on every rank of the group"
+                f"{name_ranks(missing.ranks)}: call it on every rank of the group"
             ) from None
         if self._rounds > 1:  # all ranks are in this round, so none still reads the previous one
             self._store.delete_key(f"{self._rounds - 1}/{self.rank}")
@@ -78,12 +78,12 @@ class HeapRendezvous:
 
 def refuse_different_heaps(ranks: list[dict[str, Any]]) -> None:
     """Raise the same error on all ranks if one failed or has other heap parameters."""
+    first = ranks[0]["heap"]
     for rank, each in enumerate(ranks):
-        (bytes, signals), (first_bytes, first_signals) = each["heap"], ranks[0]["heap"]
-        if each["heap"] != ranks[0]["heap"]:
+        if each["heap"] != first:
             raise RanksDiffer(
-                f"rank 0 makes a heap of {first_bytes} bytes and {first_signals} signals, rank "
-                f"{rank} one of {bytes} bytes and {signals} signals: give all ranks the same"
+                "rank 0 makes a heap of {} bytes and {} signals, rank {} one of {} bytes and {} "
+                "signals: give all ranks the same".format(*first, rank, *each["heap"])
             )
     for rank, each in enumerate(ranks):
         if each["failure"] is not None:
@@ -98,7 +98,3 @@ def refuse_different_calls(calls: list[str]) -> None:
                 f"rank 0 calls {calls[0]}, rank {rank} calls {call}: make, fill and free the "
                 "tensors of a heap in the same order and with the same sizes on every rank"
             )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
