@@ -156,7 +156,8 @@ def _c_type(declared: str) -> object:
     """The ctypes type of `const char *`, of `uint64_t count`, of any pointer."""
     words = declared.replace("*", " ").replace("const", " ").split()
     if "*" in declared:
-        return c_char_p if words[0] == "char" else c_void_p
+        pointers = {"char": c_char_p, "tutti_operation": POINTER(Operation)}
+        return pointers.get(words[0], c_void_p)
     return _C_TYPES[words[0]]
 
 
