@@ -17,11 +17,8 @@ class SysFiles:
 
     def text(self, path: str, field: str | None = None) -> str | None:
         """The content of a file, stripped of white space."""
-        try:
-            return self._local(path).read_text(errors="replace").strip()
-        except OSError as error:
-            self._note(field, f"{path}: {error.strerror}")
-            return None
+        content = self.bytes(path, field)
+        return None if content is None else content.decode(errors="replace").strip()
 
     def number(self, path: str, field: str | None = None) -> int | None:
         """The integer in a file."""
