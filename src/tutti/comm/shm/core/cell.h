@@ -1,28 +1,33 @@
-/* A cell: a value with a version, written by one process at a time and read by any without waiting.
+/* A cell: a value with a version, written by one process at a time and read by any process without
+ * waiting.
  *
- *     state (8 bytes): version << 16 | absent << 15 | rank of the writer + 1, or 0 when there is none
+ *     state (8 bytes): version << 16 | absent << 15 | rank of the writer + 1, or 0 if there is none
  *     payload, twice: version v is in copy v & 1
  *
  * A writer claims the state by compare-and-swap, writes version v + 1 into the copy that readers of
- * version v do not use, and publishes it by a second compare-and-swap, from the state that it claimed. So
- * a reader needs no lock and retries only when two publications overtook it. A writer that is killed
- * half-way leaves version v intact, and the next writer takes over the claim of the dead one.
+ * version v do not use, and publishes version v + 1 by a second compare-and-swap, from the state
+ * that the writer claimed. So a reader of version v needs no lock, and retries only if version
+ * v + 1 was published and the writer of version v + 2 has claimed the state before the reader
+ * finished its copy. A writer that is killed half-way leaves version v intact, and the next writer
+ * takes over the dead writer's claim.
  *
- * Only a process that has died may lose its claim (tutti_*_declare_dead): a live writer might still be
- * storing words into the copy that the new owner of the claim writes. Publishing by compare-and-swap
- * limits the damage of a wrong declaration: a writer that lost its claim cannot put an old version back
- * over a newer one; it starts again. tests/structures/test_structures_model.py checks both rules.
+ * Only a process that has died may lose its claim (tutti_*_declare_dead): a live writer might still
+ * be storing words into the copy that the new owner of the claim writes. Publishing by
+ * compare-and-swap limits the damage if a live process is declared dead: a writer that lost its
+ * claim cannot put an old version back over a newer one, and starts again.
+ * tests/structures/test_structures_model.py checks both rules.
  *
  * Why no reader returns a mixture of two versions, in terms of C11:
- *  1. Publication is a read-modify-write with release from (v - 1, writer) to (v, none); later claims are
- *     read-modify-writes and continue its release sequence. So a reader's acquire load of any state with
- *     version v sees all of version v's payload.
- *  2. Copy v & 1 is next written by the writer of v + 2, which first moves the state to (v + 1, writer),
- *     then executes a release fence, then stores words. If a reader's copy contains such a word, the
- *     reader's acquire fence after the copy synchronises with that release fence, so that its second
- *     load of the state sees (v + 1, writer) or later, and it retries.
+ *  1. Publication is a read-modify-write with release from (v - 1, writer) to (v, none). Later
+ *     claims are read-modify-writes and continue its release sequence. So a reader's acquire load
+ *     of any state with version v sees all of version v's payload.
+ *  2. Copy v & 1 is next written by the writer of v + 2. That writer first moves the state to
+ *     (v + 1, writer), then executes a release fence, then stores words. If a reader's copy
+ *     contains such a word, the reader's acquire fence after the copy synchronises with that
+ *     release fence. So the reader's second load of the state sees (v + 1, writer) or later, and
+ *     the reader retries.
  *  3. Words are relaxed 8-byte atomics: no word is torn, and there is no data race.
- *  4. A claim acquires what the previous writer published, so that no addition is lost. */
+ *  4. A claim acquires what the previous writer published, so no addition is lost. */
 #ifndef TUTTI_CELL_H
 #define TUTTI_CELL_H
 
@@ -50,7 +55,8 @@ static inline uint64_t cell_version(uint64_t state) { return state >> TUTTI_VERS
 
 static inline uint64_t words_of(uint64_t bytes) { return (bytes + 7) / 8; }
 
-/* From shared memory: `from` is aligned to 8 and padded to whole words, `to` need not be. */
+/* Loads from shared memory: `from` is aligned to 8 bytes and padded to whole words, `to` need not
+ * be. */
 static inline void words_load(void *to, const uint64_t *from, uint64_t bytes) {
     char *out = to;
     uint64_t whole = bytes / 8;
@@ -65,14 +71,14 @@ static inline void words_load(void *to, const uint64_t *from, uint64_t bytes) {
     }
 }
 
-/* One word of private memory, filled with zeros after its end. */
+/* Returns one word of private memory. Bytes after the end of the memory are zeros. */
 static inline uint64_t word_at(const void *from, uint64_t word, uint64_t bytes) {
     uint64_t value = 0, begin = word * 8;
     memcpy(&value, (const char *)from + begin, begin + 8 <= bytes ? 8 : bytes - begin);
     return value;
 }
 
-/* Into shared memory: `to` is aligned to 8 and padded to whole words. */
+/* Stores into shared memory: `to` is aligned to 8 bytes and padded to whole words. */
 static inline void words_store(uint64_t *to, const void *from, uint64_t bytes) {
     const char *in = from;
     uint64_t whole = bytes / 8;
@@ -89,9 +95,10 @@ static inline void words_store(uint64_t *to, const void *from, uint64_t bytes) {
 /* ---- Adding numbers that are packed into words, one or two per word ----
  *
  * 4-byte elements are changed through the aligned 8-byte word that contains them, never by a 4-byte
- * atomic, because C11 (and ThreadSanitizer) order accesses to one location only if they have one size. */
+ * atomic, because C11 (and ThreadSanitizer) order accesses to one location only if all accesses
+ * have the same size. */
 
-/* Bytes of an element that can be added in words; 0 for other dtypes. */
+/* Returns the bytes of an element, for dtypes that words_add can add; 0 for other dtypes. */
 static inline uint64_t addable_bytes(uint32_t dtype) {
     switch (dtype) {
     case TUTTI_F64:
@@ -135,7 +142,8 @@ static inline uint64_t words_add(uint64_t a, uint64_t b, uint32_t dtype) {
 
 /* ---- Cells ---- */
 
-/* 1 and the version; 0 when there is no value (`*version` is 0, or that of the deletion). */
+/* Returns 1 and the version; or 0 if there is no value (then `*version` is 0, or the version of the
+ * deletion); or TUTTI_OVERTAKEN. */
 static inline int cell_read(const uint64_t *state, const uint64_t *payload, uint64_t bytes,
                             void *out, uint64_t *version, uint64_t *retries) {
     for (int attempt = 0; attempt < CELL_READ_TRIES; ++attempt) {
@@ -155,7 +163,7 @@ static inline int cell_read(const uint64_t *state, const uint64_t *payload, uint
     return TUTTI_OVERTAKEN;
 }
 
-/* 0 and the claimed state, or TUTTI_BUSY - rank of the writer that holds the claim. */
+/* Returns 0 and the claimed state, or TUTTI_BUSY - the rank of the writer that holds the claim. */
 static inline int cell_claim(uint64_t *state, uint32_t rank, const uint8_t *dead, uint64_t *claimed) {
     *claimed = 0;
     uint64_t seen = __atomic_load_n(state, __ATOMIC_RELAXED);
@@ -178,8 +186,8 @@ static inline int cell_claim(uint64_t *state, uint32_t rank, const uint8_t *dead
     return TUTTI_BUSY - (writer ? (int)writer - 1 : (int)rank);
 }
 
-/* Publishes what was written to cell_next(): its version, or 0 when the claim was lost and nothing is
- * published (versions count from 1). */
+/* Publishes the payload that was written to cell_next(), and returns its version. Versions count
+ * from 1. Returns 0 if the claim was lost; then nothing is published. */
 static inline uint64_t cell_publish(uint64_t *state, uint64_t claimed, int present) {
     uint64_t version = cell_version(claimed) + 1;
     uint64_t next = version << TUTTI_VERSION_SHIFT | (present ? 0 : CELL_ABSENT);

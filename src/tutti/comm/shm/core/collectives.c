@@ -1,16 +1,17 @@
-/* The collectives, each a sequence of rounds (rounds.h), with bytes staged in shared slots.
+/* The collectives. Each is a sequence of rounds (rounds.h), with bytes staged in shared slots.
  *
- * Reductions combine ranks in the order 0 .. size - 1 on every path, so the one-shot, two-shot and
- * direct forms (direct.c) give the same bits, and all ranks get the same bits. */
+ * Reductions combine the ranks' elements in the order of ranks, 0 to size - 1, on every path. So
+ * the one-shot, two-shot and direct forms (direct.c) give the same bits, and all ranks get the same
+ * bits. */
 #include "rounds.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
-#define STREAMED_BYTES (8 * 1024 * 1024) /* results that no cache holds */
+#define STREAMED_BYTES (8 * 1024 * 1024) /* results of this size do not fit into the caches */
 #ifndef ONE_SHOT_BYTES
-#define ONE_SHOT_BYTES (128 * 1024) /* read from peers; above, a second round costs less */
+#define ONE_SHOT_BYTES (128 * 1024) /* bytes read from peers; above, two rounds cost less */
 #endif
 
 static int size_mismatch(const tutti_group *g, int giver, uint64_t given, int taker, uint64_t taken)
@@ -90,7 +91,7 @@ static int all_gather(tutti_group *g, const tutti_operation *op)
         copy_to_peer(&g->sampler, bytes_of(g, g->rank, round), in + i * chunk, mine);
         post_round(g, round);
         copy_result(g, (unsigned char *)op->out[g->rank] + i * chunk, in + i * chunk, mine);
-        for (int step = 1; step < g->size; step++) { /* not all ranks read from the same one at once */
+        for (int step = 1; step < g->size; step++) { /* ranks begin with different peers */
             int rank = (g->rank + step) % g->size;
             TRY(await_rank(g, rank, round));
             copy_result(g, (unsigned char *)op->out[rank] + i * chunk, bytes_of(g, rank, round),
@@ -101,7 +102,8 @@ static int all_gather(tutti_group *g, const tutti_operation *op)
     return 0;
 }
 
-/* Only the root knows all sizes, so its table contains the number of rounds. */
+/* Only the root has all sizes, so the other ranks read the number of rounds from the root's
+ * table. */
 static int gather(tutti_group *g, const tutti_operation *op)
 {
     uint64_t chunk = g->slot_bytes, rounds = 1;
@@ -212,7 +214,7 @@ static int all_to_all(tutti_group *g, const tutti_operation *op)
 
 /* ---- Collectives that reduce ---- */
 
-/* Every rank stages its whole input and reduces all inputs: one round. */
+/* One round: every rank stages its whole input, and then reduces the inputs of all ranks. */
 static int one_shot(tutti_group *g, const void *in, void *out, uint64_t bytes)
 {
     const tutti_operation *op = g->running;
@@ -229,16 +231,16 @@ static int one_shot(tutti_group *g, const void *in, void *out, uint64_t bytes)
     return 0;
 }
 
-/* Reduce-scatter and all-gather, chunk by chunk: each rank reduces its piece of a chunk and publishes
- * the result. A round carries the results of one chunk and the inputs of the next, so there is one wait
- * per chunk. A slot has room for each piece of a chunk; no peer needs this rank's own piece of the
- * input, so the result takes its place. */
+/* Reduce-scatter and all-gather, chunk by chunk: each rank reduces its piece of a chunk and
+ * publishes the result. A round carries the results of one chunk and the inputs of the next chunk,
+ * so there is one wait per chunk. A slot has space for each piece of a chunk. No peer needs this
+ * rank's own piece of the input, so this rank's result is stored in the place of that piece. */
 static int two_shot(tutti_group *g, const unsigned char *in, unsigned char *out, uint64_t bytes)
 {
     uint64_t n = (uint64_t)g->size, me = (uint64_t)g->rank;
     uint64_t most = g->slot_bytes / n / LINE * LINE * n, even = rounds_for(bytes, most);
     uint64_t piece = ((bytes + even - 1) / even + n - 1) / n;
-    piece = (piece + LINE - 1) / LINE * LINE; /* chunks and pieces of nearly equal size */
+    piece = (piece + LINE - 1) / LINE * LINE; /* all pieces are nearly equal in size */
     uint64_t chunk = piece * n, chunks = rounds_for(bytes, chunk), first = g->round + 1;
     for (uint64_t c = 0; c <= chunks; c++) {
         uint64_t round = first + c, here = chunk_bytes(bytes, c, chunk);
@@ -361,12 +363,12 @@ static int run_direct(tutti_group *g, const tutti_operation *op)
     case TUTTI_ALL_REDUCE: return direct_all_reduce(g, op);
     case TUTTI_ALL_GATHER: return direct_all_gather(g, op);
     case TUTTI_REDUCE_SCATTER: return direct_reduce_scatter(g, op);
-    default: return run_staged(g, op); /* a broadcast: only its root offers memory */
+    default: return run_staged(g, op); /* a broadcast: only the root offers memory */
     }
 }
 
-/* When some ranks offer memory for direct access and others do not, all of them see it in the first
- * round; they then begin again with staging. */
+/* If some ranks offer memory for direct access and others do not, every rank detects the difference
+ * in the first round. All ranks then begin the operation again, with staging. */
 static int dispatch(tutti_group *g, const tutti_operation *op)
 {
     if (g->size == 1)
@@ -380,9 +382,11 @@ static int dispatch(tutti_group *g, const tutti_operation *op)
     return run_staged(g, op);
 }
 
-/* An ordinary store to a line that is in no cache first reads the line; non-temporal stores avoid that
- * for results too large for the caches. Not for results that replace memory that was just read, nor
- * between close cores (copy.c), where they were measured as twice as slow. */
+/* Whether results are written with non-temporal stores. An ordinary store to a cache line that is
+ * in no cache first reads the line from memory. Non-temporal stores avoid this read, which is
+ * faster for results too large for the caches. They are not used for results that replace memory
+ * that was just read, nor between close cores (copy.c): there, non-temporal stores were measured as
+ * slower, by up to a factor of two. */
 static bool results_are_streamed(const tutti_group *g, const tutti_operation *op)
 {
     bool in_place = op->in_parts == 1 && op->out_parts == 1 && op->in[0] == op->out[0];

@@ -1,13 +1,14 @@
 /* Copies between private memory and shared slots.
  *
- * memcpy only up to a few hundred bytes: above, glibc uses `rep movsb`, which on some processors is
- * several times slower for certain distances between source and destination.
+ * memcpy is used only for up to a few hundred bytes. For more bytes glibc uses `rep movsb`, which
+ * on some processors is several times slower for certain distances between source and destination.
  *
- * Bytes for another CPU need care. That CPU has read the slot's cache lines before, so an ordinary store
- * must first take each line back. Between distant cores (350 ns per round trip) that was measured as 29
- * ns per line (Zen 4), against 1.9 ns for non-temporal stores. Between close cores (60 ns) ordinary
- * stores are faster, by half. A process cannot ask which case it is in (a virtual machine may migrate
- * while it runs), so the writer times a sample of its copies. */
+ * For bytes that another CPU reads, the kind of store matters. The other CPU has read the slot's
+ * cache lines before, so an ordinary store must first take each line back from that CPU. Between
+ * distant cores (350 ns per round trip) this was measured as 29 ns per line (Zen 4), compared with
+ * 1.9 ns for non-temporal stores. Between close cores (60 ns per round trip) ordinary stores are
+ * faster, by half. A process cannot query which case applies (a virtual machine may migrate while
+ * the process runs), so the writer times a sample of its copies. */
 #include "internal.h"
 
 #include <string.h>
@@ -17,7 +18,7 @@
 
 #define MEMCPY_BYTES 256
 #define STEP 256 /* bytes per iteration */
-#define SAMPLED 2048 /* bytes that are timed; shorter copies always use ordinary stores */
+#define SAMPLED 2048 /* bytes of a timed sample; shorter copies always use ordinary stores */
 #define COPIES_PER_SAMPLE 32
 #ifndef SLOW_NS_PER_LINE
 #define SLOW_NS_PER_LINE 8
@@ -99,8 +100,9 @@ void stream_fence(void)
 }
 #endif
 
-/* Whether ordinary stores to these lines are slow. The source is read first, so that only the stores
- * are timed; the bytes written are the right ones, so the sample is part of the copy. */
+/* Whether ordinary stores to these lines are slow. The source is read first, so that only the
+ * stores are timed. The sample copies the first SAMPLED bytes to their destination, so it is part
+ * of the copy. */
 static bool stores_are_slow(unsigned char *to, const unsigned char *from)
 {
     for (int i = 0; i < SAMPLED; i += LINE)
@@ -119,7 +121,8 @@ void copy_to_peer(store_sampler *sampler, void *to, const void *from, uint64_t b
         return;
     }
     uintptr_t start = (uintptr_t)to, source = (uintptr_t)from;
-    if (start < source + bytes && source < start + bytes) { /* overlap: the sample would overwrite the source */
+    /* If source and destination overlap, a sample would overwrite the source. */
+    if (start < source + bytes && source < start + bytes) {
         memmove(to, from, bytes);
         return;
     }

@@ -1,18 +1,19 @@
-/* Collectives with direct access: peers read and write each other's tensors, nothing is staged.
+/* Collectives with direct access: peers read and write each other's tensors, and nothing is staged.
  *
- * In the first round every rank posts the id and offset of its tensor's memory (a block or an export,
- * exported.c). When all ranks have posted one, each rank translates them to its own mappings. Post
- * (release) and await (acquire) of that round order the ranks' earlier writes to their tensors; a second
- * round, or the consumed mark, orders the accesses made here before any rank returns. */
+ * In the first round every rank posts the id and offset of its tensor's memory (a block or an
+ * export, exported.c). If all ranks have posted an id, each rank translates the ids and offsets to
+ * addresses in its own mappings. The post (release) and the await (acquire) of that round order the
+ * ranks' earlier writes to their tensors before the accesses made here. A second round, or a wait
+ * for the consumed mark of all peers, orders the accesses made here before any rank returns. */
 #include "rounds.h"
 
 #include <inttypes.h>
 
 #ifndef DIRECT_BYTES
-#define DIRECT_BYTES (4 * 1024) /* below, staging costs less than a second wait */
+#define DIRECT_BYTES (4 * 1024) /* for fewer bytes staging costs less than a second wait */
 #endif
 
-/* The contiguous memory of this rank that peers would access, or NULL when the operation has none. */
+/* Returns the contiguous memory of this rank that peers would access, or NULL if there is none. */
 static const void *memory_to_offer(const tutti_group *g, const tutti_operation *op, uint64_t *bytes)
 {
     *bytes = op->in_parts ? op->in_bytes[0] : 0;
@@ -45,7 +46,7 @@ bool offer_memory(tutti_group *g, const tutti_operation *op)
     } else if (!find_exported(memory, bytes, &id, &offset))
         return false;
     if (enter_round(g, first) < 0)
-        return false; /* the staged path fails in the same way and reports it */
+        return false; /* the staged path fails in the same way and reports the error */
     _Atomic uint64_t *offer = g->peers[g->rank].control->offer[first % SLOTS];
     atomic_store_explicit(&offer[0], id, memory_order_relaxed);
     atomic_store_explicit(&offer[1], offset, memory_order_relaxed);
@@ -53,7 +54,7 @@ bool offer_memory(tutti_group *g, const tutti_operation *op)
     return true;
 }
 
-/* The address at which this process has mapped the memory that a rank offered in a round. */
+/* Finds the address at which this process has mapped the memory that a rank offered in a round. */
 static int find_memory(tutti_group *g, int rank, uint64_t round, unsigned char **found)
 {
     const _Atomic uint64_t *offer = g->peers[rank].control->offer[round % SLOTS];
@@ -68,7 +69,7 @@ static int find_memory(tutti_group *g, int rank, uint64_t round, unsigned char *
     if (!block)
         return fail(TUTTI_BAD_ARGUMENT,
                     "rank %d of group %s uses symmetric block %" PRIu64
-                    ", which rank %d has not mapped: every rank must add it",
+                    ", which rank %d has not mapped: every rank must add the block",
                     rank, g->name, id, g->rank);
     *found = block->bases[rank] + offset;
     return 0;
@@ -98,7 +99,8 @@ static int finish_reads(tutti_group *g, uint64_t round)
     return await_consumed(g, round);
 }
 
-/* Each rank reduces one piece of all tensors and writes the result into all of them. */
+/* Each rank reduces one piece of all ranks' tensors and writes the result into all these
+ * tensors. */
 int direct_all_reduce(tutti_group *g, const tutti_operation *op)
 {
     uint64_t n = (uint64_t)g->size, bytes = op->in_bytes[0], round = g->round + 1;

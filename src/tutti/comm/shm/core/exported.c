@@ -1,11 +1,13 @@
-/* Memory that collectives use in place, without staging copies: registered blocks and exported memory.
+/* Memory that collectives use in place, without staging copies: registered blocks and exported
+ * memory.
  *
  * A block is symmetric memory that all ranks of a group have agreed on and mapped beforehand
- * (tutti_group_add_block). Exported memory needs no agreement, so it suits an allocator that does not
- * know the group, such as the one of DDP's buckets: a process allocates it alone, and peers map it when
- * an operation first uses it. The id that a rank posts in an operation's first round contains the
- * descriptor to open in that rank's process. The rank that posts an id stays inside the operation until
- * all peers have finished with the memory, so it cannot be freed meanwhile. */
+ * (tutti_group_add_block). Exported memory needs no agreement, so it suits an allocator that has no
+ * access to the group, such as the allocator of DDP's buckets: a process allocates exported memory
+ * alone, and peers map the memory when an operation first uses it. The id that a rank posts in an
+ * operation's first round contains the file descriptor that peers open in that rank's process. The
+ * rank that posts an id stays inside the operation until all peers have finished with the memory,
+ * so the memory cannot be freed meanwhile. */
 #define _GNU_SOURCE /* fallocate */
 #include "internal.h"
 
@@ -100,7 +102,7 @@ void free_blocks(tutti_group *g)
 
 typedef struct exported {
     uint64_t id, bytes;
-    unsigned char *memory; /* one cache line after the start of the segment, which holds the id */
+    unsigned char *memory; /* after the first cache line of the segment, which holds the id */
     tutti_segment *segment;
     pid_t owner;
     struct exported *next;
@@ -144,7 +146,7 @@ TUTTI_API void *tutti_export_alloc(uint64_t bytes)
     uint64_t fd = (uint64_t)tutti_segment_fd(segment);
     unsigned char *memory = (unsigned char *)tutti_segment_base(segment) + LINE;
     pthread_mutex_lock(&export_lock);
-    /* The counter distinguishes exports that had the same descriptor one after the other. */
+    /* The counter distinguishes two exports that used the same descriptor one after the other. */
     uint64_t id = EXPORTED | (++exports_so_far & 0x7fffffff) << 32 | fd;
     *made = (exported){id, bytes, memory, segment, getpid(), atomic_load(&all_exports)};
     atomic_store(id_in(segment), id);
@@ -168,9 +170,10 @@ TUTTI_API void tutti_export_free(void *memory)
     pthread_mutex_unlock(&export_lock);
     if (!found)
         return;
-    if (found->owner == getpid()) { /* in a forked child the parent still uses it */
-        /* Peers unmap it when they next map an export, or when they close the group. Punching a
-         * hole frees the pages at once; they then read as zeros, and an id of 0 tells peers. */
+    if (found->owner == getpid()) { /* in a forked child the parent still uses the memory */
+        /* Peers unmap the segment when they next map an export of this rank, or when they close the
+         * group. Punching a hole frees the pages at once. Freed pages read as zeros, and an id of 0
+         * shows peers that the export was freed. */
         off_t whole = (off_t)tutti_segment_bytes(found->segment);
         atomic_store(id_in(found->segment), 0);
         fallocate(tutti_segment_fd(found->segment), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,

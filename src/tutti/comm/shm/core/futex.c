@@ -1,10 +1,11 @@
 /* Waiting: spin, then yield, then sleep on a futex.
  *
- * With a CPU for each rank the peer runs now, and spinning sees its answer soonest. When ranks
- * outnumber CPUs the peer may wait for this very CPU, so a waiter yields early. What counts is not how
- * many CPUs are online but how many the ranks may use: the union of their affinity masks (ranks that
- * are pinned to one CPU each have as many CPUs as ranks), and the CPU quota of the control group, by
- * which containers are limited. */
+ * If there is a CPU for each rank, the peer is running, and a spinning waiter sees the peer's
+ * answer soonest. If there are more ranks than CPUs, the peer may need the CPU on which the waiter
+ * spins, so the waiter yields early. The relevant number of CPUs is not the number that is online
+ * but the number that the ranks may use. This is the size of the union of their affinity masks (if
+ * each rank is pinned to its own CPU, there are as many CPUs as ranks), limited by the CPU quota of
+ * the control group, which containers set. */
 #define _GNU_SOURCE /* CPU_ALLOC, sched_getaffinity, syscall */
 #include "internal.h"
 
@@ -21,7 +22,7 @@
 #define FIRST_SLEEP_NS 20000
 #define LONGEST_SLEEP_NS 1000000
 #define ALIVE_CHECK_NS 20000000
-#define LONGEST_FUTEX_NS 20000000 /* a process that is killed wakes nobody: look again after this */
+#define LONGEST_FUTEX_NS 20000000 /* a killed process wakes no waiter: check again */
 #define YIELDS_PER_CHECK 32
 #define MASK_CPUS 8192
 
@@ -47,7 +48,8 @@ static int count_cpus(const int64_t *pids, int n)
     unsigned long all[WORDS] = {0}, one[WORDS];
     int count = 0;
     for (int i = 0; i < n; i++) {
-        /* The raw system call returns how many bytes of the mask the kernel has written. */
+        /* The raw system call returns the number of bytes of the mask that the kernel has
+         * written. */
         long bytes = syscall(SYS_sched_getaffinity, (pid_t)pids[i], sizeof one, one);
         for (long w = 0; w < bytes / (long)sizeof *one; w++)
             all[w] |= one[w];
@@ -62,8 +64,8 @@ static int count_cpus(const int64_t *pids, int n)
     return count < 1 ? 1 : count;
 }
 
-/* The largest count stays: a process may have groups of different sizes, and one-sided waits do not
- * know which processes they wait for. */
+/* Keeps the largest count, because a process may have groups of different sizes, and one-sided
+ * waits have no list of the processes that they wait for. */
 void count_cpus_of(const int64_t *pids, int n)
 {
     int count = count_cpus(pids, n), known = atomic_load_explicit(&usable_cpus, memory_order_relaxed);
@@ -129,8 +131,9 @@ void futex_wait(_Atomic uint32_t *word, uint32_t seen)
     syscall(SYS_futex, word, FUTEX_WAIT, seen, &time, NULL, 0);
 }
 
-/* The release makes visible, to a waiter that reads the new value (acquire), the reason for which it
- * was woken; a waiter that read the old value is refused by the kernel, or woken. */
+/* The increment is a release, so a waiter that reads the new value (acquire) sees the change for
+ * which it was woken. A waiter that read the old value is either not put to sleep by the kernel, or
+ * woken. */
 void futex_wake_all(_Atomic uint32_t *word)
 {
     atomic_fetch_add_explicit(word, 1, memory_order_release);

@@ -35,7 +35,8 @@ static uint64_t round_up(uint64_t value, uint64_t to)
     return (value + to - 1) / to * to;
 }
 
-/* Offsets of the parts of a segment. They follow from (size, staging), which all ranks share. */
+/* Offsets of the parts of a segment. They depend only on (size, staging), which are equal on all
+ * ranks. */
 typedef struct {
     uint64_t control, ledger, place, sent, received, rings, slots, bytes;
     uint64_t ring_bytes, slot_bytes, slot_stride, table_bytes;
@@ -177,7 +178,8 @@ TUTTI_API uint64_t tutti_group_bytes(const tutti_group *g)
     return tutti_segment_bytes(g->peers[g->rank].segment);
 }
 
-/* Once all ranks are known: how long waiters spin depends on the CPUs that the ranks may use. */
+/* Called once all ranks are connected, because the time that waiters spin depends on the CPUs that
+ * the ranks may use. */
 static void set_spin_limits(tutti_group *g)
 {
     int64_t pids[TUTTI_MAX_RANKS];
@@ -206,8 +208,8 @@ TUTTI_API int tutti_group_connect(tutti_group *g, int rank, int64_t pid, int fd,
         header->token != g->token || header->rank != rank || header->size != g->size) {
         tutti_segment_close(segment);
         return fail(TUTTI_SYSTEM,
-                    "descriptor %d of process %" PRId64 " is not rank %d of group %s: do the ranks "
-                    "share a host and a version of this package?",
+                    "descriptor %d of process %" PRId64 " is not the segment of rank %d of group "
+                    "%s: do the ranks share a host and a version of this package?",
                     fd, pid, rank, g->name);
     }
     locate_parts(&g->peers[rank], segment, &l);
@@ -235,7 +237,8 @@ TUTTI_API void tutti_group_abort(tutti_group *g)
     char text[256];
     snprintf(text, sizeof text, "rank %d has closed group %s", g->rank, g->name);
     break_group(g, TUTTI_CLOSED, text);
-    /* Also after an earlier failure: waiting peers must learn that this rank will not arrive. */
+    /* This is also done after an earlier failure, so that waiting peers read that this rank will
+     * not arrive. */
     control *own = g->peers[g->rank].control;
     uint32_t running = RUNNING;
     atomic_compare_exchange_strong(&own->state, &running, LEFT);

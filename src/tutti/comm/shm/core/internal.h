@@ -17,23 +17,27 @@
 /* ---- errors.c: the calling thread's last error, and broken groups ---- */
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 int fail_errno(const char *what);
-/* 0, or the error that makes every operation of this group fail from now on. */
+/* Returns 0, or the error with which every operation of this group fails from now on. */
 int group_usable(tutti_group *);
-/* Marks the group as broken for good, here and for peers, and wakes every thread that waits in it.
- * Returns the code of the group's first failure, which may be an earlier one. */
+/* Marks the group as permanently broken, for this rank and its peers, and wakes every thread that
+ * waits in the group. Returns the code of the group's first failure, which may be an earlier
+ * one. */
 int break_group(tutti_group *, int code, const char *text);
-/* The reason why waiting for `peer` is pointless, or 0: an abort on this rank, the peer's own state,
- * and with `check_alive` (a system call) whether its process has died. */
+/* Returns the reason why waiting for `peer` is pointless, or 0. The reasons are an abort on this
+ * rank and the peer's own state. With `check_alive` (a system call) the death of the peer's process
+ * is checked too. */
 int peer_error(tutti_group *, int peer, bool check_alive);
 
 /* ---- segment.c ---- */
-void reset_segment_lock(void);                 /* in a forked child: the lock's holder may be gone */
-void segment_close_descriptor(tutti_segment *); /* keeps the mapping; liveness is no longer known */
+/* For a forked child, in which the thread that holds the lock may not exist. */
+void reset_segment_lock(void);
+/* Keeps the mapping. tutti_segment_owner_lives can no longer be used. */
+void segment_close_descriptor(tutti_segment *);
 
 /* ---- futex.c: time and waiting ---- */
 #define FOREVER UINT64_MAX
 uint64_t now_ns(void);                   /* CLOCK_MONOTONIC */
-uint64_t deadline_after(double seconds); /* FOREVER when not positive or not finite */
+uint64_t deadline_after(double seconds); /* FOREVER if not positive or above 1e9 */
 
 /* A waiter spins `spins` times, then calls sched_yield `yields` times, then sleeps. */
 typedef struct {
@@ -44,39 +48,42 @@ typedef struct {
     uint32_t turns;
     uint64_t sleep_ns, alive_checked_ns;
 } pause_state;
-spin_limits spin_limits_for(int ranks); /* with the CPUs known so far */
+spin_limits spin_limits_for(int ranks); /* with the CPUs counted so far */
 spin_limits worker_spin_limits(void);   /* worker threads share a CPU with the computation */
-/* Counts the CPUs on which these processes may run: the union of their affinity masks, cut by the
- * cgroup CPU quota. Later calls of spin_limits_for use the result. */
+/* Counts the CPUs on which these processes may run: the union of their affinity masks, limited by
+ * the cgroup CPU quota. Later calls of spin_limits_for use the result. */
 void count_cpus_of(const int64_t *pids, int n);
-/* Spins, yields or sleeps once; true when the slow checks (deadline, liveness, abort) are due. */
+/* Spins, yields or sleeps once. Returns true if the slow checks (deadline, liveness, abort) are
+ * due. */
 bool pause_once(pause_state *);
-/* The same without sleeping; false once spins and yields are used up. */
+/* The same without sleeping. Returns false once all spins and yields are used up. */
 bool pause_awake(pause_state *, bool *should_check);
 bool alive_check_due(pause_state *, uint64_t now);
-/* Sleeps unless *word differs from `seen`, until futex_wake_all or at most 20 ms (a process that is
- * killed cannot wake anyone). */
+/* Sleeps if *word is equal to `seen`, until futex_wake_all, but for at most 20 ms (a process that
+ * is killed cannot wake a waiter). */
 void futex_wait(_Atomic uint32_t *word, uint32_t seen);
 void futex_wake_all(_Atomic uint32_t *word);
 
 /* ---- memory.c ---- */
-uint64_t available_memory(const char **where); /* bytes, and which limit that is, for messages */
-/* Maps a file of shared memory with all page table entries filled; MAP_FAILED and errno on failure.
- * The creator spends longer on getting huge pages, which later mappings then share. */
+uint64_t available_memory(const char **where); /* in bytes; *where names the limit, for messages */
+/* Maps a file of shared memory and fills all page table entries. On failure returns MAP_FAILED and
+ * sets errno. The creator spends more time on getting huge pages, which later mappings then
+ * share. */
 void *map_pages(int fd, uint64_t bytes, bool creator);
-double cgroup_cpu_quota(void); /* CPUs that the cgroup allows; HUGE_VAL where there is no limit */
+double cgroup_cpu_quota(void); /* CPUs that the cgroup allows; HUGE_VAL if there is no limit */
 
 /* ---- copy.c ---- */
 void copy_bytes(void *to, const void *from, uint64_t bytes);
-/* Non-temporal stores; a release store orders them only after stream_fence(). */
+/* Copies with non-temporal stores. A later release store orders these stores only after
+ * stream_fence(). */
 void stream_bytes(void *to, const void *from, uint64_t bytes);
 void stream_fence(void);
-/* Remembers which kind of store is faster towards the CPU that reads the bytes. */
+/* Records which kind of store is faster for bytes that another CPU reads next. */
 typedef struct {
     uint32_t count;
     bool streaming; /* non-temporal stores are faster */
 } store_sampler;
-/* Copies bytes that another CPU reads next, with the faster kind of store. */
+/* Copies bytes that another CPU reads next, with the kind of store that is faster. */
 void copy_to_peer(store_sampler *, void *to, const void *from, uint64_t bytes);
 
 /* ---- reduce_kernels.c ---- */
@@ -86,24 +93,26 @@ const char *reduce_name(uint32_t reduce);
 bool can_reduce(uint32_t dtype, uint32_t reduce);
 void reduce_parts(void *out, const void *const *parts, uint32_t n, uint64_t count, uint32_t dtype,
                   uint32_t reduce); /* out may be one of the parts */
-/* The same, and the result is also written to `copies`, block by block while it is in the L1 cache. */
+/* As reduce_parts, and also writes the result to `copies`, block by block while a block is in the
+ * L1 cache. */
 void reduce_and_copy(void *out, void *const *copies, uint32_t n_copies, bool streaming,
                      const void *const *parts, uint32_t n, uint64_t count, uint32_t dtype,
                      uint32_t reduce);
 
-/* ---- The control block: the part of a rank's segment by which ranks synchronise ----
+/* ---- The control block: the part of a rank's segment through which ranks synchronise ----
  *
- * Writers, word by word: `posted`, `fingerprint`, `offer`, `consumed`, `state`, `code` and `reason`
- * are written by the owner only. `waiters` and `p2p_waiters` are counters that every rank changes by
- * atomic read-modify-write. `futex` and `p2p_futex` are incremented by the owner, and by any rank of
- * the group when it aborts or, for p2p_futex, when it has moved bytes of a message. */
+ * Writers of each word: `posted`, `fingerprint`, `offer`, `consumed`, `state`, `code` and `reason`
+ * are written by the owner only. `waiters` and `p2p_waiters` are counters that every rank changes
+ * by atomic read-modify-write. `futex` and `p2p_futex` are incremented by the owner, and by any
+ * other rank of the group when that rank aborts or, for p2p_futex, when that rank has moved bytes
+ * of a message. */
 enum { RUNNING = 0, LEFT = 1, BROKEN = 2 };
 
 typedef struct {
     _Alignas(2 * LINE) _Atomic uint64_t posted; /* the last round whose bytes are staged */
     _Atomic uint64_t fingerprint[SLOTS];        /* hash of all operations so far, by round */
     _Alignas(LINE) _Atomic uint64_t offer[SLOTS][2]; /* memory id and offset for direct access */
-    _Alignas(2 * LINE) _Atomic uint64_t consumed; /* the last round whose peers' bytes were read */
+    _Alignas(2 * LINE) _Atomic uint64_t consumed; /* the last round that this rank has read */
     _Alignas(2 * LINE) _Atomic uint32_t waiters;  /* threads of peers that sleep on `futex` */
     _Atomic uint32_t futex;                       /* changes when this rank posts or consumes */
     _Alignas(2 * LINE) _Atomic uint32_t p2p_waiters; /* threads of this rank on p2p_futex */
@@ -149,7 +158,7 @@ struct tutti_work {
     atomic_int is_done;
     int code;
     int32_t source;
-    char *text; /* NULL on success, and when there was no memory for a copy of the error */
+    char *text; /* error message; NULL on success, or if there was no memory for a copy */
     struct tutti_work *next;
     uint64_t moved; /* send and recv: bytes already in or out of the ring */
     bool started;
@@ -164,14 +173,14 @@ struct tutti_group {
     int rank, size;
     uint64_t token, slot_bytes, slot_stride, ring_bytes;
     unsigned fork_generation;
-    spin_limits limits, limits_now; /* of calling threads; of the thread that runs the collective */
+    spin_limits limits, limits_now; /* for calling threads; for the running collective */
     peer *peers;                    /* `size` entries, this rank's own included */
     int connected;
     pthread_mutex_t blocks_lock;
     _Atomic(block *) blocks;
     tutti_group *next; /* list of the groups of this process */
 
-    atomic_int broken; /* code of the first failure; every later operation fails with it */
+    atomic_int broken; /* code of the first failure, with which every later operation fails */
     pthread_mutex_t broken_lock;
     char *broken_text;
 
@@ -184,48 +193,51 @@ struct tutti_group {
     bool collective_runs, closing;
     int inside; /* threads inside a call; closing waits for them */
     pthread_t *workers;
-    int started, ready; /* worker threads; those that are not inside a callback */
+    int started, ready; /* worker threads; worker threads not inside a callback */
     tutti_work *queue_head, *queue_tail;
-    uint64_t collectives; /* how many were called: their sequence numbers */
+    uint64_t collectives; /* number of calls so far; the sequence number of the last one */
 
     /* State of the running collective; protected by `collective_runs`. */
     uint64_t round, fingerprint, consumed_by_all;
     const tutti_operation *running;
     uint64_t running_sequence, running_deadline;
     double running_timeout;
-    uint64_t table_bytes; /* of the table of sizes at the start of each slot */
+    uint64_t table_bytes; /* bytes of the table of sizes at the start of each slot */
     store_sampler sampler;
     bool stream_results;  /* results are written with non-temporal stores */
     const void **sources; /* `size` entries, scratch for reductions */
-    void **copies;        /* the same */
+    void **copies;        /* `size` entries, scratch for direct reductions */
     mapping *mappings;    /* peers' exported memory that this rank has mapped */
 
     p2p_state *p2p;
 };
 
 /* ---- group.c ---- */
-/* A forked child has neither the group's threads nor the right to write to its rings. */
+/* Fails in a forked child, which has none of the group's threads and must not write to its
+ * rings. */
 int refuse_forked_child(const tutti_group *);
 static inline unsigned char *slot_of(const tutti_group *g, int rank, uint64_t round)
 {
     return g->peers[rank].slots + (round % SLOTS) * g->slot_stride;
 }
 
-/* Index of `reader` among the size - 1 peers of `owner`: its ring, or its share of a slot. */
+/* Index of `reader` among the size - 1 peers of `owner`. It selects the reader's ring, or the
+ * reader's share of a slot. */
 static inline uint64_t lane(int owner, int reader)
 {
     return (uint64_t)(reader < owner ? reader : reader - 1);
 }
 
 /* ---- exported.c ---- */
-/* A block is removed only when no operation uses it, so a result stays valid during an operation. */
+/* A block is removed only while no operation uses it, so the block returned stays valid during an
+ * operation. */
 const block *block_of(tutti_group *, const void *address, uint64_t bytes);
 const block *block_by_id(tutti_group *, uint64_t id);
 void free_blocks(tutti_group *);
-#define EXPORTED ((uint64_t)1 << 63) /* set in the id of exported memory, clear in that of a block */
+#define EXPORTED ((uint64_t)1 << 63) /* set in ids of exported memory, clear in ids of blocks */
 bool find_exported(const void *address, uint64_t bytes, uint64_t *id, uint64_t *offset);
-/* The address at which this process has mapped a rank's exported memory; maps it at first use.
- * Called by the thread that runs the collective. */
+/* Finds the address at which this process has mapped a rank's exported memory, and maps the memory
+ * at first use. Called by the thread that runs the collective. */
 int map_exported(tutti_group *, int rank, uint64_t id, unsigned char **memory);
 void free_mappings(tutti_group *);
 void reset_export_lock(void);
@@ -236,7 +248,8 @@ uint64_t operation_bytes(const tutti_operation *);
 uint64_t ledger_open(tutti_group *, const tutti_operation *, uint64_t sequence, int state);
 void ledger_mark(tutti_group *, uint64_t id, int state);
 void describe_peer(const tutti_group *, int rank, char *text, size_t room);
-/* Describes the first collective in which this rank and a peer differ; false when none is found. */
+/* Describes the first collective in which this rank and a peer differ. Returns false if none is
+ * found. */
 bool describe_difference(const tutti_group *, int rank, char *text, size_t room);
 void text_to_words(_Atomic uint64_t *words, int n, const char *text);
 void words_to_text(const _Atomic uint64_t *words, int n, char *text);
@@ -249,8 +262,8 @@ uint64_t operation_fingerprint(const tutti_operation *);
 uint64_t hash_combine(uint64_t, uint64_t);
 tutti_work *work_create(tutti_group *, const tutti_operation *, double timeout, tutti_done,
                         void *argument);
-/* work_end marks the operation as done; work_call_back runs its callback, with no lock held. They
- * are separate because a callback may wait for another operation. */
+/* work_end marks the operation as done. work_call_back runs its callback, with no lock held. The
+ * two are separate because a callback may wait for another operation. */
 void work_end(tutti_work *, int code, const char *text);
 void work_call_back(tutti_work *);
 void work_release(tutti_work *);

@@ -1,8 +1,10 @@
-/* The ledger: recording this rank's operations, and describing those of peers in error messages.
+/* The ledger: recording this rank's operations, and describing the operations of peers in error
+ * messages.
  *
- * An entry is a sequence lock over its `id`: the owner stores 0, executes a release fence, stores the
- * fields (relaxed) and stores the new id (release). A reader takes the fields as valid when it loads the
- * same id, not 0, before (acquire) and after (behind an acquire fence). */
+ * An entry is protected by a sequence lock, which is its `id`. The owner stores id 0, executes a
+ * release fence, stores the fields (relaxed) and stores the new id (release). A reader loads the id
+ * (acquire), loads the fields, executes an acquire fence and loads the id again. The fields are
+ * valid if both loads returned the same id and this id is not 0. */
 #include "internal.h"
 
 #include <inttypes.h>
@@ -123,7 +125,8 @@ static bool read_record(const tutti_entry *entry, record *copy)
     return copy->id && atomic_load_explicit(&entry->id, RELAXED) == copy->id;
 }
 
-/* The entry that a rank opened last, or that of one collective when `sequence` is not 0. */
+/* Finds the entry that a rank opened last or, if `sequence` is not 0, the entry of that
+ * collective. */
 static bool find_record(const tutti_group *g, int rank, uint64_t sequence, record *found)
 {
     bool any = false;

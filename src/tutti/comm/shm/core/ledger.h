@@ -1,10 +1,11 @@
 /* The part of a rank's segment that tools outside the group read: header, ledger and place.
  *
- * The layout is fixed, little-endian and free of pointers, so that any program can open /proc/PID/fd/FD
- * of a memfd named "tutti-shm:GROUP" and parse it. (Not inside the owning process: closing any descriptor
- * of the file there would release the lock by which peers see that the owner is alive.) An entry is valid
- * when `id` is equal, and not 0, before and after reading the rest; a place is valid when `version` is
- * even and equal before and after. */
+ * The layout is fixed, little-endian and free of pointers, so that any program can open
+ * /proc/PID/fd/FD of a memfd named "tutti-shm:GROUP" and parse it. (The owning process must not do
+ * this: if it closed any descriptor of the file, it would release the lock that shows peers that
+ * the owner is alive.) An entry is valid if `id` has the same value, not 0, before and after the
+ * rest of the entry is read. A place is valid if `version` has the same even value before and
+ * after. */
 #ifndef TUTTI_LEDGER_H
 #define TUTTI_LEDGER_H
 
@@ -36,10 +37,10 @@ typedef struct {
 enum tutti_state { TUTTI_QUEUED, TUTTI_RUNNING, TUTTI_DONE, TUTTI_FAILED };
 
 typedef struct {
-    _Atomic uint64_t id;       /* 0: counts from 1; at index (id - 1) % entries; 0 while written */
-    _Atomic uint64_t sequence; /* 8: number of the collective, or of this rank's message */
+    _Atomic uint64_t id;       /* 0: counts from 1; index (id - 1) % entries; 0 during a write */
+    _Atomic uint64_t sequence; /* 8: counts a group's collectives, or this rank's sends and recvs */
     _Atomic uint32_t kind, dtype, reduce; /* 16, 20, 24: as in tutti_shm.h */
-    _Atomic int32_t root;      /* 28: root rank, or the peer of a message */
+    _Atomic int32_t root;      /* 28: root rank, or the peer of a send or recv */
     _Atomic uint32_t tag;      /* 32 */
     _Atomic uint32_t state;    /* 36: enum tutti_state */
     _Atomic uint64_t bytes;    /* 40 */
@@ -51,9 +52,9 @@ typedef struct {
     _Atomic uint64_t where[TUTTI_WHERE_WORDS]; /* 96: source location of the caller */
 } tutti_entry;                                 /* 192 bytes */
 
-/* Where the main thread of the process was, as sampled last. */
+/* The source location of the process's main thread, as last sampled. */
 typedef struct {
-    _Atomic uint64_t version; /* odd while it is written */
+    _Atomic uint64_t version; /* odd while the place is written */
     _Atomic uint64_t seen_ns; /* CLOCK_MONOTONIC */
     _Atomic uint64_t text[TUTTI_PLACE_WORDS];
 } tutti_place;

@@ -1,4 +1,5 @@
-/* Limits of memory and CPUs from /proc and the control groups, and the mapping of shared memory. */
+/* Limits of memory and CPUs, read from /proc and the control groups, and the mapping of shared
+ * memory. */
 #define _GNU_SOURCE /* MAP_POPULATE */
 #include "internal.h"
 
@@ -17,9 +18,10 @@
 #endif
 
 enum { HUGE_PAGE = 2 << 20, COLLAPSE_AT_ONCE = 16 * HUGE_PAGE };
-#define COLLAPSE_NS 500000000u /* at most, for the creator of a segment; a tenth for its peers */
+#define COLLAPSE_NS 500000000u /* time limit for a segment's creator; a tenth for its peers */
 
-/* The number that follows `word` at the start of a line of a file; UINT64_MAX where there is none. */
+/* Returns the number that follows `word` at the start of a line of a file, or UINT64_MAX if there
+ * is no such number. */
 static uint64_t number_in(const char *path, const char *word)
 {
     FILE *file = fopen(path, "re");
@@ -34,11 +36,12 @@ static uint64_t number_in(const char *path, const char *word)
     return number;
 }
 
-/* Control groups, version 1 (a hierarchy per controller) and version 2 (one for all). */
+/* Control groups, version 1 (one hierarchy per controller) and version 2 (one for all
+ * controllers). */
 enum { CGROUP_V1, CGROUP_V2 };
 typedef struct {
-    const char *controller; /* as /proc/self/cgroup names it */
-    const char *roots[2];   /* where version 1 and version 2 are mounted */
+    const char *controller; /* the name in /proc/self/cgroup */
+    const char *roots[2];   /* mount points of version 1 and version 2 */
 } controller;
 
 static const controller MEMORY = {"memory", {"/sys/fs/cgroup/memory", "/sys/fs/cgroup"}};
@@ -49,9 +52,9 @@ static void file_of(char *full, size_t room, const char *root, const char *path,
     snprintf(full, room, "%s%s/%s", root, path, name);
 }
 
-/* Calls `limit_at` for the process's group and all groups above it, and returns the least limit. A
- * container may see its own group as the root although /proc names a longer path, so groups that do
- * not exist are skipped. */
+/* Calls `limit_at` for the process's control group and all groups above it, and returns the lowest
+ * limit. Inside a container the process's group may be mounted as the root although /proc contains
+ * a longer path, so groups that do not exist are skipped. */
 static double least_limit(const controller *c, double (*limit_at)(int version, const char *root,
                                                                   const char *path))
 {
@@ -83,7 +86,8 @@ static double least_limit(const controller *c, double (*limit_at)(int version, c
     return least;
 }
 
-/* Bytes that a group leaves. Its page cache counts as free, since the kernel drops it on demand. */
+/* Returns the bytes that a control group may still use. The group's page cache counts as free,
+ * because the kernel drops it on demand. */
 static double memory_left(int version, const char *root, const char *path)
 {
     static const char *const limits[] = {"memory.limit_in_bytes", "memory.max"};
@@ -105,7 +109,7 @@ static double memory_left(int version, const char *root, const char *path)
     return limit > used ? (double)(limit - used) : 0;
 }
 
-/* CPUs that a group may use on average: quota divided by period. */
+/* Returns the CPUs that a control group may use on average: quota divided by period. */
 static double cpu_quota(int version, const char *root, const char *path)
 {
     char name[512], line[64] = "";
@@ -149,13 +153,14 @@ uint64_t available_memory(const char **where)
     return available;
 }
 
-/* Huge pages need one TLB entry for 2 MiB instead of 512. Shared memory gets them on request
- * (MADV_COLLAPSE), and only at addresses that are multiples of their size: hence the reservation of
- * one huge page more, of which only the segment stays mapped. A kernel older than 6.1, or one without
- * a free huge page, leaves small pages; one that first has to move pages is slow, so the request is
- * limited in time.
+/* Huge pages need one TLB entry for 2 MiB instead of 512. Shared memory gets huge pages on request
+ * (MADV_COLLAPSE), and only at addresses that are multiples of their size. Therefore the address
+ * range reserved is one huge page longer than the segment, and the part of the range outside the
+ * segment is unmapped again. A kernel older than 6.1, or one without a free huge page, keeps small
+ * pages. A kernel that first has to move pages is slow, so the request has a time limit.
  *
- * The pages exist already; filling the page tables now keeps faults out of the first operations. */
+ * The pages of the segment are already allocated. Filling the page tables here avoids page faults
+ * in the first operations. */
 void *map_pages(int fd, uint64_t bytes, bool creator)
 {
     const int rights = PROT_READ | PROT_WRITE;

@@ -1,7 +1,8 @@
 /* One-sided memory: puts, signals and atomics on 64-bit words anywhere in a mapped segment.
  *
- * A signal is stored with release and awaited with acquire, so a rank that has seen the signal sees the
- * bytes that were put before it. Read-modify-write operations are sequentially consistent. */
+ * A signal is stored with release and awaited with acquire, so a rank that has read the new value
+ * of a signal also reads the bytes that were put before the signal. Read-modify-write operations
+ * are sequentially consistent. */
 #include "internal.h"
 #include "structures.h"
 

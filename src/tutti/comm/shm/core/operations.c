@@ -1,15 +1,17 @@
 /* Operations: checking arguments, work objects, and the queue of collectives of a group.
  *
- * Collectives of a group run one at a time, in the order of their calls (g->collective_runs). A caller
- * that finds the queue empty runs its own collective at once. Submitted collectives wait in the queue
- * for a worker thread; a thread that waits for one of them runs the queue itself if no other thread
- * does, which saves the switch to another thread. A thread that waits with a time limit leaves the queue
- * to the worker, because a collective cannot be abandoned and takes as long as its slowest rank.
+ * Collectives of a group run one at a time, in the order of their calls (g->collective_runs). A
+ * caller that finds the queue empty and no collective running runs its own collective at once.
+ * Submitted collectives wait in the queue for a worker thread. A thread that waits for a submitted
+ * collective runs the queue itself if no other thread does, which saves the switch to another
+ * thread. A thread that waits with a time limit leaves the queue to the worker, because a
+ * collective cannot be abandoned and takes as long as its slowest rank.
  *
- * A callback may wait for another operation (torch's communication hooks do). Therefore operations are
- * marked as done before their callbacks run; a thread inside a callback runs no other operation, whose
- * callback, deeper on the same stack, might wait for the outer callback; and another worker is started
- * when all workers are inside callbacks and the queue is not empty. */
+ * A callback may wait for another operation (torch's communication hooks do). Therefore
+ *   - operations are marked as done before their callbacks run,
+ *   - a thread inside a callback runs no other operation, because that operation's callback, deeper
+ *     on the same stack, might wait for the outer callback,
+ *   - another worker is started if all workers are inside callbacks and the queue is not empty. */
 #include "internal.h"
 
 #include <inttypes.h>
@@ -54,7 +56,8 @@ static bool reduces(uint32_t kind)
     return kind == TUTTI_ALL_REDUCE || kind == TUTTI_REDUCE || kind == TUTTI_REDUCE_SCATTER;
 }
 
-/* Indices of the input and output part that this rank exchanges with itself; their sizes must agree. */
+/* Finds the input part and the output part that this rank exchanges with itself. The sizes of these
+ * two parts must be equal. */
 static bool own_parts(const tutti_group *g, const tutti_operation *operation, uint32_t *in,
                       uint32_t *out)
 {
@@ -91,10 +94,10 @@ int check_operation(const tutti_group *g, const tutti_operation *operation)
                     operation->out_parts);
     for (uint32_t i = 0; i < operation->in_parts; i++)
         if (operation->in_bytes[i] && !operation->in[i])
-            return fail(TUTTI_BAD_ARGUMENT, "%s: part %" PRIu32 " in is NULL", name, i);
+            return fail(TUTTI_BAD_ARGUMENT, "%s: input part %" PRIu32 " is NULL", name, i);
     for (uint32_t i = 0; i < operation->out_parts; i++)
         if (operation->out_bytes[i] && !operation->out[i])
-            return fail(TUTTI_BAD_ARGUMENT, "%s: part %" PRIu32 " out is NULL", name, i);
+            return fail(TUTTI_BAD_ARGUMENT, "%s: output part %" PRIu32 " is NULL", name, i);
     uint32_t in, out;
     if (own_parts(g, operation, &in, &out) && operation->in_bytes[in] != operation->out_bytes[out])
         return fail(TUTTI_BAD_ARGUMENT,
@@ -135,7 +138,7 @@ uint64_t operation_fingerprint(const tutti_operation *operation)
         for (uint32_t i = 0; i < operation->in_parts; i++)
             hash = hash_combine(hash, operation->in_bytes[i]);
         break;
-    default: break; /* no rank knows all sizes; they are compared through the table of the first round */
+    default: break; /* no rank has all sizes: the first round's table is used to compare them */
     }
     return hash ? hash : 1;
 }
@@ -174,7 +177,7 @@ tutti_work *work_create(tutti_group *g, const tutti_operation *op, double timeou
     work->argument = argument;
     work->group = g;
     work->source = -1;
-    atomic_init(&work->references, 2); /* one of the caller, one of the queue */
+    atomic_init(&work->references, 2); /* one for the caller, one for the queue */
     return work;
 }
 
@@ -433,7 +436,7 @@ TUTTI_API tutti_work *tutti_submit(tutti_group *g, const tutti_operation *op, do
 TUTTI_API int tutti_work_wait(tutti_work *work, double timeout_s)
 {
     if (!tutti_work_is_done(work)) {
-        /* Negative: no limit here, because the operation ends at its own timeout. */
+        /* A negative timeout_s means no limit, because the operation ends at its own timeout. */
         uint64_t deadline = timeout_s < 0 ? FOREVER : now_ns() + (uint64_t)(timeout_s * 1e9);
         int code = refuse_forked_child(work->group);
         if (code == 0)
@@ -464,7 +467,7 @@ void stop_workers(tutti_group *g)
         else
             pthread_cond_wait(&g->collective_over, &g->lock);
     }
-    for (int i = 0; i < g->started; i++) { /* a worker inside a callback may start another */
+    for (int i = 0; i < g->started; i++) { /* a worker's callback may start another worker */
         pthread_t worker = g->workers[i];
         pthread_mutex_unlock(&g->lock);
         pthread_join(worker, NULL);

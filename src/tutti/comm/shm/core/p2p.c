@@ -1,35 +1,48 @@
 /* Point-to-point messages: send and recv with tags, through rings in shared memory.
  *
- * For every ordered pair of ranks there is a ring in the sender's segment. A message is a header and its
- * bytes, written as space becomes free. Positions are multiples of ALIGN, so a header never wraps around.
- * The sender's position is stored with release after the bytes are written and loaded with acquire before
- * they are read; the receiver's position frees space in the same way.
+ * For every ordered pair of ranks there is a ring in the sender's segment. A message in a ring is a
+ * header followed by the message's bytes, which the sender writes as space in the ring becomes
+ * free. Positions in a ring are multiples of ALIGN, so a header never wraps around. The sender
+ * stores its position with release after it has written bytes, and the receiver loads that position
+ * with acquire before it reads the bytes. In the other direction, the receiver stores its position
+ * with release after it has read bytes, and the sender loads that position with acquire before it
+ * writes to the freed space.
  *
- * Messages progress independently of collectives, always under the lock of p2p_state. A message that no
- * recv matches stays in its ring until a recv from the same sender needs the bytes behind it; then it is
- * copied to an unexpected_message.
+ * Messages progress independently of collectives, always with the lock of p2p_state held. A message
+ * that no recv matches stays in its ring until a recv from the same sender needs the bytes behind
+ * the message. Then the message is copied to an unexpected_message.
  *
- * Which thread moves bytes: a thread that waits for a message moves those of all messages; a progress
- * thread does so when no thread waits. A callback may wait for another operation, so a thread that is
- * about to run a callback first hands progress to another thread, and completed operations are kept in a
- * list from which any thread takes them. For the same reason an operation is marked as done before its
- * callback runs, and a thread inside a callback only waits, without running other callbacks: one of them
- * could wait for something that the outer callback has yet to do. A thread that waits with a time limit
- * also only waits, because a callback may take longer than the limit.
+ * Which thread moves bytes: a thread that waits for a message moves the bytes of all messages. If
+ * no thread waits, a progress thread moves them. A callback may wait for another operation.
+ * Therefore
+ *   - a thread that is about to run a callback first hands progress to another thread,
+ *   - completed operations are kept in a list, from which any thread takes them,
+ *   - an operation is marked as done before its callback runs,
+ *   - a thread inside a callback only waits, without running other callbacks, because another
+ *     callback could wait for something that the outer callback has yet to do.
+ * A thread that waits with a time limit also only waits, because a callback may take longer than
+ * the limit.
  *
- * Why no operation is left without progress: while operations are pending, either a thread moves them or
- * a progress thread that is not inside a callback has been signalled. ensure_progress() restores this
- * under the lock, whenever a thread stops moving messages and whenever an operation is posted.
+ * Why no operation is left without progress: while operations are pending, either a thread moves
+ * messages, or a progress thread that is not inside a callback has been signalled.
+ * ensure_progress() restores this condition with the lock held, whenever a thread stops moving
+ * messages and whenever an operation is posted.
  *
- * Why no wake-up is lost: a thread that is about to sleep reads p2p_futex, increments p2p_waiters, and
- * then, under the lock, looks at the rings, at the list of completed operations and for errors. A rank
- * that has changed a ring, completed an operation or aborted looks at p2p_waiters afterwards. The
- * sequentially consistent fences between these accesses mean that at least one side sees the other; if
- * the changing side sees the waiter, its acquire load synchronises with the increment of p2p_waiters, so
- * that its increment of p2p_futex comes after the waiter's read, and the kernel does not let the waiter
- * sleep. (With a relaxed load the waiter might read the new value of p2p_futex although it checked the
- * rings before the change, and sleep through it.) Threads that wait on `ended` check their operation
- * under the lock, and it is broadcast under the lock after the operation was marked as done. */
+ * Why no wake-up is lost: a thread that is about to sleep (the waiter) reads p2p_futex and
+ * increments p2p_waiters. Then, with the lock held, the waiter checks the rings, the list of
+ * completed operations, and errors. A thread that has changed a ring or completed an operation (the
+ * changing side) loads p2p_waiters afterwards. (A rank that aborts increments every p2p_futex
+ * without loading p2p_waiters: errors.c.) Both sides execute a sequentially consistent fence: the
+ * waiter between the increment and the checks, the changing side between the change and the load.
+ * So at least one side observes the other: either the waiter sees the change, or the changing side
+ * sees the waiter in p2p_waiters. If the changing side sees the waiter, its acquire load
+ * synchronises with the waiter's increment of p2p_waiters. So the changing side increments
+ * p2p_futex after the waiter's read of p2p_futex, and the kernel does not let the waiter sleep.
+ * (With a relaxed load the waiter might read the new value of p2p_futex although the waiter checked
+ * the rings before the change, and then sleep in spite of the change.)
+ *
+ * Threads that wait on `ended` check their operation with the lock held. `ended` is broadcast with
+ * the lock held, after the operation was marked as done. */
 #include "internal.h"
 
 #include <inttypes.h>
@@ -57,10 +70,10 @@ typedef struct unexpected_message {
     unsigned char content[];
 } unexpected_message;
 
-typedef struct { /* the message at the head of a ring, partly received */
+typedef struct { /* the partly received message at the head of a ring */
     bool active;
     uint64_t bytes, moved;
-    tutti_work *receiver; /* or else: */
+    tutti_work *receiver; /* the recv that takes the bytes; NULL: they go to `unexpected` */
     unexpected_message *unexpected;
 } incoming;
 
@@ -68,25 +81,26 @@ typedef struct {
     tutti_work *first, *last;
 } work_list;
 
-/* How a thread takes part: it posts (or aborts) and returns, it waits for an operation and moves
- * messages meanwhile, or it is a progress thread of the group. */
+/* What a thread does in p2p.c. A POSTER posts an operation (or aborts) and returns. A WAITER waits
+ * for an operation and moves messages meanwhile. A PROGRESS_THREAD is a thread of the group that
+ * moves messages when no other thread does. */
 typedef enum { POSTER, WAITER, PROGRESS_THREAD } role;
 
 struct p2p_state {
     pthread_mutex_t lock;
     pthread_cond_t unattended; /* for progress threads: no thread moves the pending messages */
     pthread_cond_t ended;      /* for threads that wait without moving messages */
-    work_list *sends;          /* by peer, in the order of the calls */
-    work_list receives;        /* unmatched, in the order of the calls */
-    incoming *incoming;        /* by peer */
+    work_list *sends;          /* a list per peer, in the order of the calls */
+    work_list receives;        /* not matched yet, in the order of the calls */
+    incoming *incoming;        /* one per peer */
     unexpected_message *unexpected;
-    work_list completed; /* their callbacks have not run yet */
-    int pending;         /* operations that are not taken from `completed` yet */
+    work_list completed; /* operations whose callbacks have not run yet */
+    int pending;         /* posted operations that no thread has taken from `completed` yet */
     int movers;          /* threads that move messages now and are not inside a callback */
-    int inside, waiters; /* threads inside a call; those that wait on `ended` */
+    int inside, waiters; /* threads inside a call; threads that wait on `ended` */
     bool closing;
     pthread_t *threads;
-    int started, ready; /* progress threads; those that are not inside a callback */
+    int started, ready; /* progress threads; progress threads not inside a callback */
     uint64_t messages;
     store_sampler sampler;
 };
@@ -171,8 +185,9 @@ static void p2p_free(p2p_state *p)
     free(p);
 }
 
-/* After bytes have moved or an operation has completed: wakes the threads of the rank with this control
- * block, if any sleep. The fence separates the change from the look at the waiters. */
+/* Called after bytes have moved or an operation has completed. Wakes the sleeping threads of the
+ * rank that owns this control block. The fence is between the change and the load of
+ * p2p_waiters. */
 static void wake_p2p(control *control)
 {
     atomic_thread_fence(memory_order_seq_cst);
@@ -242,7 +257,8 @@ static int wrong_size(tutti_group *g, tutti_work *receiver, int source, uint64_t
     return break_group(g, TUTTI_MISMATCH, text);
 }
 
-/* Decides where the message at the head of a ring goes; false when that is not known yet. */
+/* Finds the recv for the message at the head of a ring, or allocates an unexpected_message. Returns
+ * false after an error, which breaks the group. */
 static bool open_incoming(tutti_group *g, int source, const message_header *header)
 {
     p2p_state *p = g->p2p;
@@ -333,7 +349,8 @@ static bool pull(tutti_group *g, int source)
     return tail != begun;
 }
 
-/* Matches a new recv with the unexpected messages, of which the last may still be incomplete. */
+/* Matches a new recv with the unexpected messages. The last unexpected message may still be
+ * incomplete. */
 static void post_receive(tutti_group *g, tutti_work *work)
 {
     p2p_state *p = g->p2p;
@@ -419,7 +436,8 @@ static int message_error(tutti_group *g, tutti_work *work, int rank, uint64_t no
         if (other == g->rank || (rank >= 0 && other != rank))
             continue;
         code = peer_error(g, other, check_alive);
-        /* Checked in this order, because messages sent before the peer left or died still arrive. */
+        /* The ring is read after the peer's state, because messages that the peer sent before it
+         * left or died still arrive. */
         if (code && !sends && !atomic_load(&g->broken) &&
             atomic_load(&g->peers[other].sent[g->rank].at) !=
                 atomic_load(&g->peers[g->rank].received[other].at))
@@ -433,8 +451,9 @@ static int message_error(tutti_group *g, tutti_work *work, int rank, uint64_t no
     return break_group(g, code, text);
 }
 
-/* With the lock: fails all operations if one of them can no longer succeed. Every operation has its own
- * deadline; an error of a peer concerns all messages to it equally, so its first one is enough. */
+/* Called with the lock held: fails all operations if at least one operation can no longer succeed.
+ * Every operation has its own deadline, so all deadlines are checked. An error of a peer affects
+ * all messages to that peer equally, so only the first message to each peer is checked for it. */
 static void check_errors(tutti_group *g, pause_state *pause)
 {
     p2p_state *p = g->p2p;
@@ -459,7 +478,7 @@ static void check_errors(tutti_group *g, pause_state *pause)
 
 static int start_progress_thread(tutti_group *);
 
-/* With the lock: makes sure that a thread moves the pending messages. */
+/* Called with the lock held: makes sure that a thread moves the pending messages. */
 static int ensure_progress(tutti_group *g)
 {
     p2p_state *p = g->p2p;
@@ -492,7 +511,7 @@ static int end_moving(tutti_group *g, role role)
     return ensure_progress(g);
 }
 
-/* Called with the lock, which is released during every callback. */
+/* Called with the lock held. The lock is released during every callback. */
 static void run_callbacks_now(tutti_group *g, role role)
 {
     p2p_state *p = g->p2p;
@@ -519,7 +538,7 @@ static void run_callbacks(tutti_group *g, role role)
         run_callbacks_now(g, role);
 }
 
-/* With the lock: no thread could be started that would move messages. */
+/* Called with the lock held, if no thread could be started to move messages: fails all messages. */
 static void give_up(tutti_group *g)
 {
     char text[400];
@@ -528,9 +547,10 @@ static void give_up(tutti_group *g)
     run_callbacks_now(g, POSTER);
 }
 
-/* Sleeps until a message moves, another thread of this rank completes one, or a rank aborts; at most 20
- * ms. Returns true when there was something to do instead. Errors are checked after the futex word was
- * read, so that an abort either is seen here or changes the word. */
+/* Sleeps until a message moves, another thread of this rank completes an operation, or a rank
+ * aborts, for at most 20 ms. Returns true, without sleeping, if there was something to do. Errors
+ * are checked after the futex word was read, so an abort either is found by that check or changes
+ * the word after the read. */
 static bool sleep_for_messages(tutti_group *g, const tutti_work *work, pause_state *pause, role role)
 {
     p2p_state *p = g->p2p;
@@ -552,18 +572,19 @@ static bool sleep_for_messages(tutti_group *g, const tutti_work *work, pause_sta
     return moved;
 }
 
-/* One step of a thread that moves messages: moves bytes, or waits for a moment. */
+/* One step of a thread that moves messages: moves bytes, or pauses once if no bytes can be
+ * moved. */
 static void make_progress(tutti_group *g, const tutti_work *work, pause_state *pause, role role)
 {
     p2p_state *p = g->p2p;
     bool should_check = false, moved = false;
-    if (pthread_mutex_trylock(&p->lock) == 0) { /* else another thread moves messages */
+    if (pthread_mutex_trylock(&p->lock) == 0) { /* otherwise another thread moves messages */
         moved = move_messages(g) || p->completed.first;
         run_callbacks(g, role);
         pthread_mutex_unlock(&p->lock);
     }
     if (!moved && !pause_awake(pause, &should_check))
-        moved = sleep_for_messages(g, work, pause, role); /* checks for errors itself */
+        moved = sleep_for_messages(g, work, pause, role); /* also checks for errors */
     if (moved) {
         pause->turns = 0;
         return;
@@ -620,7 +641,8 @@ static int start_progress_thread(tutti_group *g)
 
 /* ---- Calls ---- */
 
-/* With the lock. Most messages fit into the ring, or are there already, and complete at once. */
+/* Called with the lock held. Most operations complete at once: a sent message fits into the ring,
+ * or the message to receive is already in the ring. */
 static void post(tutti_group *g, tutti_work *work, const char *where, role role)
 {
     p2p_state *p = g->p2p;
@@ -643,7 +665,7 @@ static void post(tutti_group *g, tutti_work *work, const char *where, role role)
     run_callbacks(g, role);
 }
 
-/* With the lock, which is released meanwhile. */
+/* Called with the lock held. The lock is released while this thread moves messages. */
 static void move_until_done(tutti_group *g, tutti_work *work)
 {
     p2p_state *p = g->p2p;
@@ -691,7 +713,7 @@ static void end_inside(p2p_state *p)
 
 void p2p_submit(tutti_group *g, tutti_work *work, const char *where)
 {
-    begin_inside(g->p2p); /* this thread may run another operation's callback, for long */
+    begin_inside(g->p2p); /* the group must not close while this thread runs callbacks */
     post(g, work, where, POSTER);
     if (ensure_progress(g) < 0)
         give_up(g);
@@ -752,7 +774,7 @@ void p2p_close(tutti_group *g)
     p->closing = true;
     pthread_cond_broadcast(&p->unattended);
     wake_p2p(g->peers[g->rank].control);
-    run_callbacks_now(g, POSTER); /* those that an abort from inside a callback left over */
+    run_callbacks_now(g, POSTER); /* the callbacks that an abort from inside a callback left */
     while (p->inside)
         pthread_cond_wait(&p->ended, &p->lock);
     pthread_mutex_unlock(&p->lock);

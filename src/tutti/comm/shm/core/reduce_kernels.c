@@ -1,8 +1,8 @@
 /* Reductions of n arrays into one, with the vector instructions of this machine.
  *
- * Elements are combined in the order of the sources, whatever the instruction set and however an array
- * is split: equal sources give equal bits. The minimum and maximum of NaN and any number are NaN, as in
- * torch. */
+ * Elements are combined in the order of the sources, with every instruction set and however an
+ * array is split. So equal sources give equal bits. The minimum and maximum of NaN and any number
+ * are NaN, as in torch. */
 #include "internal.h"
 
 #include <string.h>
@@ -20,7 +20,8 @@ typedef struct {
 typedef void (*reduction)(void *out, const void *const *parts, uint32_t n, uint64_t count,
                           const extra_copies *copies);
 
-/* Elements are independent: `out` may be one of the sources, but never shifted against it. */
+/* Elements are independent: `out` may be equal to a source, but never overlaps a source at another
+ * offset. */
 #if defined(__clang__)
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -96,7 +97,7 @@ ALWAYS_INLINE uint16_t half_of_float(float value) /* to nearest, ties to even */
 {
     uint32_t bits = bits_of_float(value), sign = bits & 0x80000000u, magnitude = bits ^ sign;
     uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    /* Adding 0.5 leaves a subnormal half, rounded, in the lowest bits of the sum. */
+    /* After 0.5 is added, the lowest bits of the sum are the subnormal float16, rounded. */
     uint32_t tiny = bits_of_float(float_of_bits(magnitude) + 0.5f) - bits_of_float(0.5f);
     uint32_t half = magnitude < (113u << 23) ? tiny : normal;
     half = magnitude >= 0x477ff000u ? 0x7c00u : half;

@@ -1,18 +1,21 @@
-/* The reduction loops. reduce_kernels.c includes this file once per instruction set, with TARGET the
- * function attribute that selects it and NAMED(x) a distinct name for each function.
+/* The reduction loops. reduce_kernels.c includes this file once per instruction set. TARGET is the
+ * function attribute that selects the instruction set, and NAMED(x) is a distinct name for each
+ * function.
  *
- * One pass over all sources: they are combined in the order given, in float32 for the 16-bit floats, and
- * rounded once. `out` and the extra copies may be sources themselves, element for element. */
+ * All sources are read in one pass. They are combined in the order given, in float32 for the 16-bit
+ * floats, and rounded once. `out` and the extra copies may be equal to sources, but never overlap a
+ * source at another offset. */
 
 #define BLOCK 512 /* elements: the accumulators of one block fit into the L1 cache */
-#define PAIR_BLOCK 64 /* elements, with two sources, which need no accumulators */
+#define PAIR_BLOCK 64 /* elements if there are two sources, which need no accumulators */
 
 #define SAME(x, n) (x)
 #define MEAN(x, n) ((x) / (n))
 
-/* Writes the result's bytes at `at` to the extra addresses, while they are in the L1 cache. Cache lines
- * that were read as sources are in this CPU's cache already; for them non-temporal stores were measured
- * as twice as slow. They pay off for lines that another CPU holds (copy.c). */
+/* Writes the result's bytes at offset `at` to the extra addresses, while these bytes are in the L1
+ * cache. Cache lines that were read as sources are in this CPU's cache already; for such lines
+ * non-temporal stores were measured as twice as slow. Non-temporal stores are faster for lines that
+ * another CPU holds (copy.c). */
 static TARGET void NAMED(write_copies)(const extra_copies *copies, const void *out, uint64_t at, uint64_t bytes)
 {
     for (uint32_t p = 0; p < copies->count; p++) {
@@ -75,7 +78,8 @@ static TARGET void NAMED(write_copies)(const extra_copies *copies, const void *o
         }                                                                                          \
     }
 
-/* float16 is converted to blocks of float32, because the conversions are separate instructions. */
+/* Blocks of float16 are converted to float32 first, because the conversions are separate
+ * instructions. */
 #if defined(__x86_64__) && defined(HAS_F16C)
 static TARGET void NAMED(widen)(float *to, const uint16_t *from, uint64_t count)
 {

@@ -1,4 +1,4 @@
-/* Waiting for peers in a round (rounds.h), and the messages of waits that fail. */
+/* Waiting for peers in a round (rounds.h), and the error messages of failed waits. */
 #include "rounds.h"
 
 #include <inttypes.h>
@@ -23,8 +23,8 @@ static int operations_differ(tutti_group *g, int rank)
     char text[1024];
     if (!describe_difference(g, rank, text, sizeof text))
         snprintf(text, sizeof text,
-                 "ranks %d and %d of group %s called different operations, more than %d before "
-                 "%s %" PRIu64,
+                 "ranks %d and %d of group %s called different operations, more than %d operations "
+                 "before %s %" PRIu64,
                  g->rank, rank, g->name, TUTTI_LEDGER_ENTRIES, kind_name(g->running->kind),
                  g->running_sequence);
     return fail(TUTTI_MISMATCH, "%s", text);
@@ -58,7 +58,8 @@ static int timed_out(tutti_group *g, int rank, uint64_t round, enum mark mark, b
                 g->rank, late);
 }
 
-/* Adds the operation that failed, unless the message is a peer's and names its own. */
+/* Adds the failed operation to the error message, unless the message came from a peer and already
+ * names the peer's operation. */
 static int name_operation(tutti_group *g, int code)
 {
     if (code != TUTTI_PEER_DIED && code != TUTTI_PEER_LEFT)
@@ -69,8 +70,9 @@ static int name_operation(tutti_group *g, int code)
                 kind_name(g->running->kind), g->running_sequence, g->rank);
 }
 
-/* Sleeps until the peer posts or consumes a round, until an abort, or for at most 20 ms. The futex word
- * is read before the checks: a change that the checks do not see increments it later. */
+/* Sleeps until the peer posts or consumes a round, until an abort, or for at most 20 ms. The futex
+ * word is read before the checks. So a change that the checks do not see increments the word after
+ * this read, and futex_wait returns at once. */
 static void sleep_for_peer(tutti_group *g, int rank, uint64_t round, enum mark mark)
 {
     control *theirs = g->peers[rank].control;

@@ -1,43 +1,48 @@
-/* Rounds: the protocol by which ranks exchange bytes of collectives, and the layout of staging slots.
+/* Rounds: the protocol with which ranks exchange the bytes of collectives, and the layout of
+ * staging slots.
  *
- * Rounds are numbered from 1, equally on all ranks, because every rank derives the same number of rounds
- * from the same operation. In round k a rank
+ * Rounds are numbered from 1. The numbers are the same on all ranks, because every rank derives the
+ * same number of rounds from the same operation. In round k a rank
  *   enters     waits until all peers have consumed round k - SLOTS,
  *   stages     writes bytes for its peers into its slot k % SLOTS,
  *   posts      publishes posted = k (release),
- *   awaits     waits for posted >= k (acquire) of the peers whose slots it needs, and reads them,
+ *   awaits     waits for posted >= k (acquire) of the peers whose slots it needs; reads the slots,
  *   consumes   publishes consumed = k (release),
  * and only then begins round k + 1.
  *
- * No byte is read too early: the reader's acquire load of posted >= k reads from the release store of k
- * or of a later round by the same sequence of threads, so all staging of round k happens before the
- * read. (The thread that runs a group's operations may change; the group's mutex orders them.)
+ * No byte is read too early: the reader's acquire load of posted >= k reads from the peer's release
+ * store of k or of a later round. So all staging of round k happens before the read. (Different
+ * threads of a rank may run a group's operations one after another; the group's mutex orders these
+ * threads.)
  *
- * No byte is overwritten too early: the slot of round k - SLOTS is written again in round k, after an
- * acquire load of consumed >= k - SLOTS of every peer; each peer stores that value (release) after its
- * last read of the slot. posted >= j implies consumed >= j - 1, because every rank consumes j - 1 before
- * it posts j; so in operations where all ranks wait for all others the `consumed` line is never read.
- * The same bound of SLOTS rounds protects `fingerprint` and `offer`, which are indexed by round.
- * The argument uses release and acquire only, so it holds on ARM64 as on x86-64.
+ * No byte is overwritten too early: the slot of round k - SLOTS is written again in round k, after
+ * an acquire load of consumed >= k - SLOTS of every peer. Each peer stores that value (release)
+ * after its last read of the slot. posted >= j implies consumed >= j - 1, because every rank
+ * consumes round j - 1 before it posts round j. So in operations in which all ranks wait for all
+ * others, the `consumed` cache line is never read. The same bound of SLOTS rounds protects
+ * `fingerprint` and `offer`, which are indexed by round. The argument uses release and acquire
+ * only, so it holds on ARM64 as well as on x86-64.
  *
- * No wake-up is lost: a waiter increments `waiters` and then loads `posted` again; the owner stores
- * `posted` and then loads `waiters`. All four accesses are sequentially consistent, so at least one side
- * sees the other: either the waiter does not sleep, or the owner increments the futex word. The owner's
- * load that sees the waiter also synchronises with the waiter's increment, which follows the waiter's
- * read of the futex word; so the owner's increment comes after that read, and the kernel refuses to let
- * the waiter sleep on the old value. */
+ * No wake-up is lost: a waiter increments `waiters` and then loads `posted` (or `consumed`) again.
+ * The owner stores `posted` (or `consumed`) and then loads `waiters`. All four accesses are
+ * sequentially consistent, so at least one side sees the other: either the waiter sees the new
+ * round and does not sleep, or the owner sees the waiter and increments the futex word. In the
+ * second case, the owner's load of `waiters` also synchronises with the waiter's increment of
+ * `waiters`, which follows the waiter's read of the futex word. So the owner increments the futex
+ * word after that read, and the kernel refuses to let the waiter sleep on the old value. */
 #ifndef TUTTI_ROUNDS_H
 #define TUTTI_ROUNDS_H
 
 #include "internal.h"
 
 #define DIRECT ((uint64_t)1) /* bit of a fingerprint: this rank offers memory for direct access */
-#define PATHS_DIFFER 1       /* result of a wait: of this rank and the peer, only one offers memory */
+/* Result of a wait if exactly one of this rank and the peer offers memory. */
+#define PATHS_DIFFER 1
 
 int enter_round(tutti_group *, uint64_t round);
 int await_rank(tutti_group *, int rank, uint64_t round);
 int await_all(tutti_group *, uint64_t round);
-/* Waits until all peers have consumed a round: none of them reads its bytes any more. */
+/* Waits until all peers have consumed a round. After that no peer reads the bytes of the round. */
 int await_consumed(tutti_group *, uint64_t round);
 
 static inline void wake_waiters(control *own)
@@ -93,8 +98,9 @@ static inline uint64_t rounds_for(uint64_t bytes, uint64_t chunk)
     return bytes <= chunk ? 1 : (bytes + chunk - 1) / chunk;
 }
 
-/* Chunk size for bytes that flow one way: several chunks, so that sender and receiver copy at the same
- * time, but no more than there are slots where possible, so that the sender need not wait. */
+/* Chunk size for bytes that flow in one direction. There are several chunks, so that sender and
+ * receiver copy at the same time. If possible there are no more chunks than slots, so that the
+ * sender need not wait. */
 static inline uint64_t flow_chunk(const tutti_group *g, uint64_t bytes)
 {
     uint64_t least_chunk = 64 * 1024, chunk = (bytes / SLOTS + LINE - 1) / LINE * LINE;
@@ -107,7 +113,7 @@ static inline uint64_t chunk_bytes(uint64_t part, uint64_t i, uint64_t chunk)
     return part > i * chunk ? least(part - i * chunk, chunk) : 0;
 }
 
-/* A slot begins with a table of sizes, for operations in which no rank knows all sizes. */
+/* A slot begins with a table of sizes, for operations in which no rank has all sizes. */
 static inline uint64_t *table_of(const tutti_group *g, int rank, uint64_t round)
 {
     return (uint64_t *)slot_of(g, rank, round);
@@ -118,7 +124,7 @@ static inline unsigned char *bytes_of(const tutti_group *g, int rank, uint64_t r
     return slot_of(g, rank, round) + g->table_bytes;
 }
 
-/* Bytes of a slot for each peer, where the slot is divided among the peers. */
+/* Bytes of each peer's share of a slot, for operations that divide a slot among the peers. */
 static inline uint64_t lane_bytes(const tutti_group *g)
 {
     return g->slot_bytes / (uint64_t)(g->size - 1) / LINE * LINE;

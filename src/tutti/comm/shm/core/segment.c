@@ -1,8 +1,8 @@
 /* Segments: a memfd that its creator maps and locks, and that peers open through /proc/PID/fd/FD.
  *
- * The lock is a POSIX record lock. The kernel releases it when the process ends, however it ends, and
- * forked children do not inherit it. So "the lock is held" means "the creator is alive", even when its
- * forked data loaders outlive it. */
+ * The lock is a POSIX record lock. The kernel releases it when the process ends, for whatever
+ * reason, and forked children do not inherit it. So "the lock is held" means "the creator is
+ * alive", even if data loaders that the creator has forked outlive the creator. */
 #define _GNU_SOURCE /* fallocate */
 #include "internal.h"
 
@@ -22,8 +22,8 @@
 #define MFD_CLOEXEC 1U
 #endif
 
-/* A process maps a segment once, even when several of its threads are ranks (as in the stress tests):
- * so each byte has one address per process, which race detectors rely on. */
+/* A process maps a segment once, even if several of its threads are ranks (as in the stress tests).
+ * So each byte has one address per process, which race detectors need. */
 struct tutti_segment {
     unsigned char *base;
     uint64_t bytes;
@@ -53,14 +53,14 @@ static int reserve(int fd, uint64_t bytes, const char *label)
         bytes > limit.rlim_cur) /* the kernel would send SIGXFSZ */
         return fail(TUTTI_NO_MEMORY,
                     "shared memory for %s needs %" PRIu64 " bytes, and the limit on the size of a "
-                    "file (ulimit -f) is %" PRIu64 " bytes: raise it",
+                    "file (ulimit -f) is %" PRIu64 " bytes: raise the limit",
                     label, bytes, (uint64_t)limit.rlim_cur);
     const char *where;
     uint64_t available = available_memory(&where);
-    if (bytes > available) /* fallocate would succeed and the OOM killer follow */
+    if (bytes > available) /* fallocate would succeed, and the OOM killer would act later */
         return fail(TUTTI_NO_MEMORY,
                     "shared memory for %s needs %" PRIu64 " bytes, and %s has %" PRIu64
-                    " bytes available: use less, or fewer ranks",
+                    " bytes available: use less memory, or fewer ranks",
                     label, bytes, where, available);
     int result;
     do
@@ -70,7 +70,7 @@ static int reserve(int fd, uint64_t bytes, const char *label)
         return 0;
     if (errno == ENOSPC || errno == ENOMEM || errno == EFBIG || errno == EDQUOT)
         return fail(TUTTI_NO_MEMORY,
-                    "shared memory for %s needs %" PRIu64 " bytes, and the kernel says: %s "
+                    "shared memory for %s needs %" PRIu64 " bytes, and the kernel reports: %s "
                     "(available: %" PRIu64 " bytes)",
                     label, bytes, strerror(errno), available);
     return fail_errno("fallocate of shared memory");
@@ -80,7 +80,8 @@ static tutti_segment *map(int fd, uint64_t bytes, int64_t owner)
 {
     tutti_segment *segment = calloc(1, sizeof *segment);
     if (!segment) {
-        fail(TUTTI_NO_MEMORY, "no memory for a segment's %zu bytes", sizeof *segment);
+        fail(TUTTI_NO_MEMORY, "no memory for the %zu bytes that describe a segment",
+             sizeof *segment);
         return NULL;
     }
     void *base = map_pages(fd, bytes, owner == getpid());
@@ -99,7 +100,7 @@ TUTTI_API tutti_segment *tutti_segment_create(const char *label, uint64_t bytes)
     char name[200];
     snprintf(name, sizeof name, "tutti-shm:%s", label ? label : "");
     if (bytes == 0 || bytes > INT64_MAX) {
-        fail(TUTTI_BAD_ARGUMENT, "a segment of %" PRIu64 " bytes", bytes);
+        fail(TUTTI_BAD_ARGUMENT, "a segment cannot have %" PRIu64 " bytes", bytes);
         return NULL;
     }
     int fd = (int)syscall(SYS_memfd_create, name, MFD_CLOEXEC);

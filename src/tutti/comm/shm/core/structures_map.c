@@ -3,10 +3,12 @@
  *     shard: claimed, live (8 bytes each), padding to 64 bytes, then entries
  *     entry: key + 1 (0: free), then a cell (cell.h): state, payload twice
  *
- * A key is stored by compare-and-swap from 0 and stays in its entry, so that two ranks that insert the
- * same key use the same entry, and a probe may stop at the first free one. Deleting publishes an absent
- * version; the entry stays reserved for the same key until tutti_map_compact(). Loads and stores of the
- * key may be relaxed: an entry's cell is zeros, "never published", until its own release and acquire. */
+ * A key is stored by compare-and-swap from 0 and stays in its entry. So two ranks that insert the
+ * same key use the same entry, and a probe may stop at the first free entry. Deleting publishes an
+ * absent version; the entry stays reserved for the same key until tutti_map_compact(). Loads and
+ * stores of the key may be relaxed, because the order of accesses to the value depends on the cell
+ * only: a cell is zeros, "never published", until its state is published (release) and loaded
+ * (acquire). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -40,7 +42,7 @@ tutti_map *tutti_map_create(void *const *shards, uint32_t size, uint32_t rank, u
     map->mask = entries - 1;
     map->entry_words = words_per_entry(value_bytes);
     map->value_bytes = value_bytes;
-    /* One eighth stays free, so that probes are short and always end. */
+    /* One eighth of the entries stays free, so that probes are short and always end. */
     map->limit = entries < 8 ? entries - 1 : entries - entries / 8;
     map->size = size;
     map->rank = rank;
@@ -58,7 +60,8 @@ static inline uint64_t mix(uint64_t key) {
     return key ^ (key >> 31);
 }
 
-/* The high half selects the rank and the low bits the entry, so that they are independent. */
+/* The high half of the hash selects the rank and the low bits select the entry, so that the two
+ * choices are independent. */
 static inline uint32_t shard_of(const tutti_map *map, uint64_t hash) {
     return (uint32_t)(((hash >> 32) * map->size) >> 32);
 }
@@ -81,9 +84,10 @@ static uint64_t *find(const tutti_map *map, uint64_t *shard, uint64_t key, uint6
     return NULL;
 }
 
-/* The entry of a key, or NULL when the shard is full. `claimed` counts before the entry is taken, so it may
- * for a moment include ranks that then lose the race for an entry. A rank that finds it at the limit
- * therefore looks again: the key may have been inserted meanwhile, or a lost race may have been undone. */
+/* Returns the entry of a key, or NULL if the shard is full. `claimed` is incremented before the
+ * entry is taken, so for a moment `claimed` may include ranks that then lose the race for an entry.
+ * Therefore a rank that finds `claimed` at the limit searches again: the key may have been inserted
+ * meanwhile, or a rank that lost a race may have decremented `claimed`. */
 static uint64_t *find_or_claim(const tutti_map *map, uint64_t *shard, uint64_t key, uint64_t hash) {
     uint64_t *claimed = shard + SHARD_CLAIMED;
     for (int attempt = 0; attempt < CLAIM_TRIES; ++attempt) {
@@ -97,7 +101,7 @@ static uint64_t *find_or_claim(const tutti_map *map, uint64_t *shard, uint64_t k
                                                 __ATOMIC_RELAXED))
                     return entry;
                 __atomic_fetch_sub(claimed, 1, __ATOMIC_RELAXED);
-                full = found == 0; /* else another rank took the entry, for the key `found` - 1 */
+                full = found == 0; /* otherwise another rank took the entry, for key found - 1 */
             }
             if (found == key + 1)
                 return entry;
@@ -168,7 +172,7 @@ static void write_sum(const tutti_map *map, uint64_t *payload, uint64_t claimed,
     }
 }
 
-/* Puts when dtype < 0, else adds. A writer whose claim was taken over starts again (cell.h). */
+/* Puts if dtype < 0, otherwise adds. A writer whose claim was taken over starts again (cell.h). */
 static int update(tutti_map *map, uint64_t key, const void *value, int32_t dtype) {
     if (key == UINT64_MAX) /* key + 1 would mean "free" */
         return TUTTI_BAD_ARGUMENT;
@@ -263,8 +267,9 @@ uint64_t tutti_map_collect(tutti_map *map, uint64_t count, uint64_t *keys, void 
     return taken;
 }
 
-/* Entries are counted here: a process killed between publishing and counting leaves `live` too low, and
- * with it as the limit the last keys would be lost. */
+/* The keys with a value are counted here, because `live` may be too low: a process may have been
+ * killed between publishing a key and counting it. With `live` as the limit the last keys would be
+ * lost. */
 int tutti_map_compact(tutti_map *map) {
     uint64_t *shard = map->shards[map->rank], entries = map->mask + 1, present = 0;
     for (uint64_t slot = 0; slot < entries; ++slot) {

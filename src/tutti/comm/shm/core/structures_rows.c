@@ -1,11 +1,12 @@
-/* Rows sharded over ranks, plain or versioned, and slots that are copied while they may change. cell.h
- * says why versioned rows cannot be torn.
+/* Rows sharded over ranks, plain or versioned, and slots that are copied while they may change.
+ * cell.h explains why versioned rows cannot be torn.
  *
- * Plain rows promise less: an element of 1, 2, 4 or 8 bytes at its natural alignment is never torn, and
- * scatter_add loses no addition, but a row that is gathered while another rank writes it may contain
- * elements from before and after. Plain rows are accessed in the aligned 8-byte words that contain them, by
- * relaxed atomics (or 16 bytes at once, see has_wide_access); a word that a row shares with its neighbour
- * is changed by compare-and-swap. A rank that needs to see another rank's rows first waits for a barrier
+ * Plain rows have weaker guarantees: an element of 1, 2, 4 or 8 bytes at its natural alignment is
+ * never torn, and scatter_add loses no addition, but a row that is gathered while another rank
+ * writes it may contain some elements from before the write and some from after it. Plain rows are
+ * accessed with relaxed atomics, in the aligned 8-byte words that contain them (or 16 bytes at
+ * once, see has_wide_access). A word that a row shares with its neighbour is changed by
+ * compare-and-swap. Before a rank reads rows that another rank has written, it waits for a barrier
  * or a signal, which release and acquire. */
 #include <stdlib.h>
 #include <string.h>
@@ -61,7 +62,8 @@ static int64_t first_out_of_range(const tutti_rows *table, const int64_t *indice
     return -1;
 }
 
-/* Rows are in no order: fetch the first lines of the next ones while this one is copied. */
+/* Rows are accessed in no particular order, so the first cache lines of a later row are fetched
+ * while the current row is copied. */
 static inline void prefetch(const tutti_rows *table, const int64_t *indices, uint64_t i,
                             uint64_t count) {
     if (i + PREFETCH_AHEAD >= count)
@@ -71,10 +73,11 @@ static inline void prefetch(const tutti_rows *table, const int64_t *indices, uin
         __builtin_prefetch(row + at);
 }
 
-/* For rows that are aligned to 16: the bulk of a row in units of 64 bytes; returns how many bytes were
- * copied. Intel and AMD guarantee that processors with AVX access 16 aligned bytes at once, so no element
- * is torn, at twice the speed of words. In assembly, because C has no relaxed 16-byte atomic without a
- * library call. */
+/* For rows that are aligned to 16 bytes: these functions copy the bulk of a row in units of 64
+ * bytes and return the number of bytes copied. Intel and AMD guarantee that processors with AVX
+ * access 16 aligned bytes at once. So no element is torn, and the copy is twice as fast as with
+ * 8-byte words. Assembly is used, because C has no relaxed 16-byte atomic without a library
+ * call. */
 #if defined(__x86_64__)
 static inline int has_wide_access(const char *row, uint64_t bytes) {
     return bytes >= 64 && (uintptr_t)row % 16 == 0 && __builtin_cpu_supports("avx");
@@ -121,7 +124,7 @@ static inline uint64_t store_wide(char *row, const char *from, uint64_t bytes) {
 }
 #endif
 
-/* Copies `bytes` from any address of shared memory, by whole words. */
+/* Copies `bytes` bytes from any address of shared memory, by loading whole words. */
 static inline void load_row(char *to, const char *row, uint64_t bytes) {
     const uint64_t *word = (const uint64_t *)((uintptr_t)row & ~(uintptr_t)7);
     uint64_t before = (uintptr_t)row & 7;
@@ -254,7 +257,7 @@ int64_t tutti_rows_scatter_add(const tutti_rows *table, const int64_t *indices, 
     const char *from = values;
     if (bad >= 0)
         return bad;
-    switch (dtype) { /* constants, so that the compiler makes a loop for each dtype */
+    switch (dtype) { /* constants, so that the compiler generates a loop for each dtype */
     case TUTTI_F32:
         ADD_ROWS(TUTTI_F32)
         break;
@@ -330,11 +333,13 @@ void tutti_rows_declare_dead(tutti_rows *table, uint32_t rank) {
 
 /* ---- Slots: a sequence lock with one writer ----
  *
- * The sequence is odd while the owner writes. begin() makes it odd and executes a release fence before
- * the words are stored; end() makes it even by a release store. A reader checks the sequence (acquire),
- * copies relaxed words, executes an acquire fence and checks again. If its copy contains a word of a later
- * write, the two fences synchronise and the second check sees that write's begin(): the copy is refused.
- * Readers leave no trace, so a reader that dies blocks nobody, and the writer never waits. */
+ * The sequence is odd while the owner writes. begin() makes the sequence odd and executes a release
+ * fence before the words are stored; end() makes the sequence even with a release store. A reader
+ * checks the sequence (acquire), copies the words (relaxed), executes an acquire fence and checks
+ * the sequence again. If the copy contains a word of a later write, the two fences synchronise, so
+ * the second check sees the odd sequence of that write's begin(), or a later value, and the copy is
+ * refused. Readers store nothing in the slot, so a reader that dies blocks no process, and the
+ * writer never waits. */
 
 void tutti_slot_begin(uint64_t *sequence) {
     uint64_t now = __atomic_load_n(sequence, __ATOMIC_RELAXED);
@@ -353,7 +358,7 @@ uint64_t tutti_slot_end(uint64_t *sequence) {
 int tutti_slot_copy(void *to, const void *from, uint64_t bytes, const uint64_t *sequence,
                     uint64_t expected) {
     const uint64_t *source = from;
-    uint64_t *target = to; /* another slot, or memory that is aligned and padded like one */
+    uint64_t *target = to; /* another slot, or memory that is aligned and padded like a slot */
     if (__atomic_load_n(sequence, __ATOMIC_ACQUIRE) != expected)
         return 0;
     for (uint64_t i = 0; i < words_of(bytes); ++i)

@@ -1,17 +1,17 @@
 /* Collectives and one-sided memory between processes of one host.
  *
- * Plain C11 without Python or torch, so that one build serves every version of both. Every rank
- * creates one segment per group, which its peers map for reading and writing. Data has one writer at
- * a time: slots, rings and marks are written by the owner; futex words and waiter counters are shared
- * atomics (internal.h says which). A segment is a memfd: it has no name in any file system, so nothing
- * is left behind, however a process ends. Peers open it through /proc/PID/fd/FD; whether that works
- * also decides whether two ranks share a host.
+ * This is plain C11 without Python or torch, so that one build serves every version of both. Every
+ * rank creates one segment per group, which its peers map for reading and writing. Data has one
+ * writer at a time: slots, rings and marks are written by the owner; futex words and waiter
+ * counters are shared atomics (internal.h lists their writers). A segment is a memfd. It has no
+ * name in any file system, so nothing is left behind, however a process ends. Peers open a segment
+ * through /proc/PID/fd/FD. Two ranks share a host if this works.
  *
- * The enums of this file and of ledger.h and structures.h are read by Python (tutti/comm/shm/native.py
+ * Python reads the enums of this file and of ledger.h and structures.h (tutti/comm/shm/native.py
  * parses them), so keep one simple "NAME = value" or "NAME" per enumerator.
  *
- * Functions return 0 or a pointer on success, a negative TUTTI_* code or NULL on failure;
- * tutti_error() then returns the message of the calling thread. */
+ * Functions return 0 or a pointer on success, and a negative TUTTI_* code or NULL on failure. After
+ * a failure tutti_error() returns the message of the calling thread's last error. */
 #ifndef TUTTI_SHM_H
 #define TUTTI_SHM_H
 
@@ -27,7 +27,7 @@ enum {
     TUTTI_PEER_DIED = -2,    /* the message names the rank */
     TUTTI_PEER_LEFT = -3,    /* a peer closed the group while this rank waits for it */
     TUTTI_MISMATCH = -4,     /* ranks called different operations, sizes, dtypes or roots */
-    TUTTI_NO_MEMORY = -5,    /* the message says how many bytes were needed */
+    TUTTI_NO_MEMORY = -5,    /* the message contains the number of bytes needed */
     TUTTI_SYSTEM = -6,       /* a system call failed */
     TUTTI_BAD_ARGUMENT = -7,
     TUTTI_CLOSED = -8        /* this rank closed or aborted the group */
@@ -50,7 +50,7 @@ enum tutti_kind {
 };
 
 /* One operation. Its memory is described as parts, one per peer, so that lists of tensors, one flat
- * tensor and uneven splits need no separate code. The core copies this struct and its arrays; the
+ * tensor and uneven splits need no separate code. The core copies this struct and its arrays. The
  * memory that the parts point to must stay valid until the operation is done.
  *
  *   kind             in                          out
@@ -78,7 +78,7 @@ typedef struct {
     void *const *out;
     const uint64_t *out_bytes;
     const char *where;            /* the caller's "file.py:12 in step", or NULL */
-    int32_t *source;              /* recv by tutti_run: receives the sender's rank, unless NULL */
+    int32_t *source;              /* NULL, or where tutti_run stores the sender's rank of a recv */
 } tutti_operation;
 
 const char *tutti_error(void);
@@ -96,8 +96,9 @@ int tutti_segment_fd(const tutti_segment *);
 int tutti_segment_owner_lives(const tutti_segment *); /* 0: the creating process has died */
 void tutti_segment_close(tutti_segment *);
 
-/* ---- Groups. Every rank creates its segment, publishes (pid, fd, bytes) through a store and connects
- * to each peer. `token` is a number that all ranks of the group know and no other group has. ---- */
+/* ---- Groups. Every rank creates its segment, publishes (pid, fd, bytes) through a store and
+ * connects to each peer. `token` is a number that is the same on all ranks of a group and different
+ * in every other group. ---- */
 typedef struct tutti_group tutti_group;
 tutti_group *tutti_group_create(const char *name, int rank, int size, uint64_t staging_bytes,
                                 uint64_t token);
@@ -113,32 +114,33 @@ void tutti_group_close(tutti_group *); /* aborts, joins the worker threads, free
 int tutti_group_add_block(tutti_group *, uint64_t id, void *const *bases, uint64_t bytes);
 int tutti_group_remove_block(tutti_group *, uint64_t id);
 
-/* Exported memory: allocated by one process without agreement with its peers, which map it when an
- * operation first uses it. Tensors inside it are reduced and gathered without staging copies by every
- * group of this host, provided that every rank's tensor lies in exported memory or in a block. NULL
- * when there is not enough memory. Free it while no operation uses it, before or after the groups
- * are closed. */
+/* Exported memory is allocated by one process without agreement with its peers. The peers map it
+ * when an operation first uses it. Tensors inside exported memory are reduced and gathered without
+ * staging copies by every group of this host, provided that every rank's tensor lies in exported
+ * memory or in a block. tutti_export_alloc returns NULL if there is not enough memory. Free
+ * exported memory only while no operation uses it; the groups may be open or closed. */
 void *tutti_export_alloc(uint64_t bytes);
 void tutti_export_free(void *memory);
 
 /* ---- Operations. ---- */
-/* Blocks. Runs in the calling thread when the queue is empty, otherwise after the queued operations. A
- * timeout that is not positive means no timeout. After a timeout, a mismatch or the death of a peer
- * the group is broken: every later operation fails at once with the first error. */
+/* Runs an operation and returns when it has ended. The operation runs in the calling thread if the
+ * queue is empty, otherwise after the queued operations. A timeout that is not positive means no
+ * timeout. After a timeout, a mismatch or the death of a peer the group is broken: every later
+ * operation fails at once with the first error. */
 int tutti_run(tutti_group *, const tutti_operation *, double timeout_s);
 
-/* Queues the operation for a worker thread. `done`, if not NULL, is called once when the operation has
- * ended, by the thread that ran it (a worker, or a thread that waits), with no lock held. A wait for
- * the operation may return before `done` has returned; tutti_group_close does not. `done` may call
- * this library and wait for any operation. It must not close the group, and must not wait for
- * something that another thread does only after its own wait, because that thread may be the one
- * that runs `done`. */
+/* Queues the operation for a worker thread. `done`, if not NULL, is called once when the operation
+ * has ended, by the thread that ran the operation (a worker, or a thread that waits), with no lock
+ * held. A wait for the operation may return before `done` has returned; tutti_group_close returns
+ * only after `done` has returned. `done` may call this library and wait for any operation. It must
+ * not close the group. It must not wait for something that another thread does only after that
+ * thread's own wait returns, because the waiting thread may be the one that runs `done`. */
 typedef struct tutti_work tutti_work;
 typedef void (*tutti_done)(void *argument, int code, const char *text);
 tutti_work *tutti_submit(tutti_group *, const tutti_operation *, double timeout_s, tutti_done done,
                          void *argument);
 int tutti_work_is_done(const tutti_work *);
-int32_t tutti_work_source(const tutti_work *); /* of a recv that is done: the sender's rank */
+int32_t tutti_work_source(const tutti_work *); /* the sender's rank, after a recv is done */
 int tutti_work_wait(tutti_work *, double timeout_s); /* < 0: until the operation's own timeout */
 void tutti_work_free(tutti_work *);                  /* does not cancel the operation */
 
@@ -151,7 +153,7 @@ void tutti_note_place(const char *text);
 void tutti_put(void *to, const void *from, uint64_t bytes);
 void tutti_put_signal(void *to, const void *from, uint64_t bytes, uint64_t *signal, uint64_t value,
                       int add); /* the bytes become visible before the value */
-/* Waits until *signal >= value. Fails when the owner of `watched`, if not NULL, dies meanwhile. */
+/* Waits until *signal >= value. Fails if `watched` is not NULL and its owner dies meanwhile. */
 int tutti_wait_signal(const uint64_t *signal, uint64_t value, double timeout_s,
                       const tutti_segment *watched);
 uint64_t tutti_load(const uint64_t *);
@@ -159,10 +161,10 @@ void tutti_store(uint64_t *, uint64_t);
 uint64_t tutti_fetch_add(uint64_t *, uint64_t);
 uint64_t tutti_compare_swap(uint64_t *, uint64_t expected, uint64_t desired); /* returns the old value */
 void tutti_fence(void);
-/* Two ranks pass a cache line, initially 0, back and forth `turns` times: nanoseconds per round trip, or
- * -1 on a timeout. Neither rank sleeps, so each needs a CPU of its own. */
+/* Two ranks pass a cache line, initially 0, back and forth `turns` times. Returns the nanoseconds
+ * per round trip, or -1 on a timeout. Neither rank sleeps, so each rank needs its own CPU. */
 double tutti_round_trip_ns(uint64_t *line, int first, uint32_t turns, double timeout_s);
-/* Reduces `n_parts` arrays of `count` elements, combined in the order given. */
+/* Reduces `n_parts` arrays of `count` elements, which are combined in the order given. */
 int tutti_reduce_into(void *out, const void *const *parts, uint32_t n_parts, uint64_t count,
                       uint32_t dtype, uint32_t reduce);
 

@@ -1,6 +1,7 @@
-// torch's backend methods, shared by the backend of one host (single_host.h) and the one over several
-// hosts (hierarchy.h). Each method says which memory is read and written (Call); issue() adds profiling and
-// coalescing and passes the call to the subclass, which runs or queues it.
+// torch's backend methods, shared by the backend of one host (single_host.h) and the backend over
+// several hosts (hierarchy.h). Each method describes the memory that is read and written (Call).
+// issue() adds profiling and coalescing and passes the call to the subclass, which runs or queues
+// it.
 #pragma once
 
 #include <atomic>
@@ -19,7 +20,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 
-// Debug mode only: returns the source location of the current call.
+// Set in debug mode only: returns the source location of the current call.
 inline std::atomic<std::function<std::string()>*> where_hook{nullptr};
 // Creates the backend of a subgroup, for ProcessGroup::splitGroup.
 using Maker = std::function<c10::intrusive_ptr<c10d::Backend>(
@@ -27,10 +28,10 @@ using Maker = std::function<c10::intrusive_ptr<c10d::Backend>(
     const std::string& name)>;
 inline Maker maker;
 
-constexpr int64_t kFlatBytes = 1 << 20;  // coalesced tensors up to this sum are copied into one
+constexpr int64_t kFlatBytes = 1 << 20;  // total of coalesced tensors that are copied into one
 
-// Sums sparse tensors: the indices and values of all ranks are gathered and added in the order of ranks, on
-// every rank. `gather(mine, outs)` is a blocking all_gather.
+// Sums sparse tensors: every rank gathers the indices and values of all ranks and adds them in the
+// order of ranks. `gather(mine, outs)` is a blocking all_gather.
 template <class Gather>
 void sum_sparse(const at::Tensor& tensor, int size, bool mean, Gather gather) {
     at::AutoDispatchBelowADInplaceOrView raw;
@@ -50,7 +51,7 @@ void sum_sparse(const at::Tensor& tensor, int size, bool mean, Gather gather) {
     for (int rank = 0; rank < size; ++rank) {
         TORCH_CHECK_VALUE(at::equal(all_about[rank].slice(0, 0, -1), expected),
                           "shm all_reduce of sparse tensors: rank ", rank,
-                          " has another shape, dtype or number of sparse dimensions");
+                          " has a different shape, dtype or number of sparse dimensions");
         int64_t count = all_about[rank][-1].item<int64_t>();
         auto shape = mine._values().sizes().vec();
         shape[0] = count;
@@ -344,7 +345,8 @@ class BackendBase : public c10d::Backend {
     virtual bool closed() const = 0;
     // Runs a call and returns when it has ended.
     virtual void run(Call& call, uint64_t sequence, double timeout_s) = 0;
-    // Begins a call and returns its Work; `title` names its span for the profiler, or is nullptr.
+    // Begins a call and returns its Work. `title` is the name of its span for the profiler, or
+    // nullptr.
     virtual WorkPtr submit(Call&& call, uint64_t sequence, double timeout_s, const char* title) = 0;
 
    private:
@@ -373,7 +375,8 @@ class BackendBase : public c10d::Backend {
     WorkPtr enqueue(Call&& call, uint64_t sequence, double timeout_s, const char* title) {
         auto work = submit(std::move(call), sequence, timeout_s, title);
         if (coalescing_) {
-            // A block that an exception has left is never ended: do not keep its tensors.
+            // If an exception leaves a coalescing block, endCoalescing() is never called. So
+            // operations that have succeeded are dropped here, in order not to keep their tensors.
             while (!coalesced_.empty() && coalesced_.front()->isCompleted() &&
                    coalesced_.front()->isSuccess())
                 coalesced_.pop_front();
@@ -382,7 +385,7 @@ class BackendBase : public c10d::Backend {
         return work;
     }
 
-    // With the names and metadata that traces of NCCL have.
+    // Records the call for the profiler, with the names and metadata that traces of NCCL have.
     WorkPtr profiled(Call&& call, uint64_t sequence, double timeout_s, bool queued) {
         bool message = call.kind->code == TUTTI_SEND || call.kind->code == TUTTI_RECV;
         int64_t start = global_ranks_.empty() ? 0 : global_ranks_.front();
@@ -409,7 +412,7 @@ class BackendBase : public c10d::Backend {
         run(call, sequence, timeout_s);
     }
 
-    // `count` operations as one: `one(i)` issues each of them.
+    // Issues `count` operations, each by `one(i)`, and returns one Work for all of them.
     template <class One>
     WorkPtr each(size_t count, bool async, One one) {
         std::vector<WorkPtr> works;

@@ -1,13 +1,14 @@
-// The backend of a group over several hosts: shared memory inside each host, gloo between them.
+// The backend of a group over several hosts: shared memory inside each host, gloo between hosts.
 //
-// The first rank of each host is its leader. A reduction runs on every host, then between the leaders, and
-// its result is broadcast on every host, so that each byte crosses the network once per host instead of
-// once per rank. All ranks hold the same bits, since there is one result. gather, scatter and all_to_all
-// move each byte to one rank only: they use gloo between all ranks, as one uneven all-to-all. A message uses
-// shared memory where both ranks are on one host.
+// The first rank of each host is its leader. A reduction runs on every host, then between the
+// leaders, and its result is broadcast on every host. So each byte crosses the network once per
+// host instead of once per rank, and all ranks get the same bits, because there is one result.
+// gather, scatter and all_to_all move each byte to one rank only: they use gloo between all ranks,
+// as one uneven all-to-all. A message uses shared memory if both ranks are on one host.
 //
-// Collectives run one after another on a thread of the group, in the order of their calls. Their futures are
-// completed on a thread of their own, because a callback may wait for a later collective.
+// Collectives run one after another on a thread of the group, in the order of their calls. The
+// future of each collective is completed on a separate thread, because a callback may wait for a
+// later collective.
 #pragma once
 
 #include <signal.h>
@@ -54,7 +55,8 @@ class HierarchyWork : public FutureWork {
     }
 };
 
-// A message by gloo into a contiguous copy, which is copied back by the first wait.
+// A recv through gloo into a contiguous copy. The first wait() copies it back to the caller's
+// tensor.
 class CopyingWork : public c10d::Work {
    public:
     CopyingWork(WorkPtr work, Call&& call) : work_(std::move(work)), call_(std::move(call)) {}
@@ -76,8 +78,8 @@ class HierarchicalBackend : public BackendBase {
    public:
     using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-    // `hosts` has the ranks of each host; `local` is the core's group of this host's ranks, which this
-    // object owns. `leaders` is nullptr on a rank that is not the first of its host.
+    // `hosts` contains the ranks of each host. `local` is the core's group of this host's ranks,
+    // which this object owns. `leaders` is nullptr on a rank that is not the first of its host.
     HierarchicalBackend(tutti_group* local, std::vector<std::vector<int>> hosts, BackendPtr all,
                         BackendPtr leaders, int rank, int size, std::chrono::milliseconds timeout,
                         std::string name, std::vector<int64_t> global_ranks)
@@ -255,7 +257,7 @@ class HierarchicalBackend : public BackendBase {
     }
 
     void all_gather(Call& call) {
-        // The parts of all ranks, ordered by host and then by rank on the host.
+        // `flat` contains the parts of all ranks, ordered by host and then by rank on the host.
         std::vector<uint64_t> block_bytes;
         for (auto& ranks : hosts_) {
             block_bytes.push_back(0);
@@ -423,14 +425,15 @@ class HierarchicalBackend : public BackendBase {
             local(TUTTI_BROADCAST, {}, {buffer}, root);
     }
 
-    // To the leader. A mean is a sum with one division by the size of the whole group, at the end.
+    // Reduces to the leader. A mean is computed as a sum, which is divided at the end, once, by the
+    // number of ranks of the whole group.
     void local_reduce(const Call& call, Buffer in, Buffer out) {
         uint32_t reduce = call.reduce == TUTTI_AVG ? uint32_t{TUTTI_SUM} : call.reduce;
         local(TUTTI_REDUCE, {in}, leads() ? Buffers{out} : Buffers{}, 0, call.dtype, reduce);
     }
 
-    // Leaders only: reduces in place over the hosts. gloo cannot reduce int16 and bool, which are
-    // converted to int32 and uint8.
+    // Called by leaders only: reduces in place over the hosts. gloo cannot reduce int16 and bool,
+    // so these are converted to int32 and uint8.
     void reduce_between_hosts(const Call& call, Buffer buffer) {
         if (!buffer.bytes) return;
         at::Tensor tensor = as_tensor(buffer, scalar_type(call.dtype)), converted = tensor;

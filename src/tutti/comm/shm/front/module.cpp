@@ -8,8 +8,8 @@
 
 namespace py = pybind11;
 
-// The loader (jit_build.py) reads this mark before it loads the file: in another version of torch the
-// classes have another layout.
+// The loader (jit_build.py) reads this mark from the file before it loads the file, because torch's
+// classes may have a different layout in another version of torch.
 #ifndef TUTTI_SOURCE_HASH
 #define TUTTI_SOURCE_HASH "unknown"
 #endif

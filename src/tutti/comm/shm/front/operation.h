@@ -1,6 +1,7 @@
-// One operation, from torch's tensors to the parts of memory that the core works on, and the core's
-// functions. They are looked up at run time in the file that Python has loaded with ctypes, so that both
-// share the same groups and the front can be rebuilt without the core.
+// An operation (Call), which converts torch's tensors to the parts of memory that the core works
+// on, and the core's functions (Core). The functions are looked up at run time in the library file
+// that Python has loaded with ctypes, so that Python and this module share the same groups, and
+// this module can be rebuilt without the core.
 #pragma once
 
 #include <dlfcn.h>
@@ -44,7 +45,7 @@ inline void load_core(const std::string& path) {
     TORCH_CHECK(file, "the shared-memory core cannot be loaded: ", dlerror());
     auto find = [&](auto& function, const char* name) {
         function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(file, name));
-        TORCH_CHECK(function, path, " has no ", name, ": it was built from other sources");
+        TORCH_CHECK(function, path, " has no ", name, ": the file was built from other sources");
     };
     decltype(&tutti_abi) abi;
     find(abi, "tutti_abi");
@@ -122,8 +123,8 @@ struct Call {
     at::ScalarType scalar = at::kByte;
     // The caller's tensors, for the profiler and for result().
     c10::SmallVector<at::Tensor, 1> inputs, outputs;
-    // Caller's tensors that are not contiguous, with the contiguous copies that replace them during the
-    // operation; copied back when it is done.
+    // The caller's tensors that are not contiguous, each with the contiguous copy that replaces it
+    // during the operation. The copies are copied back when the operation is done.
     c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 1> copies;
     c10::SmallVector<at::Tensor, 1> kept;  // contiguous copies of inputs
     c10::SmallVector<void*, 4> in, out;
@@ -155,7 +156,8 @@ struct Call {
         add_out(memory, dense->nbytes());
     }
 
-    // One tensor as one part per rank, split along its first dimension: evenly, or into `rows`.
+    // Splits one tensor along its first dimension into one part per rank: into equal parts, or into
+    // parts of rows[rank] rows.
     void reads_split(const at::Tensor& whole, int size, const std::vector<int64_t>& rows = {}) {
         const at::Tensor& dense = input(whole);
         auto* memory = static_cast<const char*>(dense.const_data_ptr());
@@ -178,7 +180,7 @@ struct Call {
         TORCH_CHECK_VALUE(op.op_ <= c10d::ReduceOp::BXOR, "shm ", kind->name,
                     " supports SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR; instead of PREMUL_SUM "
                     "multiply the tensor, then use SUM");
-        reduce = static_cast<uint32_t>(op.op_);  // the core numbers them as torch does
+        reduce = static_cast<uint32_t>(op.op_);  // the core numbers reductions as torch does
         if (scalar == at::kComplexFloat || scalar == at::kComplexDouble) {
             TORCH_CHECK_VALUE(reduce == TUTTI_SUM || reduce == TUTTI_AVG, "shm ", kind->name,
                         ": complex numbers can be summed or averaged only");
@@ -225,10 +227,11 @@ struct Call {
 
    private:
     void check(const at::Tensor& tensor) {
-        TORCH_CHECK_VALUE(tensor.device().is_cpu(), "shm ", kind->name, " takes CPU tensors, this one is on ",
-                    tensor.device(), ": start the group with backend=\"cpu:shm,cuda:nccl\"");
+        TORCH_CHECK_VALUE(tensor.device().is_cpu(), "shm ", kind->name,
+                    " takes CPU tensors, this tensor is on ", tensor.device(),
+                    ": start the group with backend=\"cpu:shm,cuda:nccl\"");
         TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "shm ", kind->name,
-                    " takes dense tensors, this one is ", tensor.layout(), ": use .to_dense()");
+                    " takes dense tensors, this tensor is ", tensor.layout(), ": use .to_dense()");
         bool first = inputs.empty() && outputs.empty();
         TORCH_CHECK_TYPE(first || tensor.scalar_type() == scalar, "shm ", kind->name, ": a ",
                          c10::toString(scalar), " and a ", c10::toString(tensor.scalar_type()),

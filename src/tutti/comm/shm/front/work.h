@@ -18,7 +18,7 @@
 
 namespace tutti {
 
-// Counts the unfinished operations of a group: closing the group waits until there are none.
+// Counts the unfinished operations of a group. Closing the group waits until the count is 0.
 class Pending {
    public:
     void failed(int code) {
@@ -36,7 +36,7 @@ class Pending {
         if (--count_ == 0) none_.notify_all();
     }
     void wait_for_none() {
-        if (process_ != getpid()) return;  // a forked child has no thread that ends them
+        if (process_ != getpid()) return;  // a forked child has no thread to finish operations
         std::unique_lock<std::mutex> hold(mutex_);
         none_.wait(hold, [&] { return count_ == 0; });
     }
@@ -72,7 +72,7 @@ class FutureWork : public c10d::Work {
    protected:
     uint64_t sequence_ = 0;
 
-    // The tensors that the profiler records, if a span has a title.
+    // Returns the tensors that the profiler records; nullopt if the span has no title.
     static std::optional<std::vector<at::Tensor>> inputs_of(const Call& call, const char* title) {
         if (!title) return std::nullopt;
         return std::vector<at::Tensor>(call.inputs.begin(), call.inputs.end());
@@ -83,7 +83,7 @@ class FutureWork : public c10d::Work {
         if (auto future = mark_completed(error)) complete(future);
     }
 
-    // The first half of settle(): the future that is still to be completed, or nullptr.
+    // The first half of settle(). Returns the future that is still to be completed, or nullptr.
     c10::intrusive_ptr<c10::ivalue::Future> mark_completed(std::exception_ptr error) {
         error_ = error;
         finish(error);
@@ -179,8 +179,8 @@ class ShmWork : public FutureWork {
     }
 };
 
-// Several operations as one, completed when all of them are. Messages may end in any order, so all parts
-// are waited for.
+// One Work for several operations, completed when all of them are completed. Messages may end in
+// any order, so wait() waits for all parts.
 class CoalescedWork : public FutureWork {
    public:
     CoalescedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts)
@@ -190,7 +190,8 @@ class CoalescedWork : public FutureWork {
         left_ = parts_.size();
         if (parts_.empty()) return settle(nullptr);
         for (auto& part : parts_) {
-            // The callback keeps this object alive; the part's future drops it once completed.
+            // The callback keeps this object alive. The part's future drops the callback once
+            // completed.
             auto self = c10::intrusive_ptr<CoalescedWork>::unsafe_reclaim_from_nonowning(this);
             part->getFuture()->addCallback([self](c10::ivalue::Future& future) {
                 self->part_ended(future.hasError() ? future.exception_ptr() : nullptr);
@@ -220,7 +221,7 @@ class CoalescedWork : public FutureWork {
     size_t left_ = 0;
     std::exception_ptr first_error_;
 
-    // All parts share one timeout. The rest of it is never 0, which would mean no timeout.
+    // All parts share one timeout. The remaining time is never 0, because 0 would mean no timeout.
     static std::chrono::milliseconds rest_of(std::chrono::milliseconds limit,
                                              std::chrono::steady_clock::time_point begun) {
         using std::chrono::milliseconds;
