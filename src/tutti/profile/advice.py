@@ -26,6 +26,9 @@ _LARGEST_SCALAR = 1024  # bytes: an all-reduced loss is not a gradient
 _MEMORY_FULL = 0.9  # of the device's memory
 # Advice that shortens the all-reduces of gradients; accumulation is for what it leaves.
 _GRADIENT_ADVICE = ("buckets", "overlap", "grouping")
+# The part of the step that advice shortens, by id; of all other advice it is `exposed`.
+_CAUSES = {"input": "input", "microbatches": "bubble", "gaps": "host_gap"}
+_CAUSES |= {"straggler": "wait", "binding": "wait"}
 
 Advice = dict[str, Any]
 
@@ -71,10 +74,6 @@ class ProfiledRun:
             if each.first.operation == operation and each.first.axis == axis
         ]
 
-    def work(self, rank: int | None = None) -> list[float]:
-        """Computation per step of each rank, or of all ranks but one."""
-        return [each.work / len(each.steps) for each in self.traces if each.rank != rank]
-
 
 def advise(run: ProfiledRun) -> list[Advice]:
     """All advice worth trying, the largest gain first.
@@ -108,7 +107,6 @@ def _gain(advice: Advice) -> float:
 def _advice(
     run: ProfiledRun,
     name: str,
-    cause: str,
     finding: str,
     try_: str,
     gain: float | None,
@@ -119,6 +117,7 @@ def _advice(
 
     `gained`: seconds per step that other advice saves first.
     """
+    cause = _CAUSES.get(name, "exposed")
     now = run.part(cause)
     share = None
     if gain is not None:
@@ -182,7 +181,6 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
     yield _advice(
         run,
         "buckets",
-        "exposed",
         f"{_exposed_text(run)}, with {count} bucket{'s' * (count != 1)} of up to {largest}",
         f"with buckets of {size} MiB{whole} {{remains}} would remain{_bound_text(cost)}: "
         f"DDP(bucket_cap_mb={size}), tutti train --bucket-mb {size}",
@@ -215,7 +213,6 @@ def _overlap(run: ProfiledRun) -> Iterator[Advice]:
         yield _advice(
             run,
             "overlap",
-            "exposed",
             f"{_exposed_text(run)}; gradients are reduced after backward, which could hide "
             f"{1e3 * fmean(hideable):.1f} ms",
             "reduced during backward, as DistributedDataParallel does, {remains} would remain",
@@ -235,7 +232,6 @@ def _grouping(run: ProfiledRun) -> Iterator[Advice]:
     yield _advice(
         run,
         "grouping",
-        "exposed",
         f"{_exposed_text(run)}; a step has {count:.0f} all-reduces with {format_bytes(sent)}",
         f"sent as one message, {{remains}} would remain{_bound_text(cost)}: flatten the tensors, "
         "or use DDP",
@@ -263,7 +259,6 @@ def _replicate(run: ProfiledRun) -> Iterator[Advice]:
         yield _advice(
             run,
             "replicas",
-            "exposed",
             f"{_exposed_text(run)}, {1e3 * exposed:.1f} ms of it for sharding, and memory is free",
             f"replicas move 2/3 of the bytes: {{remains}} would remain, and each device would hold "
             f"about {more / 1e9:.1f} GB more",
@@ -282,7 +277,6 @@ def _shard(run: ProfiledRun) -> Iterator[Advice]:
         yield _advice(
             run,
             "sharding",
-            "exposed",
             f"memory is {100 * max(used):.0f} % full, and every rank holds the whole model",
             "shard the parameters (FSDP, --layout shardN) to make room for a larger batch: this "
             "saves memory, not time (1.5 times the bytes move); the trace does not tell the gain",
@@ -306,7 +300,6 @@ def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice]
     yield _advice(
         run,
         "accumulation",
-        "exposed",
         f"{_exposed_text(run)}; gradient all-reduces are {1e3 * exposed:.1f} ms of it{after}",
         f"accumulated over {k} batches, or with {k} times the batch on each rank, {{remains}} "
         f"would remain; {k} times the global batch needs another learning rate",
@@ -333,7 +326,6 @@ def _input(run: ProfiledRun) -> Iterator[Advice]:
     yield _advice(
         run,
         "input",
-        "input",
         f"{who} waits {1e3 * load:.1f} ms per step ({100 * load / run.step_s:.0f} %) for its data",
         f"{cure} would remain",
         load,
@@ -353,7 +345,6 @@ def _straggler(run: ProfiledRun) -> Iterator[Advice]:
         yield _advice(
             run,
             "straggler",
-            "wait",
             f"the others wait {1e3 * row['cost_s']['mean']:.1f} ms per step for rank "
             f"{row['rank']}, which {excess_text(row['instead'])}",
             f"{_straggler_cure(run, row['rank'], row['instead']['part'])}; if it were as fast as "
@@ -365,8 +356,9 @@ def _straggler(run: ProfiledRun) -> Iterator[Advice]:
 def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
     if part != "compute":
         return "look at its Python code between operators"
-    own = next(each.work / len(each.steps) for each in run.traces if each.rank == rank)
-    others = fmean(run.work(rank))
+    work = {trace.rank: trace.work / len(trace.steps) for trace in run.traces}
+    own = work.pop(rank)
+    others = fmean(work.values())
     if others and own > 1.1 * others:
         return f"split the batch evenly: it has {own / others:.1f} times the work"
     if others:
@@ -405,7 +397,6 @@ def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
         yield _advice(
             run,
             "binding",
-            "wait",
             f"{finding} on the {len(cpus)} CPUs of {host or 'a host'}",
             cure,
             gain if uneven else None,
@@ -427,7 +418,6 @@ def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
     yield _advice(
         run,
         "microbatches",
-        "bubble",
         f"the pipeline bubble is {100 * run.share('bubble'):.0f} % of the step, with {count} "
         f"microbatch{'es' * (count != 1)}",
         f"with {2 * count} of half the size {{remains}} would remain (--accumulation {2 * count}), "
@@ -442,7 +432,6 @@ def _gpu_gaps(run: ProfiledRun) -> Iterator[Advice]:
         yield _advice(
             run,
             "gaps",
-            "host_gap",
             f"the GPU is idle for {100 * run.share('host_gap'):.0f} % of the step",
             "launch fewer kernels: torch.compile, CUDA graphs, fewer .item() and print; {remains} "
             "would remain at best",

@@ -6,6 +6,7 @@ Like capture.py, this file imports torch and the standard library only.
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,20 +21,10 @@ _nvtx: Any = torch.cuda.nvtx
 _emit_nvtx: Any = torch.autograd.profiler.emit_nvtx
 
 
-class _Patches:
-    """Replaced methods, to be put back in reverse order."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-        setattr(owner, name, replacement)
-        self._undo.append(lambda: setattr(owner, name, original))
-
-    def restore(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+def _replace(patches: ExitStack, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method until `patches` is closed."""
+    patches.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, replacement)
 
 
 class BatchCounter:
@@ -44,7 +35,7 @@ class BatchCounter:
     """
 
     def __init__(self) -> None:
-        self._patches = _Patches()
+        self._patches = ExitStack()
         self._loader: Any = None
         self._samples: float | None = 0.0
 
@@ -56,7 +47,7 @@ class BatchCounter:
 
     def end(self, steps: int) -> int | None:
         """Remove the hooks; returns samples per step of this rank, None if unknown."""
-        self._patches.restore()
+        self._patches.close()
         self._loader = None
         return round(self._samples / steps) or None if self._samples and steps else None
 
@@ -70,7 +61,7 @@ class BatchCounter:
             self._count(*inspect(loader, batch))
             return batch
 
-        self._patches.replace(owner, name, counted)
+        _replace(self._patches, owner, name, counted)
 
     def _count(self, loader: Any, samples: Any) -> None:
         if self._loader is None:
@@ -106,7 +97,7 @@ class OtherProfilers:
         self._on_start, self._is_ours = on_start, is_ours
         self._muted: Any = None
         self._prepared: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._patches = _Patches()
+        self._patches = ExitStack()
 
     def begin(self) -> None:
         prepare, leave = profiler.profile._prepare_trace, profiler.profile.__exit__
@@ -121,15 +112,15 @@ class OtherProfilers:
             self._prepared.discard(each)
             return leave(each, *error)  # type: ignore[no-untyped-call]
 
-        self._patches.replace(profiler.profile, "_prepare_trace", tracked_prepare)
-        self._patches.replace(profiler.profile, "__exit__", tracked_leave)
+        _replace(self._patches, profiler.profile, "_prepare_trace", tracked_prepare)
+        _replace(self._patches, profiler.profile, "__exit__", tracked_leave)
         for name in ("start", "step"):
             muted = self._without_marks(getattr(scheduled_profile, name))
-            self._patches.replace(scheduled_profile, name, muted)
+            _replace(self._patches, scheduled_profile, name, muted)
 
     def end(self) -> None:
         """Remove the hooks. Safe to call again."""
-        self._patches.restore()
+        self._patches.close()
 
     def any_active(self) -> bool:
         """Whether a profiler runs or warms up; ask before ours starts."""

@@ -7,8 +7,7 @@ inside a run directory becomes a note, and the rest is shown.
 import json
 import re
 import tomllib
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ _TRACE_KEY = re.compile(r'"(traceEvents|schemaVersion|deviceProperties)"')
 
 
 @dataclass
-class Source(ABC):
+class Source:
     """A run or a result, with a name that is unique on the page."""
 
     name: str
@@ -38,18 +37,19 @@ class Source(ABC):
     @property
     def environment(self) -> dict[str, Any] | None:
         """The machine that it was measured on, as recorded; never this machine."""
-        found = (each.get("environment") for each in self._documents())
+        found = (each.get("environment") for each in self.documents)
         return next((each for each in found if isinstance(each, dict)), None)
 
     @property
     def command(self) -> str | None:
         """The command that wrote it."""
-        found = (each.get("command") for each in self._documents())
+        found = (each.get("command") for each in self.documents)
         return next((" ".join(map(str, each)) for each in found if isinstance(each, list)), None)
 
-    @abstractmethod
-    def _documents(self) -> Sequence[dict[str, Any]]:
-        """The documents that may have an environment and a command."""
+    @property
+    def documents(self) -> Sequence[dict[str, Any]]:
+        """Those that may have an environment and a command."""
+        return ()
 
 
 @dataclass
@@ -69,7 +69,8 @@ class Run(Source):
     in_detail: bool = True
     """Of a scaling folder, only the largest runs are shown step by step."""
 
-    def _documents(self) -> Sequence[dict[str, Any]]:
+    @property
+    def documents(self) -> Sequence[dict[str, Any]]:
         return self.started, self.summary, self.profile or {}
 
 
@@ -81,7 +82,8 @@ class Result(Source):
     """Without its version: tutti.bench.collectives."""
     content: dict[str, Any]
 
-    def _documents(self) -> Sequence[dict[str, Any]]:
+    @property
+    def documents(self) -> Sequence[dict[str, Any]]:
         return (self.content,)
 
 
@@ -179,11 +181,7 @@ def _result(path: Path, content: Any) -> Result | None:
 
 def _read_run(path: Path, sources: ReportSources) -> Run:
     run = Run(path.resolve().name, path)
-    if (path / "recipe.toml").is_file():
-        try:
-            run.recipe = flatten(tomllib.loads((path / "recipe.toml").read_text()))
-        except (OSError, ValueError) as error:
-            sources.notes.append(f"{path / 'recipe.toml'} is left out: {error}")
+    run.recipe = flatten(_read_object(path / "recipe.toml", sources, tomllib.loads))
     run.summary = _read_object(path / "summary.json", sources)
     run.started = _read_object(path / "environment.json", sources)
     for file in sorted((path / "metrics").glob("rank*.jsonl")):
@@ -229,11 +227,13 @@ def _explain(run: Run, files: Sequence[Path], sources: ReportSources) -> None:
         sources.notes.append(f"{run.name}: {error}")
 
 
-def _read_object(path: Path, sources: ReportSources) -> dict[str, Any]:
+def _read_object(
+    path: Path, sources: ReportSources, parse: Callable[[str], Any] = json.loads
+) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text())
+        content = parse(path.read_text())
     except (OSError, ValueError) as error:
         sources.notes.append(f"{path} is left out: {error}")
         return {}

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-from tutti.report.plot import LOSS_NAMES
+from tutti.report.plot import LOSS_NAMES, grouped
 from tutti.report.sources import ReportSources, Result, Run
 
 Rows = list[dict[str, Any]]
@@ -144,9 +144,7 @@ def sentences(sources: ReportSources) -> Iterator[str]:
 
 
 def _scale_sentences(result: Result) -> Iterator[str]:
-    by_ranks: dict[int, Rows] = {}
-    for row in learning_rate_rows(result):
-        by_ranks.setdefault(row["ranks"], []).append(row)
+    by_ranks = grouped(learning_rate_rows(result), lambda row: row["ranks"])
     for ranks, rates in by_ranks.items():
         finished = [row for row in rates if row["final_loss"] is not None]
         if finished:
@@ -176,15 +174,12 @@ def _scale_sentences(result: Result) -> Iterator[str]:
 
 def _run_sentences(run: Run) -> Iterator[str]:
     numbers = key_numbers(run)
-    facts = []
-    if numbers.ranks:
-        facts.append(_count(numbers.ranks, "rank"))
+    facts = [_count(numbers.ranks, "rank")] if numbers.ranks else []
     if run.summary.get("layout"):
         facts.append(f"layout {run.summary['layout']}")
     if numbers.samples_per_s is not None:
         facts.append(f"{numbers.samples_per_s:,.0f} samples/s")
-    losses = metric(run, "loss")
-    if losses:
+    if losses := metric(run, "loss"):
         facts.append(f"loss {losses[0][1]:.3g} to {losses[-1][1]:.3g} in {len(losses)} steps")
     if run.summary.get("reason"):
         facts.append(str(run.summary["reason"]))
@@ -206,8 +201,7 @@ def _run_sentences(run: Run) -> Iterator[str]:
         )
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """A large number, what it is, and what it refers to."""
 
     value: str

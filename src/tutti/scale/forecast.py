@@ -67,8 +67,7 @@ class CommFit:
 
     def row(self) -> dict[str, Any]:
         """`fit` in the JSON."""
-        points = [asdict(point) for point in self.points]
-        return asdict(self) | {"points": points, "best_case": self.best_case}
+        return asdict(self) | {"best_case": self.best_case}
 
 
 def comm_points(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[CommPoint]:
