@@ -8,7 +8,7 @@ import pytest
 from tutti.parallel.layout import Layout
 from tutti.parity.compare import Difference, Scalar, StepDifference, merge_ranks, worst
 from tutti.parity.diagnosis import Setting, diagnose
-from tutti.parity.parity_options import TOLERANCES
+from tutti.parity.tolerances import TOLERANCES
 
 ROLES = {
     "embed.weight": "embedding",

@@ -12,11 +12,11 @@ from tutti.cli.flags import flag_value, parse
 from tutti.cli.results import check_writable, join_world, usage_error_on_rank_0, write_json
 from tutti.parallel.layout import Layout
 from tutti.parity.parity_options import (
-    TOLERANCES,
     ParityOptions,
     full_size_options,
     small_options,
 )
+from tutti.parity.tolerances import TOLERANCES
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 from tutti.world.launchers import identify

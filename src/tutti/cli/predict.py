@@ -173,7 +173,7 @@ def _generate_text(
 ) -> Callable[[], dict[str, Any]]:
     from tutti import comm
     from tutti.predict.generate_text import Sampling, encode, place_gpt
-    from tutti.predict.prediction_file import prediction_file
+    from tutti.predict.predict_dataset import prediction_file
     from tutti.train.init import agree
 
     def read_prompts() -> list[str]:

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tutti.comm.collective_errors import debug
     from tutti.comm.collectives import (
         all_gather,
         all_gather_uneven,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         scatter,
         send,
     )
-    from tutti.comm.failures import debug
     from tutti.comm.grouping import BlockAbandoned, Summary, group
     from tutti.comm.operation import (
         CollectiveError,

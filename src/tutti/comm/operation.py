@@ -228,7 +228,7 @@ class Operation:
 
 # The comm.group() block that this thread is in: it collects operations instead of sending them.
 current_block: "ContextVar[Block | None]" = ContextVar("current_block", default=None)
-# Set by comm.debug(True): compares the calls of all ranks before they are sent (failures.py).
+# Set by comm.debug(True): compares the calls of all ranks before they are sent (collective_errors.py).
 compare_calls: Callable[[Sequence[Operation]], None] | None = None
 
 
@@ -295,7 +295,7 @@ def record(operation: Operation, state: int) -> int:
 
 def failed(operation: Operation, number: int, error: Exception) -> Exception:
     """The error to raise for a backend's error: names the operation, its line and late ranks."""
-    from tutti.comm.failures import collective_error
+    from tutti.comm.collective_errors import collective_error
 
     seconds = operation.comm_group.ledger.seconds_since_begin(number)
     operation.comm_group.ledger.mark(number, ledger.FAILED)

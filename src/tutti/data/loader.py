@@ -293,16 +293,33 @@ class Loader:
 
 
 def evaluation_loader(
-    samples: Samples, rank_batch: int, *, ranks: int = 1, **options: Any
+    samples: Samples,
+    rank_batch: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    device: torch.device | str = "cpu",
+    data_on_device: bool = False,
+    prefetch: int | None = None,
+    workers: int = 0,
 ) -> Loader:
     """A loader whose epoch has each sample exactly once over all ranks, for any number of samples.
 
     All ranks take the same number of steps, some perhaps with an empty last batch, so that models
-    with collectives inside (sharded, tensor-parallel) can be evaluated too. The options are those
-    of Loader: rank, device, data_on_device, prefetch and workers.
+    with collectives inside (sharded, tensor-parallel) can be evaluated too.
     """
-    batch = rank_batch * ranks
-    return Loader(samples, batch, ranks=ranks, shuffle=False, drop_last=False, **options)
+    return Loader(
+        samples,
+        rank_batch * ranks,
+        rank=rank,
+        ranks=ranks,
+        shuffle=False,
+        drop_last=False,
+        device=device,
+        data_on_device=data_on_device,
+        prefetch=prefetch,
+        workers=workers,
+    )
 
 
 Item = TypeVar("Item")

@@ -14,7 +14,6 @@ from tutti.comm.packing import broadcast_coalesced
 from tutti.parallel.layout import Layout
 from tutti.parity.compare import StepDifference, make_engine, train_under_layout, worst
 from tutti.parity.diagnosis import Setting, diagnose
-from tutti.parity.parity_options import TOLERANCES
 from tutti.parity.single_device import (
     OPTIMIZERS,
     OptimizerName,
@@ -24,6 +23,7 @@ from tutti.parity.single_device import (
     derive_scales,
     train_single_device,
 )
+from tutti.parity.tolerances import TOLERANCES
 from tutti.parity.workload import Workload
 from tutti.train.init import agree
 from tutti.world.errors import UsageError

@@ -22,7 +22,6 @@ from tutti.parallel.engine import Engine
 from tutti.parallel.grad_norm import local_shard
 from tutti.parallel.layout import Layout
 from tutti.parallel.sync_batchnorm import JointBatchNorm
-from tutti.parity.parity_options import TOLERANCES
 from tutti.parity.single_device import (
     BETAS,
     MOMENTUM,
@@ -31,6 +30,7 @@ from tutti.parity.single_device import (
     Scales,
     StepRecord,
 )
+from tutti.parity.tolerances import TOLERANCES
 from tutti.parity.workload import Workload
 from tutti.train.init import build_optimizer
 from tutti.train.recipe import Compute, Optimization

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tutti.parallel.layout import Layout
 from tutti.parity.compare import Difference, StepDifference, worst, wrong
-from tutti.parity.parity_options import Tolerance
+from tutti.parity.tolerances import Tolerance
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tutti.parallel.layout import Layout
-from tutti.parity.parity_options import TOLERANCES
+from tutti.parity.tolerances import TOLERANCES
 from tutti.parity.workload import Workload
 
 OptimizerName = Literal["sgd", "adamw"]

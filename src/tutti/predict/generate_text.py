@@ -32,7 +32,7 @@ from tutti.models.gpt import GPT, KVCache
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
 from tutti.parallel.materialize import ModuleInit
-from tutti.predict.prediction_file import gather_text
+from tutti.predict.predict_dataset import gather_text
 from tutti.predict.trained_run import TrainedRun, place_model
 from tutti.train.checkpoint import Loaded
 from tutti.world.errors import UsageError

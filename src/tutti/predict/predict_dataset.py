@@ -12,8 +12,9 @@ precision, not a relative one.
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ from tutti.data.dataset import Pair
 from tutti.parallel.engine import Engine
 from tutti.parallel.layout import Layout
 from tutti.parallel.materialize import Weights
-from tutti.predict.prediction_file import gather_text, prediction_file
 from tutti.predict.trained_run import TrainedRun, place_model
 from tutti.train.checkpoint import Loaded
 from tutti.train.evaluate import Score
 from tutti.train.init import agree, build_meta_model, load_dataset
 from tutti.train.recipe import with_values
 from tutti.train.step import IGNORED, as_model_dtype
+from tutti.world.errors import UsageError
 from tutti.world.world import World
 
 # Batches of a rank between two exchanges: bounds the text in memory and makes waiting rare.
@@ -234,3 +235,52 @@ def _text_row(
 
 def _rounded(value: float, digits: str) -> float | None:
     return float(format(value, digits)) if math.isfinite(value) else None  # JSON has no NaN
+
+
+@contextmanager
+def prediction_file(path: Path) -> Iterator[Callable[[bytes], None]]:
+    """Open a file that gets its name when it is complete; yields a function that appends to it.
+
+    Until then its name is `.NAME.PID.partial`; an exception removes it. Only a process that is
+    killed leaves it behind.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with _errors_of(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = partial.open("wb")
+
+    def write(text: bytes) -> None:
+        with _errors_of(path):
+            file.write(text)
+
+    try:
+        yield write
+        with _errors_of(path):
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+        file.close()
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"--out {path}: {reason}: choose another file") from None
+
+
+def gather_text(text: str) -> list[bytes]:
+    """Gather every rank's text on rank 0, in rank order; the other ranks get an empty list."""
+    content = text.encode()
+    lengths: list[int] = comm.gather_json(len(content))
+    padded = bytearray(max(1, *lengths))
+    padded[: len(content)] = content
+    gathered = comm.gather(torch.frombuffer(padded, dtype=torch.uint8))
+    if gathered is None:
+        return []
+    rows = gathered.view(len(lengths), -1).numpy()
+    return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
