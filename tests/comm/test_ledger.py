@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tutti import comm
-from tutti.comm import ledger
+from tutti.comm import collective_errors, ledger
 from tutti.comm.ledger import GroupLedger
 from tutti.comm.ledger_reader import ProcessLedger, processes, read_process
 from tutti.comm.shm import native
@@ -217,7 +217,8 @@ def test_ranks_without_a_readable_ledger_are_described(monkeypatch: pytest.Monke
     store.set("tutti/ledger/20", json.dumps({**near, "machine": "other", "host": "node7"}))
     store.set("tutti/ledger/30", json.dumps({**near, "pid": 1}))
     monkeypatch.setattr(collective_errors.c10d, "_get_default_store", lambda: store)
-    never, ended, away, closed = (collective_errors._process_of(Group(), rank) for rank in range(4))  # type: ignore[arg-type]
+    process_of = collective_errors._process_of
+    never, ended, away, closed = (process_of(Group(), rank) for rank in range(4))  # type: ignore[arg-type]
     assert isinstance(never, str) and isinstance(ended, str) and isinstance(closed, str)
     assert never.startswith("has not called tutti.comm yet")
     assert ended.startswith(f"has ended (pid {gone.pid} on ")

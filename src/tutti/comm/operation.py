@@ -228,7 +228,8 @@ class Operation:
 
 # The comm.group() block that this thread is in: it collects operations instead of sending them.
 current_block: "ContextVar[Block | None]" = ContextVar("current_block", default=None)
-# Set by comm.debug(True): compares the calls of all ranks before they are sent (collective_errors.py).
+# Set by comm.debug(True): compares the calls of all ranks before they are sent; see
+# collective_errors.py.
 compare_calls: Callable[[Sequence[Operation]], None] | None = None
 
 
