@@ -194,15 +194,7 @@ class Loader:
                     self._stale = False
                 batch, copied = next(source)
                 self.position = batch.after
-                if copied is not None:
-                    # The device waits for the copy, not the host. record_stream keeps the allocator
-                    # from reusing the memory, which belongs to the copy stream, before the step has
-                    # read it.
-                    step = torch.cuda.current_stream(self.device)
-                    step.wait_event(copied)
-                    for tensor in batch:
-                        tensor.record_stream(step)
-                yield batch
+                yield self._received(batch, copied)
         finally:
             if source is self._source:
                 self.close()
@@ -290,6 +282,17 @@ class Loader:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copy_stream)
         return Batch(inputs, targets, drawn.global_count, drawn.start, drawn.after), copied
+
+    def _received(self, batch: Batch, copied: torch.cuda.Event | None) -> Batch:
+        """The batch, safe to read on the step's stream; a capture counts samples by this method."""
+        if copied is not None:
+            # The device waits for the copy, not the host. record_stream keeps the allocator from
+            # reusing the memory, which belongs to the copy stream, before the step has read it.
+            step = torch.cuda.current_stream(self.device)
+            step.wait_event(copied)
+            for tensor in batch:
+                tensor.record_stream(step)
+        return batch
 
 
 def evaluation_loader(
