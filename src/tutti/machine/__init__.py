@@ -1,1 +1,1 @@
-"""What this machine is: devices, links, NUMA, NICs. Imports no other room."""
+"""Description of this machine: devices, links between devices, NUMA nodes and NICs."""

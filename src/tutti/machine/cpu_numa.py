@@ -1,4 +1,4 @@
-"""CPUs, NUMA nodes and host memory: what the machine has and what this process may use."""
+"""CPUs, NUMA nodes and memory of the host, and the CPUs that this process may use."""
 
 import math
 import os
@@ -16,7 +16,7 @@ _CPUS, _NODES = "/sys/devices/system/cpu", "/sys/devices/system/node"
 
 @dataclass(frozen=True)
 class Cpus:
-    """The CPUs of the machine. CPU lists are in the kernel's format: `0-3,8`."""
+    """The CPUs of the machine. Lists of CPUs are in the kernel's format `0-3,8`."""
 
     model: str | None
     packages: int | None
@@ -38,7 +38,8 @@ class NumaNode:
     memory_bytes: int | None
     free_bytes: int | None
     distances: tuple[int, ...] | None
-    """The distance to every node, in the order of node ids; 10 is the node itself."""
+    """The distance to every node, in the order of node ids. The distance to the node itself is
+    10."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,16 @@ def allowed_cpus() -> tuple[int, ...]:
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
-    """The cgroup's CPU quota in CPUs, rounded up; None without a quota."""
+    """The CPU quota of the cgroup as a number of CPUs, rounded up; None if there is no quota."""
     cpus = cgroup_cpus(SysFiles(root=root))
     return max(1, math.ceil(cpus)) if isinstance(cpus, int | float) else None
 
 
 def cgroup_cpus(files: SysFiles) -> float | Literal["unlimited"] | None:
-    """The tightest CPU quota of this process' cgroup and its parents, in CPUs.
+    """The lowest CPU quota of this process's cgroup and its parents, as a number of CPUs.
 
-    cgroup v2 has one file `cpu.max` with `quota period` or `max period`; v1 has one file for each
-    of the two, and a quota of -1 means unlimited.
+    cgroup v2 has one file `cpu.max` that contains `quota period` or `max period`. cgroup v1 has one
+    file for the quota and one for the period; a quota of -1 means unlimited.
     """
     if not files.exists(CGROUP):
         files.unknown["limits.cgroup_cpus"] = f"{CGROUP} does not exist"
@@ -93,7 +94,10 @@ def cgroup_cpus(files: SysFiles) -> float | Literal["unlimited"] | None:
 
 
 def cgroup_directories(files: SysFiles, controller: str) -> list[str]:
-    """This process' cgroup and its parents; controller "" stands for the v2 hierarchy."""
+    """The directories of this process's cgroup and its parents.
+
+    The empty controller name "" stands for the cgroup v2 hierarchy.
+    """
     for line in (files.text("/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -168,7 +172,7 @@ def read_cpu_model(files: SysFiles) -> str | None:
 
 
 def numa_nodes() -> dict[int, tuple[int, ...]]:
-    """The CPUs of each NUMA node that has any; {0: all allowed CPUs} if /sys shows no nodes."""
+    """The CPUs of each NUMA node that has CPUs; {0: all allowed CPUs} if /sys shows no nodes."""
     nodes = {node.id: parse_cpu_list(node.cpus) for node in read_numa(SysFiles()) if node.cpus}
     return nodes or {0: allowed_cpus()}
 
@@ -227,6 +231,9 @@ def read_memory(files: SysFiles) -> Memory:
 
 
 def _parse_meminfo(text: str | None) -> dict[str, int]:
-    """`MemTotal: 1024 kB`, after `Node 0` in a node's file: sizes in bytes, counts as they are."""
+    """The values in a meminfo file; sizes are converted from kB to bytes, counts are unchanged.
+
+    A line is `MemTotal: 1024 kB`, with the prefix `Node 0` in the file of a NUMA node.
+    """
     found = re.findall(r"(?m)^(?:Node \d+ )?(\w+)(?:\(\w+\))?:\s+(\d+)( kB)?", text or "")
     return {name: int(number) * (1024 if unit else 1) for name, number, unit in found}

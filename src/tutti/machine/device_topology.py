@@ -1,7 +1,7 @@
 """Topology: how GPUs and NICs of a host are connected, and which NIC is nearest to which GPU.
 
-Link classes have the names of `nvidia-smi topo -m` (NV18, PIX, PXB, PHB, NODE, SYS). They are
-computed from the PCI paths in /sys, so they need no driver and cover NICs.
+Link classes have the same names as in `nvidia-smi topo -m` (NV18, PIX, PXB, PHB, NODE, SYS). The
+PCIe classes are computed from the PCI paths in /sys, so they need no GPU driver and include NICs.
 """
 
 import re
@@ -18,7 +18,7 @@ from tutti.machine.recording import to_json
 
 Rows = Iterator[dict[str, Any]]
 
-# From near to far. NV# stands for # NVLinks.
+# Ordered from near to far. In NV#, the # stands for the number of NVLinks.
 LINK_CLASSES = {
     "X": "the device itself",
     "NV#": "# NVLinks in total",
@@ -42,30 +42,30 @@ class Link:
     link_class: str
     """NV18, PIX, PXB, PHB, NODE, SYS or ?."""
     pci_class: str
-    """The class of the PCIe path, whether or not NVLink replaces it."""
+    """The class of the PCIe path between the two devices, even if they use NVLink instead."""
     nvlinks: int
-    """The number of active NVLinks between the two, direct or through NVSwitches."""
+    """The number of active NVLinks between the two devices, direct or through NVSwitches."""
     nvlink_gbs: float | None
-    """Their total speed in one direction in 1e9 bytes/s, as the driver reports it; about 94 % of
-    it is payload."""
+    """Total speed of these NVLinks in one direction in 1e9 bytes/s, as reported by the driver.
+    About 94 % of this speed is available to payload."""
     reason: str
 
 
 @dataclass(frozen=True)
 class PciPlace:
-    """A device's path of PCI bridges (() if unknown) and its NUMA node."""
+    """A device's path from the PCI root complex (() if unknown) and its NUMA node."""
 
     path: tuple[str, ...]
     numa_node: int | None
 
 
 def distance_rank(link_class: str) -> int:
-    """The position of a class from near (0) to far."""
+    """The position of a link class in the order from near (0) to far."""
     return list(LINK_CLASSES).index("NV#" if link_class.startswith("NV") else link_class)
 
 
 def pci_place(machine: Machine, device: "Accelerator | Interface") -> PciPlace:
-    """The place of a device."""
+    """The PCI path and NUMA node of a device."""
     on_bus = machine.pci_device(device.pci_address)
     if on_bus is None:
         return PciPlace((), device.numa_node)
@@ -73,11 +73,12 @@ def pci_place(machine: Machine, device: "Accelerator | Interface") -> PciPlace:
 
 
 def pci_class(a: PciPlace, b: PciPlace, numa_nodes: int) -> tuple[str, str]:
-    """The class of the PCIe path between two devices, and the reason.
+    """The class of the PCIe path between two devices, and the reason for the class.
 
-    A path lists the root complex, a root port, for each switch its upstream port and a downstream
-    port, and the device. Two devices below one switch share the path up to the upstream port;
-    then each has a downstream port and itself, so at most two entries differ.
+    A path lists the root complex, a root port, the upstream port and a downstream port of each
+    switch, and finally the device. Two devices below one switch share the path up to the switch's
+    upstream port. After that, each path has a downstream port and the device, so the paths differ
+    in at most two entries.
     """
     if not a.path or not b.path:
         return "?", "/sys does not show their PCI paths"
@@ -102,7 +103,10 @@ def pci_class(a: PciPlace, b: PciPlace, numa_nodes: int) -> tuple[str, str]:
 
 
 def _nvlinks_between(a: Accelerator, b: Accelerator) -> tuple[int, float | None, str]:
-    """The number of active NVLinks, their speed in one direction in GB/s, and the path."""
+    """The number of active NVLinks between two GPUs, their speed, and a description of the path.
+
+    The speed is the total of one direction in GB/s.
+    """
     direct = [
         link
         for link in _active_links(a)
@@ -110,7 +114,7 @@ def _nvlinks_between(a: Accelerator, b: Accelerator) -> tuple[int, float | None,
     ]
     if direct:
         return len(direct), _total_speed(direct), f"{len(direct)} NVLinks"
-    # A switch connects all GPUs; the GPU with fewer links limits the pair.
+    # NVSwitches connect all GPUs. The GPU with fewer links to the switches limits the pair.
     links = [
         [link for link in _active_links(each) if link.peer_kind == "switch"] for each in (a, b)
     ]
@@ -133,7 +137,7 @@ def _total_speed(links: Sequence[NvLink]) -> float | None:
 
 # --- network interfaces --------------------------------------------------------------------------
 
-# Counters of congestion control; they do not count errors.
+# RDMA counters of congestion control, which are not errors.
 _CONGESTION = (
     *("port_xmit_wait", "np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets"),
     *("roce_slow_restart",),
@@ -142,10 +146,10 @@ _CONGESTION = (
 
 @dataclass(frozen=True)
 class Interface:
-    """An RDMA device with its ports, a network interface, or both in one."""
+    """An RDMA device with its ports, a network interface, or a device that is both."""
 
     id: str
-    """NIC0, NIC1, …, in the order of nvidia-smi."""
+    """NIC0, NIC1, …, in the same order as in nvidia-smi."""
     name: str
     netdev: Nic | None
     ports: tuple[RdmaPort, ...]
@@ -198,7 +202,7 @@ class Topology:
 
     @cached_property
     def interfaces(self) -> tuple[Interface, ...]:
-        """RDMA devices first, then other physical interfaces; no bonds, bridges or loopback."""
+        """RDMA devices, then other physical interfaces; without bonds, bridges and loopback."""
         nics = {nic.name: nic for nic in self.machine.nics}
         by_device: dict[str, list[RdmaPort]] = {}
         for port in self.machine.rdma:
@@ -215,12 +219,12 @@ class Topology:
 
     @cached_property
     def devices(self) -> dict[str, Accelerator | Interface]:
-        """GPUs and interfaces by id."""
+        """GPUs and interfaces, keyed by id such as GPU0 or NIC0."""
         return {f"GPU{gpu.index}": gpu for gpu in self.gpus} | {n.id: n for n in self.interfaces}
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
-        """The link between every two GPUs and interfaces, each pair once; GPUs come first."""
+        """The link of every pair of devices, each pair once; pairs of GPUs come first."""
         links = [self._link(a, b) for a, b in combinations(self.devices, 2)]
         return tuple(sorted(links, key=lambda link: (link.a[:3], link.b[:3])))
 
@@ -247,11 +251,14 @@ class Topology:
         return {frozenset((link.a, link.b)): link.link_class for link in self.links}
 
     def link_class(self, a: str, b: str) -> str:
-        """The class of the link between two devices by id; X for a device and itself."""
+        """The class of the link between two device ids; X if both ids are the same device."""
         return "X" if a == b else self._classes[frozenset((a, b))]
 
     def near_nics(self, gpu: Accelerator) -> tuple[Interface, ...]:
-        """The interfaces nearest to a GPU, among RDMA devices if there are any."""
+        """The interfaces nearest to a GPU.
+
+        If the host has RDMA devices, only RDMA devices are considered.
+        """
         candidates = [nic for nic in self.interfaces if nic.ports] or list(self.interfaces)
         classes = {nic.id: self.link_class(f"GPU{gpu.index}", nic.id) for nic in candidates}
         near = [each for each in classes.values() if each not in ("?", "SYS")]
@@ -267,7 +274,7 @@ class Topology:
     # --- the rows of `tutti topo --json` ---------------------------------------------------------
 
     def to_json(self) -> dict[str, list[dict[str, Any]]]:
-        """devices[], links[], nics[] and numa[]; every row has the key `host`."""
+        """The lists devices, links, nics and numa. Every row has the key `host`."""
         rows = {
             "devices": [*self._cpu_rows(), *self._gpu_rows()],
             "links": [*self._link_rows()],
@@ -278,7 +285,7 @@ class Topology:
         return {name: [host | row for row in each] for name, each in rows.items()}
 
     def _cpu_rows(self) -> Rows:
-        """One row for the CPUs of each NUMA node; one row for all CPUs if no nodes are known."""
+        """One row for each NUMA node with CPUs; a single row if the NUMA nodes are unknown."""
         machine = self.machine
         common = {"kind": "cpu", "name": machine.cpus.model}
         for node in machine.numa:
@@ -342,5 +349,5 @@ class Topology:
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:
-    """Sorts mlx5_2 before mlx5_10."""
+    """A sort key that places mlx5_2 before mlx5_10."""
     return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]

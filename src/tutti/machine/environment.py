@@ -26,7 +26,7 @@ from tutti.machine.cpu_numa import (
 from tutti.machine.gpus import nvml
 from tutti.machine.sysfs import SysFiles
 
-# --- every result --------------------------------------------------------------------------------
+# --- the `environment` entry of every JSON result ------------------------------------------------
 
 
 def describe_environment() -> dict[str, Any]:
@@ -79,19 +79,19 @@ def _package_version(name: str) -> str | None:
 
 
 def boot_id() -> str:
-    """The kernel's random id of this boot, the same in every container of the machine."""
+    """The random id that the kernel chose at boot. All containers of a machine have the same id."""
     return SysFiles().text("/proc/sys/kernel/random/boot_id") or "unknown"
 
 
 # --- environment variables -----------------------------------------------------------------------
 
-# Variables that affect torch, its communication backends and launchers. Never the whole
-# environment: it contains keys and passwords.
+# Variables that affect torch, its communication backends and launchers. The whole environment is
+# never recorded, because it may contain keys and passwords.
 _PREFIXES = (
     *("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "CUDA_", "NVIDIA_", "NVSHMEM_"),
     *("OMP_", "KMP_", "UCX_", "FI_", "OMPI_MCA_", "TUTTI_", "HIP_", "HSA_", "ROCR_", "RCCL_"),
 )
-# Different in every process or at every start: not part of the description of a result.
+# Variables that differ between processes or between runs. They are left out of JSON results.
 _PER_PROCESS = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_GPUS_PER_TASK"),
@@ -101,7 +101,7 @@ _VARIABLES = (
     *("MKL_NUM_THREADS", "GOMP_CPU_AFFINITY"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_JOB_NUM_NODES"),
 )
-# Misspelt prefixes, so that the check env.misspelt sees these variables.
+# Variables with a misspelt prefix are recorded too, so that the check env.misspelt can find them.
 _MISSPELT = re.compile("(NC+L+|NCC|NNCCL|GLO+|OPM|TROCH|TOCH)_", re.IGNORECASE)
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNORECASE)
 
@@ -117,7 +117,7 @@ def read_variables() -> dict[str, str]:
 
 
 def read_nccl_conf(files: SysFiles) -> dict[str, dict[str, str]]:
-    """The settings in NCCL's configuration files, by file."""
+    """The settings in NCCL's configuration files, keyed by file."""
     found = {}
     for path in ("/etc/nccl.conf", str(Path.home() / ".nccl.conf")):
         lines = re.findall(r"(?m)^\s*(NCCL_\w+)\s*=\s*(.*?)\s*$", files.text(path) or "")
@@ -180,12 +180,15 @@ _HYPERVISORS = {
 
 
 def read_name_resolution() -> str:
-    """What the host's own name resolves to: outside, loopback or nothing. No address is kept."""
+    """What the host's own name resolves to: outside, loopback or nothing.
+
+    The address itself is not recorded.
+    """
     try:
         found = socket.getaddrinfo(platform.node(), None, type=socket.SOCK_STREAM)
     except OSError:
         return "nothing"
-    # gloo uses the first address, so the first one decides.
+    # gloo uses the first address, so only the first address matters.
     first = str(found[0][4][0]).partition("%")[0]
     return "loopback" if ipaddress.ip_address(first).is_loopback else "outside"
 
@@ -200,7 +203,7 @@ def read_system(files: SysFiles) -> str | None:
 
 
 def read_product(files: SysFiles) -> str | None:
-    """Vendor and product name from the firmware."""
+    """Vendor and product name of the machine, as reported by the firmware."""
     names = [files.text(f"/sys/class/dmi/id/{name}") for name in ("sys_vendor", "product_name")]
     product = " ".join(name for name in names if name)
     if not product:
@@ -209,7 +212,7 @@ def read_product(files: SysFiles) -> str | None:
 
 
 def read_virtualisation(files: SysFiles) -> str | None:
-    """The hypervisor, or none. On x86 a CPU flag says whether there is one."""
+    """The name of the hypervisor, or none. On x86, a CPU flag shows whether one is present."""
     flags = re.search(r"(?m)^flags\s*:(.*)$", files.text("/proc/cpuinfo") or "")
     product = (read_product(files) or files.text("/sys/hypervisor/type") or "").lower()
     name = next((kind for word, kind in _HYPERVISORS.items() if word in product), None)
@@ -221,7 +224,10 @@ def read_virtualisation(files: SysFiles) -> str | None:
 
 
 def read_container(files: SysFiles) -> str:
-    """The kind of container, or none, from the files and variables that container engines set."""
+    """The kind of container, or none.
+
+    Container engines are recognised by the files and environment variables that they set.
+    """
     engine = files.text("/run/systemd/container")
     if engine:
         return engine
@@ -303,7 +309,7 @@ def read_xids(files: SysFiles) -> tuple[Xid, ...] | None:
                 break
             if not record:
                 break
-            # priority,sequence,microseconds since boot,flags;text
+            # Format of a record: priority,sequence,microseconds since boot,flags;text
             head, _, text = record.partition(";")
             if match := _XID.search(text):
                 age_s = uptime_s - int(head.split(",")[2]) / 1e6

@@ -1,4 +1,4 @@
-"""GPUs of this host: state and links from NVML, what CUDA_VISIBLE_DEVICES shows, peer access."""
+"""GPUs of this host: state and links from NVML, CUDA_VISIBLE_DEVICES, and peer access."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ class NvLink:
     peer_kind: Literal["gpu", "switch", "cpu"] | None
     peer_pci: str | None
     speed_mbs: int | None
-    """One direction, in 1e6 bytes/s, as the driver reports it (H100: 26562)."""
+    """Speed of one direction in 1e6 bytes/s, as reported by the driver (H100: 26562)."""
     replay_errors: int | None
     recovery_errors: int | None
     crc_errors: int | None
@@ -41,12 +41,15 @@ class Clocks:
     max_memory_mhz: int | None
     throttle: tuple[str, ...] | None
     """Any of idle, application_clocks, sw_power_cap, hw_slowdown, sync_boost, sw_thermal,
-    hw_thermal, hw_power_brake, display; () for none."""
+    hw_thermal, hw_power_brake, display; () if the clocks are not lowered."""
 
 
 @dataclass(frozen=True)
 class Ecc:
-    """Memory errors: volatile counts are since the driver was loaded, aggregate for life."""
+    """ECC state and memory errors of a GPU.
+
+    Volatile counts start when the driver is loaded. Aggregate counts cover the GPU's lifetime.
+    """
 
     enabled: bool | None
     pending: bool | None
@@ -73,13 +76,13 @@ class Accelerator:
     pci_address: str | None
     numa_node: int | None
     cpus: str | None
-    """The CPUs of its NUMA node."""
+    """The CPUs of the GPU's NUMA node, as a list such as 0-3,8."""
     memory_bytes: int | None
     used_bytes: int | None
     bar1_bytes: int | None
     compute_capability: str | None
     processes: int | None
-    """The number of processes with a compute context on it."""
+    """The number of processes with a compute context on the GPU."""
     pcie: PcieLink | None
     pcie_replays: int | None
     nvlinks: tuple[NvLink, ...] | None
@@ -106,7 +109,8 @@ class Accelerator:
 class PeerAccess:
     """Whether GPU `src` can access the memory of GPU `dst`.
 
-    The values are those of `nvidia-smi topo -p2p r`: OK, or the reason CNS, GNS, TNS, DR, NS, U.
+    The values are the same as in `nvidia-smi topo -p2p r`: OK if access is possible, otherwise a
+    code for the reason (CNS, GNS, TNS, DR, NS or U).
     """
 
     src: int
@@ -116,14 +120,14 @@ class PeerAccess:
     nvlink: str | None
     atomics: str | None
     driver_class: str | None
-    """PIX, PXB, PHB, NODE or SYS, as the driver classifies the PCIe path."""
+    """The driver's class of the PCIe path: PIX, PXB, PHB, NODE or SYS."""
 
 
-# --- GPUs that CUDA shows to a process -----------------------------------------------------------
+# --- GPUs that are visible to CUDA ---------------------------------------------------------------
 
 
 def visible_gpu_count(env: Mapping[str, str] | None = None) -> int:
-    """The number of GPUs that CUDA shows to a process with this environment; needs no torch."""
+    """The number of GPUs visible to CUDA in a process with this environment. Needs no torch."""
     env = os.environ if env is None else env
     installed = _installed_gpus()
     selected = env.get("CUDA_VISIBLE_DEVICES")
@@ -147,7 +151,7 @@ def _installed_gpus() -> int:
 
 
 def numa_node_of_gpu(pci_address: str) -> int | None:
-    """The NUMA node of the PCI device at an address; None if the kernel does not know it."""
+    """The NUMA node of the PCI device at an address; None if the kernel does not report it."""
     return read_numa_node(SysFiles(), f"/sys/bus/pci/devices/{pci_address.lower()}", "")
 
 
@@ -163,7 +167,7 @@ def nvml() -> Iterator[Any]:
 
 
 def _start_nvml() -> tuple[Any, str]:
-    """The initialised NVML library, or None and the reason."""
+    """The initialised NVML library and ""; or None and the reason why NVML is unavailable."""
     try:
         import pynvml
     except ImportError:
@@ -177,9 +181,9 @@ def _start_nvml() -> tuple[Any, str]:
 
 # --- all GPUs of the host, from NVML -------------------------------------------------------------
 
-# Constants of the NVML interface; older bindings have no names for some of them.
+# Constants of the NVML interface. Older nvidia-ml-py versions do not define names for some of them.
 _SM, _MEMORY = 1, 2
-_THROTTLE = (  # the bits, from the lowest
+_THROTTLE = (  # in bit order, lowest bit first
     *("idle", "application_clocks", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal"),
     *("hw_thermal", "hw_power_brake", "display"),
 )
@@ -194,10 +198,11 @@ _NVLINK_SPEED_FIELD = 164
 
 
 class _Query:
-    """Calls NVML about one GPU, link or pair of GPUs, given by `handles`.
+    """Calls NVML functions for one GPU, NVLink or pair of GPUs, which `handles` identifies.
 
-    A call that fails returns None, and `unknown` gets NVML's reason for the fields that the call
-    reads. `names` are fields below `field`, separated by spaces.
+    If a call fails, it returns None and records NVML's reason in `unknown` for each field that the
+    call would have set. `names` lists these fields, separated by spaces; they are relative to
+    `field`.
     """
 
     def __init__(self, library: Any, unknown: dict[str, str], field: str, *handles: Any) -> None:
@@ -207,11 +212,11 @@ class _Query:
         self.handles = handles
 
     def part(self, name: str, *handles: Any) -> "_Query":
-        """Calls about a part, with further handles."""
+        """A query for the subfield `name`, with additional handles."""
         return _Query(self.library, self.unknown, f"{self.field}.{name}", *self.handles, *handles)
 
     def note(self, names: str, reason: str) -> None:
-        """Record why fields are unknown."""
+        """Record why the fields in `names` are unknown."""
         for name in names.split():
             self.unknown[f"{self.field}.{name}".lstrip(".")] = reason
 
@@ -233,7 +238,7 @@ class _Query:
             return convert(value) if convert else value
 
     def enum(self, name: str, words: dict[int, str], function: str, *arguments: Any) -> Any:
-        """The word for an enum value."""
+        """The name of the enum value that an NVML function returns."""
         number = self(name, function, *arguments)
         if number is not None and number not in words:
             self.note(name, f"NVML {function} returned {number}")
@@ -248,7 +253,7 @@ class _Query:
         if values[0].nvmlReturn != 0:
             self.note(name, f"NVML field {number}: error {values[0].nvmlReturn}")
             return None
-        # Value types 2 and 3 are 64 bits wide, the other integer types 32.
+        # Value types 2 and 3 are 64 bits wide; the other integer types are 32 bits wide.
         wide = values[0].valueType in (2, 3)
         return int(values[0].value.ullVal if wide else values[0].value.uiVal)
 
@@ -256,9 +261,9 @@ class _Query:
 def read_accelerators(
     files: SysFiles, pci: tuple[PciDevice, ...], versions: dict[str, str]
 ) -> tuple[tuple[Accelerator, ...], tuple[PeerAccess, ...]]:
-    """All GPUs of this host, also those that CUDA_VISIBLE_DEVICES hides.
+    """All GPUs of this host, including GPUs hidden by CUDA_VISIBLE_DEVICES.
 
-    Adds the versions of the driver and of the CUDA it supports to `versions`.
+    Adds the driver version and the newest CUDA version that the driver supports to `versions`.
     """
     with nvml() as library:
         if library is None:
@@ -351,14 +356,14 @@ def _watts(milliwatts: int) -> float:
 
 
 def _pci_address(info: Any) -> str:
-    """NVML writes 00000000:18:00.0, the kernel 0000:18:00.0."""
+    """The PCI address in the kernel's format 0000:18:00.0; NVML's format is 00000000:18:00.0."""
     text = info.busId if isinstance(info.busId, str) else info.busId.decode()
     domain, _, rest = text.partition(":")
     return f"{int(domain, 16):04x}:{rest}".lower()
 
 
 def _cpu_list(words: Any) -> str:
-    """NVML writes a mask of 64 CPUs in each word."""
+    """The CPU list of an NVML affinity mask, which has 64 CPUs per word."""
     mask = sum(int(word) << 64 * number for number, word in enumerate(words))
     return format_cpu_list(cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1)
 
@@ -368,7 +373,7 @@ def _read_nvlinks(gpu: _Query) -> tuple[NvLink, ...] | None:
     no_such_link = (library.NVML_ERROR_INVALID_ARGUMENT, library.NVML_ERROR_NOT_SUPPORTED)
     links: list[NvLink] = []
     for index in range(library.NVML_NVLINK_MAX_LINKS):
-        # NVML does not report the number of links: the first index it rejects ends the list.
+        # NVML does not report the number of links, so the list ends at the first invalid index.
         try:
             active = bool(library.nvmlDeviceGetNvLinkState(*gpu.handles, index))
         except library.NVMLError as error:

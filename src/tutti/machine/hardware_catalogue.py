@@ -1,7 +1,7 @@
 """Peak speeds of accelerators and links, and published measurements: hardware_catalogue.toml.
 
-Every figure has a source. What is not in the catalogue is None: a guess would falsify every figure
-that is derived from it.
+Every figure has a source. A value that is not in the catalogue is None, because a guess would
+falsify all figures that are derived from it.
 """
 
 import tomllib
@@ -16,7 +16,10 @@ _FILE = Path(__file__).with_suffix(".toml")
 
 @dataclass(frozen=True)
 class AcceleratorSpec:
-    """One accelerator model. Peaks are dense, in TFLOP/s; bandwidths are one way, in GB/s."""
+    """One accelerator model.
+
+    Peaks are in TFLOP/s without sparsity. Link bandwidths are in GB/s in one direction.
+    """
 
     name: str  # a part of the name that the driver reports
     source: str
@@ -36,7 +39,7 @@ class AcceleratorSpec:
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """One kind of link: the speed of its specification and the speed that programs reach."""
+    """One kind of link: its specified speed and the speed that programs reach, in GB/s."""
 
     name: str
     gbs: float
@@ -68,7 +71,7 @@ class Catalogue:
 
 @cache
 def catalogue() -> Catalogue:
-    """Read the file; a mistake in it raises an error."""
+    """The content of hardware_catalogue.toml. Raises an error if the file contains a mistake."""
     content = tomllib.loads(_FILE.read_text())
     for each in content["accelerator"]:
         each["without"] = tuple(each.get("without", ()))
@@ -83,12 +86,12 @@ def catalogue() -> Catalogue:
 
 
 def accelerator(device_name: str) -> AcceleratorSpec | None:
-    """The specification of a device, by the name that the driver reports."""
+    """The specification of a device, found by the name that the driver reports; None if unknown."""
     return next((a for a in catalogue().accelerators if a.matches(device_name)), None)
 
 
 def link(name: str | None) -> LinkSpec | None:
-    """The specification of a link, such as `PCIe5 x16`."""
+    """The specification of a link, such as `PCIe5 x16`; None if it is unknown."""
     return next((each for each in catalogue().links if each.name == name), None)
 
 
@@ -99,7 +102,10 @@ def figure(
     ranks: int | None = None,
     timing: str = "back-to-back",
 ) -> Figure | None:
-    """The published figure for the same or the next smaller size; larger messages are no slower."""
+    """The published figure for this message size or for the next smaller size.
+
+    The figure for a smaller size is a valid lower bound, because larger messages are no slower.
+    """
     spec = accelerator(device_name)
     matching = [
         each

@@ -15,12 +15,12 @@ NicKind = Literal["physical", "bond", "bridge", "vlan", "loopback", "virtual"]
 
 @dataclass(frozen=True)
 class Nic:
-    """A network interface. IP addresses are not recorded, only the families it has."""
+    """A network interface. Only address families are recorded, not the IP addresses."""
 
     name: str
     kind: NicKind
     driver: str | None
-    """"" for none."""
+    """"" if no driver is bound."""
     state: str | None
     carrier: bool | None
     speed_mbps: int | None
@@ -31,9 +31,9 @@ class Nic:
     """Any of ipv4 and ipv6; link-local addresses are ignored."""
     default_route: bool | None
     master: str | None
-    """The bond or bridge it belongs to; "" for none."""
+    """The bond or bridge that the interface belongs to; "" if it belongs to none."""
     rdma: str | None
-    """Its RDMA device, such as mlx5_0; "" for none."""
+    """The RDMA device of the interface, such as mlx5_0; "" if it has none."""
     rx_errors: int | None
     tx_errors: int | None
     rx_dropped: int | None
@@ -47,7 +47,7 @@ class RdmaPort:
     device: str
     port: int
     netdev: str | None
-    """"" for none."""
+    """The network interface of the device; "" if it has none."""
     pci_address: str | None
     numa_node: int | None
     driver: str | None
@@ -60,9 +60,9 @@ class RdmaPort:
     """LinkUp, Disabled, Polling."""
     rate_gbps: float | None
     rate: str | None
-    """In the kernel's format: 400 Gb/sec (4X NDR)."""
+    """The rate in the kernel's format: 400 Gb/sec (4X NDR)."""
     gid_types: tuple[str, ...] | None
-    """The distinct types of its GIDs: IB/RoCE v1, RoCE v2."""
+    """The distinct types of the port's GIDs: IB/RoCE v1, RoCE v2."""
     counters: dict[str, int]
     """Error and congestion counters by kernel name, from counters/ and hw_counters/."""
 
@@ -82,7 +82,7 @@ _COUNTERS = (
 
 
 def interface_address(name: str) -> str | None:
-    """The IPv4 address of an interface; None if it does not exist or has none."""
+    """The IPv4 address of an interface; None if the interface does not exist or has no address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         try:
             reply = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -118,7 +118,8 @@ def _read_nic(
     kind = _kind(files, name)
     device = files.target(f"{directory}/device")
     rdma = files.names(f"{directory}/device/infiniband")
-    carrier = files.number(f"{directory}/carrier", f"{field}.carrier")  # an error if it is down
+    # Reading `carrier` fails if the interface is down.
+    carrier = files.number(f"{directory}/carrier", f"{field}.carrier")
     if families is None:
         files.unknown[f"{field}.families"] = "addresses can only be listed on the running system"
     if default_routes is None:
@@ -186,8 +187,9 @@ def _numa_node(files: SysFiles, device: str | None, field: str) -> int | None:
 
 
 def _address_families(files: SysFiles) -> dict[str, set[str]] | None:
-    """The address families of each interface, without link-local addresses."""
-    if not files.root.samefile("/"):  # files of another machine: /proc has no IPv4 addresses
+    """The address families of each interface; link-local addresses are ignored."""
+    # IPv4 addresses come from system calls and not from files, so they exist only for this machine.
+    if not files.root.samefile("/"):
         return None
     found: dict[str, set[str]] = {}
     for _, name in socket.if_nameindex():
@@ -220,7 +222,7 @@ def _default_routes(files: SysFiles) -> set[str] | None:
 
 
 def read_rdma(files: SysFiles) -> tuple[RdmaPort, ...]:
-    """All ports of all RDMA devices; () without any."""
+    """All ports of all RDMA devices; () if there are no RDMA devices."""
     ports = [
         (device, port)
         for device in files.names(_RDMA)
@@ -276,5 +278,5 @@ def _read_port(files: SysFiles, name: str, port: int, field: str) -> RdmaPort:
 
 
 def _after_colon(text: str | None) -> str | None:
-    """The kernel writes `4: ACTIVE`."""
+    """The part after the colon: the kernel writes the state ACTIVE as `4: ACTIVE`."""
     return None if text is None else text.rpartition(":")[2].strip()

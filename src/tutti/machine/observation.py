@@ -1,4 +1,4 @@
-"""Machine: one host as one frozen value. `observe()` reads this host; a file can record it."""
+"""Machine: hardware, software and settings of one host. `observe()` reads this host."""
 
 import platform
 from dataclasses import dataclass, field
@@ -19,10 +19,10 @@ from tutti.machine.sysfs import SysFiles
 
 @dataclass(frozen=True)
 class Machine:
-    """One host. None means unknown, and `unknown` gives the reason.
+    """One host. A field that is None is unknown; `unknown` contains the reason.
 
-    Keys of `unknown` are paths such as `accelerators[0].ecc.enabled`; a reason for a path holds
-    for all fields below the path.
+    Keys of `unknown` are paths such as `accelerators[0].ecc.enabled`. The reason for a path also
+    applies to all fields below that path.
     """
 
     host: str
@@ -49,22 +49,23 @@ class Machine:
     limits: Limits
     iommu_groups: int | None
     kernel_parameters: tuple[str, ...] | None
-    """Only those about IOMMU, PCI, NUMA, huge pages and isolated CPUs."""
+    """Only parameters about IOMMU, PCI, NUMA, huge pages and isolated CPUs."""
     kernel_modules: tuple[str, ...] | None
     """Only drivers of GPUs and RDMA NICs, such as nvidia_peermem."""
     sysctls: dict[str, str]
     nccl_conf: dict[str, dict[str, str]]
-    """The settings in /etc/nccl.conf and ~/.nccl.conf, by file."""
+    """The settings in /etc/nccl.conf and ~/.nccl.conf, keyed by file."""
     variables: dict[str, str]
     """Environment variables on an allow-list."""
     versions: dict[str, str]
-    """python, torch, cuda (of torch), cuda_driver (the newest it supports), driver, nccl, …"""
+    """Versions of python, torch, cuda (of torch), cuda_driver (the newest CUDA that the driver
+    supports), driver, nccl, …"""
     xids: tuple[Xid, ...] | None
     """None if the kernel log cannot be read."""
     unknown: dict[str, str] = field(default_factory=dict)
 
     def why(self, path: str) -> str | None:
-        """Why a field is unknown: the reason of the field or of one that contains it."""
+        """Why a field is unknown: the reason for the field or for a field that contains it."""
         while path:
             if path in self.unknown:
                 return self.unknown[path]
@@ -72,11 +73,11 @@ class Machine:
         return None
 
     def pci_device(self, address: str | None) -> PciDevice | None:
-        """The PCI device at an address; None if /sys does not show it."""
+        """The PCI device at an address; None if /sys does not contain the device."""
         return next((each for each in self.pci if each.address == address), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """The machine as dicts and lists, ready for JSON."""
         values: dict[str, Any] = to_json(self)
         return values
 
@@ -90,9 +91,10 @@ class Machine:
 
 
 def observe(root: Path = Path("/")) -> Machine:
-    """This host, from /sys, /proc and the GPU driver. Never fails: what cannot be read is unknown.
+    """Observe this host through /sys, /proc and the GPU driver.
 
-    `root` is the directory that contains /sys and /proc, for tests.
+    Values that cannot be read are recorded as unknown; they do not raise an error. For tests,
+    `root` is the directory that contains sys and proc.
     """
     unknown: dict[str, str] = {}
     files = SysFiles(unknown, root)

@@ -25,7 +25,7 @@ class PciDevice:
     """A GPU, NIC or NVSwitch, or a bridge above one."""
 
     address: str
-    """In the kernel's format: 0000:18:00.0."""
+    """The PCI address in the kernel's format: 0000:18:00.0."""
     kind: Kind
     path: tuple[str, ...]
     """From the root complex (pci0000:15) through the bridges to the device itself."""
@@ -38,7 +38,8 @@ class PciDevice:
     iommu_type: str | None
     """identity, DMA, DMA-FQ; none if the device is in no IOMMU group."""
     acs_redirect: bool | None
-    """Whether ACS redirects peer-to-peer traffic to the root complex; False except for bridges."""
+    """Whether ACS redirects peer-to-peer traffic to the root complex. Always False for devices
+    that are not bridges."""
     correctable_errors: int | None
     uncorrectable_errors: int | None
     """From Advanced Error Reporting: non-fatal plus fatal errors since boot."""
@@ -88,7 +89,10 @@ def _path(files: SysFiles, address: str) -> tuple[str, ...]:
 
 
 def _kind(files: SysFiles, address: str) -> Kind | None:
-    """By PCI class code: 0300/0302 display, 1200 accelerator, 0680 NVSwitch, 02xx network."""
+    """The kind of a device; None for kinds that are not recorded.
+
+    PCI class codes: 0300 and 0302 display, 1200 accelerator, 0680 NVSwitch, 02xx network.
+    """
     code = (files.text(f"{_DEVICES}/{address}/class") or "")[2:6]
     vendor = files.text(f"{_DEVICES}/{address}/vendor")
     if code in ("0300", "0302", "1200") and vendor in (_NVIDIA, _AMD):
@@ -167,7 +171,10 @@ def _count_errors(files: SysFiles, directory: str, field: str, *severities: str)
 
 
 def _read_acs_redirect(files: SysFiles, path: str, field: str) -> bool | None:
-    """Find ACS in the list of extended capabilities, which starts at byte 256 of config space."""
+    """Whether the ACS capability of a bridge redirects peer-to-peer traffic.
+
+    ACS is an entry of the list of extended capabilities at byte 256 of the configuration space.
+    """
     config = files.bytes(path, field)
     if config is None:
         return None

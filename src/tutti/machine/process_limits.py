@@ -8,7 +8,7 @@ from typing import Literal
 from tutti.machine.cpu_numa import CGROUP, cgroup_cpus, cgroup_directories
 from tutti.machine.sysfs import SysFiles
 
-# None means unknown, so a limit that is not set has a word of its own.
+# None means unknown; a limit that is not set is "unlimited".
 Limit = int | Literal["unlimited"] | None
 
 _CAP_IPC_LOCK = 14
@@ -16,7 +16,10 @@ _CAP_IPC_LOCK = 14
 
 @dataclass(frozen=True)
 class Limits:
-    """Soft limits of this process. cgroup limits are the tightest of its cgroup and parents."""
+    """Limits of this process: soft ulimits, /dev/shm and cgroup limits.
+
+    A cgroup limit is the lowest limit of the process's cgroup and the parents of that cgroup.
+    """
 
     memlock_bytes: Limit
     open_files: Limit
@@ -28,7 +31,7 @@ class Limits:
     cgroup_cpus: float | Literal["unlimited"] | None
     cgroup_memory_bytes: Limit
     ipc_lock: bool | None
-    """Whether this process has CAP_IPC_LOCK; if so, memlock does not apply to it."""
+    """Whether this process has CAP_IPC_LOCK. If so, the memlock limit does not apply."""
 
 
 def read_limits(files: SysFiles) -> Limits:
@@ -73,7 +76,7 @@ def _cgroup_memory(files: SysFiles) -> Limit:
         files.number(f"{each}/memory.limit_in_bytes")
         for each in cgroup_directories(files, "memory")
     ]
-    # cgroup v1 writes the largest multiple of a page instead of "unlimited".
+    # If there is no limit, cgroup v1 writes the largest multiple of the page size below 2**63.
     found = [limit for limit in limits if limit is not None and limit < 1 << 60]
     return min(found) if found else "unlimited"
 

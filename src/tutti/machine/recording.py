@@ -1,4 +1,4 @@
-"""Recorded machines: the file of `--record` and `--from`, and dataclasses to JSON and back."""
+"""Recorded machines: the file of `--record` and `--from`, and JSON conversion of dataclasses."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ Kind = TypeVar("Kind")
 def write_machines(
     path: Path, machines: Sequence["Machine"], command: Sequence[str], note: str
 ) -> None:
-    """Write machines, one per host. `note` says where they come from."""
+    """Write machines, one per host, to a file. `note` describes the origin of the machines."""
     content = {
         "schema": SCHEMA,
         "note": note,
@@ -32,7 +32,7 @@ def write_machines(
 
 
 def _format(value: Any, depth: int = 0) -> str:
-    """Indented JSON in which every value of up to 200 characters is on one line."""
+    """Indented JSON in which every value that fits into 200 characters is on one line."""
     text = json.dumps(value)
     if len(text) + depth <= 200 or not isinstance(value, dict | list):
         return text
@@ -47,7 +47,7 @@ def _format(value: Any, depth: int = 0) -> str:
 
 
 def read_machines(path: Path) -> list["Machine"]:
-    """The machines of a recorded file. Raises ValueError that says what is wrong and where."""
+    """The machines in a recorded file. Raises ValueError with the place and kind of a mistake."""
     from tutti.machine.observation import Machine
 
     try:
@@ -77,7 +77,7 @@ def read_machines(path: Path) -> list["Machine"]:
 
 
 def to_json(value: Any) -> Any:
-    """Dataclasses and tuples as dicts and lists."""
+    """Convert dataclasses to dicts and tuples to lists, recursively."""
     if dataclasses.is_dataclass(value):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""SysFiles: read /sys and /proc. A value that cannot be read is None, with a recorded reason."""
+"""SysFiles: read /sys and /proc. A value that cannot be read is None; the reason is recorded."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ class SysFiles:
     """Reads files below `root`.
 
     `unknown` maps the path of a Machine field, such as `nics[0].mtu`, to the reason why the field
-    could not be read. Methods with a `field` argument add to it.
+    could not be read. Methods with a `field` argument add entries to `unknown`.
     """
 
     def __init__(self, unknown: dict[str, str] | None = None, root: Path = Path("/")) -> None:
@@ -40,7 +40,7 @@ class SysFiles:
             return None
 
     def names(self, path: str) -> list[str]:
-        """The sorted entries of a directory; [] if it does not exist."""
+        """The sorted names in a directory; [] if the directory cannot be read."""
         try:
             return sorted(os.listdir(self._local(path)))
         except OSError:
@@ -51,7 +51,7 @@ class SysFiles:
         return self._local(path).exists()
 
     def target(self, path: str) -> str | None:
-        """The path below the root that a symbolic link resolves to."""
+        """The path, relative to `root`, that a symbolic link resolves to; None if there is none."""
         local = self._local(path)
         if not local.exists():
             return None
@@ -61,7 +61,7 @@ class SysFiles:
             return None
 
     def target_name(self, path: str) -> str:
-        """The last part of a link's target, such as the name of a driver; "" without a link."""
+        """The last part of a symbolic link's target, such as a driver name; "" without a link."""
         return (self.target(path) or "").rpartition("/")[2]
 
     def _local(self, path: str) -> Path:

@@ -12,16 +12,16 @@ from tutti.machine.gpus import Accelerator
 # Sizes in pixels. A slot is the width of a device's box plus the space around it.
 _SLOT, _BOX, _NIC_HEIGHT, _GPU_HEIGHT = 120, 112, 46, 60
 _PAD, _GAP, _HEAD, _TITLE = 12, 56, 76, 64
-_NUMA_WIDTH = 216  # minimum width, for two lines of text
+_NUMA_WIDTH = 216  # minimum width of a NUMA node, so that its two lines of text fit
 _MARGIN = 24
 
 
 def draw(topologies: Sequence[Topology], page: Literal["light", "dark", "any"] = "any") -> str:
     """An SVG of one or more hosts, one below the other.
 
-    `page` any: light or dark colours by the viewer's `prefers-color-scheme`.
+    With `page="any"`, the viewer's `prefers-color-scheme` selects light or dark colours.
     """
-    # No CSS variables: many SVG viewers other than browsers do not support them.
+    # CSS variables are not used, because many SVG viewers other than browsers do not support them.
     light, dark = (
         "\n" + Path(__file__).with_name(f"topology_{name}.css").read_text()
         for name in ("light", "dark")
@@ -63,7 +63,11 @@ class _SwitchGroup:
 
     @property
     def is_switch(self) -> bool:
-        """False for the ports of one card: they are functions of one PCI device."""
+        """Whether the group is drawn as a switch.
+
+        False for a single device, and for several ports of one card, which are functions of one
+        PCI device.
+        """
         devices: list[Interface | Accelerator] = [*self.nics, *self.gpus]
         addresses = [each.pci_address or "" for each in devices]
         return len({address.rpartition(".")[0] for address in addresses}) > 1
@@ -78,7 +82,7 @@ class _Panel:
         self.columns: list[tuple[int | None, list[_SwitchGroup]]] = []
         self.empty: list[int] = []
         for node in (*nodes, None):
-            # With a single node, devices of unknown NUMA node are drawn in that node.
+            # If there is a single node, devices whose NUMA node is unknown are drawn in that node.
             members = {node, None} if len(nodes) == 1 and node is not None else {node}
             groups = [] if node is None and len(nodes) == 1 else self._switch_groups(members)
             # Nodes without devices are drawn only if there are at most two nodes.
@@ -100,7 +104,7 @@ class _Panel:
         )
         self.pairs = [link for link in topology.links if link.nvlinks and not self.switches]
         wires_height = 76 if self.switches else 0
-        if self.pairs:  # the deepest arc goes from the first GPU to the last
+        if self.pairs:  # the deepest arc connects the first GPU and the last GPU
             wires_height = 22 * len(topology.gpus)
         self.wires_bottom = self.node_bottom + wires_height
         self.height = int(self.wires_bottom + 30 + 16 * bool(self.empty) + _MARGIN)
@@ -239,13 +243,13 @@ class _Panel:
         return sum(bool(link.active) and link.peer_kind == "switch" for link in gpu.nvlinks or ())
 
     def _draw_pairs(self) -> Iterator[str]:
-        """An arc for each pair of GPUs; the farther apart they are, the deeper the arc."""
+        """An arc for each pair of GPUs. The farther apart the GPUs are, the deeper the arc."""
         order = sorted(self.centers, key=lambda index: self.centers[index])
         y = self.gpu_top + _GPU_HEIGHT
         most = max(link.nvlinks for link in self.pairs)
         for link in self.pairs:
             ends = sorted(order.index(int(each.removeprefix("GPU"))) for each in (link.a, link.b))
-            # Arcs that start at the same GPU start side by side.
+            # The arcs of one GPU start next to each other, so that they do not overlap.
             spread = 8 * (ends[1] - ends[0] - 1)
             x1, x2 = self.centers[order[ends[0]]] + 12 + spread, self.centers[order[ends[1]]]
             x2 -= 12 + spread

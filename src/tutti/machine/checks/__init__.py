@@ -1,1 +1,1 @@
-"""Is this machine healthy and well configured? Every check names its cure."""
+"""Checks of a machine's health and configuration. Every check names a cure."""

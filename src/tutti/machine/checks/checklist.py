@@ -1,4 +1,4 @@
-"""All checks in order, the function that runs them, and the report as text."""
+"""The list of all checks, the function that runs them, and the report as text."""
 
 import textwrap
 from collections import Counter
@@ -30,7 +30,10 @@ _STATUS_ORDER = ("fail", "warn", "pass", "skip")
 
 
 def run_checks(cluster: Cluster, checks: Sequence[Check] = CHECKS) -> list[Finding]:
-    """Run all checks; failures come first, then warnings, each in the order of the checks."""
+    """Run checks and return their findings sorted by status: fail, warn, pass, skip.
+
+    Findings with the same status are in the order of the checks.
+    """
     found = [finding for check in checks for finding in check.findings(cluster)]
     return sorted(found, key=lambda finding: _STATUS_ORDER.index(finding.status))
 
@@ -41,7 +44,10 @@ _ID_WIDTH, _SCOPE_WIDTH, _INDENT = 19, 18, 6
 
 
 def report(findings: Sequence[Finding], show_all: bool, width: int = 80) -> Iterator[str]:
-    """Failures and warnings, or all findings, and a summary, in lines of `width` columns."""
+    """The lines of the report, wrapped at `width` columns; the last lines are a summary.
+
+    The report lists failures and warnings; with `show_all`, it lists all findings.
+    """
     several_hosts = len({each.host for each in findings} - {""}) > 1
     shown = [each for each in findings if show_all or each.status in ("warn", "fail")]
     if shown:
@@ -57,7 +63,7 @@ def _finding_lines(finding: Finding, several_hosts: bool, width: int) -> Iterato
     if several_hosts and finding.host:
         scope = finding.host if scope == "machine" else f"{finding.host} {scope}"
     head = f"{status:<4}  {finding.id:<{_ID_WIDTH}} {scope:<{_SCOPE_WIDTH}} "
-    # A long scope leaves no space on its line: the text then starts on the next line.
+    # If the scope is so long that no space is left on its line, the text starts on the next line.
     starts_here = width - len(head) > 20
     indent = " " * (len(head) if starts_here else _INDENT)
     lines = [indent + line for line in _wrap(finding.observed, width - len(indent))]
@@ -76,12 +82,13 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def _summary(findings: Sequence[Finding]) -> str:
-    """Counts checks, not findings: a check that fails for one GPU of eight has failed.
+    """The number of checks with each status.
 
-    `63 checks: 1 failed (rdma.rate), 2 warnings (…), 39 passed, 21 skipped (12 × no GPU; …)`
+    Counts checks, not findings: a check that fails for one of eight GPUs counts as one failure.
+    Example: `63 checks: 1 failed (rdma.rate), 2 warnings (…), 39 passed, 21 skipped (12 × no GPU)`.
     """
     worst: dict[str, Finding] = {}
-    for finding in findings:  # sorted: the first finding of a check is its worst
+    for finding in findings:  # sorted by status: the first finding of a check is its worst
         worst.setdefault(finding.id, finding)
     ids: dict[str, list[str]] = {status: [] for status in _STATUS_ORDER}
     for finding in worst.values():
@@ -102,7 +109,10 @@ def _summary(findings: Sequence[Finding]) -> str:
 
 
 def fix_commands(findings: Sequence[Finding]) -> Iterator[str]:
-    """Shell commands that cure the findings, each once, below a comment with the finding."""
+    """Shell commands that cure the findings. A comment above the commands describes each finding.
+
+    A command that cures several findings is listed once.
+    """
     printed: set[str] = set()
     for finding in findings:
         if finding.status not in ("warn", "fail"):

@@ -1,4 +1,4 @@
-"""Cluster: the hosts, the ranks on them and the probe results that checks look at."""
+"""Cluster: the input of all checks, which is hosts, their ranks and the results of probes."""
 
 import re
 import tomllib
@@ -17,34 +17,43 @@ KNOWN_ERRORS = tomllib.loads(Path(__file__).with_name("known_errors.toml").read_
 
 
 class Skip(Exception):
-    """A check cannot decide on this machine; the message is the reason."""
+    """Raised by a check that cannot be decided on this machine; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class RankObservation:
-    """A rank and the machine as that rank sees it: variables and limits differ per process."""
+    """A rank, and the machine as observed by this rank's process.
+
+    Environment variables and limits may differ between the processes of one host.
+    """
 
     rank: int
     host: int
-    """Index of its host in Cluster.machines."""
+    """Index of the rank's host in Cluster.machines."""
     machine: Machine
     gpu: str | None = None
-    """UUID of the GPU it would use."""
+    """UUID of the GPU that the rank would use in training; None if it uses no GPU."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """An attempt of one host to connect to another, on a port as gloo and NCCL choose them."""
+    """An attempt to connect from one host to another.
+
+    The kernel picks the port, as it does for gloo and NCCL.
+    """
 
     src: int
     dst: int
     error: str | None
-    """None if the right process answered."""
+    """None if the expected process answered."""
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far a host's clock is ahead of host 0's, in seconds, with an error of ± round_trip/2."""
+    """How far a host's clock is ahead of the clock of host 0, in seconds.
+
+    The error is at most ± round_trip / 2.
+    """
 
     host: int
     seconds: float
@@ -53,7 +62,7 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class MeasuredRate:
-    """A measured speed: the best of several attempts, because interference only slows down."""
+    """A measured speed, the best of several attempts: interference can only lower the speed."""
 
     name: str
     """rank:0, gpu:3, or 0-1 for data from rank 0 to rank 1."""
@@ -64,12 +73,12 @@ class MeasuredRate:
     reproducible: bool = True
     """Whether every attempt computed the same bits."""
     error: str = ""
-    """Why nothing could be measured."""
+    """Why the rate could not be measured; "" if it was measured."""
 
 
 @dataclass(frozen=True)
 class GpuCopy:
-    """A pattern that was copied from one GPU to another and compared there."""
+    """The result of copying a pattern from one GPU to another and comparing it there."""
 
     src: int
     dst: int
@@ -80,7 +89,10 @@ class GpuCopy:
 
 @dataclass(frozen=True)
 class ProbeResults:
-    """What probes measured. None: not probed, and `skipped` has the reason under the same name."""
+    """The results of all probes.
+
+    A result is None if the probe did not run; `skipped` may contain the reason under the same name.
+    """
 
     connections: tuple[Connection, ...] | None = None
     clock_offsets: tuple[ClockOffset, ...] | None = None
@@ -91,9 +103,9 @@ class ProbeResults:
     links: tuple[MeasuredRate, ...] | None = None
     """Bytes per second in one direction."""
     copies: tuple[tuple[GpuCopy, ...] | None, ...] | None = None
-    """For each host; None for a host with fewer than two GPUs."""
+    """The copies of each host; None for a host with fewer than two GPUs."""
     all_reduce: tuple[str, ...] | None = None
-    """For each rank the error of an all_reduce; "" if the result was exact."""
+    """The error of each rank in an all_reduce; "" if the result was exact."""
     skipped: dict[str, str] = field(default_factory=dict)
 
 
@@ -102,12 +114,12 @@ PROBES = tuple(name for name in ProbeResults.__dataclass_fields__ if name != "sk
 
 @dataclass(frozen=True)
 class Cluster:
-    """Everything that checks look at."""
+    """The input of all checks."""
 
     machines: tuple[Machine, ...]
     """One per host."""
     ranks: tuple[RankObservation, ...] = ()
-    """() if no world was started."""
+    """All ranks; () if no world was started."""
     probes: ProbeResults = field(default_factory=ProbeResults)
 
     def ranks_on(self, host: int) -> int:
@@ -115,7 +127,10 @@ class Cluster:
         return sum(each.host == host for each in self.ranks)
 
     def cpus_on(self, host: int) -> int:
-        """The number of CPUs that all ranks of a host may use; mpirun binds each to its own."""
+        """The number of CPUs that the ranks of a host may use together.
+
+        The affinity masks of ranks may differ: mpirun, for example, binds each rank to other CPUs.
+        """
         views = [each.machine for each in self.ranks if each.host == host]
         masks = [each.cpus.allowed for each in views or [self.machines[host]]]
         return len({cpu for mask in masks for cpu in parse_cpu_list(mask)})
@@ -130,14 +145,14 @@ class Cluster:
 
 
 def known(machine: Machine, path: str, value: Value | None) -> Value:
-    """The value; skips with the recorded reason if it is unknown."""
+    """Returns `value`. If it is None (unknown), raises Skip with the recorded reason."""
     if value is None:
         raise Skip(machine.why(path) or f"{path} is unknown")
     return value
 
 
 def gpus_of(machine: Machine) -> tuple[Accelerator, ...]:
-    """The GPUs; skips if there are none."""
+    """The GPUs of a machine; raises Skip if there are none."""
     if not machine.accelerators:
         on_bus = any(each.kind == "gpu" for each in machine.pci)
         raise Skip("the driver reports no GPU" if on_bus else "no GPU")
@@ -147,7 +162,7 @@ def gpus_of(machine: Machine) -> tuple[Accelerator, ...]:
 def read_gpus(
     machine: Machine, path: str, read: Callable[[Accelerator], Value | None]
 ) -> list[tuple[Accelerator, Value]]:
-    """A value of each GPU that has it; skips if no GPU has it."""
+    """(GPU, value) for each GPU whose value is known; raises Skip if it is unknown for all GPUs."""
     found = [(gpu, value) for gpu in gpus_of(machine) if (value := read(gpu)) is not None]
     if not found:
         raise Skip(machine.why(f"accelerators[0].{path}") or f"the driver does not report {path}")
@@ -165,6 +180,6 @@ def is_virtual(machine: Machine) -> bool:
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """2.13.0+cu130 → (2, 13, 0)."""
+    """The leading numbers of a version: 2.13.0+cu130 → (2, 13, 0); () if there are none."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, found[0].split("."))) if found else ()

@@ -1,7 +1,7 @@
-"""Collect what checks look at: observations of this host or of all ranks, and probe results.
+"""Collect the input of checks: observations of this host or of all ranks, and probe results.
 
-This module knows nothing of launchers and process groups: the caller passes the peers and a way to
-exchange JSON with them (`Peers.gather`).
+This module does not depend on launchers and process groups: the caller passes the other ranks and
+a function to exchange JSON values with them (`Peers.gather`).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ from tutti.machine.observation import Machine, observe
 
 
 def recorded_cluster(machines: Sequence[Machine]) -> Cluster:
-    """Machines of a recorded file, which cannot be probed."""
+    """A cluster of machines from a recorded file, which cannot be probed."""
     skipped = dict.fromkeys(PROBES, "a recorded machine cannot be probed")
     return Cluster(tuple(machines), (), ProbeResults(skipped=skipped))
 
 
 def collect_this_host(device: str, active: bool) -> Cluster:
-    """Observe this host alone; with `active`, measure its CPU or its GPUs."""
+    """Observe only this host. If `active`, also measure its CPU or its GPUs."""
     machine = observe()
     skipped = dict.fromkeys(("connections", "clock_offsets"), "needs a world on several hosts")
     skipped |= dict.fromkeys(("links", "all_reduce"), "needs several ranks: --ranks or a launcher")
@@ -53,11 +53,11 @@ def collect_from_ranks(
     all_reduce: Callable[[], str] | None,
     progress: Callable[[str], None],
 ) -> Cluster:
-    """Observe all ranks and connect their hosts; returns the same on every rank. Collective.
+    """Observe all ranks and test the connections between their hosts. All ranks must call this.
 
-    `machine` is this rank's own observation and `gpus` the GPU that each rank would use.
-    `all_reduce` runs a collective over all ranks and returns its error ("" if the result was
-    exact); None leaves all measurements out.
+    Every rank gets the same result. `machine` is this rank's own observation, and `gpus` contains
+    the UUID of the GPU that each rank would use. `all_reduce` runs a collective over all ranks and
+    returns its error ("" if the result was exact). If `all_reduce` is None, nothing is measured.
     """
     views = [Machine.from_json(each) for each in peers.gather(machine.to_json())]
     ranks = tuple(
@@ -75,7 +75,7 @@ def collect_from_ranks(
         if all_reduce is not None:
             probes = _measure_ranks(probes, peers, endpoints, device, all_reduce, progress)
     finally:
-        peers.gather(None)  # no rank closes its server while another may still connect to it
+        peers.gather(None)  # barrier: another rank may still connect to this rank's server
         server.close()
     return Cluster(tuple(views[rank] for rank in peers.first_ranks), ranks, probes)
 
@@ -103,7 +103,7 @@ def _measure_ranks(
     progress(f"compute and memory of every rank ({used})")
     compute = measure_compute(peers, used)
     bandwidth = measure_bandwidth(peers, used)
-    # One rank of each host copies between its GPUs while the other ranks are idle.
+    # The first rank of each host copies between the host's GPUs while the other ranks are idle.
     own = _copies(used) if peers.rank in peers.first_ranks else None
     gathered = peers.gather(None if own is None else [vars(copy) for copy in own])
     copies = tuple(
@@ -114,7 +114,7 @@ def _measure_ranks(
 
 
 def _usable_device(device: str) -> str:
-    """cpu or cuda; auto and cuda fall back to cpu without a GPU."""
+    """cpu or cuda. If there is no GPU, auto and cuda fall back to cpu."""
     if device == "cpu":
         return "cpu"
     import torch

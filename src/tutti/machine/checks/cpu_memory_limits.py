@@ -96,8 +96,8 @@ def cgroup_memory(machine: Machine) -> Findings:
     if not isinstance(limit, int):
         yield passed("no cgroup memory limit")
         return
-    # Pinned buffers, loader workers and a checkpoint on its way to disk need about the memory of
-    # one GPU.
+    # Pinned buffers, loader workers and a checkpoint that is being written need about as much host
+    # memory as one GPU has.
     largest = max((gpu.memory_bytes or 0 for gpu in machine.accelerators), default=0)
     needed = max(2 * _GIB, largest)
     observed = f"the cgroup memory limit is {format_bytes(limit)}"
@@ -143,7 +143,10 @@ def available_memory(machine: Machine) -> Findings:
 
 @host_check("memory.affinity")
 def gpu_affinity(cluster: Cluster, host: int) -> Findings:
-    """Ranks of a world with the GPU that each would use; without a world, all GPUs."""
+    """Check that each rank may use CPUs of its GPU's NUMA node.
+
+    If no world was started, this process is checked with every GPU.
+    """
     machine = cluster.machines[host]
     local_cpus = {
         _bare_uuid(gpu.uuid): (gpu.index, set(parse_cpu_list(gpu.cpus)))
@@ -171,7 +174,7 @@ def gpu_affinity(cluster: Cluster, host: int) -> Findings:
 
 
 def _bare_uuid(uuid: str | None) -> str:
-    """NVML writes GPU-… before the UUID, torch does not."""
+    """The UUID without the prefix GPU-, which NVML adds and torch does not."""
     return (uuid or "").removeprefix("GPU-")
 
 

@@ -1,7 +1,8 @@
-"""Check and Finding: what a check looks at, and what it reports about one GPU, link, NIC or rank.
+"""Check and Finding: a check examines hosts and reports findings about GPUs, links, NICs or ranks.
 
-A check is a generator of findings. No finding means that no problem was found, `raise Skip(reason)`
-that the check cannot decide here. An unknown value is a reason to skip, never a fault.
+A check is a generator of findings. A check without findings has found no problem. A check that
+cannot be decided on this machine raises `Skip(reason)`. If a value is unknown, the check is skipped
+and does not report a fault.
 """
 
 import tomllib
@@ -16,8 +17,9 @@ from tutti.machine.observation import Machine
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check reports about one thing. Check.findings() sets `id`, and `host` and `cure` if
-    they are empty.
+    """The report of a check about one GPU, link, NIC, rank, host or the whole world.
+
+    Check.findings() sets `id`. It also sets `host` and `cure` if they are empty.
     """
 
     status: Literal["pass", "warn", "fail", "skip"]
@@ -27,13 +29,13 @@ class Finding:
     expected: str = ""
     cure: str = ""
     commands: tuple[str, ...] = ()
-    """Printed by --fix, never run."""
+    """Shell commands that --fix prints. They are never run."""
     host: str = ""
     """Empty if the finding is about all hosts."""
     id: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The keys of `checks[]`."""
+        """One row of `checks[]` in the JSON result."""
         return {"id": self.id, "host": self.host, **asdict(self), "commands": list(self.commands)}
 
 
@@ -41,21 +43,21 @@ Findings = Iterator[Finding]
 
 
 def passed(observed: str, scope: str = "machine") -> Finding:
-    """No problem; `observed` is what was seen."""
+    """A finding without a problem; `observed` describes the state."""
     return Finding("pass", scope, observed)
 
 
 def warn(
     scope: str, observed: str, expected: str, *commands: str, cure: str = "", host: str = ""
 ) -> Finding:
-    """It works, but is slower or less robust than it should be."""
+    """A finding about something that works, but is slower or less robust than it should be."""
     return Finding("warn", scope, observed, expected, cure, commands, host)
 
 
 def fail(
     scope: str, observed: str, expected: str, *commands: str, cure: str = "", host: str = ""
 ) -> Finding:
-    """It does not work, or is much slower than the hardware."""
+    """A finding about something that does not work or is much slower than the hardware allows."""
     return Finding("fail", scope, observed, expected, cure, commands, host)
 
 
@@ -68,7 +70,7 @@ _DESCRIPTIONS = tomllib.loads(Path(__file__).with_name("check_descriptions.toml"
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `about`, `why` and `cure` are its row in the documentation."""
+    """One check. `about`, `why` and `cure` are its description in the documentation."""
 
     id: str
     about: str
@@ -76,7 +78,7 @@ class Check:
     cure: str
     judge: Judge
     per_host: bool = True
-    """Whether it looks at each host alone, or at all hosts at once."""
+    """Whether the check examines each host separately (True) or all hosts together (False)."""
 
     def findings(self, cluster: Cluster) -> Findings:
         """Run the check. An exception in a check is reported as skipped; other checks still run."""
@@ -96,16 +98,16 @@ class Check:
 
 
 def host_check(id: str, per_host: bool = True) -> Callable[[Judge], Check]:
-    """Decorator: a check that looks at one host and at the ranks on it."""
+    """Decorator for a check that examines one host and the ranks on it."""
     group, _, name = id.partition(".")
     return lambda judge: Check(id, **_DESCRIPTIONS[group][name], judge=judge, per_host=per_host)
 
 
 def machine_check(id: str) -> Callable[[Callable[[Machine], Iterable[Finding]]], Check]:
-    """Decorator: a check that looks at one machine."""
+    """Decorator for a check that examines one machine."""
     return lambda judge: host_check(id)(lambda cluster, host: judge(cluster.machines[host]))
 
 
 def cluster_check(id: str) -> Callable[[Callable[[Cluster], Iterable[Finding]]], Check]:
-    """Decorator: a check that compares hosts and ranks."""
+    """Decorator for a check that compares hosts and ranks."""
     return lambda judge: host_check(id, per_host=False)(lambda cluster, host: judge(cluster))

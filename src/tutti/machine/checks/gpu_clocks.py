@@ -12,7 +12,8 @@ def throttling(machine: Machine) -> Findings:
         scope = f"gpu:{gpu.index}"
         heat = f", {gpu.temperature_c} °C" if gpu.temperature_c is not None else ""
         command = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.index}"
-        # hw_slowdown is reported together with its cause, if the cause is known.
+        # The driver reports hw_slowdown together with its cause. It is a finding of its own only if
+        # the cause is unknown.
         causes = [
             r for r in reasons if r in KNOWN_ERRORS["hardware_slowdown"] and r != "hw_slowdown"
         ]

@@ -12,13 +12,13 @@ from tutti.machine.observation import Machine
 
 
 def settings(machine: Machine) -> dict[str, str]:
-    """Variables as NCCL sees them: the environment overrides nccl.conf files."""
+    """The variables as NCCL reads them: the environment overrides the nccl.conf files."""
     from_files = {k: v for each in machine.nccl_conf.values() for k, v in each.items()}
     return {**from_files, **machine.variables}
 
 
 def shares_gpus(variables: Mapping[str, str]) -> bool:
-    """Whether ranks share a GPU: tutti then sets variables that would be wrong otherwise."""
+    """Whether ranks share a GPU. If so, tutti sets variables that would be wrong otherwise."""
     return variables.get("TUTTI_RANKS_PER_GPU", "1") != "1" or "NCCL_HOSTID" in variables
 
 
@@ -27,13 +27,16 @@ def shares_gpus(variables: Mapping[str, str]) -> bool:
 _TABLES = tomllib.loads(Path(__file__).with_name("known_variables.toml").read_text())
 # Variables that NCCL, torch, gloo and OpenMP read.
 KNOWN = {prefix + name for prefix, names in _TABLES["known"].items() for name in names.split()}
-# Old name → new name; "" for a variable that has no effect any more.
+# Old name → new name; "" if the variable no longer has any effect.
 RENAMED: dict[str, str] = _TABLES["renamed"]
 LISTS = {name: tuple(names.split()) for name, names in _TABLES["lists"].items()}
 
 
 def closest_known(name: str) -> str | None:
-    """The known variable that `name` is probably a misspelling of; None if none is close."""
+    """The known variable that `name` probably misspells.
+
+    None if `name` is spelt correctly or no known variable has a similar name.
+    """
     if name in KNOWN or name in RENAMED or name.startswith(LISTS["plugins"]):
         return None
     if name.upper() in KNOWN:
@@ -69,7 +72,7 @@ def renamed(machine: Machine) -> Findings:
 
 # --- values --------------------------------------------------------------------------------------
 
-# Ranks that share a GPU need these; `tutti run --ranks-per-gpu` sets the first.
+# Ranks that share a GPU need these variables; `tutti run --ranks-per-gpu` sets the first one.
 _FOR_SHARED_GPUS = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
 
 
@@ -125,7 +128,7 @@ def invalid_values(machine: Machine) -> Findings:
         allowed = _TABLES["choices"].get(name)
         if allowed and value.upper() not in allowed:
             yield warn("machine", f"{name}={value}", f"one of {', '.join(allowed)}")
-        # NCCL parses the leading digits: `true` is 0, the opposite of what was meant.
+        # NCCL parses only leading digits, so it reads `true` as 0, the opposite of the intention.
         is_number = name.startswith("NCCL_") and name.endswith(LISTS["number_suffixes"])
         if is_number and not value.lstrip("-").isdecimal():
             cure = "use a number: 1 for yes, 0 for no"

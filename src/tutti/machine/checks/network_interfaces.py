@@ -1,4 +1,4 @@
-"""Checks network.*: the interface that carries data, MTU, errors, buffers, names, open ports."""
+"""Checks network.*: choice of interface, MTU, packet errors, TCP buffers, host name, open ports."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,15 +17,16 @@ from tutti.machine.checks.nccl_environment import settings, shares_gpus
 from tutti.machine.nics import Nic
 from tutti.machine.observation import Machine
 
-# Bridges of containers and virtual machines, which do not reach other hosts.
+# Name prefixes of container and virtual machine interfaces, which do not reach other hosts.
 _INTERNAL = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxc", "kube")
 _IFNAME_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def selected_nics(variable: str, value: str, nics: Sequence[Nic]) -> list[Nic]:
-    """The interfaces that a *_SOCKET_IFNAME selects.
+    """The interfaces that the value of a *_SOCKET_IFNAME variable selects.
 
-    gloo takes exact names; NCCL takes prefixes, `=` for exact names and `^` to exclude.
+    gloo accepts exact names. NCCL accepts name prefixes; a leading `=` selects exact names, and a
+    leading `^` excludes the names.
     """
     if variable == "GLOO_SOCKET_IFNAME":
         return [nic for nic in nics if nic.name in value.split(",")]
@@ -37,7 +38,7 @@ def selected_nics(variable: str, value: str, nics: Sequence[Nic]) -> list[Nic]:
         return any(nic.name == name if exact else nic.name.startswith(name) for name in names)
 
     found = [nic for nic in nics if matches(nic) is not exclude]
-    # With an exclusion NCCL still avoids loopback and docker interfaces.
+    # If names are excluded, NCCL still avoids loopback and docker interfaces.
     return [nic for nic in found if not _is_internal(nic)] if exclude else found
 
 
@@ -46,7 +47,10 @@ def _is_internal(nic: Nic) -> bool:
 
 
 def external_nics(machine: Machine) -> list[Nic]:
-    """Interfaces that can reach other hosts: up, with an address, not internal."""
+    """The interfaces that can reach other hosts: they are up, have an address and are not internal.
+
+    An interface with unknown state or unknown addresses is included.
+    """
     return [
         nic
         for nic in machine.nics
@@ -145,7 +149,10 @@ def mtu(cluster: Cluster) -> Findings:
 
 
 def _different(values: dict[str, int]) -> list[tuple[str, int, int]]:
-    """(name, value, usual value) of values that are not the usual one; of two, the lower one."""
+    """(name, value, usual value) of each value that differs from the usual value.
+
+    The usual value is the most common value; if several are equally common, the largest of them.
+    """
     counts = Counter(values.values())
     usual = max(counts, key=lambda value: (counts[value], value), default=0)
     return [(name, value, usual) for name, value in values.items() if value != usual]

@@ -13,7 +13,8 @@ from tutti.machine.checks.nccl_environment import settings
 from tutti.machine.observation import Machine
 from tutti.machine.pci import PciDevice, PcieLink
 
-# Boards with a fixed number of NVLinks; PCIe cards have links only with a bridge.
+# Boards with a fixed number of NVLinks. PCIe cards are not listed: they have NVLinks only if an
+# NVLink bridge is installed.
 _BOARD_LINKS = (("V100-SXM", 6), ("A100-SXM", 12), ("H100 80GB HBM3", 18), ("B200", 18))
 _RESTART_FABRIC_MANAGER = "sudo systemctl restart nvidia-fabricmanager"
 
@@ -27,7 +28,7 @@ def active_nvlinks(machine: Machine) -> Findings:
     expected, source = max(active.values()), "as on other GPUs"
     for gpu, _ in nvlinks:
         for board, links_of_board in _BOARD_LINKS:
-            # A single GPU of such a board in a virtual machine may have no links.
+            # A virtual machine with a single GPU of such a board may have no NVLinks.
             if board in gpu.name and links_of_board > expected and len(nvlinks) > 1:
                 expected, source = links_of_board, f"as every {gpu.name} has"
     if expected == 0:
@@ -80,7 +81,7 @@ def nvlink_errors(machine: Machine) -> Findings:
             }
             if any(errors.values()):
                 counts = ", ".join(f"{count} {name}" for name, count in errors.items() if count)
-                # A recovery takes the link down for a moment; a replay only repeats a packet.
+                # A recovery interrupts the link for a moment; a replay only resends a packet.
                 say = fail if errors["recoveries"] else warn
                 observed = f"NVLink {link.index}: {counts} since the driver was loaded"
                 yield say(f"gpu:{gpu.index}", observed, "0", f"nvidia-smi nvlink -e -i {gpu.index}")
@@ -130,7 +131,7 @@ def peer_access(machine: Machine) -> Findings:
 
 
 def _pcie_links(machine: Machine) -> list[tuple[str, str, PcieLink]]:
-    """Scope, address and link of every GPU and every RDMA NIC."""
+    """Scope, PCI address and PCIe link of every GPU and every RDMA NIC."""
     links = [
         (f"gpu:{gpu.index}", gpu.pci_address or "", gpu.pcie)
         for gpu in machine.accelerators
@@ -163,7 +164,10 @@ def pcie_width(machine: Machine) -> Findings:
 
 @machine_check("pcie.generation")
 def pcie_generation(machine: Machine) -> Findings:
-    """An idle GPU lowers its generation to save power, so only GPUs in use are checked."""
+    """Check the PCIe generation of GPUs in use and of RDMA NICs.
+
+    Idle GPUs are not checked, because they lower their PCIe generation to save power.
+    """
     idle = {f"gpu:{gpu.index}" for gpu in machine.accelerators if not gpu.processes}
     links = [
         (scope, address, link)
@@ -201,7 +205,10 @@ def pcie_errors(machine: Machine) -> Findings:
 
 
 def _peers_use_pcie(machine: Machine) -> bool:
-    """Whether devices exchange data over PCIe: GPUs without NVLink, or RDMA NICs with GPUs."""
+    """Whether devices exchange data over PCIe.
+
+    This is the case if GPUs have no NVLink between them, or if RDMA NICs access GPU memory.
+    """
     linked = all(any(link.active for link in gpu.nvlinks or ()) for gpu in machine.accelerators)
     return (len(machine.accelerators) > 1 and not linked) or has_rdma(machine)
 

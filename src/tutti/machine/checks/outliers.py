@@ -1,7 +1,7 @@
 """Checks active.*: ranks, GPUs and links that are slower than the others or compute wrong results.
 
-An outlier is found by median and median absolute deviation (MAD), which a single slow value cannot
-shift.
+Outliers are found with the median and the median absolute deviation (MAD), because a single slow
+value hardly changes either of the two.
 """
 
 import math
@@ -16,26 +16,29 @@ from tutti.measure.units import format_rate
 
 # --- outliers ------------------------------------------------------------------------------------
 
-# Modified z-score of Iglewicz and Hoaglin; 0.6745 scales the MAD to a normal distribution.
+# Modified z-score of Iglewicz and Hoaglin. For a normal distribution, the MAD is 0.6745 times the
+# standard deviation.
 _Z_SCORE, _MAD_OF_NORMAL = 3.5, 0.6745
-# A smaller difference is not reported, however regular the other values are.
+# A value within 10 % of the median is never reported, even if all other values are nearly equal.
 MIN_DIFFERENCE = 0.10
-# With three or four values one disturbed value widens the MAD so much that nothing is an outlier;
-# a value below a quarter of the median always is.
+# With only three or four values, one disturbed value can widen the MAD so much that no value counts
+# as an outlier. Therefore a value below a quarter of the median always counts as an outlier.
 _ALWAYS_SLOW = 0.25
-# Two values have no majority: one is reported only below half of the other.
+# With two values there is no majority. A value is reported only if it is below half of the other.
 _SLOW_OF_TWO = 0.5
-# Below half of the usual speed something is broken (fail); above, it may be disturbed (warn).
+# An outlier below half of the usual speed is broken (fail). A faster outlier may only be disturbed
+# by other load (warn).
 _BROKEN = 0.5
-# One TCP stream depends on the CPU at either end, so up to 20 % is not the fault of the link.
+# The speed of one TCP stream also depends on the CPUs of both hosts, so a difference of up to 20 %
+# is not attributed to the link.
 _MIN_LINK_DIFFERENCE = 0.2
 
 
 def slow_outliers(values: Mapping[str, float], min_difference: float = MIN_DIFFERENCE) -> list[str]:
-    """The names whose value is too low compared with the others, the lowest first.
+    """The names of the values that are too low compared with the others, lowest value first.
 
-    Deviations are computed on logarithms, because speeds differ by factors: a link at 1 % of the
-    usual speed is found even if the good ones differ by half.
+    Deviations are computed on logarithms, because speeds differ by factors. A link at 1 % of the
+    usual speed is found even if the speeds of the healthy links differ by half.
     """
     if len(values) < 2:
         return []
@@ -56,11 +59,12 @@ def slow_outliers(values: Mapping[str, float], min_difference: float = MIN_DIFFE
 def slow_links(
     rates: Sequence[MeasuredRate], host_of_rank: Mapping[str, int]
 ) -> tuple[list[int], list[str]]:
-    """Hosts whose links are all slow, and the slow links between the other hosts.
+    """The hosts whose links are all slow, and the slow links between the other hosts.
 
-    A host is judged by its best outgoing and its best incoming link. If one link is slow, the best
-    link of its hosts is still fast, and the link is reported. If all links of one host are slow,
-    they may be the majority of all links, so hosts are compared first.
+    Hosts are compared before links, because the links of one slow host may be the majority of all
+    links. A host is compared by its best outgoing link and its best incoming link. If only one link
+    is slow, the best links of both its hosts are still fast, so the link is reported and not a
+    host.
     """
     between_hosts = [
         (rate.value, [host_of_rank[rank] for rank in rate.name.split("-")])
@@ -209,9 +213,10 @@ def _describe_link(cluster: Cluster, host_of: Mapping[str, int], rate: MeasuredR
 
 
 def _least_rate(cluster: Cluster, src: int, dst: int) -> float:
-    """A tenth of the slower interface's speed, at most 100 MB/s; 0 if the speed is unknown.
+    """The lowest acceptable rate between two hosts in bytes per second.
 
-    Even a slow CPU reaches 100 MB/s on one stream, and no protocol overhead takes 90 % of a link.
+    This is a tenth of the slower interface's speed, but at most 100 MB/s; 0 if a speed is unknown.
+    Even a slow CPU reaches 100 MB/s on one stream, and no protocol uses 90 % of a link as overhead.
     """
     speeds = []
     for host in (src, dst):

@@ -1,7 +1,7 @@
 """Probes of every rank or GPU: a matrix product, a memory copy, and copies between GPUs.
 
-Copies between GPUs can hang in the driver. They run in a process of their own, which is this
-module run with `python -m`; the process is killed after a timeout.
+Copies between GPUs can hang in the driver. Therefore they run in a separate process, which executes
+this module with `python -m` and is killed after a timeout.
 """
 
 import contextlib
@@ -28,18 +28,21 @@ _COPY_SECONDS = 90.0
 
 # --- compute and memory --------------------------------------------------------------------------
 
-# A probe prepares its tensors on a device and returns the work, its amount (FLOPs or bytes) and
-# its name.
+# A probe prepares its tensors on a device. It returns the function to time, the amount of work of
+# one call (FLOPs or bytes) and the name of the probe.
 Probe = Callable[[torch.device], tuple[Callable[[], torch.Tensor], float, str]]
 
 
 def measure_compute(peers: Peers, device: str) -> tuple[MeasuredRate, ...]:
-    """FLOP/s of a matrix product on every rank, or on every GPU if there is one rank."""
+    """FLOP/s of a matrix product on every rank, or on every GPU if there is only one rank."""
     return _measure(peers, device, _matrix_product)
 
 
 def measure_bandwidth(peers: Peers, device: str) -> tuple[MeasuredRate, ...]:
-    """Bytes read plus written per second by a memory copy, on every rank or GPU."""
+    """Memory bandwidth of every rank, or of every GPU if there is only one rank.
+
+    The unit is bytes read plus bytes written per second by a memory copy.
+    """
     return _measure(peers, device, _memory_copy)
 
 
@@ -61,7 +64,7 @@ def _memory_copy(device: torch.device) -> tuple[Callable[[], torch.Tensor], floa
 
 
 def _measure(peers: Peers, device: str, probe: Probe) -> tuple[MeasuredRate, ...]:
-    """All ranks at once, as in training; slow ones are measured again."""
+    """Measure all ranks at the same time, as in training, and then the slow ranks again."""
     if device != "cuda" and "OMP_NUM_THREADS" not in os.environ:
         ranks_on_host = list(peers.hosts).count(peers.host)
         torch.set_num_threads(max(1, len(allowed_cpus()) // ranks_on_host))
@@ -92,7 +95,7 @@ def _measure(peers: Peers, device: str, probe: Probe) -> tuple[MeasuredRate, ...
 
 
 def _own_devices(peers: Peers, device: str) -> dict[str, torch.device]:
-    """The devices that this rank measures: its own, or all GPUs if there is one rank."""
+    """The devices that this rank measures: its own, or all GPUs if there is only one rank."""
     if device != "cuda":
         return {f"rank:{peers.rank}": torch.device("cpu")}
     count = torch.cuda.device_count()
@@ -103,7 +106,7 @@ def _own_devices(peers: Peers, device: str) -> dict[str, torch.device]:
 
 
 def _try_rate(name: str, host: int, device: torch.device, probe: Probe) -> MeasuredRate:
-    """The rate; an error such as out of memory is part of the report, not the end of it."""
+    """The measured rate. An error such as out of memory is returned as part of the result."""
     try:
         return _rate(name, host, device, probe)
     except RuntimeError as error:
@@ -146,13 +149,16 @@ def _time(work: Callable[[], torch.Tensor], device: torch.device) -> tuple[float
 def copy_between_gpus(
     command: Sequence[str] | None = None, seconds: float = _COPY_SECONDS
 ) -> tuple[GpuCopy, ...]:
-    """Copies between all GPUs of this host, in both directions. `command` is for tests."""
+    """Copy between all pairs of GPUs of this host, in both directions. `command` is for tests."""
     lines, code = run_with_timeout(command or [sys.executable, "-m", __name__], seconds)
     return parse_copies(lines, code)
 
 
 def parse_copies(lines: Sequence[str], code: int | None) -> tuple[GpuCopy, ...]:
-    """Read the output of the process. A pair that was started and not finished hung or crashed."""
+    """Parse the output of the copy process.
+
+    If a pair was started but not finished, its copy hung (`code` is None) or the process crashed.
+    """
     found: dict[tuple[int, int], GpuCopy] = {}
     for line in lines:
         try:
@@ -170,7 +176,7 @@ def parse_copies(lines: Sequence[str], code: int | None) -> tuple[GpuCopy, ...]:
 
 
 def run_with_timeout(command: Sequence[str], seconds: float) -> tuple[list[str], int | None]:
-    """Run a command; returns the lines it wrote and its exit code, None if it was killed."""
+    """Run a command. Returns its output lines and its exit code; None if it was killed."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             list(command),
@@ -185,7 +191,7 @@ def run_with_timeout(command: Sequence[str], seconds: float) -> tuple[list[str],
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            # A process that is stuck in the driver may not die; it is left behind after 5 s.
+            # A process that is stuck in the driver may not die; stop waiting for it after 5 s.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(5.0)
         output.seek(0)
@@ -193,7 +199,10 @@ def run_with_timeout(command: Sequence[str], seconds: float) -> tuple[list[str],
 
 
 def main() -> None:
-    """Copy between all pairs of GPUs. Each pair is printed before it is tried and after."""
+    """Copy between all pairs of GPUs. Prints each pair before the copy, and again with its result.
+
+    The output therefore shows which copy hung or crashed the process.
+    """
     pattern = torch.randint(0, 256, (1 << 26,), dtype=torch.uint8)
     for src in range(torch.cuda.device_count()):
         source = pattern.to(f"cuda:{src}")
@@ -211,7 +220,7 @@ def main() -> None:
 
 
 def _copy(source: torch.Tensor, pattern: torch.Tensor, dst: int) -> tuple[float, bool]:
-    """GB/s of the fastest of five copies, and whether all of them arrived unchanged."""
+    """GB/s of the fastest of five copies, and whether all five copies arrived unchanged."""
     expected = pattern.to(f"cuda:{dst}")  # through host memory
     target = torch.zeros_like(expected)
     fastest, same = float("inf"), True

@@ -1,8 +1,8 @@
 """Probes between ranks over TCP sockets: open ports, clock offsets and the rate of every link.
 
 A fault in the network would hang gloo or NCCL, so the probes use neither. Every rank runs a small
-server on a port that the kernel picks, as gloo and NCCL do. A request is one line of JSON with a
-token that only ranks of this world know. Every wait has a timeout.
+server. The kernel picks the server's port, as it does for gloo and NCCL. A request is one line of
+JSON with a secret token that only the ranks of this world have. Every wait has a timeout.
 """
 
 import json
@@ -29,9 +29,10 @@ _BLOCK = 1 << 20
 _MAX_REQUEST_BYTES = 1 << 30
 _TIMESTAMPS = struct.Struct("!dd")
 _ROUND_TRIPS = 32
-# A first transfer gives the order of magnitude; the measured one then takes about 40 ms.
+# A first small transfer estimates the rate. The size of the measured transfer is then chosen so
+# that the transfer takes about 40 ms.
 _FIRST_BYTES, _MAX_BYTES, _TRANSFER_SECONDS = 1 << 18, 1 << 26, 0.04
-# Above this many ranks only one rank per host is measured with other hosts.
+# In a world with more ranks, only one rank per host measures the links to other hosts.
 _MAX_RANKS_ALL_PAIRS = 8
 _ROUNDS, _REPEATS_OF_SLOW = 3, 3
 
@@ -40,15 +41,15 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of a world as probes need them."""
+    """This rank, the host of every rank, and a way to exchange values between all ranks."""
 
     rank: int
     hosts: Sequence[int]
-    """For each rank the index of its host; hosts are numbered by their lowest rank."""
+    """The host index of each rank. Hosts are numbered in the order of their lowest rank."""
     gather: Callable[[Any], list[Any]]
-    """Every rank's JSON value to every rank, in rank order; also a barrier."""
+    """All-gather: returns the JSON values of all ranks, in rank order. Also acts as a barrier."""
     address: str = "127.0.0.1"
-    """The address at which other ranks reach this one."""
+    """The address at which other ranks can reach this rank."""
 
     @property
     def host(self) -> int:
@@ -63,7 +64,7 @@ class Peers:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the probe server of a rank listens, and its token."""
+    """Address, port and token of a rank's probe server."""
 
     address: str
     port: int
@@ -74,7 +75,7 @@ class Endpoint:
 
 
 class ProbeServer(socketserver.ThreadingTCPServer):
-    """Answers requests in threads until it is closed."""
+    """Answers probe requests, each connection in its own thread, until close() is called."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -86,7 +87,7 @@ class ProbeServer(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnect or are not ranks."""
+        """Ignore errors caused by clients that disconnect or are not ranks of this world."""
 
     def close(self) -> None:
         """Stop accepting connections."""
@@ -135,17 +136,17 @@ class ProbeClient:
         self._socket.close()
 
     def hello(self) -> None:
-        """Check that the right process answers; raises OSError otherwise."""
+        """Check that the probe server of the expected rank answers; raises OSError otherwise."""
         self._request("hello")
         if self._file.read(1) != b"y":
             raise OSError("another program listens there")
         self._socket.settimeout(_REPLY_SECONDS)
 
     def clock_offset(self) -> tuple[float, float]:
-        """How far the server's clock is ahead of this one, and the round trip, in seconds.
+        """How far the server's clock is ahead of this host's clock, and the round-trip time.
 
-        Cristian's algorithm: in the fastest of 32 round trips, the server's timestamp was taken
-        half-way, with an error of at most half the round trip.
+        Both are in seconds. Cristian's algorithm: take the fastest of 32 round trips and assume
+        that the server read its clock halfway through. The error is at most half the round trip.
         """
         best = (0.0, float("inf"))
         for _ in range(_ROUND_TRIPS):
@@ -212,13 +213,13 @@ def _receive_bytes(stream: BufferedIOBase, size: int) -> None:
 
 
 def start_servers(peers: Peers) -> tuple[ProbeServer, list[Endpoint]]:
-    """Start the server of this rank; returns it and the endpoints of all ranks."""
+    """Start this rank's probe server. Returns the server and the endpoints of all ranks."""
     server = ProbeServer(peers.address)
     return server, [Endpoint(**each) for each in peers.gather(asdict(server.endpoint))]
 
 
 def connect_hosts(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[Connection, ...]:
-    """Connect from every host to every other, all at once."""
+    """Connect every host to every other host; all attempts run at the same time."""
     found: list[Connection] = []
     if peers.rank in peers.first_ranks:
         others = [rank for rank in peers.first_ranks if rank != peers.rank]
@@ -233,7 +234,7 @@ def connect_hosts(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[Connecti
 
 
 def connection_error(endpoint: Endpoint) -> str | None:
-    """Why an endpoint cannot be reached; None if the right process answers."""
+    """Why an endpoint cannot be reached; None if the expected probe server answers."""
     try:
         with ProbeClient(endpoint) as client:
             client.hello()
@@ -245,7 +246,10 @@ def connection_error(endpoint: Endpoint) -> str | None:
 
 
 def measure_clock_offsets(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[ClockOffset, ...]:
-    """Compare each host's clock with host 0's, one at a time to keep round trips short."""
+    """The clock offset of each host from host 0.
+
+    Hosts are measured one after another, because concurrent traffic would lengthen the round trips.
+    """
     found: list[ClockOffset] = []
     for rank in peers.first_ranks[1:]:
         if peers.rank == rank:
@@ -264,10 +268,11 @@ def measure_clock_offsets(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[
 def measure_links(
     peers: Peers, endpoints: Sequence[Endpoint], connections: Sequence[Connection] = ()
 ) -> tuple[MeasuredRate, ...]:
-    """The rate between ranks in both directions, the best of several rounds.
+    """The rate of the links between ranks in both directions, the best of several rounds.
 
-    Slow links are measured again: interference moves to other links, a bad link stays slow.
-    Hosts that cannot connect to each other are left out; they have been reported.
+    Slow links are measured again: interference rarely hits the same link twice, whereas a faulty
+    link stays slow. Pairs of hosts that cannot connect are left out, because the check
+    network.calls already reports them.
     """
     hosts = peers.hosts
     disconnected = {frozenset((c.src, c.dst)) for c in connections if c.error is not None}
@@ -295,7 +300,11 @@ def measure_links(
 
 
 def link_pairs(hosts: Sequence[int]) -> list[tuple[int, int]]:
-    """All pairs of ranks; in a large world pairs of hosts, and adjacent ranks of a host."""
+    """The pairs of ranks to measure.
+
+    These are all pairs in a world of at most 8 ranks. In a larger world, they are the pairs of the
+    hosts' first ranks and the pairs of adjacent ranks on each host.
+    """
     ranks = range(len(hosts))
     all_pairs = [(low, high) for low in ranks for high in ranks if low < high]
     if len(hosts) <= _MAX_RANKS_ALL_PAIRS:
@@ -312,7 +321,7 @@ def _measure_pairs(
     pairs: Sequence[tuple[int, int]],
     best: dict[str, float],
 ) -> None:
-    """Measure pairs and keep the best rate of each direction in `best`."""
+    """Measure the pairs and update `best` with the best rate of each direction."""
     for concurrent in concurrent_pairs(pairs, peers.hosts):
         found: dict[str, float] = {}
         for low, high in concurrent:

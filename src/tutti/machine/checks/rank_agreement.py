@@ -1,6 +1,6 @@
 """Checks agreement.*: versions, variables, limits and hardware that all ranks should share.
 
-The value of the majority is expected; ranks or hosts with another value are named.
+The most common value is expected. Ranks or hosts with another value are reported.
 """
 
 from collections import Counter
@@ -22,14 +22,15 @@ def _differences(cluster: Cluster, facts: Facts, must_agree: Sequence[str] = ())
     """
     if len(cluster.ranks) < 2 and len(cluster.machines) < 2:
         raise Skip("one rank on one host: nothing to compare")
-    # Processes of one host may differ, so ranks are compared if there are any; otherwise hosts.
+    # Processes of one host may differ, so ranks are compared. Hosts are compared only if no world
+    # was started.
     views: list[tuple[int | None, Machine]] = [(r.rank, r.machine) for r in cluster.ranks]
     views = views or [(None, machine) for machine in cluster.machines]
     values_of = [facts(machine) for _, machine in views]
     for key in dict.fromkeys(key for values in values_of for key in values):
         values = [each.get(key, "not set") for each in values_of]
         counts = Counter(values)
-        # In a tie the value of the first rank is expected.
+        # If several values are equally common, the value of the first rank is expected.
         usual, number = max(counts.items(), key=lambda item: (item[1], item[0] == values[0]))
         for value in sorted(counts, key=lambda value: counts[value]):
             if value == usual:
@@ -102,7 +103,7 @@ def same_hardware(cluster: Cluster) -> Findings:
             "GPUs": str(len(machine.accelerators)),
             "RDMA ports": str(len(machine.rdma)),
             "NUMA nodes": str(len(machine.numa)),
-            # In steps of 16 GiB: firmware reserves a little, and not the same on every host.
+            # Rounded to 16 GiB, because the memory reserved by the firmware differs between hosts.
             **({"memory": format_bytes(round(memory / 2**34) * 2**34)} if memory else {}),
             **({"CPU": machine.cpus.model} if machine.cpus.model else {}),
         }

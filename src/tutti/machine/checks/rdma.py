@@ -67,7 +67,10 @@ def port_rate(cluster: Cluster) -> Findings:
 
 
 def _slot(machine: Machine, port: RdmaPort) -> tuple[object, ...]:
-    """Equal for ports of the same kind; a management card has another slot or driver."""
+    """A key that is equal for ports of the same kind of card.
+
+    A management card, for example, has another driver or a PCIe link of another width.
+    """
     device = machine.pci_device(port.pci_address)
     if device is None or device.link is None:
         return (port.device,)

@@ -49,7 +49,7 @@ def driver_version(machine: Machine) -> Findings:
     gpus_of(machine)
     cuda, supported = _version(machine, "cuda"), _version(machine, "cuda_driver")
     driver = machine.versions.get("driver", "unknown")
-    # A driver also runs newer CUDA versions with the same major number.
+    # A driver also runs newer CUDA versions with the same major version.
     if parse_version(supported)[0] < parse_version(cuda)[0]:
         observed = f"driver {driver} supports CUDA {supported}; torch is built for CUDA {cuda}"
         yield fail("machine", observed, f"a driver for CUDA {cuda}")
