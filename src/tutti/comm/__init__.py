@@ -73,7 +73,13 @@ __all__ = [
 ]
 
 _MODULES = (
-    *("world.exchange", "comm.collectives", "comm.failures", "comm.grouping", "comm.operation"),
+    *(
+        "world.exchange",
+        "comm.collectives",
+        "comm.collective_errors",
+        "comm.grouping",
+        "comm.operation",
+    ),
     *("comm.packing", "comm.path_selection"),
 )
 
