@@ -12,7 +12,7 @@ from tutti.world.errors import UsageError
 if TYPE_CHECKING:
     from tutti.world.rendezvous import RankInfo
 
-# Outside Linux' ephemeral range (32768 to 60999), so that no outgoing connection takes one.
+# Outside Linux's ephemeral range (32768 to 60999), so that no outgoing connection uses these ports.
 _PORTS = range(20000, 30000)
 _CANDIDATES = 5
 
@@ -26,7 +26,7 @@ def port_candidates(job: str) -> list[int]:
 
 
 def free_port() -> int:
-    """A port on which no process listens now, and which no outgoing connection takes."""
+    """A port on which no process listens now, and which no outgoing connection uses."""
     # SystemRandom, so that the seeded generator of a training script is not advanced.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
@@ -43,7 +43,7 @@ def local_address_towards(address: str) -> str | None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # a datagram socket: chooses a route, sends nothing
+            probe.connect((address, 9))  # on a datagram socket this selects a route
         except OSError:
             return None
         return str(probe.getsockname()[0])
@@ -52,16 +52,19 @@ def local_address_towards(address: str) -> str | None:
 def gloo_interface(
     ranks: "Sequence[RankInfo]", rank: int, env: Mapping[str, str]
 ) -> tuple[str | None, str]:
-    """The network interface for gloo, and the reason: loopback on one machine, else one that
-    reaches the peers. By default gloo uses the address of the host name, often 127.0.1.1."""
+    """The network interface for gloo (None: gloo's default), and the reason for the choice.
+
+    Loopback if all ranks are on one machine, otherwise an interface that reaches the other
+    machines. By default gloo uses the address of the host name, which is often 127.0.1.1.
+    """
     if "GLOO_SOCKET_IFNAME" in env:
         return None, "GLOO_SOCKET_IFNAME"
     own = ranks[rank]
     remote = [each for each in ranks if each.machine != own.machine]
     if not remote:
         return "lo", "all ranks are on this machine"
-    # Ranks on the store's host know only their loopback address; the addresses of remote ranks
-    # show which interface reaches them.
+    # The RankInfo of a rank on the store's host has only a loopback address. The route to the
+    # address of a remote rank then determines the interface.
     address = own.address
     if not address or address.startswith("127."):
         addresses = (each.address for each in remote)

@@ -1,10 +1,10 @@
-"""Errors that a user can correct: one line with the flag, the numbers and the cure. Timeouts."""
+"""Errors that a user can correct (one line: the flag, the numbers, the cure), default timeouts."""
 
 import difflib
 from collections.abc import Iterable
 
-# Seconds for all ranks to start. In a large job they may start minutes apart: container images to
-# pull, file systems to mount.
+# Seconds for all ranks to start. The ranks of a large job may start minutes apart, because nodes
+# pull container images and mount file systems.
 START_TIMEOUT = 300.0
 # Seconds for a collective. Longer than any step or checkpoint; a dead rank is detected much sooner.
 TIMEOUT = 600.0
@@ -17,20 +17,23 @@ class UsageError(Exception):
 
 
 class RanksDiffer(Exception):
-    """Ranks that must run the same program do not; the message names the rank that differs."""
+    """Versions, recipe or parameters are not the same on all ranks; names the rank that differs."""
 
     printed = False
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a "no such name" message: the closest known name, or all of them."""
+    """The end of a "no such name" message: the closest known name, or all known names."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}."
 
 
 def checked_seconds(name: str, value: float | str, example: float = 600) -> float:
-    """`value` as seconds above 0; `name` is its flag, argument or variable, for the error."""
+    """Convert `value` to seconds, which must be above 0; error messages contain `name`.
+
+    `name` is the flag, argument or environment variable that gave the value.
+    """
     try:
         seconds = float(value)
     except ValueError:

@@ -1,6 +1,7 @@
-"""Exchange small values between ranks as JSON, and check that all ranks run the same thing.
+"""Exchange small values between ranks as JSON; check that recipe and model are the same on all.
 
-torch's object collectives unpickle what a peer sent, which lets a peer run code; JSON does not.
+torch's object collectives unpickle the bytes that a peer sent, which lets the peer run code in this
+process. Parsing JSON does not.
 """
 
 import hashlib
@@ -55,16 +56,16 @@ def name_ranks(ranks: list[int]) -> str:
 def gather_json_from_store(
     store: dist.Store, key: str, value: Any, rank: int, size: int, timeout: float
 ) -> list[Any]:
-    """Every rank's value, in rank order, exchanged through `store`: needs no process group.
+    """Every rank's value, in rank order, exchanged through `store` without a process group.
 
-    All ranks pass the same `key`, and a key is used once. Also a barrier: no rank returns before
-    all have written. Raises RanksMissing after `timeout` seconds.
+    All ranks pass the same `key`, and a key is used once. The call is also a barrier: no rank
+    returns before all ranks have written. Raises RanksMissing after `timeout` seconds.
     """
     keys = [f"{key}/{peer}" for peer in range(size)]
     store.set(keys[rank], json.dumps(value))
     deadline = time.monotonic() + timeout
     pause = 0.0002
-    # store.wait() cannot be interrupted by Ctrl-C and does not say which keys are missing.
+    # store.wait() cannot be interrupted by Ctrl-C and does not report which keys are missing.
     while not store.check(keys):
         if time.monotonic() > deadline:
             raise RanksMissing([peer for peer, each in enumerate(keys) if not store.check([each])])
@@ -87,10 +88,10 @@ _CURES = {
 def check_same(
     world: "World", *, recipe: Mapping[str, Any] | None = None, model: nn.Module | None = None
 ) -> None:
-    """Raise RanksDiffer, naming the rank that differs, unless recipe and model are the same.
+    """Raise RanksDiffer, naming the rank that differs, unless all ranks have the same values.
 
-    recipe: any JSON values. model: its parameters and buffers, compared by a hash of their bits.
-    Call it on every rank. The versions of torch and tutti were compared when the world started.
+    recipe: any JSON values. model: its parameters and buffers are compared by a hash of their bits.
+    Call check_same on every rank. tutti.init() has compared the versions of torch and tutti.
     """
     contents: dict[str, dict[str, str]] = {}
     if recipe is not None:
@@ -109,7 +110,7 @@ def check_same(
         odd = [rank for rank, value in enumerate(by_rank) if value != usual]
         if not odd:
             continue
-        # All ranks see the same hashes and get here, so they can exchange the full content.
+        # All ranks have the same hashes and reach this line: they can exchange the full content.
         everyone = gather_json([world.host, content])
         host, different = everyone[odd[0]]
         expected = everyone[by_rank.index(usual)][1]
@@ -132,8 +133,8 @@ def hash_tensor(tensor: torch.Tensor) -> int:
     """A 64-bit hash of a tensor's bits, shape and dtype, computed on its device.
 
     Each element's bits are multiplied by an odd number that depends on its position, and the
-    products are summed modulo 2^64: integer sums do not depend on the order of summation, on GPUs
-    either.
+    products are summed modulo 2^64: integer sums do not depend on the order of summation, which
+    varies on GPUs.
     """
     if tensor.is_meta:  # no values yet: only shape and dtype can differ
         return _hash_text(f"{tuple(tensor.shape)} {tensor.dtype} meta")

@@ -1,9 +1,9 @@
 """If one rank fails, all ranks end within seconds, and the output names the rank that failed.
 
-liveness.py detects which rank failed, died or left. This module decides what this rank then does:
-it prints its own error if its failure was the first, otherwise one line, and ends. A rank that
-cannot end by itself, because it is in a collective that will never complete, is ended after a
-short grace period.
+liveness.py detects which rank failed, died or left. This module decides what this rank then does.
+If this rank failed first, it prints its own error; otherwise it prints one line. Then it ends.
+A rank that cannot end by itself, because it is in a collective that will never complete, is ended
+after a short grace period.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any
 
 
 class FailureHandler:
-    """What this rank does when it, or another rank, fails. Does nothing in a world of one rank."""
+    """Ends this rank when it or another rank fails. Does nothing in a world of one rank."""
 
     def __init__(self, rank: int, host: str, report: Path | None) -> None:
         self.rank = rank
@@ -55,13 +55,13 @@ class FailureHandler:
     def install_hook(self, previous: _Hook) -> None:
         """Handle uncaught exceptions; `stop` restores the hook `previous`.
 
-        Call it after init_process_group: torch's own hook would swallow what this one prints.
+        Call it after init_process_group: otherwise torch's own hook would suppress its output.
         """
         self._previous_hook = previous
         sys.excepthook = self._uncaught if self.liveness else print_usage_errors(previous)
 
     def stop(self) -> None:
-        """Leave the world: announce it, and as rank 0 stay until the others have left."""
+        """Announce that this rank leaves; rank 0 also waits until all other ranks have left."""
         liveness = self.liveness
         if self._closed or liveness is None:
             return
@@ -75,7 +75,7 @@ class FailureHandler:
         liveness.leave()
 
     def handle(self, error: BaseException) -> None:
-        """Announce an exception that ends this rank, and print it once in the whole world."""
+        """Report an exception that ends this rank; only the first rank that failed prints it."""
         if error is self._handled or self.liveness is None or self._closed:
             return
         self._handled, self.failed = error, True
@@ -101,8 +101,8 @@ class FailureHandler:
         self._write_report(first, details)
 
     def on_failure(self, first: Failure) -> None:
-        """In a thread, when the world has failed: end the process unless the main thread does."""
-        # The main thread most likely fails by itself now, with a better message than this one.
+        """Called in a thread when the world has failed: end this process if it does not end."""
+        # The main thread most likely fails by itself now, with a better message than the one below.
         time.sleep(_GRACE_SECONDS)
         if self._closed:
             return
@@ -124,7 +124,7 @@ class FailureHandler:
         """Another rank's failure that caused this rank's error, if there is one."""
         if not _LOST_PEER.search(str(error)):
             return liveness.first_failure
-        # A lost connection: which rank it was is known shortly.
+        # A connection was lost: wait until liveness reports which rank failed.
         liveness.wait(lambda: liveness.first_failure is not None, _NEWS_SECONDS)
         early = sorted(liveness.left - {self.rank})
         if liveness.first_failure is None and early:

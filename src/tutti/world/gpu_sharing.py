@@ -1,4 +1,4 @@
-"""Several ranks on one GPU, to develop multi-GPU code on one: settings for NCCL, private MPS.
+"""Several ranks on one GPU, to develop multi-GPU code on one GPU: NCCL settings, a private MPS.
 
 Without MPS (NVIDIA's Multi-Process Service) kernels of different processes run in alternating time
 slices, and every wait of one rank for another costs milliseconds.
@@ -12,19 +12,20 @@ from pathlib import Path
 
 
 def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
-    """The variables of NCCL, symmetric memory and torch's allocator if ranks share a GPU.
+    """Environment variables for NCCL, symmetric memory and the allocator if ranks share a GPU.
 
-    For all ranks, also those with a GPU of their own: NCCL's ranks must agree on transports.
+    All ranks set these variables, also ranks that do not share their GPU, because all ranks of an
+    NCCL communicator must agree on the transports.
     """
     variables = {
-        # NCCL refuses two ranks on one GPU of one host. With its own host id each rank counts as
-        # a separate host, and the ranks communicate over sockets.
+        # NCCL refuses two ranks on one GPU of one host. With a different host id each rank counts
+        # as a separate host, and the ranks communicate over sockets.
         "NCCL_HOSTID": f"tutti-rank{rank}",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     }
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # The caching allocators of several processes cannot lend each other free blocks: eight
-        # ranks that trained 4.8 B parameters each had 1 to 3 GiB reserved and unused.
+        # The caching allocator of one process cannot use free blocks of another: in a training of
+        # 4.8 B parameters on eight ranks, each rank had 1 to 3 GiB reserved and unused.
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if one_machine:
         variables |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -47,7 +48,7 @@ class MpsDaemon:
         self._control("-d")
 
     def stop(self) -> None:
-        """Stop the daemon and its servers, and kill those that have not ended after 10 s."""
+        """Stop the daemon and its servers, and kill the processes that are alive after 10 s."""
         pids = self._processes()
         # The daemon may have ended already; processes that remain are killed below.
         with contextlib.suppress(subprocess.SubprocessError, OSError):
@@ -73,7 +74,7 @@ class MpsDaemon:
         )
 
     def _processes(self) -> list[int]:
-        """The daemon and its servers: processes whose environment has the private directory."""
+        """The process ids of the daemon and its servers, found by CUDA_MPS_PIPE_DIRECTORY."""
         marker = f"CUDA_MPS_PIPE_DIRECTORY={self.variables['CUDA_MPS_PIPE_DIRECTORY']}".encode()
         found = []
         for process in Path("/proc").glob("[0-9]*"):
@@ -81,6 +82,6 @@ class MpsDaemon:
                 is_mps = (process / "comm").read_text().startswith("nvidia-cuda-mps")
                 if is_mps and marker in (process / "environ").read_bytes():
                     found.append(int(process.name))
-            except OSError:  # ended, or another user's
+            except OSError:  # the process has ended or belongs to another user
                 continue
         return found

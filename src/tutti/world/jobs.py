@@ -19,7 +19,7 @@ def slurm_script(
     cpus_per_rank: int | None,
     directives: dict[str, str | None],
 ) -> str:
-    """An sbatch script; `directives` are long flags of sbatch, None to leave one out."""
+    """An sbatch script; `directives` maps long flags of sbatch to values (None: left out)."""
     if nodes < 1 or ranks_per_node < 1:
         raise UsageError(f"--nodes {nodes} × {ranks_per_node} ranks per node: use 1 or more each")
     # Since Slurm 22.05 a step does not inherit --cpus-per-task from its job.
@@ -48,7 +48,7 @@ def slurm_script(
 def mpi_script(
     command: Sequence[str], hosts: Sequence[tuple[str, int]], mpirun: Sequence[str], flavour: str
 ) -> str:
-    """A script that calls mpirun; `hosts` lists (name, ranks on it), rank 0 on the first."""
+    """A script that calls mpirun; `hosts` lists (name, number of ranks), rank 0 on the first."""
     ranks = sum(count for _, count in hosts)
     flags = ["-np", str(ranks), "--host" if flavour == "openmpi" else "-hosts"]
     flags.append(",".join(f"{name}:{count}" for name, count in hosts))
@@ -58,7 +58,7 @@ def mpi_script(
     if len(hosts) > 1 and flavour == "openmpi":
         flags += ["-x", f"MASTER_ADDR={hosts[0][0]}"]
     elif len(hosts) > 1:
-        # Hydra has no job id that all hosts share and from which to derive a port.
+        # Hydra gives the hosts no common job id from which each could derive the same port.
         port = port_candidates(shlex.join(command))[0]
         flags += ["-genv", "MASTER_ADDR", hosts[0][0], "-genv", "MASTER_PORT", str(port)]
     return (

@@ -34,9 +34,9 @@ from tutti.world.gpu_sharing import MpsDaemon, shared_gpu_variables
 from tutti.world.launchers import without_launcher_variables
 from tutti.world.placement import refuse_more_ranks_than_gpus
 
-# An idle Python interpreter needs about 10 MB; a rank that imports torch more than ten times that.
+# An idle Python interpreter needs about 10 MB; a rank that imports torch needs over 100 MB.
 _BYTES_PER_RANK = 16 << 20
-# A pidfd, both ends of two pipes, and a log file.
+# File descriptors: a pidfd, both ends of two pipes, and a log file.
 _FILES_PER_RANK = 6
 _OWN_FILES = 64
 
@@ -58,7 +58,7 @@ class LocalWorld:
     """Exit codes with which ranks end normally after rank 0 has printed the reason."""
 
     def check(self) -> None:
-        """Refuse what cannot work, before any process is started."""
+        """Raise UsageError for settings that cannot work, before any process is started."""
         if self.ranks < 1:
             raise UsageError(f"--ranks {self.ranks}: a world has at least one rank: use --ranks 1")
         if self.ranks_per_gpu < 1:
@@ -78,7 +78,7 @@ class LocalWorld:
             raise UsageError(f"{flag}: no GPU is visible on this host: leave the flag out")
 
     def run(self, env: Mapping[str, str] | None = None) -> int:
-        """Run to the end; returns the exit code of the first rank that failed, or 0."""
+        """Run until all ranks have ended; returns 0, or the exit code of the first failure."""
         self.check()
         shared = without_launcher_variables(os.environ if env is None else env)
         with ExitStack() as stack:
@@ -98,7 +98,7 @@ class LocalWorld:
         common = {
             # By default every rank would start a thread per core of the machine.
             "OMP_NUM_THREADS": str(max(1, cores // self.ranks)),
-            # Output is read from a pipe: without this Python would buffer it for minutes.
+            # Ranks write to pipes. Without this variable Python would buffer output for minutes.
             "PYTHONUNBUFFERED": "1",
             **shared,
             "WORLD_SIZE": str(self.ranks),
@@ -127,7 +127,7 @@ class LocalWorld:
 
 
 def _most_ranks() -> tuple[int, str]:
-    """An upper bound on the ranks of this machine, by memory, processes and open files."""
+    """The most ranks that memory, processes and open files allow here, and the limiting one."""
     limits = read_limits(SysFiles())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if isinstance(limits.cgroup_memory_bytes, int):
@@ -147,7 +147,7 @@ def _start_mps(scratch: Path, stack: ExitStack) -> dict[str, str]:
         return {}
     daemon = MpsDaemon(scratch)
     stack.callback(_signals_blocked()(daemon.stop))
-    # No signal may arrive after the daemon has started and before stop() knows its processes.
+    # Signals are blocked while the daemon starts: stop() could miss a process that is starting.
     with _signals_blocked():
         try:
             daemon.start()
@@ -172,10 +172,10 @@ def _say(text: str) -> None:
 
 # -- supervision -----------------------------------------------------------------------------------
 
-# After the first failure: how long the others may end by themselves before SIGTERM, so that their
-# own reports are kept.
+# After the first failure, the other ranks have this long to end by themselves and write their own
+# reports; then SIGTERM is sent.
 _SETTLE_SECONDS = 0.5
-# The same after an exit code of `reported_codes`: the other ranks are about to end normally.
+# The same time after an exit code in `reported_codes`: the other ranks are about to end normally.
 _REPORTED_SECONDS = 5.0
 # From SIGTERM to SIGKILL after a failure.
 _FAILED_GRACE_SECONDS = 5.0
@@ -216,7 +216,7 @@ class _Rank:
     def signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # already ended
             if number in _ENDING or number == signal.SIGKILL:
-                os.killpg(self.process.pid, number)  # with its children: data workers, shells
+                os.killpg(self.process.pid, number)  # the group: also data workers, shells
             elif self.code is None:
                 self.process.send_signal(number)
 
@@ -232,10 +232,10 @@ class _Rank:
 
 
 class Supervisor:
-    """Runs one command as several ranks, from their start to the end of the last.
+    """Starts one command as several ranks and supervises the ranks until the last has ended.
 
-    One loop over a selector serves the ranks' output, their ends (a pidfd each) and signals: there
-    are no threads, and no delay between the end of a rank and the reaction.
+    One selector loop handles the output of the ranks, the end of each rank (through a pidfd) and
+    signals. So there are no threads, and the supervisor reacts at once when a rank ends.
     """
 
     def __init__(
@@ -249,10 +249,10 @@ class Supervisor:
         self._scheduled: list[tuple[float, int]] = []  # (time, signal) to send to all ranks
 
     def run(self) -> int:
-        """Run to the end; returns 0, or the exit code of the first failure."""
+        """Run until all ranks have ended; returns 0, or the exit code of the first failure."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(wake_read, selectors.EVENT_READ)
-        # Signals that this process was started to ignore (nohup, background job) stay ignored.
+        # Signals that were ignored when this process started (nohup, background job) stay ignored.
         handled = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
         # Signals are read from the wake-up pipe; the handler only replaces the default action.
         before = {number: signal.signal(number, lambda *_: None) for number in handled}
@@ -262,7 +262,7 @@ class Supervisor:
             self._serve()
         finally:
             for rank in self._ranks:
-                rank.signal(signal.SIGKILL)  # and any child processes that it left running
+                rank.signal(signal.SIGKILL)  # also ends child processes of the rank
                 if rank.code is None:
                     rank.reap()
                 os.close(rank.pidfd)
@@ -284,7 +284,7 @@ class Supervisor:
             self._ranks.append(rank)
             self._selector.register(rank.pidfd, selectors.EVENT_READ, rank)
         for stream in self._output.streams:
-            os.close(stream.child)  # the ranks have inherited it
+            os.close(stream.child)  # the rank has inherited this end of the pipe
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
 
     def _serve(self) -> None:
@@ -327,11 +327,11 @@ class Supervisor:
         elif self._stopped_by is None:
             self._stopped_by = number
             for stream in self._output.errors.values():
-                # The KeyboardInterrupt tracebacks of all ranks are not shown.
+                # After Ctrl-C every rank prints a KeyboardInterrupt traceback: these are hidden.
                 stream.hide_interrupts = number == signal.SIGINT
             self._stop_all(number, after=0.0, grace=self._world.grace)
         else:
-            self._send(signal.SIGKILL)  # the second request ends the ranks at once
+            self._send(signal.SIGKILL)  # a second signal ends the ranks at once
 
     def _stop_all(self, number: int, after: float, grace: float) -> None:
         now = time.monotonic()
@@ -349,7 +349,7 @@ class Supervisor:
         if self._stopped_by is not None:
             _say(f"stopped by {self._stopped_by.name}: all {count} ranks have ended")
             agreed = codes.pop() if len(codes) == 1 else None
-            # If all ranks ended by themselves with the same code, that is the result.
+            # If all ranks ended by themselves with the same code, that code is the result.
             return agreed if agreed is not None and agreed >= 0 else 128 + self._stopped_by
         if self._first_to_fail is None:
             return 0
@@ -357,8 +357,8 @@ class Supervisor:
         failed, summary, details = self._find_failed(self._first_to_fail)
         known = self._world.reported_codes
         if reported is not None and reported in known and codes <= {0, reported}:
-            # All ranks found the same mistake, or a check failed. If the rank that printed the
-            # reason is hidden, its message is shown here.
+            # All ranks found the same mistake, or a check failed. If the output of the rank that
+            # printed the reason is hidden, the message is printed here.
             if summary and not self._output.shows(failed.number):
                 _say(f"rank {failed.number} on {os.uname().nodename} failed: {summary}")
                 print(details, end="", file=sys.stderr, flush=True)
@@ -367,7 +367,7 @@ class Supervisor:
         others = f"; the other {count - 1} {were} stopped because of it" if count > 1 else ""
         which = f"rank {failed.number} on {os.uname().nodename}"
         _say(f"{which} {failed.how_it_ended()}{f': {summary}' if summary else ''}{others}")
-        if not self._output.shows(failed.number):  # else the terminal has its output already
+        if not self._output.shows(failed.number):  # otherwise it is on the terminal already
             lines = self._output.errors[failed.number].tail
             text = details or b"".join(lines).decode(errors="replace")
             print(text, end="", file=sys.stderr, flush=True)
@@ -378,8 +378,9 @@ class Supervisor:
     def _find_failed(self, first: _Rank) -> tuple[_Rank, str, str]:
         """The rank that failed first, with the summary and details of its failure.
 
-        Ranks that lost a peer may end before the rank that failed, whose interpreter takes a while
-        to shut down, but their reports name it. A rank killed by a signal writes no report.
+        The failed rank's interpreter takes a while to shut down, so ranks that lost the connection
+        to it may end before it. Their reports name the failed rank. A rank killed by a signal
+        writes no report.
         """
         if first.code is not None and first.code < 0:
             return first, "", ""  # killed before this process sent any signal
@@ -391,7 +392,7 @@ class Supervisor:
 
 
 def _die_with_parent() -> None:
-    """In the child: be killed with the launcher, so that no orphan continues."""
+    """Called in the child process: the kernel will kill the child when the launcher dies."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -403,12 +404,12 @@ _TRACEBACK_STARTS = (b"Traceback (most", b"Exception ignored in", b"Fatal Python
 
 
 class RankOutput:
-    """Where the output of all ranks goes: the terminal, with the rank in front, and log files."""
+    """The output of all ranks: to the terminal, each line prefixed with the rank, and log files."""
 
     def __init__(self, ranks: int, show: str, log_dir: Path | None) -> None:
         self._show, self._ranks = show, ranks
         self._logs: list[IO[bytes]] = []
-        self.streams: list[Stream] = []  # those that have not ended yet
+        self.streams: list[Stream] = []  # streams that have not ended yet
         self.errors: dict[int, Stream] = {}  # standard error by rank
         if log_dir is not None:
             try:
@@ -423,11 +424,11 @@ class RankOutput:
         return self._show == "all" or (self._show == "first" and rank == 0)
 
     def targets(self, rank: int) -> tuple[int | None, int | None]:
-        """The standard output and error of a rank; None inherits the launcher's."""
+        """File descriptors for a rank's standard output and error; None inherits the launcher's."""
         log = self._logs[rank] if self._logs else None
         shown = self.shows(rank)
         if log is None and shown and (self._show == "first" or self._ranks == 1):
-            return None, None  # a terminal stays a terminal, for progress bars and colours
+            return None, None  # the rank keeps the terminal, for progress bars and colours
         prefix = f"[rank {rank}] " if self._show == "all" and self._ranks > 1 else ""
         out = Stream(prefix, sys.stdout if shown else None, log)
         err = Stream(prefix, sys.stderr if shown else None, log)
@@ -446,7 +447,7 @@ class RankOutput:
 
 
 class Stream:
-    """One pipe from a rank, forwarded in whole lines so that lines of ranks do not mix."""
+    """A pipe from a rank, forwarded in whole lines so that lines of two ranks do not mix."""
 
     def __init__(self, prefix: str, shown_on: TextIO | None, log: IO[bytes] | None) -> None:
         self.fd, self.child = os.pipe2(os.O_CLOEXEC)
@@ -454,12 +455,12 @@ class Stream:
         self.hide_interrupts = False
         self._prefix, self._shown_on, self._log = prefix.encode(), shown_on, log
         self._rest = b""
-        self._held: list[bytes] = []  # a traceback after Ctrl-C
+        self._held: list[bytes] = []  # lines of a traceback after Ctrl-C
 
     def read(self) -> bool:
-        """Read and forward what has arrived; False at the end of the stream."""
+        """Read and forward the output that has arrived; returns False at the end of the stream."""
         data = os.read(self.fd, 1 << 16)
-        # A progress bar ends its lines with \r: each is forwarded as it arrives.
+        # A progress bar ends its lines with \r: each of these lines is forwarded as it arrives.
         *lines, self._rest = re.split(rb"(?<=[\n\r])", self._rest + data)
         if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
             lines, self._rest = [*lines, self._rest + b"\n"], b""
@@ -485,14 +486,14 @@ class Stream:
         if self._shown_on is None:
             return
         try:
-            # As bytes: a rank may print characters that the terminal's encoding lacks.
+            # Written as bytes: a rank may print characters that the terminal's encoding lacks.
             self._shown_on.buffer.write(self._prefix + line)
             self._shown_on.flush()
         except OSError:  # the reader (`| head`) has ended, or the disk is full: the run continues
             self._shown_on = None
 
     def close(self) -> None:
-        """Close the pipe, and print a held traceback unless it is of Ctrl-C."""
+        """Close the pipe, and print a held traceback unless it is a KeyboardInterrupt."""
         os.close(self.fd)
         if not any(b"KeyboardInterrupt" in line for line in self._held):
             for line in self._held:

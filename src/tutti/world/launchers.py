@@ -1,9 +1,9 @@
 """Which launcher started this process, and which rank it is: read from environment variables.
 
-One function per launcher turns its variables into an Identity, with the variable that gave each
-value. They are tried in a fixed order, innermost launcher first: torchrun inside an srun step is
-torchrun, mpirun inside one is mpirun. Slurm's node lists are expanded here without scontrol, which
-containers often lack.
+One function per launcher reads the launcher's variables and returns an Identity, which also names
+the variable that gave each value. The functions are tried in a fixed order, innermost launcher
+first: inside an srun step, torchrun and mpirun take precedence over Slurm. Slurm's node lists are
+expanded here without scontrol, which containers often lack.
 """
 
 import os
@@ -21,7 +21,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Identity:
-    """What the launcher says about this process. None: unknown, found at the rendezvous."""
+    """The values that the launcher gave this process. None: not given, see rendezvous.py."""
 
     launcher: str
     rank: int
@@ -32,7 +32,7 @@ class Identity:
     nodes: int | None = None
     master_host: str | None = None
     master_port: int | None = None
-    # Identifies this world among others on the same hosts; candidate ports are derived from it.
+    # Distinguishes this world from others on the same hosts; candidate ports are derived from it.
     job: str = ""
     # torchrun's agent already serves the store at the master port; every rank is a client.
     agent_store: bool = False
@@ -40,7 +40,7 @@ class Identity:
 
 
 def identify(env: Environment) -> Identity:
-    """The identity from the first launcher that applies; without a launcher a world of one rank."""
+    """The Identity from the first launcher that applies; without a launcher a world of one rank."""
     readers = (_from_torch_variables, _from_openmpi, _from_mpich, _from_slurm)
     found = [identity for read in readers if (identity := read(env)) is not None]
     if not found:
@@ -50,8 +50,8 @@ def identify(env: Environment) -> Identity:
         return Identity("python", 0, 1, 0, 1, 0, 1, reasons=reasons)
     identity = found[0]
     if identity.launcher == "environment":
-        # RANK and WORLD_SIZE may be left over in a shell. If a launcher contradicts them, either
-        # choice could hang or train the wrong world.
+        # RANK and WORLD_SIZE may be left over in a shell. If a launcher gives other values, a run
+        # with either pair could hang or train with the wrong ranks.
         for other in found[1:]:
             if (identity.rank, identity.size) != (other.rank, other.size):
                 claim, other_claim = (
@@ -123,8 +123,9 @@ def _from_openmpi(env: Environment) -> Identity | None:
     reader.integers(**{value: f"OMPI_COMM_WORLD_{value.upper()}" for value in values})
     host = None
     if not reader.on_one_host and "MASTER_ADDR" not in env:
-        # Open MPI does not say where rank 0 runs. It is usually on the first node of a Slurm job,
-        # or where mpirun runs, whose address all ranks know. Rank 0 checks that it is there.
+        # Open MPI does not report the host of rank 0. Rank 0 is usually on the first node of a
+        # Slurm job, or on the host of mpirun, whose address is in a variable of every rank. Rank 0
+        # checks that it runs on that host.
         uri = env.get("OMPI_MCA_orte_hnp_uri", "")
         if "SLURM_JOB_NODELIST" in env:
             host = reader.first_node("SLURM_JOB_NODELIST")
@@ -136,7 +137,7 @@ def _from_openmpi(env: Environment) -> Identity | None:
 
 
 def _from_mpich(env: Environment) -> Identity | None:
-    # `srun --mpi=pmi2` sets PMI_RANK too, but no local rank: _from_slurm reads that case.
+    # `srun --mpi=pmi2` sets PMI_RANK too, but no local rank: _from_slurm handles that case.
     if "PMI_RANK" not in env or "MPI_LOCALRANKID" not in env:
         return None
     reader = _Reader(env, "mpich", "PMI_RANK and MPI_LOCALRANKID")
@@ -146,14 +147,14 @@ def _from_mpich(env: Environment) -> Identity | None:
     if reader.on_one_host:
         job = "mpich-" + (env.get("PMI_JOBID") or _socket_peer(env.get("PMI_FD", "")))
     elif "SLURM_STEP_ID" in env:
-        # Inside a Slurm job Hydra starts its ranks in a step of their own.
+        # Inside a Slurm job Hydra starts its ranks in a separate job step.
         job = f"mpich-slurm-{env.get('SLURM_JOB_ID', '')}-{env['SLURM_STEP_ID']}"
         host = reader.first_node("SLURM_STEP_NODELIST")
     return reader.identity(job, host)
 
 
 def _socket_peer(descriptor: str) -> str:
-    """The process id at the other end of Hydra's socket, the same for all its ranks on this host.
+    """The process id of Hydra's proxy, the same for all ranks of a job on this host.
 
     Hydra gives its jobs no id, and two jobs at the same time must not derive the same port.
     """
@@ -166,16 +167,16 @@ def _socket_peer(descriptor: str) -> str:
 
 
 def _from_slurm(env: Environment) -> Identity | None:
-    # The batch shell and an salloc shell have SLURM_PROCID or SLURM_NTASKS too, but no
-    # other ranks were started: only a step has peers.
+    # The batch shell and an salloc shell have SLURM_PROCID or SLURM_NTASKS too, but there no other
+    # ranks were started: only a process inside a job step has peers.
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return None
     reader = _Reader(env, "slurm", "SLURM_STEP_ID")
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     reader.integers(rank="SLURM_PROCID", size=tasks)
     if reader.values["size"] == 1:
-        # Most often a shell (srun --pty bash) whose commands start ranks as in any other shell;
-        # or one of several steps whose ranks were numbered by hand.
+        # A step of one task is most often a shell (srun --pty bash), whose commands start ranks as
+        # in any other shell, or one of several steps whose ranks the user numbered with RANK.
         return None
     reader.integers(local_rank="SLURM_LOCALID", node="SLURM_NODEID")
     node, variable = reader.values["node"], "SLURM_STEP_TASKS_PER_NODE"
@@ -195,7 +196,7 @@ def _from_slurm(env: Environment) -> Identity | None:
 
 
 class _Reader:
-    """Reads one launcher's variables: the values, and which variable gave each."""
+    """Reads one launcher's variables, and records which variable gave each value."""
 
     def __init__(self, env: Environment, launcher: str, recognised_by: str) -> None:
         self.env, self.launcher = env, launcher
@@ -223,7 +224,7 @@ class _Reader:
             self.values[value] = int(text)
 
     def first_node(self, variable: str) -> str | None:
-        """The first host of a node list; not read if MASTER_ADDR names the host."""
+        """The first host of a node list; None if MASTER_ADDR is set, which takes precedence."""
         if "MASTER_ADDR" in self.env:
             return None
         return expand_hosts(self.text("master", variable), variable)[0]
@@ -259,7 +260,7 @@ class _Reader:
 
 
 def _refuse_incomplete_variables(env: Environment) -> None:
-    """Incomplete variables must not become worlds of one rank: each rank would train alone."""
+    """Raise UsageError if variables are incomplete: otherwise each rank would train alone."""
     for name in ("WORLD_SIZE", "PMI_SIZE"):
         size = env.get(name, "1")
         if size in ("0", "1"):
@@ -286,7 +287,7 @@ _HOSTS = re.compile(rf"(?:[^\[\],\s]|\[{_RANGES}\])+")
 def expand_hosts(text: str, variable: str = "the node list") -> list[str]:
     """Expand `rack1n[01-03,7],login` to its host names, in order, with zero padding kept."""
     hosts: list[str] = []
-    for item in re.split(r",(?![^\[]*\])", text):  # at commas outside brackets
+    for item in re.split(r",(?![^\[]*\])", text):  # split at commas outside brackets
         parts = re.split(r"\[(.*?)\]", item)  # literal, ranges, literal, ranges, …
         choices: list[list[str]] = [[]]
         if _HOSTS.fullmatch(item):
@@ -301,7 +302,7 @@ def expand_hosts(text: str, variable: str = "the node list") -> list[str]:
 
 
 def _expand_ranges(ranges: str) -> list[str]:
-    """The numbers of `01-03,7`; none if a range descends."""
+    """The numbers of `01-03,7`; an empty list if a range descends."""
     expanded: list[str] = []
     for item in ranges.split(","):
         first, _, last = item.partition("-")

@@ -1,9 +1,11 @@
 """Liveness: an idle TCP connection from every rank to rank 0 detects the death of either end.
 
-When a process dies, for whatever reason, the kernel closes its connections. The other end learns of
-it at once, whether or not the process had a launcher, was in a collective, or held Python's lock.
-Rank 0 is the hub: it receives who failed, who left and whose connection ended, and tells all other
-ranks. If a whole host becomes unreachable, TCP keep-alive closes the connection after about 25 s.
+When a process dies, for whatever reason, the kernel closes its connections. The process at the
+other end of a connection detects that at once, whether or not the dead process had a launcher, was
+in a collective, or held the GIL. Rank 0 is the hub: every rank reports to rank 0 that it failed or
+that it ends normally, and rank 0 detects connections that were closed. Rank 0 sends each of these
+events to all other ranks. If a whole host becomes unreachable, TCP keep-alive closes the connection
+after about 25 s.
 
 Messages are JSON objects, one per line: {"hello": rank, "start": start id}, {"failed": failure},
 {"left": rank} and {"gone": rank}. The first failure that the hub receives is the one that all
@@ -43,7 +45,7 @@ class Liveness:
     """This rank's end of the liveness connections, served by a thread.
 
     Rank 0, the hub, accepts connections at `listener`; other ranks connect to its `address`.
-    `on_failure` is called once, in a thread of its own, when the world has failed.
+    `on_failure` is called once, in a new thread, when the world has failed.
     """
 
     def __init__(
@@ -58,16 +60,16 @@ class Liveness:
     ) -> None:
         self.rank = rank
         self.hosts = hosts
-        self.left: set[int] = set()  # ranks that announced their end
+        self.left: set[int] = set()  # ranks that announced that they end normally
         self.gone: set[int] = set()  # ranks whose connection has ended
         self.first_failure: Failure | None = None
-        self._connected: set[int] = set()
+        self._connected: set[int] = set()  # on rank 0: ranks that have sent their hello
         self._start_id = start_id
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, int | None] = {}  # the rank; None before its hello
-        self._incomplete: dict[socket.socket, bytes] = {}  # the start of a message
+        self._incomplete: dict[socket.socket, bytes] = {}  # a message received in part
         self._closing = False
         self._listener = listener
         if listener is not None:
@@ -80,23 +82,23 @@ class Liveness:
         # The main thread sends to the serving thread through a socket pair.
         self._to_thread, thread_end = socket.socketpair()
         self._add(thread_end, rank)
-        # A forked child would keep the connections open after its parent's death.
+        # A forked child closes the connections: it would keep them open after its parent's death.
         os.register_at_fork(after_in_child=self._close_all)
         self._thread = threading.Thread(target=self._serve, name="tutti-liveness", daemon=True)
         self._thread.start()
 
     def all_connected(self, seconds: float) -> bool:
-        """Rank 0: wait until every other rank has connected; False at the timeout."""
+        """On rank 0, wait until every other rank has connected; returns False at the timeout."""
         return self.wait(lambda: len(self._connected) == len(self.hosts) - 1, seconds)
 
     def report_failure(self, failure: Failure, timeout: float = 2.0) -> Failure:
-        """Tell all ranks; returns the first failure of the world, which may be another rank's."""
+        """Send `failure` to all ranks; returns the first failure, which may be another rank's."""
         self._send_to_thread({"failed": asdict(failure)})
         self.wait(lambda: self.first_failure is not None, timeout)
         return self.first_failure or failure
 
     def wait(self, condition: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until a message makes `condition` true; False at the timeout."""
+        """Wait until a message makes `condition` true; returns False at the timeout."""
         with self._changed:
             return self._changed.wait_for(condition, seconds)
 
@@ -126,7 +128,7 @@ class Liveness:
                 assert isinstance(connection, socket.socket)
                 messages = self._read(connection)
                 for message in messages or []:
-                    if connection in self._peers:  # an earlier message may have closed it
+                    if connection in self._peers:  # not closed after an earlier message
                         self._receive(message, connection)
                 if messages is None and connection in self._peers:
                     if self._peers[connection] == self.rank:  # leave() closed the socket pair
@@ -135,7 +137,7 @@ class Liveness:
                     self._lost(connection)
 
     def _read(self, connection: socket.socket) -> list[dict[str, Any]] | None:
-        """The messages that have arrived; None if the connection ended or sent anything else."""
+        """The messages that have arrived; None if the connection ended or sent other data."""
         rest = self._incomplete[connection]
         with contextlib.suppress(OSError, ValueError):
             data = connection.recv(1 << 16)
@@ -162,7 +164,7 @@ class Liveness:
         elif "failed" in message and (self.rank == 0 or peer == 0):
             self._failed(Failure(**message["failed"]))
         elif "failed" in message or ("left" in message and self.rank != 0 and peer == self.rank):
-            self._send(message, {0})
+            self._send(message, {0})  # from this rank's main thread: forward to rank 0
         elif "left" in message or "gone" in message:
             self._record(**message)
 
@@ -201,7 +203,7 @@ class Liveness:
     def _send(self, message: dict[str, Any], ranks: Container[int | None]) -> None:
         for connection, peer in list(self._peers.items()):
             if peer in ranks:
-                with contextlib.suppress(OSError):  # the peer is gone: reading will say so
+                with contextlib.suppress(OSError):  # the peer is gone: the next read detects that
                     connection.sendall(_encode(message))
 
     def _add(self, connection: socket.socket, rank: int | None) -> None:
@@ -209,7 +211,7 @@ class Liveness:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEP_ALIVE.items():
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        connection.settimeout(5)  # messages are short: a peer that reads none for 5 s is gone
+        connection.settimeout(5)  # a peer that does not read a short message within 5 s is gone
         self._peers[connection] = rank
         self._incomplete[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ)
@@ -235,7 +237,7 @@ def _encode(message: dict[str, Any]) -> bytes:
 
 
 def open_listener(address: str, port: int = 0) -> socket.socket:
-    """A listening socket at this address ("" for every interface); port 0 chooses a free one."""
+    """A listening socket at `address` ("" for every interface); port 0 selects a free port."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -251,21 +253,21 @@ def wait_for_gloo_threads() -> None:
     """Wait until gloo's threads are idle, for at most 5 s; returns at once if there are none.
 
     A gloo thread releases its last operation, and the Python objects that the operation holds,
-    shortly after the operation's result is known. If the interpreter ends in that moment, torch
+    shortly after the operation's result is known. If the interpreter ends before that, torch
     aborts the process ("terminate called without an active exception"), even after
     destroy_process_group: a DDP model keeps the group and its threads alive.
     """
-    # With a limit: a thread of the program may keep gloo busy to its very end.
+    # There is a time limit, because a thread of the program may use gloo until the program ends.
     idle, end = 0, time.monotonic() + 5.0
     while idle < 2 and time.monotonic() < end and (states := _gloo_thread_states()):
         idle = 0 if "R" in states else idle + 1
-        time.sleep(0.01)  # also releases Python's lock to the threads
+        time.sleep(0.01)  # also releases the GIL, so that the gloo threads can run
 
 
 def _gloo_thread_states() -> list[str]:
-    """The state letter in /proc of each gloo thread."""
+    """The state of each gloo thread: the letter in /proc/self/task/*/stat (R: running)."""
     states = []
-    for thread in Path("/proc/self/task").glob("*"):  # none without /proc
+    for thread in Path("/proc/self/task").glob("*"):  # empty without /proc
         with contextlib.suppress(OSError):  # the thread has ended
             if (thread / "comm").read_text().startswith("pt_gloo"):
                 states.append((thread / "stat").read_text().rpartition(")")[2].strip()[:1])

@@ -1,8 +1,9 @@
-"""Where every rank runs: node, local rank, device, CPUs, threads and heap settings.
+"""Placement of every rank: node, local rank, device, CPUs, threads and heap settings.
 
-`place` is a pure function of the roster, so every rank computes the same table, and two ranks on
-one device are detected before either uses it. `bind` applies a rank's entry to this process.
-torch is imported only where it is used: `tutti run` checks placements without torch.
+`place` is a pure function of the roster (the RankInfo of all ranks), so every rank computes the
+same table, and two ranks on one device are detected before either uses the device. `bind` sets the
+CPUs and threads of this process. torch is imported inside the functions that need it, because
+`tutti run` checks placements without torch.
 """
 
 import ctypes
@@ -37,13 +38,13 @@ class Place:
     node: int
     local_rank: int
     local_size: int
-    gpu: int | None  # index among the GPUs that this rank sees; None on CPU
+    gpu: int | None  # index among the GPUs visible to this rank; None on CPU
     ranks_on_gpu: int  # how many ranks use the same GPU; 0 on CPU
 
 
 def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int = 1) -> list[Place]:
     """The placement of every rank, in rank order; `device` is auto, cpu or cuda."""
-    by_machine: dict[str, list[int]] = defaultdict(list)  # in the order of the lowest ranks
+    by_machine: dict[str, list[int]] = defaultdict(list)  # machines in order of lowest rank
     for info in ranks:
         by_machine[info.machine].append(info.rank)
     gpus = _choose_gpus(ranks, ranks_per_gpu) if _use_gpus(ranks, device) else {}
@@ -74,7 +75,7 @@ def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int 
 
 
 def visible_gpus() -> list[str]:
-    """The UUIDs of the GPUs that CUDA shows this process, in CUDA's order."""
+    """The UUIDs of the GPUs visible to this process, in CUDA's order."""
     import torch
 
     if not torch.cuda.is_available():
@@ -109,8 +110,9 @@ def _use_gpus(ranks: "Sequence[RankInfo]", device: str) -> bool:
 
 
 def _choose_gpus(ranks: "Sequence[RankInfo]", ranks_per_gpu: int) -> dict[int, int]:
-    # Ranks of a machine that see the same GPUs take them in turn. If the scheduler shows each task
-    # one GPU only, each group has one rank, which takes its device 0.
+    # Ranks on a machine with the same visible GPUs are assigned to these GPUs in rank order. If the
+    # scheduler makes only one GPU visible to each task, each group has one rank, which uses its
+    # device 0.
     groups: dict[tuple[str, tuple[str, ...]], list[RankInfo]] = defaultdict(list)
     for info in ranks:
         groups[info.machine, info.gpus].append(info)
@@ -123,7 +125,8 @@ def _choose_gpus(ranks: "Sequence[RankInfo]", ranks_per_gpu: int) -> dict[int, i
 
 
 def _gpu_key(info: "RankInfo", gpu: int) -> tuple[str, str]:
-    # By the kernel's boot id, not the host name: two containers may show the same GPU.
+    # The boot id of the kernel instead of the host name: two containers with different host names
+    # may have the same GPU.
     return info.machine.split("/")[1], info.gpus[gpu]
 
 
@@ -200,7 +203,7 @@ def _choose_threads(
         by_tutti = "TUTTI_RUN_ID" in env
         reason = "OMP_NUM_THREADS" + (", set by tutti run unless you set it" if by_tutti else "")
         return max(1, int(env["OMP_NUM_THREADS"])), reason
-    # Ranks with the same allowed CPUs divide them; `cores` is this rank's part after binding.
+    # Ranks with the same allowed CPUs divide the CPUs; `cores` is this rank's number after binding.
     sharing = len(_with_same_cpus(ranks, place.rank))
     allowed = len(parse_cpu_list(ranks[place.rank].cpus))
     divisor = max(1, math.ceil(sharing * cores / allowed))
@@ -220,16 +223,17 @@ _MMAP_BYTES = (1 << 30, 32 << 20)
 
 
 def disable_malloc_trim(env: Mapping[str, str]) -> bool:
-    """Make glibc keep freed memory for the next step; returns whether it was set.
+    """Make glibc keep freed memory for the next step; returns whether glibc accepted the setting.
 
-    By default glibc returns large blocks to the kernel, which hands them out again page by page,
-    each with a page fault and zeroed: a step that frees 40 MB of gradients costs 10,000 faults,
-    15 of 70 ms on two cores of a virtual machine. On a GPU torch has its own caching allocator.
-    Settings in the environment take precedence.
+    By default glibc returns large freed blocks to the kernel. When memory is allocated again, each
+    page costs a page fault and is zeroed: a step that frees 40 MB of gradients causes 10,000 page
+    faults, which took 15 of 70 ms on two cores of a virtual machine. A GPU does not need this
+    setting, because torch has a caching allocator there. Settings in the environment take
+    precedence.
     """
     if _malloc_set_by_environment(env):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc
     if mallopt is None:
         return False
     # mmap first: setting either threshold stops glibc from adjusting the other dynamically.
@@ -240,9 +244,9 @@ def disable_malloc_trim(env: Mapping[str, str]) -> bool:
 def return_freed_memory() -> None:
     """Make glibc return large freed blocks to the kernel at once; undoes `disable_malloc_trim`.
 
-    For sharded parameters on a CPU: each block's gathered parameters are freed after use, and in a
-    heap that keeps them they would not be reused for the next block, whose tensors are aligned and
-    sized differently: the heap would grow to the size of the whole model.
+    Used for sharded parameters on a CPU, where the gathered parameters of each block are freed
+    after use. A heap that keeps freed memory could not reuse it for the next block, whose tensors
+    have other sizes and alignments, and would grow to the size of the whole model.
     """
     libc = ctypes.CDLL(None)
     mallopt, trim = getattr(libc, "mallopt", None), getattr(libc, "malloc_trim", None)

@@ -1,15 +1,15 @@
-"""Rendezvous: rank 0 serves a key-value store, and every rank learns about every other rank.
+"""Rendezvous: rank 0 serves a key-value store, and every rank reads the RankInfo of all ranks.
 
-First the store. torch's TCPStore listens on every interface and answers any client, whatever host
-it is given. So rank 0 binds the socket itself, to loopback if all ranks are on one host, and passes
-the socket to torch.
+First, rank 0 opens the store. torch's TCPStore listens on every interface, whatever host it is
+given, and answers any client. So rank 0 binds the socket itself, to loopback if all ranks are on
+one host, and passes the socket to torch.
 
-Then every rank writes a RankInfo to the store and reads that of every other rank. This settles
-before the first collective what launchers leave open: which ranks share a machine, which rank is
-missing, which versions differ. After a restart by torchrun the same store still holds the entries
-of the dead processes (with their addresses, which is why torchrun's own restarts often fail with
-gloo). So rank 0 publishes a list of entries under a new start id, and the list counts only when
-every rank has confirmed that the list holds the rank's own, current entry.
+Then every rank writes a RankInfo to the store and reads the RankInfo of every other rank. So these
+facts, which launchers do not report, are known before the first collective: which ranks share a
+machine, which rank is missing, which versions differ. After a restart by torchrun the same store
+still holds the entries of the dead processes (with their addresses, which is why torchrun's own
+restarts often fail with gloo). So rank 0 publishes a list of all entries under a new start id. The
+list is valid only after every rank has confirmed that it contains the rank's current entry.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _HANDSHAKE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """An open store, its address, and why it is there."""
+    """An open store, its address, and the reason for that address."""
 
     store: dist.Store
     host: str
@@ -127,13 +127,14 @@ def _connect(
 ) -> Rendezvous:
     while time.monotonic() < deadline:
         for port in ports:
-            # An ordinary socket first: torch's client prints a page of C++ frames to standard
-            # error for every refused connection.
+            # Probe with an ordinary socket first, because torch's client prints a page of C++
+            # frames to standard error for every refused connection.
             if not _is_listening(address, port):
                 continue
             left = deadline - time.monotonic()
             store = _open_client(address, port, max(1.0, min(_HANDSHAKE_SECONDS, left)))
-            # A derived port may be the store of another job: only this job's store has its key.
+            # A port derived from the job id may belong to the store of another job: only the store
+            # of this job has the key of this job.
             given = identity.master_port is not None
             if store is not None and (given or store.check([_job_key(identity.job)])):
                 store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
@@ -150,7 +151,8 @@ def _connect(
 def _open_client(address: str, port: int, timeout: float) -> dist.Store | None:
     """The store at this port, or None if the process that listens there is not a store.
 
-    In a thread: torch's client waits without limit for a reply from something that is not a store.
+    torch's client runs in a thread, because it waits without limit for the reply of a process that
+    is not a store.
     """
     result: queue.Queue[dist.Store | None] = queue.Queue()
     limit = timedelta(seconds=timeout)
@@ -190,12 +192,12 @@ def _resolve(name: str, reason: str) -> str:
     return str(found[0][4][0])
 
 
-# -- every rank's information to every rank --------------------------------------------------------
+# -- exchange of information between ranks ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The information that a rank sends to all others. Sent as JSON, never as a pickle."""
+    """The information that a rank sends to all other ranks, as JSON and never as a pickle."""
 
     rank: int
     host: str
@@ -203,7 +205,7 @@ class RankInfo:
     # as another machine, because its loopback is separate.
     machine: str
     address: str
-    # Where rank 0 accepts the liveness connections of the others; 0 on other ranks.
+    # The port at which rank 0 accepts the liveness connections of other ranks; else 0.
     liveness_port: int
     local_rank: int | None
     local_size: int | None
@@ -211,7 +213,7 @@ class RankInfo:
     gpus: tuple[str, ...]
     cpus: str
     versions: dict[str, str]
-    # Whether the shared-memory backend works here: all ranks must use the same backend.
+    # Whether the shared-memory backend works on this rank: all ranks must use the same backend.
     shm: bool
     token: str  # random, new in each process
 
@@ -246,10 +248,13 @@ def describe_rank(
 
 
 def shm_unavailable() -> str:
-    """Why the shared-memory backend cannot be used here, or "". The first use compiles it."""
+    """The reason why this rank cannot use the shared-memory backend, or "" if it can.
+
+    The first use compiles the backend.
+    """
     if "shm" not in dist.Backend.backend_list:
         return "torch does not know the backend: install tutti-torch"
-    # The module that registered the backend answers, because world must not import comm.
+    # Call the module that registered the backend, because tutti.world must not import tutti.comm.
     creator = dist.Backend._plugins["SHM"].creator_fn
     usable, reason = importlib.import_module(creator.__module__).available()
     return "" if usable else str(reason)
@@ -270,7 +275,7 @@ def exchange_rank_info(store: dist.Store, info: RankInfo, size: int, timeout: fl
 
 
 class _Poll:
-    """Sleeps between two reads of the store, and names the missing ranks at the timeout."""
+    """Sleeps between two reads of the store; at the timeout raises an error with missing ranks."""
 
     def __init__(self, store: dist.Store, size: int, timeout: float) -> None:
         self.store, self.timeout = store, timeout
@@ -293,7 +298,7 @@ class _Poll:
 
 
 def _publish(poll: _Poll) -> tuple[str, list[str]]:
-    """Rank 0: publish a list for all ranks to confirm; publish again if an entry changes."""
+    """On rank 0: publish a list for all ranks to confirm; publish again if an entry changes."""
     store = poll.store
     while not store.check(poll.keys):
         poll.sleep()
@@ -316,7 +321,7 @@ def _publish(poll: _Poll) -> tuple[str, list[str]]:
 
 
 def _confirm(info: RankInfo, poll: _Poll) -> tuple[str, list[str]]:
-    """Other ranks: confirm the first list that holds this rank's entry, wait until all have."""
+    """On other ranks: confirm the list with this rank's entry; wait until all ranks confirmed."""
     store = poll.store
     while not store.check(["tutti/start_id"]):
         poll.sleep()
@@ -326,7 +331,7 @@ def _confirm(info: RankInfo, poll: _Poll) -> tuple[str, list[str]]:
         current = info.rank < len(entries) and json.loads(entries[info.rank])["token"] == info.token
         if current:
             store.set(f"tutti/{start_id}/confirmed/{info.rank}", "yes")
-        # A list from before a restart has another token: rank 0 will publish a new list.
+        # A list from before a restart has an old token of this rank: rank 0 publishes a new list.
         while store.get("tutti/start_id").decode() == start_id:
             if current and store.check([f"tutti/{start_id}/complete"]):
                 return start_id, entries

@@ -1,8 +1,8 @@
-"""World: the rank, size, device and backend of this process. `tutti.init()` makes it.
+"""World: the rank, number of ranks, device and backend of this process. `tutti.init()` creates it.
 
-`init` reads, in order: the launcher's variables (launchers.py), the other ranks (rendezvous.py),
-the device and CPUs of every rank (placement.py); then it opens the liveness connections and torch's
-process group.
+`init` reads the launcher's variables (launchers.py), exchanges information with the other ranks
+(rendezvous.py) and chooses the device and CPUs of every rank (placement.py). Then it opens the
+liveness connections and torch's process group.
 """
 
 import atexit
@@ -41,9 +41,9 @@ _NO_SHM = "shm is not available"
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks. `reasons` says where each value came from.
+    """The place of this process among all ranks. `reasons` names the source of each value.
 
-    Use it as a context manager, so that the process group is destroyed in any case:
+    Use it as a context manager, so that the process group is also destroyed after an exception:
 
         with tutti.init() as world:
             model.to(world.device)
@@ -77,7 +77,7 @@ class World:
 
     @property
     def sharing_note(self) -> str | None:
-        """The note for every output if ranks share a GPU; None if they do not."""
+        """The note that every output prints if ranks share a GPU; None if they do not."""
         if self.ranks_on_device < 2:
             return None
         return (
@@ -130,7 +130,7 @@ def init(
     device: auto, cpu or cuda. backend: by default nccl on CUDA, and on CPU shm (shared memory
     inside a host, gloo between hosts), or gloo if shm is not installed. ranks_per_gpu: how many
     ranks may share a GPU. start_timeout: seconds for all ranks to start; timeout: seconds for a
-    collective. The flags of `tutti run` are the defaults of the last three.
+    collective. Under `tutti run` its flags are the defaults of the last three arguments.
     """
     if dist.is_initialized():
         raise UsageError(
@@ -156,7 +156,7 @@ def init(
     gpus = [] if device == "cpu" else visible_gpus()
     listener = None
     if identity.rank == 0 and identity.size > 1:
-        # Loopback, unless other hosts must reach it.
+        # Listen on loopback unless other hosts must connect.
         reachable = "" if address is None or address.startswith("127.") else address
         one_host = identity.local_size == identity.size
         listener = open_listener("127.0.0.1" if one_host else reachable)
@@ -180,7 +180,7 @@ def init(
     else:
         disable_malloc_trim(env)
     dist.init_process_group(
-        # NCCL handles CUDA tensors only; gloo beside it handles small CPU tensors.
+        # NCCL handles CUDA tensors only; gloo handles small CPU tensors.
         backend="cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend,
         store=dist.PrefixStore(f"tutti/{roster.start_id}/torch", rendezvous.store),
         rank=world.rank,
@@ -246,7 +246,7 @@ def _open_liveness(
         return liveness
     hub = roster.ranks[0]
     same_machine = hub.machine == roster.ranks[rank].machine
-    # Rank 0 may know only its loopback address; then it is where its store is.
+    # Rank 0's own address may be a loopback address; then use the address of its store.
     host = rendezvous.host if same_machine or hub.address.startswith("127.") else hub.address
     try:
         address = (host, hub.liveness_port)
@@ -279,7 +279,7 @@ def _make_world(
     cpu_requested: bool,
 ) -> World:
     env = os.environ
-    variables: dict[str, str] = {}  # settings for the backends, as long as this world exists
+    variables: dict[str, str] = {}  # for the backends; removed when the world ends
     own = places[identity.rank]
     counted = ("local_rank", "local_size", "node", "nodes")
     reasons = dict.fromkeys(counted, "rendezvous: counted by machine") | dict(identity.reasons)
@@ -293,7 +293,7 @@ def _make_world(
     reasons["backend"] = "requested"
     if backend is None:
         backend, reasons["backend"] = _default_backend(device, roster)
-    # shm uses gloo between hosts, and NCCL has gloo beside it.
+    # shm uses gloo between hosts, and nccl is combined with gloo for CPU tensors.
     if backend == "nccl" or "gloo" in backend or "shm" in backend:
         interface, reasons["gloo_interface"] = gloo_interface(roster.ranks, identity.rank, env)
         if interface:
