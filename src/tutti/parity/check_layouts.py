@@ -40,11 +40,11 @@ _COMPARED = (  # keys of a row that are null if the layout could not be compared
 
 def check_layouts(workload: Workload, layouts: Sequence[Layout], world: World) -> Iterator[Row]:
     """Yield a row for each layout, the same on every rank. Collective."""
-    torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in convolutions, too
+    torch.backends.cudnn.allow_tf32 = False  # convolutions in float32 must not use TF32
     reference = Reference(workload, world)
     for layout in layouts:
         yield check_layout(workload, layout, world, reference)
-        gc.collect()  # engines are part of reference cycles, which keep their groups alive
+        gc.collect()  # reference cycles of engines keep their process groups alive
 
 
 class Reference:
@@ -58,7 +58,7 @@ class Reference:
         self._records: dict[tuple[OptimizerName, int, int], list[StepRecord]] = {}
 
     def records(self, name: OptimizerName, layout: Layout) -> list[StepRecord]:
-        """Return the steps with an optimizer. Collective."""
+        """Return the single device's records of all steps with this optimizer. Collective."""
         key = name, 1, 1
         if self.workload.by_microbatch:
             key = name, layout.data_ranks, self.workload.microbatches(layout)
@@ -142,7 +142,7 @@ def _verdict(
 
 
 class ParityTable:
-    """Prints a row for each layout as soon as it is known, and the diagnosis of a failed one."""
+    """Prints a row for each layout as soon as it is known, and the diagnosis of a failed layout."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self._console = Console(highlight=False)

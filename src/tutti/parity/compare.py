@@ -1,7 +1,7 @@
 """Training under a layout, compared step by step with the single device.
 
-The tested path is the one of `tutti train`: build_engine, the loader's division of the batch, Step
-and build_optimizer. Every rank compares the full tensors of the parameters that it holds, so ranks
+The tested code is that of `tutti train`: build_engine, the loader's division of the batch, Step and
+build_optimizer. Every rank compares the full tensors of the parameters that it holds, so ranks
 that should agree and do not are detected, and pipeline stages need not exchange tensors.
 """
 
@@ -37,7 +37,8 @@ from tutti.train.recipe import Compute, Optimization
 from tutti.train.step import Step, Task
 from tutti.world.world import World
 
-# full_tensor() warns that gathering over two mesh axes takes two steps; a check may be slow.
+# full_tensor() warns that gathering over two mesh axes takes two steps. The parity check need not
+# be fast, so the warning is disabled.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
@@ -52,11 +53,11 @@ class Difference(NamedTuple):
     residual: float = 0.0
     """max |a − f·b| / max |b|: the error that the factor does not explain."""
     spread: float = 0.0
-    """By how much the factors of ranks differ that should hold the same values."""
+    """Largest minus smallest factor (or residual) of the ranks that should hold the same values."""
 
 
 class Scalar(NamedTuple):
-    """A number a, the loss or the norm, compared with the reference's number b."""
+    """A number a (the loss or the norm) compared with the reference's number b."""
 
     error: float
     factor: float
@@ -89,7 +90,7 @@ class StepDifference:
 
 
 def wrong(differences: Iterable[Difference], tolerance: float) -> list[Difference]:
-    """Return the differences above the tolerance; NaN is above any."""
+    """Return the differences above the tolerance; NaN counts as above."""
     return [each for each in differences if not each.error <= tolerance]
 
 
@@ -157,7 +158,7 @@ def train_under_layout(
 ) -> Iterator[StepDifference]:
     """Train with an engine; yields the differences of each step, the same on every rank."""
     options, mesh, device = workload.options, engine.mesh, engine.world.device
-    parameters = {  # a tied parameter under the first of its names
+    parameters = {  # a tied parameter is listed under the first of its names
         workload.aliases[name]: parameter
         for name, parameter in engine.model.named_parameters()
         if parameter.requires_grad
@@ -191,7 +192,8 @@ def train_under_layout(
         device=device,
     )
     tolerance = TOLERANCES[options.precision]
-    # AdamW moves every parameter about equally far: a smaller update has hardly any gradient.
+    # AdamW moves every parameter about equally far. A much smaller update has a gradient near zero,
+    # so the error of every update is relative to the largest update of all parameters.
     update_floor = tolerance.floor if name == "sgd" else 1.0
     for record, batch in zip(reference, loader.stream(), strict=False):
         loss = comm.all_reduce(step(batch).detach().double())
@@ -236,7 +238,7 @@ class _GradientRecorder:
         self.parameters = parameters
         self.gradients: dict[str, Tensor] = {}
         self.clip_factor: float | None = None
-        """Of this rank's shards; None if all of their gradients are zero."""
+        """The factor of this rank's shards; None if all of their gradients are zero."""
         self._before: dict[str, Tensor] = {}
         self._run = engine.run
         engine.run = self._run_and_record  # type: ignore[method-assign]
@@ -294,7 +296,10 @@ def _compare_all(
     floor: float,
     floored: Collection[str] | None = None,
 ) -> list[Difference]:
-    """Compare tensors by name. floored: those that the floor applies to, not counts; None: all."""
+    """Compare tensors by name.
+
+    floored: names to which the floor applies (not those of integer counters); None: all names.
+    """
     floored = reference.keys() if floored is None else floored
     values = (reference[name].nan_to_num(0.0, 0.0, 0.0) for name in floored)
     least = floor * max((float(each.abs().max()) for each in values), default=0.0)
@@ -307,7 +312,7 @@ def _compare_all(
 def _own_buffers(engine: Engine, ranks: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
     """Return the buffers that depend on each data rank's own samples.
 
-    Batch norms are synchronised here, so their buffers are not among them.
+    The parity check synchronises batch norms, so their buffers do not depend on one rank's samples.
     """
     if engine.mesh.layout.data_ranks == 1:
         return []
@@ -322,7 +327,7 @@ def _own_buffers(engine: Engine, ranks: Sequence[Mapping[str, Any]], tolerance: 
 def _all_ranks(
     ranks: Sequence[Mapping[str, Any]], kind: str, reference: Mapping[str, Tensor]
 ) -> list[Difference]:
-    """Return every parameter or buffer once; the error of one that no rank holds is infinite."""
+    """Return one difference per tensor; a tensor that no rank holds has an infinite error."""
     found = merge_ranks([Difference(*each) for each in rank[kind]] for rank in ranks)
     missing = reference.keys() - {each.name for each in found}
     return found + [Difference(name, math.inf) for name in sorted(missing)]

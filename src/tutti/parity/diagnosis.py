@@ -1,7 +1,8 @@
 """Diagnosis: the probable cause of a layout's errors, in one line.
 
 A step computes loss and gradients, then the norm, then the update. The first of these that is wrong
-is reported; errors that follow from it are not. Buffers are last: training does not read them.
+is reported, not the errors that follow from it. Buffers are checked last: training does not read
+them.
 """
 
 import math
@@ -49,7 +50,7 @@ def diagnose(steps: Sequence[StepDifference], setting: Setting, tolerance: Toler
 
 
 def _when(number: int, setting: Setting) -> str:
-    """Return an empty string for the first step, and the number of a later one."""
+    """Return an empty string for the first step, and a text that names any later step."""
     if number == 0:
         return ""
     count, ranks = setting.samples[number], setting.layout.data_ranks
@@ -69,7 +70,7 @@ def _gradients(
 ) -> str:
     total, most = len(step.gradients), _worst_name(bad, setting)
     factor = _common_factor(bad, tolerance)
-    # Ranks hold different values of the same gradient.
+    # Whether ranks hold different values of the same gradient.
     disagree = any(each.spread > tolerance.gradient for each in bad)
     if any(not math.isfinite(each.error) for each in bad):
         return f"gradients are not finite or missing, for example that of {most}"
@@ -136,7 +137,8 @@ def _loss(factor: float, setting: Setting) -> str:
 
 
 def _norm(factor: float, setting: Setting) -> str:
-    # Ranks that hold different parameters sum squares: the norm is wrong by a square root.
+    # The norm is the root of a sum of squares over ranks: a sum that is wrong by a factor makes the
+    # norm wrong by the root of this factor.
     causes = list(_equal_sizes(factor * factor, setting))
     text = f"gradients agree, but the norm they were clipped by is {_size(factor)}"
     if causes:
@@ -168,9 +170,9 @@ def _buffers(bad: Sequence[Difference], step: StepDifference, tolerance: Toleran
 
 
 def _common_factor(bad: Sequence[Difference], tolerance: Tolerance) -> float | None:
-    """Return the factor that explains all errors, if there is one; never 1."""
+    """Return the factor, other than 1, that explains all errors; None if there is none."""
     factor = worst(bad).factor
-    loose = 100 * tolerance.gradient  # a factor multiplies rounding errors, too
+    loose = 100 * tolerance.gradient  # the factor multiplies rounding errors, too
     explained = all(
         each.residual <= loose * max(1, abs(factor)) and abs(each.factor - factor) <= loose
         for each in bad
@@ -195,7 +197,7 @@ def _cause(factor: float, setting: Setting) -> str:
 
 
 def _equal_sizes(factor: float, setting: Setting) -> Iterator[str]:
-    """Yield the sizes of the setting that equal a factor or its inverse."""
+    """Yield the axes and counts of the setting whose size equals a factor or its inverse."""
     layout = setting.layout
     sizes = {axis: ranks for axis, ranks in layout.axes.items() if ranks > 1}
     sizes["the microbatches"] = setting.microbatches

@@ -62,8 +62,8 @@ class ParityOptions:
 def microbatches_of(layout: Layout, parallel: ParallelOptions) -> int:
     """Return the microbatches of a step: one per pipeline stage, otherwise 3, or 2 with tp.
 
-    Few layouts have an axis of size 3, so a wrong factor of 3 is not confused with dp2. With tp,
-    where each microbatch costs DTensor about a second on the CPU, 2 must suffice.
+    Few layouts have an axis of size 3, so a wrong factor of 3 is not confused with dp2. With tp, 2
+    microbatches are used, because DTensor needs about a second of CPU time for each of them.
     """
     if layout.pp > 1:
         return layout.pp * parallel.virtual_stages
@@ -73,11 +73,12 @@ def microbatches_of(layout: Layout, parallel: ParallelOptions) -> int:
 def samples_for(
     layouts: Sequence[Layout], options: ParityOptions, *, batch_norms: bool
 ) -> tuple[int, int]:
-    """Return the samples of a full step, the fewest that every layout divides evenly, and those of
-    an uneven step.
+    """Return the number of samples of a full step and of an uneven step.
 
-    The uneven step has 2 × ranks − 1 samples: in dpN the last rank has no sample in its last
-    microbatch. A batch norm needs two samples in every microbatch, which may take more.
+    A full step has the smallest number, at --microbatch 1, that every layout divides evenly. The
+    uneven step has 2 × ranks − 1 samples: in dpN the last rank has no sample in its last
+    microbatch. A batch norm needs two samples in every microbatch, so a model with batch norms may
+    need a larger uneven step.
     """
     uneven = max(1, 2 * layouts[0].size - 1)
     while batch_norms and min(_smallest_microbatch(uneven, each, options) for each in layouts) < 2:

@@ -30,9 +30,9 @@ class Scales:
     """Hyperparameters derived from the size of the gradients, so that each has an effect."""
 
     clip: float
-    """A tenth of the norm of the first gradient: clipping acts in every step."""
+    """A tenth of the norm of the first gradient, so that every step is clipped."""
     sgd_lr: float
-    """A step moves the parameters by a hundredth of their norm."""
+    """Such that a step moves the parameters by a hundredth of their norm."""
     adamw_lr: float
     eps: float
     """AdamW divides by √v + eps. With the usual 1e-8, an element whose gradient is rounding error
@@ -105,16 +105,19 @@ def train_single_device(
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all buffers as float64; a shared buffer under each of its names."""
+    """Return copies of all buffers in float64; a shared buffer appears under each of its names."""
     named = model.named_buffers(remove_duplicate=False)
     return {n: b.detach().double().clone() for n, b in named if b.numel() and not b.is_complex()}
 
 
 def global_microbatches(samples: int, data_ranks: int, microbatches: int) -> list[Tensor]:
-    """Return the sample indices of each microbatch over all ranks, as a batch norm sees them.
+    """Return the sample indices of each microbatch over all ranks.
 
-    Each rank takes consecutive samples, the first ranks one more if the division leaves a
-    remainder; the microbatches of a rank likewise. A microbatch without samples is left out.
+    A synchronised batch norm computes its statistics over these samples.
+
+    Each rank takes consecutive samples; if the division leaves a remainder, the first ranks take
+    one more. Each rank divides its samples into microbatches in the same way. Microbatches without
+    samples are left out.
     """
     count = min(microbatches, -(-samples // data_ranks))
     ranks = [part.tensor_split(count) for part in torch.arange(samples).tensor_split(data_ranks)]

@@ -11,31 +11,34 @@ class Tolerance:
     """Relative errors that rounding explains; a larger error is a bug."""
 
     loss: float
-    """Of the loss of every step, and of the global norm of its gradient."""
+    """For the loss of every step, and for the global norm of its gradient."""
     gradient: float
-    """Of every parameter's gradient in every step: max |a − b| / max |b|."""
+    """For every parameter's gradient in every step: max |a − b| / max |b|."""
     update: float
-    """Of every parameter's change since the start, after every step."""
+    """For every parameter's change since the start, after every step."""
     buffer: float
-    """Of every buffer after every step, for example running statistics of norms."""
+    """For every buffer after every step, for example running statistics of norms."""
     eps: float
-    """AdamW's eps, as a fraction of the root mean square of all gradients: above their rounding."""
+    """AdamW's eps as a fraction of the root mean square of all gradients; larger than the rounding
+    errors of the gradients."""
     floor: float
-    """Smallest max |b| of a parameter, as a fraction of the largest of all parameters. The bias in
-    front of a batch norm has a gradient of zero, and its computed value is rounding error only.
+    """Errors are divided by max |b| of a parameter, but at least by this fraction of the largest
+    max |b| of all parameters. For example, the bias in front of a batch norm has a gradient of
+    zero, and the computed gradient is only rounding error.
     For AdamW's updates the floor is 1, because AdamW moves all parameters about equally far."""
 
 
 # The reference is always float64. A sum of n terms in another order differs by about √n × u, where
 # u is the rounding unit of the type; layers and steps multiply that by a few tens. The bugs to be
-# found are whole factors or one sample of a step: above 1e-2 with the default sizes.
+# found are wrong factors, or one missing sample in a step: their errors are above 1e-2 with the
+# default sizes.
 TOLERANCES: dict[Precision, Tolerance] = {
     # u = 1.1e-16: rounding gives 1e-15 to 1e-12.
     "float64": Tolerance(
         loss=1e-10, gradient=1e-10, update=1e-10, buffer=1e-10, eps=1e-2, floor=1e-3
     ),
-    # u = 6e-8: rounding gives 1e-8 (loss), 1e-6 (gradients), 1e-4 (updates: a parameter of 1 that
-    # has moved by 1e-3 represents that distance to 6e-5).
+    # u = 6e-8: rounding gives 1e-8 (loss), 1e-6 (gradients), 1e-4 (updates: for a parameter of 1
+    # that has moved by 1e-3, the relative rounding error of the distance is 6e-5).
     "float32": Tolerance(loss=1e-5, gradient=1e-4, update=1e-3, buffer=1e-4, eps=1e-2, floor=1e-2),
     # u = 4e-3 (8 bits of mantissa) in every activation: a small gradient may have the wrong sign,
     # so eps is as large as the gradients. This finds wrong factors, but not a missing sample.

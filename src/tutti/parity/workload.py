@@ -22,7 +22,7 @@ _HEADS = ("head", "lm_head", "output", "classifier", "fc")
 
 @dataclass(frozen=True)
 class Workload:
-    """One short training, to be run on one device and under layouts."""
+    """A short training, which is run on one device and under each layout."""
 
     options: ParityOptions
     make_model: Callable[[], nn.Module]
@@ -34,8 +34,8 @@ class Workload:
     batch_norms: bool
     """Whether the model has batch norms: the samples of a microbatch then affect each other."""
     by_microbatch: bool
-    """Whether the result depends on the microbatches: batch norms, or buffers that every forward
-    changes."""
+    """Whether the result depends on how a step is divided into microbatches, because of batch norms
+    or of buffers that every forward changes."""
     padded: bool
     recompute: Recompute
     roles: dict[str, str]
@@ -58,7 +58,8 @@ class Workload:
 def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[Layout]) -> Workload:
     """Make the workload of these options, the same for all layouts.
 
-    Under every layout, data ranks × microbatches divides a full step and not the uneven one.
+    Under every layout, the samples of a full step are divisible by data ranks × microbatches, and
+    those of an uneven step are not.
     """
     options.check()
     recipe = recipe_with(recipe_name, options)
@@ -68,7 +69,7 @@ def make_workload(recipe_name: str, options: ParityOptions, layouts: Sequence[La
         torch.manual_seed(options.seed)
         model = build_model(recipe, dataset)
         for layer in model.modules():
-            # One device and many draw different numbers, and both are right.
+            # Dropout is disabled: the masks on one device and on several devices differ.
             if isinstance(layer, _DropoutNd):
                 layer.p = 0.0
         return model
@@ -166,7 +167,7 @@ def _with_padding(samples: TensorSamples) -> TensorSamples:
 
 
 def parameter_roles(model: nn.Module) -> dict[str, str]:
-    """Return each parameter's role: embedding, norm, head, or its path without numbers."""
+    """Return each parameter's role: embedding, norm, head, or its module's path without numbers."""
     aliases = first_names(model)
     roles = {}
     for path, module in model.named_modules():

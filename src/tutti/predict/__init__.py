@@ -1,1 +1,1 @@
-"""Inference with a trained run: predictions for a data set, or text from prompts."""
+"""Inference with a trained run: predictions for a dataset, or text from prompts."""

@@ -1,7 +1,7 @@
 """Generate text from prompts with a GPT under any layout.
 
     dp     each data rank has its own prompts
-    shard  a block gathers its parameters when it runs, so all data ranks must run it equally often
+    shard  a block gathers its parameters in forward, so all data ranks must run it equally often
     tp     each rank has some of the heads, with their keys and values; logits are gathered
     pp     hidden states are sent from stage to stage; each stage has the caches of its own blocks
 
@@ -9,8 +9,9 @@ The ranks of one data rank work on the same prompts. One of them, the sampling r
 picks the tokens and broadcasts them to the others.
 
 A text longer than the model's context uses a sliding window: token n is predicted from tokens w(n)
-to n − 1, and w(n) advances by half of the context whenever the context is full. Half a context is
-then computed again; in between, each token is one step with the key-value cache.
+to n − 1, and w(n) advances by half of the context whenever the context is full. The model then
+processes the remaining half of the context again. All other tokens need one forward pass over a
+single token, with the key-value cache.
 """
 
 import json
@@ -60,7 +61,10 @@ class Sampling:
             raise UsageError(f"--top-k {self.top_k}: use 1 or more, or 0 for all tokens")
 
     def pick(self, logits: Tensor, prompts: Sequence[int], position: int) -> list[int]:
-        """Return a token for each row of logits (rows, vocabulary); prompts: index of each row."""
+        """Return a token for each row of logits (rows, vocabulary).
+
+        prompts: the index of each row's prompt, for the random number.
+        """
         table = logits.double().cpu().numpy()
         if not np.isfinite(table).all():
             raise UsageError(
@@ -73,7 +77,7 @@ class Sampling:
 
     def _draw(self, logits: npt.NDArray[np.float64], number: float) -> int:
         if self.temperature == 0:
-            return int(logits.argmax())  # the first of equal ones
+            return int(logits.argmax())  # the first of equally likely tokens
         # The maximum is subtracted first: a temperature near 0 then gives 0 and -inf, not NaN.
         with np.errstate(over="ignore"):
             scaled = (logits - logits.max()) / self.temperature
@@ -82,12 +86,12 @@ class Sampling:
             scaled = np.where(scaled >= least, scaled, -np.inf)
         cumulative = np.exp(scaled).cumsum()
         token = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-        # If the product rounds up to the last sum, the last possible token is taken.
+        # If rounding makes the product equal to the last sum, the last possible token is taken.
         return min(token, int(np.flatnonzero(scaled > -np.inf)[-1]))
 
 
 def uniform(seed: int, prompt: int, position: int) -> float:
-    """Return a number from 0 to below 1, the same on every machine."""
+    """Return a random number in [0, 1), the same on every machine."""
     return (hash_integers(seed, prompt, position) >> 11) / (1 << 53)
 
 
@@ -143,8 +147,8 @@ class Generator:
             own = scattered[data_rank] if data_rank < len(scattered) else range(0)
             texts = self._complete([encoded[i] for i in own], own, tokens, sampling) if own else []
             if self.mesh.layout.shard > 1:
-                # As many forward passes as the longest batch: the other data ranks gather
-                # parameters from this rank in each of them.
+                # Run as many forward passes as the data rank with the longest batch: in each pass
+                # the other data ranks gather parameters from this rank.
                 lengths = [[len(encoded[i]) for i in each] for each in scattered]
                 steps = [max(each) + tokens - min(each) for each in lengths]
                 for _ in range(max(steps) - (steps[data_rank] if own else 0)):
@@ -161,7 +165,7 @@ class Generator:
         self, prompts: list[bytes], numbers: Sequence[int], tokens: int, sampling: Sampling
     ) -> list[bytes]:
         """Complete a batch. All rows advance together from the end of the shortest prompt, with one
-        cache; a longer prompt supplies its own next tokens until its end."""
+        cache; a longer prompt supplies its own next tokens until it ends."""
         lengths = [len(prompt) for prompt in prompts]
         start, end = min(lengths), max(lengths) + tokens
         text = torch.zeros(len(prompts), end, dtype=torch.int64)
@@ -191,11 +195,11 @@ class Generator:
     def _next_tokens(
         self, new: Tensor, numbers: Sequence[int], position: int, sampling: Sampling
     ) -> list[int]:
-        """Append tokens (rows, new); returns the next one of each row, on all ranks."""
+        """Feed new tokens (rows, new) to the model; returns each row's next token, on all ranks."""
         logits = self._feed(new)
         picked = [0] * len(numbers)
         if logits is not None and self.is_sampling_rank:
-            # The vocabulary may be padded: only bytes can be written.
+            # The vocabulary may have padding after the 256 bytes: only bytes are picked.
             picked = sampling.pick(logits[:, :BYTES], numbers, position)
         values = torch.tensor(picked, device=self.device)
         if self.mesh.layout.tp > 1 and self.stage == self.last_stage:
@@ -206,7 +210,7 @@ class Generator:
 
     @torch.no_grad()
     def _feed(self, tokens: Tensor) -> Tensor | None:
-        """Append tokens (rows, new); returns the logits after the last one on the last stage."""
+        """Feed tokens (rows, new); returns the logits after the last token, on the last stage."""
         hidden = tokens.to(self.device)
         if self.stage > 0:
             shape = (*tokens.shape, self.config.dim)

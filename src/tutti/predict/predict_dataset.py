@@ -1,13 +1,13 @@
-"""Predict a data set on all ranks: every sample once, in order, written by rank 0.
+"""Predict a dataset on all ranks: every sample once, in order, written by rank 0.
 
-A line for each sample:
+The file has a line for each sample:
 
     {"index": 7, "prediction": 3, "probability": 0.998211, "target": 3, "right": true, "loss": …}
 
 For text, `prediction`, `probability` and `target` are lists with an entry for each token, `right`
 is a count, and `loss` is the mean over the tokens that are not padding. An unknown value is null.
-Probabilities have 6 significant digits, losses 6 decimals: a float32 loss near 0 has an absolute
-precision, not a relative one.
+Probabilities have 6 significant digits. Losses have 6 decimals, because the rounding error of a
+float32 loss near 0 is absolute, not relative.
 """
 
 import json
@@ -37,7 +37,8 @@ from tutti.train.step import IGNORED, as_model_dtype
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
-# Batches of a rank between two exchanges: bounds the text in memory and makes waiting rare.
+# Batches that a rank predicts between two exchanges. The limit bounds the text in memory; several
+# batches per exchange make waiting rare.
 MAX_BATCHES_PER_ROUND = 8
 
 
@@ -51,7 +52,8 @@ def scatter_rows(samples: int, batch: int, ranks: int) -> list[list[range]]:
         B = 2, 2 batches per round, 2 ranks      rank 0: 0 1  2 3             8 9
                                                  rank 1:           4 5  6 7        10 11
     """
-    # A small data set is divided evenly rather than given to the first ranks.
+    # A small dataset is divided evenly over all ranks; otherwise only the first ranks would get
+    # samples.
     per_round = min(MAX_BATCHES_PER_ROUND, max(1, -(-samples // (batch * ranks))))
     size = per_round * batch
     parts = [range(start, min(start + size, samples)) for start in range(0, samples, size)]
@@ -79,10 +81,10 @@ class SelectedSamples(Samples):
 
 
 class Predictor:
-    """Predicts a data set with the model of a run.
+    """Predicts a dataset with the model of a run.
 
-    dataset, data_dir: other than the run's. limit: only the first N samples. batch: samples per
-    batch on each rank; None: as in training.
+    dataset, data_dir: replace those of the run. limit: predict only the first N samples. batch:
+    samples per batch on each rank; None: as in training.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Predictor:
     @torch.no_grad()
     def run(self, out: Path) -> Score:
         """Write a line for every sample to `out`; returns the score, the same on every rank."""
-        # One rank of each data rank has the outputs; these ranks in the order of their samples.
+        # One rank of each data rank has the outputs. `writers` are these ranks, by data rank.
         mesh = self.engine.mesh
         places = comm.gather_json([mesh.data_rank, self.engine.reports_loss])
         writers = sorted((part, rank) for rank, (part, has_it) in enumerate(places) if has_it)
@@ -134,7 +136,7 @@ class Predictor:
             for ranges in rounds:
                 own = ranges[mesh.data_rank]
                 lines: list[str] = []
-                # Other ranks may need this rank in their forward pass: it runs an empty batch.
+                # Forward may be collective, so a rank without samples left runs an empty batch.
                 for first in range(own.start, own.start + len(ranges[0]), self.batch):
                     empty = self.example[:0]
                     inputs, targets = next(batches) if first < own.stop else (empty, empty)
@@ -176,7 +178,7 @@ class Predictor:
 
 @dataclass
 class Sums:
-    """Sums of a score, in float64: the order of addition does not matter at float32 precision."""
+    """Sums in float64, so that the order of addition does not change a score in float32."""
 
     loss: float = 0.0
     right: int = 0
@@ -239,10 +241,10 @@ def _rounded(value: float, digits: str) -> float | None:
 
 @contextmanager
 def prediction_file(path: Path) -> Iterator[Callable[[bytes], None]]:
-    """Open a file that gets its name when it is complete; yields a function that appends to it.
+    """Yield a function that appends to a new file, which replaces `path` when it is complete.
 
-    Until then its name is `.NAME.PID.partial`; an exception removes it. Only a process that is
-    killed leaves it behind.
+    Until then the file's name is `.NAME.PID.partial`. An exception removes the file; only a process
+    that is killed leaves it behind.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with _errors_of(path):

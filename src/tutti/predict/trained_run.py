@@ -24,12 +24,12 @@ Precision = Literal["float32", "bf16", "fp16", "float64"]
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The run directory of a `tutti train`."""
+    """A run directory that `tutti train` has written."""
 
     path: Path
     recipe: Recipe
     step: int | None
-    """The step of the checkpoint; None: the newest complete one."""
+    """The step of the checkpoint; None: the newest complete checkpoint."""
 
     @classmethod
     def open(cls, path: Path, step: int | None, precision: Precision | None) -> "TrainedRun":
@@ -61,7 +61,7 @@ class TrainedRun:
 
     def gpt_config(self) -> GPTConfig:
         """Return the configuration of the run's GPT. Its vocabulary size is read from the
-        checkpoint, so the data set need not be available."""
+        checkpoint, so the dataset need not be available."""
         architecture = self.recipe.architecture
         if self.recipe.model != "gpt" or not isinstance(architecture, GPTConfig):
             raise UsageError(
@@ -110,19 +110,20 @@ class Replicas(Engine):
 def place_model(
     model: nn.Module, weights: Weights, world: World, layout: Layout, example: Tensor, batch: int
 ) -> Engine:
-    """Place a model that was built on meta under a layout, for inference. Collective.
+    """Distribute a model that was built on meta over the ranks of a layout. Collective.
 
-    The checkpoint is loaded afterwards, into this rank's part: no rank holds the whole model.
+    The checkpoint is loaded afterwards, directly into the shards of each rank.
     """
     if layout.only_replicas:
         materialize(model, world.device)
-        weights.fill(model)  # also the buffers that checkpoints do not hold
+        weights.fill(model)  # needed for buffers that are not in checkpoints
         weights.release()
         return Replicas(model, world)
     return build_engine(
         model,
         world,
-        # Batches may have any length, down to one token, and logits are needed as full tensors.
+        # Inputs may be a single token, which sequence parallelism cannot divide, and logits are
+        # needed as full tensors.
         parallel=ParallelOptions(layout=str(layout), sequence_parallel=False, loss_parallel=False),
         example=example,
         # A pipeline is full when it has as many microbatches as stages.

@@ -1,1 +1,1 @@
-"""Training: recipe, plan, step, loop, evaluation, checkpoints, run directory."""
+"""Training: recipe, batch schedule, step, loop, evaluation, checkpoints, run directory."""

@@ -50,7 +50,7 @@ class BatchSchedule:
 
 
 def make_schedule(recipe: Recipe, ranks: int, samples: int) -> BatchSchedule:
-    """Derive all values that depend on the number of ranks and the size of the data set."""
+    """Derive all values that depend on the number of ranks and the size of the dataset."""
     batching, length = recipe.batching, recipe.length
     _check_numbers(recipe)
     layout = layout_of(recipe.parallel.layout, ranks)
@@ -152,7 +152,10 @@ def _check_layout(recipe: Recipe, layout: Layout) -> None:
 
 
 def _peak_lr(recipe: Recipe, global_batch: int) -> tuple[float, str]:
-    """Linear scaling: Goyal et al., arXiv 1706.02677. Square root, for Adam: arXiv 2205.10287."""
+    """Return the peak learning rate and the reason.
+
+    Linear scaling: Goyal et al., arXiv 1706.02677. Square root, for Adam: arXiv 2205.10287.
+    """
     rule, lr = recipe.optimization.lr_scale, recipe.optimization.lr
     reference = recipe.optimization.lr_batch
     if rule == "none":

@@ -1,4 +1,4 @@
-"""Steps as replays of one CUDA graph, for models so small that kernel launches dominate the time.
+"""Runs steps as replays of a CUDA graph, for models so small that kernel launches dominate.
 
 All values that change from step to step are in tables on the device: sample indices (the data is on
 the device), learning rates and losses. The graph reads and writes one row of these tables, and

@@ -28,9 +28,9 @@ def evaluate(
     example: Tensor,
     autocast: torch.dtype | None = None,
 ) -> Score:
-    """Loss and accuracy of a model over all samples of a loader, over all ranks.
+    """Return loss and accuracy of a model over all samples of a loader, over all ranks.
 
-    Sums are in float64 and counts are exact, also if ranks have different numbers of samples.
+    Sums are in float64 and counts are exact, even if ranks have different numbers of samples.
     """
     model, device = engine.model, engine.world.device
     was_training = [module for module in model.modules() if module.training]

@@ -38,8 +38,8 @@ _MODELS: dict[str, tuple[type[Architecture], str, str]] = {
 def agree(make: Callable[[], Result]) -> Result:
     """Call `make` on every rank; if it raises a usage error on one rank, raise it on all ranks.
 
-    Use it for work that may fail on some ranks only (one host lacks a file), before a collective in
-    which the other ranks would wait.
+    Use this function for work that may fail on some ranks only (one host lacks a file), before a
+    collective in which the other ranks would wait.
     """
     error: str | None = None
     result: Result | None = None
@@ -56,7 +56,7 @@ def agree(make: Callable[[], Result]) -> Result:
 
 
 def build_meta_model(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Weights, str | None]:
-    """The recipe's model on meta, its initial weights, and a note for the user."""
+    """Return the recipe's model on meta, its initial weights, and a note for the user or None."""
     make = _model_maker(recipe, dataset)
     if recipe.model not in _MODELS:
         return build_on_meta(make, recipe.length.seed)
@@ -66,7 +66,7 @@ def build_meta_model(recipe: Recipe, dataset: Dataset) -> tuple[nn.Module, Weigh
 
 
 def build_model(recipe: Recipe, dataset: Dataset) -> nn.Module:
-    """The recipe's model, sized for the dataset, on torch's default device."""
+    """Return the recipe's model, sized for the dataset, on torch's default device."""
     return _model_maker(recipe, dataset)()
 
 
@@ -97,7 +97,7 @@ def _model_maker(recipe: Recipe, dataset: Dataset) -> Callable[[], nn.Module]:
 
 
 def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
-    """The architecture with the sizes of the dataset: classes, channels, vocabulary."""
+    """Return the architecture with the dataset's numbers of classes, channels and tokens."""
     shape = dataset.input_shape
     if isinstance(architecture, GPTConfig):
         tokens = dataset.train.batch([0])[0]
@@ -107,13 +107,13 @@ def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
             )
         return dataclasses.replace(
             architecture,
-            # A user's dataset has no vocabulary size: then --vocab-size is used.
+            # A user's own dataset has no vocabulary size, so --vocab-size is used for it.
             vocab_size=max(dataset.vocabulary or 0, architecture.vocab_size),
             max_seq_len=max(architecture.max_seq_len, shape[0]),
         )
     if len(shape) != 3:
         raise UsageError(f"this model needs images, data set {dataset.name} has inputs of {shape}")
-    # A user's dataset has no number of classes: then --classes is used.
+    # A user's own dataset has no number of classes, so --classes is used for it.
     sizes = {"classes": dataset.classes or architecture.classes, "channels": shape[0]}
     if isinstance(architecture, LeNetConfig):
         sizes["image_size"] = shape[1]
@@ -121,7 +121,7 @@ def fit(architecture: Architecture, dataset: Dataset) -> Architecture:
 
 
 def load_dataset(recipe: Recipe) -> Dataset:
-    """The recipe's dataset. Ranks of one host download it once."""
+    """Return the recipe's dataset. Ranks of one host download it once."""
     options, name = recipe.data, recipe.data.dataset
     if name == "digits":
         return data.digits_dataset(options.pixels)
@@ -149,7 +149,7 @@ def _print_note(text: str) -> None:
 
 
 def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], Any]:
-    """The function `package.module:function`; the current directory is also searched."""
+    """Import the function `package.module:function`; the current directory is also searched."""
     module_name, colon, name = path.partition(":")
     if not colon:
         hint = did_you_mean(path, known)
@@ -172,7 +172,7 @@ def load_function(path: str, flag: str, known: tuple[str, ...]) -> Callable[[], 
 def build_optimizer(
     model: nn.Module, options: Optimization, lr: float, capturable: bool = False
 ) -> torch.optim.Optimizer:
-    """SGD or AdamW for a model's parameters, fused if possible; weight decay on matrices only.
+    """Return SGD or AdamW for a model, fused if possible; weight decay applies to matrices only.
 
     `capturable`: the optimizer step will be part of a CUDA graph, so the learning rate must be a
     tensor on the device, which the graph reads at each replay.

@@ -58,8 +58,8 @@ class Outcome:
     """The result of a run."""
 
     summary: dict[str, Any]
-    stopped: bool  # by a signal, after a checkpoint
-    failed_saves: dict[int, str]  # by step: why its checkpoint was not written
+    stopped: bool  # whether a signal ended the run early, after a checkpoint
+    failed_saves: dict[int, str]  # step → why its checkpoint was not written
 
 
 class Runner(ABC):
@@ -70,25 +70,26 @@ class Runner(ABC):
         self.loader = loader
         self.schedule = schedule
         self.recipe = recipe
-        self.samples = 0  # of the whole run, over all ranks: the learning rate follows it
+        # Of the whole run, over all ranks; the learning rate is a function of this number.
+        self.samples = 0
         self._rank_samples = 0
         self._input_seconds = 0.0
 
     @abstractmethod
     def run(self, steps: int) -> Tensor:
-        """Run this many steps; returns this rank's part of their losses, on the device."""
+        """Run `steps` steps; returns this rank's part of each loss, as a tensor on the device."""
 
     @abstractmethod
     def close(self) -> None:
         """Release the data and everything that was prepared for later steps."""
 
     def take_rank_samples(self) -> int:
-        """How many samples this rank has trained on since the last call."""
+        """Return the number of samples that this rank has trained on since the last call."""
         taken, self._rank_samples = self._rank_samples, 0
         return taken
 
     def take_input_seconds(self) -> float:
-        """Seconds that the loop has waited for batches since the last call."""
+        """Return the seconds that the loop has waited for batches since the last call."""
         taken, self._input_seconds = self._input_seconds, 0.0
         return taken
 
@@ -204,7 +205,7 @@ class Trainer:
 
     @cached_property
     def checkpoints(self) -> "Checkpoints":
-        """Opened by the first save, or by --resume."""
+        """The checkpoints of this run; the object is created by the first save or by --resume."""
         from tutti.train.checkpoint import Checkpoints
 
         return Checkpoints(self.directory.checkpoints, keep=self.recipe.length.keep)
@@ -242,7 +243,7 @@ class Trainer:
         )
 
     def run(self) -> Outcome:
-        """Train to the end, or to a signal."""
+        """Train until the last step, or until a signal requests a stop."""
         progress = ProgressReport(self.schedule.steps, self.step, shown=self.world.is_first)
         self.status_sync = StatusSync(self.world.rank, self.world.size, self.step, self.timer)
         self.stragglers = Stragglers(self.step)
@@ -282,7 +283,7 @@ class Trainer:
         return Outcome(self._summary(loss), stopped and self._saves, failed)
 
     def _steps_to_next_event(self) -> int:
-        """The number of steps to the next sync, evaluation or checkpoint; equal on all ranks."""
+        """Return the steps to the next sync, evaluation or checkpoint; equal on all ranks."""
         length = self.recipe.length
         events = [self.schedule.steps, self.status_sync.next_at]
         events.append(self.step + self.loader.sampler.steps_left(self.loader.position))
@@ -292,7 +293,7 @@ class Trainer:
         return max(1, min(events) - self.step)
 
     def _due(self) -> tuple[bool, bool]:
-        """Whether to evaluate and whether to save now: every N steps, or after each epoch."""
+        """Return whether to evaluate and whether to save: every N steps, or after each epoch."""
         length = self.recipe.length
 
         def due(every: int | None) -> bool:
@@ -326,8 +327,9 @@ class Trainer:
         progress.show(self.step, f"loss {status.losses[-1]:.4f}  {text}")
         if (warning := self.stragglers.warning()) is not None:
             progress.print(f"step {self.step}: {warning}")
+        # The rates of the first status are not used: its steps are warm-up.
         measured = self.recipe.batching.split == "measured" and status.first_step > 0
-        if measured and all(rate > 0 for rate in status.rates):  # the first steps are warm-up
+        if measured and all(rate > 0 for rate in status.rates):
             self.shares = measured_shares(status.rates, self.shares)
             self.loader.set_shares(self.shares)
 
@@ -372,7 +374,7 @@ class Trainer:
         )
 
     def _resume(self) -> int:
-        """Load the last valid checkpoint; returns the number of samples of the run so far.
+        """Load the last valid checkpoint; returns the number of samples trained on so far.
 
         The number of ranks and the layout may differ from those of the checkpoint.
         """
@@ -407,7 +409,7 @@ class Trainer:
         return int(state["samples"])
 
     def _rng_mismatch(self, state: dict[str, Any]) -> str | None:
-        """Why a rank cannot continue with the saved state of its generator; None if it can."""
+        """Return why the saved state of the generators cannot be used; None if it can."""
         layout = self.schedule.layout
         if state["layout"] != str(layout):
             return f"saved under {state['layout']}"
@@ -436,7 +438,7 @@ class Trainer:
         }
 
     def _memory(self) -> dict[str, Any]:
-        """Peak bytes of every rank, since its process began."""
+        """Return the peak memory of every rank in bytes, since its process began."""
         device = self.world.device
         on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux: in KiB
@@ -450,10 +452,10 @@ class Trainer:
 def _rescheduled(
     schedule: BatchSchedule, state: dict[str, Any], step: int, length: Length
 ) -> BatchSchedule:
-    """The schedule of a run that is resumed with another global batch.
+    """Return the schedule of a run that is resumed with another global batch.
 
-    The length of the run and its learning rate stay the same in samples, unless the recipe has
-    another length.
+    The total number of samples, and the learning rate as a function of samples, stay the same,
+    unless the recipe now has another length.
     """
     done, total, batch = int(state["samples"]), int(state["total_samples"]), schedule.global_batch
     wanted = length.steps
@@ -474,7 +476,7 @@ def _rescheduled(
 
 
 def _engine_options(recipe: Recipe, world: World) -> EngineOptions:
-    """In a world of one rank, `single` replaces DDP, which would only copy gradients."""
+    """Return the engine options; one rank uses `single`, because DDP would only copy gradients."""
     alone = world.size == 1 and recipe.engine.engine == "ddp"
     return EngineOptions(engine="single") if alone else recipe.engine
 

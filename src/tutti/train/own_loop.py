@@ -25,9 +25,9 @@ def loader(
 ) -> Loader:
     """Return batches of `batch` samples per rank, on this rank's device; ranks share no samples.
 
-    `dataset` is a torch map-style data set, a pair (inputs, targets) of tensors, or tutti's own.
-    The order depends on seed and epoch only. `state_dict()` is the position; loading it resumes
-    exactly, also with another number of ranks.
+    `dataset` is a torch map-style dataset, a pair (inputs, targets) of tensors, or tutti's Samples.
+    The order of samples depends on seed and epoch only. `state_dict()` returns the position in the
+    data; `load_state_dict()` continues exactly there, also with another number of ranks.
     """
     return Loader(
         as_samples(dataset),

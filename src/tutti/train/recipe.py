@@ -152,9 +152,10 @@ def with_values(recipe: Recipe, values: dict[str, object]) -> Recipe:
 
 
 def read_recipe(name: str) -> Recipe:
-    """Return a recipe by name or from a TOML file, where `base = "gpt"` names the recipe to change.
+    """Return a built-in recipe by name, or read a recipe from a TOML file.
 
-    An unknown key is an error that suggests the nearest known key.
+    In a file, `base = "gpt"` names the built-in recipe whose values the file changes. An unknown
+    key is an error that suggests the nearest known key.
     """
     if name in RECIPES:
         return RECIPES[name]

@@ -1,4 +1,4 @@
-"""Run: the directory with everything needed to repeat a run, and all of its results."""
+"""The run directory: everything needed to repeat a run, and all results of the run."""
 
 import json
 import subprocess
@@ -58,7 +58,7 @@ class RunDirectory:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """The commit of the current directory, and whether its files have changed since."""
+    """Return the git commit of the current directory, and whether files differ from it."""
     try:
         commit, changes = (
             subprocess.run(

@@ -40,7 +40,7 @@ class Task:
     """Targets contain IGNORED."""
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Sum of cross entropies in nats, computed in float32 or wider."""
+        """Return the sum of cross entropies in nats, computed in float32 or wider."""
         logits = outputs.flatten(0, -2)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
@@ -49,19 +49,19 @@ class Task:
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The number of correct predictions, as a tensor on the device."""
+        """Return the number of correct predictions, as a tensor on the device."""
         return (outputs.argmax(-1) == targets).sum()
 
     def count(self, targets: Tensor) -> Tensor:
-        """The number of targets that are not ignored, as a tensor on the device."""
+        """Return the number of targets that are not ignored, as a tensor on the device."""
         return (targets != IGNORED).sum()
 
     def step_count(
         self, targets: Tensor, global_samples: int, group: dist.ProcessGroup | None = None
     ) -> Tensor | int:
-        """The number of targets in a whole step, over all ranks of the group.
+        """Return the number of targets in a whole step, over all ranks of the group.
 
-        Without padding this follows from the number of samples; with padding it is a collective.
+        Without padding it follows from the number of samples; with padding this is a collective.
         """
         if not self.padded:
             return global_samples * targets[0].numel() if len(targets) else global_samples
@@ -84,7 +84,7 @@ class Step:
         clip: float | None = None,
         timer: StepTimer | None = None,
     ) -> None:
-        """`example`: one real sample, for microbatches in which this rank has none."""
+        """`example`: one real sample, for microbatches in which this rank has no samples."""
         self.engine = engine
         self.optimizer = optimizer
         self.task = task
@@ -98,7 +98,8 @@ class Step:
         self.timer = timer or StepTimer(self.device, own_time=False)
         self._loss_sum: Callable[[Tensor, Tensor], Tensor] = task.loss_sum
         if compute.compile and engine.world.size == 1:
-            engine.forward = torch.compile(engine.model)  # more ranks: by block, see apply.py
+            # With more ranks, parallel/apply.py compiles each block.
+            engine.forward = torch.compile(engine.model)
             self._loss_sum = torch.compile(task.loss_sum)
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -107,9 +108,9 @@ class Step:
         group = mesh.data_group if self.task.padded else None
         count = self.task.step_count(batch.targets, batch.global_count, group)
         # At the end of an epoch there may be fewer samples than microbatches; microbatches that are
-        # empty on every rank are left out. Some rank has at least the mean number of samples.
+        # empty on every rank are left out. Some rank has at least the mean, rounded up.
         largest = -(-batch.global_count // mesh.layout.data_ranks)
-        # The loss of each is weighted by its size over the global count, not by 1/accumulation.
+        # A microbatch's loss is weighted by its size over the global count, not by 1/accumulation.
         sizes = even(batch.count, min(self.accumulation, largest))
         inputs = torch.split(as_model_dtype(batch.inputs, self.engine.model), sizes)
         parts = list(zip(inputs, torch.split(batch.targets, sizes), strict=True))
@@ -128,8 +129,8 @@ class Step:
     def _autocast_context(self) -> AbstractContextManager[None]:
         if self.autocast is None:
             return nullcontext()
-        # The cache would keep converted weights, with their graph, from one microbatch to the next.
-        # Backward also runs in this context; it uses the dtypes of forward.
+        # autocast's cache would keep converted weights, with their graph, between microbatches.
+        # Backward also runs in this context, but uses the dtypes of forward.
         return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
     def _update(self) -> None:
@@ -142,7 +143,7 @@ class Step:
 
 
 def as_model_dtype(inputs: Tensor, model: nn.Module) -> Tensor:
-    """Inputs in the model's dtype: datasets have float32, a float64 model needs float64."""
+    """Return inputs in the model's dtype: datasets have float32, a float64 model needs float64."""
     if not inputs.is_floating_point():
         return inputs
     return inputs.to(next(model.parameters()).dtype)

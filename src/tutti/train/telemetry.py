@@ -41,24 +41,27 @@ _autograd_engine: Any = torch.autograd.Variable._execution_engine
 
 
 class StepTimer:
-    """Measures each rank's own seconds of a step, without the time in which it waits for others.
+    """Measures each rank's own time in a step: the seconds without waiting for other ranks.
 
-    Replicas wait for each other once in a step, when gradients are summed. From the moment in which
-    a rank has the sums of one step to the end of its backward pass in the next, no other rank
-    delays it: update, input, forward and backward are its own time. The other ranks wait for the
-    rank with most of it:  waitᵣ = max over ranks of own − ownᵣ. DDP sends during backward, but
-    waits for the collectives only after it. Where ranks wait for each other inside of forward or
-    backward (sharded parameters, tp, pp, synchronised batch norms), this time would include
-    waiting, and is unknown.
+    Replicas wait for each other once per step, when gradients are summed. A rank's own time begins
+    when it has the summed gradients of one step, and ends with its backward pass in the next step.
+    It covers update, input, forward and backward, which no other rank delays. All other ranks wait
+    for the rank with the longest own time:
 
-    The same steps are measured on all ranks; an engine calls the timer as its StepClock.
+        wait of rank r = max(own times of all ranks) − own time of rank r
 
-    Nothing in here waits for a device: on CUDA, times are events in the stream of the step, so that
-    the device's time is measured, and a host that launches too late is seen as well.
+    DDP starts its collectives during backward, but waits for them only after backward. If ranks
+    wait for each other inside forward or backward (sharded parameters, tp, pp, synchronised batch
+    norms), this interval would include waiting, so the own time is unknown.
+
+    The same steps are measured on all ranks. The timer is the StepClock whose methods engines call.
+
+    Recording a time does not wait for the device. On CUDA, a time is an event in the stream of the
+    step, so the interval also includes delays by a host that launches kernels too late.
     """
 
     def __init__(self, device: torch.device, *, own_time: bool, forward_time: bool = False) -> None:
-        """`own_time`: ranks wait for each other only after backward, so their own time is known.
+        """`own_time`: measure own times; ranks must wait for each other only after backward.
         `forward_time`: also measure forward passes, for --split measured."""
         self._device, self._known, self._measures_forward = device, own_time, forward_time
         self._stride = 1
@@ -69,7 +72,7 @@ class StepTimer:
         self._forwards: list[tuple[Any, Any]] = []
 
     def begin(self, steps: int) -> None:
-        """Start measuring; the next status sync is this many steps away."""
+        """Start measuring; the next status sync is `steps` steps away."""
         self._stride = -(-steps // MAX_MEASURED)
         self._step = 0
         self._began = self._mark() if self._known else None
@@ -84,15 +87,15 @@ class StepTimer:
         self._forwards.append((began, self._mark()))
 
     def before_last_backward(self, loss: Tensor) -> None:
-        """Before the last backward of a step: record its end."""
+        """Call this before the last backward pass of a step, so that its end is recorded."""
         if self._began is not None:
-            # The first node of backward queues this callback, so it runs before DDP's own, which
-            # waits for the other ranks.
-            hooked: Any = loss  # torch gives hooks no types
+            # The first node of backward queues this callback, so it runs before DDP's own
+            # callback, which waits for the other ranks.
+            hooked: Any = loss  # register_hook has no type annotations
             hooked.register_hook(lambda _: _autograd_engine.queue_callback(self._end_backward))
 
     def gradients_ready(self) -> None:
-        """The gradients are summed over the ranks: the own time of the next step begins."""
+        """Call this when the gradients are summed over ranks: the next step's own time begins."""
         if self._began is not None:
             self._measured.append((self._step, self._began, self._backward_ended))
         self._step += 1
@@ -101,18 +104,19 @@ class StepTimer:
             self._began = self._mark()
 
     def take(self) -> list[tuple[int, float]]:
-        """(step since `begin`, own seconds) of the measured steps; NaN: unknown.
+        """Return (step since `begin`, own seconds) of each measured step; NaN if unknown.
 
-        Call it when the device has been waited for.
+        Call this method after the losses of these steps were read; otherwise it waits for the
+        device.
         """
         taken, self._measured = self._measured, []
         return [(step, _seconds(began, ended)) for step, began, ended in taken]
 
     def take_forward_seconds(self) -> float:
-        """Seconds of forward passes since the last call: a rank's own speed, without waiting.
+        """Return the seconds of forward passes since the last call, without waiting for ranks.
 
-        Backward would not do: it ends when the slowest rank's gradients have arrived. Call it when
-        the device has been waited for.
+        Backward passes are not included, because they end only when the gradients of the slowest
+        rank have arrived. This method waits until the device has finished the forward passes.
         """
         taken, self._forwards = self._forwards, []
         return math.fsum(_seconds(began, ended) for began, ended in taken)
@@ -133,7 +137,7 @@ def _seconds(began: Any, ended: Any) -> float:
         return math.nan
     if isinstance(began, float):
         return float(ended - began)
-    ended.synchronize()  # has happened: the losses of these steps have been read
+    ended.synchronize()  # returns at once if the losses of these steps have been read
     return float(began.elapsed_time(ended)) / 1e3
 
 
@@ -146,7 +150,7 @@ class Status:
     # The first step whose loss was not finite, and the rank on which it was found.
     nonfinite: tuple[int, int] | None
     stop: bool
-    # Samples per second of each rank's own work, without waiting for other ranks; 0: not measured.
+    # Samples per second of each rank's own work, without waiting for other ranks; 0 if unknown.
     rates: tuple[float, ...]
     seconds: float
     # For each measured step: its number and every rank's own seconds; see StepTimer.
@@ -186,7 +190,7 @@ class StatusSync:
         self.timer.begin(self.next_at - self._first)
 
     def sync(self, rank_samples: int) -> Status:
-        """Exchange the status. The only place in the training loop that waits for the device."""
+        """Exchange the status. Only here does the training loop wait for the device."""
         losses = torch.cat(self._losses).double().tolist() if self._losses else []
         now = time.perf_counter()
         own = self.timer.take()
@@ -206,7 +210,7 @@ class StatusSync:
         total = torch.tensor(common + slots, dtype=torch.float64)
         comm.all_reduce(total)
         values = total.tolist()
-        # By place in the slot, the values of all ranks.
+        # by_rank[i] holds the values of all ranks at place i of their slots.
         by_rank = [tuple(values[steps + 1 + place :: len(slot)]) for place in range(len(slot))]
         found = [(self._first + int(at) - 1, rank) for rank, at in enumerate(by_rank[0]) if at]
         measured = [self._first + step for step, _ in own]
@@ -220,7 +224,7 @@ class StatusSync:
             own_seconds=tuple(zip(measured, by_rank[3:], strict=True)),
         )
         self._first += steps
-        # At most doubled: the first steps (compilation, warm-up) do not predict the next ones.
+        # The interval at most doubles, as the first steps (compilation, warm-up) are not typical.
         in_time = int(_SYNC_SECONDS * steps / max(status.seconds, 1e-9))
         self.next_at = self._first + max(1, min(_MAX_SYNC_STEPS, 2 * steps, in_time))
         self._losses, self._busy_seconds, self._since = [], 0.0, time.perf_counter()
@@ -255,7 +259,7 @@ class Throughput:
         """Add the samples of one sync; returns the text for the progress line."""
         rate = samples / status.seconds
         if self.samples_per_s is None:
-            self.samples_per_s = rate  # the only value there is, if no second sync follows
+            self.samples_per_s = rate  # replaced if a second sync follows
         else:
             self._samples += samples
             self._seconds += status.seconds
@@ -292,8 +296,8 @@ class Throughput:
 
 
 _WINDOW_STEPS = 20  # measured steps that a straggler warning is based on
-_MIN_WAIT_FRACTION = 0.1  # of the step: the waiting time that is worth a warning
-_MIN_LATE_FRACTION = 0.75  # of the window: the steps in which the rank must have been late
+_MIN_WAIT_FRACTION = 0.1  # warn only if ranks wait for at least this fraction of a step
+_MIN_LATE_FRACTION = 0.75  # and in at least this fraction of the steps in the window
 _QUIET_STEPS = 1000  # steps between two warnings
 
 
@@ -306,9 +310,9 @@ class Stragglers:
         self._quiet_until = 0
 
     def add(self, status: Status) -> list[float | None]:
-        """Return for every rank the fraction of the step spent waiting for others; None: unknown.
+        """Return the fraction of a step that each rank spends waiting; None if unknown.
 
-        The first step is warm-up, which ranks begin at different times: it is not counted.
+        The first status is not counted: it covers warm-up, which ranks begin at different times.
         """
         ranks = len(status.rates)
         if ranks == 1:
@@ -357,7 +361,7 @@ class Metrics:
         self._file: IO[str] | None = None
         self._board: Any = None
         if tensorboard is not None:
-            try:  # on every rank, so that all ranks refuse alike
+            try:  # on every rank, so that all ranks raise the same error
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise UsageError(
@@ -374,7 +378,7 @@ class Metrics:
             write_atomically(self.path, "".join(f"{line}\n" for line in kept))
 
     def write(self, step: int, **values: float | int | str | None) -> None:
-        """Add a line; None stands for a value that is not known."""
+        """Append a line; None means that a value is unknown."""
         if self._file is None:
             self._file = self.path.open("a")
         line = {"step": step, "time": round(time.time(), 3), **values}
@@ -398,7 +402,7 @@ class Metrics:
 def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # a line cut off by a kill
+    except (ValueError, KeyError, TypeError):  # a line cut off when the process was killed
         return 1 << 62
 
 
@@ -406,7 +410,7 @@ _LINE_SECONDS = 5.0
 
 
 class ProgressReport:
-    """Shows step, loss and speed: a bar on a terminal, else a line every 5 s. Rank 0 only."""
+    """Shows step, loss and speed on rank 0: a bar on a terminal, otherwise a line every 5 s."""
 
     def __init__(self, steps: int, first: int, shown: bool) -> None:
         self._steps = steps

@@ -14,9 +14,9 @@ A checkpoint:
     SHA256SUMS                checksums of all other files, as `sha256sum -c` reads them
 
 Files may come from an untrusted source. File names are restricted to the names above, links and
-pipes are refused, and the shards of a tensor must cover it exactly, so nothing outside the
-directory is read and no memory is allocated that the files do not fill. Every problem raises
-`Damaged`, whose message names the file.
+pipes are refused, and the shards of a tensor must cover every element exactly once. So nothing
+outside the directory is read, and no tensor is larger than the data in the files. Every problem
+raises `Damaged`, whose message names the file.
 """
 
 import errno
@@ -110,11 +110,11 @@ def is_writer(directory: Path, token: str) -> bool:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder or file that is not a checkpoint (any more), as far as possible."""
+    """Remove a file or folder; errors while removing a folder are ignored."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    # Renamed first: a partly removed folder must never have the name of a checkpoint.
+    # The folder is renamed first: a partly removed one must not have the name of a checkpoint.
     removed = path.with_name(f"{path.name.split('.')[0]}.{os.urandom(4).hex()}.tmp")
     try:
         os.rename(path, removed)
@@ -132,10 +132,11 @@ def supersede(path: Path) -> None:
 
 
 def prune(directory: Path, step: int, keep: int | None) -> None:
-    """After saving `step`: keep the newest `keep` checkpoints up to this step.
+    """After `step` is saved, remove all but the newest `keep` checkpoints up to this step.
 
-    A later step was damaged, or the run resumed from an earlier one. The next start must not load
-    it, so it is superseded and left for the user to inspect.
+    A checkpoint of a later step was damaged, or was written before the run resumed from an earlier
+    step. The next start must not load such a checkpoint, so it is renamed by `supersede` and left
+    for the user to inspect.
     """
     steps = saved_steps(directory)
     for later in (other for other in steps if other > step):
@@ -223,7 +224,7 @@ class Chunk(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """A tensor in a checkpoint. Its chunks cover it exactly; an empty tensor has none."""
+    """A tensor in a checkpoint. Its chunks hold every element exactly once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -232,11 +233,11 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """The state of an optimizer that is not a tensor; all of it is JSON."""
+    """The part of an optimizer's state that is not tensors, as JSON values."""
 
     kind: str
     groups: list[dict[str, Any]]
-    # Numbers and strings in the optimizer's state, by parameter and slot.
+    # Numbers and strings in the optimizer's state: values[parameter name][slot].
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 

@@ -1,7 +1,7 @@
 """Loading: verify the newest checkpoint on all ranks, compare it with the model, read local shards.
 
-A checkpoint saved by any number of ranks in any layout loads into any other: each rank reads the
-parts of the saved shards that intersect its own. No rank reads or holds the whole model.
+A checkpoint saved by any number of ranks in any layout loads into any other layout: each rank reads
+the parts of the saved shards that intersect its own shards. No rank reads or holds the whole model.
 """
 
 import sys
@@ -39,7 +39,8 @@ from tutti.train.checkpoint.training_state import (
 from tutti.world.errors import UsageError
 
 _MAX_NAMES = 3  # tensors, or problems, that a message names
-_MAX_MAPPED_BYTES = 256 << 20  # read before the files are closed, which releases their pages
+# After reading this many bytes the files are closed, which releases their mapped pages.
+_MAX_MAPPED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def _slices(spans: list[tuple[int, int]], box: Box) -> tuple[slice, ...]:
 
 
 def _restore_rng(reader: _Reader, index: Index) -> list[str]:
-    """Restore this rank's random number generators; seed those without a saved state."""
+    """Restore this rank's random number generators; seed generators without a saved state."""
     rank = this_rank()
     state, absent = {}, []
     for name, current in rng_state().items():

@@ -2,13 +2,15 @@
 
 Every rank describes the shards that it holds; all ranks derive the same assignment of shards to
 writers from these descriptions, so every shard is written once. A snapshot in host memory takes
-milliseconds; a thread on each rank then writes its tensor file into a folder whose name ends in
-`.tmp`, and a note when the file is on the disk. Rank 0's thread waits for all notes, adds the
-index and renames the folder. The rename is atomic: a checkpoint is complete or does not exist, and
-a rank that is killed during a save leaves the previous checkpoint as it was.
+milliseconds; a thread on each rank then writes the rank's tensor file into a folder whose name ends
+in `.tmp`. When the file is on the disk, the thread writes a note, a small JSON file. Rank 0's
+thread waits for all notes, adds the index and renames the folder. The rename is atomic: a
+checkpoint is complete or does not exist, and a rank that is killed during a save leaves the
+previous checkpoint as it was.
 
 The threads communicate through the file system only: a collective in a thread would interleave
-with those of the training. A rank that fails removes the folder, which the other ranks notice.
+with the collectives of the training. A rank whose save fails removes the folder; the other ranks
+then find no folder, and their saves fail, too.
 """
 
 import contextlib
@@ -73,7 +75,7 @@ def describe_shards(
     """Describe this rank's shards as JSON. A shard without elements has no box.
 
     buffers: tensors whose values may differ between ranks (statistics of a batch norm): the first
-    rank's values are saved, as DDP broadcasts the first rank's.
+    rank's values are saved, as DDP broadcasts the buffers of the first rank.
     """
     described = {}
     for name, tensor in tensors.items():
@@ -93,7 +95,7 @@ def describe_shards(
 def assign_writers(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, SavedTensor]:
     """Assign every shard to the file of one rank that holds it, with bytes balanced over ranks.
 
-    ranks: the `describe_shards` of every rank. Returns the tensors of the index.
+    ranks: the result of `describe_shards` on every rank. Returns the tensors of the index.
     """
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -108,9 +110,9 @@ def assign_writers(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str
             if each["box"] is not None:
                 box = Box(*map(tuple, each["box"]))
                 others = holders.setdefault((name, box), [])
-                if not (each["buffer"] and others):  # the first rank's buffers are saved
+                if not (each["buffer"] and others):  # only the first rank's buffers are saved
                     others.append(rank)
-    # Largest shard first, each to its holder with the fewest bytes so far.
+    # Largest shards first. A shard is assigned to the rank with the fewest bytes that holds it.
     chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
     assigned_bytes = [0] * len(ranks)
     sizes = {(name, box): box.elements * tensors[name][0].itemsize for name, box in holders}
@@ -126,7 +128,7 @@ def assign_writers(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str
 
 
 def _key(name: str, shape: tuple[int, ...], box: Box) -> str:
-    """Return a shard's name in its file: the tensor's, with slices unless it is the whole."""
+    """Return a shard's key in its file: the tensor's name, with slices if the shard is a part."""
     if box.sizes == shape:
         return name
     spans = zip(box.offsets, box.sizes, strict=True)
@@ -146,8 +148,8 @@ class Snapshot:
     def take(
         self, rank: int, saved: Mapping[str, SavedTensor], source: Mapping[str, torch.Tensor]
     ) -> None:
-        """Copy the shards. On CUDA the copies are queued on the current stream, ahead of whatever
-        the training queues next; this function does not wait for them."""
+        """Copy the shards. On CUDA the copies are queued on the current stream, before the next
+        kernels of the training; this function does not wait for the copies."""
         previous, self.tensors, self._copied = self.tensors, {}, None
         file = tensor_file_name(rank)
         for name, tensor in saved.items():
@@ -212,7 +214,7 @@ class Checkpoints:
         self._pending: tuple[int, Future[None]] | None = None
 
     def steps(self) -> list[int]:
-        """Return the steps with a complete checkpoint, oldest first, as rank 0 sees them."""
+        """Return the steps with a complete checkpoint, oldest first, as found by rank 0."""
         steps: list[int] = comm.gather_json(saved_steps(self.directory))[0]
         return steps
 
@@ -227,10 +229,10 @@ class Checkpoints:
     ) -> None:
         """Save the current state of the training; returns when a snapshot is taken.
 
-        state: any JSON values to restore (samples seen, position in the data, scaler, …); rank
-        0's are saved. The random number generators of every rank are saved, too.
-        aliases: parameters of this rank that are copies of a parameter elsewhere, by the name of
-        the original (a tied embedding on the last pipeline stage); saved once, under that name.
+        state: any JSON values to restore (number of samples, position in the data, scaler, …); the
+        values of rank 0 are saved. The random number generators of every rank are saved, too.
+        aliases: for parameters that are copies (a tied embedding on the last pipeline stage), the
+        name of the copy → the name of the original, under which the parameter is saved once.
         """
         saved_state = json.loads(json.dumps(dict(state or {})))
         tensors = model_tensors(model, aliases or {})
@@ -242,7 +244,7 @@ class Checkpoints:
         tensors |= {f"rng.{rank}.{name}": value for name, value in rng_state().items()}
         buffers = {f"model.{unwrapped_name(model, name)}" for name, _ in model.named_buffers()}
         described = describe_shards(tensors, buffers)
-        # The description travels only when it has changed; its digest always does.
+        # The description is exchanged only if it has changed, the digest in every save.
         digest = hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
 
         failure = self._wait_for_thread()
@@ -265,12 +267,12 @@ class Checkpoints:
         self._pending = step, self._thread.submit(self._write, folder, rank, index)
 
     def wait(self) -> None:
-        """Wait until the last save has ended on all ranks; `failed` says whether it failed."""
+        """Wait until the last save has ended on all ranks; `failed` has the reason if it failed."""
         if self._pending is not None:
             self._report(comm.gather_json(self._wait_for_thread()))
 
     def close(self) -> None:
-        """Close without the other ranks: a save that still waits for them is abandoned."""
+        """Stop the thread. Not collective: a save that still waits for other ranks is abandoned."""
         self._stop.set()
         self._thread.shutdown()
 
@@ -285,10 +287,10 @@ class Checkpoints:
     ) -> Loaded:
         """Load the newest complete checkpoint, or the one of `step`, in place.
 
-        A damaged checkpoint is reported on standard error and the previous one is used. A
-        checkpoint of another model or optimizer is a UsageError, and nothing has changed then.
-        rng: restore the random number generators, too; a rank without saved ones gets a fresh
-        seed and a note.
+        A damaged checkpoint is reported on standard error, and the previous checkpoint is used. A
+        checkpoint of another model or optimizer raises UsageError before anything is changed.
+        rng: also restore the random number generators. Generators without a saved state get a new
+        seed, which `Loaded.notes` reports.
         """
         return load_checkpoint(self.directory, model, optimizer, step, rng, aliases or {})
 
@@ -306,7 +308,7 @@ class Checkpoints:
         self.close()
 
     def _new_folder(self, step: int) -> tuple[str | None, str | None]:
-        """On rank 0, create the folder of a save; returns its name, or why there is none."""
+        """On rank 0, create the folder of a save; returns its name, or the error."""
         if this_rank() != 0:
             return None, None
         try:
@@ -321,7 +323,7 @@ class Checkpoints:
             return None, str(error)
 
     def _wait_for_thread(self) -> str | None:
-        """Wait until this rank has written; returns the reason if that failed."""
+        """Wait until this rank's thread has ended; returns why its save failed, or None."""
         error = self._pending[1].exception() if self._pending else None
         return None if error is None else str(error)
 
@@ -338,7 +340,7 @@ class Checkpoints:
         newest = f"{step_name(steps[-1])} is the newest" if steps else "there is none yet"
         print_once(f"checkpoint {step_name(step)} was not written: {reason}; {newest}")
 
-    # From here on: in the thread of a rank.
+    # The methods below run in the background thread.
 
     def _write(self, folder: Path, rank: int, index: Index) -> None:
         """Write this rank's tensor file and, on rank 0, complete the checkpoint."""

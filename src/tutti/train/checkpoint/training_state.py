@@ -27,9 +27,9 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
-    """Return this rank's memory of a tensor, and which box of the full tensor it is."""
+    """Return this rank's part of a tensor, and the box of the full tensor that it covers."""
     shape = tuple(tensor.shape)
-    if not hasattr(tensor, "__create_chunk_list__"):  # torch's protocol of sharded tensors
+    if not hasattr(tensor, "__create_chunk_list__"):  # torch's protocol for sharded tensors
         return tensor.detach(), Box((0,) * len(shape), shape)
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
@@ -57,9 +57,9 @@ def unwrapped_name(model: nn.Module, name: str) -> str:
 
 
 def model_tensors(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers (not copies); a shared one is returned once.
+    """Return parameters and persistent buffers without cloning; a shared tensor appears once.
 
-    aliases: parameters that are copies of another, by the name of the original.
+    aliases: name of a parameter that is a copy → name of the original parameter.
     """
     tensors: dict[str, torch.Tensor] = {}
     known: set[int] = set()
@@ -69,14 +69,14 @@ def model_tensors(model: nn.Module, aliases: Mapping[str, str]) -> dict[str, tor
         if id(value) not in known:
             known.add(id(value))
             unwrapped = unwrapped_name(model, name)
-            # On a rank that has both, the original is used and not its copy.
+            # On a rank that has both an original and its copy, the original is used.
             tensors.setdefault(f"model.{aliases.get(unwrapped, unwrapped)}", value.detach())
     return tensors
 
 
 @torch.no_grad()
 def fill_copies(model: nn.Module, aliases: Mapping[str, str]) -> None:
-    """Copy a loaded original to its copies on the same rank."""
+    """Copy each loaded original parameter to its copies on the same rank."""
     parameters = {unwrapped_name(model, name): each for name, each in model.named_parameters()}
     for name, original in aliases.items():
         if name in parameters and original in parameters:
@@ -150,7 +150,8 @@ def restore_optimizer(
             if key in group and key not in _IMPLEMENTATION
         }
         groups.append({**group, **changed, "params": [id(each) for each in group["params"]]})
-    # Keyed by parameter, not by name: a copy beside its original gets the same state, cloned.
+    # The state is keyed by parameter, not by name: on a rank that has both an original and its
+    # copy, the copy gets a clone of the original's state.
     by_parameter: dict[int, dict[str, Any]] = {}
     restored: set[str] = set()
     for key, name in _names(model, aliases).items():
@@ -190,7 +191,7 @@ def _parameters(
 
 
 def _names(model: nn.Module, aliases: Mapping[str, str]) -> dict[int, str]:
-    """Return each parameter's name in a checkpoint, by its id."""
+    """Map the id of each parameter to its name in a checkpoint."""
     unwrapped = {id(value): unwrapped_name(model, name) for name, value in model.named_parameters()}
     return {key: aliases.get(name, name) for key, name in unwrapped.items()}
 
@@ -218,12 +219,13 @@ def _like(current: Any, saved: Any) -> Any:
 
 
 # Random number generators. The Mersenne Twister of Python and numpy has 624 words of 32 bits and a
-# position in them. Two values are added: whether a second normal number is cached, and its bits.
+# position in them. The saved tensor has two more values: whether a second normal number is cached,
+# and the bits of that number.
 _TWISTER_WORDS = 624
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Return this process's generators: `cpu`, `python`, `numpy` and, on a GPU, `cuda`."""
+    """Return the states of the generators `cpu`, `python`, `numpy` and, on a GPU, `cuda`."""
     _, words, cached = random.getstate()
     state = {"cpu": torch.get_rng_state(), "python": _twister([*words], cached)}
     numpy = np.random.get_state(legacy=False)
