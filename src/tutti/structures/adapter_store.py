@@ -14,18 +14,18 @@ from tutti.comm.symmetric.heap import Heap
 from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
-_COPY_ATTEMPTS = 100  # to copy a slot that its owner changes meanwhile
+_COPY_ATTEMPTS = 100  # a copy is repeated if the slot's owner changes the slot during the copy
 _ALIGNMENT = 64  # bytes: tensors begin at multiples of this
 _NAME_BYTES = 120
-_RECORD_BYTES = 192  # of which 24 + _NAME_BYTES are used
-_CELL_BYTES = 320  # of the announcement: a cell with a name in it
+_RECORD_BYTES = 192  # size of the record of a slot; 24 + _NAME_BYTES bytes are used
+_CELL_BYTES = 320  # size of the announcement: a cell (structures.h) that holds a name
 
 
 class Adapter(Mapping[str, torch.Tensor]):
     """The tensors of one adapter, as views of its slot.
 
-    They stay unchanged at least until the second next `activate`; inside a `with` block, for the
-    whole block.
+    The tensors stay unchanged at least until `activate` has been called twice more, and inside a
+    `with` block until the block ends.
     """
 
     def __init__(
@@ -58,21 +58,22 @@ class Adapter(Mapping[str, torch.Tensor]):
 class AdapterStore(Structure):
     """Adapters (LoRA matrices and the like) of one template, resident in `slots` slots per rank.
 
-    Use it where a server switches between fine-tuned variants from one request to the next: one
+    Use it if a server switches between fine-tuned variants from one request to the next: one
     rank puts an adapter, the others prefetch it in the background while they still compute with
     another, then `activate` switches to it in microseconds.
 
-    Do not use it for weights that change every step (ParameterCache, an all-reduce), or for more
-    adapters in use at once than there are slots.
+    Do not use it for weights that change every step (use ParameterCache or an all-reduce), or for
+    more adapters in use at once than there are slots.
 
     template: tensor name → shape, or → a tensor of that shape and dtype. An adapter that was put on
-    a rank stays there until it is removed there or put again; copies on other ranks may be evicted,
-    least recently used first, but never the active one, the previous active one, or one inside a
-    `with` block. Putting a name again makes a new version; `prefetch` fetches the newest.
+    a rank stays there until that rank removes it or puts it again. Copies on other ranks may be
+    evicted, least recently used first, but never the active adapter, the previous active adapter,
+    or an adapter inside a `with` block. Putting a name again makes a new version; `prefetch`
+    fetches the newest version.
 
-    A copy is checked against the source's sequence number before and after, and repeated if the
-    source changed meanwhile: no rank pins a slot of another rank, so a rank that dies leaves no
-    slot pinned.
+    A copy is valid only if the source slot's sequence number did not change during the copy;
+    otherwise the copy is repeated. So no rank pins a slot of another rank, and a rank that dies
+    leaves no slot pinned.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class AdapterStore(Structure):
     def put(self, name: str, tensors: Mapping[str, torch.Tensor]) -> int:
         """Store an adapter in a slot of this rank; returns its version. Other ranks may fetch it.
 
-        One rank at a time may put a name: of two concurrent puts either may stay.
+        Only one rank at a time should put a name: of two concurrent puts either may remain.
         """
         self._check_open()
         self.template.check(_checked_name(name), tensors)
@@ -125,9 +126,9 @@ class AdapterStore(Structure):
             return slot.version
 
     def prefetch(self, name: str) -> "Future[int]":
-        """Copy the newest version to a slot of this rank, in a background thread.
+        """Copy the newest version of an adapter to a slot of this rank, in a background thread.
 
-        The future's result is the version; LookupError if no rank has the adapter.
+        The result of the future is the version, or LookupError if no rank has the adapter.
         """
         self._check_open()
         return self._thread.submit(self._fetch, _checked_name(name))
@@ -148,9 +149,9 @@ class AdapterStore(Structure):
     def activate(self, name: str, everywhere: bool = False) -> int:
         """Make an adapter the active one; returns this rank's new epoch.
 
-        This takes microseconds if the adapter was prefetched; else it waits for the copy. With
-        `everywhere`, every other rank switches at its next call of `active`; prefetch on all ranks
-        first.
+        This takes microseconds if the adapter was prefetched; otherwise the call waits for the
+        copy. With `everywhere`, every other rank switches at its next call of `active`; call
+        `prefetch` on all ranks first.
         """
         self._check_open()
         self._ensure_resident(_checked_name(name))
@@ -166,7 +167,11 @@ class AdapterStore(Structure):
             return self._switch_to(name)
 
     def active(self) -> Adapter:
-        """The adapter that this rank activated last, or that was activated everywhere since."""
+        """The active adapter.
+
+        This is the adapter that this rank activated last, or one that another rank has activated
+        everywhere since then.
+        """
         if self.closed:
             self._check_open()
         if self._directory.announcements > self._followed:
@@ -178,7 +183,7 @@ class AdapterStore(Structure):
     # ---- Queries ----
 
     def holders(self, name: str) -> dict[int, int]:
-        """The ranks that have an adapter now, with their versions."""
+        """The ranks that have an adapter now, each with its newest version."""
         self._check_open()
         return {
             rank: max(each.version for each in found)
@@ -191,7 +196,7 @@ class AdapterStore(Structure):
         return self._slots.names()
 
     def stats(self) -> dict[str, int]:
-        """This rank's counts; `late` activations had to wait for a copy."""
+        """This rank's counts; `late` counts activations that had to wait for a copy."""
         more = {"evicted": self._slots.evicted, "epoch": self._epoch, "slots": self.slots}
         return self._counts | more
 
@@ -312,7 +317,7 @@ class AdapterTemplate:
         }
 
     def check(self, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse an adapter with other tensors than the template."""
+        """Raise UsageError if the tensors of an adapter differ from the template."""
         for name, (_, shape, dtype) in self._layout.items():
             given = tensors.get(name)
             if given is None or given.shape != shape or given.dtype is not dtype:
@@ -335,7 +340,7 @@ class Slot:
     is_original: bool = False  # put on this rank, not fetched: never evicted
     is_being_written: bool = False
     pins: int = 0
-    last_used: int = 0  # a clock that counts uses
+    last_used: int = 0  # the value of AdapterSlots._clock at the last use
 
 
 class AdapterSlots:
@@ -356,12 +361,12 @@ class AdapterSlots:
             return max(found, key=lambda slot: slot.version, default=None)
 
     def names(self) -> list[str]:
-        """The adapters that are here, least recently used first."""
+        """The adapters in the slots, least recently used first."""
         with self.lock:
             return [s.name for s in sorted(self._slots, key=lambda s: s.last_used) if s.version]
 
     def in_use(self, slot: Slot) -> bool:
-        """Whether the slot is being written, pinned, active or was active before."""
+        """Whether the slot is being written, pinned, active or the previous active one."""
         return slot.is_being_written or slot.pins > 0 or slot in self.active
 
     def touch(self, slot: Slot) -> None:
@@ -383,7 +388,8 @@ class AdapterSlots:
                 f"{originals} hold adapters that were put here, the others are in use: use more "
                 "slots, or remove() adapters"
             )
-        # First an empty slot, then an older version of the same adapter, then the oldest slot.
+        # Prefer an empty slot, then an older version of the same adapter, then the slot that was
+        # not used for the longest time.
         slot = min(candidates, key=lambda s: (s.version > 0, s.name != wanted, s.last_used))
         self.evicted += slot.version > 0 and slot.name != wanted
         slot.is_being_written, slot.version = True, 0
@@ -420,11 +426,11 @@ class Listing(NamedTuple):
 
 
 class AdapterDirectory:
-    """What every rank has in its slots, readable by all, and the announced adapter.
+    """The contents of all ranks' slots, readable by every rank, and the announced adapter.
 
-    A record per slot: a sequence number (odd while the slot is being written), then the version,
-    the length of the name and the name. The sequence number covers the record and the slot's
-    tensors alike. Only a rank itself writes its records; any rank announces.
+    Each slot has a record: a sequence number (odd while the slot is being written), then the
+    version, the length of the name and the name. The sequence number covers both the record and
+    the slot's tensors. A rank writes only its own records; any rank may announce an adapter.
     """
 
     def __init__(self, bases: Any, rank: int, size: int, slots: int) -> None:
@@ -446,7 +452,7 @@ class AdapterDirectory:
         self._quick.tutti_slot_begin(self.record(self.rank, slot))
 
     def end(self, slot: int, name: str, version: int) -> None:
-        """Record what a slot of this rank holds now; version 0: nothing."""
+        """Record what a slot of this rank holds now; version 0 means that it is empty."""
         record, text = self.record(self.rank, slot), name.encode()
         words = (ctypes.c_uint64 * 2)(version, len(text))
         self._quick.tutti_slot_write(record + 8, ctypes.addressof(words), 16)
@@ -458,7 +464,7 @@ class AdapterDirectory:
         return int(self._quick.tutti_load(self.record(rank, slot)))
 
     def of(self, rank: int) -> Iterator[Listing]:
-        """What a rank has now, without slots that are being written."""
+        """The adapters in a rank's slots now, except in slots that are being written."""
         buffer = ctypes.create_string_buffer(16 + _NAME_BYTES)
         target = ctypes.addressof(buffer)
         for slot in range(self.slots):
@@ -473,7 +479,10 @@ class AdapterDirectory:
                     yield Listing(rank, slot, sequence, version, name)
 
     def newest(self, name: str) -> Listing | None:
-        """The newest copy on any rank; of equal versions this rank's own, then the next rank's."""
+        """The newest copy on any rank.
+
+        Among copies of the same version this rank's own is preferred, then the next rank's.
+        """
         ranks = [(self.rank + i) % self.size for i in range(self.size)]
         copies = self._found(ranks, lambda: [c for rank in ranks for c in self.copies(rank, name)])
         return max(copies, key=lambda copy: copy.version, default=None)
@@ -485,8 +494,9 @@ class AdapterDirectory:
     def _found(self, ranks: list[int], search: Callable[[], list[Listing]]) -> list[Listing]:
         """The result of a search on these ranks.
 
-        A new version is written to another slot before the old one is removed. A search slot by
-        slot may miss both, so an empty result counts only if nothing has changed meanwhile.
+        A new version is written to another slot before the old version is removed. A search that
+        reads one slot after the other may miss both versions, so an empty result is accepted only
+        if no slot changed during the search.
         """
         slots = [(rank, slot) for rank in ranks for slot in range(self.slots)]
         while True:
@@ -503,18 +513,21 @@ class AdapterDirectory:
         return int(self._quick.tutti_load(self._announcement)) >> native.VERSION_SHIFT
 
     def announce(self, name: str) -> int:
-        """A compiled call (see Structure._served): the number of this announcement, or a code."""
+        """Announce an adapter to all ranks; returns the number of this announcement.
+
+        Other results are codes for Structure._served, which repeats the call.
+        """
         text = name.encode().ljust(_NAME_BYTES, b"\0")
         return int(self._quick.tutti_rows_publish(self._announced, 0, text))
 
     def announced(self) -> tuple[int, str]:
-        """The number and the name of the last announcement; a negative number: try again."""
+        """The number and the name of the last announcement; a negative number means: try again."""
         text = ctypes.create_string_buffer(_NAME_BYTES + 1)
         number = self._quick.tutti_rows_lookup(self._announced, 0, ctypes.addressof(text))
         return int(number), text.value.decode()
 
     def declare_dead(self, rank: int) -> None:
-        """Take over the claim of a rank that died while it announced."""
+        """Take over the claim of a rank that died while it announced an adapter."""
         self._core.tutti_rows_declare_dead(self._announced, rank)
 
     def free(self) -> None:
@@ -522,7 +535,7 @@ class AdapterDirectory:
 
 
 def _checked_name(name: str) -> str:
-    """The name, if it fits into a record."""
+    """Return the name if it fits into a record; raise UsageError otherwise."""
     length = len(name.encode())
     if 0 < length <= _NAME_BYTES and "\0" not in name:
         return name

@@ -15,7 +15,10 @@ Placement = Literal["block", "cyclic"]
 
 @dataclass(frozen=True)
 class RowPlacement:
-    """`rows` rows over `size` ranks: in consecutive blocks, or cyclic: row i on rank i % size."""
+    """The distribution of `rows` rows over `size` ranks.
+
+    Placement "block" gives each rank consecutive rows; "cyclic" puts row i on rank i % size.
+    """
 
     rows: int
     size: int
@@ -33,7 +36,7 @@ class RowPlacement:
 
     @property
     def per_rank(self) -> int:
-        """Rows that every rank has memory for; the last rank may hold fewer."""
+        """The number of rows that fit into each rank's memory; the last ranks may hold fewer."""
         return -(-self.rows // self.size)
 
     def owner(self, index: int) -> int:
@@ -73,13 +76,13 @@ class DistributedTensor(Structure):
     owner's help. Block placement keeps neighbouring rows together; cyclic placement spreads rows
     that are used often, such as the first ones, over the ranks.
 
-    Do not use it where a reader must see a consistent row while others write: use ParameterCache.
-    Nor for dense sums of whole tensors: an all-reduce is faster.
+    Do not use it if readers need consistent rows while other ranks write (use ParameterCache), or
+    for dense sums of whole tensors (an all-reduce is faster).
 
-    `scatter_add` adds every element atomically: no concurrent addition is lost, in any order (float
-    sums may differ in the last bits from run to run). `gather` and `scatter` are plain copies. To
-    see what another rank wrote, synchronise with it first: `heap.barrier()` or a signal. On CUDA
-    everything is enqueued on the current stream.
+    `scatter_add` adds every element atomically: no concurrent addition is lost. The order of
+    additions is not fixed, so float sums may differ in the last bits from run to run. `gather` and
+    `scatter` are plain copies. Before you read what another rank wrote, synchronise with that
+    rank: `heap.barrier()` or a signal. On CUDA everything is enqueued on the current stream.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class DistributedTensor(Structure):
 
     @property
     def local_indices(self) -> torch.Tensor:
-        """The indices of the rows in `local`, in its order."""
+        """The indices of the rows in `local`, in the same order."""
         return self._mine
 
     def owner(self, index: int) -> int:
@@ -123,7 +126,7 @@ class DistributedTensor(Structure):
         return self.rows.owner(index)
 
     def row(self, index: int) -> torch.Tensor:
-        """One row as a view, on whichever rank it is."""
+        """A view of one row, whichever rank holds it."""
         self._check_open()
         return self._table.peer(self.rows.owner(index))[self.rows.position(index)]
 
@@ -168,7 +171,10 @@ class DistributedTensor(Structure):
         self._check_indices(positions, bad)
 
     def scatter_add(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Add `values[i]` to row `indices[i]`; repeated indices and concurrent ranks all add."""
+        """Add `values[i]` to row `indices[i]`.
+
+        All additions count, also those of repeated indices and of other ranks at the same time.
+        """
         self._check_open()
         self._check_tensor("values", values, (*indices.shape, self.columns))
         self._added += indices.numel()
@@ -196,7 +202,7 @@ class DistributedTensor(Structure):
         return full
 
     def stats(self) -> dict[str, int | str]:
-        """Rows that this rank has gathered, scattered and added."""
+        """The rows, their placement, and the counts of rows that this rank gathered or changed."""
         return {
             "rows": self.rows.rows,
             "local_rows": len(self._mine),
@@ -211,7 +217,11 @@ class DistributedTensor(Structure):
             self._core.tutti_rows_free(self._native)
 
     def _by_owner(self, indices: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """For each owner of some of the rows: their positions in `indices`, and in its memory."""
+        """Divide the rows by their owners.
+
+        Returns, for each rank that owns some of the rows: the rank, the positions of its rows in
+        `indices`, and the positions of these rows in the rank's memory.
+        """
         flat = indices.reshape(-1).to(self.heap.device, torch.int64)
         outside = flat[(flat < 0) | (flat >= self.rows.rows)]
         if len(outside):

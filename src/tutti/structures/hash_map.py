@@ -12,11 +12,13 @@ from tutti.structures.structure_base import Structure, addable
 from tutti.world.errors import UsageError
 
 _RESERVED = 2**64 - 1
-_empty_like = torch.empty_like  # a global is found faster than an attribute: a get takes about 1 µs
+# Python finds a global faster than an attribute of torch. This matters, because HashMap.get takes
+# only about 1 µs.
+_empty_like = torch.empty_like
 
 
 class Full(RuntimeError):
-    """A shard of a HashMap has no free entry; the message has the numbers and the cure."""
+    """A shard of a HashMap has no free entry; the message gives the numbers and the remedy."""
 
 
 class HashMap(Structure):
@@ -27,14 +29,15 @@ class HashMap(Structure):
     deletes at any time, without the help of the key's owner; a get takes about 1 µs, does not wait
     for writers and never returns a mixture of two values.
 
-    Do not use it for dense row numbers (DistributedTensor, ParameterCache), for values of different
-    sizes (PooledCache), or for an unbounded stream of new keys: a deleted key keeps its entry,
-    until `compact()` on all ranks. Values take twice their memory, so that a writer that is killed
-    during a write leaves the last value intact.
+    Do not use it for dense row numbers (use DistributedTensor or ParameterCache), for values of
+    different sizes (use PooledCache), or for an unbounded stream of new keys: a deleted key keeps
+    its entry until all ranks call `compact()`. Each value takes twice its size in memory, so that
+    a writer that is killed during a write leaves the last value intact.
 
-    `capacity` is the number of keys over all ranks. Keys are distributed by their hash, and each
-    shard has spare entries for uneven hashes. Key 2^64 - 1 is reserved. Values have `value_shape`
-    and `dtype`, or are `value_bytes` raw bytes (uint8).
+    `capacity` is the number of keys over all ranks. Keys are distributed over the ranks by their
+    hash, and each rank's shard has spare entries, because the distribution is not quite even. Key
+    2^64 - 1 is reserved. Values have `value_shape` and `dtype`, or are `value_bytes` raw bytes
+    (uint8).
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class HashMap(Structure):
     def get(
         self, key: int, default: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """A copy of the value, or `default`. With `out`, the copy goes there."""
+        """A copy of the value, or `default`. If `out` is given, the value is copied into it."""
         if not 0 <= key < _RESERVED:
             self._check_key(key)
         if out is None:
@@ -86,18 +89,18 @@ class HashMap(Structure):
         return out if found else default
 
     def put(self, key: int, value: torch.Tensor | float) -> bool:
-        """Store a value; returns whether the key is new. Of concurrent puts the last one stays."""
+        """Store a value; returns whether the key is new. The last of concurrent puts wins."""
         return self._write(key, value, self._quick.tutti_map_put)
 
     def add(self, key: int, value: torch.Tensor | float) -> bool:
-        """Add to the value, or to zeros if there is none; returns whether the key is new.
+        """Add to the value of a key, or to zeros if it has no value; returns whether it is new.
 
         No concurrent addition to a key is lost.
         """
         return self._write(key, value, self._quick.tutti_map_add, addable(self.dtype, "add"))
 
     def delete(self, key: int) -> bool:
-        """Delete a key; returns whether it was present. Its entry stays reserved for it."""
+        """Delete a key; returns whether it was present. Its entry stays reserved for this key."""
         self._check_key(key)
         self._deletes += 1
         call = self._quick.tutti_map_delete
@@ -106,7 +109,10 @@ class HashMap(Structure):
     def get_many(
         self, keys: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values, of shape (*keys.shape, *value_shape), 0 where absent, and which were found."""
+        """The values, of shape (*keys.shape, *value_shape), and a mask of the keys that were found.
+
+        The values of absent keys are 0.
+        """
         checked = self._checked_keys(keys)
         shape = (*keys.shape, *self.value_shape)
         if out is None:
@@ -120,11 +126,11 @@ class HashMap(Structure):
         return out, found
 
     def put_many(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `values[i]` under `keys[i]`, each separately."""
+        """Store `values[i]` under `keys[i]`; each key is written separately."""
         self._write_many(keys, values, -1)
 
     def add_many(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Add `values[i]` to the value of `keys[i]`; repeated keys all add."""
+        """Add `values[i]` to the value of `keys[i]`; all values of a repeated key are added."""
         self._write_many(keys, values, addable(self.dtype, "add_many"))
 
     def owner(self, key: int) -> int:
@@ -133,7 +139,7 @@ class HashMap(Structure):
         return int(self._quick.tutti_map_owner(self._native, key))
 
     def local_items(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (as int64: those above 2^63 are negative) and values in this rank's shard."""
+        """The keys (as int64: keys from 2^63 on are negative) and values in this rank's shard."""
         self._check_open()
         room = int(self._core.tutti_map_claimed(self._native, self.rank))
         keys = torch.empty(room, dtype=torch.int64)
@@ -142,7 +148,7 @@ class HashMap(Structure):
         return keys[:count], values[:count]
 
     def compact(self) -> None:
-        """Free the entries of deleted keys. Collective: no rank may use the map meanwhile."""
+        """Free the entries of deleted keys. Collective: no rank may use the map during the call."""
         self._check_open()
         self.heap.barrier()
         code = self._core.tutti_map_compact(self._native)
@@ -267,10 +273,10 @@ class HashMap(Structure):
 
 
 def _entries(capacity: int, size: int) -> int:
-    """Entries of a shard, a power of 2, so that `capacity` keys fit whatever their hashes.
+    """The number of entries of a shard: a power of 2, enough for `capacity` keys over all shards.
 
-    The number of keys per shard is binomial: the mean plus six standard deviations is exceeded
-    once in 10^9 maps. An eighth of the entries stays free.
+    The number of keys in a shard is binomially distributed: it exceeds the mean plus six standard
+    deviations once in 10^9 maps. An eighth of the entries stays free.
     """
     mean = capacity / size
     most = min(capacity, mean + 6 * math.sqrt(mean) + 1)

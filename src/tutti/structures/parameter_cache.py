@@ -1,4 +1,4 @@
-"""ParameterCache: rows with versions; every rank reads them while their owners publish new ones."""
+"""ParameterCache: versioned rows that any rank can read while their owners publish new versions."""
 
 import torch
 
@@ -8,21 +8,22 @@ from tutti.structures.distributed_tensor import Placement, RowPlacement, contigu
 from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
 
-# A global is found faster than an attribute: a lookup takes about 1 µs.
+# Python finds a global faster than an attribute of torch. This matters, because
+# ParameterCache.lookup takes only about 1 µs.
 _empty_like = torch.empty_like
 
 
 class ParameterCache(Structure):
     """A table of `rows` × `columns`; each row's owner publishes versions, every rank looks them up.
 
-    Use it where readers and writers are not synchronised: parameters that a server publishes and
+    Use it if readers and writers are not synchronised: parameters that a server publishes and
     workers fetch, normalisation statistics, routing tables, tables of learning rates. A lookup
     takes about 1 µs, never waits, and never returns a mixture of two versions.
 
-    Do not use it to sum contributions of many writers (DistributedTensor), or for keys that are
-    not row numbers (HashMap). It takes twice the memory of its rows: a new version is written
-    beside the one that readers use, so a writer that is killed during a write leaves the last
-    version intact.
+    Do not use it to sum contributions of many writers (use DistributedTensor), or for keys that
+    are not row numbers (use HashMap). It takes twice the memory of its rows: a new version is
+    written beside the version that readers use, so a writer that is killed during a write leaves
+    the last version intact.
     """
 
     def __init__(
@@ -40,7 +41,8 @@ class ParameterCache(Structure):
         self.dtype = dtype
         self._core, self._quick = native.core(), native.core_holding_gil()
         row_bytes = columns * dtype.itemsize
-        # Each row on its own cache lines: publishing one does not slow readers of its neighbours.
+        # Each row has its own cache lines, so publishing a row does not slow down the readers of
+        # neighbouring rows.
         stride = -(-self._core.tutti_cell_bytes(row_bytes) // 64) * 64
         memory = self._zeros((self.rows.per_rank * stride,), torch.uint8)
         self._native = self._core.tutti_rows_create(
@@ -74,7 +76,8 @@ class ParameterCache(Structure):
         source = row if row.is_contiguous() else row.contiguous()
         address = source.data_ptr()
         self._published += 1
-        # Other writers of this row are threads of this process, which finish soon.
+        # No timeout parameter, only the heap's timeout: other writers of this row are threads of
+        # this process, which finish soon.
         return self._served(
             lambda: int(self._quick.tutti_rows_publish(self._native, index, address)),
             lambda rank: self._core.tutti_rows_declare_dead(self._native, rank),
@@ -102,7 +105,7 @@ class ParameterCache(Structure):
     def lookup_versioned(
         self, index: int, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, int]:
-        """A copy of the newest version of a row, and its number."""
+        """A copy of the newest version of a row, and its version number."""
         if out is None:
             out = _empty_like(self._row)
         else:
@@ -115,8 +118,8 @@ class ParameterCache(Structure):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of rows, of shape (*indices.shape, columns), and their versions.
 
-        Each row is consistent, but rows may be of different times. A row that was never published
-        has version 0 and zeros.
+        Each row is one complete version, but different rows may have been read at different times.
+        A row that was never published has version 0 and contains zeros.
         """
         self._check_open()
         positions = contiguous_indices(indices)
@@ -137,13 +140,13 @@ class ParameterCache(Structure):
         return out, versions
 
     def version(self, index: int) -> int:
-        """How often a row was published."""
+        """The current version of a row: the number of times that it was published."""
         return int(self._quick.tutti_load(self._state(index))) >> native.VERSION_SHIFT
 
     def wait_for(self, index: int, version: int, timeout: float | None = None) -> int:
-        """Wait until a row has at least this version; returns the version it has.
+        """Wait until a row has at least this version; returns the row's current version.
 
-        Raises Timeout, or PeerDied when the row's owner has died and cannot publish it any more.
+        Raises Timeout, or PeerDied if the row's owner has died and can no longer publish it.
         """
         if version <= 0:
             return self.version(index)
@@ -155,7 +158,10 @@ class ParameterCache(Structure):
         return state >> native.VERSION_SHIFT
 
     def stats(self) -> dict[str, int]:
-        """This rank's counts; `retries` are copies during which a writer changed the row twice."""
+        """The numbers of this rank's lookups, published rows and retries.
+
+        A retry is a copy that was repeated because the row was published twice during the copy.
+        """
         self._check_open()
         return {
             "lookups": int(self._core.tutti_rows_lookups(self._native)),

@@ -16,7 +16,7 @@ UNIT = 64  # bytes: values begin at multiples of this
 
 @dataclass
 class CachedValue:
-    """A value in a tier. `area` is -1 where every value is a separate tensor."""
+    """A value in a tier. `area` is -1 if the tier stores every value as a separate tensor."""
 
     view: torch.Tensor
     bytes: int
@@ -26,9 +26,10 @@ class CachedValue:
 
 
 class HostTier:
-    """One level of the cache: values in the order of their last use. It never evicts by itself.
+    """One tier of the cache: values in the order of their last use. It never evicts by itself.
 
-    The values are in ordinary host memory, page-locked for a GPU, at most `limit` bytes.
+    The values are in ordinary host memory (page-locked if the heap is on a GPU) and take at most
+    `limit` bytes together.
     """
 
     name = "host"
@@ -57,7 +58,7 @@ class HostTier:
         return data.nbytes <= self._limit - sum(held.bytes for held in self._pinned())
 
     def oldest(self) -> Hashable:
-        """The least recently used value that is not pinned."""
+        """The key of the least recently used value that is not pinned."""
         return next(key for key, held in self.values.items() if not held.pins)
 
     @property
@@ -69,7 +70,7 @@ class HostTier:
         return [held for held in self.values.values() if held.pins]
 
     def _take(self, data: torch.Tensor) -> CachedValue | None:
-        """Memory for data, or None."""
+        """Memory for a copy of `data`; None if there is not enough."""
         if data.nbytes > self._limit - self.bytes:
             return None
         view = torch.empty(data.shape, dtype=data.dtype, pin_memory=self._pin_memory)
@@ -131,12 +132,14 @@ class PooledCache(Structure):
     among the others), then to ordinary host memory (`host_bytes`; page-locked when the heap is on a
     GPU). A `get` from a lower tier promotes the value again.
 
-    Do not use it to share values between ranks: keys belong to this rank (use HashMap). On the CPU
-    all tiers are equally fast, unless they are on other NUMA nodes; it pays on GPUs.
+    Do not use it to share values between ranks: each rank has its own keys (use HashMap). On the
+    CPU all tiers are equally fast, unless they are on different NUMA nodes, so the cache is useful
+    mainly on GPUs.
 
     Nothing is lost silently: `put` returns the keys that were dropped for lack of memory, `on_drop`
-    is called with each, `stats` counts them, and `get` never drops anything. Values never change:
-    to replace one, remove it first. One thread at a time; on CUDA one stream.
+    is called with each of these keys, `stats` counts them, and `get` never drops anything. Values
+    never change: to replace a value, remove it first. Use the cache from one thread at a time and,
+    on CUDA, on one stream.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class PooledCache(Structure):
     def put(self, key: Hashable, value: torch.Tensor) -> list[Hashable]:
         """Store a copy of a value; returns the keys that were dropped to make room for it.
 
-        A value that fits into no tier is dropped itself: then its own key is returned.
+        A value that fits into no tier is dropped: then the list contains its own key.
         """
         self._check_open()
         if key in self:
@@ -191,7 +194,10 @@ class PooledCache(Structure):
         return dropped
 
     def get(self, key: Hashable, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """A copy of the value, or None. It is promoted to the local tier if that drops nothing."""
+        """A copy of the value; None if the key has no value.
+
+        The value is promoted to the local tier if nothing must be dropped for that.
+        """
         tier, held = self._hit(key)
         if tier is None or held is None:
             return None
@@ -206,7 +212,8 @@ class PooledCache(Structure):
     def borrow(self, key: Hashable) -> Iterator[torch.Tensor]:
         """`with cache.borrow(key) as view:` gives the value in its tier, without a copy.
 
-        It stays there inside the block. Do not write to it. Raises KeyError if there is none.
+        The value stays in its tier until the block ends. Do not write to it. Raises KeyError if
+        the key has no value.
         """
         _, held = self._hit(key)
         if held is None:
@@ -218,7 +225,7 @@ class PooledCache(Structure):
             held.pins -= 1
 
     def remove(self, key: Hashable) -> None:
-        """Remove a value. Raises KeyError if there is none."""
+        """Remove a value. Raises KeyError if the key has no value."""
         self._check_open()
         tier = self._tier_of(key)
         if tier is None:
@@ -267,7 +274,11 @@ class PooledCache(Structure):
         tiers: Sequence[HostTier],
         dropped: list[Hashable],
     ) -> bool:
-        """Store in the first tier that can hold it; least recently used values move down."""
+        """Store `data` in the first tier that can hold it; returns whether there is such a tier.
+
+        To make room, least recently used values move to lower tiers. The keys of values that fit
+        into no tier are appended to `dropped`.
+        """
         for level, tier in enumerate(tiers):
             if not tier.could_store(data):
                 continue
@@ -297,7 +308,7 @@ class PooledCache(Structure):
             self._counts["spilled"] += 1
 
     def _swap(self, key: Hashable, lower: HostTier, data: torch.Tensor) -> None:
-        """Swap with the oldest local value of the same size: needs no free memory."""
+        """Swap a value with the oldest local value of the same size, which needs no free memory."""
         local, bytes = self._tiers[0], lower.values[key].bytes
         for other, held in local.values.items():
             if held.pins or held.bytes != bytes:
@@ -305,7 +316,7 @@ class PooledCache(Structure):
             kept = held.view.clone()
             local.drop(other)
             lower.drop(key)
-            local.store(key, data)  # each fits into the memory that the other has left
+            local.store(key, data)  # each value fits into the memory that the other one freed
             lower.store(other, kept)
             self._counts["promoted"] += 1
             self._counts["spilled"] += 1

@@ -1,4 +1,4 @@
-"""RingBuffer: a stream of equal slots from one rank to another, in the reader's memory."""
+"""RingBuffer: a stream of equally large slots from one rank to another, in the reader's memory."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ _END = 1 << 63  # in `filled`: the producer has finished; in `emptied`: the cons
 
 
 class EndOfStream(Exception):
-    """The producer has finished and every slot has been taken."""
+    """The producer has finished and the consumer has taken every slot."""
 
 
 class ConsumerGone(RuntimeError):
@@ -29,15 +29,16 @@ class RingBuffer(Structure):
     a full ring makes the producer wait.
 
     Do not use it between more than two ranks (make a ring per pair), or for messages of very
-    different sizes (a slot has the largest). One thread at a time may use each end.
+    different sizes (every slot has the size of the largest message). One thread at a time may use
+    each end.
 
-    Created on all ranks of the heap together, also on those that are neither end. Every wait ends
-    with Timeout, or PeerDied when the other end has died. Slots have `slot_shape` and `dtype`, or
-    are `slot_bytes` raw bytes (uint8).
+    All ranks of the heap create it together, including ranks that are neither producer nor
+    consumer. A wait that fails raises Timeout, or PeerDied if the other end has died. Slots have
+    `slot_shape` and `dtype`, or are `slot_bytes` raw bytes (uint8).
 
     Memory order: the producer writes the slot, then stores `filled` (release); the consumer loads
     `filled` (acquire) before it reads the slot. `emptied` does the same in the other direction. On
-    CUDA each end synchronises its stream before it stores the word: correct, but not asynchronous.
+    CUDA each end synchronises its stream before it stores the word, which blocks the host.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class RingBuffer(Structure):
         ]
         self._addresses = [view.data_ptr() for view in self._views]
         self._done = 0  # slots that this end has filled or emptied
-        # Up to which slot each end may go before it must read the other's word again; 0 elsewhere.
+        # Each end may proceed until `_done` reaches its limit; then it must read the other end's
+        # word again. On ranks that are not this end the limit stays 0.
         self._fill_limit = slots if heap.rank == producer else 0
         self._take_limit = 0
         self._waits = 0
@@ -95,7 +97,7 @@ class RingBuffer(Structure):
     def reserve(self, timeout: float | None = None) -> "_Reservation":
         """`with ring.reserve() as slot:` gives a free slot to write; the end of the block sends it.
 
-        An error inside the block sends nothing.
+        If the block raises an error, nothing is sent.
         """
         self._reservation.timeout = timeout
         return self._reservation
@@ -122,7 +124,7 @@ class RingBuffer(Structure):
             self._publish_slot()
 
     def try_put(self, value: torch.Tensor) -> bool:
-        """Put if a slot is free now; returns whether it was."""
+        """Put the value if a slot is free now; returns whether it was put."""
         if self._done >= self._fill_limit:
             self._check_free_slot()
             if self._done >= self._fill_limit:
@@ -142,13 +144,14 @@ class RingBuffer(Structure):
     def next(self, timeout: float | None = None) -> "_Next":
         """`with ring.next() as item:` gives the oldest slot as a view, freed at the block's end.
 
-        Raises EndOfStream when the producer has finished. An error inside the block keeps the slot.
+        Raises EndOfStream when the producer has finished. If the block raises an error, the slot
+        is not freed.
         """
         self._next.timeout = timeout
         return self._next
 
     def get(self, out: torch.Tensor | None = None, timeout: float | None = None) -> torch.Tensor:
-        """A copy of the oldest slot, which is freed."""
+        """Copy the oldest slot, free the slot, and return the copy."""
         if self._done >= self._take_limit:
             self._wait_for_item(timeout)
         view = self._views[self._done % self.slots]
@@ -157,7 +160,7 @@ class RingBuffer(Structure):
         return out
 
     def try_get(self) -> torch.Tensor | None:
-        """A copy of the oldest slot, or None if there is none now; EndOfStream as `get`."""
+        """As `get`, but returns None if no slot is filled now."""
         if self._done >= self._take_limit:
             self._check_item()
             if self._done >= self._take_limit:
@@ -165,7 +168,7 @@ class RingBuffer(Structure):
         return self.get()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """The slots in order until the stream ends; each view is valid until the next one."""
+        """Yield the slots in order until the stream ends; a view is valid until the next slot."""
         while True:
             try:
                 with self.next() as item:
@@ -183,18 +186,18 @@ class RingBuffer(Structure):
     # ---- Both ends ----
 
     def __len__(self) -> int:
-        """Slots that are filled and not yet freed, as this end sees it now."""
+        """The number of slots that are filled and not yet freed, as this rank reads it now."""
         self._check_open()
         filled = self._quick.tutti_load(self._filled) & ~_END
         return int(filled - (self._quick.tutti_load(self._emptied) & ~_END))
 
     def stats(self) -> dict[str, int]:
-        """Slots that this end has sent or freed, their bytes, and how often it had to wait."""
+        """The number of slots that this end has sent or freed, their bytes, and its waits."""
         done, waits = self._done, self._waits
         return {"slots": done, "bytes": done * self._slot_bytes, "waits": waits}
 
     def _publish_slot(self) -> None:
-        """Publish that this slot is filled, or empty again (release)."""
+        """Publish that the current slot is filled, or empty again (release)."""
         if self._on_gpu:
             torch.cuda.current_stream(self.heap.device).synchronize()
         self._done += 1

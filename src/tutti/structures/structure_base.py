@@ -1,6 +1,6 @@
-"""What all structures share: creation and end on all ranks, waits, checks of tensors.
+"""The base class of all structures: collective creation and close, waits, checks of tensors.
 
-The compiled half is shm/core/structures.h.
+The compiled part of the structures is declared in shm/core/structures.h.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from tutti.comm.symmetric.heap_rendezvous import Timeout, lost_peer
 from tutti.comm.symmetric.symmetric_tensor import SymmetricTensor
 from tutti.world.errors import UsageError
 
-# The core's numbers of the dtypes that can be added atomically.
+# The C core's codes of the dtypes that it can add atomically.
 _ADDABLE = {
     torch.float64: native.F64,
     torch.float32: native.F32,
@@ -27,7 +27,7 @@ _ADDABLE = {
 
 
 def addable(dtype: torch.dtype, call: str) -> int:
-    """The core's number of a dtype for atomic additions."""
+    """The C core's code of a dtype; raises UsageError if the core cannot add it atomically."""
     code = _ADDABLE.get(dtype)
     if code is None:
         names = ", ".join(str(each).removeprefix("torch.") for each in _ADDABLE)
@@ -35,17 +35,18 @@ def addable(dtype: torch.dtype, call: str) -> int:
     return code
 
 
-# A wait returns to Python this often: for Ctrl-C, and to check that the peer still lives.
+# A wait returns to Python at this interval, to handle Ctrl-C and to check that the peer is alive.
 _SLICE_SECONDS = 0.1
 _SUSPICIOUS_SECONDS = 0.02  # a writer that holds a value for longer may have died
-_AT_ONCE_SECONDS = 1e-6  # to the core 0 means for ever
+_AT_ONCE_SECONDS = 1e-6  # the shortest wait: for the core, 0 means to wait forever
 
 
 class Structure:
     """A data structure in the memory of a heap. Creation and close are collective, use is not.
 
-    A `with` block closes it at its end, but not after an error, because then the other ranks may
-    never call close(): the memory is freed with the heap.
+    A `with` block closes the structure at its end. After an error in the block only this rank's
+    part is closed, because the other ranks may never call close(); the memory is then freed with
+    the heap.
     """
 
     dtype: torch.dtype
@@ -81,13 +82,16 @@ class Structure:
             self._end()
 
     def _end(self) -> None:
-        """This rank's part of closing."""
+        """Close this rank's part of the structure."""
         if not self.closed:
             self.closed = True
             self._release()
 
     def _release(self) -> None:
-        """Subclasses free their compiled handle and replace calls without a check by `_refuse`."""
+        """Free the compiled handle; for subclasses.
+
+        Compiled calls that are made without a check of `closed` must be replaced by `_refuse`.
+        """
 
     def _on_cpu(self) -> None:
         if self.heap.device.type != "cpu":
@@ -130,7 +134,8 @@ class Structure:
         return self._kept(heap.zeros((bytes,), dtype=torch.uint8))
 
     def _kept(self, tensor: SymmetricTensor) -> SymmetricTensor:
-        # Views keep the memory mapped even if the heap is closed: compiled code holds addresses.
+        # The views keep the memory mapped even if the heap is closed, because compiled code holds
+        # addresses in it.
         self._memory.append(tensor)
         self._views_kept += [tensor.peer(rank) for rank in range(self.size)]
         return tensor
@@ -144,13 +149,14 @@ class Structure:
     ) -> int:
         """Wait until the word at an address is at least `at_least` (acquire); returns the word.
 
-        Raises PeerDied or PeerLeft when rank `source`, which must write it, cannot any more.
+        Raises PeerDied or PeerLeft if rank `source`, which should write the word, has died or has
+        closed the heap.
         """
         seconds = self.heap.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         remaining, end = max(seconds, _AT_ONCE_SECONDS), None
         while True:
-            # Read once more after the peer is gone: it may have written the word before it ended.
+            # If the peer is gone, read once more: it may have written the word before it ended.
             longest = 0 if end else min(remaining, _SLICE_SECONDS)
             value = int(
                 native.core().tutti_await_word(word, at_least, max(longest, _AT_ONCE_SECONDS))
@@ -171,7 +177,7 @@ class Structure:
         """PeerDied if a rank has died, PeerLeft if it has closed the heap, else None."""
         if rank == self.rank:
             return None
-        try:  # wait for a signal that is never sent: its error says what became of the rank
+        try:  # wait for a signal that is never sent: the error depends on the state of the rank
             (self._host or self.heap).wait(
                 slot=0, at_least=2**64 - 1, source=rank, timeout=_AT_ONCE_SECONDS
             )
@@ -186,11 +192,11 @@ class Structure:
     def _served(
         self, call: Callable[[], int], declare_dead: Callable[[int], None], what: str
     ) -> int:
-        """The result of a compiled call that may have to wait for another writer.
+        """Repeat a compiled call while another writer blocks it; returns the call's result.
 
-        If the writer that holds the claim on a value has died, its claim is taken over: a write
-        becomes visible to readers only when it is complete. A rank that only closed the heap keeps
-        its claim: another of its threads may still be writing.
+        If the writer that holds the claim on a value has died, its claim is taken over. This is
+        safe, because a write becomes visible to readers only when it is complete. A rank that only
+        closed the heap keeps its claim: another of its threads may still be writing.
         """
         code = call()
         if code > BUSY and code != OVERTAKEN:
@@ -209,6 +215,6 @@ class Structure:
                     f"{what} waited {self.heap.timeout:g} s on rank {self.rank}: {who} writing it "
                     "without pause"
                 )
-            time.sleep(0)  # the writer may need this core
+            time.sleep(0)  # the writer may need this CPU core
             code = call()
         return code
