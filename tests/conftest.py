@@ -21,14 +21,15 @@ pytest_plugins = ["measured"]
 _PR_SET_CHILD_SUBREAPER = 36
 ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
-# A background job of a shell ignores SIGINT, and so would the ranks to which tests send it.
+# A background job of a shell ignores SIGINT, and its child processes inherit that. Tests send
+# SIGINT to ranks, so the default handler is restored.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Waiting threads of torch, here and in all ranks, sleep instead of spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# No deadline for examples of property tests: their time is not what is tested.
+# Examples of property tests have no deadline, because no test judges a time.
 settings.register_profile("no clock", deadline=None)
 settings.load_profile("no clock")
 
@@ -51,7 +52,7 @@ def check_for_leaks() -> Iterator[None]:
 
 
 def _reap_orphans() -> None:
-    """Wait for ended processes whose parents ended earlier."""
+    """Reap ended processes whose parents ended before them."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
             if child.status() == psutil.STATUS_ZOMBIE:
@@ -65,7 +66,7 @@ def _resources() -> set[str]:
         if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
         if child.pid not in standing_processes()
     }
-    # By name: other programs use shared memory too.
+    # Only names with tutti: other programs use shared memory, too.
     shared_memory = {str(path) for path in Path("/dev/shm").glob("*tutti*")}
     folders = {str(path) for path in Path(tempfile.gettempdir()).glob("tutti-run-*")}
     return processes | shared_memory | folders

@@ -4,7 +4,7 @@ import torch
 
 
 def whole_numbers(count: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
-    """Small whole numbers: their sums and products are exact in every dtype."""
+    """Return small integers, whose sums and products are exact in every dtype."""
     return ((torch.arange(count) * 7 + rank * 3) % 3 + (dtype != torch.bool)).to(dtype)
 
 

@@ -1,6 +1,7 @@
 """Ranks without tutti.init(), forked from one process that has imported torch.
 
-For tests of plain torch scripts, and of ranks that are killed: a tutti world would end the others.
+For tests of plain torch scripts, and of ranks that are killed: in a tutti world, the launcher would
+end all ranks when one is killed.
 """
 
 import importlib.util
@@ -26,8 +27,8 @@ def forked(
 ) -> list[Any]:
     """Run `function(rank, *arguments)` on forked ranks of one process group.
 
-    Returns each rank's result; for one that ended otherwise, its exit status (negative: a signal)
-    as {"exit": status}.
+    Returns each rank's result. A rank that ended without a result has {"exit": status} instead; a
+    negative status is the number of a signal.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
         source = function.__code__.co_filename

@@ -1,6 +1,6 @@
 """Ranks that run a program on a symmetric heap, without tutti's launcher.
 
-The launcher would end the whole world with its first dead rank; here ranks may die.
+The launcher would end all ranks when one rank dies; in these tests, single ranks may die.
 """
 
 import subprocess
@@ -27,7 +27,7 @@ def caught(act):
 
 
 def run_ranks(program: str, size: int, folder: Path, timeout: float = 60) -> list[tuple[int, str]]:
-    """Exit code and output of each rank."""
+    """Run `program` on `size` ranks; returns exit code and output of each rank."""
     (folder / "program.py").write_text(HEAD + program)
     ranks = [
         subprocess.Popen(

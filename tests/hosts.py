@@ -1,12 +1,12 @@
 """Several hosts on one machine: real network stacks, host names, process tables and /dev/shm.
 
-Each host is a set of Linux namespaces. They hang on a bridge that lives in a further host, the
-hub, so no link, address, process or mount of theirs shows on the machine itself, and any number
-of test runs can go at once.
+Each host is a set of Linux namespaces. The hosts are connected by a network bridge in one more
+host, the hub. No link, address, process or mount of the hosts is visible on the machine itself, so
+any number of test runs can run at the same time.
 
 The first process of a host (its init) is a `cat` on a pipe that only the test process holds. The
-kernel kills everything in a PID namespace when its init ends, so a host cannot outlive the test:
-not after an exception, not even after the test process was killed.
+kernel kills everything in a PID namespace when its init ends, so a host cannot outlive the test
+process, even if the test raises an exception or its process is killed.
 """
 
 import ctypes
@@ -37,11 +37,11 @@ def _check(status: int, call: str) -> None:
 
 @contextmanager
 def _children_in_pid_namespace_of(init: int | None) -> Iterator[None]:
-    """Let processes started in the block live in the PID namespace of `init`, or in a new one.
+    """Start processes inside the block in the PID namespace of `init`, or in a new one.
 
-    A PID namespace is entered at birth. Setting it here, for this thread's children, rather than
-    by `nsenter --pid` keeps the started process our own child: its signals, exit status and pid
-    are the command's, not those of a wrapper.
+    A process enters a PID namespace when it is created. The namespace is set for the children of
+    this thread. With `nsenter --pid`, the child would be a wrapper; here the started command is a
+    direct child, so pid, signals and exit status are those of the command.
     """
     with open("/proc/self/ns/pid") as own:
         if init is None:
@@ -56,16 +56,16 @@ def _children_in_pid_namespace_of(init: int | None) -> Iterator[None]:
 
 
 class Host:
-    """A host of its own as far as processes on it can tell; files are shared with the machine.
+    """A separate host for the processes on it; only files are shared with the machine.
 
-    Made by `network` or `two_hosts`. Commands run as root, in the caller's folder.
+    Created by `network` or `two_hosts`. Commands run as root, in the caller's folder.
     """
 
     def __init__(self, name: str, address: str) -> None:
         self.name = name
         self.address = address
         self._started: list[subprocess.Popen[str]] = []
-        # With SIGCHLD ignored the kernel reaps orphans, which is the other duty of an init.
+        # An init must reap orphans. With SIGCHLD ignored, the kernel does so.
         namespaces = ["unshare", "--net", "--mount", "--uts", "--ipc", "--propagation", "private"]
         with _children_in_pid_namespace_of(None):
             self._init = subprocess.Popen(
@@ -78,7 +78,7 @@ class Host:
             )
 
     def _boot(self, names: Path) -> None:
-        """Wait for the namespaces, then give the host its name and its own views of the kernel."""
+        """Wait for the namespaces, then set the host name and mount /sys and /dev/shm."""
         assert self._init.stdin and self._init.stdout and self._init.stderr
         with suppress(BrokenPipeError):
             self._init.stdin.write("up\n")
@@ -88,9 +88,9 @@ class Host:
         self._must("hostname", self.name)
         self._must("mount", "--bind", str(names), "/etc/hosts")
         self._must("mount", "-t", "proc", "proc", "/proc")
-        # /sys/class/net shows the network namespace in which /sys was mounted.
+        # /sys/class/net lists the interfaces of the namespace in which /sys was mounted.
         self._must("mount", "-t", "sysfs", "sysfs", "/sys")
-        # Ranks on two hosts must not meet in shared memory.
+        # Ranks on different hosts must not share memory.
         self._must("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
 
     def _must(self, *argv: str) -> None:
@@ -107,16 +107,17 @@ class Host:
     ) -> subprocess.Popen[str]:
         """Start `argv` on this host, as the leader of its own session, with an empty stdin.
 
-        `env` is added to the caller's environment. Give a file for `stdout` and `stderr` to a
-        long-lived process, lest it blocks on a full pipe. The process ends with the host.
+        `env` is added to the caller's environment. For a long-lived process, use
+        files for `stdout` and `stderr`: it would block on a full pipe. The process ends with the
+        host.
         """
         if self._init.poll() is not None:
             # The pid may have been reused by another process, whose namespaces must not be entered.
             raise RuntimeError(f"host {self.name} is off")
         init = str(self._init.pid)
         enter = ["nsenter", "--target", init, "--net", "--mount", "--uts", "--ipc", "--"]
-        # A changed mount namespace starts in /, hence the way back to the caller's folder. Both
-        # nsenter and env become the command (exec): the pid is the command's.
+        # nsenter changes to / with the mount namespace, so env changes to the caller's folder. Both
+        # nsenter and env exec the command, so the pid is that of the command.
         folder = ["env", f"--chdir={cwd or os.getcwd()}", "--"]
         with _children_in_pid_namespace_of(self._init.pid):
             process = subprocess.Popen(
@@ -139,10 +140,10 @@ class Host:
         cwd: str | Path | None = None,
         timeout: float = 30.0,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `argv` on this host to its end; the exit status is the caller's to check.
+        """Run `argv` on this host until it ends; the caller must check the exit status.
 
         After `timeout` seconds its process group gets SIGTERM, then SIGKILL, and
-        `subprocess.TimeoutExpired` carries what it had written.
+        `subprocess.TimeoutExpired` is raised with the output so far.
         """
         process = self.popen(argv, env=env, cwd=cwd)
         try:
@@ -160,7 +161,8 @@ class Host:
     def power_off(self) -> None:
         """Kill every process of this host at once and wait until they are gone."""
         self._init.kill()
-        # The init of a PID namespace ends after all others were reaped, ours by us.
+        # The init of a PID namespace ends only after all other processes in it were reaped. The
+        # processes that this object started are children of the test process: reap them here.
         for process in self._started:
             process.wait(_SETUP_S)
         self._init.wait(_SETUP_S)
@@ -172,10 +174,10 @@ class Host:
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
     # SIGTERM first: srun and mpirun then end their remote processes as well.
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.returncode is None:  # not reaped, so the pid is still its own
+        if process.returncode is None:  # not reaped, so no other process can have its pid
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
-        # A process that left the group can hold the pipes open: never wait for it.
+        # A process that left the group may keep the pipes open, so the wait is limited.
         with suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=_GRACE_S)
     return "", "(the pipes were still open after SIGKILL)"
@@ -200,7 +202,7 @@ class Network:
 
 @contextmanager
 def network(count: int = 2) -> Iterator[Network]:
-    """Make `count` hosts that reach each other by name; on exit nothing of them is left."""
+    """Create `count` hosts that reach each other by name; they are removed on exit."""
     if not 1 <= count <= 253:
         raise ValueError(f"network({count}): 10.77.0.0/24 has room for 1 to 253 hosts and the hub")
     places = {"hub": "10.77.0.254"} | {f"n{i}": f"10.77.0.{i}" for i in range(1, count + 1)}
@@ -211,7 +213,7 @@ def network(count: int = 2) -> Iterator[Network]:
             "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"
             + "".join(f"{address} {name}\n" for name, address in places.items())
         )
-        names.chmod(0o644)  # every user of a host may resolve names, whatever our umask
+        names.chmod(0o644)  # all users of a host must be able to resolve names
         hosts = []
         for name, address in places.items():
             host = Host(name, address)
@@ -223,7 +225,7 @@ def network(count: int = 2) -> Iterator[Network]:
 
 
 def _connect(hub: Host, hosts: Sequence[Host]) -> None:
-    """Connect each host to a bridge in the hub by a veth pair."""
+    """Connect each host to a bridge in the hub with a veth pair."""
     at_hub = [
         "link set lo up",
         "link add bridge type bridge",
@@ -243,7 +245,7 @@ def _connect(hub: Host, hosts: Sequence[Host]) -> None:
 
 
 def _ip(host: Host, lines: Sequence[str]) -> None:
-    # Only the network namespace is entered: the pids in `lines` are those of the machine.
+    # Only the network namespace is entered, so pids in `lines` are pids of the machine.
     done = subprocess.run(
         ["nsenter", "--target", str(host._init.pid), "--net", "--", "ip", "-batch", "-"],
         input="\n".join(lines) + "\n",
@@ -256,7 +258,7 @@ def _ip(host: Host, lines: Sequence[str]) -> None:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Make the hosts n1 and n2, which reach each other by name."""
+    """Create the hosts n1 and n2, which reach each other by name."""
     with network(2) as made:
         first, second = made.hosts
         yield first, second
@@ -264,13 +266,14 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 @functools.cache
 def hosts_missing() -> str | None:
-    """Why no hosts can be made here, for `pytest.mark.skipif`; None if they can."""
+    """Return why no hosts can be made here, for `pytest.mark.skipif`; None if they can."""
     if os.geteuid() != 0:
         return "hosts need root (network namespaces)"
     absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if absent:
         return f"hosts need {', '.join(absent)}: install iproute2, util-linux, coreutils, hostname"
-    # Root in a container may lack capabilities, and a kernel the bridge: try it.
+    # Root in a container may lack capabilities, and the kernel may lack the bridge module, so
+    # whether hosts can be made is found by making one.
     try:
         with network(1):
             return None

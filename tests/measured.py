@@ -1,9 +1,9 @@
 """Tests of measured times: a test that fails on a busy machine is measured again.
 
-A test marked `measured` plants a cause in real processes and checks the times that tutti measures.
-Other programs on the cores may disturb one measurement of many; a fault of tutti is in every one.
-So a failed test runs again with new fixtures, up to three times, and the summary of the test run
-lists it with the failure.
+A test marked `measured` plants a delay in real processes and checks the times that tutti measures.
+Other programs on the same cores may disturb a single measurement, while a bug in tutti affects all
+measurements. So a failed test runs again with new fixtures, up to three times, and the summary
+of the test run lists the test and its failure.
 """
 
 import pytest
@@ -28,7 +28,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for attempt in range(ATTEMPTS):
         if attempt:
-            # The fixtures of the module hold the measurements: tear them down.
+            # Module fixtures hold the measurements: tear them down, so that they run again.
             item.session._setupstate.teardown_exact(None)
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         failed = [each for each in reports if each.failed]

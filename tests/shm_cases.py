@@ -1,4 +1,4 @@
-"""Operations with exact expectations: every rank can compute what all ranks put in."""
+"""Operations with exact expected results: every rank can compute the inputs of all ranks."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 MOVED = (*FLOATS, *INTS, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16)
 
-# torch 2.13 has new names for these and warns of the old ones.
+# torch 2.13 has new names for these functions, and warns if the old names are used.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -36,7 +36,7 @@ def valid(dtype: torch.dtype, op: str) -> bool:
 
 
 def values(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
-    """What a rank puts in: small integers, so that every order of a sum gives the same bits."""
+    """Return a rank's input: small integers, whose sum is exact in any order of addition."""
     numbers = (torch.arange(count) * 7 + rank * 3 + salt) % 5
     if dtype == torch.bool:
         return numbers % 2 == 0
@@ -74,7 +74,7 @@ def reduced(parts: list[Tensor], op: str) -> Tensor:
 
 
 class Checks:
-    """Runs operations on one group and collects what came out wrong."""
+    """Runs operations on one group and collects the wrong results."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -180,7 +180,7 @@ class Checks:
             self.same(piece, expected, "all_to_all_uneven", count, dtype, rank)
 
     def ring(self, count: int, dtype: torch.dtype) -> None:
-        """Everyone sends to the next and receives from the one before, in both orders of calls."""
+        """Every rank sends to the next and receives from the previous rank, in both call orders."""
         if self.size == 1:
             return
         after = self.ranks[(self.rank + 1) % self.size]
@@ -192,7 +192,7 @@ class Checks:
         self.same(out, values(before, count, dtype), "send and recv", count, dtype)
 
     def everything(self, sizes: tuple[int, ...] = SIZES) -> None:
-        """Every operation, dtype and reduction with each of these sizes."""
+        """Check every operation, dtype and reduction with each of these sizes."""
         roots = itertools.cycle(range(self.size))
         for dtype, op in itertools.product((*FLOATS, *INTS, torch.bool, torch.complex64), OPS):
             if not valid(dtype, op):
@@ -212,7 +212,7 @@ class Checks:
             move(count, dtype, root)
 
     def large(self, sizes: tuple[int, ...] = LARGE) -> None:
-        """Each operation with large tensors, the dtypes in turn."""
+        """Check each operation with large tensors, each time with the next dtype."""
         dtypes = itertools.cycle((*FLOATS, *INTS, torch.bool))
         ops = itertools.cycle(("SUM", "MIN", "PRODUCT", "MAX"))
         for count in sizes:

@@ -30,7 +30,7 @@ class Group:
             outs=[(array.ctypes.data, array.nbytes) for array in outs],
             **settings,
         )
-        made.arrays = (ins, outs)  # they must live as long as the operation
+        made.arrays = (ins, outs)  # the arrays must live as long as the operation
         return made
 
     def run(
@@ -63,7 +63,7 @@ class Work:
         self.handle, self.keeps = handle, keeps
 
     def wait(self, timeout: float = -1) -> int:
-        """The source of a recv, when it is done."""
+        """Wait until the operation has completed; returns the source rank of a recv."""
         code = core().tutti_work_wait(self.handle, timeout)
         if code < 0:
             raise native.error_for(code)
@@ -86,7 +86,7 @@ COLLECTIVES = {
 
 
 def call(g: Group, kind: int, count: int, root: int, timeout: float = 30, **settings: str) -> None:
-    """Any collective on fresh memory."""
+    """Run a collective on newly allocated memory."""
     x, is_root = np.zeros(count, np.float32), g.rank == root
     several = [x.copy() for _ in range(g.size)]
     ins, outs = {
@@ -123,7 +123,7 @@ def _be_rank(
         cards, connected = 0, 0
         while cards < size:
             peer, said = pipes[rank][0].recv()
-            if said == "connected":  # it arrived before another rank's card
+            if said == "connected":  # may arrive before the card of another rank
                 connected += 1
                 continue
             cards += 1
@@ -146,8 +146,8 @@ def _be_rank(
 def outcomes(
     function: Callable[..., Any], size: int, *arguments: Any, staging: int = 0, timeout: float = 60
 ) -> list[tuple[str, Any]]:
-    """Run `function(group, *arguments)` on every rank: ("result", …), ("error", (type, text, …)) or
-    ("died", exit code) of each."""
+    """Run `function(group, *arguments)` on every rank: returns ("result", …),
+    ("error", (type, text, …)) or ("died", exit code) for each rank."""
     fork = multiprocessing.get_context("fork")
     pipes = [fork.Pipe(duplex=False) for _ in range(size)]
     answers = [fork.Pipe(duplex=False) for _ in range(size)]
@@ -182,7 +182,7 @@ def outcomes(
 
 
 def results(function: Callable[..., Any], size: int, *arguments: Any, **settings: Any) -> list[Any]:
-    """What every rank returned; a failure of any fails the test."""
+    """Return the result of every rank; a failure on any rank fails the test."""
     got = outcomes(function, size, *arguments, **settings)
     for rank, (how, what) in enumerate(got):
         assert how == "result", f"rank {rank} of {size}: {how}: {what[-1] if what else ''}"
@@ -190,7 +190,7 @@ def results(function: Callable[..., Any], size: int, *arguments: Any, **settings
 
 
 def errors(function: Callable[..., Any], size: int, *arguments: Any) -> list[tuple[str, str]]:
-    """The exception's name and text on every rank that did not die, ("", "") where none was."""
+    """Return exception name and text of the ranks that did not die; ("", "") if none was raised."""
     return [
         (what[0], what[1]) if how == "error" else ("", "")
         for how, what in outcomes(function, size, *arguments)

@@ -1,7 +1,7 @@
 """A real Slurm on one machine: a controller in the hub and one slurmd on each host.
 
-Needs root and Debian's slurm-wlm and munge; no service of the machine is used or changed. Without
-an accounting database there is no `sacct`: ask `squeue` and `scontrol`.
+Needs root and Debian's slurm-wlm and munge; no service of the machine is used or changed. There is
+no accounting database, so `sacct` does not work: use `squeue` and `scontrol`.
 """
 
 import secrets
@@ -17,15 +17,15 @@ from typing import IO
 
 from hosts import Host, hosts_missing, network
 
-CPUS_PER_NODE = 4  # claimed, not counted: config_overrides lets a node have more than the machine
+CPUS_PER_NODE = 4  # config_overrides allows more CPUs than the machine has
 
 _DAEMONS = ("munged", "slurmctld", "slurmd")
 _CLIENTS = ("srun", "sbatch", "salloc", "scancel", "scontrol", "sinfo", "squeue")
 _START_S = 20.0  # seconds; a start takes one or two
 _POLL_S = 0.05
 
-# No cgroups, no accounting, no task affinity: jobs need nothing from the machine but processes.
-# SchedulerParameters: a batch job starts within 1 s, by default within 3 s.
+# No cgroups, no accounting, no task affinity: jobs only need to start processes.
+# SchedulerParameters: a batch job starts within 1 s; the default is 3 s.
 _CONF = """\
 ClusterName=tutti
 SlurmctldHost={hub.name}({hub.address})
@@ -53,14 +53,14 @@ NodeName=n[1-{count}] NodeAddr=10.77.0.[1-{count}] CPUs={cpus} State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
-# A host has no cgroups mounted, and slurmd refuses to start when it finds none of either version.
-# Told the version, it does not look; nothing in _CONF makes it use one.
+# A host has no cgroups mounted, and slurmd refuses to start if it detects neither cgroup version.
+# With an explicit version it skips the detection; nothing in _CONF makes it use cgroups.
 _CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"
 
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """A running Slurm: nodes n1, n2, ... and the hub, where clients run. `slurm_cluster` makes it.
+    """A running Slurm: nodes n1, n2, ... and the hub, where clients run; see `slurm_cluster`.
 
     Everything of the cluster is in `folder`; a job's own output belongs in the test's folder.
     """
@@ -79,7 +79,7 @@ class SlurmCluster:
     ) -> CompletedProcess[str]:
         """Run a client (srun, sbatch, scontrol, ...) in the hub; see `Host.run`.
 
-        `subprocess.TimeoutExpired` carries the daemons' logs, in its notes.
+        The notes of `subprocess.TimeoutExpired` contain the daemons' logs.
         """
         try:
             return self.hub.run(argv, env=self._environment(env), cwd=cwd, timeout=timeout)
@@ -108,7 +108,7 @@ class SlurmCluster:
 
         def left_the_queue() -> bool:
             queue = self.run(["squeue", "--noheader", "--format=%i", f"--jobs={job_id}"])
-            # A job that ended a while ago is unknown to Slurm; any other error says nothing.
+            # Slurm forgets a job some time after its end. Any other error proves nothing.
             forgotten = "Invalid job id" in queue.stderr
             return forgotten or (queue.returncode == 0 and not queue.stdout.strip())
 
@@ -120,8 +120,8 @@ class SlurmCluster:
         """Return the daemons' logs, for the message of a failed test."""
         parts = []
         for output in sorted(self.folder.glob("*.output")):
-            # A log repeats the output, with the steps' messages; a daemon that failed early and
-            # munged have none.
+            # A log contains the output and the messages of job steps. There is no log of munged,
+            # nor of a daemon that failed early.
             log = output.with_suffix(".log")
             file = log if log.exists() else output
             parts.append(f"--- {file.name}\n{file.read_text(errors='replace')}")
@@ -146,9 +146,9 @@ class SlurmCluster:
 
         conf, socket = self.folder / "slurm.conf", self.folder / "munge.socket"
         files = [f"--{kind}-file={self.folder}/munge.{kind}" for kind in ("key", "pid", "seed")]
-        # --force: munged would rather not run as root, nor below a folder like /tmp.
+        # --force: by default munged refuses to run as root, or with files below a folder like /tmp.
         start(self.hub, "munged", "--foreground", "--force", f"--socket={socket}", *files)
-        # In this order, as each client of a daemon that is not up yet sleeps a second or more.
+        # In this order, because a client sleeps a second or more if its daemon does not run yet.
         wait(socket.exists, "munged to listen")
         start(self.hub, "slurmctld", "-D", "-f", str(conf))
         wait(self._controller_answers, "slurmctld to answer")
@@ -173,8 +173,8 @@ class SlurmCluster:
 
 @contextmanager
 def slurm_cluster(nodes: int = 2) -> Iterator[SlurmCluster]:
-    """Start a Slurm of `nodes` nodes with `CPUS_PER_NODE` CPUs each; on exit nothing is left."""
-    # The folder outlives the hosts, so that no daemon writes to it while it is removed.
+    """Start a Slurm of `nodes` nodes with `CPUS_PER_NODE` CPUs each; it is removed on exit."""
+    # The folder is removed after the hosts, so that no daemon still writes to it.
     with tempfile.TemporaryDirectory(prefix="slurm-") as name, network(nodes) as hosts:
         folder = Path(name)
         (folder / "state").mkdir()
@@ -190,7 +190,7 @@ def slurm_cluster(nodes: int = 2) -> Iterator[SlurmCluster]:
 
 
 def slurm_missing() -> str | None:
-    """Say why no Slurm can run here, for `pytest.mark.skipif`; None when it can."""
+    """Return why no Slurm can run here, for `pytest.mark.skipif`; None if it can."""
     absent = [tool for tool in (*_DAEMONS, *_CLIENTS) if shutil.which(tool) is None]
     if absent:
         return f"a Slurm cluster needs {', '.join(absent)}: install slurm-wlm and munge"

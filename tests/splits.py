@@ -1,4 +1,4 @@
-"""What tests of engines share: how a batch is cut, the engines to try, a plain reference."""
+"""Helpers for tests of engines: splits of a batch, the engines to test, a plain reference."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,17 +26,17 @@ ENGINES: dict[str, EngineOptions] = {
 
 
 def shares(kind: str, ranks: int) -> list[int]:
-    """Each rank's weight in the split."""
+    """Return each rank's weight in the split."""
     if kind == "even":
         return [1] * ranks
     if kind == "uneven":
         return [rank + 1 for rank in range(ranks)]
-    # The last rank has nothing, in any step.
+    # The last rank has no samples in any step.
     return [1] * (ranks - 1) + [0]
 
 
 def cut(batch: Batch, weights: Sequence[int]) -> list[Batch]:
-    """The batch in parts of these weights; parts may be empty, none is lost."""
+    """Divide a batch by weights; parts may be empty, and every sample is in one part."""
     total = sum(weights)
     ends = [len(batch[0]) * sum(weights[: k + 1]) // total for k in range(len(weights))]
     starts = [0, *ends[:-1]]
@@ -46,7 +46,7 @@ def cut(batch: Batch, weights: Sequence[int]) -> list[Batch]:
 def batches(
     sizes: Sequence[int], shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> list[Batch]:
-    """Random inputs, and classes of 0, 1 and 2, the same on every rank."""
+    """Return random inputs and random classes 0, 1 and 2, the same on every rank."""
     generator = torch.Generator().manual_seed(5)
     return [
         (
@@ -64,7 +64,7 @@ def step(
     weights: Sequence[int],
     accumulate: int,
 ) -> None:
-    """One step as the contract says, on this rank's part of the batch."""
+    """Run one step by the contract of Engine, on this rank's part of the batch."""
     mine = cut(batch, weights)[engine.world.rank]
     optimizer.zero_grad()
     for number, (x, y) in enumerate(cut(mine, [1] * accumulate)):
@@ -79,7 +79,7 @@ def step(
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Weight decay tells a gradient of zero from none."""
+    """Return SGD with weight decay, which distinguishes a zero gradient from a missing one."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
@@ -88,7 +88,7 @@ def plain_training(
     steps: Sequence[Batch],
     microbatches: Callable[[Batch], Sequence[Batch]] = lambda batch: [batch],
 ) -> nn.Module:
-    """What all must equal: one process, torch alone, the whole batch."""
+    """Train the reference model: one process, the whole batch, plain torch."""
     optimizer = sgd(model)
     for batch in steps:
         optimizer.zero_grad()
@@ -100,7 +100,7 @@ def plain_training(
 
 
 def worst_error(model: nn.Module, expected: nn.Module) -> float:
-    """The largest difference in the state, relative to the largest value of its tensor."""
+    """Return the largest difference in the states, relative to the tensor's largest value."""
     state, wanted = model.state_dict(), expected.state_dict()
     assert state.keys() == wanted.keys()
     return max(

@@ -1,4 +1,4 @@
-"""Hosts and a Slurm on one machine: they work, and nothing of them is left."""
+"""Hosts and a Slurm cluster on one machine: they work, and everything is removed on exit."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def processes_that_mention(text: str) -> list[str]:
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has ended
             continue
         if text in command:
             found.append(command)
@@ -118,7 +118,7 @@ def test_nothing_of_the_hosts_is_left(error: type[BaseException] | None, tmp_pat
     try:
         with two_hosts() as (a, b):
             sleep = ["sh", "-c", f"sleep 1000; : {tmp_path}"]
-            # The first in a session of its own, as a daemon would be.
+            # The first process has its own session, as a daemon has.
             a.popen(["setsid", "--fork", *sleep], stdout=None, stderr=None)
             b.popen(sleep, stdout=None, stderr=None)
             wait_until(lambda: len(processes_that_mention(str(tmp_path))) >= 2)
@@ -140,7 +140,7 @@ def test_hosts_end_with_a_test_process_that_was_killed(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", HOLD_HOSTS, sleeper]
     with subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe, text=True) as owner:
         assert owner.stdout and owner.stdout.readline() == "up\n"
-        wait_until(lambda: len(processes_that_mention(sleeper)) >= 2)  # with the owner itself
+        wait_until(lambda: len(processes_that_mention(sleeper)) >= 2)  # including the owner itself
         owner.kill()
     wait_until(lambda: processes_that_mention(sleeper) == [])
 

@@ -1,11 +1,11 @@
-"""Processes forked from one that has imported torch: 20 ms to start instead of 2 s.
+"""Processes forked from a process that has imported torch: they start in 20 ms instead of 2 s.
 
 The tests keep one warm process, which has only imported modules and has no other thread, so a fork
-behaves as a new interpreter. Each fork gets its own session, environment, directory, files, signal
-handlers and random seeds.
+behaves like a new interpreter. Each fork gets its own session, environment, directory, files,
+signal handlers and random seeds.
 
 Two things differ from new interpreters: all forks share the seed of str hashes, and they end
-without finalising the interpreter. Tests of how processes start, stop and die start new ones.
+without finalising the interpreter. Tests of how processes start, stop and die use new interpreters.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
-# What ranks use; making an optimizer imports torch._dynamo, which takes a second.
+# Modules that ranks use. Creating an optimizer imports torch._dynamo, which takes a second.
 _IMPORTS = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
     *("torch.distributed.checkpoint", "hypothesis", "pytest", "runpy"),
@@ -48,7 +48,7 @@ class Warm:
         self._line, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-u", __file__, str(theirs.fileno())],
-            env={**env, "OPENBLAS_NUM_THREADS": "1"},  # else importing numpy starts a thread
+            env={**env, "OPENBLAS_NUM_THREADS": "1"},  # otherwise importing numpy starts a thread
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )
@@ -60,13 +60,13 @@ class Warm:
     def run(
         self, command: Sequence[str], timeout: float, env: Mapping[str, str], cwd: Path
     ) -> subprocess.CompletedProcess[str]:
-        """Run `SCRIPT ARGUMENTS…` in a fork to its end; kill its process group at the timeout."""
+        """Run `SCRIPT ARGUMENTS…` in a fork; kill its process group at the timeout."""
         with tempfile.TemporaryDirectory(prefix="tutti-test-") as folder:
             stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
             words = [*command], dict(env), str(cwd), str(stdout), str(stderr)
             self._line.sendall(json.dumps(words).encode() + b"\n")
             child = int(self._answers.readline())
-            # The file of a socket is unusable after a timeout: a timer kills the process instead.
+            # A socket's file object is unusable after a timeout, so a timer kills the process.
             timer = threading.Timer(timeout, os.killpg, (child, signal.SIGKILL))
             timer.start()
             code = int(self._answers.readline())
@@ -106,7 +106,7 @@ class ForkedRank:
             preexec_fn()
             _become(command[1:], env, stdout, stderr)
         with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(self.pid, self.pid)  # by parent and child, whichever is first
+            os.setpgid(self.pid, self.pid)  # called by parent and child: either may run first
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -155,7 +155,7 @@ def _become(
 
         torch.seed()  # new processes have different seeds
         numpy.random.seed()
-        if "OMP_NUM_THREADS" in env:  # torch has read the warm process's value
+        if "OMP_NUM_THREADS" in env:  # torch has used the value of the warm process
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
         status = _run(command)
     except BaseException:
@@ -181,7 +181,7 @@ def _run(command: Sequence[str]) -> int:
         except SystemExit:
             raise
         except BaseException:
-            sys.excepthook(*sys.exc_info())  # may choose the exit code
+            sys.excepthook(*sys.exc_info())  # the hook may end the process with its own exit code
             return 1
     except SystemExit as end:
         if isinstance(end.code, str):

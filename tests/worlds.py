@@ -25,9 +25,9 @@ _warm: Warm | None = None
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without the variables of a launcher that may have started the tests.
+    """Return the environment without the variables of a launcher that may have started the tests.
 
-    GPUs are hidden, so that tests run the same everywhere; tests marked `gpu` show one.
+    GPUs are hidden, so that tests run the same everywhere; tests marked `gpu` make one visible.
     """
     ours = {k: v for k, v in os.environ.items() if not k.startswith(_NO_LAUNCHER)}
     return ours | {"CUDA_VISIBLE_DEVICES": ""}
@@ -39,7 +39,7 @@ def run_command(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; at the timeout all its processes are killed and the test fails."""
+    """Run a command; at the timeout all its processes are killed and the test fails."""
     with subprocess.Popen(
         [str(word) for word in command],
         env=clean_environment() | dict(env or {}),
@@ -66,7 +66,7 @@ def run_warm(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """As `run_command` of a Python script, in a process that has imported torch (warm.py)."""
+    """Run a Python script as `run_command` does, in a process that has imported torch (warm.py)."""
     global _warm
     _warm = _warm or Warm(clean_environment())
     env = clean_environment() | dict(env or {})
@@ -79,12 +79,12 @@ def run_tutti(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """As `run_command` of tutti, in a process that has imported torch (warm.py)."""
+    """Run tutti as `run_command` does, in a process that has imported torch (warm.py)."""
     return run_warm(["-m", "tutti", *words], timeout, env, cwd)
 
 
 def standing_processes() -> set[int]:
-    """Processes that exist until the tests end."""
+    """Return the pids of processes that exist until the tests end."""
     return {_warm.pid} if _warm else set()
 
 
@@ -118,7 +118,7 @@ def in_world(
 
 @contextlib.contextmanager
 def default_group(backend: str) -> Iterator[None]:
-    """On every rank: inside the context the default group has this backend."""
+    """Give the default group this backend inside the context; call it on every rank."""
     import torch.distributed as dist
 
     original = dist.group.WORLD

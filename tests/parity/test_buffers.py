@@ -25,7 +25,8 @@ class Block(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.fc, self.norm = nn.Linear(8, 8), norm
-        mask = torch.full((4, 4), -torch.inf).triu(1)  # compared as well, though not finite
+        # Buffers with infinite values are compared, too.
+        mask = torch.full((4, 4), -torch.inf).triu(1)
         self.register_buffer("mask", mask)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +39,7 @@ def batch() -> nn.Module:
 
 
 def instance() -> nn.Module:
-    """Normalises each sample by itself, and keeps running statistics of all samples."""
+    """Return a model whose norms normalise single samples and keep running statistics of all."""
     blocks = [Block(nn.InstanceNorm1d(4, track_running_stats=True)) for _ in range(2)]
     return nn.Sequential(nn.Linear(6, 8), *blocks, nn.Linear(8, 3))
 
@@ -66,7 +67,7 @@ def _biased_variance() -> AbstractContextManager[None]:
 
 
 def _copies_are_samples() -> AbstractContextManager[None]:
-    """The norms of a pipeline count the padding of its microbatches."""
+    """Batch norms in a pipeline include the padding of microbatches in their statistics."""
     return instead(Padding, "microbatch", lambda _: lambda self, number: nullcontext())
 
 
@@ -141,7 +142,7 @@ def test_statistics_of_a_ranks_own_samples_are_named_and_do_not_fail(
         ("twice pp2", "1.norm.num_batches_tracked is 2.000 × too large"),
         ("biased", "but 2 of 8 buffers differ, most"),
         ("biased", "norm.running_var"),
-        # With padding among the samples the outputs of a batch norm change, too.
+        # Padding in the statistics also changes the outputs of a batch norm.
         ("filled", "only from step 2 on, whose 7 samples are not divisible by 1 data ranks × 2"),
         ("filled instances", "only from step 2 on, whose 3 samples are not divisible"),
         ("filled instances", "gradients and updates agree, but 4 of 8 buffers differ"),

@@ -1,4 +1,4 @@
-"""The diagnosis of given differences: which facts its line states."""
+"""The diagnosis of given differences: the facts in its line."""
 
 import math
 from dataclasses import replace

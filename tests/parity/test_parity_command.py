@@ -83,7 +83,7 @@ def test_statistics_of_a_ranks_own_samples_are_noted_below_its_row(tmp_path: Pat
 
 def test_a_model_that_draws_random_numbers_fails_with_exit_code_one(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    flags = ["--model", "mine:random", "--layouts", "dp2"]  # needs two ranks, and starts them
+    flags = ["--model", "mine:random", "--layouts", "dp2"]  # dp2: the command starts two ranks
     done = run_tutti(*PARITY, *flags, timeout=110, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "dp2 FAILED: " in done.stdout and "(worst: fc." in done.stdout

@@ -1,4 +1,4 @@
-"""Bugs planted in the real engines, on real ranks: parity must find each and name it."""
+"""Bugs planted in the real engines, on real ranks: parity must detect and name each of them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -37,7 +37,7 @@ def _nothing() -> AbstractContextManager[None]:
 
 
 def _missing_division_by_microbatches() -> AbstractContextManager[None]:
-    """Each microbatch's gradient is not divided by their number; the reported loss stays right."""
+    """Gradients are not divided by the number of microbatches; the reported loss is right."""
 
     def planted(run: Any) -> Any:
         def wrong(self: Engine, parts: Any, loss_fn: Any, **options: Any) -> Any:
@@ -111,7 +111,7 @@ def _keywords(planted: Any, make: Any) -> Any:
 
 
 def _norm_of_one_part() -> AbstractContextManager[None]:
-    """Clipping uses half of the squares."""
+    """Clipping uses a norm of only half of the squares."""
     return instead(
         train_step,
         "clip_by_global_norm",
@@ -129,7 +129,7 @@ def _copies_that_keep_their_own_part() -> AbstractContextManager[None]:
 
 
 def _gradients_divided_by_the_schedule() -> AbstractContextManager[None]:
-    """torch's default: the schedule divides by the microbatches a second time."""
+    """The schedule also divides by the number of microbatches, which is torch's default."""
 
     def planted(build: Any) -> Any:
         def wrong(*arguments: Any) -> Any:

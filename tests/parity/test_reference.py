@@ -1,4 +1,4 @@
-"""The single-device reference against textbook formulas, and the sizes that parity chooses."""
+"""The single-device reference compared with textbook formulas, and the sizes of workloads."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_sgd_follows_the_textbook() -> None:
 
 
 def test_adamw_with_our_eps_divides_by_the_root_of_v() -> None:
-    """In the first step m / √v is the sign of a gradient that is larger than eps."""
+    """In the first step, m / √v is ±1, the sign of the gradient, if the gradient exceeds eps."""
     workload = _tiny(steps=2)
     scales = derive_scales(workload, CPU)
     step = next(train_single_device(workload, "adamw", scales, DP1, CPU))

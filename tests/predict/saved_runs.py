@@ -9,12 +9,12 @@ from tutti.models import GPT, GPTConfig
 from tutti.train.checkpoint import Checkpoints
 from tutti.train.recipe import RECIPES, Compute, Data, write_recipe
 
-# Small, with all that layouts divide: four heads, two key-value heads, three blocks.
+# Small, but divisible by the layouts: four heads, two key-value heads, three blocks.
 CONFIG = GPTConfig(max_seq_len=12, layers=3, dim=32, heads=4, kv_heads=2)
 
 
 def gpt_run(folder: Path, config: GPTConfig = CONFIG, precision: str = "float64") -> Path:
-    """A GPT over the bytes of a text; large weights, so that probabilities differ clearly."""
+    """Save a run of a GPT for bytes, with large weights, so that probabilities differ clearly."""
     run = folder / "run"
     run.mkdir()
     text = folder / "text"

@@ -24,7 +24,7 @@ def predict(*flags: str | Path, code: int = 0) -> subprocess.CompletedProcess[st
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short training, on two ranks."""
+    """Return the run directory of a short training on two ranks."""
     out = tmp_path_factory.mktemp("trained") / "run"
     flags = ["--recipe", "lenet", "--pixels", "8", "--epochs", "2", "--checkpoint-every", "30"]
     done = run_tutti("train", *flags, "--ranks", "2", "--out", out)
@@ -38,7 +38,7 @@ def test_the_score_equals_that_of_the_training_summary(trained: Path) -> None:
     score = json.loads((trained / "score.json").read_text())
     assert score["schema"] == "tutti.predict/1" and score["layout"] == "dp1"
     assert score["accuracy"] == summary["test_accuracy"] and score["step"] == summary["steps"]
-    # Different batches round differently in float32: 1e-6 relative.
+    # Other batch sizes change the rounding in float32 by less than 1e-6 relative.
     assert score["loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
     line = f"test accuracy {100 * score['accuracy']:.2f} %, test loss {score['loss']:.4f}\n"
     assert done.stdout.startswith(line)
@@ -126,7 +126,7 @@ def test_a_killed_rank_leaves_the_old_file_and_no_partial_one(
 
 @pytest.fixture(scope="module")
 def folder_of_mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of a gpt, a run without a checkpoint, and other files."""
+    """Return a folder with a run of a gpt, a run without a checkpoint, and other files."""
     folder = tmp_path_factory.mktemp("mistaken")
     run = gpt_run(folder)
     (folder / "young").mkdir()

@@ -1,4 +1,4 @@
-"""Predicting a data set: which rank gets which samples, and the lines of the results."""
+"""Predicting a dataset: which rank gets which samples, and the lines of the results."""
 
 import json
 

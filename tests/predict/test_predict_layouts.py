@@ -20,10 +20,10 @@ from worlds import in_world
 
 pytestmark = pytest.mark.timeout(180)
 
-# Several lengths; one prompt is longer than the context of 12, and all windows slide.
+# Prompts of several lengths, one longer than the context of 12; all texts exceed the context.
 PROMPTS = ["a", "def f(x):", "0123456789abc", "é\x00", "zz"]
 TOKENS = 12
-WINDOWS = 28  # of 9 bytes in the text: 7 batches of 4, which 2 or 4 ranks do not share evenly
+WINDOWS = 28  # windows of 9 bytes in the text: 7 batches of 4, not divisible by 2 or 4 ranks
 
 
 def _predict_all(world: tutti.World, cases: list[list[str]]) -> list[Any]:
@@ -31,7 +31,7 @@ def _predict_all(world: tutti.World, cases: list[list[str]]) -> list[Any]:
 
 
 def _predict(world: tutti.World, run: Path, layout: tutti.Layout) -> list[Any]:
-    """The lines of the file, the score, and the texts."""
+    """Return the lines of the file, the score, and the texts."""
     saved = TrainedRun.open(run, None, None)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.jsonl"
@@ -49,7 +49,7 @@ def _predict(world: tutti.World, run: Path, layout: tutti.Layout) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A GPT, and one with tied embedding and head, which two pipeline stages share."""
+    """Return runs of a GPT, and of a GPT whose tied embedding is shared by two pipeline stages."""
     tied = replace(CONFIG, tied=True)
     return {
         "plain": str(gpt_run(tmp_path_factory.mktemp("plain"))),
@@ -59,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def one_rank(runs: dict[str, str]) -> dict[str, list[Any]]:
-    """The results of one rank."""
+    """Return the results of one rank."""
     (results,) = in_world(_predict_all, 1, [[run, "dp1"] for run in runs.values()])
     return dict(zip(runs, results, strict=True))
 

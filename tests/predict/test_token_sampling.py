@@ -30,7 +30,7 @@ def test_token_frequencies_match_their_probabilities(temperature: float, top_k: 
 def test_temperature_0_top_1_and_a_tiny_temperature_take_the_most_likely_token() -> None:
     for sampling in (Sampling(0.0), Sampling(1.0, top_k=1), Sampling(1e-300), Sampling(1e-3)):
         assert [sampling.pick(LOGITS, [0], n)[0] for n in range(20)] == [1] * 20
-    assert Sampling(0.0).pick(torch.zeros(1, 4), [0], 0) == [0]  # the first of equal ones
+    assert Sampling(0.0).pick(torch.zeros(1, 4), [0], 0) == [0]  # the first of equal logits
 
 
 def test_a_draw_depends_on_seed_prompt_and_position_only() -> None:

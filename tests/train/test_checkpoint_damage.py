@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
     assert loaded_value(directory) == 1
     errors = capsys.readouterr().err
     assert "step-00000002 is damaged: " in errors and errors.count("\n") == 1
-    # A flipped bit in a checksum is reported for the file whose checksum it is.
+    # If a bit of SHA256SUMS is flipped, the message names the file whose checksum was changed.
     assert file in errors or file == "SHA256SUMS"
 
 
@@ -173,7 +173,7 @@ def loaded_weight(directory: Path) -> float:
 def test_an_unfinished_checkpoint_is_ignored_then_removed(directory: Path, newest: Path) -> None:
     leftover = directory / "step-00000009.0123abcd.tmp"
     shutil.copytree(newest, leftover)
-    (directory / "step-00000009.backup").mkdir()  # not a name that tutti writes: must stay
+    (directory / "step-00000009.backup").mkdir()  # tutti does not write such a name: must stay
     assert loaded_value(directory) == 2
     assert leftover.exists()  # loading changes nothing
     with Checkpoints(directory) as checkpoints:
@@ -182,7 +182,7 @@ def test_an_unfinished_checkpoint_is_ignored_then_removed(directory: Path, newes
     assert saved_steps(directory) == [1, 2, 3]
 
 
-# From here on the checksums are valid: the files are forged, not damaged.
+# In the tests below the checksums are valid: the files are forged, not damaged.
 
 
 def forge(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -287,7 +287,7 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_executed(
 
 
 def test_a_forged_random_state_is_refused() -> None:
-    """numpy does not check the position in its state and would read out of bounds."""
+    """numpy does not check the position in its state: without our check it reads out of bounds."""
     from tutti.train.checkpoint.training_state import rng_state, set_rng_state
 
     state = rng_state()
@@ -312,7 +312,7 @@ def test_no_module_of_train_can_unpickle() -> None:
 
 
 def test_malformed_tensor_files_are_refused(tmp_path: Path) -> None:
-    """Truncated at any byte, no JSON header, overlapping tensors, a directory, a pipe, a link."""
+    """Cases: truncated at any byte, no JSON header, overlapping tensors, directory, pipe, link."""
     whole = tmp_path / "whole"
     save_file({"a": torch.ones(5), "b": torch.ones(2, 2)}, whole)
     assert sorted(open_tensors(whole).keys()) == ["a", "b"]

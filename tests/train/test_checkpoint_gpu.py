@@ -32,7 +32,7 @@ def test_a_resumed_run_continues_bit_for_bit_on_a_gpu(
     train_step(model, optimizer)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, model, optimizer)
-        losses = [train_step(model, optimizer) for _ in range(3)]  # dropout draws on the GPU
+        losses = [train_step(model, optimizer) for _ in range(3)]  # with dropout on the GPU
     resumed = model_on("cuda")
     again = torch.optim.AdamW(resumed.parameters(), **options)
     assert Checkpoints(tmp_path).load(resumed, again).notes == ()

@@ -41,7 +41,8 @@ def mixed_model(seed: int, sharded: bool = True) -> nn.Module:
 def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
-        for parameter in model.parameters():  # elementwise: the same for every sharding
+        # Gradients are elementwise, so the result is the same for every sharding.
+        for parameter in model.parameters():
             parameter.grad = parameter.detach() * 2
         optimizer.step()
 
@@ -71,7 +72,7 @@ def save_sharded(world: tutti.World, directory: str) -> Any:
 
 
 def load_and_continue(world: tutti.World | None, directory: str) -> Any:
-    """Resume in another world, or without one, and save again in its shards."""
+    """Resume in another world, or in a single process, and save again with its sharding."""
     model = mixed_model(seed=2, sharded=world is not None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     with Checkpoints(directory) as checkpoints:
@@ -170,7 +171,7 @@ def die_while_writing(world: tutti.World, directory: str, victim: int) -> None:
         checkpoints.save(1, model)
         checkpoints.wait()
         if world.rank == victim:
-            # After the tensor file is written, before the note of this rank.
+            # The rank is killed after it wrote its tensor file and before it writes its note.
             save.sync_path = lambda path: os.kill(os.getpid(), signal.SIGKILL)
         checkpoints.save(2, model)
         checkpoints.wait()
@@ -192,7 +193,7 @@ def test_a_rank_killed_while_writing_leaves_the_previous_checkpoint(
 
 
 def fill_the_disk(world: tutti.World, directory: str) -> Any:
-    small, large = nn.Linear(10, 10), nn.Linear(700, 700)  # 2 MB, of which one rank has most
+    small, large = nn.Linear(10, 10), nn.Linear(700, 700)  # large: 2 MB, most of it on one rank
     failures = []
     with Checkpoints(directory) as checkpoints:
         checkpoints.save(1, small, state={"step": 1})
@@ -239,7 +240,7 @@ def save_a_file_too_large(world: tutti.World, directory: str) -> Any:
 
     large = nn.Linear(700, 700)
     with Checkpoints(directory) as checkpoints:
-        if world.rank == 1:  # the file of rank 1 exceeds its limit, rank 0 has none
+        if world.rank == 1:  # the file of rank 1 exceeds its size limit; rank 0 has no limit
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         checkpoints.save(1, large)
         checkpoints.wait()
@@ -250,7 +251,7 @@ def save_a_file_too_large(world: tutti.World, directory: str) -> Any:
 
 
 def test_a_rank_that_cannot_write_ends_the_save_on_all_ranks(tmp_path: Path) -> None:
-    # Otherwise rank 0 would wait for the timeout of 600 s.
+    # Without the detection, rank 0 would wait for its timeout of 600 s.
     [first, second] = worlds.in_world(save_a_file_too_large, 2, str(tmp_path), timeout=60)
     assert first == second
     failed, differ = first

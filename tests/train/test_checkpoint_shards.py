@@ -32,7 +32,7 @@ def whole(*shape: int) -> tuple[tuple[int, ...], Box]:
 
 
 def written(ranks: list[Described]) -> list[dict[str, int]]:
-    """The bytes of each key in each rank's file."""
+    """Return the bytes of each key in each rank's file."""
     files: list[dict[str, int]] = [{} for _ in ranks]
     for tensor in assign_writers(ranks).values():
         for chunk in tensor.chunks:

@@ -58,12 +58,12 @@ def train(world: Any, backend: str, sleeps: bool, layout: str | None) -> dict[st
         trainer = Trainer(world, recipe, directory, save=False)
         if world.is_first:
             directory.create()
-        gather_json(None)  # the folder exists
+        gather_json(None)  # after this, the folder exists
         trainer.model.sleeps = sleeps
         trainer.run()
         lines = map(json.loads, trainer.metrics.path.read_text().splitlines())
         rows = [each for each in lines if "wait_fraction" in each]
-        gather_json(None)  # all ranks have read their file
+        gather_json(None)  # after this, all ranks have read their file
     return {
         "fractions": [each["wait_fraction"] for each in rows],
         "waited_s": [
@@ -86,7 +86,7 @@ def train_all(world: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Any]]:
-    """The results of each rank for four trainings in one world."""
+    """Return the results of each rank for four trainings in one world."""
     return in_world(train_all, RANKS)
 
 
@@ -118,7 +118,7 @@ def test_without_the_sleep_no_straggler_is_named_and_the_waiting_is_gone(
     runs: list[dict[str, Any]],
 ) -> None:
     assert f"rank {LATE} is late" not in runs[0]["even"]["stderr"]
-    for rank in set(range(RANKS)) - {LATE}:  # some waiting is left: four ranks share the cores
+    for rank in set(range(RANKS)) - {LATE}:  # some waiting remains: four ranks share the cores
         even, late = (fmean(runs[rank][which]["waited_s"]) for which in ("even", "shm"))
         assert even < late / 2
 
@@ -182,9 +182,9 @@ def test_several_late_ranks_are_named_in_one_warning_that_is_not_repeated_soon()
 @pytest.mark.parametrize(
     "owns",
     [
-        [(0.05, 0.05, 0.055)] * 20,  # 5 % of the step
-        [(0.05, 0.09), (0.09, 0.05)] * 10,  # alternating
-        [(0.05, 0.05, 0.05)] * 18 + [(0.05, 0.05, 0.5)] * 2,  # twice only
+        [(0.05, 0.05, 0.055)] * 20,  # late by 5 % of the step
+        [(0.05, 0.09), (0.09, 0.05)] * 10,  # late alternately
+        [(0.05, 0.05, 0.05)] * 18 + [(0.05, 0.05, 0.5)] * 2,  # late in two steps only
     ],
 )
 def test_random_delays_give_no_warning(owns: list[tuple[float, ...]]) -> None:

@@ -1,4 +1,4 @@
-"""tutti train as a person uses it: run, stop, kill, resume, compare; and mistakes, named."""
+"""The command tutti train: run, stop, kill, resume, compare, and messages for wrong usage."""
 
 import json
 import os
@@ -19,10 +19,11 @@ from worlds import TUTTI, clean_environment, run_command, run_tutti
 
 pytestmark = pytest.mark.timeout(240)
 
-# Without a schedule: the learning rate must not depend on how long a run is.
+# No learning-rate schedule: the learning rate must not depend on the length of the run.
 SHORT = ["--recipe", "lenet", "--pixels", "8", "--no-evaluate"]
 SHORT += ["--schedule", "constant", "--warmup", "0"]
-# Long enough to be caught in the middle, with a checkpoint often enough to be caught in one.
+# Long enough to be interrupted in the middle, with checkpoints frequent enough to be interrupted
+# during one.
 LONG = [*SHORT, "--steps", "400", "--checkpoint-every", "20", "--ranks", "2", "--keep", "3"]
 
 
@@ -40,7 +41,7 @@ def losses(run: Path, rank: int = 0) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The loss of every step of the long run, when nothing happens to it."""
+    """Return the loss of every step of the long run without interruption."""
     out = tmp_path_factory.mktemp("undisturbed") / "run"
     train(*LONG, "--out", out)
     curve = losses(out)
@@ -83,7 +84,7 @@ def test_a_run_that_was_stopped_and_resumed_is_bit_for_bit_the_undisturbed_one(
     assert "stopped by a signal at step" in said
     first_part = losses(out)
     assert 20 <= len(first_part) < 400
-    train("--resume", "--out", out, "--ranks", "2")  # the run brings its recipe
+    train("--resume", "--out", out, "--ranks", "2")  # the recipe is read from the run directory
     assert losses(out) == undisturbed
     done = train("--resume", "--out", out, "--ranks", "2")
     assert "nothing is left to do" in done.stdout
@@ -124,7 +125,7 @@ def test_one_and_three_ranks_train_the_same_and_a_run_may_go_on_with_another_num
         out = tmp_path / str(ranks)
         train(*EXACT, "--ranks", str(ranks), "--out", out)
         curves[ranks] = list(losses(out).values())
-    # float64, sums in another order: far below 1e-9 after 30 steps.
+    # In float64, a different order of summation changes the loss by far less than 1e-9 in 30 steps.
     assert curves[3] == pytest.approx(curves[1], rel=1e-9)
 
     moved = tmp_path / "moved"
@@ -134,7 +135,7 @@ def test_one_and_three_ranks_train_the_same_and_a_run_may_go_on_with_another_num
     assert list(losses(moved).values()) == pytest.approx(curves[1], rel=1e-9)
 
 
-# 1437 samples in steps of 300: the fifth step of an epoch is ragged.
+# 1437 samples in steps of 300: the fifth step of an epoch is smaller.
 RAGGED = [*SHORT, "--precision", "float64", "--global-batch", "300", "--steps", "7"]
 
 
@@ -181,7 +182,7 @@ def test_a_run_directory_is_enough_to_repeat_the_run(tmp_path: Path) -> None:
 
 def test_the_last_samples_are_evaluated_once_whatever_the_ranks(tmp_path: Path) -> None:
     base = ["--recipe", "lenet", "--pixels", "8", "--steps", "5", "--precision", "float64"]
-    base += ["--global-batch", "60"]  # 360 test samples: 60 does not divide evenly among 7 × batch
+    base += ["--global-batch", "60"]  # 360 test samples
     scores = []
     for ranks in ("1", "3"):
         out = tmp_path / ranks
@@ -215,7 +216,7 @@ def test_the_gpt_learns_from_the_standard_library(tmp_path: Path) -> None:
     tiny = ["--recipe", "gpt", "--dim", "64", "--layers", "2", "--seq-len", "64", "--steps", "40"]
     train(*tiny, "--ranks", "2", "--no-evaluate", "--accumulation", "2", "--out", tmp_path / "run")
     curve = losses(tmp_path / "run")
-    assert curve[0] > 5.4 and curve[39] < 4.0  # ln 256 = 5.5 nats is knowing nothing
+    assert curve[0] > 5.4 and curve[39] < 4.0  # a uniform prediction has ln 256 = 5.5 nats
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["mfu"] is None and summary["mfu_peak"] == "unknown device"
 
@@ -229,7 +230,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_and_rank(tmp_path: Pat
 
 @pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]])
 def test_a_run_whose_checkpoints_cannot_be_written_fails(tmp_path: Path, ranks: list[str]) -> None:
-    """A directory in place of a file of checkpoints stands for a disk that is full."""
+    """A directory in the place of a checkpoint file makes writing fail, as a full disk would."""
     out = tmp_path / "run"
     train(*SHORT, "--steps", "2", "--out", out)
     shutil.rmtree(out / "checkpoints")
@@ -289,7 +290,7 @@ def test_a_mistake_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
     done = run_tutti("train", *own, cwd=tmp_path)
     assert done.returncode == 2
     assert "the disk of this host is empty (on rank 1)" in done.stderr
-    assert not (tmp_path / "run").exists()  # nothing was begun
+    assert not (tmp_path / "run").exists()  # the run directory was not created
 
 
 def test_a_run_goes_on_with_other_ranks_to_the_same_samples_or_to_those_asked_for(
@@ -297,7 +298,7 @@ def test_a_run_goes_on_with_other_ranks_to_the_same_samples_or_to_those_asked_fo
 ) -> None:
     out = tmp_path / "run"
     train(*SHORT, "--epochs", "2", "--ranks", "2", "--out", out)  # 2 × 23 steps of 64
-    shutil.rmtree(out / "checkpoints" / "step-00000046")  # as if it had been stopped halfway
+    shutil.rmtree(out / "checkpoints" / "step-00000046")  # as if the run had been stopped halfway
     done = train("--resume", "--out", out, "--ranks", "1")  # 45 steps of 32 are left
     assert "resumed at step 23" in done.stderr
     summary = json.loads((out / "summary.json").read_text())

@@ -1,4 +1,4 @@
-"""Training on a real GPU: graphs, precisions and shared ranks against eager float32."""
+"""Training on a real GPU: graphs, precisions and ranks on one GPU, compared with eager float32."""
 
 import json
 from pathlib import Path
@@ -35,9 +35,9 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_a_graph_of_the_step_trains_as_the_eager_step_does(
     eager: list[float], tmp_path: Path
 ) -> None:
-    # 1437 samples in steps of 32: the last step of an epoch is ragged and runs eagerly.
+    # 1437 samples in steps of 32: the last step of an epoch is smaller and runs eagerly.
     train(tmp_path / "run", *LENET, "--no-evaluate", "--cuda-graph")
-    # float32 with convolutions whose order of sums may differ: they drift apart slowly.
+    # float32, and the order of summation in convolutions may differ: losses slowly drift apart.
     assert losses(tmp_path / "run") == pytest.approx(eager, rel=2e-2, abs=2e-3)
     assert losses(tmp_path / "run")[:8] == pytest.approx(eager[:8], rel=1e-3)
 

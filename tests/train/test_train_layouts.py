@@ -1,8 +1,9 @@
-"""tutti train with layouts: the same losses as one rank, saved under one, resumed under others.
+"""tutti train with layouts: the same losses as one rank, also if resumed under another layout.
 
-Tolerance: float64, five steps of AdamW with clipping; sums in another order move a loss by about
-1e-15 relative, and AdamW divides small gradients by their own size: 1e-10 leaves room for that, and
-a wrong factor, norm, sample or optimizer state moves the loss by more than 1e-6.
+Tolerance: the tests run five steps of AdamW with clipping in float64. Another order of summation
+changes a loss by about 1e-15 relative, and AdamW amplifies errors, because it divides small
+gradients by their own size. 1e-10 allows for that. A wrong factor, norm, sample or optimizer state
+changes the loss by more than 1e-6.
 """
 
 import json
@@ -45,7 +46,7 @@ def test_eight_ranks_train_and_other_layouts_go_on_as_if_nothing_had_happened(
     summary = json.loads((eight / "summary.json").read_text())
     assert summary["layout"] == "dp2.tp2.pp2"
     assert summary["plan"]["global_batch"] == 16
-    for rank in range(8):  # whatever the stage, every rank knows the loss
+    for rank in range(8):  # ranks of every pipeline stage record the loss
         assert losses(eight, rank) == pytest.approx(right[:3], rel=TOLERANCE)
 
     for layout in ("shard4", "tp2.pp2"):
@@ -69,7 +70,7 @@ def test_a_benchmark_measures_and_leaves_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_tied_pipeline_in_a_v_is_saved_and_resumed(tmp_path: Path) -> None:
-    """Both copies of the embedding are on rank 0: each must come back, with its state."""
+    """Both copies of the embedding are on rank 0: each must be restored with its state."""
     flags = [
         *SMALL,
         "--ranks",
@@ -123,7 +124,7 @@ def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn(
     right = losses(tmp_path / "whole")
     assert losses(tmp_path / "half") == pytest.approx(right, rel=TOLERANCE)
 
-    # The same layout, but tp ranks that had numbers of their own now share them, or no longer do.
+    # The layout is the same, but the flag changes whether tp ranks share their random numbers.
     flag = {"--sequence-parallel": "--no-sequence-parallel"}.get(stream, "--sequence-parallel")
     done = train(*resume, other, flag)
     assert "ranks of tp drew other numbers: random generators are seeded anew" in done.stderr
