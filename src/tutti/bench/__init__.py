@@ -2,4 +2,4 @@
 
 
 class Unsupported(Exception):
-    """A backend, an operation or a pair cannot be measured here; the message says why."""
+    """A backend, an operation or a pair cannot be measured here. The message is the reason."""

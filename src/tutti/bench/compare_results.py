@@ -1,7 +1,8 @@
-"""Figures in the JSON of any bench, and the comparison of two results beyond their spread.
+"""Read figures from the JSON of any bench, and find differences that exceed their spread.
 
-A figure is identified by the key fields of its row. Its spread is σ relative to the value, as far
-as the file tells it: of single calls for times, of passes for bandwidths.
+A figure is identified by the key fields of its row. The spread of a figure is σ divided by the
+value, estimated from the statistics in the row: σ of single calls for times, σ of passes for
+bandwidths, σ of rounds for pairs.
 """
 
 import json
@@ -20,7 +21,7 @@ Row = dict[str, Any]
 Key = tuple[tuple[str, Any], ...]
 
 VERDICTS = ("wrong", "slower", "faster", "same", "new", "gone")
-# Two runs on an undisturbed machine differ by a few per cent.
+# Two runs on an otherwise idle machine differ by a few per cent.
 TOLERANCE = 0.05
 
 
@@ -29,7 +30,7 @@ RESULT_FIELDS = tomllib.loads(Path(__file__).with_name("result_fields.toml").rea
 
 @dataclass(frozen=True)
 class RowList:
-    """A list of rows in the JSON of a bench; result_fields.toml says what its fields mean."""
+    """A list of rows in the JSON of a bench, as described in result_fields.toml."""
 
     bench: str
     name: str
@@ -43,7 +44,7 @@ ROW_LISTS = [
     for each in RESULT_FIELDS["lists"]
     for bench, name in (path.split(".") for path in each["in"])
 ]
-# For normally distributed samples: (p95 - min) / σ and (p99 - min) / σ of many, (p75 - p25) / σ.
+# For many normally distributed samples: (p95 - min) / σ, (p99 - min) / σ, and (p75 - p25) / σ.
 _SIGMAS_TO_P95, _SIGMAS_TO_P99 = 4.0, 5.0
 _SIGMAS_BETWEEN_QUARTILES = 1.349
 
@@ -64,7 +65,7 @@ class Figure:
 
 
 def read_results(flag: str, path: Path) -> Content:
-    """Read the JSON of a bench; UsageError if the file is missing or something else."""
+    """Read the JSON of a bench. Raises UsageError if the file is missing or is not such a file."""
     try:
         content = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -78,22 +79,22 @@ def read_results(flag: str, path: Path) -> Content:
 
 
 def bench_of(content: Content) -> str:
-    """collectives, symmetric, bandwidth or pairs."""
+    """Return the kind of bench: collectives, symmetric, bandwidth or pairs."""
     return str(content["schema"]).removeprefix("tutti.bench.").partition("/")[0]
 
 
 def rows_of(content: Content) -> Iterator[tuple[RowList, Row]]:
-    """Every row with figures, and the list that it is in."""
+    """Yield every row that has figures, with the description of the list that contains the row."""
     for each in ROW_LISTS:
         if each.bench == bench_of(content):
             yield from ((each, row) for row in content.get(each.name) or ())
 
 
 def figures_of(content: Content) -> dict[tuple[Key, str], Figure]:
-    """Every figure of a result, by key and metric."""
+    """Return every figure of a result, by key and metric."""
     found: dict[tuple[Key, str], Figure] = {}
     for rows, row in rows_of(content):
-        # Results of older versions have no `group`: 1 is implied.
+        # Results of older versions have no `group` field, which means 1.
         known = [name for name in rows.key if name in row and (name, row[name]) != ("group", 1)]
         row_key: Key = () if rows.name == "rows" else (("part", rows.name),)
         row_key += tuple((name, row[name]) for name in known)
@@ -104,7 +105,7 @@ def figures_of(content: Content) -> dict[tuple[Key, str], Figure]:
             if not isinstance(value, int | float) or value <= 0:
                 continue
             key, repeat = row_key, 2
-            while (key, metric) in found:  # rows with equal keys are told apart by their order
+            while (key, metric) in found:  # rows with equal keys are numbered in their order
                 key, repeat = (*row_key, ("again", repeat)), repeat + 1
             wrong = row.get("wrong", str(row.get("check", "")).startswith("different"))
             name = ", ".join(f"{field} {each}" for field, each in key)
@@ -116,7 +117,7 @@ def figures_of(content: Content) -> dict[tuple[Key, str], Figure]:
 
 
 def value_of(row: Row, name: str) -> Any:
-    """A value by its dotted name, such as `time_us.p50`; None if the row does not have it."""
+    """Return a value by its dotted name, such as `time_us.p50`, or None if the row has none."""
     value: Any = row
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -124,7 +125,7 @@ def value_of(row: Row, name: str) -> Any:
 
 
 def spread_of(row: Row, metric: str) -> float:
-    """σ of a figure relative to its value."""
+    """Return σ of a figure divided by its value."""
     if metric == "time_us.p50":
         times = row["time_us"]
         # One outlier inflates cv, but not the distance from min to p95.
@@ -151,13 +152,13 @@ class Change:
     new: float | None
     spread_old: float | None
     spread_new: float | None
-    ratio: float | None  # of speeds: above 1 the new result is faster
+    ratio: float | None  # new speed / old speed
     limit: float | None  # ratios from 1 / (1 + limit) to 1 + limit count as the same
     verdict: str
 
 
 def compare(old: Content, new: Content, tolerance: float = TOLERANCE) -> list[Change]:
-    """Every figure of both results in the order of the new one, then those that are gone."""
+    """Compare all figures, in the order of the new result; figures only in the old one are last."""
     if bench_of(old) != bench_of(new):
         raise UsageError(
             f"a result of bench {bench_of(old)} cannot be compared with one of bench "
@@ -176,7 +177,7 @@ def _change(old: Figure | None, new: Figure | None, tolerance: float) -> Change:
     verdict = "new" if old is None else "gone"
     if old is not None and new is not None:
         ratio = new.value / old.value if new.higher_is_better else old.value / new.value
-        # 2 σ of the difference of two independent figures.
+        # 2 σ of the difference between two independent figures.
         limit = max(tolerance, 2 * math.hypot(old.spread, new.spread))
         verdict = "faster" if ratio > 1 + limit else "slower" if ratio < 1 / (1 + limit) else "same"
         ratio, limit = round(ratio, 4), round(limit, 4)
@@ -196,7 +197,10 @@ def _change(old: Figure | None, new: Figure | None, tolerance: float) -> Change:
 
 
 def environment_differences(old: Content, new: Content) -> list[str]:
-    """How the machines and versions of two results differ: their times are not comparable then."""
+    """Describe how the machines and versions of two results differ.
+
+    If they differ, the times of the two results are not comparable.
+    """
     before, after = old.get("environment", {}), new.get("environment", {})
     found = []
     for name in ("host", "system", "cpu", "cpus", "cpu_quota", "memory_bytes"):

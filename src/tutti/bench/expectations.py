@@ -1,6 +1,6 @@
-"""--expect: a bench as a check, against the catalogue, an earlier result, or thresholds.
+"""--expect: check results of a bench against the catalogue, an earlier result, or thresholds.
 
-A file of thresholds has rules; each selects rows and bounds their values:
+A threshold file contains rules. Each rule selects rows and sets bounds for their values:
 
     [[expect]]
     op = "all_reduce"
@@ -9,9 +9,11 @@ A file of thresholds has rules; each selects rows and bounds their values:
     busbw_gbs = { min = 350 }
     "time_us.p50" = { max = 400 }
 
-A table with min or max bounds a value; a table for bytes, ranks, … selects rows; any other value
-must be equal. A rule that matches no row of any run is an error in the file, reported before
-anything is measured. A rule that matches no row of this run is unmet, because it checked nothing.
+A table with min or max selects rows if the field is bytes, ranks or another of the `selectors` in
+result_fields.toml; for any other field the table is a bound. Any value other than a table selects
+the rows with that value. A rule that cannot match a row of any run is an error in the file, which
+is reported before anything is measured. A rule that matches no row of the present run counts as
+unmet, because nothing was checked.
 """
 
 import math
@@ -44,16 +46,16 @@ from tutti.world.errors import UsageError, did_you_mean
 Rule = Mapping[str, Any]
 AllowedValues = Mapping[str, Collection[str]]
 
-# Fraction of a published figure that must be reached: machines of one kind differ.
+# Fraction of a published figure that must be reached. Machines of the same kind differ in speed.
 CATALOGUE_FRACTION = 0.8
 
 _SELECTORS = RESULT_FIELDS["selectors"]
-# bench: {list in its JSON: fields of its rows}
+# {bench: {name of a list in its JSON: fields of the rows in that list}}
 FIELDS = {
     bench: {e.name: (*e.key, *e.figures, *e.others) for e in ROW_LISTS if e.bench == bench}
     for bench in ("collectives", "bandwidth", "pairs")
 }
-# bench: {text field: values that it can have}
+# {bench: {text field: values that the field can have}}
 ALLOWED_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     bench: {name: tuple(values) for name, values in allowed.items()}
     for bench, allowed in RESULT_FIELDS["allowed"].items()
@@ -65,7 +67,11 @@ ALLOWED_VALUES["collectives"] |= {"op": tuple(OPERATIONS), "backend": BACKENDS}
 
 @dataclass(frozen=True)
 class Expectation:
-    """The argument of --expect, read: an earlier result, rules, or neither for the catalogue."""
+    """The parsed argument of --expect.
+
+    `baseline` is an earlier result, `rules` are those of a threshold file. Both are None if results
+    are compared with the catalogue.
+    """
 
     name: str
     baseline: Content | None = None
@@ -75,7 +81,7 @@ class Expectation:
 def read_expectation(text: str, bench: str, allowed: AllowedValues | None = None) -> Expectation:
     """Read and check --expect before anything is measured.
 
-    `allowed` has further values of text fields of this run, such as the names of pairs.
+    `allowed` has more values that text fields can have in this run, such as the names of pairs.
     """
     path = Path(text)
     if text == "catalogue":
@@ -130,7 +136,7 @@ def _read_rules(path: Path, bench: str, allowed: AllowedValues) -> tuple[Rule, .
 
 
 def _flatten(rule: Rule) -> Iterator[tuple[str, Any]]:
-    """TOML reads an unquoted time_us.p50 as a table in a table; restore the dotted name."""
+    """Restore dotted names, because TOML reads an unquoted time_us.p50 as a table in a table."""
     for name, value in rule.items():
         if isinstance(value, dict) and value and all(isinstance(e, dict) for e in value.values()):
             yield from ((f"{name}.{inner}", each) for inner, each in value.items())
@@ -169,7 +175,7 @@ def _check_text(name: str, value: Any, allowed: Collection[str] | None) -> None:
     for each in _as_list(value):
         if not isinstance(each, str):
             raise UsageError(f"{name} = {_format(value)}: write a string, or a list of strings")
-        # Rows of a backend may have a suffix: "gloo x16", "shm ring".
+        # In rows, the name of a backend may have a suffix: "gloo x16", "shm ring".
         word = each.partition(" ")[0] if name == "backend" else each
         if allowed is not None and word not in allowed:
             raise UsageError(f"no {name} {each!r}: {did_you_mean(word, allowed)}")
@@ -202,7 +208,7 @@ def _check_number(name: str, value: Any) -> None:
 
 
 def _bounds(rule: Rule) -> dict[str, dict[str, float]]:
-    """The bounds of a rule; its other keys select rows."""
+    """Return the bounds of a rule. The other keys of the rule select rows."""
     return {
         name: value
         for name, value in rule.items()
@@ -211,7 +217,7 @@ def _bounds(rule: Rule) -> dict[str, dict[str, float]]:
 
 
 def _number(value: Any) -> float:
-    """A number, or a size such as 64M."""
+    """Return a number, or the bytes of a size such as 64M."""
     return parse_size(value) if isinstance(value, str) else float(value)
 
 
@@ -220,7 +226,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _format(value: Any) -> str:
-    """A value of a rule for messages."""
+    """Format a value of a rule for messages."""
     if isinstance(value, dict):
         signs = {"min": "at least", "max": "at most"}
         return " and ".join(f"{signs.get(end, end)} {each}" for end, each in value.items())
@@ -243,10 +249,10 @@ class Unmet:
 
 
 def unmet_expectations(results: Content, expectation: Expectation) -> list[Unmet]:
-    """The expectations that the results do not meet.
+    """Return the expectations that the results do not meet.
 
     `results` is the JSON of a bench with its schema; the environment may be missing. Raises
-    UsageError if nothing could be checked, because that must not count as a pass.
+    UsageError if nothing could be checked, because a run without any check must not pass.
     """
     if expectation.rules is not None:
         return [unmet for rule in expectation.rules for unmet in _check_against_rule(rule, results)]
@@ -256,7 +262,7 @@ def unmet_expectations(results: Content, expectation: Expectation) -> list[Unmet
 
 
 def baseline_differences(results: Content, expectation: Expectation) -> list[str]:
-    """How the environment of a baseline differs from this run's."""
+    """Describe how the environment of the baseline differs from the environment of this run."""
     if expectation.baseline is None:
         return []
     environment = results.get("environment") or describe_environment()
@@ -327,7 +333,7 @@ def _check_against_catalogue(results: Content) -> list[Unmet]:
     unmet = _unmet_verdicts(results) if bench_of(results) == "bandwidth" else []
     checked = 0
     for _, row in rows_of(results):
-        # bench bandwidth has already judged its pairs and copies.
+        # Pairs and copies of bench bandwidth already have a verdict.
         checked += row.get("verdict", "unknown") != "unknown"
         if gpu is None or "busbw_gbs" not in row:
             continue
@@ -361,7 +367,7 @@ def _unmet_verdicts(results: Content) -> list[Unmet]:
 
 
 def _gpu_of_exclusive_node(results: Content) -> str | None:
-    """The GPU model, if all ranks have a GPU of one model to themselves on one node."""
+    """Return the GPU model if all ranks are on one node, each with its own GPU of this model."""
     ranks = results.get("world", {}).get("ranks", [])
     environment = results.get("environment") or describe_environment()
     models = {gpu["name"] for gpu in environment.get("gpus", ())}

@@ -16,11 +16,11 @@ from tutti.world.exchange import gather_json
 from tutti.world.rendezvous import shm_unavailable
 from tutti.world.world import World
 
-# ---- Pinning: a rank that migrates or shares its CPUs measures the scheduler ----
+# ---- Pinning, so that times do not include migration between CPUs or waiting for a CPU ----
 
 
 def pin(world: World) -> str:
-    """Pin this rank to its share of the CPUs allowed to it; returns the CPU list. Collective.
+    """Pin this rank to its share of its allowed CPUs, and return the CPU list. Collective.
 
     The CPUs are divided among the ranks of the host that have the same allowed set. If there are
     more ranks than CPUs, each rank gets one CPU, round-robin.
@@ -32,14 +32,14 @@ def pin(world: World) -> str:
 
 
 def share_of_cpus(cpus: tuple[int, ...], position: int, sharers: int) -> tuple[int, ...]:
-    """The CPUs of the rank at `position` among `sharers` ranks."""
+    """Return the CPUs of the rank at `position` among `sharers` ranks that share `cpus`."""
     if sharers > len(cpus):
         return (cpus[position % len(cpus)],)
     return cpus[position * len(cpus) // sharers : (position + 1) * len(cpus) // sharers]
 
 
 def pin_to(cpus: tuple[int, ...]) -> str:
-    """Pin every thread of this rank to these CPUs; UsageError if they are not allowed."""
+    """Pin every thread of this rank to these CPUs. Raises UsageError if they are not allowed."""
     try:
         os.sched_setaffinity(0, cpus)
     except (OSError, OverflowError) as error:
@@ -48,7 +48,7 @@ def pin_to(cpus: tuple[int, ...]) -> str:
             f"CPUs are {format_cpu_list(allowed_cpus())}"
         ) from None
     for thread in Path("/proc/self/task").iterdir():  # gloo's threads are already running
-        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended in the meantime
             os.sched_setaffinity(int(thread.name), cpus)
     return format_cpu_list(cpus)
 
@@ -79,16 +79,17 @@ def check_host_memory(size: int, world: World) -> None:
 class CoreLatency:
     """Round-trip time of a cache line between the cores of neighbouring ranks of one host.
 
-    Tens of nanoseconds between cores with a shared cache, hundreds otherwise; the speed of messages
-    depends on it. The hypervisor of a virtual machine may move its cores during a run, so it is
-    measured before and after. Known only if every rank has CPUs of its own. Construction and
-    `measure_again` are collective.
+    The latency is tens of nanoseconds between cores that share a cache, and hundreds otherwise; the
+    speed of messages depends on the latency. The hypervisor of a virtual machine may move its cores
+    to other physical cores during a run, so the latency is measured before and after the benchmark.
+    It is measured only if no two ranks share a CPU. Construction and `measure_again` are
+    collective.
     """
 
     _ROUNDS, _TURNS = 5, 2000
     _MAX_PAIRS = 7
     _TIMEOUT_SECONDS = 2.0
-    _MOVED_RATIO = 2.0  # smaller changes are noise of an undisturbed machine
+    _MOVED_RATIO = 2.0  # smaller changes are noise
 
     def __init__(self, world: World, cpus: Sequence[str]) -> None:
         sets = [set(parse_cpu_list(each)) for each in cpus]
@@ -97,14 +98,14 @@ class CoreLatency:
         known = on_one_cpu_host and disjoint and not shm_unavailable()
         pairs = list(pairwise(range(world.size)))[: self._MAX_PAIRS] if known else []
         self._rank = world.rank
-        # For JSON: nanoseconds before and after, null if a rank timed out.
+        # Rows for JSON: nanoseconds before and after the benchmark, null if a rank timed out.
         self.rows: list[dict[str, Any]] = [
             {"ranks": pair, "before_ns": None, "after_ns": None} for pair in pairs
         ]
         self._measure("before_ns")
 
     def measure_again(self) -> None:
-        """Measure after the benchmark."""
+        """Measure the latency again, after the benchmark."""
         self._measure("after_ns")
 
     def __str__(self) -> str:
@@ -117,7 +118,7 @@ class CoreLatency:
         return f"cache-line round trip between {between}: {time} ns"
 
     def change(self) -> str:
-        """A note if the latency of a pair changed by more than a factor of 2, else empty."""
+        """Return a note if the latency of a pair changed by more than a factor of 2, else ""."""
         for row in self.rows:
             one, other = row["before_ns"], row["after_ns"]
             if one and other and not 1 / self._MOVED_RATIO < other / one < self._MOVED_RATIO:

@@ -1,4 +1,4 @@
-"""Coordination of the ranks of a benchmark: barriers, maxima over ranks, errors, and Ctrl-C."""
+"""Coordinate the ranks of a benchmark: barriers, maxima over ranks, errors, and Ctrl-C."""
 
 import os
 import signal
@@ -22,42 +22,43 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class RankControl:
-    """Collectives between measurements, over a gloo group of their own.
+    """Collectives between measurements, over a separate gloo group.
 
-    The group is separate from the measured ones, and gloo sleeps while it waits, so that idle ranks
-    take no CPU time from measuring ones.
+    Measured groups are not used for coordination. gloo sleeps while it waits, so ranks that wait
+    take no CPU time from ranks that measure.
     """
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo")
-        self.stop_requested = False  # on this rank; the others learn it from check_stop
+        self.stop_requested = False  # on this rank; check_stop informs the others
 
     def check_stop(self) -> bool:
-        """A barrier; True on all ranks if any rank was asked to stop."""
+        """Wait for all ranks. Returns True on all ranks if any rank received a stop signal."""
         return self.max_over_ranks([float(self.stop_requested)])[0] > 0
 
     def max_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """The maximum over all ranks of each value."""
+        """Return the maximum over all ranks of each value."""
         return list(self.max_of_tensor(torch.tensor(values, dtype=torch.float64)).tolist())
 
     def max_of_tensor(self, values: Tensor) -> Tensor:
-        """The elementwise maximum over all ranks, in place."""
+        """Replace each element by its maximum over all ranks, and return the tensor."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
         return values
 
     def sum_over_ranks(self, count: int) -> int:
-        """The sum over all ranks."""
+        """Return the sum of `count` over all ranks."""
         total = torch.tensor([count])
         dist.all_reduce(total, group=self._group)
         return int(total)
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """Inside, SIGINT, SIGTERM and SIGUSR1 (which mpirun forwards) only set `stop_requested`.
+        """Let SIGINT, SIGTERM and SIGUSR1 (forwarded by mpirun) only set `stop_requested`.
 
-        Collective: the barrier at entry ensures that no signal kills a rank once any rank is
-        inside. A signal before that may have killed a late rank, and the barrier fails then.
+        The handlers are installed for the duration of the `with` block. Collective: there is a
+        barrier at entry, so as soon as any rank runs the block, all ranks have their handlers. If a
+        signal kills a rank that has not installed its handlers yet, the barrier fails.
         """
 
         def request_stop(number: int, frame: FrameType | None) -> None:
@@ -88,14 +89,14 @@ class RankControl:
 def try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
     """Run `action` on every rank; returns (result, ""), or (None, reason) if any rank failed.
 
-    Collective. Errors other than those that a backend raises for an unsupported call propagate.
+    Collective. Only exceptions that a backend raises for an unsupported call are caught.
     """
     result, reason = None, None
     try:
         result = action()
     except (Unsupported, UsageError) as error:
         reason = str(error)
-    # Raised by torch if a backend lacks an operation, and by waits if a peer failed.
+    # torch raises these errors if a backend lacks an operation; waits raise them if a peer failed.
     except (RuntimeError, TypeError, ValueError, TimeoutError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     reasons = [each for each in gather_json(reason) if each is not None]

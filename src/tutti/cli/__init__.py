@@ -1,4 +1,4 @@
-"""The command line: one module per command. `tutti --help` imports none of them, nor torch."""
+"""The command line: one module per command. `tutti --help` does not import them or torch."""
 
 import gc
 import os
@@ -38,14 +38,15 @@ tutti --print-completion SHELL     a completion script for bash, zsh or fish:
 
 
 def main() -> None:
-    """The console script: run the command and exit with its code."""
+    """Run the command and exit with its code. This is the entry point of the console script."""
     if "OMPI_COMM_WORLD_RANK" in os.environ:
-        # mpirun gives rank 0 a terminal even if its own output goes into a file: no colours.
+        # mpirun gives rank 0 a terminal even if the output of mpirun goes into a file, so rich must
+        # not print colours.
         os.environ.setdefault("TTY_COMPATIBLE", "0")
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has ended: `tutti … | head`
+    except BrokenPipeError:  # the reader of the pipe has ended: `tutti … | head`
         sys.stderr.close()
         code = 0
     except KeyboardInterrupt:

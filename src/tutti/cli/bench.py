@@ -1,4 +1,4 @@
-"""tutti bench KIND, and what its kinds share: starting ranks, result files, --sizes, --expect."""
+"""tutti bench KIND, and functions of all kinds: starting ranks, result files, --sizes, --expect."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 INTERRUPTED = 130
-# From Ctrl-C to SIGKILL, for ranks to finish their round and write their files.
+# Time between Ctrl-C and SIGKILL, in which ranks finish their round and write their files.
 _GRACE_SECONDS = 30.0
 
 _KINDS = {
@@ -65,9 +65,10 @@ def main(arguments: list[str]) -> int:
     if arguments[0] not in _KINDS:
         raise UsageError(f"no kind {arguments[0]!r}: {did_you_mean(arguments[0], _KINDS)}")
     if is_rank() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        # Until RankControl.stop_on_signals takes over, Ctrl-C ends a rank at once. A Python
-        # KeyboardInterrupt can be swallowed inside torch's import or a destructor; the rank would
-        # go on and wait for peers that have ended. Ignored SIGINT (nohup, `&`) stays ignored.
+        # Until RankControl.stop_on_signals installs its handlers, Ctrl-C ends a rank at once. A
+        # KeyboardInterrupt could be lost inside the import of torch or in a destructor, and the
+        # rank would then wait for peers that have ended. If SIGINT is ignored (nohup, `&`), it
+        # remains ignored.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code: int = import_module(_KINDS[arguments[0]][0]).main(arguments[1:])
     return code
@@ -98,7 +99,7 @@ def is_rank() -> bool:
 
 
 def default_ranks(options: RankFlags) -> int:
-    """--ranks, else one rank per GPU (times --ranks-per-gpu), at least 2."""
+    """Return --ranks; by default one rank per GPU, times --ranks-per-gpu, but at least 2."""
     if options.ranks is not None:
         return options.ranks
     gpus = 0 if options.device == "cpu" else visible_gpu_count()
@@ -122,7 +123,7 @@ def start_ranks(
 
 @contextmanager
 def open_world(options: RankFlags, backend: str | None = None) -> "Iterator[World]":
-    """Join the world as the flags say."""
+    """Join the world with the given flags, and leave it at the end of the `with` block."""
     from tutti.world.world import init
 
     with init(
@@ -135,21 +136,21 @@ def open_world(options: RankFlags, backend: str | None = None) -> "Iterator[Worl
 
 
 def pin_and_describe_ranks(world: "World", pin: bool) -> list[Row]:
-    """Pin this rank to its CPUs; returns the rows of all ranks for JSON. Collective."""
+    """Pin this rank to its CPUs if `pin`, and return the rows of all ranks for JSON. Collective."""
     from tutti.bench import host_setup
 
     return describe_ranks(world, host_setup.pin(world) if pin else world.cpus, pin)
 
 
 def describe_ranks(world: "World", cpus: str, pinned: bool) -> list[Row]:
-    """The rows of all ranks for JSON. Collective."""
+    """Return the rows of all ranks for JSON. Collective."""
     from tutti.world.exchange import gather_json
 
     return gather_json({**world.row(), "cpus": cpus, "pinned": pinned})
 
 
 def print_ranks(world: "World", ranks: list[Row], with_backend: bool = False) -> None:
-    """The head of the output: where each rank runs, and whether GPUs are shared."""
+    """Print the head of the output: where each rank runs, and whether GPUs are shared."""
     for row in ranks:
         backend = f"{row['backend']}, " if with_backend else ""
         pinned = "pinned to CPU" if row["pinned"] else "on CPU"
@@ -161,12 +162,12 @@ def print_ranks(world: "World", ranks: list[Row], with_backend: bool = False) ->
 
 
 def world_json(world: "World", ranks: list[Row]) -> Row:
-    """The `world` of every result."""
+    """Return the value of the key `world` in the JSON of every bench."""
     return {"size": world.size, "ranks": ranks, "sharing_note": world.sharing_note}
 
 
 def print_wrong(wrong: int) -> None:
-    """The last line of nccl-tests."""
+    """Print the number of wrong elements, as in the last line of nccl-tests."""
     print_note(f"Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
 
 
@@ -183,10 +184,10 @@ def sizes_flag(text: str) -> list[int]:
 
 @dataclass
 class ResultFiles:
-    """--json and --csv, written again after every row, so that any end of the run keeps results.
+    """The files of --json and --csv, which are written again after every row.
 
-    Ctrl-C, SIGKILL and the death of a rank need no handling. `complete` in the JSON is false until
-    everything was measured.
+    So the results so far are kept after Ctrl-C, SIGKILL or the death of a rank. `complete` in the
+    JSON is false until everything was measured.
     """
 
     schema: str
@@ -195,7 +196,7 @@ class ResultFiles:
     warned: bool = False
 
     def save(self, results: Row) -> None:
-        """Write intermediate results; if that fails, warn once and go on measuring."""
+        """Write intermediate results. If writing fails, warn once; the measurement continues."""
         try:
             self.write(results)
         except UsageError as error:
@@ -219,14 +220,14 @@ class ResultFiles:
 def expect_flag(
     text: str | None, bench: str, device: str, allowed: AllowedValues | None = None
 ) -> Expectation | None:
-    """Read --expect; UsageError if no result of this run could be checked against it.
+    """Read --expect. Raises UsageError if --expect cannot be checked in this run.
 
-    `allowed` has further values of text fields of this run, such as the names of pairs.
+    `allowed` has more values that text fields can have in this run, such as the names of pairs.
     """
     if text is None:
         return None
     expectation = read_expectation(text, bench, allowed)
-    # bench bandwidth judges CPU links by their class, without the catalogue.
+    # bench bandwidth compares CPU links with other links of their class, without the catalogue.
     needs_gpu = text == "catalogue" and bench != "bandwidth"
     if needs_gpu and (device == "cpu" or not visible_gpu_count()):
         raise UsageError(
@@ -237,9 +238,9 @@ def expect_flag(
 
 
 def check_planned_rows(schema: str, planned: Row, expectation: Expectation | None) -> None:
-    """UsageError if a baseline or the catalogue has no figure for any of the planned rows.
+    """Raise UsageError if the baseline or the catalogue has no figure for any planned row.
 
-    Rules are not checked here: one file of rules may serve several runs.
+    Rules are not checked here, because the same file of rules may be used for different runs.
     """
     if expectation is not None and expectation.rules is None:
         unmet_expectations({"schema": schema, **planned}, expectation)
@@ -253,9 +254,10 @@ def exit_code(
     stopped: bool,
     wrong: bool,
 ) -> int:
-    """130 if stopped, 1 if results are wrong or miss an expectation, which rank 0 prints.
+    """Return 130 if stopped, 1 if results are wrong or an expectation is missed, else 0.
 
-    Called after the world is closed, since it raises UsageError if nothing could be checked.
+    Rank 0 prints the missed expectations. Call this function after the world is closed, because it
+    raises UsageError on rank 0 if nothing could be checked.
     """
     if stopped:
         return INTERRUPTED

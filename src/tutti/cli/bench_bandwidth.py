@@ -1,4 +1,4 @@
-"""tutti bench bandwidth: every pair of ranks, collectives and copies; names slow links."""
+"""tutti bench bandwidth: measure every pair of ranks, collectives and copies; report slow links."""
 
 import sys
 from dataclasses import asdict, dataclass
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(options: Bandwidth) -> Expectation | None:
-    """Check the flags before anything is started."""
+    """Check the flags before ranks are started."""
     for part in (options.only or "pairs").split(","):
         if part not in PARTS:
             raise UsageError(f"--only: no part {part!r}: {did_you_mean(part, PARTS)}")
@@ -133,7 +133,7 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
             files = bench.ResultFiles(_SCHEMA, options.json)
             if world.is_first:
                 bench.print_ranks(world, ranks)
-                if backend == "gloo" == world.backend:  # not the default
+                if backend == "gloo" == world.backend:  # gloo is not the default
                     print_note(f"note: no shm: {world.reasons['backend']}")
                 print_note(f"messages by {backend}; GB/s are 1e9 bytes per second")
                 links.save = lambda: files.save(_results(links, ranks))
@@ -152,7 +152,7 @@ def _measure(options: Bandwidth, expectation: Expectation | None) -> int:
 
 
 def _parts(options: Bandwidth, world: "World") -> list[str]:
-    """--only, else all parts that apply to this world."""
+    """Return the parts of --only; by default all parts that apply to this world."""
     if options.only is not None:
         return options.only.split(",")
     on_gpu = world.device.type == "cuda"

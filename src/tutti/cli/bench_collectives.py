@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(options: Collectives) -> tuple[list[str], list[int], list[str]]:
-    """Check the flags before anything is started."""
+    """Check the flags before ranks are started."""
     ops = list(OPERATIONS) if options.ops == "all" else options.ops.split(",")
     for name in ops:
         if name not in OPERATIONS:

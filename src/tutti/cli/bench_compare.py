@@ -1,4 +1,4 @@
-"""tutti bench compare: what changed between two results of a bench beyond the spread."""
+"""tutti bench compare: print the differences of two bench results that exceed their spread."""
 
 import sys
 from collections import Counter
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
 def _print(changes: list[Change], show: str) -> None:
     shown = [each for each in changes if show == "all" or each.verdict != "same"]
     width = terminal_width(sys.stdout)
-    spreads = width >= _FULL_WIDTH  # a narrow terminal has no columns for them
+    spreads = width >= _FULL_WIDTH  # a narrow terminal has no space for spreads
     if shown:
         plus_minus = [f"{'±':>6}"] if spreads else []
         heads = [f"{'old':>10}", *plus_minus, f"{'new':>10}", *plus_minus, f"{'ratio':>7}"]

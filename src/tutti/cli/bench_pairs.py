@@ -1,4 +1,4 @@
-"""tutti bench pairs: a baseline and its optimized form, in turns in one run, results compared."""
+"""tutti bench pairs: measure baselines and their optimized forms in turns, and compare results."""
 
 import math
 import sys

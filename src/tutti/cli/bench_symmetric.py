@@ -109,6 +109,6 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def _narrow_name_width() -> int | None:
-    """On a narrow terminal the columns beside size and times, at most the longest name."""
+    """Return the width of the name column on a narrow terminal, or None on a wide terminal."""
     width = terminal_width(sys.stdout)
     return max(20, min(42, width - 26)) if width < _FULL_WIDTH else None

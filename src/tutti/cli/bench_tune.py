@@ -1,4 +1,4 @@
-"""tutti bench tune: measure the fastest path by message size, and save the table for tutti.comm."""
+"""tutti bench tune: find the fastest path for each message size; save the table for tutti.comm."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -116,7 +116,7 @@ def _sweep_json(sweep: "Sweep") -> dict[str, Any]:
 
 
 def _save_table(options: Tune, world: "World", sweep: "Sweep") -> dict[str, Any]:
-    """Print and save the table; returns it, and the path of the file, for JSON."""
+    """Print and save the table. Returns the table and the path of its file, for JSON."""
     from tutti.bench.collectives.path_tuning import path_measurements, smooth_choice
     from tutti.comm.path_selection import fastest, save
 

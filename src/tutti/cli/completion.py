@@ -1,7 +1,7 @@
-"""Shell completion of commands, flags and choices, taken from the commands' own help.
+"""Shell completion of commands, flags and choices, read from the help of each command.
 
 `tutti --print-completion SHELL` prints a script that calls `tutti --complete WORD...` at every Tab.
-So a new command or flag is completed without installing the script again.
+New commands and flags are completed without a new installation of the script.
 """
 
 import contextlib
@@ -44,14 +44,17 @@ complete -c tutti -a '(tutti --complete (commandline -opc)[2..] (commandline -ct
 
 
 def script(shell: str) -> str:
-    """The completion script for a shell."""
+    """Return the completion script for a shell."""
     if shell not in _SCRIPTS:
         raise UsageError(f"--print-completion {shell}: choose from {', '.join(_SCRIPTS)}")
     return _SCRIPTS[shell]
 
 
 def candidates(words: list[str], modules: dict[str, str]) -> list[str]:
-    """Completions of the last of `words` (it may be empty); `modules` maps commands to modules."""
+    """Return the completions of the last word of `words`, which may be empty.
+
+    `modules` maps commands to their modules.
+    """
     *before, last = words or [""]
     if not before:
         found = [*modules, *_GLOBAL]
@@ -68,7 +71,7 @@ def candidates(words: list[str], modules: dict[str, str]) -> list[str]:
 
 
 def _flags(words: list[str], modules: dict[str, str]) -> dict[str, list[str]]:
-    """The flags of a command, from its help, with their choices."""
+    """Return {flag: choices} of a command, read from its help."""
     command = 2 if words[0] in SUBCOMMANDS else 1
     page = io.StringIO()
     with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit, UsageError):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tutti.machine.checks.finding import Finding
     from tutti.world.rendezvous import RankInfo
 
-# A rank may be busy with a probe for this long before it exchanges its results.
+# How long ranks wait for the results of a rank that is still running a probe.
 _GATHER_SECONDS = 120.0
 _ALL_REDUCE_SECONDS = 30.0
 _ALL_REDUCE_ELEMENTS = 100_003
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
             ranks_per_gpu=options.ranks_per_gpu,
             show="first",
             start_timeout=options.start_timeout,
-            reported_codes=(1, 2),  # a check failed or wrong usage: not a crash of a rank
+            reported_codes=(1, 2),  # a failed check and wrong usage are not crashes
         ).run()
     if identity.size == 1:
         return _conclude(collect_this_host(options.device, bool(options.active)), options)
@@ -131,12 +131,12 @@ def _exit_code(findings: "Sequence[Finding]") -> int:
 
 
 def _collect_world(identity: Identity, options: Doctor) -> "Cluster":
-    """Observe and probe all ranks, through the rendezvous store only.
+    """Collect observations and probes of all ranks through the rendezvous store.
 
-    No process group is created before the hosts are known to reach each other: a fault in the
-    network would hang it.
+    No process group is created until all hosts are known to reach each other, because a fault in
+    the network would make the creation of a process group hang.
     """
-    machine = observe()  # before anything here changes variables, threads or CPU affinity
+    machine = observe()  # before this process changes variables, threads or CPU affinity
     active = options.active is not False
 
     def progress(text: str) -> None:
@@ -158,7 +158,7 @@ def _collect_world(identity: Identity, options: Doctor) -> "Cluster":
 def _rendezvous(
     identity: Identity, start_timeout: float
 ) -> "Iterator[tuple[Sequence[RankInfo], dist.Store]]":
-    """All ranks that the launcher started, and a store of this start of the world."""
+    """Yield all ranks that the launcher started, and a store for this start of the world."""
     import torch.distributed as dist
 
     from tutti.world.placement import visible_gpus
@@ -166,7 +166,7 @@ def _rendezvous(
 
     try:
         gpus = visible_gpus()
-    except RuntimeError:  # a driver that does not start is reported by the checks
+    except RuntimeError:  # the checks report a driver that does not start
         gpus = []
     rendezvous = open_rendezvous(identity, start_timeout)
     address = local_address_towards(rendezvous.host) if rendezvous.host else None
@@ -174,7 +174,7 @@ def _rendezvous(
     roster = exchange_rank_info(rendezvous.store, own, identity.size, start_timeout)
     store = dist.PrefixStore(f"tutti/doctor/{roster.start_id}", rendezvous.store)
     yield roster.ranks, store
-    # The store ends with rank 0, so rank 0 leaves last.
+    # The store may be in the process of rank 0, so rank 0 leaves last.
     store.set(f"finished/{identity.rank}", "")
     if identity.rank == 0:
         with contextlib.suppress(RuntimeError):
@@ -208,7 +208,7 @@ def _peers(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> Peers
 
 
 def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
-    """The address at which other ranks reach this one."""
+    """Return the address at which other ranks reach this rank."""
     own = ranks[rank]
     remote = [each for each in ranks if each.machine != own.machine]
     if not remote:
@@ -218,13 +218,14 @@ def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
         return address
     if own.address and not own.address.startswith("127."):
         return own.address
-    # Ranks on the store's host only know loopback; the route to a remote rank gives the address.
+    # Ranks on the host of the store have only a loopback address so far. The route to a remote rank
+    # gives the address of this host in that network.
     known = [each.address for each in remote if each.address and each.address[:4] != "127."]
     return (known and local_address_towards(known[0])) or own.host
 
 
 def _gpu_of_each(ranks: "Sequence[RankInfo]", device: str) -> list[str | None]:
-    """The GPU that tutti.init would give each rank: the visible ones in turn, per host."""
+    """Return the GPU of each rank: as in tutti.init, the ranks of a host use its GPUs in turn."""
     if device == "cpu" or not all(each.gpus for each in ranks):
         return [None] * len(ranks)
     machines = [each.machine for each in ranks]

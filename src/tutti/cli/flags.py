@@ -1,4 +1,4 @@
-"""Flags from dataclasses, so that help, defaults and code agree. Errors are one line."""
+"""Flags are defined by dataclasses, so that help, defaults and code agree. Errors are one line."""
 
 import contextlib
 import dataclasses
@@ -24,9 +24,9 @@ _WIDEST = 110  # columns of the help
 def parse(
     kind: type[Flags], program: str, arguments: Sequence[str], default: Flags | None = None
 ) -> Flags:
-    """Read flags into a dataclass; a wrong flag raises UsageError with the closest name.
+    """Read flags into a dataclass. A wrong flag raises UsageError with the closest name.
 
-    With a `default`, flags change it, and the flags of nested dataclasses need no prefix.
+    If `default` is given, flags change its values, and flags of nested dataclasses need no prefix.
     """
     names = dict(_fields(default if default is not None else kind))
     optional_switches = {name for name, hint in names.items() if hint == bool | None}
@@ -53,7 +53,7 @@ def parse(
 
 
 def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
-    """Return the value of a flag before all flags are parsed; None if it is not given."""
+    """Return the value of one flag without parsing the others, or None if the flag is not given."""
     value = None
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         if argument == flag and following is not None:
@@ -64,7 +64,7 @@ def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def split_at_command(kind: type[object], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split `-n 4 --show all train.py --lr 1` into tutti's flags and the command with its own."""
+    """Split `-n 4 --show all train.py --lr 1` into tutti's flags and the command with its flags."""
     switches = {name for name, hint in _fields(kind) if hint is bool}
     position = 0
     while position < len(arguments):
@@ -89,7 +89,10 @@ def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _fields(flags: Any) -> Iterator[tuple[str, Any]]:
-    """The flags of a dataclass, or of an instance with its nested dataclasses: (--name, type)."""
+    """Yield (--name, type) of each flag of a dataclass.
+
+    If `flags` is an instance, the flags of its nested dataclasses are included.
+    """
     hints = get_type_hints(flags if isinstance(flags, type) else type(flags))
     for field in dataclasses.fields(flags):
         nested = getattr(flags, field.name, None)
@@ -100,7 +103,7 @@ def _fields(flags: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _with_value(word: str, optional_switches: set[str]) -> list[str]:
-    """tyro reads `bool | None` as a flag with a value: --reshard is --reshard True."""
+    """Add the value to a `bool | None` flag, which tyro requires: --reshard → --reshard True."""
     if word in optional_switches:
         return [word, "True"]
     if re.sub("^--no-", "--", word) in optional_switches:
@@ -112,7 +115,7 @@ def _with_value(word: str, optional_switches: set[str]) -> list[str]:
 
 
 class _TerminalText(io.StringIO):
-    """Text into which tyro may draw boxes if the terminal's encoding has them."""
+    """A text buffer with the encoding of the terminal; tyro draws boxes in this encoding."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -121,10 +124,10 @@ class _TerminalText(io.StringIO):
 
 @contextlib.contextmanager
 def _tyro_layout(width: int) -> Iterator[None]:
-    """One column of sections, `width` characters wide, and paragraphs without source line breaks.
+    """Make tyro print one column of sections, `width` characters wide, with wrapped paragraphs.
 
-    tyro 1.0 puts sections side by side in wide terminals, and starts a new paragraph at an indented
-    line of a docstring.
+    Without this, tyro 1.0 prints sections side by side in wide terminals, and starts a new
+    paragraph at every indented line of a docstring.
     """
     strings: Any = tyro._strings
     original, columns = strings.remove_single_line_breaks, os.environ.get("COLUMNS")
@@ -140,9 +143,9 @@ def _tyro_layout(width: int) -> Iterator[None]:
 
 
 def _readable_help(text: str, width: int, optional_switches: set[str]) -> str:
-    """tyro's help with the description wrapped, plain section titles, and without None.
+    """Edit tyro's help: wrap the description, simplify section titles, and remove None.
 
-    None is the default of flags that may be left out; their description says what happens then.
+    None is the default of optional flags; the description of such a flag explains the default.
     """
     above, edge, box = text.partition("╭")
     if not edge:  # drawn in ASCII: nothing to align
@@ -167,7 +170,7 @@ def _as_switch(found: re.Match[str]) -> str:
 def _without_none(line: re.Match[str]) -> str:
     shorter = line[0].replace("{None}|", "").replace("{None,", "{")
     removed = len(line[0]) - len(shorter)
-    # The description beside the flag, or the edge of the box, keeps its column.
+    # Add spaces, so that the description or the edge of the box remains in its column.
     return re.sub(r" {2,}(?=\S)", lambda gap: gap[0] + " " * removed, shorter, count=1)
 
 
@@ -179,9 +182,9 @@ def _plain_title(found: re.Match[str]) -> str:
 
 
 def _one_line(box: str, program: str, names: Sequence[str]) -> str:
-    """tyro explains an error in a box of several lines: keep the error and the closest flag."""
+    """Shorten tyro's error, a box of several lines, to the error itself and the closest flag."""
     _, *lines = (line.strip("│╭╮╰╯ ") for line in box.splitlines())
-    if lines and set(lines[0]) == {"-"}:  # in ASCII there is a rule under the title too
+    if lines and set(lines[0]) == {"-"}:  # in ASCII there is a line under the title, too
         lines = ["─" if set(line) == {"-"} else line for line in lines[1:]]
     rule = next((number for number, line in enumerate(lines) if set(line) == {"─"}), len(lines))
     text = " ".join(line for line in lines[:rule] if line.strip("─"))
@@ -193,7 +196,7 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
             r"\1 \2 is not a number",
             text,
         )
-        # An optional number: tyro lists the types that it tried.
+        # For an optional number, tyro lists the types that it tried.
         text = re.sub(
             r"^Error parsing (\S+): no type matching \{None\}\|.*?(INT|FLOAT).* from "
             r"\[(.*?)\]\. Got.*$",
@@ -207,11 +210,11 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
     flag = unknown[1].split(",")[0].strip()
     if not flag.startswith("-"):
         return f"{flag!r} is not expected here: see {program} --help"
-    # Without the dashes, which all flags share and which would make any two names similar.
+    # Compare names without dashes, because all flags have them, which makes any two names similar.
     bare = {name.lstrip("-"): name for name in names}
     word = re.sub("^no-", "", flag.partition("=")[0].lstrip("-"))
     close = difflib.get_close_matches(word, bare, n=1, cutoff=0.6)
-    if not close:  # --sweep: a whole part of --lr-sweep
+    if not close:  # for example --sweep, a part of --lr-sweep
         close = [name for name in bare if word in name.split("-")][:1]
     cure = f"did you mean {bare[close[0]]}?" if close else f"see {program} --help"
     return f"no flag {flag}: {cure}"

@@ -52,7 +52,7 @@ def train_all(options: "Train", arguments: list[str]) -> tuple[Results, int]:
                 summary = out / "summary.json"
                 found = json.loads(summary.read_text()) if summary.exists() else {}
                 if code != 0 and "diverged" not in found:
-                    return results, code  # the run failed for another reason than its loss
+                    return results, code  # the run failed, but not because it diverged
                 results[rate, size] = found
     return results, 0
 
@@ -91,7 +91,7 @@ def _numbers(text: str, flag: str, kind: type[float] | type[int]) -> list[float]
 
 
 def _without(arguments: list[str], flags: tuple[str, ...]) -> list[str]:
-    """The arguments without these flags and their values."""
+    """Return the arguments without these flags and their values."""
     kept: list[str] = []
     skip = False
     for argument in arguments:

@@ -124,9 +124,9 @@ def _check(options: Parity, layouts: list[Layout]) -> int:
             rows.append(row)
             if world.is_first:
                 table.add(row)
-                # After each row: the next layout may fail or be interrupted.
+                # Write after each row, because the next layout may fail or be interrupted.
                 _write(options, workload, world, rows, complete=len(rows) == len(layouts))
-        comm.gather_json(None)  # no rank may exit before rank 0 has written the file
+        comm.gather_json(None)  # a barrier: no rank may exit before rank 0 has written the file
     passed = {row["ok"] for row in rows}
     if passed == {None} and world.is_first:
         print("tutti parity: no layout could be compared, for the reasons above", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""tutti predict: predictions of a trained model for a data set, or text from prompts."""
+"""tutti predict: predictions of a trained model for a dataset, or text from prompts."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def _is_text(options: Predict) -> bool:
 
 
 def _check(options: Predict) -> None:
-    """Refuse wrong values before any rank starts, and flags that have no effect."""
+    """Raise UsageError for wrong values and for flags without effect, before ranks are started."""
     texts = _is_text(options)
     for name in _FOR_DATA if texts else _FOR_PROMPTS:
         if getattr(options, name) != getattr(Predict, name):
@@ -183,7 +183,7 @@ def _generate_text(
         return prompts
 
     sampling = Sampling(options.temperature, options.top_k, options.seed)
-    prompts: list[str] = comm.gather_json(agree(read_prompts))[0]  # all ranks use rank 0's
+    prompts: list[str] = comm.gather_json(agree(read_prompts))[0]  # all ranks use those of rank 0
     generator, loaded = place_gpt(world, run, layout, run.gpt_config())
     _describe(world, loaded, generator.engine.description)
 

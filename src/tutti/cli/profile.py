@@ -57,11 +57,12 @@ class Profile:
     """Write ranks, steps, communication and stragglers to this file."""
 
 
-_STOPPED = (130, 143)  # by Ctrl-C or SIGTERM: the steps before were normal training
+# Exit codes after Ctrl-C and SIGTERM. The steps before such a signal were normal training.
+_STOPPED = (130, 143)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code, or the program's if that failed."""
+    """Run the command. Returns its exit code, or that of the profiled program if it failed."""
     flags, words = split_at_command(Profile, arguments)
     options = parse(Profile, "tutti profile", flags)
     for flag in ("merge", "json"):
@@ -134,7 +135,7 @@ def _capture(options: Profile, words: list[str]) -> int:
 
 
 def _wait_for_tasks(task: "LauncherTask", out: Path, code: int) -> int:
-    """Wait for the other tasks of the launcher; returns the exit code of the first that failed."""
+    """Wait for the other tasks of the launcher. Returns the exit code of the first failed task."""
     codes, missing = task.wait_for_exit_codes(out, failed=code != 0)
     if missing:
         numbers = ", ".join(map(str, missing[:8])) + " …" * (len(missing) > 8)

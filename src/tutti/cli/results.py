@@ -1,4 +1,4 @@
-"""What the commands share: result files, and errors that every rank finds but only one prints."""
+"""Functions for all commands: result files, and errors of all ranks that only rank 0 prints."""
 
 import json
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_writable(flag: str, path: Path | None) -> None:
-    """Refuse a result file that cannot be written, before anything is started or measured."""
+    """Raise UsageError if a result file cannot be written. Called before ranks are started."""
     if path is None:
         return
     try:
@@ -31,7 +31,7 @@ def check_writable(flag: str, path: Path | None) -> None:
 
 
 def write_json(path: Path, schema: str, results: dict[str, Any]) -> None:
-    """Write the file of --json: schema, command line and environment around the results."""
+    """Write the file of --json: schema, command line, environment and results."""
     content = {
         "schema": schema,
         "command": ["tutti", *sys.argv[1:]],
@@ -42,7 +42,7 @@ def write_json(path: Path, schema: str, results: dict[str, Any]) -> None:
 
 
 def write_result(flag: str, path: Path, text: str) -> None:
-    """Write a result file atomically; raises UsageError that names `flag`."""
+    """Write a result file atomically. Raises UsageError, with the name of the flag, on failure."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
@@ -52,7 +52,10 @@ def write_result(flag: str, path: Path, text: str) -> None:
 
 @contextmanager
 def usage_error_on_rank_0(world: "World") -> Iterator[None]:
-    """For a UsageError that every rank raises: all ranks leave the world, only rank 0 raises."""
+    """Handle a UsageError that every rank raises.
+
+    All ranks leave the world. Then rank 0 raises the error again, and the others exit with code 2.
+    """
     try:
         yield
     except UsageError:
@@ -63,7 +66,7 @@ def usage_error_on_rank_0(world: "World") -> Iterator[None]:
 
 
 def join_world(options: Any, **more: Any) -> "World":
-    """Join the world as --device, --ranks-per-gpu, --start-timeout and --timeout say."""
+    """Join the world with --device, --ranks-per-gpu, --start-timeout and --timeout."""
     from tutti.world.world import init
 
     shared = options.ranks_per_gpu if options.ranks_per_gpu > 1 else None

@@ -53,18 +53,22 @@ def main(arguments: list[str]) -> int:
 
 
 def python_command(command: list[str]) -> list[str]:
-    """The full command for `SCRIPT …`, `-m MODULE …` or an executable; checks that it exists."""
+    """Return the full command for `SCRIPT …`, `-m MODULE …` or an executable.
+
+    Raises UsageError if the script, module or executable does not exist.
+    """
     if not command or command == ["-m"]:
         raise UsageError("no script given: tutti run -n 2 SCRIPT, or tutti run -n 2 -m MODULE")
     if command[0] == "-m":
-        # Only the top-level package: looking up a submodule would import the user's package here.
+        # Look up only the top-level package: for a submodule, Python would import the user's
+        # package in this process.
         top = command[1].partition(".")[0]
         if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
             raise UsageError(f"-m {command[1]}: no module {top} here or installed: check the name")
         return [sys.executable, *command]
     script = Path(command[0])
     if script.suffix != ".py":
-        # Symbolic links are kept: Python finds its virtual environment by its own path.
+        # Do not resolve symbolic links: Python finds its virtual environment from its own path.
         program = str(script.absolute()) if os.access(script, os.X_OK) else shutil.which(command[0])
         if program is not None and not script.is_dir():
             return [program, *command[1:]]

@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
     own_flags, train_flags = _split_flags(flags)
     options = parse(Scale, "tutti scale", own_flags)
     if words[:1] == ["train"] or words[:2] == ["tutti", "train"]:
-        train_flags += words[words.index("train") + 1 :]  # the same as flags before the dashes
+        train_flags += words[words.index("train") + 1 :]  # treated as flags before the dashes
         words = []
     sizes = _sizes(options)
     if not words and not any(word.partition("=")[0] == "--recipe" for word in train_flags):
@@ -95,12 +95,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _split_flags(flags: list[str]) -> tuple[list[str], list[str]]:
-    """The flags of this command, and those for tutti train."""
+    """Return the flags of this command, and the flags for tutti train."""
     names = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Scale)}
     names |= {"-n", "-h", "--help"}
     own: list[str] = []
     others: list[str] = []
-    expects_value = False  # whether the next word is the value of an own flag; each takes one
+    expects_value = False  # the next word is the value of a flag of this command
     for word in flags:
         name = word.partition("=")[0].replace("_", "-")
         if name in names:
@@ -165,7 +165,7 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
     from tutti.scale.scale_job import Job
     from tutti.scale.scale_table import parse_sweep
 
-    read_train_flags(flags, sizes[0])  # report wrong flags before anything is added to them
+    read_train_flags(flags, sizes[0])  # report wrong flags before others are added
     mode: Mode = options.mode or "strong"
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
     if sweep is not None and sweep[0] == "lr":
@@ -186,7 +186,7 @@ def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
 def _sweep_learning_rates(
     options: Scale, sizes: list[int], flags: list[str], values: list[str]
 ) -> int:
-    """Compare the losses of learning rates, not their speed: like tutti train --lr-sweep."""
+    """Compare the losses (not the speed) of learning rates, like tutti train --lr-sweep."""
     from tutti.cli.lr_sweep import print_table, train_all
     from tutti.cli.train import read_flags
     from tutti.scale.forecast import no_forecast
@@ -225,7 +225,7 @@ def _measure(
     extra_words: "ExtraWords",
     sweep: Sequence[dict[str, str]] = ({},),
 ) -> int:
-    """Execute all runs, print and write the results."""
+    """Execute all runs, then print and write the results."""
     from tutti.scale.efficiency import Scaling
     from tutti.scale.forecast import no_forecast
     from tutti.scale.scale_runs import RunSeries, plan_runs

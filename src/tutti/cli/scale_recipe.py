@@ -1,4 +1,4 @@
-"""A recipe with several numbers of ranks: the flags of tutti train that each number adds."""
+"""A recipe with several numbers of ranks: the flags of tutti train to add for each number."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from tutti.scale.scale_job import RANKS, Mode
 from tutti.train.batch_schedule import make_schedule
 from tutti.world.errors import UsageError
 
-# Samples of the data set for a trial schedule: the real data set is not loaded here.
+# Number of samples for a trial schedule, because the real dataset is not loaded here.
 _MANY_SAMPLES = 1 << 40
 
 
 @dataclass(frozen=True)
 class ScaledRecipe:
-    """The given flags of tutti train; `steps` is the length of each run."""
+    """A recipe, given by flags of tutti train. `steps` is the number of steps of each run."""
 
     flags: Sequence[str]
     sizes: Sequence[int]
@@ -22,7 +22,7 @@ class ScaledRecipe:
     steps: int
 
     def extra_flags(self, ranks: int, swept: dict[str, str]) -> list[str]:
-        """The flags to add for a number of ranks and the values of a sweep."""
+        """Return the flags to add for a number of ranks and the values of a sweep."""
         words = [word for flag, value in swept.items() for word in (f"--{flag}", value)]
         words += ["--steps", str(self.steps), "--no-evaluate"]
         words += ["--checkpoint-every", str(self.steps)]  # not within the timed steps
@@ -30,14 +30,17 @@ class ScaledRecipe:
         return words if batch is None else [*words, "--global-batch", str(batch)]
 
     def check(self, sweep: Sequence[dict[str, str]]) -> None:
-        """Refuse what tutti train would refuse, for any number of ranks, before the first run."""
+        """Raise UsageError if tutti train would reject the flags for any number of ranks."""
         for swept in sweep:
             for ranks in self.sizes:
                 words = [*self.flags, *self.extra_flags(ranks, swept)]
                 _check_schedule(read_train_flags(words, ranks), ranks)
 
     def _global_batch(self, options: Train) -> int | None:
-        """For --global-batch: in strong scaling all sizes share the batch of the smallest."""
+        """Return the value of --global-batch to add, or None.
+
+        In strong scaling, all runs use the global batch of the smallest number of ranks.
+        """
         given = options.settings.batching.global_batch
         if self.mode == "weak":
             if given is not None:
@@ -52,7 +55,7 @@ class ScaledRecipe:
 
 
 def read_train_flags(flags: Sequence[str], ranks: int) -> Train:
-    """Parse flags of tutti train, with {ranks} replaced."""
+    """Parse flags of tutti train, with {ranks} replaced by the number of ranks."""
     options, _ = read_flags([flag.replace(RANKS, str(ranks)) for flag in flags], "tutti scale")
     for name in ("resume", "profile", "lr_sweep"):
         if getattr(options, name):

@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 
 def counted(flags: ShowSchedule) -> "Timeline":
-    """The simulated timeline, in units of a forward."""
+    """Return the simulated timeline. The unit of time is the duration of one forward."""
     from tutti.parallel.pipeline.schedule_timeline import action_orders, simulate
 
     per_rank = flags.options.virtual_stages
@@ -88,7 +88,7 @@ def counted(flags: ShowSchedule) -> "Timeline":
 
 
 def show(flags: ShowSchedule, measured: "Timeline | None" = None, note: str | None = None) -> int:
-    """Print the counted timeline, and the measured one below it; write the JSON."""
+    """Print the simulated timeline, then the measured timeline, and write the JSON."""
     from tutti.parallel.pipeline.schedule_timeline import bubble, bubble_formula, draw, length
 
     timeline = counted(flags)
@@ -102,7 +102,7 @@ def show(flags: ShowSchedule, measured: "Timeline | None" = None, note: str | No
     print("\ncounted")
     print("\n".join(draw(timeline)))
     if measured is not None:
-        # Drawn as wide as the counted timeline, so that idle times can be compared.
+        # Draw it as wide as the simulated timeline, so that idle times can be compared.
         unit = length(measured) / length(timeline)
         print(f"\nmeasured, {length(measured) * 1e3:.1f} ms, the fastest of several steps")
         print("\n".join(draw(measured, unit)))
@@ -140,7 +140,7 @@ def _measure(flags: ShowSchedule) -> int:
     with init(device=flags.device, ranks_per_gpu=shared) as world:
         measured = measure(world, flags.options, flags.accumulation)
         note = world.sharing_note
-        # Ranks may be bound to different CPUs.
+        # Count the CPUs of all ranks, because ranks may be bound to different CPUs.
         cpus = len({cpu for rank in gather_json(allowed_cpus()) for cpu in rank})
         if note is None and world.device.type == "cpu" and cpus < world.size:
             note = f"{world.size} ranks share {cpus} CPU{'s' * (cpus > 1)}: they also wait for CPUs"
@@ -156,7 +156,7 @@ def _rows(timeline: "Timeline") -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    # main() starts the ranks with this module.
+    # main() starts ranks that run this module.
     try:
         sys.exit(main(sys.argv[1:]))
     except UsageError as error:

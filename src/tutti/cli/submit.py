@@ -129,7 +129,7 @@ def _submit_mpi(arguments: list[str]) -> int:
     _require_program(mpirun[0], "install Open MPI or MPICH, or use --dry-run")
     path = _write(options.script or Path(f"{_job_name(command)}.mpi.sh"), script)
     print(f"the script is {path}", file=sys.stderr, flush=True)
-    # Replaces this process: signals and the terminal go to mpirun directly.
+    # Replace this process, so that signals and terminal input reach mpirun directly.
     os.execvp("bash", ["bash", str(path)])
 
 

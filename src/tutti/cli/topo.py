@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def recorded_machines(path: Path) -> list[Machine]:
-    """The machines of `--from FILE`."""
+    """Read the machines in `--from FILE`."""
     try:
         return read_machines(path)
     except OSError as error:
@@ -89,7 +89,7 @@ def _show_all_hosts(options: Topo) -> int:
     from tutti.world.exchange import gather_json
     from tutti.world.world import init
 
-    # device="cpu": no GPU work is done here, so ranks need no GPU of their own.
+    # With device="cpu", ranks need no GPU. This command does no work on GPUs.
     with init(device="cpu", start_timeout=options.start_timeout) as world:
         found = gather_json(observe().to_json() if world.local_rank == 0 else None)
         if world.is_first:
@@ -122,7 +122,7 @@ def _show(machines: Sequence[Machine], options: Topo) -> int:
 
 
 def _json_rows(topologies: Sequence[Topology]) -> dict[str, Any]:
-    """The rows of all hosts; each row has the key `host`."""
+    """Return the rows of all hosts. Each row has the key `host`."""
     rows: dict[str, Any] = {
         "hosts": [
             {
@@ -146,7 +146,7 @@ def _json_rows(topologies: Sequence[Topology]) -> dict[str, Any]:
 
 
 def topology_lines(topology: Topology, width: int) -> Iterator[str]:
-    """Matrix, devices, NUMA nodes and legend, in lines of at most `width` columns if possible."""
+    """Yield matrix, devices, NUMA nodes and legend, with at most `width` columns if possible."""
     for line in _unwrapped_lines(topology, width):
         yield from textwrap.wrap(line, width, subsequent_indent=" " * 6) or [""]
 
@@ -196,7 +196,7 @@ def _host_lines(topology: Topology) -> Iterator[str]:
 
 
 def _matrix_lines(topology: Topology, width: int) -> Iterator[str]:
-    """GPUs against GPUs and NICs, in blocks of as many columns as fit the width."""
+    """Yield the matrix: a row per GPU, a column per GPU and NIC, in blocks that fit the width."""
     rows = [f"GPU{gpu.index}" for gpu in topology.gpus]
     columns = [*rows, *(nic.id for nic in topology.interfaces)]
     left = max(map(len, rows)) + 1
@@ -240,7 +240,8 @@ def _gpu_lines(
                 "CRC": link.crc_errors,
             }
             errors = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-            # If all links are inactive, none is in use: a single GPU in a virtual machine.
+            # If all links are inactive, NVLink is not in use (a single GPU in a virtual machine),
+            # and inactive links are not worth a warning.
             if (not link.active and any_active) or errors:
                 state = "active" if link.active else "INACTIVE"
                 yield f"      link {link.index}: {state}{', errors: ' * bool(errors)}{errors}"
@@ -297,7 +298,7 @@ def _nic_lines(topology: Topology, nic: Interface) -> Iterator[str]:
 def _legend_lines(topology: Topology) -> Iterator[str]:
     shown = [link for link in topology.links if link.a.startswith("GPU")]
     used = {"NV#" if link.nvlinks else link.link_class for link in shown} | {"X"}
-    # The reason for an unknown class is usually the same for all pairs: the first is shown.
+    # The reason for an unknown class is usually the same for all pairs, so only one is shown.
     unknown = next((f": {link.reason}" for link in shown if link.link_class == "?"), "")
     for link_class, meaning in LINK_CLASSES.items():
         if link_class in used:

@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
         raise UsageError("--resume needs the directory of the run: add --out DIR")
     ranks = _whole_number(options.ranks)
     if ranks is not None and identify(os.environ).launcher == "python":
-        layout_of(options.settings.parallel.layout, ranks)  # refused before ranks start
+        layout_of(options.settings.parallel.layout, ranks)  # raises before ranks start
         out = options.out or _default_out(options.recipe)
         from tutti.world.launch import LocalWorld
 
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
 
 
 def read_flags(arguments: list[str], program: str = "tutti train") -> tuple[Train, Recipe]:
-    """The options of a command line, and the recipe before flags changed it."""
+    """Return the options of a command line, and the recipe before flags changed it."""
     base, name = _recipe_named_in(arguments)
     options = parse(Train, program, arguments, default=Train(settings=base, recipe=name))
     return (_as_benchmark(options, arguments) if options.benchmark else options), base
@@ -163,7 +163,7 @@ def _train(options: Train, base: Recipe) -> int:
 
 
 def _as_benchmark(options: Train, arguments: list[str]) -> Train:
-    """The options of the same run on synthetic data, without evaluation."""
+    """Return the options of the same run on synthetic data, without evaluation."""
     if options.resume:
         raise UsageError("--benchmark writes no checkpoints: leave --resume out")
     recipe = options.settings
@@ -206,7 +206,7 @@ def _conclude(directory: "RunDirectory", summary: dict[str, Any], stopped: bool)
 
 
 def _describe_world(world: "World") -> str:
-    """Device, backend and threads, and why each of them was chosen."""
+    """Describe device, backend and threads, with the reason for each choice."""
     device, backend = world.reasons["device"], world.reasons["backend"]
     return (
         f"{world.size} rank{'s' * (world.size != 1)} on {world.device.type} ({device}), backend "
@@ -216,9 +216,10 @@ def _describe_world(world: "World") -> str:
 
 
 def _recipe_named_in(arguments: list[str]) -> tuple[Recipe, str]:
-    """The recipe that other flags change, and its name. Its model determines which flags exist.
+    """Return the recipe that the flags start from, and its name.
 
-    A resumed run uses the recipe in its directory, unless --recipe is given.
+    The model of the recipe determines which flags exist. A resumed run uses the recipe in its run
+    directory, unless --recipe is given.
     """
     name, out = flag_value("--recipe", arguments), flag_value("--out", arguments)
     if name is None and out is not None and "--resume" in arguments:
@@ -229,7 +230,7 @@ def _recipe_named_in(arguments: list[str]) -> tuple[Recipe, str]:
 
 
 def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
-    """Every value, one line per section; values from a file or a flag are marked."""
+    """Format all values, one line per section. Values from a file or a flag are marked."""
     named = RECIPES[_base(settings)]
     lines = [f"recipe {name}, model {settings.model}"]
     for field in dataclasses.fields(settings):
@@ -250,7 +251,7 @@ def _values(settings: Recipe, base: Recipe, name: str) -> list[str]:
 
 
 def _base(settings: Recipe) -> str:
-    """The name of the recipe with the same kind of model: the base of the written file."""
+    """Return the name of the recipe with the same kind of model, the `base` of the written file."""
     kind = type(settings.architecture)
     return next(name for name, each in RECIPES.items() if type(each.architecture) is kind)
 

@@ -1,4 +1,4 @@
-"""tutti world: rank, device and backend of every rank, and where each value came from."""
+"""tutti world: rank, device and backend of every rank, and the source of each value."""
 
 import os
 import sys
@@ -108,7 +108,7 @@ def _print_rows(title: str, rows: list[dict[str, Any]], wrap: bool = True) -> "C
 def _print_table(rows: list[dict[str, Any]]) -> None:
     title = f"world of {len(rows)} rank{'s' * (len(rows) != 1)}"
     out = _print_rows(title, [{name: row[name] for name in _COLUMNS} for row in rows])
-    # Most reasons are the same on every rank: each is printed once.
+    # Most reasons are the same on every rank, so each different reason is printed once.
     for value in rows[0]["reasons"]:
         by_rank = [row["reasons"].get(value, "") for row in rows]
         for reason in dict.fromkeys(by_rank):
@@ -121,7 +121,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
-    """Print a row for each of these processes, or for all that have a ledger; returns the rows."""
+    """Print and return a row for each of these processes, or for all processes with a ledger."""
     from tutti.comm.ledger_reader import processes, read_process
 
     found = [read_process(pid) for pid in pids or processes()]

@@ -1,4 +1,4 @@
-"""The cost of messages: seconds = α × rounds + β × bytes, fitted to measured messages."""
+"""The cost model of messages, seconds = α × rounds + β × bytes, fitted to measured messages."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ Row = tuple[float, float, float, float]  # weight, rounds, bytes, seconds
 
 
 def fit_alpha_beta(rows: Sequence[Row]) -> tuple[float, float]:
-    """α and β by weighted least squares, both 0 or more.
+    """Fit α and β by weighted least squares, with α ≥ 0 and β ≥ 0.
 
-    If the rows cannot separate the two terms (bytes are proportional to rounds), α is 0; if no row
-    has bytes, β is 0.
+    If bytes are proportional to rounds, the rows cannot separate the two terms, and α is 0. If no
+    row has bytes, β is 0.
     """
     aa = sum(w * rounds * rounds for w, rounds, _, _ in rows)
     bb = sum(w * size * size for w, _, size, _ in rows)
@@ -21,7 +21,8 @@ def fit_alpha_beta(rows: Sequence[Row]) -> tuple[float, float]:
         both = (at * bb - bt * ab) / determinant, (bt * aa - at * ab) / determinant
         if min(both) >= 0:
             return both
-    # With the constraint, the optimum lies on an edge: one of the two is 0.
+    # The unconstrained optimum is negative or not unique. The constrained optimum lies on an edge
+    # of the allowed region, where α or β is 0.
     only_beta, only_alpha = (0.0, bt / bb if bb else 0.0), (at / aa if aa else 0.0, 0.0)
     tolerance = 1e-9 * sum(w * seconds * seconds for w, _, _, seconds in rows)
     if squared_error(rows, only_alpha) < squared_error(rows, only_beta) - tolerance:
@@ -30,6 +31,6 @@ def fit_alpha_beta(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def squared_error(rows: Sequence[Row], alpha_beta: tuple[float, float]) -> float:
-    """The weighted sum of squared residuals."""
+    """Return the weighted sum of squared residuals."""
     alpha, beta = alpha_beta
     return sum(w * (alpha * rounds + beta * size - t) ** 2 for w, rounds, size, t in rows)

@@ -1,9 +1,10 @@
 """Message size, algorithm bandwidth and bus bandwidth of each collective, as in nccl-tests.
 
-S is the larger of the bytes sent and received by the whole operation. `count` is the count argument
-of the NCCL call: the elements of one rank's shard if the tensor is sharded over ranks.
-algbw = S / time. busbw = algbw × the fraction of S that a ring moves over its slowest link, which
-makes it comparable with the speed of that link for any number of ranks. 1 GB/s = 1e9 bytes/s.
+S is the size in bytes of the input or of the output of a rank, whichever is larger. `count` is the
+count argument of the NCCL call: the number of elements of one rank's shard if the tensor is sharded
+over ranks, else of the whole tensor. algbw = S / time. busbw = algbw × (bytes that a ring algorithm
+moves over its slowest link) / S, so busbw can be compared with the speed of that link for any
+number of ranks. 1 GB/s = 1e9 bytes/s.
 """
 
 from dataclasses import dataclass
@@ -12,31 +13,32 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Operation:
-    """How sizes of a collective are counted.
+    """A collective, and how its size is counted.
 
-    `sharded`: S is the sum of all ranks' shards, and `count` is the mean shard.
+    If `sharded`, S is the total size of the shards of all ranks, and `count` is the mean number of
+    elements in a shard.
     """
 
     name: str
     sharded: bool
     reduces: bool
-    # The form that torch.distributed offers: "in" place, or "out" of place into another tensor.
+    # The form that torch.distributed has: "in" for in place, "out" for out of place.
     native: str
     placements: tuple[str, ...] = ("out", "in")
     rooted: bool = False  # rank 0 is the root
 
     def count(self, size: int, element_bytes: int, ranks: int) -> int:
-        """The count for at most `size` bytes; at least one element, except for a barrier."""
+        """Return the largest count with S ≤ `size`, but at least 1. A barrier has count 0."""
         if self.name == "barrier":
             return 0
         return max(1, size // (element_bytes * (ranks if self.sharded else 1)))
 
     def bytes(self, count: int, element_bytes: int, ranks: int) -> int:
-        """S for a count."""
+        """Return S for a count."""
         return count * element_bytes * (ranks if self.sharded else 1)
 
     def bus_factor(self, ranks: int) -> float:
-        """busbw / algbw."""
+        """Return busbw / algbw."""
         if self.name == "all_reduce":
             return 2 * (ranks - 1) / ranks
         if self.sharded:
@@ -64,10 +66,11 @@ OPERATIONS = {
 
 
 def uneven_shards(count: int, ranks: int) -> list[int]:
-    """Shard sizes in proportion 1 : 2 : 3 : …, with a mean of `count` elements.
+    """Return shard sizes in the proportion 1 : 2 : 3 : …, with a mean of `count` elements.
 
-    In all_gather_uneven rank r holds shard r. In all_to_all_uneven rank i sends shard (i + j) mod n
-    to rank j, so every rank sends and receives n × count elements, as in all_to_all.
+    In all_gather_uneven, rank r has shard r. In all_to_all_uneven on n ranks, rank i sends a shard
+    of size number (i + j) mod n to rank j, so every rank sends and receives n × count elements, as
+    in all_to_all.
     """
     total, steps = count * ranks, ranks * (ranks + 1)
     ends = [total * rank * (rank + 1) // steps for rank in range(ranks + 1)]
@@ -75,7 +78,7 @@ def uneven_shards(count: int, ranks: int) -> list[int]:
 
 
 def bandwidth(operation: Operation, size: int, ranks: int, seconds: float) -> tuple[float, float]:
-    """(algbw, busbw) in GB/s."""
+    """Return (algbw, busbw) in GB/s."""
     if seconds <= 0:
         return 0.0, 0.0
     algorithm = size / seconds / 1e9

@@ -8,14 +8,14 @@ from pathlib import Path
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` with `content`: write a temporary file in the same folder, then rename it.
 
-    Another process reads the old file or the new one, never a part. Raises OSError, and removes the
-    temporary file, if the folder cannot be written or the disk is full.
+    Another process reads the old content or the new content, never a part. If the folder cannot be
+    written or the disk is full, the temporary file is removed and OSError is raised.
     """
     data = content.encode() if isinstance(content, str) else content
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "wb") as file:
-            # mkstemp creates mode 0600; the result gets the mode that open() would have given it.
+            # mkstemp creates a file of mode 0600. Set the mode that open() would have set.
             umask = os.umask(0)
             os.umask(umask)
             os.fchmod(file.fileno(), 0o666 & ~umask)

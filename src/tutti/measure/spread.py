@@ -7,17 +7,17 @@ import numpy as np
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest samples; the samples need not be sorted."""
+    """Return a percentile, interpolated linearly between samples, which need not be sorted."""
     return float(np.percentile(samples, percent))
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
-    """Mean, p50, min and max in the unit of the values."""
+    """Return mean, p50, min and max in the unit of the values."""
     return {"mean": fmean(values), "p50": median(values), "min": min(values), "max": max(values)}
 
 
 def summarize_us(seconds: Sequence[float]) -> dict[str, float]:
-    """p50, p95, p99, min and mean in µs; cv is the standard deviation divided by the mean."""
+    """Return p50, p95, p99, min and mean in µs, and cv, the standard deviation / mean."""
     mean = fmean(seconds)
     p50, p95, p99 = np.percentile(seconds, (50, 95, 99)).tolist()
     times = {"p50": p50, "p95": p95, "p99": p99, "min": min(seconds), "mean": mean}
@@ -27,14 +27,14 @@ def summarize_us(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def relative_mad(samples: Sequence[float]) -> float:
-    """1.4826 × MAD / median: for normally distributed samples σ / mean, but robust to outliers."""
+    """Return 1.4826 × MAD / median, an estimate of σ / mean that is robust to outliers."""
     middle = median(samples)
     deviation = median(abs(sample - middle) for sample in samples)
     return 1.4826 * deviation / abs(middle) if middle else 0.0
 
 
 def relative_range(values: Sequence[float]) -> float | None:
-    """(max - min) / mean: how unequal ranks are; None without values or with a mean of 0."""
+    """Return (max - min) / mean, or None if there are no values or the mean is 0."""
     mean = fmean(values) if values else 0.0
     return (max(values) - min(values)) / mean if mean else None
 

@@ -1,4 +1,4 @@
-"""Terminal output: width, wrapping, tables, and pipes that the reader closes early."""
+"""Terminal output: width, wrapping, tables, and pipes whose reader has ended."""
 
 import os
 import shutil
@@ -17,13 +17,13 @@ _UNLIMITED = 1000
 
 
 def terminal_width(stream: TextIO | None = None) -> int:
-    """Columns of the terminal (COLUMNS overrides); a file or a pipe is practically unlimited."""
+    """Return COLUMNS if it is set, else the columns of the terminal, or 1000 for a file or pipe."""
     stream = stream or sys.stdout
     return shutil.get_terminal_size().columns if _is_terminal(stream) else _UNLIMITED
 
 
 def text_width(stream: TextIO | None = None) -> int:
-    """Columns for prose: the terminal's, at most 100; 80 in files and pipes."""
+    """Return the columns for prose: the terminal width, at most 100, or 80 for files and pipes."""
     stream = stream or sys.stdout
     if not _is_terminal(stream):
         return _TEXT_WIDTH_IN_FILES
@@ -55,21 +55,21 @@ def print_note(text: str, stream: TextIO | None = None) -> None:
 
 
 def print_line(line: str, stream: TextIO | None = None) -> None:
-    """Print and flush. When the reader has closed the pipe (`| head`), discard all later output.
+    """Print a line and flush. If the reader has closed the pipe (`| head`), discard all output.
 
-    A measurement continues then, because its --json file is still wanted.
+    No error is raised, so that a measurement continues and writes its --json file.
     """
     stream = stream or sys.stdout
     try:
         print(line, file=stream, flush=True)
     except BrokenPipeError:
-        # Later prints and the flush at exit must not fail again.
+        # Later prints and the flush at exit must not raise BrokenPipeError again.
         with open(os.devnull, "wb") as devnull:
             os.dup2(devnull.fileno(), stream.fileno())
 
 
 def console() -> "Console":
-    """A rich console on standard output; tables written to a file are not folded at 80 columns."""
+    """Return a rich console on standard output that does not fold tables in files at 80 columns."""
     from rich.console import Console
 
     return Console(width=terminal_width(sys.stdout), highlight=False)

@@ -1,9 +1,9 @@
 """Timing of repeated calls on this rank, with the CPU's clock or with CUDA events on the stream.
 
-Back to back: calls follow each other without a pause; a call's time is from the end of the previous
-call to its own end, as in nccl-tests. Isolated: ranks synchronize before each call, and a call's
-time is from the last rank's start to the last rank's end. Start and end times of different ranks
-are comparable on one host only (CLOCK_MONOTONIC).
+Back to back: calls follow each other without a pause, as in nccl-tests. The time of a call is from
+the end of the previous call to the end of the call. Isolated: ranks synchronize before each call.
+The time of a call is from the start on the last rank to the end on the last rank. Start and end
+times of different ranks are comparable only on one host (CLOCK_MONOTONIC).
 """
 
 import gc
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Recording a CUDA event costs the host as much as a short collective, so on GPUs a sample is the
-# mean of the calls between two events (nccl-tests takes the mean of all calls).
+# Recording a CUDA event takes as much host time as a short collective. Therefore a sample on GPUs
+# is the mean over several calls between two events. (nccl-tests uses the mean over all calls.)
 _CALLS_PER_EVENT = 10
 
 
 def time_back_to_back(call: Callable[[], Any], times: int, device: torch.device) -> Tensor:
-    """Seconds of each of `times` calls."""
+    """Make `times` calls back to back, and return the seconds of each call."""
     if device.type == "cuda":
         return _time_by_events(call, times)
     clock = time.perf_counter
@@ -53,7 +53,7 @@ def _time_by_events(call: Callable[[], Any], times: int) -> Tensor:
 
 
 def time_total(call: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Seconds of `times` consecutive calls, measured with CUDA events or with the CPU's clock."""
+    """Return the total seconds of `times` calls, with CUDA events or with the CPU's clock."""
     with no_garbage_collection():
         if device.type != "cuda":
             started = time.perf_counter()
@@ -72,7 +72,7 @@ def time_total(call: Callable[[], Any], times: int, device: torch.device) -> flo
 def time_isolated(
     call: Callable[[], Any], times: int, device: torch.device, synchronize: Callable[[], Any]
 ) -> tuple[Tensor, Tensor]:
-    """Start and end of each of `times` calls on this host's clock, each after a synchronization."""
+    """Call `synchronize` and then `call`, `times` times. Return the start and end of each call."""
     clock = time.perf_counter
     starts, ends = [0.0] * times, [0.0] * times
     with no_garbage_collection():
@@ -88,7 +88,7 @@ def time_isolated(
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Disable Python's garbage collector, whose pauses would be charged to a random call."""
+    """Disable Python's garbage collector, whose pauses would be part of some measured times."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
 """Sizes, times and rates: parsing of arguments, formatting of measured values.
 
-K, M, G are binary on the command line (64K = 65,536 bytes), as in nccl-tests; output says KiB, MiB,
-GiB. Rates are decimal: 1 GB/s = 1e9 bytes per second.
+On the command line K, M and G are binary (64K = 65,536 bytes), as in nccl-tests. Measured sizes are
+printed in KiB, MiB and GiB. Rates are decimal: 1 GB/s = 1e9 bytes per second.
 """
 
 import re
@@ -20,8 +20,8 @@ def parse_size(text: str) -> int:
 def parse_sizes(text: str) -> list[int]:
     """Read a list of sizes and ranges (`4,1K,64K:1M:x4`) into ascending, distinct byte counts.
 
-    A range is FIRST:LAST:STEP; `x4` multiplies by 4, `+1K` adds 1,024, without STEP: `x2`.
-    Raises ValueError.
+    A range is FIRST:LAST:STEP. The step `x4` multiplies by 4, and `+1K` adds 1,024. The default
+    step is `x2`. Raises ValueError.
     """
     sizes: set[int] = set()
     for item in text.split(","):
@@ -84,5 +84,5 @@ def format_rate(bytes_per_second: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Without an exponent: 0.0246, 3.21, 396, 3072."""
+    """Format a value with three significant digits and no exponent: 0.0246, 3.21, 396, 3072."""
     return f"{value:.3g}" if abs(value) < 99.95 else f"{value:.0f}"

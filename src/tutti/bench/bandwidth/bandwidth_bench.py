@@ -1,4 +1,4 @@
-"""The parts of `tutti bench bandwidth`: run in order, collected as rows, printed as text."""
+"""Run the parts of `tutti bench bandwidth` in order, collect rows, and print them as text."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,13 +41,13 @@ class BandwidthBench:
 
     world: World
     control: RankControl
-    locations: Sequence[RankLocation]  # of all ranks
+    locations: Sequence[RankLocation]  # one per rank
     backend: str
     sizes: Sequence[int]
     budget: float  # seconds for each kind of traffic, operation and size
-    parts: Sequence[str]  # of PARTS
+    parts: Sequence[str]  # the names in PARTS to measure
     progress: Callable[[str], None]  # prints a line
-    concurrent: bool = False  # disjoint pairs at the same time
+    concurrent: bool = False  # measure disjoint pairs at the same time
     pairs: list[Row] = field(default_factory=list)
     one_to_all: list[Row] = field(default_factory=list)
     all_to_all: list[Row] = field(default_factory=list)
@@ -78,7 +78,7 @@ class BandwidthBench:
 
     @property
     def classes(self) -> list[Row]:
-        """Median speed and spread of each class of pairs."""
+        """One row per class of pairs and message size: median speeds and their spread."""
         keys = dict.fromkeys((row["class"], row["bytes"]) for row in self.pairs)
         rows = []
         for name, size in keys:
@@ -93,7 +93,7 @@ class BandwidthBench:
 
     @property
     def wrong(self) -> int:
-        """Wrong elements over all parts."""
+        """The number of wrong elements in all parts."""
         return sum(row["wrong"] for part in PARTS for row in getattr(self, part))
 
     def _skip(self, part: str, reason: str) -> None:
@@ -127,7 +127,8 @@ class BandwidthBench:
 
         self.stopped = not meter.run(traffic, self.progress, after_pass=after_pass)
         self._update_rows(traffic)
-        # Measure slow pairs again: a disturbance passes, a slow link stays slow.
+        # Measure slow pairs again. A pair that was slow only because of a temporary disturbance is
+        # fast in a later pass; a slow link is slow in every pass.
         for _ in range(_RETRIES):
             slow = {(r["src"], r["dst"]) for r in self.pairs if r["verdict"] in ("degraded", "bad")}
             again = [each for each in traffic if each.kind != "one to all" and slow & {*each.flows}]
@@ -218,7 +219,10 @@ class BandwidthBench:
     # ---- Copies ----
 
     def _measure_copies(self) -> None:
-        """One rank after the other, since ranks may share a link; all at once if concurrent."""
+        """Measure the copies of one rank after the other, because ranks may share a link.
+
+        With `concurrent`, all ranks measure at the same time.
+        """
         world = self.world
         for turn in range(1 if self.concurrent else world.size):
             if self.control.check_stop():
@@ -228,7 +232,7 @@ class BandwidthBench:
             if self.concurrent or turn == world.rank:
                 for size in self.sizes:
                     copies = host_copies(world.device, size)
-                    # One process per host measures all its visible GPUs.
+                    # One process per host measures the copies between all GPUs visible to it.
                     copies += peer_copies(size) if world.local_rank == 0 else []
                     done = run_copies(copies, lambda: self.control.stop_requested)
                     mine += [copy_row(copy, world.rank) for copy in copies if copy.speeds]
@@ -258,7 +262,7 @@ _CELL = 9  # two marks, a number such as 0.0246, and a space
 
 
 def format_bandwidth(bench: BandwidthBench, width: int) -> Iterator[str]:
-    """The lines to print: matrices of pairs, classes, the other parts, and findings."""
+    """Yield the lines to print: matrices of pairs, classes, the other parts, and findings."""
     for size in dict.fromkeys(row["bytes"] for row in bench.pairs):
         yield from _matrices(bench, size, width)
     columns = {"size": "bytes", "pairs": "pairs", "one way": "gbs_uni", "both": "gbs_bi"}
@@ -279,7 +283,10 @@ def format_bandwidth(bench: BandwidthBench, width: int) -> Iterator[str]:
 def _table(
     title: str, label: str, columns: Mapping[str, str], rows: Sequence[Row]
 ) -> Iterator[str]:
-    """`label` is the template of the first column; `columns` maps heads to fields of rows."""
+    """Yield the lines of a table.
+
+    `label` is the template of the first column. `columns` maps column titles to fields of rows.
+    """
     if not rows:
         return
     lines = [[title, *columns]]
@@ -322,7 +329,7 @@ def _cell(row: Row, metric: str) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Three digits: 396, 3.21, 0.0246."""
+    """Format a number with three significant digits: 396, 3.21, 0.0246."""
     if value is None:
         return "-"
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"

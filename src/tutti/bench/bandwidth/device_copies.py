@@ -1,7 +1,8 @@
 """Copies between host and GPU, inside a GPU, and between the GPUs of one process.
 
-Timed with CUDA events around 16 copies, one sample per pass, all kinds interleaved. A copy inside
-a GPU reads and writes each byte: `gbs` counts the copied bytes, half of the memory traffic.
+One sample is the mean of 16 copies between two CUDA events. Every pass takes one sample of each
+kind of copy. A copy inside a GPU reads and writes each byte, but `gbs` counts each copied byte
+once, so `gbs` is half of the memory traffic.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,9 @@ from tutti.machine.hardware_catalogue import accelerator, figure, link
 from tutti.measure.spread import relative_mad
 from tutti.measure.timing import time_total
 
-_COPIES = 16  # between two events, as nvbandwidth does, which hides the launch time on the host
+# Copies between two events, the same number as in nvbandwidth. With several copies in the queue,
+# the time that the host needs to launch a copy is hidden.
+_COPIES = 16
 
 
 @dataclass
@@ -39,7 +42,10 @@ class Copy:
         return (self.target if self.target.is_cuda else self.source).device
 
     def time(self, keep_sample: bool = True) -> None:
-        """Time the copy and check its result; the first time only to touch pages."""
+        """Time the copy and check its result.
+
+        The first call passes `keep_sample=False`, because it also maps the pages of the tensors.
+        """
         self.target.zero_()  # stale data must not pass the check
         copy = partial(self.target.copy_, self.source, non_blocking=True)
         with torch.cuda.device(self.device):
@@ -51,7 +57,7 @@ class Copy:
 
 
 def host_copies(device: torch.device, size: int) -> list[Copy]:
-    """Between the host's memory and the device, and inside the device."""
+    """Return the copies between host memory and the device, and inside the device."""
     pageable = data_pattern(0, size, torch.device("cpu"))
     on_device = data_pattern(1, size, device)
     pinned = pageable.clone().pin_memory()
@@ -67,7 +73,7 @@ def host_copies(device: torch.device, size: int) -> list[Copy]:
 
 
 def peer_copies(size: int) -> list[Copy]:
-    """From every GPU visible to this process to every other one."""
+    """Return the copies from every GPU visible to this process to every other visible GPU."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     sources = {device: data_pattern(device.index, size, device) for device in devices}
     targets = {device: torch.zeros_like(sources[device]) for device in devices}
@@ -79,7 +85,7 @@ def peer_copies(size: int) -> list[Copy]:
 
 
 def run_copies(copies: Sequence[Copy], stop: Callable[[], bool]) -> bool:
-    """Time all copies in interleaved passes; False if asked to stop."""
+    """Time all copies in interleaved passes. Returns False if `stop()` became true."""
     for copy in copies:
         copy.time(keep_sample=False)
     for _ in range(PASSES):
@@ -91,7 +97,10 @@ def run_copies(copies: Sequence[Copy], stop: Callable[[], bool]) -> bool:
 
 
 def copy_row(copy: Copy, rank: int) -> dict[str, Any]:
-    """For tables and JSON, with a verdict if the catalogue has a figure."""
+    """Return the row of a copy for tables and JSON.
+
+    The verdict is "unknown" if the catalogue has no figure for this copy.
+    """
     name, size = torch.cuda.get_device_name(copy.device), copy.source.numel()
     expected_gbs, expected_source = expected_copy(name, copy.kind, size) or (None, None)
     verdict = fraction_verdict(max(copy.speeds), expected_gbs) if expected_gbs else "unknown"
@@ -111,7 +120,10 @@ def copy_row(copy: Copy, rank: int) -> dict[str, Any]:
 
 
 def expected_copy(name: str, kind: str, size: int) -> tuple[float, str] | None:
-    """(GB/s, source) in the catalogue for a copy to or from pinned memory, else None."""
+    """Return (GB/s, source) from the catalogue, or None if the catalogue has no figure.
+
+    The catalogue has figures for copies to and from pinned memory only.
+    """
     direction, _, memory = kind.partition(", ")
     if memory != "pinned":
         return None

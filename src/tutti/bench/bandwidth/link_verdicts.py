@@ -1,11 +1,11 @@
-"""Which links are slow: location of ranks, class of each pair, verdicts, and likely causes.
+"""Find slow links: location of ranks, class of each pair, verdicts, and likely causes.
 
-Pairs are compared within a class (same core, NVLink, other host, …) and with the catalogue. The
-reference of a class is the median over ends of the best speed of each end, where an end is a rank
-or a host, sending or receiving. One bad end can make half of all pairs slow, so the median over
-pairs would not do. The best pass of a pair counts: a link that was fast once is not broken, and
-other load on the machine is not its fault. If all pairs of one end are slow, the finding names the
-end, not the pairs.
+Each pair of ranks is compared with the other pairs of its class (same core, NVLink, other host, …)
+and with the catalogue. An end is a rank or a host, either as a sender or as a receiver. The
+reference speed of a class is a median over ends: the best speed of each end is taken first. The
+median over pairs is not used, because one bad end can make half of all pairs slow. The speed of a
+pair is that of its best pass, because other load on the machine can slow down the other passes of
+a healthy link. If all pairs of one end are slow, the finding names the end, not the pairs.
 """
 
 import json
@@ -35,10 +35,10 @@ Flow = tuple[int, int]
 RankLocation = dict[str, Any]
 
 VERDICTS = ("unknown", "good", "degraded", "bad")  # in ascending severity
-# Below these fractions of its reference, a figure is degraded or bad.
+# A figure below these fractions of its reference is "degraded" or "bad".
 DEGRADED, BAD = 0.8, 0.5
 _SLOW = ("degraded", "bad")
-# Differences within this many σ (1.4826 × MAD) over ends and passes are noise.
+# Differences of up to this many σ are noise; σ is 1.4826 × MAD over ends and passes.
 _SIGMAS = 3
 
 
@@ -46,13 +46,13 @@ _SIGMAS = 3
 
 
 def locate_rank(world: World, cpus: str) -> RankLocation:
-    """Where this rank runs, for JSON; `cpus` are those that it is pinned to."""
+    """Return where this rank runs, for JSON. `cpus` is the list of CPUs of this rank."""
     mine = parse_cpu_list(cpus)
     nodes = [node for node, members in numa_nodes().items() if set(mine) & set(members)]
     return {
         "rank": world.rank,
         "host": world.host,
-        # Another network namespace counts as another host: it has its own network.
+        # A different network namespace counts as a different host, because its network differs.
         "machine": f"{world.host}/{os.readlink('/proc/self/ns/net')}",
         "device": str(world.device),
         "cpus": cpus,
@@ -64,7 +64,7 @@ def locate_rank(world: World, cpus: str) -> RankLocation:
 
 
 def pair_class(a: RankLocation, b: RankLocation) -> str:
-    """What connects two ranks."""
+    """Return the class of a pair of ranks, which names the link between them."""
     if a["machine"] != b["machine"]:
         return "other host"
     if a["gpu"] and b["gpu"]:
@@ -88,7 +88,7 @@ def _gpu_pair_class(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 
 
 def _core(cpu: int) -> str:
-    """An identifier of the physical core: the list of its hardware threads."""
+    """Return an identifier of the physical core of a CPU: the list of its hardware threads."""
     siblings = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     return SysFiles().text(siblings) or str(cpu)
 
@@ -97,7 +97,7 @@ def _describe_gpu(device: torch.device) -> dict[str, Any]:
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the PCI fields
     pci = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
     pci += f"{properties.pci_device_id:02x}.0"
-    # Without NVML, links and PCIe width are unknown.
+    # Without NVML, the NVLinks and the PCIe width are unknown.
     known = next((each for each in observe().accelerators if each.pci_address == pci), None)
     links = [link for link in (known and known.nvlinks) or () if link.active]
     pcie = known.pcie if known is not None else None
@@ -114,7 +114,7 @@ def _describe_gpu(device: torch.device) -> dict[str, Any]:
 
 
 def _describe_interface() -> dict[str, Any] | None:
-    """The network interface of messages to other hosts, with what limits its speed."""
+    """Return the network interface for messages to other hosts, with the limits of its speed."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     files, folder = SysFiles(), f"/sys/class/net/{name}"
     if not name or not files.exists(folder):
@@ -122,14 +122,14 @@ def _describe_interface() -> dict[str, Any] | None:
     mbits, mtu = (files.number(f"{folder}/{file}") or 0 for file in ("speed", "mtu"))
     return {
         "name": name,
-        "mbits": mbits if mbits > 0 else None,  # -1: the driver does not know
+        "mbits": mbits if mbits > 0 else None,  # the driver reports -1 if unknown
         "mtu": mtu or None,
         "shaper": _traffic_shaper(name),
     }
 
 
 def _traffic_shaper(interface: str) -> str | None:
-    """The rate limit that `tc` sets on this interface, or None."""
+    """Return the rate limit that `tc` reports for this interface, or None."""
     if shutil.which("tc") is None:
         return None
     command = ["tc", "-j", "qdisc", "show", "dev", interface]
@@ -140,7 +140,7 @@ def _traffic_shaper(interface: str) -> str | None:
         return None
     for rule in rules:
         rate = rule.get("options", {}).get("rate")
-        rate = rate.get("rate") if isinstance(rate, dict) else rate  # netem nests it
+        rate = rate.get("rate") if isinstance(rate, dict) else rate  # netem has a nested table
         if rate:
             return f"{rule['kind']}, {int(rate) * 8 / 1e6:g} Mbit/s"
     return None
@@ -155,7 +155,7 @@ class Finding:
 
     what: str
     verdict: str
-    gbs: float  # median of its pairs
+    gbs: float  # median over the slow pairs
     against_gbs: float
     against: str
     pairs: tuple[Flow, ...]
@@ -168,7 +168,7 @@ def worst(verdicts: Iterable[str]) -> str:
 
 
 def fraction_verdict(value: float, reference: float) -> str:
-    """The verdict on a figure with this reference."""
+    """Return the verdict on a value that should be close to `reference`."""
     if value >= DEGRADED * reference:
         return "good"
     return "degraded" if value >= BAD * reference else "bad"
@@ -179,10 +179,10 @@ def judge_pairs(
     locations: Sequence[RankLocation],
     published: Callable[[Row], Figure | None],
 ) -> list[Finding]:
-    """Set `verdict` and `causes` of each row; returns the findings.
+    """Set `verdict` and `causes` of each row, and return the findings.
 
-    Rows have src, dst, class, bytes, gbs_uni and gbs_bi with their best passes. `published` returns
-    the catalogue's figure for a row.
+    Rows have src, dst, class, bytes, gbs_uni, gbs_bi, and the speeds of the best passes as
+    gbs_uni_best and gbs_bi_best. `published` returns the catalogue's figure for a row.
     """
     findings: list[Finding] = []
     for key in dict.fromkeys((row["class"], row["bytes"]) for row in rows):
@@ -197,7 +197,7 @@ def _judge_class(
     published: Callable[[Row], Figure | None],
 ) -> Iterator[Finding]:
     name, figure = rows[0]["class"], published(rows[0])
-    # The end that a rank belongs to, by rank: between hosts its machine, else the rank itself.
+    # end_of[rank] is the end of a rank: its machine for pairs between hosts, else the rank itself.
     machines = [each["machine"] for each in locations]
     end_of: Sequence[Any] = machines if name == "other host" else range(len(locations))
     one_way = _class_reference(rows, "gbs_uni_best", end_of)
@@ -209,14 +209,14 @@ def _judge_class(
         if (expected := published(row)) is not None and best is not None:
             row["verdict"] = worst([row["verdict"], fraction_verdict(best, expected.gbs)])
             below_catalogue += best < DEGRADED * expected.gbs
-    # Pairs that are good in each direction may still be slow in both directions at once.
+    # Pairs that are good in each single direction may be slow in both directions at the same time.
     good = {(row["src"], row["dst"]) for row in rows if row["verdict"] not in _SLOW}
     for row in rows:
         if {(row["src"], row["dst"]), (row["dst"], row["src"])} <= good:
             row["verdict"] = worst([row["verdict"], _class_verdict(row["gbs_bi_best"], *both_ways)])
     slow = {(row["src"], row["dst"]): row for row in rows if row["verdict"] in _SLOW}
     if not slow and len({frozenset((row["src"], row["dst"])) for row in rows}) < 2:
-        for row in rows:  # a class of one pair has no reference but the catalogue
+        for row in rows:  # a class of one pair has no other reference than the catalogue
             row["verdict"] = "unknown" if published(row) is None else row["verdict"]
     reference, against = one_way[0], f"its class, {name}"
     if slow and below_catalogue == len(rows) and figure is not None:
@@ -248,9 +248,10 @@ def _class_verdict(best: float | None, reference: float, minimum: float) -> str:
 
 
 def _class_reference(rows: list[Row], metric: str, end_of: Sequence[Any]) -> tuple[float, float]:
-    """(reference, minimum that still counts as good) of a class.
+    """Return the reference speed of a class, and the lowest speed that counts as good.
 
-    Spreads are those of logarithms: a disturbance halves a speed, whatever its unit.
+    Spreads are computed from logarithms of speeds, because a disturbance divides a speed by some
+    factor, for fast and for slow links.
     """
     best: dict[Any, float] = {}
     for row in rows:
@@ -262,7 +263,7 @@ def _class_reference(rows: list[Row], metric: str, end_of: Sequence[Any]) -> tup
     reference = median_high(best.values())
     over_ends = 1.4826 * median_low(abs(math.log(each / reference)) for each in best.values())
     healthy = [row["spread"] for row in rows if (row[metric] or 0.0) >= DEGRADED * reference]
-    # The best of five passes varies about half as much as a single pass.
+    # The best of five passes varies about half as much as a single pass: hence the division by 2.
     sigma = max(over_ends, math.log1p(median(healthy)) / 2)
     return reference, reference * min(DEGRADED, math.exp(-_SIGMAS * sigma))
 
@@ -270,7 +271,10 @@ def _class_reference(rows: list[Row], metric: str, end_of: Sequence[Any]) -> tup
 def _explain_slow_flows(
     all_flows: set[Flow], slow: set[Flow], locations: Sequence[RankLocation], between_hosts: bool
 ) -> list[tuple[str, list[int], set[Flow]]]:
-    """(name, ranks at the slow end, flows) of the largest ends that explain the slow flows."""
+    """Attribute slow flows to hosts (if the pairs are between hosts), then to ranks and pairs.
+
+    Returns (name, ranks at the slow end, flows) of each host, rank or pair that was found.
+    """
     found = []
     unexplained = set(slow)
     if between_hosts:
@@ -292,9 +296,11 @@ def _explain_slow_flows(
 def _slow_ends(
     all_flows: set[Flow], slow: set[Flow], unexplained: set[Flow], end_of: Sequence[Any]
 ) -> Iterator[tuple[tuple[Any, ...], str, set[Flow]]]:
-    """Ends with all flows to two or more others slow, then pairs of ends with all flows slow.
+    """Yield (ends, description, flows) of slow ends, and then of slow pairs of ends.
 
-    Removes the flows that they explain from `unexplained`.
+    An end is slow if it sends to (or receives from) at least two other ends, and all flows in that
+    direction are slow. A pair of ends is slow if all flows between the two ends are slow. The
+    yielded flows are removed from `unexplained`.
     """
     between: dict[tuple[Any, Any], set[Flow]] = {}
     for a, b in sorted(all_flows):
@@ -327,7 +333,7 @@ def _slow_ends(
 def _likely_causes(
     pair_class: str, ranks: Sequence[int], locations: Sequence[RankLocation]
 ) -> list[str]:
-    """Observed differences of the ranks at the slow end, if known, then common causes."""
+    """Return likely causes: first observed differences of the slow ranks, then common causes."""
     common = tomllib.loads(Path(__file__).with_name("likely_causes.toml").read_text())
     causes: list[str] = []
     if ranks and pair_class == "other host":

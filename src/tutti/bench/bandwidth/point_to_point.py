@@ -1,9 +1,9 @@
 """Point-to-point messages: the speed of concurrent flows, and all-reduce as a ring and as a tree.
 
-A flow is (source rank, destination rank). The receiver's clock counts: it starts after the first
-window of messages has arrived and stops after the last, so that neither a late start nor the
-sender's buffers count. All kinds of traffic are measured in interleaved passes: a disturbance of
-the machine costs each of them one sample, instead of one of them all its samples.
+A flow is (source rank, destination rank). The receiver measures the time from the arrival of the
+first window of messages to the arrival of the last window. Neither a late start nor buffering at
+the sender is included. All kinds of traffic are measured in interleaved passes, so a temporary
+disturbance of the machine affects one sample of each kind instead of all samples of one kind.
 """
 
 import math
@@ -22,10 +22,13 @@ from tutti.bench.rank_control import RankControl
 from tutti.measure.timing import time_total
 
 PASSES = 5
-# Messages in flight at once, so that the capacity of the link counts, not the wake-up latency.
+# Messages in flight at the same time, so that the bandwidth of the link is measured and not the
+# wake-up latency.
 _WINDOW = 4
 _MAX_WINDOWS = 1000
-_PERIOD = 8191  # of the data; a prime: no chunk size of a backend is a multiple of it
+# The data repeats after this many bytes. 8191 is a prime, so no chunk size of a backend is a
+# multiple of the period, and a chunk written to the wrong place is detected.
+_PERIOD = 8191
 _PROGRESS_SECONDS = 2.0
 
 Flow = tuple[int, int]
@@ -33,30 +36,36 @@ Flow = tuple[int, int]
 
 @dataclass
 class Traffic:
-    """Flows at the same time, at most one into each rank, and their samples."""
+    """Flows that are active at the same time, at most one into each rank, and their samples."""
 
     kind: str  # one way, both ways, one to all
     flows: tuple[Flow, ...]
     bytes: int  # per message
     window: int = 1  # messages in flight
-    windows: int = 0  # timed in each pass
+    windows: int = 0  # number of timed windows in each pass
     # Per flow: seconds per message in each pass, and the number of wrong bytes.
     seconds: dict[Flow, list[float]] = field(default_factory=dict)
     wrong: dict[Flow, int] = field(default_factory=dict)
 
     def speeds(self, flow: Flow) -> list[float]:
-        """GB/s of a flow in each pass, ascending."""
+        """Return the GB/s of a flow in each pass, in ascending order."""
         return sorted(self.bytes / each / 1e9 for each in self.seconds.get(flow, ()))
 
     def total_speeds(self, flows: Sequence[Flow] | None = None) -> list[float]:
-        """GB/s of all flows (or of these) together in each pass; the slowest flow sets the time."""
+        """Return the total GB/s of all flows, or of `flows`, in each pass.
+
+        The time of a pass is that of the slowest flow.
+        """
         taken = [self.seconds.get(flow, []) for flow in flows or self.flows]
         slowest = [max(each) for each in zip(*taken, strict=True)]
         return sorted(len(taken) * self.bytes / each / 1e9 for each in slowest)
 
 
 def disjoint_rounds(ranks: int) -> list[list[Flow]]:
-    """All pairs (a < b) in rounds of disjoint pairs: the circle method of round-robin schedules."""
+    """Return all pairs (a < b) in rounds of disjoint pairs.
+
+    This is the circle method for round-robin tournaments.
+    """
     circle: list[int | None] = [*range(ranks), *([None] if ranks % 2 else [])]
     rounds = []
     for _ in range(len(circle) - 1):
@@ -80,7 +89,7 @@ class TrafficMeter:
         self._rank = control.rank
         self._sent = torch.empty(0, dtype=torch.uint8, device=device)
         self._received = torch.empty_like(self._sent)
-        # NCCL requires that every rank has used the group before some exchange messages.
+        # NCCL requires one call by every rank of the group before any two ranks exchange messages.
         dist.barrier(group)
 
     def run(
@@ -90,7 +99,7 @@ class TrafficMeter:
         passes: int = PASSES,
         after_pass: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Measure all traffic in interleaved passes; False if a rank was asked to stop."""
+        """Measure all traffic in interleaved passes. Returns False if a rank received a signal."""
         printed = time.monotonic()
         for number in range(passes):
             for position, traffic in enumerate(all_traffic):
@@ -136,12 +145,12 @@ class TrafficMeter:
             self._received = torch.zeros_like(self._sent)
 
     def _collect(self, traffic: Traffic, value: float) -> Tensor:
-        """The receivers' values, one per flow, on all ranks."""
+        """Return the value that the receiver of each flow passed. The same on all ranks."""
         mine = [value if b == self._rank else 0.0 for _, b in traffic.flows]
         return self._control.max_of_tensor(torch.tensor(mine, dtype=torch.float64))
 
     def _time(self, windows: int, window: int, to: Sequence[int], source: int | None) -> float:
-        """Seconds per message over `windows` windows, after an untimed one."""
+        """Return the seconds per message over `windows` windows, after one untimed window."""
         if not to and source is None:
             return 0.0
         exchange = partial(self._exchange_window, window, to, source)
@@ -152,15 +161,15 @@ class TrafficMeter:
         messages: list[tuple[Any, Tensor, int]] = [(dist.isend, self._sent, peer) for peer in to]
         if source is not None:
             messages.append((dist.irecv, self._received, source))
-        # The messages of a window have equal content, so one receive buffer serves all.
+        # The messages of a window have the same content and can share one receive buffer.
         _exchange(messages * window, self._group)
 
 
 def _exchange(messages: Sequence[tuple[Any, Tensor, int]], group: dist.ProcessGroup) -> None:
-    """Post (isend or irecv, tensor, peer) together and wait; empty tensors are not sent."""
+    """Post all (isend or irecv, tensor, peer) at once and wait. Empty tensors are skipped."""
     messages = [message for message in messages if message[1].numel()]
     if messages and messages[0][1].is_cuda:
-        # A ring of NCCL sends that wait for their receives would deadlock: post one batch.
+        # NCCL sends that wait for their receives would deadlock in a ring, so post one batch.
         batch = [dist.P2POp(how, tensor, peer, group=group) for how, tensor, peer in messages]
         works: list[dist.Work | None] = [*dist.batch_isend_irecv(batch)]
     else:
@@ -171,7 +180,7 @@ def _exchange(messages: Sequence[tuple[Any, Tensor, int]], group: dist.ProcessGr
 
 
 def data_pattern(rank: int, size: int, device: torch.device) -> Tensor:
-    """The bytes that a rank sends: never 0, and different for each rank."""
+    """Return the bytes that a rank sends. They are never 0, and differ between ranks."""
     generator = torch.Generator().manual_seed(1 + rank)
     tile = torch.randint(1, 256, (_PERIOD,), generator=generator, dtype=torch.uint8)
     return tile.to(device).repeat(-(-size // _PERIOD))[:size]
@@ -183,15 +192,18 @@ def data_pattern(rank: int, size: int, device: torch.device) -> Tensor:
 def point_to_point_all_reduce(
     backend: str, algorithm: str, group: dist.ProcessGroup, buffers: Buffers
 ) -> Backend:
-    """all_reduce in place as a ring or a tree of messages: baselines for the backend's own.
+    """Return an in-place all_reduce made of point-to-point messages, as a ring or as a tree.
+
+    It is a baseline for the all_reduce of the backend.
 
     For n ranks, S bytes, α seconds per message and β seconds per byte:
 
         ring: 2 (n - 1) steps of S / n bytes: 2 (n - 1) α + 2 (n - 1) / n · S β
         tree: 2 ⌈log2 n⌉ steps of S bytes:    2 ⌈log2 n⌉ (α + S β)
 
-    The tree is faster for small messages on many ranks, the ring for large ones. On two ranks the
-    ring sends two halves each way, the tree sends the whole tensor there and back.
+    The tree is faster for small tensors on many ranks, and the ring is faster for large tensors. On
+    two ranks, the ring sends two halves of the tensor in each direction at the same time. The tree
+    sends the whole tensor to rank 0 and then back.
     """
     function = {"ring": ring_all_reduce, "tree": tree_all_reduce}[algorithm]
 
@@ -206,9 +218,9 @@ def point_to_point_all_reduce(
 
 
 def ring_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum over all ranks in place; `scratch` has the size of the tensor.
+    """Sum `tensor` over all ranks in place. `scratch` has the size of `tensor`.
 
-    Reduce-scatter, after which every rank holds one complete shard, then all-gather.
+    A reduce-scatter leaves one summed shard on every rank; an all-gather then distributes them.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     shards, scratches = tensor.tensor_split(ranks), scratch.tensor_split(ranks)
@@ -225,11 +237,11 @@ def ring_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -
 
 
 def tree_all_reduce(tensor: Tensor, scratch: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum over all ranks in place: a binomial tree reduces to rank 0 and broadcasts back."""
+    """Sum `tensor` over all ranks in place: reduce to rank 0 in a binomial tree, then broadcast."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     distances = [1 << level for level in range((ranks - 1).bit_length())]
     for distance in distances:
-        # Multiples of 2 × distance receive from the odd multiples of the distance.
+        # Ranks that are multiples of 2 × distance receive from odd multiples of the distance.
         if rank % (2 * distance) == distance:
             _exchange([(dist.isend, tensor, rank - distance)], group)
         elif rank % (2 * distance) == 0 and rank + distance < ranks:

@@ -1,7 +1,7 @@
 """The backends of `tutti bench collectives`: torch.distributed, comm.group() and symmetric memory.
 
-`open_backends` turns the names of --backends into objects that a Sweep can measure, or into the
-reason why one is not available here.
+For each name in --backends, `open_backends` returns an object that a Sweep can measure, or the
+reason why the backend is not available here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,13 +29,14 @@ from tutti.comm.symmetric.heap_collectives import STAGED_BYTES, Stage
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
-# torch 2.13 renamed these two; the old names warn there.
+# torch 2.13 renamed these two functions. From that version on, the old names print a warning.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Algorithms of symmetric.all_reduce by the name of the backend.
+# {name of the backend: algorithm of symmetric.all_reduce}
 _ALGORITHMS = {"symmetric": "auto", "one-shot": "one_shot", "two-shot": "two_shot", "ring": "ring"}
-# Each grouped call needs tensors of its own; larger messages gain nothing from a group.
+# Limit for the tensors of all calls in a group: each grouped call needs its own tensors. Larger
+# messages gain nothing from a group.
 _MAX_GROUPED_BYTES = 256 << 20
 
 
@@ -43,7 +44,7 @@ _MAX_GROUPED_BYTES = 256 << 20
 def open_backends(
     names: Sequence[str], world: World, largest: int
 ) -> Iterator[tuple[list[Backend], list[dict[str, str]]]]:
-    """The available backends, and {backend, reason} of each that is not available here.
+    """Yield the available backends, and {backend, reason} of each backend that is not available.
 
     Collective on entry and on exit. `largest` is the size of the largest message in bytes.
     """
@@ -88,7 +89,7 @@ def _open_backend(
 
 
 def process_group(name: str) -> tuple[dist.ProcessGroup, str]:
-    """A new process group over all ranks, and a description of its backend."""
+    """Create a process group over all ranks; return the group and a description of its backend."""
     about = ""
     if name == "shm":
         from tutti.comm.shm import available, register
@@ -117,9 +118,10 @@ def torch_backend(name: str, group: dist.ProcessGroup, about: str, buffers: Buff
 def _prepare_torch_call(
     case: CollectiveCase, group: dist.ProcessGroup, take: Callable[[str, int], Tensor]
 ) -> PreparedCase:
-    """The case through torch.distributed, as a program would call it.
+    """Prepare a case that calls torch.distributed as a program would.
 
-    If torch offers an operation in place only, out of place is a copy and the operation in place.
+    If torch has only an in-place form of the operation, the out-of-place form is a copy followed by
+    the in-place operation.
     """
     sent, received, fill, check = allocate(case, take)
     splits = case.uneven_splits(case.rank)
@@ -148,7 +150,8 @@ def _prepare_torch_call(
 
 
 def _all_gather_uneven(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    # torch has no such call that every backend supports; tutti.comm's pads, and returns a list.
+    # torch has no uneven all-gather that every backend supports. The one of tutti.comm pads the
+    # shards, and returns a list.
     torch.cat(comm.all_gather_uneven(sent, group=group), out=received)
 
 
@@ -157,7 +160,7 @@ def send_recv(
 ) -> None:
     """Send to one rank while receiving from another."""
     if sent.is_cuda:
-        # A ring of NCCL sends that wait for their receives would deadlock: post both in one batch.
+        # NCCL sends that wait for their receives would deadlock in a ring, so post one batch.
         send = dist.P2POp(dist.isend, sent, to, group=group)
         receive = dist.P2POp(dist.irecv, received, source, group=group)
         for work in dist.batch_isend_irecv([send, receive]):
@@ -175,7 +178,10 @@ def send_recv(
 def with_grouped(
     backends: Sequence[Backend], times: int, device: torch.device
 ) -> Iterator[Backend]:
-    """The backends; after each torch.distributed one, `times` calls of it in one comm.group()."""
+    """Yield the backends, each torch.distributed backend followed by its grouped form.
+
+    The grouped form makes `times` calls in one comm.group().
+    """
     buffers = Buffers(device)
     about = f"{times} calls in one comm.group(), time per call"
     for backend in backends:
@@ -188,7 +194,10 @@ def with_grouped(
 def _prepare_grouped(
     group: dist.ProcessGroup, times: int, buffers: Buffers, case: CollectiveCase
 ) -> PreparedCase:
-    """The case through tutti.comm: one row of a matrix per call, and every row is checked."""
+    """Prepare a case of grouped calls of tutti.comm.
+
+    The tensors are matrices with one row per call, and every row is checked.
+    """
     if case.bytes * times > _MAX_GROUPED_BYTES:
         limit = _MAX_GROUPED_BYTES >> 20
         raise Unsupported(f"{times} messages of {case.bytes} bytes are more than {limit} MiB")
@@ -228,14 +237,20 @@ def _prepare_grouped(
 def _prepare_zero_copy(
     group: dist.ProcessGroup, heap: symmetric.Heap, case: CollectiveCase
 ) -> PreparedCase:
-    """torch.distributed on shm with tensors in symmetric memory, which peers read in place."""
+    """Prepare a case on the shm backend with tensors in symmetric memory.
+
+    Peers read such tensors directly, without a copy.
+    """
     empty, free = _heap_tensors(heap, case.dtype)
     prepared = _prepare_torch_call(case, group, lambda role, count: empty(count).local)
     return PreparedCase(prepared.sent, prepared.received, prepared.call, free)
 
 
 def _prepare_symmetric(name: str, heap: symmetric.Heap, case: CollectiveCase) -> PreparedCase:
-    """all_reduce with any algorithm; all_gather and reduce_scatter with the automatic one."""
+    """Prepare a case on symmetric tensors.
+
+    all_reduce supports every algorithm, all_gather and reduce_scatter only "auto".
+    """
     op, algorithm = case.operation.name, _ALGORITHMS[name]
     empty, free = _heap_tensors(heap, case.dtype)
     if op == "all_reduce":
@@ -259,7 +274,10 @@ def _prepare_symmetric(name: str, heap: symmetric.Heap, case: CollectiveCase) ->
 def _heap_tensors(
     heap: symmetric.Heap, dtype: torch.dtype
 ) -> tuple[Callable[[int], symmetric.SymmetricTensor], Callable[[], None]]:
-    """(function that allocates a tensor, function that frees all of them, last first)."""
+    """Return a function that allocates a tensor, and a function that frees all such tensors.
+
+    Tensors are freed in the reverse order of their allocation.
+    """
     allocated = ExitStack()
 
     def empty(count: int) -> symmetric.SymmetricTensor:
@@ -271,7 +289,7 @@ def _heap_tensors(
 
 
 def _prepare_staged(stage: Stage, buffers: Buffers, case: CollectiveCase) -> PreparedCase:
-    """all_reduce of an ordinary tensor, in place, through an existing symmetric buffer."""
+    """Prepare an in-place all_reduce of an ordinary tensor through a symmetric buffer."""
     if case.operation.name != "all_reduce" or not case.in_place:
         raise Unsupported("staged has all_reduce in place only")
     if case.bytes > STAGED_BYTES:

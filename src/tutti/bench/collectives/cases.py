@@ -1,9 +1,9 @@
 """One collective at one size: its tensors on this rank, the data to send, the expected result.
 
 Values are integers whose sum over all ranks fits the mantissa of the dtype, so every correct
-result is exact in any order of reduction. They depend on rank and index with a period of 8191, a
-prime, so that no chunk size of a backend is a multiple of it. No value is 0: a receive buffer
-cleared before the call is wrong everywhere.
+result is exact in any order of reduction. Values depend on rank and index. They repeat after 8191
+elements, a prime, so that no chunk size of a backend is a multiple of the period. No value is 0:
+every element of a receive buffer that is cleared before the call is wrong until it is written.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _LARGEST_EXACT}
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """One operation at one size; the same for every backend that is compared. Roots are rank 0."""
+    """One operation at one size, the same for all compared backends. The root is rank 0."""
 
     operation: Operation
     count: int
@@ -44,12 +44,12 @@ class CollectiveCase:
 
     @property
     def bytes(self) -> int:
-        """S, as nccl-tests defines it."""
+        """The message size S in bytes, as nccl-tests defines it (see measure/bus_bandwidth.py)."""
         return self.operation.bytes(self.count, self.dtype.itemsize, self.ranks)
 
     @property
     def total_count(self) -> int:
-        """Elements of all ranks' shards."""
+        """The number of elements in the shards of all ranks."""
         return self.count * self.ranks
 
     @property
@@ -59,12 +59,15 @@ class CollectiveCase:
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank is the root of a rooted operation."""
+        """Whether this rank is the root, if the operation has one."""
         return self.rank == 0
 
     @property
     def idempotent(self) -> bool:
-        """Whether a second call gives the same result; in place, a sum is summed again."""
+        """Whether a second call gives the same result.
+
+        An in-place reduction is not idempotent: a second call adds up the sums of the first.
+        """
         return not self.in_place or not self.operation.reduces
 
     @property
@@ -79,30 +82,33 @@ class CollectiveCase:
 
     @property
     def neighbours(self) -> tuple[int, int]:
-        """(next rank, previous rank) of the ring of send_recv."""
+        """(next rank, previous rank) in the ring in which send_recv sends."""
         return (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
 
     def uneven_splits(self, rank: int) -> list[int]:
-        """What `rank` sends to each rank in all_to_all_uneven; it receives the same counts."""
+        """Return how many elements `rank` sends to each rank in all_to_all_uneven.
+
+        `rank` receives the same numbers of elements.
+        """
         shards = uneven_shards(self.count, self.ranks)
         return [shards[(rank + peer) % self.ranks] for peer in range(self.ranks)]
 
     def own_shard(self, whole: Tensor) -> Tensor:
-        """This rank's shard of a tensor that holds all of them in its last dim."""
+        """Return this rank's shard of a tensor that has the shards of all ranks in its last dim."""
         return whole[..., self.rank * self.count : (self.rank + 1) * self.count]
 
 
 def case_groups(
     op: str, sizes: Sequence[int], dtype: torch.dtype, world: World, placement: str = "native"
 ) -> list[list[CollectiveCase]]:
-    """One group per size for a Sweep, of cases that differ in placement only.
+    """Return one group of cases per size, for a Sweep. Cases of a group differ in placement only.
 
-    `placement` is in, out, both, or native: the form that torch.distributed offers.
+    `placement` is "in", "out", "both", or "native" for the form that torch.distributed has.
     """
     operation = OPERATIONS[op]
     wanted = {"native": (operation.native,), "both": ("out", "in")}.get(placement, (placement,))
     placements = [each for each in wanted if each in operation.placements]
-    # Several small sizes may give the same count.
+    # Several small sizes may give the same count; the dict removes duplicates.
     counts = dict.fromkeys(operation.count(size, dtype.itemsize, world.size) for size in sizes)
     return [
         [CollectiveCase(operation, count, dtype, p, world.rank, world.size) for p in placements]
@@ -119,7 +125,7 @@ class PreparedCase:
     received: Tensor
     call: Callable[[], Any]
     close: Callable[[], None] = lambda: None
-    operations: int = 1  # per call; reported times are those of one operation
+    operations: int = 1  # per call; reported times are call times divided by this number
 
 
 @dataclass(frozen=True)
@@ -134,17 +140,17 @@ class Backend:
 
 
 class Buffers:
-    """Ordinary tensors that all backends share, so that none has more favourable pages."""
+    """Ordinary tensors that all backends share, so that page placement is the same for all."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tensors: dict[str, Tensor] = {}
 
     def take(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
-        """The tensor of this role; reallocated when the size or dtype changes."""
+        """Return the tensor of this role. It is reallocated if the size or dtype changes."""
         tensor = self._tensors.get(role)
         if tensor is None or tensor.numel() != count or tensor.dtype != dtype:
-            self._tensors.pop(role, None)  # free the old one first: both may be large
+            self._tensors.pop(role, None)  # free the old tensor first: both may be large
             tensor = self._tensors[role] = torch.zeros(count, dtype=dtype, device=self._device)
         return tensor
 
@@ -152,11 +158,12 @@ class Buffers:
 def allocate(
     case: CollectiveCase, take: Callable[[str, int], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(sent, received, to fill, to check) for a case.
+    """Return the tensors of a case: (sent, received, tensor to fill, tensor to check).
 
-    The first two are the arguments of the call; the last two are empty on ranks without input or
-    result. `take(role, count)` returns a tensor with `count` elements in its last dim. All ranks
-    take the same roles and counts in the same order, as symmetric memory requires.
+    `sent` and `received` are the arguments of the call. The tensor to fill is empty on ranks
+    without input, and the tensor to check is empty on ranks without a result. `take(role, count)`
+    returns a tensor with `count` elements in its last dim. All ranks call `take` with the same
+    roles and counts in the same order, as symmetric memory requires.
     """
     count, total = case.count, case.total_count
     match case.operation.name:
@@ -190,7 +197,7 @@ def allocate(
 
 
 def copy_then_call(received: Tensor, sent: Tensor, call: Callable[[], Any]) -> None:
-    """An in-place operation out of place."""
+    """Call an in-place operation on a copy of the input, so that the input is kept."""
     received.copy_(sent)
     call()
 
@@ -203,12 +210,15 @@ class Payload:
     expected: Tensor
 
     def count_wrong(self, received: Tensor) -> int:
-        """Elements that differ from the expected result; NaN always differs."""
+        """Return the number of elements that differ from the expected result; NaN differs."""
         return int((received.to(self.expected.device) != self.expected).sum())
 
 
 def payload(case: CollectiveCase) -> Payload:
-    """Data and expected result of this rank; empty if the rank sends or receives nothing."""
+    """Return the data and the expected result of this rank.
+
+    The tensors are empty if this rank has no input or no result.
+    """
     count, total, rank, name = case.count, case.total_count, case.rank, case.operation.name
     tiles = _tiles(case.dtype, case.ranks)
     summed = torch.stack(tiles).sum(0).to(case.dtype) if case.operation.reduces else tiles[0]
@@ -248,7 +258,7 @@ def payload(case: CollectiveCase) -> Payload:
 
 
 def _tiles(dtype: torch.dtype, ranks: int) -> list[Tensor]:
-    """One period of each rank's data."""
+    """Return one period of the data of each rank."""
     largest = max(1, min(1000, _LARGEST_EXACT[dtype] // ranks))
     tiles = []
     for rank in range(ranks):
@@ -258,7 +268,7 @@ def _tiles(dtype: torch.dtype, ranks: int) -> list[Tensor]:
 
 
 def _repeat(tile: Tensor, first: int, length: int) -> Tensor:
-    """Elements first … first + length of the infinitely repeated tile."""
+    """Return `length` elements, from index `first` on, of the infinitely repeated tile."""
     start = first % _PERIOD
     times = -(-(start + length) // _PERIOD)
     return tile.repeat(times)[start : start + length]

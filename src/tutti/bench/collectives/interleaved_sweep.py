@@ -1,4 +1,7 @@
-"""The sweep of `tutti bench collectives`: per case all backends take turns, and are checked."""
+"""The sweep of `tutti bench collectives`.
+
+In each case all backends are measured in turns, and their results are checked.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +19,7 @@ from tutti.measure.spread import summarize_us
 from tutti.measure.timing import time_back_to_back, time_isolated
 from tutti.world.world import World
 
-# With calls longer than this, fewer rounds suffice.
+# If calls are longer than this, fewer rounds are enough.
 _LONG_CALL_SECONDS = 0.02
 _ROUNDS_OF_LONG_CALLS = 4
 _MAX_CALLS_PER_ROUND = 1000
@@ -26,7 +29,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """How much to measure. `iterations` is the number of calls, or None: as the budget allows."""
+    """How much to measure.
+
+    `iterations` is the number of calls; None means as many calls as the budget allows.
+    """
 
     timings: Sequence[str] = ("back-to-back",)
     iterations: int | None = None
@@ -41,19 +47,19 @@ class _Entry:
 
     backend: Backend
     prepared: PreparedCase
-    seconds: float = 0.0  # of one call, estimated by the warm-up
+    seconds: float = 0.0  # time of one call, estimated in the warm-up
     calls: int = 0  # per round
     wrong: int = 0
 
     def reset(self, data: Payload) -> None:
-        """Clear the result, then write the input: in place, the two overlap."""
+        """Clear the result, then write the input. The order matters: in place, the two overlap."""
         self.prepared.received.zero_()
         self.prepared.sent.copy_(data.sent)
 
 
 @dataclass
 class Sweep:
-    """Measures cases one after the other; keeps the rows and what could not be measured."""
+    """Measures cases one after the other, and keeps the rows and the skipped combinations."""
 
     backends: Sequence[Backend]
     settings: SweepSettings
@@ -67,7 +73,7 @@ class Sweep:
     def run(
         self, groups: Iterable[Sequence[CollectiveCase]], report: Callable[[list[Row]], None]
     ) -> None:
-        """Measure all cases; `report` gets the rows of each group when it is finished."""
+        """Measure all cases. After each group, `report` is called with the rows of the group."""
         for group in groups:
             rows = [row for case in group for row in self._measure(case)]
             self.rows += rows
@@ -77,7 +83,10 @@ class Sweep:
         self.complete = True
 
     def planned_rows(self, groups: Iterable[Sequence[CollectiveCase]]) -> list[Row]:
-        """The rows to come, with ideal figures: to check that --expect matches some row."""
+        """Return the rows that will be measured, to check that --expect matches any of them.
+
+        The figures of these rows are ideal values: infinite bandwidth, and no wrong elements.
+        """
         times = {"p50": 1e-9, "p95": 1e-9, "min": 1e-9, "cv": 0.0}
         ideal = {"time_us": times, "busbw_gbs": math.inf, "group": 1, "wrong": 0}
         return [
@@ -97,7 +106,7 @@ class Sweep:
         try:
             for timing in self.settings.timings:
                 samples = self._interleave(case, data, entries, timing)
-                # Without samples the sweep was stopped.
+                # The list of samples is empty if the sweep was stopped.
                 rows += [_row(case, *each, timing) for each in zip(entries, samples, strict=False)]
         finally:
             for entry in entries:
@@ -105,7 +114,7 @@ class Sweep:
         return [] if self.stopped else rows
 
     def _prepare(self, case: CollectiveCase, data: Payload) -> Iterator[_Entry]:
-        """The backends that support the case, warmed up, their first call checked."""
+        """Yield the backends that support the case, after a checked first call and a warm-up."""
         for backend in self.backends:
             prepared, reason = try_on_all_ranks(partial(backend.prepare, case))
             if prepared is None:
@@ -129,7 +138,7 @@ class Sweep:
             self.skipped.append({**key, "dtype": _dtype_name(case.dtype), "reason": reason})
 
     def _time(self, entry: _Entry, times: int) -> float:
-        """Mean seconds of a call on the slowest rank; the same on all ranks."""
+        """Return the mean seconds per call of the slowest rank. The same on all ranks."""
         self.control.check_stop()
         seconds = time_back_to_back(entry.prepared.call, times, self.world.device)
         return max(1e-7, self.control.max_over_ranks([float(seconds.mean())])[0])
@@ -137,7 +146,10 @@ class Sweep:
     def _interleave(
         self, case: CollectiveCase, data: Payload, entries: list[_Entry], timing: str
     ) -> list[Tensor]:
-        """Seconds of every call of each entry, measured in rounds with a rotating order."""
+        """Return the seconds of every call of each entry.
+
+        The entries are measured in rounds, and the order of the entries rotates between rounds.
+        """
         long = any(entry.seconds > _LONG_CALL_SECONDS for entry in entries)
         rounds = self.settings.rounds
         rounds = min(_ROUNDS_OF_LONG_CALLS, rounds) if long else rounds
@@ -157,7 +169,8 @@ class Sweep:
                     return []
                 samples[position].append(self._round(entry, timing))
                 if last_round:
-                    # In place, the timed calls have summed their sums: check one more call.
+                    # In place, each timed call has added up the sums of the call before, so one
+                    # more call with fresh data is checked.
                     wrong = self._count_wrong(entry, data, call_again=not case.idempotent)
                     entry.wrong += self.control.sum_over_ranks(wrong)
         return [
@@ -166,21 +179,25 @@ class Sweep:
         ]
 
     def _round(self, entry: _Entry, timing: str) -> Tensor:
-        """Seconds of each call of one round, on the slowest rank."""
+        """Return the seconds of each call of one round; each is the time of the slowest rank."""
         call = entry.prepared.call
-        # Untimed: other backends ran meanwhile, and ranks leave the barrier one after the other.
+        # Untimed calls: other backends have run since the last turn of this backend, and ranks
+        # leave the barrier one after the other.
         for _ in range(1 if entry.seconds > 1e-3 else 3):
             call()
         if timing == "back-to-back":
             seconds = time_back_to_back(call, entry.calls, self.world.device)
             return self.control.max_of_tensor(seconds)
         starts, ends = time_isolated(call, entry.calls, self.world.device, self.control.check_stop)
-        if self.world.nodes > 1:  # the hosts' clocks differ: each rank's own duration
+        if self.world.nodes > 1:  # clocks of hosts differ: use the durations of ranks
             return self.control.max_of_tensor(ends - starts)
         return self.control.max_of_tensor(ends) - self.control.max_of_tensor(starts)
 
     def _count_wrong(self, entry: _Entry, data: Payload, call_again: bool) -> int:
-        """Wrong elements on this rank; with `call_again`, those of one more call."""
+        """Return the number of wrong elements on this rank.
+
+        With `call_again`, the result of one more call is checked.
+        """
         if call_again:
             entry.reset(data)
             entry.prepared.call()

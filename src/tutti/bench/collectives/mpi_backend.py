@@ -1,7 +1,7 @@
-"""Open MPI as a backend, through mpi4py: shared memory on one host without torch.
+"""Open MPI as a backend, through mpi4py: messages through shared memory, without torch.
 
-MPI ranks must be started by mpirun, which tutti supports as a launcher. With --backends mpi,
-mpirun starts the ranks, and the torch backends run in the same processes.
+MPI ranks must be started by mpirun, or by Slurm with PMIx. With --backends mpi, `tutti bench`
+starts its local ranks with mpirun, and the torch backends run in the same processes.
 """
 
 import importlib.util
@@ -37,15 +37,19 @@ _MPI_TYPES = {
     torch.int8: "INT8_T",
     torch.uint8: "UINT8_T",
 }
-# At least one is set if MPI can find the other ranks: started by mpirun, or by Slurm with PMIx.
+# At least one of these variables is set if MPI can find the other ranks, that is, if mpirun or
+# Slurm with PMIx started the ranks.
 _MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MPI_LOCALRANKID")
 
-# Exit codes of mpirun if the signal that it forwarded has killed a rank.
+# Exit codes of mpirun if a signal that mpirun forwarded has killed a rank.
 _KILLED_BY_SIGNAL = (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
 
 
 def mpirun_command(ranks: int, command: Sequence[str]) -> list[str]:
-    """`command` as an Open MPI job on this host; UsageError if mpi4py or mpirun is missing."""
+    """Return the command line that runs `command` as an Open MPI job on this host.
+
+    Raises UsageError if mpi4py or mpirun is missing.
+    """
     if importlib.util.find_spec("mpi4py") is None:
         raise UsageError(
             "--backends mpi needs mpi4py: pip install 'tutti-torch[mpi]', or leave mpi out"
@@ -56,7 +60,7 @@ def mpirun_command(ranks: int, command: Sequence[str]) -> list[str]:
             "--backends mpi needs Open MPI's mpirun, and none is on the PATH: install openmpi-bin, "
             "or leave mpi out"
         )
-    # Without --host, inside a Slurm job mpirun would place ranks on all of its nodes.
+    # Without --host, mpirun inside a Slurm job would place ranks on all nodes of the job.
     flags = ["-n", str(ranks), "--host", f"localhost:{ranks}", "--bind-to", "none"]
     flags += ["--oversubscribe", "--quiet"]
     if os.geteuid() == 0:
@@ -78,14 +82,15 @@ def _open_mpi() -> str | None:
 def run_mpirun(command: Sequence[str], width: int) -> int:
     """Run an mpirun command to its end; returns its exit code.
 
-    At Ctrl-C mpirun would kill its ranks within a second, and their results would be lost. It runs
-    in a process group of its own instead, and is asked to forward SIGUSR1, at which ranks finish
-    their round and write their files. A second Ctrl-C terminates them; so does SIGUSR1 before the
-    ranks have installed their handler.
+    After Ctrl-C, mpirun would kill its ranks within a second, and their results would be lost.
+    Therefore mpirun runs in its own process group, which Ctrl-C does not reach. This process sends
+    SIGUSR1 instead, and mpirun forwards SIGUSR1 to the ranks, which finish their round and write
+    their files. A second Ctrl-C terminates the ranks. The first one also terminates them if they
+    have not installed their signal handlers yet.
     """
     with subprocess.Popen(
         list(command),
-        # mpirun gives rank 0 a pseudo-terminal without a width.
+        # mpirun gives rank 0 a pseudo-terminal whose width is not set.
         env={**os.environ, "COLUMNS": str(width)},
         stdin=subprocess.DEVNULL,
         process_group=0,
@@ -110,9 +115,12 @@ def run_mpirun(command: Sequence[str], width: int) -> int:
 
 
 def open_mpi(buffers: Buffers, ranks: int) -> Backend:
-    """MPI calls on numpy views of ordinary tensors; raises Unsupported with the reason."""
+    """Return a backend that calls MPI on numpy views of ordinary tensors.
+
+    Raises Unsupported, with the reason, if MPI cannot be used.
+    """
     if "SLURM_STEP_ID" in os.environ and not any(map(os.environ.__contains__, _MPI_VARIABLES)):
-        # MPI_Init would end this process, and with it all ranks of the srun.
+        # MPI_Init would end this process, and srun would then end all other ranks.
         raise Unsupported(
             "srun started the ranks without MPI support: use srun --mpi=pmix, or mpirun in the "
             "job, or let tutti bench start the ranks with --ranks"
@@ -139,7 +147,7 @@ def _prepare(mpi: Any, buffers: Buffers, case: CollectiveCase) -> PreparedCase:
     datatype, world = getattr(mpi, _MPI_TYPES[case.dtype]), mpi.COMM_WORLD
     sent, received, fill, check = allocate(case, partial(buffers.take, dtype=case.dtype))
     if case.operation.name == "reduce_scatter" and case.in_place:
-        # MPI leaves a rank's shard at the start of its buffer.
+        # MPI writes the shard of a rank to the start of the rank's buffer.
         received = check = sent[: case.count]
     send, receive = [sent.numpy(), datatype], [received.numpy(), datatype]
     send_uneven, receive_uneven = (
@@ -148,7 +156,7 @@ def _prepare(mpi: Any, buffers: Buffers, case: CollectiveCase) -> PreparedCase:
     gathered = [received.numpy(), uneven_shards(case.count, case.ranks), datatype]
     send_or_in_place = mpi.IN_PLACE if case.in_place else send
     root = case.is_root
-    # In place, only the root of a rooted operation passes IN_PLACE.
+    # In rooted operations, only the root passes IN_PLACE.
     root_source = send_or_in_place if root else send
     root_target = mpi.IN_PLACE if root and case.in_place else receive
     scattered = (mpi.IN_PLACE, send) if case.in_place else (send, receive)

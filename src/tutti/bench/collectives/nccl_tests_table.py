@@ -1,7 +1,7 @@
 """Rows of a sweep as a table with the columns of nccl-tests, and as CSV.
 
-A wide terminal gets one line per backend with in-place and out-of-place columns side by side; a
-narrow one gets one line per row, with as many columns as fit.
+On a wide terminal, each backend has one line with in-place and out-of-place columns side by side.
+On a narrow terminal, each row has one line with as many columns as fit.
 """
 
 import csv
@@ -14,7 +14,7 @@ from tutti.measure.terminal import print_line, terminal_width
 from tutti.measure.units import format_size
 
 Row = dict[str, Any]
-# Column: (unit, width).
+# {column: (unit, width)}
 _COLUMNS = {
     "time": ("(us)", 9),
     "algbw": ("(GB/s)", 7),
@@ -34,12 +34,12 @@ _PLACEMENTS = {"in": "in-place", "out": "out-of-place"}
 
 @dataclass
 class CollectivesTable:
-    """Prints rows as they come."""
+    """Prints rows as soon as they are measured."""
 
-    placements: Mapping[str, Sequence[str]]  # the measured ones, by operation
+    placements: Mapping[str, Sequence[str]]  # {operation: measured placements}
     timings: int
     spread: bool = False
-    operation: str = ""  # of the last row
+    operation: str = ""  # operation of the last printed row
 
     def add(self, rows: list[Row]) -> None:
         """Print the rows of one operation and size."""
@@ -76,7 +76,7 @@ class CollectivesTable:
             _print(line)
 
     def _print_head(self, columns: Sequence[str], placements: Sequence[str]) -> None:
-        """The head of the wide form; without placements, of the narrow one."""
+        """Print the head of the wide table, or of the narrow table if `placements` is empty."""
         names = _cells({name: name for name in columns}, columns)
         units = _cells({name: _COLUMNS[name][0] for name in columns}, columns)
         if not placements:
@@ -94,7 +94,7 @@ class CollectivesTable:
         _print(f"#{under[1:]}{units * len(placements)}")
 
     def _narrow_columns(self, placements: Sequence[str]) -> list[str]:
-        """time, busbw and ratio, and as many others as fit; requested ones first."""
+        """Return time, busbw and ratio, and as many other columns as fit, requested ones first."""
         chosen = {"time", "busbw", "ratio"}
         suffixes = (list(placements) != ["in"]) + (self.timings > 1)
         free = terminal_width() - _NARROW_KEY_WIDTH - _width(chosen)
@@ -133,7 +133,7 @@ def _texts(row: Row, rows: list[Row]) -> dict[str, str]:
 
 
 def _narrow_line(row: Row, rows: list[Row], columns: Sequence[str]) -> str:
-    # The usual placement and timing are not printed, to save space.
+    # The most common placement and timing are not printed, to save space.
     suffix = "" if row["placement"] == "in" else " out-of-place"
     suffix += "" if row["timing"] == "back-to-back" else f" {row['timing']}"
     suffix += "" if row["wrong"] == 0 or "#wrong" in columns else f" {row['wrong']} WRONG"
@@ -142,7 +142,10 @@ def _narrow_line(row: Row, rows: list[Row], columns: Sequence[str]) -> str:
 
 
 def _ratio(row: Row, rows: list[Row]) -> str:
-    """Speed relative to the first backend; of grouped calls, to the ungrouped ones."""
+    """Format the speed relative to the first backend.
+
+    For grouped calls, it is the speed relative to single calls of the same backend.
+    """
     kind = (row["placement"], row["timing"])
     comparable = [each for each in rows if (each["placement"], each["timing"]) == kind]
     baseline = comparable[0]
@@ -160,7 +163,7 @@ def _format_us(microseconds: float) -> str:
 
 
 def csv_text(rows: list[Row]) -> str:
-    """The rows as CSV with a header; time_us is flattened to time_us_p50, time_us_p95, …"""
+    """Format the rows as CSV with a header. time_us becomes time_us_p50, time_us_p95, …"""
     text = io.StringIO()
     for number, row in enumerate(rows):
         flat = {key: value for key, value in row.items() if key != "time_us"}

@@ -1,4 +1,4 @@
-"""From the rows of a sweep to the table by which tutti.comm chooses a path by message size."""
+"""Make the table from which tutti.comm chooses a path for each message size."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,15 +8,16 @@ from tutti.comm.ledger import KINDS
 from tutti.comm.path_selection import Measured
 from tutti.measure.bus_bandwidth import OPERATIONS
 
-# Rows on symmetric tensors are left out: the table is for ordinary tensors.
+# {backend of a row: path}. Backends on symmetric tensors are not listed, because the table is for
+# ordinary tensors.
 PATH_OF = {"gloo": "gloo", "shm": "shm", "nccl": "nccl", "staged": "symmetric one-shot"}
-# Changing the path between two sizes must save at least this fraction of the time, summed over
-# the larger sizes.
+# A change of path between two sizes must save at least this fraction of the time, added up over
+# all sizes from the change on.
 _MIN_GAIN = 0.05
 
 
 def path_measurements(rows: Iterable[dict[str, Any]], device: str) -> list[Measured]:
-    """The correct back-to-back rows in torch's native placement, by path."""
+    """Return the measurements of all correct back-to-back rows in torch's native placement."""
     return [
         Measured(row["op"], device, PATH_OF[row["backend"]], row["bytes"], row["time_us"]["p50"])
         for row in rows
@@ -29,11 +30,12 @@ def path_measurements(rows: Iterable[dict[str, Any]], device: str) -> list[Measu
 
 
 def smooth_choice(measured: Sequence[Measured]) -> list[Measured]:
-    """One measurement per operation and size: that of the path to take.
+    """Choose the path for each operation and size; return the measurement of each chosen path.
 
-    The fastest path at each size would alternate with the noise around a crossover. This choice
-    minimizes the sum over sizes of ln(time / fastest time), plus ln 1.05 per change of path, by
-    dynamic programming over ascending sizes (Viterbi).
+    If the fastest path were chosen at each size, noise would make the choice alternate at sizes for
+    which two paths are about equally fast. Instead, the sum of ln(time / fastest time) over sizes,
+    plus ln 1.05 per change of path, is minimized by dynamic programming over ascending sizes
+    (Viterbi).
     """
     result: list[Measured] = []
     for op, device in dict.fromkeys((each.op, each.device) for each in measured):
@@ -47,7 +49,7 @@ def smooth_choice(measured: Sequence[Measured]) -> list[Measured]:
 
 def _viterbi(sizes: list[dict[str, Measured]]) -> list[Measured]:
     change_cost = math.log(1 + _MIN_GAIN)
-    best: dict[str, tuple[float, list[Measured]]] = {}  # (cost, choices) by the last path
+    best: dict[str, tuple[float, list[Measured]]] = {}  # {last path: (cost, choices)}
     for choices in sizes:
         fastest_us = min(each.time_us for each in choices.values())
         following = {}

@@ -1,6 +1,6 @@
 """Pairs: a baseline and its optimized form, measured in turns in one process group and compared.
 
-A pair of your own is a function in a file, for `tutti bench pairs --file FILE`:
+`tutti bench pairs --file FILE` measures your own pairs. Each pair is made by a function in FILE:
 
     import torch
     from tutti.bench.pairs import Pair, Setting
@@ -16,8 +16,9 @@ A pair of your own is a function in a file, for `tutti bench pairs --file FILE`:
 
     PAIRS = [one_call_for_all_rows]
 
-Its name is the function's, with dashes; the first line of its docstring describes the two sides.
-This module does not import torch: the command line looks up names before it starts ranks.
+The name of a pair is the name of the function with dashes instead of underscores. The first line of
+the docstring describes the two sides. This module does not import torch, so that the command line
+can look up names quickly before ranks are started.
 """
 
 import importlib.util
@@ -45,19 +46,19 @@ Value = TypeVar("Value")
 class Pair:
     """Two functions without arguments that do the same work, on every rank.
 
-    Each returns its result: a tensor or number, or lists, tuples and dicts of them. Calls are
-    independent of each other and can be repeated. On CUDA a call may leave work on the current
-    stream; the harness synchronizes.
+    Each function returns its result: a tensor, a number, or a list, tuple or dict of results. Calls
+    are independent of each other and can be repeated. On CUDA, a call may return before its work on
+    the current stream is done; the harness synchronizes.
     """
 
     baseline: Callable[[], Any]
     optimized: Callable[[], Any]
     tolerance: float = 0.0
-    """Largest allowed difference relative to the largest value of a tensor; 0: bit-identical."""
+    """Largest allowed difference, relative to the largest value of a tensor. 0: no difference."""
     reason: str = ""
-    """Workload, and why the tolerance is not 0; printed under the row."""
+    """The workload, and why the tolerance is not 0. Printed below the row."""
     close: Callable[[], None] = lambda: None
-    """Called on all ranks at the end."""
+    """Called on all ranks after the pair was measured."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,11 @@ class Setting:
 
     world: "World"
     quick: bool = False
-    """Small workloads, to check that a pair works, not to quote its figures."""
+    """Use small workloads, to check that a pair works. The figures are not meaningful."""
 
     @property
     def device(self) -> "torch.device":
-        """The device of tensors."""
+        """The device for the tensors of a pair."""
         return self.world.device
 
     @property
@@ -79,7 +80,7 @@ class Setting:
         return self.world.device.type == "cuda"
 
     def pick(self, full: Value, quick: Value) -> Value:
-        """`quick` with --quick, else `full`."""
+        """Return `quick` if --quick is set, else `full`."""
         return quick if self.quick else full
 
     def need(self, has: bool, reason: str) -> None:
@@ -95,7 +96,7 @@ PairFactory = Callable[[Setting], Pair]
 
 @dataclass(frozen=True)
 class PairEntry:
-    """A pair by name, before its module is imported."""
+    """The name of a pair and the function that makes the pair; its module is imported later."""
 
     name: str
     about: str  # what the baseline does → what the optimized form does
@@ -103,7 +104,7 @@ class PairEntry:
 
 
 def _make_builtin(module: str, name: str, setting: Setting) -> Pair:
-    """Import the module, and with it torch, and call the function that makes the pair."""
+    """Import the module, which imports torch, and call the function that makes the pair."""
     pairs = import_module(f"tutti.bench.pairs.{module}_pairs")
     pair: Pair = getattr(pairs, name.replace("-", "_"))(setting)
     return pair
@@ -129,7 +130,10 @@ BUILTIN_PAIRS = {
 
 
 def select_pairs(only: Sequence[str], file: Path | None) -> list[PairEntry]:
-    """The pairs of --only, else those of --file, else all built-in ones; UsageError if unknown."""
+    """Return the pairs that --only names, or else all pairs of --file, or else all built-in pairs.
+
+    Raises UsageError if --only names an unknown pair.
+    """
     own = {} if file is None else {entry.name: entry for entry in _entries_in(file)}
     known = BUILTIN_PAIRS | own
     for name in only:
@@ -152,7 +156,7 @@ def _entries_in(file: Path) -> list[PairEntry]:
 
 
 def _factories_in(file: Path) -> list[PairFactory]:
-    """The functions in PAIRS of a user's file."""
+    """Return the functions in the list PAIRS of a user's file."""
     spec = importlib.util.spec_from_file_location(f"tutti_pairs_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise UsageError(f"--file {file}: its name must end in .py")

@@ -1,8 +1,8 @@
-"""Pairs of memory: pageable or pinned, copied or unified, on the near or the far NUMA node.
+"""Pairs of memory types: pageable or pinned, copied or unified, on a near or a far NUMA node.
 
-Unified memory (cudaMallocManaged) has one address for CPU and GPU; pages migrate when they are
-accessed, one fault at a time, unless they are prefetched. Explicit copies go through page-locked
-memory at the full speed of the link.
+Unified memory (cudaMallocManaged) has the same address on the CPU and on the GPU. Its pages migrate
+when they are accessed, one page fault at a time, unless they are prefetched. Explicit copies to and
+from page-locked memory run at the full speed of the link.
 """
 
 import ctypes
@@ -64,7 +64,7 @@ def placement(setting: Setting) -> Pair:
         len(nodes) > 1,
         f"it needs two NUMA nodes with CPUs that this process may use, there are {len(nodes)}",
     )
-    # Ranks are bound to CPUs near their device.
+    # Ranks are bound to CPUs near their device, so the node with most of these CPUs is near.
     near = max(nodes, key=lambda node: len(set(allowed_cpus()) & set(nodes[node])))
     far = next(node for node in nodes if node != near)
     sources = {}
@@ -86,7 +86,10 @@ def placement(setting: Setting) -> Pair:
 
 
 def _host_tensor(setting: Setting) -> Tensor:
-    """Written by this thread alone: the kernel places pages on the node of the first writer."""
+    """Return a tensor that only this thread has written.
+
+    The kernel places a page on the NUMA node of the thread that first writes to the page.
+    """
     count = setting.pick(_BYTES, _QUICK_BYTES) // 4
     return torch.from_numpy(np.arange(count, dtype=np.float32))
 
@@ -99,13 +102,13 @@ def _can_run_on(cpus: tuple[int, ...]) -> bool:
     try:
         with _running_on(cpus):
             return True
-    except OSError:  # none of them is in the container's cpuset
+    except OSError:  # none of these CPUs is in the container's cpuset
         return False
 
 
 @contextmanager
 def _running_on(cpus: tuple[int, ...]) -> Iterator[None]:
-    """This thread on these CPUs."""
+    """Run this thread on these CPUs inside the `with` block."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
     try:
@@ -122,7 +125,7 @@ def through_unified_memory(
 ) -> torch.Tensor:
     """Put `data` into unified memory, do `work` on the GPU there, and return its result on the CPU.
 
-    With `prefetch` the pages are migrated ahead instead of one fault at a time.
+    With `prefetch`, the pages migrate before they are accessed, instead of one fault at a time.
     """
     memory = Managed(data.shape, data.dtype)
     memory.on_cpu.copy_(data)
@@ -138,9 +141,9 @@ def through_unified_memory(
 
 
 def through_pinned_copies(data: torch.Tensor, work: Work) -> torch.Tensor:
-    """Copy `data` to the GPU by page-locked memory, do `work`, and return its result on the CPU.
+    """Copy `data` to the GPU through page-locked memory, do `work`, return its result on the CPU.
 
-    torch caches page-locked memory: after the first call these allocations cost microseconds.
+    torch caches page-locked memory: after the first call, an allocation takes microseconds.
     """
     staged = torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data)
     result = work(staged.to("cuda", non_blocking=True))
@@ -151,10 +154,10 @@ def through_pinned_copies(data: torch.Tensor, work: Work) -> torch.Tensor:
 
 
 class Managed:
-    """Unified memory as two tensors that share it, one for the CPU and one for the GPU.
+    """A block of unified memory with two tensors on it, one for the CPU and one for the GPU.
 
-    The memory is freed when both tensors and this object are gone. Synchronise with the GPU before
-    the CPU reads what the GPU wrote.
+    The memory is freed when both tensors and this object are gone. Synchronize with the GPU before
+    the CPU reads data that the GPU wrote.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -175,7 +178,7 @@ class Managed:
         pointer, count = ctypes.c_void_p(self._block.address), ctypes.c_size_t(size)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         where: tuple[Any, ...]
-        if int(str(torch.version.cuda).split(".")[0]) >= 13:  # takes a location, and flags
+        if int(str(torch.version.cuda).split(".")[0]) >= 13:  # takes a location and flags
             kind, device = (1, self._block.device) if on_gpu else (2, 0)
             where = (_Location(kind, device), ctypes.c_uint(0))
         else:
@@ -184,7 +187,10 @@ class Managed:
 
 
 class _Block:
-    """Memory from cudaMallocManaged, freed with this object; torch and ctypes keep it alive."""
+    """Memory from cudaMallocManaged, freed when this object is freed.
+
+    The tensors of torch and the array of ctypes hold references to this object.
+    """
 
     def __init__(self, size: int) -> None:
         if not torch.cuda.is_available():
@@ -220,7 +226,7 @@ def _check(code: int, size: int) -> None:
 
 @cache
 def _cudart() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded: a second one would have its own context."""
+    """Return the CUDA runtime that torch has loaded. A second runtime would have its own state."""
     maps = Path("/proc/self/maps").read_text()
     found = re.search(r"(/\S*libcudart[^/\s]*\.so\S*)", maps)
     if found is None:

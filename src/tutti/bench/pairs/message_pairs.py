@@ -1,4 +1,4 @@
-"""Pairs of messages: many small ones or one large one, a collective or symmetric memory."""
+"""Pairs of messages: many small messages or one large message, collectives or symmetric memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ from tutti.parallel.teaching import all_reduce_each
 
 
 def grouped(setting: Setting) -> Pair:
-    """comm.group(): the fixed cost of each message is paid once."""
+    """Single messages, or all messages in one comm.group(), with one fixed cost instead of many."""
     count, elements = setting.pick(64, 8), 256
     generator = torch.Generator().manual_seed(setting.world.rank)
     sent = torch.randint(1, 9, (count, elements), generator=generator).float().to(setting.device)
@@ -38,7 +38,7 @@ def grouped(setting: Setting) -> Pair:
 
 
 def from_scratch(setting: Setting) -> Pair:
-    """An all-reduce per gradient, as in parallel/teaching.py, or one of the flattened gradients."""
+    """One all-reduce per gradient, as in parallel/teaching.py, or one for all gradients."""
     depth = setting.pick(28, 10)
     with torch.device("meta"):
         model = WideResNet(WideResNetConfig(depth=depth, width=1))
@@ -67,7 +67,7 @@ def from_scratch(setting: Setting) -> Pair:
 
 
 def symmetric(setting: Setting) -> Pair:
-    """A collective synchronizes both sides; symmetric memory needs one write and one signal."""
+    """Send and receive, which synchronize both ranks, or one write and one signal to the peer."""
     world = setting.world
     setting.need(world.size > 1, "a message needs a peer: use --ranks 2")
     setting.need(world.nodes == 1, "symmetric memory spans one host only")
@@ -98,7 +98,7 @@ def symmetric(setting: Setting) -> Pair:
 
 
 def _one_shot_all_reduce(setting: Setting) -> Pair:
-    """On GPUs: an all-reduce in which every rank reads the memory of the others."""
+    """The pair on GPUs: dist.all_reduce, or a kernel that reads the memory of the other ranks."""
     elements, rank = 4096, setting.world.rank
     heap = Heap(bytes=1 << 20, device=setting.device)
     shared = heap.empty(elements, dtype=torch.float32)
@@ -125,11 +125,11 @@ def _one_shot_all_reduce(setting: Setting) -> Pair:
 class RingExchange:
     """Every rank puts a message into the memory of the next rank, and signals its arrival.
 
-    Two buffers alternate. A rank writes a buffer again only after the reader has signalled that it
-    no longer needs the message in it, which it does at its next exchange.
+    Two buffers alternate. At the start of an exchange, a rank signals that it no longer needs the
+    message of the exchange before. The sender waits for this signal before it reuses the buffer.
     """
 
-    _ARRIVED, _READ = 0, 1  # signal slots; values count messages
+    _ARRIVED, _READ = 0, 1  # signal slots; the value of a signal is a number of messages
 
     def __init__(self, elements: int, following: int, previous: int) -> None:
         self.heap = Heap(bytes=1 << 16, device="cpu")
@@ -138,7 +138,7 @@ class RingExchange:
         self._sent = 0
 
     def exchange(self, mine: Tensor) -> Tensor:
-        """Send a message and return the received one; valid until the next exchange."""
+        """Send a message, and return the received message. It is valid until the next exchange."""
         heap, before = self.heap, self._sent
         self._sent = number = before + 1
         buffer = self._buffers[number % 2]

@@ -1,10 +1,10 @@
 """The harness of `tutti bench pairs`: both sides alternate in rounds; each round gives one ratio.
 
-In a round each side makes a few calls; the order alternates from round to round, so that neither
-side always finds the machine as the other left it. A side's time in a round is that of its slowest
-rank. A disturbance longer than a round affects both sides, so the ratio of a round varies less than
-either time. The speed-up is the median of the ratios, its spread the interval from their lower to
-their upper quartile.
+In a round, each side makes a few calls. The side that is measured first alternates between rounds,
+so that neither side always runs right after the other. The time of a side in a round is the time of
+its slowest rank. A disturbance longer than a round affects both sides, so the ratio of the two
+times varies less than each time. The speed-up is the median of the ratios, and its spread is the
+interval from the lower to the upper quartile of the ratios.
 """
 
 import math
@@ -29,7 +29,7 @@ from tutti.world.exchange import gather_json
 
 _MIN_ROUNDS = 6
 _MAX_CALLS = 1000
-# Before a turn one untimed call warms caches and threads, unless calls are longer than this.
+# One untimed call before each turn warms up caches and threads, unless calls are longer than this.
 _LONG_CALL_SECONDS = 0.05
 
 Row = dict[str, Any]
@@ -40,9 +40,9 @@ Snapshot = tuple[list[Any], str]
 @dataclass
 class _Side:
     call: Callable[[], Any]
-    seconds: float = 0.0  # of one call, estimated
+    seconds: float = 0.0  # estimated time of one call
     calls: int = 1  # per round
-    rounds: list[float] = field(default_factory=list)  # seconds per call, by round
+    rounds: list[float] = field(default_factory=list)  # seconds per call in each round
 
 
 @dataclass
@@ -58,7 +58,7 @@ class PairedRuns:
     complete: bool = False  # every pair was measured
 
     def run(self, entries: Iterable[PairEntry], report: Callable[[Row], None]) -> None:
-        """Measure pairs; `report` gets each row when it is known. Collective."""
+        """Measure all pairs. `report` is called with the row of each pair. Collective."""
         for entry in entries:
             row = self._measure(entry)
             if self.stopped:
@@ -80,14 +80,14 @@ class PairedRuns:
                 return {**named, **no_figures, "check": check or error, "note": pair.reason}
             if not self._alternate(*sides):
                 return {}
-            # Checked again, because the timed calls must not have changed the results.
+            # Compare again, to detect timed calls that changed the result of a later call.
             check = self._compare_results(pair)
             return {**named, **_figures(*sides), "check": check, "note": pair.reason}
         finally:
             pair.close()
 
     def _compare_results(self, pair: Pair) -> str:
-        """Call both sides once and describe how their results differ; the same on all ranks."""
+        """Call both sides once and describe how their results differ. The same on all ranks."""
         results = [snapshot(call()) for call in (pair.baseline, pair.optimized)]
         error = self.control.max_over_ranks([difference(*results)])[0]
         if error == 0:
@@ -97,7 +97,7 @@ class PairedRuns:
         return f"different: {error:.2g}, allowed is {pair.tolerance:g}"
 
     def _alternate(self, baseline: _Side, optimized: _Side) -> bool:
-        """All rounds; False if a rank was asked to stop."""
+        """Measure all rounds. Returns False if a rank received a stop signal."""
         for side in (baseline, optimized):
             side.seconds = self._time(side)
         both = baseline.seconds + optimized.seconds
@@ -116,7 +116,7 @@ class PairedRuns:
         return True
 
     def _time(self, side: _Side) -> float:
-        """Mean seconds of a call over a round, on the slowest rank."""
+        """Return the mean seconds per call in a round, on the slowest rank."""
         device = self.setting.device
         synchronize = partial(getattr(torch, device.type).synchronize, device)  # torch.cpu, .cuda
         synchronize()
@@ -144,10 +144,11 @@ def _figures(baseline: _Side, optimized: _Side) -> Row:
 
 
 def _try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]:
-    """(result, ""), or (None, "skipped: …" or "failed: …") if any rank was skipped or failed.
+    """Run `action` on every rank. Collective.
 
-    Unlike rank_control's, it catches everything: a user's pair that fails is a row, and the run
-    continues.
+    Returns (result, ""), or (None, "skipped: …" or "failed: …") if any rank raised an exception.
+    Unlike rank_control.try_on_all_ranks, this function catches every exception: if a user's pair
+    fails, the error is reported in the row of the pair, and the run continues.
     """
     result, message = None, ""
     try:
@@ -169,7 +170,7 @@ def _try_on_all_ranks(action: Callable[[], Result]) -> tuple[Result | None, str]
 
 
 def snapshot(result: Any) -> Snapshot:
-    """A copy of a result on the CPU: the next call may overwrite its tensors."""
+    """Copy a result to the CPU, because the next call may overwrite its tensors."""
     leaves, structure = tree_flatten(result)
     for leaf in leaves:
         if not isinstance(leaf, Tensor | bool | int | float | complex):
@@ -182,9 +183,9 @@ def snapshot(result: Any) -> Snapshot:
 
 
 def difference(baseline: Snapshot, optimized: Snapshot) -> float:
-    """The largest |a - b| / max |a| over all tensors; inf if structures or shapes differ.
+    """Return the largest |a - b| / max |a| over all tensors, or inf if structures or shapes differ.
 
-    Each tensor is scaled by its own largest value. NaN counts as different from everything.
+    The maximum of |a| is taken for each tensor separately. NaN differs from every value.
     """
     (a, a_structure), (b, b_structure) = baseline, optimized
     if a_structure != b_structure:

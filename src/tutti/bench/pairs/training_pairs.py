@@ -1,4 +1,4 @@
-"""Pairs of training steps: equal gradients, communicated at another time or in another form.
+"""Pairs of training steps with equal gradients that are communicated in different ways.
 
 The model is a stack of linear layers without biases, so the size of its gradients is easy to set.
 """
@@ -23,7 +23,7 @@ from tutti.world.exchange import gather_json
 
 Future = torch.futures.Future[Tensor]
 
-# Bucket sizes to try, in MiB: the gradients are 64 MiB on the CPU and 192 MiB on a GPU.
+# Bucket sizes to try, in MiB. The gradients have 64 MiB on the CPU and 192 MiB on a GPU.
 _CPU_BUCKETS, _GPU_BUCKETS = (4.0, 8.0, 16.0), (12.0, 25.0, 50.0)
 _ONE_BUCKET = 1 << 20
 _MICROBATCHES = 4
@@ -33,7 +33,7 @@ _MICROBATCHES = 4
 
 
 def data_parallel(setting: Setting) -> Pair:
-    """Rank 0 drives all GPUs while the others wait; then every rank drives its own."""
+    """DataParallel, in which rank 0 uses all GPUs, or DDP, in which each rank uses one GPU."""
     world = setting.world
     gpus = torch.cuda.device_count() if setting.on_gpu else 0
     enough = world.size > 1 and world.nodes == 1 and gpus >= world.size and not world.sharing_note
@@ -64,7 +64,7 @@ def data_parallel(setting: Setting) -> Pair:
 
 
 def overlap(setting: Setting) -> Pair:
-    """Only the time at which buckets are sent differs: same buckets, same messages, same sums."""
+    """All-reduce the same buckets in the same order, either after backward or during backward."""
     size = _size(setting, "many layers")
     bucket_mb = size.width**2 * 4 / 2**20  # one bucket per layer
     after, during = (_ddp(size, setting, bucket_mb=bucket_mb) for _ in range(2))
@@ -79,7 +79,7 @@ def overlap(setting: Setting) -> Pair:
 
 
 def buckets(setting: Setting) -> Pair:
-    """A single bucket is sent after backward; smaller ones are sent earlier, at a cost each."""
+    """One bucket, all-reduced after backward, or smaller buckets, each with its own fixed cost."""
     size = _size(setting, "large")
     batch = [_inputs(size, setting)]
     one = _ddp(size, setting, bucket_mb=_ONE_BUCKET)
@@ -96,7 +96,7 @@ def buckets(setting: Setting) -> Pair:
 
 
 def shm(setting: Setting) -> Pair:
-    """The same DDP step on two process groups."""
+    """The same DDP step on a gloo group and on an shm group."""
     setting.need(not setting.on_gpu, "gloo and shm are compared on CPU tensors: use --device cpu")
     size = _size(setting, "small")
     batch = [_inputs(size, setting)]
@@ -107,7 +107,7 @@ def shm(setting: Setting) -> Pair:
         for group in groups:
             dist.destroy_process_group(group)
 
-    # A sum of two is exact in any order, a sum of three is not.
+    # A sum of two numbers does not depend on their order, a sum of three rounded numbers does.
     exact = setting.world.size <= 2
     return Pair(
         baseline=partial(_backward, over_gloo, batch),
@@ -119,7 +119,7 @@ def shm(setting: Setting) -> Pair:
 
 
 def accumulation(setting: Setting) -> Pair:
-    """The same samples; gradients are all-reduced after each microbatch, or once."""
+    """The same samples, with gradients all-reduced after each microbatch or once per step."""
     size = _size(setting, "small")
     whole = _inputs(replace(size, batch=size.batch * _MICROBATCHES), setting)
     microbatches = [each.clone() for each in whole.chunk(_MICROBATCHES)]
@@ -133,7 +133,7 @@ def accumulation(setting: Setting) -> Pair:
 
 
 def bf16_gradients(setting: Setting) -> Pair:
-    """Half the bytes, at the price of rounding each gradient to eight bits."""
+    """float32 gradients, or half the bytes with gradients rounded to 8 significant bits."""
     size = _size(setting, "large")
     batch = [_inputs(size, setting)]
     full, rounded = (_ddp(size, setting) for _ in range(2))
@@ -148,7 +148,7 @@ def bf16_gradients(setting: Setting) -> Pair:
 
 
 def _fastest(setting: Setting, calls: Mapping[float, Callable[[], Any]]) -> float:
-    """The key of the fastest call on the slowest rank, tried in interleaved order. Collective."""
+    """Return the key of the fastest call, timed on the slowest rank, in turns. Collective."""
     times: dict[float, list[float]] = {key: [] for key in calls}
     for _ in range(setting.pick(5, 1) + 2):
         for key, call in calls.items():
@@ -181,11 +181,11 @@ class _Size:
         )
 
 
-# (on the CPU, on a GPU)
+# {name: (size on the CPU, size on a GPU)}
 _SIZES = {
-    # Gradients larger than any cache; communicating them takes as long as computing them.
+    # Gradients larger than the caches; their communication takes as long as their computation.
     "large": (_Size(16, 1024, 8), _Size(12, 2048, 1024)),
-    # Layers of one size whose backward takes several times as long as a message.
+    # Layers of equal size. The backward of a layer takes several times as long as a message.
     "many layers": (_Size(12, 512, 128), _Size(12, 2048, 1024)),
     # A development-sized model: communication takes as long as computation.
     "small": (_Size(10, 512, 8), _Size(12, 1024, 64)),
@@ -197,7 +197,7 @@ def _size(setting: Setting, name: str) -> _Size:
 
 
 def _model(size: _Size, setting: Setting) -> nn.Module:
-    """The same weights on every rank and for both sides."""
+    """Return a model whose weights are the same on every rank and for both sides."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(size.layers):
@@ -206,7 +206,7 @@ def _model(size: _Size, setting: Setting) -> nn.Module:
 
 
 def _inputs(size: _Size, setting: Setting, rank: int | None = None) -> Tensor:
-    """The samples of this rank, or of `rank`."""
+    """Return the samples of `rank` (default: this rank)."""
     seed = 1 + (setting.world.rank if rank is None else rank)
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size.batch, size.width, generator=generator).to(setting.device)
@@ -235,7 +235,7 @@ def _backward(model: Any, batches: Sequence[Tensor], sync_once: bool = False) ->
     return [each.grad for each in model.parameters() if each.grad is not None]
 
 
-# ---- Communication hooks of DDP: (state, bucket) → the future of the bucket's mean over ranks ----
+# ---- Communication hooks of DDP: (state, bucket) → future with the mean of the bucket ----
 
 
 def _reduce_immediately(state: None, bucket: dist.GradBucket) -> Future:
@@ -244,9 +244,9 @@ def _reduce_immediately(state: None, bucket: dist.GradBucket) -> Future:
 
 
 def _reduce_after_backward(pending: list[tuple[Tensor, Future]], bucket: dist.GradBucket) -> Future:
-    """The same buckets in the same order, all-reduced after backward has filled the last one."""
+    """All-reduce the same buckets in the same order, after backward has filled the last bucket."""
     device = bucket.buffer().device
-    # On a GPU the future must know its device, so that DDP waits for the right stream.
+    # On a GPU the future needs the device, so that DDP waits for the right stream.
     future: Future = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
     pending.append((bucket.buffer(), future))
     if bucket.is_last():

@@ -1,7 +1,7 @@
 """Latency probes: one-sided operations of a symmetric heap, and structures in symmetric memory.
 
-Almost all probes measure calls of rank 0 on memory of rank 1. A probe of a message there and back
-runs on both ranks and reports half of the round trip.
+Almost all probes measure calls of rank 0 on memory of rank 1. A ping-pong probe runs on both ranks
+and reports half of the round-trip time.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +29,7 @@ _ROWS, _COLUMNS = 4096, 64
 _KEYS = 4096
 _SLOT_BYTES = 16 << 10
 _POOLED_BYTES = 16 << 10
-# LoRA of rank 16 for eight matrices of 2048 × 2048: 2 MB.
+# A LoRA adapter of rank 16 for eight matrices of 2048 × 2048 elements: 2 MB.
 _ADAPTER = {f"{half}{layer}": (16, 2048) for layer in range(8) for half in "ab"}
 
 
@@ -40,18 +40,19 @@ class Probe:
     name: str
     bytes: int
     call: Callable[[], Any] | None = None
-    parts: int = 1  # 2 if a call is a round trip and the name says one way
+    parts: int = 1  # 2 if a call is a round trip and the row reports one way
     slowest_rank: bool = False  # report the slowest rank's time instead of rank 0's
-    wrong: Callable[[], int] = lambda: 0  # number of errors, called on all ranks after a round
+    wrong: Callable[[], int] = lambda: 0  # returns the number of errors; all ranks, after a round
     seconds: list[Tensor] = field(default_factory=list)
     calls: int = 0  # per round
     total_wrong: int = 0
 
 
 def all_probes(heap: Heap, stack: ExitStack) -> Iterator[tuple[str, Callable[[], Iterable[Probe]]]]:
-    """(name, function that makes probes). Making them is collective, in this order.
+    """Yield (name, function that makes probes).
 
-    The stack closes the structures.
+    These functions are collective: all ranks call them in this order. `stack` closes the
+    structures.
     """
     slots = iter(range(heap.signals))
     for size in _SIZES:
@@ -72,7 +73,7 @@ def all_probes(heap: Heap, stack: ExitStack) -> Iterator[tuple[str, Callable[[],
 
 def _messages(heap: Heap, size: int, slot: int) -> Iterator[Probe]:
     positive = torch.arange(1, size // 4 + 1, dtype=torch.float32).to(heap.device)
-    data = [positive, -positive]  # of ranks 0 and 1; both know both, to check
+    data = [positive, -positive]  # data of ranks 0 and 1; each checks the other
     target, source, mailbox = (heap.zeros(size // 4, dtype=torch.float32) for _ in range(3))
     source.local.copy_(data[min(heap.rank, 1)])
     heap.barrier()
@@ -112,7 +113,10 @@ def _signal(heap: Heap, slot: int) -> Iterator[Probe]:
 
 
 def _ping_pong(heap: Heap, slot: int, send: Callable[[int], None]) -> Callable[[], None]:
-    """Rank 0 sends and waits for the answer, rank 1 waits and answers; signals count calls."""
+    """Return the call of this rank: rank 0 sends and waits for an answer, rank 1 answers.
+
+    The value of a signal is the number of calls so far.
+    """
     numbers = count(1)
 
     def ping() -> None:
@@ -209,7 +213,7 @@ def _hash_map(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
 
 
 def _ring_buffer(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
-    """16 KiB there and back through two rings: put copies, the reader gets a view of the slot."""
+    """Send 16 KiB to rank 1 and back through two rings; a read returns a view of the slot."""
     rings = [
         stack.enter_context(RingBuffer(heap, rank, 1 - rank, slots=4, slot_bytes=_SLOT_BYTES))
         for rank in (0, 1)
@@ -300,7 +304,11 @@ def _distributed_tensor(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
 
 
 def _pooled_cache(heap: Heap, stack: ExitStack) -> Iterator[Probe]:
-    """Two values alternate in a tier with room for one: each get finds its value a tier below."""
+    """Probe gets from each tier of a pooled cache.
+
+    Two values are read in turns. If the local tier has space for only one value, each get finds its
+    value in the other tier, "peer" or "host".
+    """
     tiers = {"local": (2, 0, 0), "peer": (1, 2, 0), "host": (1, 0, 2)}
     for name, (local, peer, host) in tiers.items():
         probe = Probe(f"pooled cache get, {name}", _POOLED_BYTES)
@@ -324,7 +332,7 @@ def _alternate_gets(cache: PooledCache, probe: Probe, tier: str, heap: Heap) -> 
         cache.get(key, out=out)
 
     probe.call = get
-    # The other value must be in the named tier.
+    # The value that was not read last must be in the named tier.
     probe.wrong = lambda: (
         int(not torch.equal(out, values[key])) + int(cache.tier(3.0 - key) != tier)
     )
@@ -335,6 +343,9 @@ def _numbered_row(index: int) -> Tensor:
 
 
 def _barrier_on_host(heap: Heap) -> None:
-    """A barrier of the processes, not only of their streams: names are looked up on the host."""
+    """Wait on the host until all ranks arrive; heap.barrier() alone may only order the streams.
+
+    The host barrier is needed because names are looked up on the host.
+    """
     heap.barrier()
     heap.quiet()

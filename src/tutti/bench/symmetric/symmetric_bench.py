@@ -36,7 +36,7 @@ class SymmetricBench:
     world: World
     control: RankControl
     budget: float  # seconds per row
-    report: Callable[[list[Row]], None]  # gets rows when they are final
+    report: Callable[[list[Row]], None]  # called with rows when they are final
     rows: list[Row] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     stopped: bool = False
@@ -84,7 +84,10 @@ class SymmetricBench:
         self.report(self.rows)
 
     def _warm_up(self, probe: Probe) -> str:
-        """First calls, and the number of calls per round; returns why it failed, or ""."""
+        """Make the first calls and choose the number of calls per round.
+
+        Returns the reason if a call failed, else "".
+        """
         device = self.world.device
 
         def first_call() -> None:
@@ -102,7 +105,7 @@ class SymmetricBench:
         return reason
 
     def _round(self, probe: Probe) -> Tensor:
-        """Seconds of each call, the same on all ranks."""
+        """Return the seconds of each call of one round. The same on all ranks."""
         self.control.check_stop()
         times = torch.zeros(probe.calls, dtype=torch.float64)
         if probe.call is not None:  # the other ranks sleep in the next barrier
