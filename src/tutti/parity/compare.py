@@ -78,13 +78,13 @@ class StepDifference:
 
     loss: Scalar
     gradients: Sequence[Difference]
-    """Reduced over ranks, before clipping."""
+    """Of gradients after the reduction over ranks and before clipping."""
     norm: Scalar
     """The global norm that the gradients were clipped by."""
     updates: Sequence[Difference]
     """Parameters after the step minus the initial parameters."""
     buffers: Sequence[Difference] = ()
-    """Buffers after the step. Training only writes them, so nothing above depends on them."""
+    """Buffers after the step. Training does not read them, so no value above depends on them."""
     own_buffers: Sequence[str] = ()
     """Buffers that depend on each data rank's own samples and are not compared."""
 

@@ -75,10 +75,10 @@ def samples_for(
 ) -> tuple[int, int]:
     """Return the number of samples of a full step and of an uneven step.
 
-    A full step has the smallest number, at --microbatch 1, that every layout divides evenly. The
-    uneven step has 2 × ranks − 1 samples: in dpN the last rank has no sample in its last
+    The uneven step has 2 × ranks − 1 samples: in dpN the last rank has no sample in its last
     microbatch. A batch norm needs two samples in every microbatch, so a model with batch norms may
-    need a larger uneven step.
+    need a larger uneven step. The full step has --microbatch times the smallest number of samples
+    that exceeds the uneven step and that every layout divides evenly.
     """
     uneven = max(1, 2 * layouts[0].size - 1)
     while batch_norms and min(_smallest_microbatch(uneven, each, options) for each in layouts) < 2:

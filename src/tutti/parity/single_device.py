@@ -38,7 +38,7 @@ class Scales:
     """AdamW divides by √v + eps. With the usual 1e-8, an element whose gradient is rounding error
     would move by a whole learning rate in a random direction. A fraction of the root mean square of
     all gradients (float64: a hundredth) leaves such an element in place, and hardly changes the
-    update of the others."""
+    update of other elements."""
 
 
 @dataclass(frozen=True)

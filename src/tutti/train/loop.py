@@ -327,7 +327,7 @@ class Trainer:
         progress.show(self.step, f"loss {status.losses[-1]:.4f}  {text}")
         if (warning := self.stragglers.warning()) is not None:
             progress.print(f"step {self.step}: {warning}")
-        # The rates of the first status are not used: its steps are warm-up.
+        # The rates of the steps from step 0 to the first status sync are not used: warm-up.
         measured = self.recipe.batching.split == "measured" and status.first_step > 0
         if measured and all(rate > 0 for rate in status.rates):
             self.shares = measured_shares(status.rates, self.shares)

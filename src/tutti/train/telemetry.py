@@ -65,7 +65,7 @@ class StepTimer:
         `forward_time`: also measure forward passes, for --split measured."""
         self._device, self._known, self._measures_forward = device, own_time, forward_time
         self._stride = 1
-        self._step = 0  # since the last status sync
+        self._step = 0  # number of steps since the last status sync
         self._began: float | torch.cuda.Event | None = None
         self._backward_ended: float | torch.cuda.Event | None = None
         self._measured: list[tuple[int, Any, Any]] = []
@@ -290,13 +290,13 @@ class Throughput:
         if self._gpt is None or self._peak is None:
             return None
         flops = self._gpt.flops_per_token(self._seq_len)
-        # Ranks that share a GPU share its peak.
+        # Ranks that share a GPU count as one device.
         devices = self._world.size / self._world.ranks_on_device
         return samples_per_s * self._seq_len * flops / (devices * self._peak[0])
 
 
 _WINDOW_STEPS = 20  # measured steps that a straggler warning is based on
-_MIN_WAIT_FRACTION = 0.1  # warn only if ranks wait for at least this fraction of a step
+_MIN_WAIT_FRACTION = 0.1  # warn only if ranks wait at least this fraction of a step,
 _MIN_LATE_FRACTION = 0.75  # and in at least this fraction of the steps in the window
 _QUIET_STEPS = 1000  # steps between two warnings
 

@@ -323,7 +323,7 @@ class Checkpoints:
             return None, str(error)
 
     def _wait_for_thread(self) -> str | None:
-        """Wait until this rank's thread has ended; returns why its save failed, or None."""
+        """Wait until this rank's save has ended; returns why it failed, or None."""
         error = self._pending[1].exception() if self._pending else None
         return None if error is None else str(error)
 
