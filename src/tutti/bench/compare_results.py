@@ -144,7 +144,7 @@ def spread_of(row: Row, metric: str) -> float:
 
 @dataclass(frozen=True)
 class Change:
-    """One figure in both results, or in one of them."""
+    """The comparison of one figure, which is in both results or only in one of them."""
 
     name: str
     metric: str

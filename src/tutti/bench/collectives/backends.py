@@ -150,7 +150,7 @@ def _prepare_torch_call(
 
 
 def _all_gather_uneven(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    # torch has no uneven all-gather that every backend supports. The one of tutti.comm pads the
+    # torch has no uneven all-gather that every backend supports. comm.all_gather_uneven pads the
     # shards, and returns a list.
     torch.cat(comm.all_gather_uneven(sent, group=group), out=received)
 

@@ -119,7 +119,7 @@ def case_groups(
 
 @dataclass(frozen=True)
 class PreparedCase:
-    """A case on one backend: the tensor to fill before the call, and the tensor to check after."""
+    """A case on one backend: a tensor to fill before the call, and a tensor to check afterwards."""
 
     sent: Tensor
     received: Tensor

@@ -85,7 +85,7 @@ def run_mpirun(command: Sequence[str], width: int) -> int:
     After Ctrl-C, mpirun would kill its ranks within a second, and their results would be lost.
     Therefore mpirun runs in its own process group, which Ctrl-C does not reach. This process sends
     SIGUSR1 instead, and mpirun forwards SIGUSR1 to the ranks, which finish their round and write
-    their files. A second Ctrl-C terminates the ranks. The first one also terminates them if they
+    their files. A second Ctrl-C terminates the ranks. The first Ctrl-C also terminates ranks that
     have not installed their signal handlers yet.
     """
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The run of `tutti bench symmetric`: interleaved latency probes, then all-reduces of backends."""
+"""The run of `tutti bench symmetric`: latency probes in turns, then all-reduces on each backend."""
 
 import math
 from collections.abc import Callable, Sequence
