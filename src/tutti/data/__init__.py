@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         token_dataset,
     )
 
-# Those that need only numpy first.
+# Modules that need only numpy come first.
 _MODULES = ("sampler", "dataset", "loader", "synthetic", "image_datasets", "text_datasets")
 
 __all__ = ["Batch", "BatchIndices", "DataError", "Loader", "evaluation_loader"]

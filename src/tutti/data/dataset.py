@@ -2,7 +2,7 @@
 
 `fetch` takes a whole batch of indices, because one Python call per sample makes a loader slow.
 `prepare` converts a fetched batch to the model's input. The two are separate so that image bytes
-are copied to the device as bytes (a quarter of float32) and are converted there.
+are copied to the device as bytes (a quarter of the size of float32) and are converted there.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ class Samples(ABC):
         """The samples at `indices` (1-D, int64, possibly empty), stacked along dim 0."""
 
     def prepare(self, inputs: Tensor, targets: Tensor) -> Pair:
-        """Convert a fetched batch to the model's input, on the batch's device. Deterministic."""
+        """Convert a fetched batch to the model's input on its device. Must be deterministic."""
         return inputs, targets
 
     def batch(self, indices: Tensor | Sequence[int]) -> Pair:
@@ -83,7 +83,7 @@ class MapSamples(Samples):
     """A torch map-style dataset: `dataset[i]` returns (input, target), `collate` stacks them.
 
     A random transform inside the dataset draws from torch's global generator, whose state is not
-    saved with the data position: a resumed run gets the same samples with other random transforms.
+    saved with the data position: a resumed run has the same samples but other random transforms.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Dataset:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of one input as a model sees it, such as (1, 28, 28)."""
+        """The shape of one input of the model, after `prepare`, such as (1, 28, 28)."""
         return tuple(self.train.batch([0])[0].shape[1:])
 
 
@@ -155,7 +155,7 @@ def as_samples(data: object) -> Samples:
 
 
 def as_dataset(data: object, name: str) -> Dataset:
-    """A Dataset from what a user's function returned: a Dataset, or a pair (train, test)."""
+    """Convert the return value of a user's function, a Dataset or a pair (train, test)."""
     if isinstance(data, Dataset):
         return data
     if not (isinstance(data, tuple | list) and len(data) == 2) or any(

@@ -1,9 +1,9 @@
-"""Downloads: resumed after a broken connection, checked by checksum, once per directory.
+"""Download files once per directory, verify checksums, and resume after a broken connection.
 
 A file is downloaded as `NAME.part` and renamed when its checksum is right, so a file with its final
-name is complete. One process downloads under a file lock while the others wait and then find the
-files: this needs no process group, and ranks on several nodes may share the directory or not. The
-kernel releases the lock of a process that dies.
+name is complete. One process holds a file lock and downloads; the others wait for the lock and then
+find the files. This needs no process group, and works whether or not the nodes share the directory.
+The kernel releases the lock of a process that dies.
 """
 
 import fcntl
@@ -20,8 +20,8 @@ from typing import IO
 
 from tutti.data import DataError
 
-TIMEOUT_S = 30.0  # without any data, not for the whole file
-ATTEMPTS = 3  # each resumes where the previous one broke off
+TIMEOUT_S = 30.0  # the longest wait for data, not for the whole file
+ATTEMPTS = 3  # each attempt resumes where the previous one ended
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def ensure(
     cure: str,
     note: Callable[[str], None] | None = None,
 ) -> None:
-    """Download the `files` missing in `directory`; errors end with `cure`, what to do instead."""
+    """Download the `files` missing in `directory`; error messages end with `cure`."""
     if not _missing(files, directory):
         return
     try:
@@ -70,7 +70,7 @@ def _missing(files: Sequence[Remote], directory: Path) -> list[Remote]:
 
 
 def _present(directory: Path, name: str) -> Path | None:
-    """The file of that name, or its unzipped form."""
+    """The path of the file or of its unzipped form; None if neither exists."""
     candidates = (directory / name.removesuffix(".gz"), directory / name)
     return next((path for path in candidates if path.is_file()), None)
 
@@ -89,8 +89,8 @@ def _lock(path: Path) -> Iterator[tuple[IO[bytes], bool]]:
         try:
             yield file, waited
         finally:
-            # Unlocked explicitly: a process forked meanwhile has the file open too, and closing the
-            # file here would not release the lock.
+            # Unlock explicitly: a process that was forked in the meantime has the file open too, so
+            # closing the file here would not release the lock.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
@@ -102,7 +102,7 @@ def _download(file: Remote, directory: Path, cure: str) -> None:
         try:
             _resume(file.url, part)
         except (OSError, http.client.HTTPException) as error:
-            # A refusal by the server is final; a broken connection is tried again.
+            # A refusal by the server is final; after a broken connection the download is resumed.
             final = isinstance(error, urllib.error.URLError) or attempt == ATTEMPTS
             if not final:
                 continue
@@ -113,8 +113,8 @@ def _download(file: Remote, directory: Path, cure: str) -> None:
             os.replace(part, directory / file.name)
             return
         part.unlink()
-        # The earlier part may have been of another version of the file: try again from the start.
-        # A file with a wrong checksum in one piece is wrong at its source.
+        # A resumed file may combine two versions of the file: download it again from the start. If
+        # the whole file came from one attempt, the file on the server is wrong.
         if not resumed:
             break
     raise DataError(
@@ -129,7 +129,7 @@ def _resume(url: str, part: Path) -> None:
     try:
         response = urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except urllib.error.HTTPError as error:
-        # 416: the server has no bytes after these. The checksum decides whether the file is whole.
+        # 416: the server has no more bytes. The checksum decides whether the file is complete.
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and have:
             return
         raise
@@ -151,7 +151,8 @@ def _resume(url: str, part: Path) -> None:
 
 def _checksum(path: Path, algorithm: str) -> str:
     with open(path, "rb") as file:
-        # Detects damage and wrong versions; md5, as published, does not stop an attacker.
+        # The checksum detects damage and wrong versions. It is the published one: md5 does not
+        # protect against an attacker.
         digest = hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False))
     return f"{algorithm}:{digest.hexdigest()}"
 

@@ -1,4 +1,4 @@
-"""Each rank's batches: drawn globally, divided among ranks, on the device before the step needs it.
+"""Each rank's batches: drawn globally, divided among ranks, copied to the device before the step.
 
 The path of a batch: GlobalSampler draws a step for all ranks → this rank takes its indices →
 `fetch` gathers the samples → pinned memory → a CUDA copy stream moves them to the device →
@@ -71,14 +71,15 @@ _Fetched = Generator[tuple[BatchIndices, Pair], None, None]
 class Loader:
     """Batches for one of `ranks` data-parallel ranks, from a position that can be saved.
 
-    `global_batch` counts the samples of a step over all ranks. `shares` weights the ranks; without
-    shares all ranks take the same number. Iterating runs to the end of the epoch; `stream` runs on.
-    `position` counts the batches that the loop has received, not those fetched ahead.
+    `global_batch` counts the samples of a step over all ranks. A rank's number of samples is
+    proportional to its value in `shares`; without `shares` all ranks take the same number.
+    Iterating over a Loader ends at the end of the epoch; `stream` can continue with the next epochs.
+    `position` is after the last batch that the loop has received; prefetched batches do not count.
 
     `data_on_device` stores the whole dataset on the device. `prefetch` is the number of batches
     made ahead; by default 2, or 0 if the samples are tensors on the same device. `workers` is the
-    number of processes that fetch, for datasets that spend much time in Python; the workers do not
-    draw from torch's global generator.
+    number of processes that fetch, for datasets that spend much time in Python; the seed of the
+    workers is not drawn from torch's global generator.
 
     On CUDA the prefetch thread allocates and copies while the loop runs. A loop that captures CUDA
     graphs must capture with capture_error_mode="thread_local", or use `data_on_device`.
@@ -102,8 +103,8 @@ class Loader:
     ) -> None:
         if not 0 <= rank < ranks:
             raise DataError(f"rank {rank} of {ranks} ranks: a rank is 0 to {ranks - 1}")
-        # Only an evaluation keeps both the order and the short last batch. It may leave a rank
-        # without a sample; in training that would be a rank without a gradient.
+        # Only evaluation uses neither shuffle nor drop_last. In evaluation a rank may have no
+        # sample; in training such a rank would have no gradient.
         training = shuffle or drop_last
         if training and len(samples) < ranks:
             raise DataError(
@@ -158,7 +159,7 @@ class Loader:
         self._stale = True
 
     def set_shares(self, shares: Sequence[float] | None) -> None:
-        """Divide by other shares from the next batch on. All ranks must call it at the same step.
+        """Use other shares from the next batch on. All ranks must call this at the same step.
 
         Batches made ahead with the old shares are discarded and fetched again: otherwise a rank
         that is further ahead would take samples that another rank takes too.
@@ -173,11 +174,11 @@ class Loader:
     # -- iteration --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        """The rest of the current epoch."""
+        """The batches from `position` to the end of the current epoch."""
         return self.stream(epochs=1)
 
     def stream(self, epochs: int | None = None) -> Generator[Batch, None, None]:
-        """Batches to the end of `epochs` epochs, counting the current one; None: without end.
+        """Batches to the end of `epochs` epochs, including the current one; endless if None.
 
         One loop at a time: starting a loop closes the previous one.
         """
@@ -200,9 +201,9 @@ class Loader:
                 self.close()
 
     def indices(self, epochs: int | None = None) -> Iterator[BatchIndices]:
-        """As `stream`, but only the indices: for a loop that gathers inside a CUDA graph.
+        """Like `stream`, but yields only the indices, for a loop that gathers inside a CUDA graph.
 
-        Gather with `loader.samples`, which are on the device with `data_on_device`.
+        Gather from `loader.samples`, which are on the device if `data_on_device` is set.
         """
         self.close()
         until = None if epochs is None else self.position.epoch + epochs
@@ -284,7 +285,7 @@ class Loader:
         return Batch(inputs, targets, drawn.global_count, drawn.start, drawn.after), copied
 
     def _received(self, batch: Batch, copied: torch.cuda.Event | None) -> Batch:
-        """The batch, safe to read on the step's stream; a capture counts samples by this method."""
+        """Make `batch` safe to read on the step's stream; `tutti profile` counts samples here."""
         if copied is not None:
             # The device waits for the copy, not the host. record_stream keeps the allocator from
             # reusing the memory, which belongs to the copy stream, before the step has read it.
@@ -329,7 +330,7 @@ Item = TypeVar("Item")
 
 
 class Prefetcher(Generic[Item]):
-    """The items of a generator, made in a thread at most `depth` items ahead.
+    """Iterates over a generator that runs in a thread, at most `depth` items ahead.
 
     An exception in the thread is raised in the loop in place of its item, with the thread's
     traceback. `close` ends and joins the thread. The thread holds no reference to the loop, so an
@@ -340,7 +341,7 @@ class Prefetcher(Generic[Item]):
         self._ready: SimpleQueue[Future[Item]] = SimpleQueue()
         self._free = threading.Semaphore(depth)
         self._closed = False
-        # Daemon: a process that exits in the middle of a loop must not wait for its data.
+        # A daemon thread: a process that exits in the middle of a loop must not wait for its data.
         self._thread = threading.Thread(target=self._work, args=(items,), name=name, daemon=True)
         self._thread.start()
 
@@ -352,7 +353,7 @@ class Prefetcher(Generic[Item]):
                 if self._closed:
                     raise RuntimeError(_LOOP_CLOSED)
                 made.set_result(next(items))
-            except BaseException as error:  # StopIteration too: the loop ends as the generator did
+            except BaseException as error:  # also StopIteration, which ends the loop
                 made.set_exception(error)
                 ended = True
             self._ready.put(made)
@@ -366,12 +367,12 @@ class Prefetcher(Generic[Item]):
             raise RuntimeError(_LOOP_CLOSED)
         made = self._ready.get()
         if made.exception() is not None:
-            self._ready.put(made)  # a later call raises it again
+            self._ready.put(made)  # a later call raises the exception again
         self._free.release()
         return made.result()
 
     def close(self) -> None:
-        """End the thread after the item that it is making, and wait for that."""
+        """End the thread after its current item, and wait until it has ended."""
         self._closed = True
         self._free.release()
         self._thread.join()
@@ -395,8 +396,8 @@ def _fetch_in_workers(
             batch_sampler=requests(),
             num_workers=workers,
             collate_fn=_unchanged,
-            # Without its own generator DataLoader draws the workers' seed from the global one,
-            # and a resumed run would differ from an uninterrupted one.
+            # Without this argument DataLoader would draw the workers' seed from torch's global
+            # generator, and a resumed run would differ from an uninterrupted one.
             generator=torch.Generator().manual_seed(seed),
         )
     )

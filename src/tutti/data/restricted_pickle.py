@@ -2,9 +2,9 @@
 
 A pickle is a program that may import any name and call it. This unpickler resolves only the few
 names that an array of bytes needs, and resolves them to the stand-in classes below, which record
-their arguments; any other name is an error. numpy's own code never sees the pickle's values before
-they are checked. Everything else in the file can only be a dict, list, tuple, bytes, str or number,
-which the unpickler makes itself.
+their arguments; any other name is an error. The pickle's values are checked before they are passed
+to numpy. Everything else in the file can only be a dict, list, tuple, bytes, str or number, which
+the unpickler creates itself.
 """
 
 import io
@@ -40,7 +40,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands in for numpy.ndarray and for the functions that rebuild one."""
+    """Stands in for numpy.ndarray and for the functions that rebuild an array."""
 
     def __init__(self, *_: object) -> None:
         self.shape: tuple[int, ...] = (0,)
@@ -95,7 +95,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _to_arrays(value: object) -> object:
-    """Replace stand-ins by arrays, at the top level and in a dict; deeper ones do not occur."""
+    """Replace stand-ins with arrays, at the top level and in a dict; they occur nowhere else."""
     if isinstance(value, dict):
         return {k: v.numpy() if isinstance(v, _Array) else v for k, v in value.items()}
     return value.numpy() if isinstance(value, _Array) else value

@@ -1,13 +1,15 @@
 """Which samples a step takes: the next `global_batch` positions of the epoch's permutation.
 
-The sampler knows nothing of ranks. A step is drawn globally and divided afterwards (split.py), so
-the samples of a step are the same for 1 rank and for 512, and a data position is one number: how
-many samples of the epoch all ranks together have taken.
+The sampler does not depend on ranks. The samples of a step are drawn for all ranks together and
+then divided among the ranks (split.py). So a step has the same samples with 1 rank and with 512
+ranks, and a data position is one number: how many samples of the epoch all ranks together have
+taken.
 
 The permutation is computed, not stored: the sample at a position is a function of (seed, epoch,
-position). So all ranks agree without communication, resuming costs nothing anywhere in an epoch,
-and a dataset of 10⁹ samples needs no list of 10⁹ indices. It also depends on no library's random
-generator, so a library upgrade cannot change the order under a checkpoint.
+position). So all ranks compute the same order without communication, a run can resume at any
+position of an epoch without extra work, and a dataset of 10⁹ samples needs no list of 10⁹ indices.
+The permutation uses no library's random generator, so after a library upgrade a run that resumes
+from a checkpoint continues in the same order.
 
 Algorithm: a position is (row, column) in a rows × columns grid with rows · columns >= size. Each
 round adds a hash of the column to the row, then a hash of the row to the column (a Feistel network
@@ -86,19 +88,20 @@ def _shuffled_block(first: int, stop: int, size: int, seed: int, epoch: int) -> 
 class EpochOrder:
     """The order of the samples in every epoch of a dataset of `size` samples."""
 
-    # A numpy call costs microseconds however short the array, so the order is computed in blocks;
-    # 64 Ki positions take 0.5 MB.
+    # Even on a short array a numpy call costs microseconds, so the order is computed in blocks of
+    # 65,536 positions, 0.5 MB.
     BLOCK = 1 << 16
 
     def __init__(self, size: int, seed: int = 0, shuffle: bool = True) -> None:
         self.size, self.seed, self.shuffle = size, seed, shuffle
 
     def samples(self, epoch: int, start: int, stop: int) -> Indices:
-        """The samples at positions start..stop of an epoch."""
+        """The indices of the samples at positions `start` to `stop` - 1 of an epoch."""
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
         slices = [np.empty(0, dtype=np.int64)]
         for first in range(start - start % self.BLOCK, stop, self.BLOCK):
+            # The block that starts at position `first`, cut to the positions start to stop - 1.
             end = min(first + self.BLOCK, self.size)
             block = _shuffled_block(first, end, self.size, self.seed, epoch)
             slices.append(block[max(0, start - first) : stop - first])
@@ -115,7 +118,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The samples of one step, and the positions before and after it."""
+    """The samples of one step, and the positions before and after the step."""
 
     indices: Indices
     start: Position
@@ -123,7 +126,7 @@ class Draw:
 
 
 class GlobalSampler:
-    """Draws the steps of a run from a dataset of `size` samples.
+    """Draws the samples of every step of a run from a dataset of `size` samples.
 
     With `drop_last` an epoch ends when no full batch is left; without it the last batch is shorter.
     """
@@ -154,7 +157,7 @@ class GlobalSampler:
         return self.steps_left(Position())
 
     def steps_left(self, at: Position) -> int:
-        """Steps from `at` to the end of its epoch."""
+        """Steps from position `at` to the end of the epoch."""
         rest = self.size - at.sample
         return rest // self.global_batch if self.drop_last else -(-rest // self.global_batch)
 
@@ -163,14 +166,14 @@ class GlobalSampler:
         return at if self.steps_left(at) > 0 else Position(at.epoch + 1, 0)
 
     def draw(self, at: Position) -> Draw:
-        """The step at position `at`. Stateless: the same position gives the same step."""
+        """The samples of the step at position `at`. Stateless: depends only on `at`."""
         start = self.normalise(at)
         stop = min(start.sample + self.global_batch, self.size)
         indices = self.order.samples(start.epoch, start.sample, stop)
         return Draw(indices, start, self.normalise(Position(start.epoch, stop)))
 
     def state_dict(self, at: Position) -> dict[str, int | bool]:
-        """A position and the order it refers to, as JSON values. Independent of ranks."""
+        """Position, dataset size, seed and shuffling as JSON values, the same for any ranks."""
         return {
             "size": self.size,
             "seed": self.order.seed,
@@ -180,10 +183,10 @@ class GlobalSampler:
         }
 
     def position(self, state: Mapping[str, object]) -> Position:
-        """The position in a state_dict, which must be of the same dataset in the same order.
+        """The position in `state`, which must be from the same dataset in the same order.
 
-        The global batch may differ: the rest of the epoch is then the same samples in the same
-        order, in steps of another size.
+        The global batch may differ: the rest of the epoch then has the same samples in the same
+        order, with another number of samples per step.
         """
         mine = self.state_dict(Position())
         for name, cure in (

@@ -13,7 +13,7 @@ from tutti.data import DataError
 
 
 def even(count: int, ranks: int) -> list[int]:
-    """`count` samples over `ranks` ranks; the first ranks take one more if it does not divide."""
+    """Divide `count` samples evenly; if there is a remainder, the first ranks take one more."""
     if ranks < 1:
         raise DataError(f"a batch of {count} samples over {ranks} ranks: use 1 rank or more")
     if count < 0:
@@ -23,7 +23,7 @@ def even(count: int, ranks: int) -> list[int]:
 
 
 def weighted(count: int, shares: Sequence[float], minimum: int = 0) -> list[int]:
-    """`count` samples in proportion to `shares`, by largest remainder; ties go to the lower rank.
+    """Divide `count` samples in proportion to `shares`: largest remainder, ties to the lower rank.
 
     No rank gets less than `minimum`, unless there are too few samples for that (the short last
     batch of an epoch): then the minimum is 0.
@@ -31,7 +31,7 @@ def weighted(count: int, shares: Sequence[float], minimum: int = 0) -> list[int]
     return list(_weighted(count, tuple(shares), minimum))
 
 
-# Cached: the arithmetic uses fractions, to be exact, and a run asks the same at every step.
+# Cached, because exact arithmetic with fractions is slow and a run makes the same call every step.
 @lru_cache(maxsize=256)
 def _weighted(count: int, shares: tuple[float, ...], minimum: int) -> tuple[int, ...]:
     _check_shares(shares)
@@ -42,7 +42,7 @@ def _weighted(count: int, shares: tuple[float, ...], minimum: int) -> tuple[int,
     weights = [Fraction(share) for share in shares]
     counts = [minimum] * len(shares)
     free = list(range(len(shares)))
-    # Ranks that would get less than the minimum are fixed at it, and the others divide the rest.
+    # Ranks that would get less than the minimum get the minimum, and the others divide the rest.
     # Each iteration fixes at least one more rank, so the loop ends.
     while True:
         fixed = len(shares) - len(free)
@@ -71,9 +71,10 @@ def measured_shares(
 ) -> list[float]:
     """Shares, summing to 1, from each rank's measured samples per second.
 
-    `smoothing` is the weight of `previous`: 0 follows each measurement, values near 1 change
-    slowly. A slow rank gets fewer samples, so that all ranks reach the all-reduce at the same time.
-    Pass the same gathered rates on every rank, or the ranks would divide the batch differently.
+    `smoothing` is the weight of `previous`: with 0 only the new measurement counts, with values
+    near 1 the shares change slowly. A slow rank gets fewer samples, so that all ranks reach the
+    all-reduce at the same time. Pass the same gathered rates on every rank: otherwise the ranks
+    would divide the batch differently.
     """
     if not 0 <= smoothing < 1:
         raise DataError(f"smoothing {smoothing}: it must be in [0, 1)")
@@ -94,7 +95,7 @@ def measured_shares(
 
 
 def bounds(counts: Sequence[int], rank: int) -> tuple[int, int]:
-    """Where the samples of `rank` start and stop in a batch divided into `counts`."""
+    """The start and stop of the samples of `rank` in a batch divided into `counts`."""
     start = sum(counts[:rank])
     return start, start + counts[rank]
 

@@ -1,8 +1,8 @@
 """Synthetic data of any shape at nearly no cost, for benchmarks that should not measure loading.
 
 A sample is a window into a pool of random numbers. The window and the label are functions of the
-seed and the sample's index, so any number of ranks gets the same data. The memory is that of the
-pool: one sample plus 65,536 numbers, for any number of samples.
+seed and the sample's index, so the data is the same for any number of ranks. The pool holds one
+sample plus 65,536 numbers, for any number of samples.
 """
 
 import math

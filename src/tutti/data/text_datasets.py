@@ -92,7 +92,7 @@ class TokenSamples(Samples):
 
 
 def token_dataset(directory: Path | str, seq_len: int) -> Dataset:
-    """Tokens from a directory in the format above, memory-mapped: they may exceed the memory."""
+    """Tokens from a directory in the format above, memory-mapped: may be larger than memory."""
     directory = Path(directory)
     if not directory.is_dir():
         problem = "is a file" if directory.is_file() else "does not exist"
@@ -201,8 +201,8 @@ def stdlib_dataset(seq_len: int, *, limit: int = STDLIB_LIMIT) -> Dataset:
     module is in the test set: the last modules in path order would differ in kind from the rest.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    # Without installed packages, tests, tables of code points, and build files, which differ
-    # between machines.
+    # Leave out installed packages, tests and tables of code points, and also build files, which
+    # differ between machines.
     outside = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings")
     files = _files(root, outside, prefixes=("config-", "_sysconfigdata", "."))
     modules = [path for path in files if path.suffix == ".py"]
