@@ -73,7 +73,7 @@ class Loader:
 
     `global_batch` counts the samples of a step over all ranks. A rank's number of samples is
     proportional to its value in `shares`; without `shares` all ranks take the same number.
-    Iterating over a Loader ends at the end of the epoch; `stream` can continue with the next epochs.
+    Iterating over a Loader ends at the end of the epoch; `stream` continues with the next epochs.
     `position` is after the last batch that the loop has received; prefetched batches do not count.
 
     `data_on_device` stores the whole dataset on the device. `prefetch` is the number of batches
