@@ -1,8 +1,8 @@
 """Builds the page: one HTML file that requests nothing from the network.
 
-No text from a file can become code: the template escapes all text, figures are embedded as JSON
-that no tag can end, and the page's content security policy allows only the two scripts whose hashes
-it names, and no requests.
+Text from a file cannot run as code: the template escapes all text, figures are embedded as JSON
+that cannot close its script tag, and the page's content security policy allows no requests and only
+the two scripts whose hashes it lists.
 """
 
 import base64
@@ -18,14 +18,14 @@ from tutti.report.sources import ReportSources
 from tutti.report.summary import sentences, tiles
 from tutti.world.errors import UsageError
 
-# Longer tables stay closed when the page is printed.
+# Tables with more rows stay collapsed when the page is printed.
 _LONG_TABLE = 60
-# Errors of a damaged or older file: its figure is left out, and a note says so.
+# Errors caused by a damaged or older file: its figure is left out, and a note reports that.
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
 
 
 def check_installed() -> None:
-    """Refuse before anything is read if jinja2 or plotly is missing."""
+    """Raise UsageError, before anything is read, if jinja2 or plotly is not installed."""
     for package in ("jinja2", "plotly"):
         if find_spec(package) is None:
             raise UsageError(
@@ -35,7 +35,7 @@ def check_installed() -> None:
 
 
 def build_page(sources: ReportSources) -> str:
-    """The page as text."""
+    """The HTML page as text."""
     check_installed()
     import jinja2
     from markupsafe import Markup
@@ -74,7 +74,7 @@ def build_page(sources: ReportSources) -> str:
 
 
 def _sections(sources: ReportSources, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """What page.html needs of each section."""
+    """The variables of the template page.html for each section."""
     from tutti.report.figures import SECTIONS
 
     count = 0
@@ -144,7 +144,7 @@ def script_json(content: Any) -> str:
 
 
 def _svg_data_url(svg: str) -> str:
-    """As an image, an SVG cannot run scripts, and its styles do not affect the page."""
+    """The SVG as an image: it cannot run scripts, and its styles do not affect the page."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 

@@ -1,8 +1,8 @@
-"""Figure: a plot or a picture with the numbers behind it; colours, axes and common plotly traces.
+"""Figure: a plot or a picture with a table of its numbers; colours, axes, common plotly traces.
 
 Plots are plain dictionaries for plotly.js. Text from files may appear anywhere except in templates
-(`hovertemplate`, `texttemplate`), in which plotly interprets tags: these are written by this room
-only. All other text is escaped before the page is written.
+(`hovertemplate`, `texttemplate`), in which plotly interprets tags: only tutti.report writes
+templates. All other text is escaped before the page is written.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 
 from tutti.measure.units import format_bytes
 
-# Most points of a curve and rows of its table: the page stays small and printable.
+# The maximum number of points of a curve and rows of its table: the page stays small and printable.
 MOST_POINTS = 400
 _TEMPLATES = ("hovertemplate", "texttemplate")
 
@@ -61,7 +61,7 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """Which columns hold only numbers."""
+        """Whether each column holds only numbers."""
         columns = zip(*self.rows, strict=True) if self.rows else ([] for _ in self.head)
         return [all(_is_number(cell) for cell in column) for column in columns]
 
@@ -72,7 +72,7 @@ def _is_number(cell: Any) -> bool:
 
 @dataclass(frozen=True)
 class Figure:
-    """Without traces and pictures a figure is its table."""
+    """A plot or pictures, with a table; without traces and pictures, only the table is shown."""
 
     title: str
     about: str
@@ -82,14 +82,14 @@ class Figure:
     pictures: tuple[str, str] | None = None
     """An SVG for light pages, and one for dark pages."""
     half: bool = False
-    """Two such figures stand side by side on a wide page."""
+    """Whether the figure has half the width of a wide page."""
 
 
 HalfFigure = partial(Figure, half=True)
 
 
 def column(rows: Iterable[Mapping[str, Any]], source: str) -> list[Any]:
-    """A value of each row: `time_us.p50`, `100*share`, `late.rank?` if a key may be absent."""
+    """The value of `source` in each row: `time_us.p50`, `100*share`, `late.rank?` (optional)."""
     factor, _, path = source.rpartition("*")
     optional = path.endswith("?")
     values = []
@@ -102,14 +102,14 @@ def column(rows: Iterable[Mapping[str, Any]], source: str) -> list[Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: str) -> Table:
-    """A table with columns like `ranks, step ms=1e3*step_s.mean`: title and source of `column`."""
+    """A table with `columns` such as `ranks, step ms=1e3*step_s.mean`: titles and sources."""
     named = [each.partition("=") for each in columns.split(", ")]
     values = [column(rows, source or title) for title, _, source in named]
     return Table([title.removesuffix("?") for title, *_ in named], list(zip(*values, strict=True)))
 
 
 def grouped(rows: Iterable[Row], name: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """The rows of each name, in order."""
+    """The rows grouped by `name(row)`, in order."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(name(row), []).append(row)
@@ -169,7 +169,7 @@ def curve(
 def heatmap(
     columns: Sequence[str], rows: Sequence[str], cells: Any, unit: str, **more: Any
 ) -> dict[str, Any]:
-    """A matrix of numbers; small ones are printed in their cells."""
+    """A heat map; the numbers of a small matrix are printed in the cells."""
     values = [cell for row in cells for cell in row if cell]
     return {
         "type": "heatmap",
@@ -226,7 +226,7 @@ def log_axis(
 ) -> dict[str, Any]:
     """A logarithmic axis with explicit ticks that do not overlap.
 
-    Ticks are at round numbers, or `at_values`.
+    Ticks are at round numbers, or at `values` if `at_values` is set.
     """
     ticks = sorted({value for value in values if value and value > 0})
     if len(ticks) > 1 and not at_values:
@@ -255,7 +255,8 @@ def size_figure(
 ) -> Figure:
     """A value over message size, both logarithmic, with a line for each group of rows.
 
-    Ticks are at sizes that occur: 4 B, 64 KiB. A value that rounds to 0 has no logarithm.
+    Ticks are at message sizes that occur, such as 64 KiB. A value of 0 is left out, because it has
+    no logarithm.
     """
     every = [row for rows in lines.values() for row in rows]
     values = {name: [value or None for value in column(lines[name], source)] for name in lines}
@@ -285,7 +286,7 @@ def size_figure(
 
 
 def _round_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten in a range, or only the powers of ten of a long range."""
+    """1, 2 and 5 times the powers of ten in a range; in a long range only the powers of ten."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 4 else (1,)
     candidates = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
@@ -293,7 +294,7 @@ def _round_ticks(low: float, high: float) -> list[float]:
 
 
 def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
-    """Of ascending ticks those that are `gap` of the logarithmic axis apart."""
+    """The ticks that are at least a fraction `gap` of the logarithmic axis apart."""
     kept: list[float] = []
     for tick in ticks:
         if not kept or tick >= kept[-1] * (ticks[-1] / ticks[0]) ** gap:
@@ -302,7 +303,7 @@ def _spaced(ticks: Sequence[float], gap: float = 0.07) -> list[float]:
 
 
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MOST_POINTS points: means over stretches of equal length."""
+    """At most MOST_POINTS points, each the mean of the same number of neighbouring points."""
     count = -(-len(points) // MOST_POINTS)
     if count <= 1:
         return list(points)

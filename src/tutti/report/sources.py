@@ -1,7 +1,7 @@
-"""Finds and reads what a page shows: run directories, scaling folders, result files.
+"""Find and read the sources of a page: run directories, scaling folders, result files.
 
-A path that the user names must exist and be a file or folder of tutti. What is missing or damaged
-inside a run directory becomes a note, and the rest is shown.
+A path that the user names must exist and be a file or folder of tutti. Inside a run directory files
+may be missing, and a damaged file becomes a note: the rest is shown.
 """
 
 import json
@@ -23,7 +23,7 @@ ACCEPTED = (
     "a run directory of `tutti train`, a folder of `tutti profile` or `tutti scale`, "
     "or a file written by --json"
 )
-# A trace begins with one of these keys. Its events may be gigabytes and are not read to find out.
+# A trace begins with one of these keys: its events, which may be gigabytes, are not read.
 _TRACE_KEY = re.compile(r'"(traceEvents|schemaVersion|deviceProperties)"')
 
 
@@ -36,19 +36,19 @@ class Source:
 
     @property
     def environment(self) -> dict[str, Any] | None:
-        """The machine that it was measured on, as recorded; never this machine."""
+        """The recorded environment of the measurement; never that of the current machine."""
         found = (each.get("environment") for each in self.documents)
         return next((each for each in found if isinstance(each, dict)), None)
 
     @property
     def command(self) -> str | None:
-        """The command that wrote it."""
+        """The command that wrote the source."""
         found = (each.get("command") for each in self.documents)
         return next((" ".join(map(str, each)) for each in found if isinstance(each, list)), None)
 
     @property
     def documents(self) -> Sequence[dict[str, Any]]:
-        """Those that may have an environment and a command."""
+        """The JSON documents that may contain an environment and a command."""
         return ()
 
 
@@ -57,17 +57,17 @@ class Run(Source):
     """One training run or one profiled program; absent parts are empty."""
 
     recipe: dict[str, Any] = field(default_factory=dict)
-    """Flattened: `optimization.lr`."""
+    """Flattened, with keys such as `optimization.lr`."""
     summary: dict[str, Any] = field(default_factory=dict)
     started: dict[str, Any] = field(default_factory=dict)
     """environment.json: command, environment, world, git."""
     metrics: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """By rank."""
+    """The rows of each rank."""
     profile: dict[str, Any] | None = None
     explanation: "Explanation | None" = None
     """None if there is only the JSON of a profile, which has no intervals."""
     in_detail: bool = True
-    """Of a scaling folder, only the largest runs are shown step by step."""
+    """Whether the steps are shown: in a scaling folder, only for the runs with the most ranks."""
 
     @property
     def documents(self) -> Sequence[dict[str, Any]]:
@@ -79,7 +79,7 @@ class Result(Source):
     """A JSON file that a command wrote."""
 
     schema: str
-    """Without its version: tutti.bench.collectives."""
+    """The schema without its version, such as tutti.bench.collectives."""
     content: dict[str, Any]
 
     @property
@@ -110,7 +110,7 @@ class ReportSources:
 
 
 def read_sources(paths: Sequence[Path]) -> ReportSources:
-    """Read everything; refuses paths with nothing to report."""
+    """Read all paths; raises UsageError for a path with nothing to report."""
     names = [path.resolve().name if path.is_dir() else path.stem for path in paths]
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     sources = ReportSources(", ".join(names[:3]) + rest)
@@ -202,7 +202,8 @@ def _read_run(path: Path, sources: ReportSources) -> Run:
 def _read_scale_runs(path: Path, content: dict[str, Any], sources: ReportSources) -> None:
     """Read one repeat of each number of ranks and each swept value.
 
-    It is the repeat that its row in scale.json names, or the first: repeats differ by noise only.
+    This is the repeat whose folder is in scale.json, otherwise the first repeat: repeats differ
+    only by noise.
     """
     rows = [*(content.get("rows") or []), *(content.get("sweep") or [])]
     named = {Path(row["folder"]).name for row in rows if row.get("folder")}
@@ -259,7 +260,7 @@ def _traces_in(path: Path) -> list[Path]:
 
 
 def _is_trace(path: Path) -> bool:
-    """Whether a file is the trace of one rank, by its beginning; every gzipped file is."""
+    """Whether a file is the trace of one rank, from its first bytes; any gzipped file counts."""
     if path.name.startswith(".") or not path.is_file() or is_merged(path):
         return False
     with path.open("rb") as file:
@@ -271,7 +272,7 @@ def _is_trace(path: Path) -> bool:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested objects as one: `time_us.p50`."""
+    """Nested dictionaries as one, with keys such as `time_us.p50`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -282,7 +283,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _make_names_unique(sources: Sequence[Source]) -> None:
-    """Prefix equal names with their folders, then number those that are still equal."""
+    """Prefix equal names with their folders, then number the names that are still equal."""
     names = [each.name for each in sources]
     for each in sources:
         if names.count(each.name) > 1:

@@ -10,7 +10,7 @@ from tutti.report.sources import ReportSources, Result, Run
 
 Rows = list[dict[str, Any]]
 
-# The parts of a step in which nothing computes, as sentences name them.
+# The parts of a step in which a rank does not compute, and their names in sentences.
 LOST_PARTS = {
     "exposed": "exposed communication",
     "wait": "waiting for ranks",
@@ -18,27 +18,27 @@ LOST_PARTS = {
     "input": "waiting for input",
     "host_gap": "gaps",
 }
-_MOST_RUNS = 3  # sentences about each of more runs would not be a summary
+_MOST_RUNS = 3  # of more runs the summary gives only the number
 
 
 @dataclass(frozen=True)
 class KeyNumbers:
-    """The most important numbers of a run; None is unknown."""
+    """The most important numbers of a run; None if unknown."""
 
     ranks: int | None
     backend: str | None
     samples_per_s: float | None
     step_s: float | None
     computing: float | None
-    """Share of the step, mean over ranks: compute alone or with hidden communication."""
+    """Share of the step with compute (with or without hidden communication), mean over ranks."""
     lost: dict[str, float]
-    """Share of the step by part, mean over ranks, the largest first."""
+    """Share of the step of each part in LOST_PARTS, mean over ranks, the largest first."""
     late: dict[str, Any] | None
-    """The row of the most expensive straggler."""
+    """The row of the straggler for which the other ranks wait longest."""
 
 
 def key_numbers(run: Run) -> KeyNumbers:
-    """From the summary, or from the traces where the summary has nothing."""
+    """The key numbers from the summary; numbers that the summary lacks are from the traces."""
     profile = run.profile or {}
     rows = profile.get("ranks") or []
     world = run.summary.get("world") or run.started.get("world") or {}
@@ -56,7 +56,7 @@ def key_numbers(run: Run) -> KeyNumbers:
 
 
 def metric(run: Run, name: str, rank: int | None = None) -> list[tuple[float, float]]:
-    """(step, value) of a metric of one rank; without a rank, of the first."""
+    """(step, value) pairs of a metric on one rank, by default the lowest rank with metrics."""
     if not run.metrics:
         return []
     rows = run.metrics.get(min(run.metrics) if rank is None else rank, [])
@@ -66,7 +66,7 @@ def metric(run: Run, name: str, rank: int | None = None) -> list[tuple[float, fl
 
 
 def scale_rows(result: Result) -> dict[str, Rows]:
-    """The rows of a scaling by ascending ranks, for each set of swept flags."""
+    """The rows of a scaling series for each set of swept flags, sorted by number of ranks."""
     found: dict[str, Rows] = {"": result.content["rows"]} if result.content["rows"] else {}
     for row in result.content.get("sweep") or []:
         if "efficiency" in row:
@@ -75,13 +75,13 @@ def scale_rows(result: Result) -> dict[str, Rows]:
 
 
 def best_scale_rows(result: Result) -> Rows:
-    """Of a sweep, the rows of the flags that were fastest with the most ranks."""
+    """The rows of the flags that were fastest with the most ranks, if flags were swept."""
     found = scale_rows(result).values()
     return max(found, key=lambda rows: (rows[-1]["ranks"], rows[-1]["samples_per_s"]), default=[])
 
 
 def learning_rate_rows(result: Result) -> Rows:
-    """The rows of a learning rate sweep, which have losses and no efficiency; ascending."""
+    """The rows of a learning rate sweep, sorted; they have losses instead of efficiency."""
     rows = [row for row in result.content.get("sweep") or [] if "final_loss" in row]
     return sorted(rows, key=lambda row: (row["ranks"], learning_rate(row)))
 
@@ -99,7 +99,7 @@ def flag_words(row: dict[str, Any]) -> str:
 
 
 def largest_loss(row: dict[str, Any]) -> tuple[str, float]:
-    """Name and share of the largest cause; `other` is replaced by its split."""
+    """Name and share of the largest cause of lost efficiency; `other` is split into its causes."""
     causes = {LOSS_NAMES[name]: share for name, share in row["loss"].items() if name != "other"}
     names = {"compute": "slower compute", "gaps": "more gaps"}
     for name, share in (row.get("other") or {"rest": row["loss"]["other"]}).items():
@@ -109,11 +109,12 @@ def largest_loss(row: dict[str, Any]) -> tuple[str, float]:
 
 
 def sentences(sources: ReportSources) -> Iterator[str]:
-    """Scaling first, then runs, checks and benchmarks."""
+    """The sentences of the summary: scaling first, then runs, checks and benchmarks."""
     scalings = sources.of_schema("tutti.scale")
     for result in scalings:
         yield from _scale_sentences(result)
-    # A scaling's curve says more than its runs: of these only the largest is described.
+    # The curve of a scaling series shows more than its single runs. So only the last profiled run,
+    # which has the most ranks, is described.
     runs = sources.profiled[-1:] if scalings else sources.runs
     if len(runs) <= _MOST_RUNS:
         for run in runs:
@@ -202,7 +203,7 @@ def _run_sentences(run: Run) -> Iterator[str]:
 
 
 class Tile(NamedTuple):
-    """A large number, what it is, and what it refers to."""
+    """A large number, its name, and the run or ranks to which the number refers."""
 
     value: str
     name: str

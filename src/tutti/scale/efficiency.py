@@ -1,18 +1,20 @@
 """Speed-up and efficiency of each number of ranks, and the lost efficiency by cause.
 
-A step with N ranks takes T(N) seconds, ideally f × T(base): f is 1 if every rank keeps its batch
-(weak scaling), base / N if the ranks share one (strong scaling). Efficiency is E = f × T(base) /
-T(N). A recorded step is the sum of its parts, so the loss of recorded steps is the sum of what each
-part takes more than f times its base value, as a share of the step:
+A step with N ranks takes T(N) seconds. The ideal is f × T(base), where base is the smallest number
+of ranks: f is 1 if every rank keeps its batch (weak scaling), and base / N if the ranks divide one
+batch (strong scaling). Efficiency is E = f × T(base) / T(N). A recorded step is the sum of its
+parts. So the lost efficiency of recorded steps is a sum over the parts: how much longer each part
+takes than f times its time in the base run, as a share of the step:
 
     1 − E(recorded) = Σ (part(N) − f × part(base)) / T(N)
 
-The efficiency that is reported is of steps without the profiler. The difference of the two
-efficiencies, caused by recording or noise, is a cause of its own: `unexplained`.
+The reported efficiency is that of steps without the profiler. The difference between the two
+efficiencies, caused by recording or noise, is a separate cause: `unexplained`.
 
-Ratios are taken within a repeat, in which all sizes ran on the same machine. A row has the
-efficiency and causes of the median repeat (the mean of the two middle ones if their number is
-even): so they add up, and the traces of that repeat show them.
+Ratios are computed within a repeat, in which all numbers of ranks ran on the same machine. A row
+has the efficiency and the causes of the median repeat (the mean of the two middle repeats if the
+number of repeats is even). So the causes add up to the lost efficiency, and the traces of the
+median repeat show the causes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +31,8 @@ _PART_OF_CAUSE = {"exposed_comm": "exposed", "wait": "wait", "bubble": "bubble",
 LOSS_CAUSES = (*_PART_OF_CAUSE, "other")
 OTHER_CAUSES = ("compute", "gaps", "rest", "unexplained")
 _OWN_PARTS = ("compute", "hidden", "input", "host_gap", "rest")
-# Sample counts that differ by less are the same: the last batch of an epoch is smaller.
+# Sample counts with at most this relative difference count as equal: the last batch of an epoch is
+# smaller.
 _SAME_SAMPLES = 0.05
 
 
@@ -45,13 +48,13 @@ class MeasuredStep:
         return sum(self.parts.values())
 
     def unrecorded_part(self, part: str) -> float:
-        """Seconds of a part without the profiler, if all parts shrink alike."""
+        """Seconds of a part without the profiler, if recording slows all parts by one factor."""
         return self.parts[part] / self.recorded_seconds * self.seconds
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One run. `step.seconds` is of steps without the profiler, `step.parts` of recorded steps."""
+    """One run. `step.seconds` comes from steps without the profiler, `step.parts` from recorded."""
 
     ranks: int
     repeat: int
@@ -59,9 +62,9 @@ class MeasuredRun:
     flags: dict[str, str]  # set by a sweep
     samples: float | None  # per step, over all ranks
     step: MeasuredStep
-    hidden: float  # communication behind compute, as a share of the step
+    hidden: float  # communication hidden behind compute, as a share of the step
     comm: list[dict[str, Any]]
-    late: dict[str, Any] | None  # the rank that others wait for most, if any
+    late: dict[str, Any] | None  # the rank for which the others wait longest, if any
     overhead: float  # recorded step / step without the profiler
     notes: list[str]
 
@@ -81,11 +84,11 @@ class MeasuredRun:
 
 
 def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One step's parts for all ranks; they add up to the mean step.
+    """The parts of one step over all ranks; their sum is the mean step time.
 
     Each rank's own work is taken from the fastest rank; any excess on slower ranks is counted as
-    waiting, in full, and not partly as compute of an average rank. Compute includes hidden
-    communication.
+    waiting. With the mean over ranks, a part of the excess would count as compute. Compute includes
+    hidden communication.
     """
     fastest = min(ranks, key=lambda parts: sum(parts[name] for name in _OWN_PARTS))
     length = fmean(sum(parts.values()) for parts in ranks)
@@ -99,14 +102,14 @@ def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def efficiency(step: MeasuredStep, base: MeasuredStep, ideal: float) -> float:
-    """`ideal` is f: the ideal step length relative to the base's."""
+    """The efficiency of `step`; `ideal` is f, the ideal step time relative to the base's."""
     return ideal * base.seconds / step.seconds
 
 
 def loss_by_cause(
     step: MeasuredStep, base: MeasuredStep, ideal: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The loss by cause as shares of the step, and the split of `other`; negative is a gain."""
+    """The loss by cause as shares of the step, and the causes within `other`; negative: gain."""
 
     def excess(part: str) -> float:
         return (step.parts[part] - ideal * base.parts[part]) / step.recorded_seconds
@@ -120,7 +123,7 @@ def loss_by_cause(
 
 @dataclass(frozen=True)
 class _Ratio:
-    """A run and the run of the smallest size in the same repeat."""
+    """A run and the run with the fewest ranks in the same repeat."""
 
     run: MeasuredRun
     base: MeasuredRun
@@ -142,7 +145,7 @@ class Scaling:
 
     @property
     def actual_mode(self) -> Mode | None:
-        """According to the samples if they are counted, otherwise --mode; None: neither."""
+        """The mode that agrees with the counted samples (None: no mode); without counts, --mode."""
         modes: tuple[Mode, ...] = (self.mode, "strong", "weak")
         return next((mode for mode in modes if all(self._fits(r, mode) for r in self.runs)), None)
 
@@ -158,15 +161,15 @@ class Scaling:
         return ((run.samples if self._counted else per_step) or 1) / run.step.seconds
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each size with a known ratio."""
+        """A row for each number of ranks that was run in the same repeat as the base."""
         return [self._row(ranks) for ranks in self.sizes if self._ratios(ranks)]
 
     def fit(self) -> CommFit | None:
-        """α and β of the communication in all runs."""
+        """α and β, fitted to the communication of all runs; None without communication."""
         return fit_comm(comm_points(run.comm for run in self.runs))
 
     def results(self) -> dict[str, Any]:
-        """The JSON keys of one set of flags."""
+        """The results of one set of flags, with the keys of the JSON."""
         rows, fit = self.rows(), self.fit()
         ends = None
         if len(rows) > 1:
@@ -204,7 +207,7 @@ class Scaling:
         return next((each for each in smallest if each.flags == run.flags), run)
 
     def _fits(self, run: MeasuredRun, mode: Mode) -> bool:
-        """Whether the run's samples agree with a mode; if none are counted, --mode is trusted."""
+        """Whether the run's samples agree with `mode`; without counts, whether it is --mode."""
         base = self._base(run)
         if not self._counted:
             return mode == self.mode
@@ -212,7 +215,7 @@ class Scaling:
         return abs((run.samples or 0) / (base.samples or 1) / expected - 1) <= _SAME_SAMPLES
 
     def _ratios(self, ranks: int) -> list[_Ratio]:
-        """For each repeat that has both: the run of this size and of the smallest size."""
+        """For each repeat with both runs: the run with `ranks` ranks and the base run."""
         bases = {run.repeat: run for run in self.runs if run.ranks == self.sizes[0]}
         return [
             _Ratio(run, bases[run.repeat], self._ideal(run, bases[run.repeat]))
@@ -221,7 +224,7 @@ class Scaling:
         ]
 
     def _ideal(self, run: MeasuredRun, base: MeasuredRun) -> float:
-        """f: the ideal step length relative to the base's."""
+        """f: the ideal step time relative to the step time of the base run."""
         more = run.ranks / base.ranks
         if self._counted:
             return (run.samples or 1) / (base.samples or 1) / more
@@ -250,7 +253,7 @@ class Scaling:
 
 
 def _middle(ratios: Sequence[_Ratio]) -> list[_Ratio]:
-    """The median by efficiency, or the two middle ones."""
+    """The ratio with the median efficiency, or the two middle ratios of an even number."""
     ordered = sorted(ratios, key=lambda each: each.efficiency)
     return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
 

@@ -1,18 +1,20 @@
-"""The cost of communication, fitted to the runs, and the efficiency with more ranks than were run.
+"""The cost of communication, fitted to the runs, and a forecast of the efficiency with more ranks.
 
-Fit: t = α × rounds + β × bytes on the slowest link. Rounds are those of a tree (log2 of the ranks),
-bytes those of a ring (2 (n − 1) / n × S for an all-reduce): libraries choose one of them by size.
-Between two ranks α is the latency of a message and 1 / β the bandwidth.
+Fit: t = α × rounds + β × bytes on the slowest link. The number of rounds is that of a tree (log2 of
+the number of ranks), and the bytes are those of a ring (2 (n − 1) / n × S for an all-reduce of S
+bytes): libraries choose tree or ring by message size. Between two ranks α is the latency of a
+message and 1 / β the bandwidth.
 
-Forecast, from the smallest and the largest size that were run:
+Forecast for n ranks, from the run with the fewest ranks and the run with the most ranks:
 
     T(n) = (own(n) + input(n) + exposed(n)) / (1 − share of waiting and bubbles)
 
-own: a rank's own work. In weak scaling it stays as it is at the largest size; in strong scaling one
-part of it shrinks with the batch and one does not, and both follow from the two sizes. input
-shrinks with the batch. exposed grows like the fitted time of the communication, with the same share
-hidden, and never more hidden than there is own work to hide behind. Waiting and bubbles keep their
-share of the step. At the largest size T(n) is the measured step.
+own is a rank's own work. In weak scaling own(n) is the value measured with the most ranks. In
+strong scaling own(n) is a part that is proportional to the batch of a rank, plus a constant part;
+both parts are computed from the two runs. input is proportional to the batch of a rank. exposed is
+proportional to the fitted time of all communication: the hidden share stays the same, but the
+hidden time is at most own(n). Waiting and bubbles keep their share of the step. For the run with
+the most ranks, T(n) is the measured step time.
 """
 
 import math
@@ -26,10 +28,10 @@ from tutti.measure.alpha_beta import fit_alpha_beta, squared_error
 from tutti.measure.bus_bandwidth import OPERATIONS
 from tutti.scale.scale_job import Mode
 
-LIMITS = (0.9, 0.8, 0.5)  # efficiencies whose number of ranks is reported
+LIMITS = (0.9, 0.8, 0.5)  # the forecast gives the first number of ranks below each efficiency
 MOST_RANKS = 4096
 _DOUBLINGS = 4
-# Groups of these axes keep their number of ranks however many replicas there are.
+# The process groups of these axes keep their number of ranks when replicas are added.
 _FIXED_AXES = ("tp", "pp")
 _ASSUMPTIONS = (
     "all links are of one class, every rank has its own device, the same share of communication "
@@ -39,7 +41,7 @@ _ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class CommPoint:
-    """One kind of message and its time, without waiting."""
+    """An operation, a number of ranks, a message size, and the median time without waiting."""
 
     op: str
     ranks: int
@@ -49,7 +51,7 @@ class CommPoint:
 
 @dataclass(frozen=True)
 class CommFit:
-    """`r2` is None for one or two kinds of message: α and β can then fit them exactly."""
+    """The fitted α and β. `r2` is None for one or two points, which α and β can fit exactly."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -58,7 +60,11 @@ class CommFit:
 
     @property
     def best_case(self) -> bool:
-        """Whether one message size was seen: all time counts as bandwidth, which grows least."""
+        """Whether only one message size was seen.
+
+        Then all time is attributed to bandwidth, the term that grows least with the number of
+        ranks.
+        """
         return not self.alpha_s and len({point.bytes for point in self.points}) < 2
 
     def seconds(self, op: str, ranks: int, size: float) -> float:
@@ -66,16 +72,17 @@ class CommFit:
         return self.alpha_s * rounds + self.beta_s_per_byte * moved
 
     def row(self) -> dict[str, Any]:
-        """`fit` in the JSON."""
+        """The value of `fit` in the JSON."""
         return asdict(self) | {"best_case": self.best_case}
 
 
 def comm_points(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[CommPoint]:
-    """A point for each operation, number of ranks and size in the `comm[]` rows of several runs."""
+    """A point for each operation, number of ranks and message size in the runs' `comm[]` rows."""
     times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for comm in runs:
         for row in comm:
-            # The time of an unmatched collective includes waiting; without a size there is no S.
+            # If a collective is not matched between the ranks, its time includes waiting. The fit
+            # needs the message size S, except for a barrier.
             has_size = row["op"] in OPERATIONS and (row["bytes"] or row["op"] == "barrier")
             matched = row["matched"] == row["count"]
             if has_size and matched and row["ranks"] > 1 and row["transfer_s"]["p50"] > 0:
@@ -85,7 +92,7 @@ def comm_points(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[CommPoint]:
 
 
 def fit_comm(points: Sequence[CommPoint]) -> CommFit | None:
-    """Least squares of relative errors: small messages count as much as large ones."""
+    """Fit α and β by least squares of relative errors: small messages count as much as large."""
     if not points:
         return None
     rows = [
@@ -93,7 +100,7 @@ def fit_comm(points: Sequence[CommPoint]) -> CommFit | None:
         for point in points
     ]
     best = fit_alpha_beta(rows)
-    # r² compares with the best constant: one time for every message.
+    # r² compares the fit with the best constant, which is the same time for every message.
     constant = [(weight, 1.0, 0.0, seconds) for weight, _, _, seconds in rows]
     total = squared_error(constant, fit_alpha_beta(constant))
     r2 = 1 - squared_error(rows, best) / total if len(points) > 2 and total > 1e-12 else None
@@ -109,21 +116,21 @@ def _rounds_and_bytes(op: str, ranks: int, size: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """A measured size; seconds per step without the profiler."""
+    """The measurements with one number of ranks, in seconds per step without the profiler."""
 
     ranks: int
-    ideal: float  # ideal step length relative to the base's
+    ideal: float  # ideal step time relative to the step time of the base run
     seconds: float
     own: float  # compute, gaps and rest
     input: float
     exposed: float
-    hidden: float  # communication behind compute
+    hidden: float  # communication hidden behind compute
     stalled_share: float  # waiting and bubbles, as a share of the step
     comm: Sequence[Mapping[str, Any]]
 
 
 class EfficiencyModel:
-    """`efficiency(n)` relative to the base."""
+    """Predicts the efficiency with n ranks, relative to the run with the fewest ranks (base)."""
 
     def __init__(self, base: ScalePoint, largest: ScalePoint, fit: CommFit, mode: Mode) -> None:
         self._base, self._largest, self._fit, self._mode = base, largest, fit, mode
@@ -132,7 +139,7 @@ class EfficiencyModel:
             batch = self._relative_batch(largest.ranks)
             shrinking = max(0.0, (base.own - largest.own) / (1 - batch)) * batch
         self._fixed = max(0.0, largest.own - shrinking)
-        self._shrinking = largest.own - self._fixed  # at the largest size
+        self._shrinking = largest.own - self._fixed  # in the run with the most ranks
         self._comm_at_largest = self._comm_seconds(largest.ranks)
 
     def efficiency(self, ranks: int) -> float:
@@ -146,11 +153,11 @@ class EfficiencyModel:
         return ideal * self._base.seconds / seconds
 
     def _relative_batch(self, ranks: int) -> float:
-        """A rank's batch relative to the base's."""
+        """The batch of a rank, relative to the batch of a rank in the base run."""
         return self._base.ranks / ranks if self._mode == "strong" else 1.0
 
     def _comm_seconds(self, ranks: int) -> float:
-        """The fitted time of all messages of the largest size among more ranks."""
+        """The fitted time of all messages of the largest run, if sent among `ranks` ranks."""
         total = 0.0
         growth = ranks / self._largest.ranks
         shrunk = self._relative_batch(ranks) / self._relative_batch(self._largest.ranks)
@@ -170,10 +177,11 @@ def forecast(
     fit: CommFit | None,
     mode: Mode | None,
 ) -> dict[str, Any]:
-    """`forecast` in the JSON. `measured`: ranks and efficiency of the runs, ascending.
+    """The value of `forecast` in the JSON.
 
-    `ends`: the smallest and the largest size. `mode` None: the samples of a step neither stay the
-    same nor grow with the ranks.
+    `measured`: the number of ranks and the efficiency of each run, ascending. `ends`: the run with
+    the fewest ranks and the run with the most. `mode` None: the samples of a step are neither
+    constant nor proportional to the number of ranks.
     """
     if len(measured) < 2 or ends is None:
         return no_forecast("it needs runs with at least two numbers of ranks")
@@ -204,5 +212,5 @@ def forecast(
 
 
 def no_forecast(reason: str) -> dict[str, Any]:
-    """`forecast` in the JSON if there is none."""
+    """The value of `forecast` in the JSON if no forecast is possible."""
     return {"rows": [], "below": {}, "best_case": False, "reason": f"no forecast: {reason}"}

@@ -33,7 +33,7 @@ _RANK_FLAGS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a run: first some that are skipped, then timed ones, then recorded ones."""
+    """The steps of a run: first skipped steps, then timed steps, then recorded steps."""
 
     settle: int = 5
     timed: int = 20
@@ -49,8 +49,9 @@ class Schedule:
 class Job:
     """A command for any number of ranks.
 
-    `starts_ranks`: the command starts its ranks itself, {ranks} tells it how many; otherwise it is
-    the command of one rank, and tutti run starts it. `ends`: it ends by itself after the schedule.
+    `starts_ranks`: the command starts all ranks itself, and {ranks} in it is replaced by their
+    number; otherwise it is the command of one rank, and `tutti run` starts the ranks. `ends`: the
+    program ends by itself after the schedule.
     """
 
     command: tuple[str, ...]
@@ -69,7 +70,7 @@ class Job:
         return [*run, "--", *words]
 
     def environment(self, schedule: Schedule, traces: Path, most_ranks: int) -> dict[str, str]:
-        """The environment in which every rank captures itself."""
+        """The environment variables with which every rank records its own trace."""
         settings = {
             "directory": str(traces),
             "wait": schedule.settle + schedule.timed,
@@ -78,26 +79,26 @@ class Job:
             "stop": not self.ends,
         }
         env = captured_environment(settings, os.environ)
-        # A rank has the same threads in every run: otherwise a single rank would use all cores, and
-        # its speed would be compared with ranks that have a share of them.
+        # A rank has the same number of threads in every run. Otherwise a single rank would use all
+        # cores, and would be compared with ranks that have only a share of the cores.
         env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // most_ranks)))
         return env
 
     def check(self, sizes: Sequence[int]) -> None:
-        """Refuse what this host cannot start, before the first run."""
+        """Raise UsageError, before the first run, if this host cannot start so many ranks."""
         for ranks in () if self.starts_ranks else sizes:
             shared = min(ranks, self.ranks_per_gpu)
             LocalWorld(self.command, ranks, self.device, ranks_per_gpu=shared).check()
 
     def describe(self, sizes: Sequence[int]) -> str:
-        """What is the same in every run."""
+        """A sentence about the number of threads, which is the same in every run."""
         given = os.environ.get("OMP_NUM_THREADS")
         threads = given or str(max(1, _cores() // max(sizes)))
         reason = "OMP_NUM_THREADS" if given else f"{_cores()} cores / {max(sizes)}"
         return f"every rank has {threads} thread{'s' * (threads != '1')} in every run ({reason})"
 
     def notes(self, sizes: Sequence[int]) -> list[str]:
-        """Conditions that limit what the results say."""
+        """Notes about conditions that limit what can be concluded from the results."""
         notes = []
         if self.ranks_per_gpu > 1:
             notes.append("ranks share a GPU: this measures software overhead, not GPU links")
@@ -112,7 +113,7 @@ def _cores() -> int:
 
 
 def starts_ranks_itself(words: Sequence[str], sizes: Sequence[int]) -> bool:
-    """Whether the command starts its ranks; refuses a launcher without the {ranks} placeholder."""
+    """Whether the command starts its ranks; raises UsageError for a launcher without {ranks}."""
     if any(RANKS in word for word in words):
         return True
     launcher = _launcher_of(words)

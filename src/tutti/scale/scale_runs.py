@@ -1,6 +1,6 @@
-"""Runs the job with every number of ranks in turns, and reads the traces of each run.
+"""Run the job with each number of ranks in turn, and read the traces of each run.
 
-Runs that were measured are kept, also when a later run fails or Ctrl-C stops the series.
+Measured runs are kept, even if a later run fails or Ctrl-C stops the series.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class NotMeasured(Exception):
-    """A run ended without the traces that it should have written; the message says why."""
+    """A run ended without the traces that it should have written; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PlannedRun:
 def plan_runs(
     sizes: Sequence[int], repeats: int, sweep: Sequence[dict[str, str]] = ({},)
 ) -> list[PlannedRun]:
-    """Every repeat runs every size: a machine whose speed drifts affects all sizes alike."""
+    """The runs in order: each repeat has all numbers of ranks, so speed drift affects all."""
     return [
         PlannedRun(ranks, repeat, flags)
         for repeat in range(repeats)
@@ -66,7 +66,8 @@ def plan_runs(
 class RunSeries:
     """Executes planned runs one after another.
 
-    `runs` are the measured ones. `stopped`: by Ctrl-C. `failure`: why a run could not be measured.
+    `runs`: the measured runs. `stopped`: whether Ctrl-C stopped the series. `failure`: why a run
+    could not be measured.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class RunSeries:
         self._extra_words = extra_words
 
     def execute(self, plan: Sequence[PlannedRun]) -> None:
-        """Execute the whole plan, or until Ctrl-C or a run that fails."""
+        """Execute the plan until its end, until Ctrl-C, or until a run fails."""
         most_ranks = max(run.ranks for run in plan)
         with _SignalForwarder() as signals:
             for number, run in enumerate(plan, 1):
@@ -108,7 +109,7 @@ class RunSeries:
         env = self._job.environment(self._schedule, folder / "traces", most_ranks)
         log = self._out / "logs" / f"{run.folder_name}.log"
         code = _run_program(command, env, log, signals)
-        # Nobody continues these runs.
+        # These runs are never resumed.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         try:
             return read_run(folder, run, self._schedule)
@@ -176,7 +177,8 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
 def _samples_per_step(folder: Path, batches: list[Any]) -> float | None:
     """The global batch of a tutti run, otherwise the sum over the ranks' data loaders.
 
-    The ranks of a tensor-parallel group or a pipeline have the same samples: no sum there.
+    Ranks of a tensor-parallel group or a pipeline have the same samples, which a sum over the ranks
+    would count several times.
     """
     summary = folder / "summary.json"
     if summary.is_file():
@@ -187,9 +189,10 @@ def _samples_per_step(folder: Path, batches: list[Any]) -> float | None:
 
 
 class _SignalForwarder:
-    """Forwards Ctrl-C and SIGTERM to the running program, and remembers that one was `received`.
+    """Forwards Ctrl-C and SIGTERM to the running program; `received` is then true.
 
-    Between programs nothing is interrupted: the traces of a finished run are read completely.
+    A signal between two programs interrupts nothing: the traces of a finished run are read
+    completely.
     """
 
     def __init__(self) -> None:
@@ -207,10 +210,10 @@ class _SignalForwarder:
             signal.signal(number, handler)
 
     def wait_for(self, program: "subprocess.Popen[bytes]") -> int:
-        """Wait for the program, then kill what is left of its process group; returns its code."""
+        """Wait for the program, kill the rest of its process group, and return its exit code."""
         self._program = program
         try:
-            if self.received:  # before the program had started
+            if self.received:  # the signal came before the program started
                 program.send_signal(signal.SIGINT)
             return program.wait()
         finally:
@@ -229,10 +232,10 @@ class _SignalForwarder:
 def _run_program(
     command: Sequence[str], env: Mapping[str, str], log: Path, signals: _SignalForwarder
 ) -> int:
-    """Run a program to its end, its output in a log; returns its exit code.
+    """Run a program to its end, with its output in `log`; returns its exit code.
 
-    The program has its own session, so that the terminal's Ctrl-C reaches only this process, which
-    forwards it once: a launcher that gets it once ends its ranks in good order.
+    The program has its own session, so that Ctrl-C in the terminal reaches only this process, which
+    forwards the signal once: a launcher that receives one signal lets its ranks end normally.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as output:

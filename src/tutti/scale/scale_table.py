@@ -26,11 +26,11 @@ _MEANINGS = {
     "rest": "code around operators (autograd's engine, DDP's reducer, copies)",
     "unexplained": "not explained: recorded steps differ from timed ones (short steps, noise)",
 }
-_FEWEST_REPEATS = 3  # quartiles of fewer repeats do not show their spread
+_FEWEST_REPEATS = 3  # quartiles of fewer repeats do not show the spread
 
 
 def scale_lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[str]:
-    """The table of all sizes, the causes of the loss, the fit and the forecast."""
+    """The table of all numbers of ranks, the causes of the loss, the fit and the forecast."""
     rows = results["rows"]
     if rows:
         title = f"{results['mode']} scaling; the loss of efficiency by cause, in % of the step"
@@ -61,7 +61,7 @@ def _table_head(unit: str, width: int) -> str:
 
 
 def _table_line(row: dict[str, Any], width: int) -> str:
-    """One size; a narrow terminal has no space for spreads."""
+    """The line of one number of ranks; a narrow terminal has no space for spreads."""
     causes = "".join(f"{100 * row['loss'][name]:>{_WIDTHS[name]}.1f}" for name in LOSS_CAUSES)
     if width < _FULL_WIDTH:
         numbers = f"{_short(row['samples_per_s']):>10}{row['speedup']:>8.2f}"
@@ -69,14 +69,14 @@ def _table_line(row: dict[str, Any], width: int) -> str:
     low, high = row["samples_per_s_spread"]
     speed = f"{_short(row['samples_per_s'])} ({_short(low)}–{_short(high)})"
     share = f"{100 * row['efficiency']:.0f}"
-    if row["efficiency_spread"] != [1.0, 1.0]:  # otherwise the base
+    if row["efficiency_spread"] != [1.0, 1.0]:  # the base itself
         low, high = (round(100 * each) for each in row["efficiency_spread"])
         share += f" ({low}–{high})"
     return f"{row['ranks']:>5}{speed:>{_SPEED_WIDTH}}{row['speedup']:>9.2f}{share:>14}{causes}"
 
 
 def _short(value: float) -> str:
-    """Three digits: 12.3k for 12,345."""
+    """A number with three digits: 12.3k for 12,345."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * factor:
             return f"{value / factor:.3g}{unit}" if value < 999.5 * factor else f"{value:.0f}"
@@ -84,7 +84,7 @@ def _short(value: float) -> str:
 
 
 def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The split of `other`, and the largest cause at the largest size."""
+    """The causes within `other`, and the largest cause with the most ranks."""
     if len(rows) < 2:
         yield "only one number of ranks was run: there is nothing to compare with"
         return
@@ -162,9 +162,10 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 
 
 def sweep_rows(runs: Sequence[MeasuredRun], mode: Mode) -> list[dict[str, Any]]:
-    """`sweep[]`: the rows of each value; `best` if it is faster beyond the spread of repeats.
+    """`sweep[]` of the JSON: the rows of each value of the flag.
 
-    Efficiency is relative to the smallest size with the same value.
+    `best`: the value is faster than all others by more than the spread of the repeats. Efficiency
+    is relative to the run with the fewest ranks and the same value.
     """
     by_value: dict[str, list[MeasuredRun]] = {}
     for run in runs:
@@ -180,7 +181,10 @@ def sweep_rows(runs: Sequence[MeasuredRun], mode: Mode) -> list[dict[str, Any]]:
 
 
 def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bool:
-    """Whether a value is faster than each other value in three of four repeats, at its size."""
+    """Whether, with the row's number of ranks, its value is faster than each other value.
+
+    Faster means: in at least three of four repeats.
+    """
     same_size = [run for run in runs if run.ranks == row["ranks"]]
     throughput = Scaling(same_size, mode).throughput
     own = {run.repeat: throughput(run) for run in same_size if run.flags == row["flags"]}
@@ -199,7 +203,7 @@ def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bo
 def sweep_lines(
     rows: Sequence[dict[str, Any]], notes: Sequence[str], width: int = _FULL_WIDTH
 ) -> Iterator[str]:
-    """One table with a block for each value, and the best value of each size."""
+    """One table with a block for each value, and the best value for each number of ranks."""
     if not rows:
         return
     yield _table_head(rows[0]["unit"], width)

@@ -1,4 +1,4 @@
-"""The sections of a page, in order: to add a figure, write a generator and name it here."""
+"""The sections of a page, in order. To add a figure, write a generator and list it in SECTIONS."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from tutti.report.sources import ReportSources
 
 @dataclass(frozen=True)
 class Section:
-    """Each selected source is given to each maker; the figures of one source stand together."""
+    """Each selected source is passed to each maker; the figures of a source are shown together."""
 
     title: str
     select: Callable[[ReportSources], Iterable[Any]]

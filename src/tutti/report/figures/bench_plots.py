@@ -1,4 +1,4 @@
-"""Benchmarks: collectives, bandwidth, symmetric memory, baseline against optimized."""
+"""Benchmarks: collectives, bandwidth, symmetric memory, baseline compared with optimized."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ def _sharing_note(result: Result) -> str:
 
 
 def _collective_curves(rows: list[Row], note: str = "", prefix: str = "") -> Iterator[Figure]:
-    """For rows in the format of `tutti bench collectives`."""
+    """Figures of bandwidth and time, for rows in the format of `tutti bench collectives`."""
     for operation, own in plot.grouped(rows, lambda row: row["op"]).items():
         varying = [
             key for key in ("dtype", "placement", "ranks") if len({row.get(key) for row in own}) > 1
@@ -46,7 +46,7 @@ def _collective_curves(rows: list[Row], note: str = "", prefix: str = "") -> Ite
 
 
 def bandwidth(result: Result) -> Iterator[Figure]:
-    """Pairs of ranks for each size; then copies, all-to-all, ring and tree, and slow links."""
+    """Pairs of ranks by message size; then copies, all-to-all, ring and tree, slow links."""
     content = result.content
     for size, rows in plot.grouped(content.get("pairs") or [], lambda row: row["bytes"]).items():
         yield from _pair_matrix(rows, size)
@@ -111,7 +111,7 @@ def _copies(rows: list[Row]) -> Figure:
 
 
 def symmetric(result: Result) -> Iterator[Figure]:
-    """Time of one-sided operations and of structures on symmetric memory."""
+    """Time of one-sided operations and of data structures in symmetric memory."""
     rows = result.content["rows"]
     yield _marks(
         "Symmetric memory: time of an operation",

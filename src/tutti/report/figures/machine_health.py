@@ -1,4 +1,4 @@
-"""Proof and machine: parity, topology, checks, environments, and results without own figures."""
+"""Parity, topology, checks, environments, and tables of results for which there are no figures."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tutti.report import plot
 from tutti.report.plot import Figure, Table, table
 from tutti.report.sources import ReportSources, Result, flatten
 
-_SMALLEST_ERROR = 1e-17  # an error of 0 has no logarithm and is drawn here
+_SMALLEST_ERROR = 1e-17  # an error of 0 has no logarithm and is drawn at this value
 _STATUS_COLOURS = {
     "fail": plot.VERMILION,
     "warn": plot.ORANGE,
@@ -19,13 +19,13 @@ _STATUS_COLOURS = {
     "skip": plot.GREY,
 }
 _GIB = 1 << 30
-# These differ between ranks of one host or between runs, and do not identify a machine.
+# Keys that differ between ranks of one host or between runs, and so do not identify a machine.
 _OF_A_PROCESS = ("cpus", "variables")
 _NOT_RESULTS = ("environment", "command", "schema", "world", "places")
 
 
 def parity(result: Result) -> Iterator[Figure]:
-    """Errors of losses and gradients of each layout against one device, and the tolerance."""
+    """Errors of loss and gradient of each layout compared with one device; the tolerance."""
     content = result.content
     rows = [row for row in content["rows"] if not row.get("not_applicable")]
     failed = sum(not row["ok"] for row in rows)
@@ -71,7 +71,7 @@ def parity(result: Result) -> Iterator[Figure]:
 def topology(result: Result) -> Iterator[Figure]:
     """The picture of `tutti topo`, and every link in a table.
 
-    Only recorded machines are drawn; the machine that makes the page may be another one.
+    Only machines recorded in the file are drawn, not the machine that creates the page.
     """
     machines = [Machine.from_json(each) for each in result.content.get("machines") or []]
     topologies = [Topology(machine) for machine in machines]
@@ -123,7 +123,7 @@ def checks(result: Result) -> Iterator[Figure]:
 
 
 def result_tables(result: Result) -> Iterator[Figure]:
-    """Results without figures of their own: a table for each list of objects and for values."""
+    """Results for which there are no figures: a table for each list, and one for the values."""
     values: list[tuple[str, Any]] = []
     for key, value in result.content.items():
         if key in _NOT_RESULTS:

@@ -11,7 +11,7 @@ from tutti.report.summary import learning_rate, learning_rate_rows, scale_rows, 
 
 
 def scaling(result: Result) -> Iterator[Figure]:
-    """One scaling, or all flags of a sweep."""
+    """The figures of one scaling series, or of all flags of a sweep."""
     content, variants = result.content, scale_rows(result)
     if variants:
         rows = [{"variant": flags, **row} for flags, own in variants.items() for row in own]
@@ -31,7 +31,7 @@ def _throughput(variants: dict[str, list[Row]], rows: list[Row], mode: str, unit
     base = rows[0]["samples_per_s"]
     ranks = sorted({row["ranks"] for row in rows})
     ideal = [base * each / rows[0]["ranks"] for each in ranks]
-    # Both axes are logarithmic: the ideal is a straight line; each tick doubles the one before.
+    # Both axes are logarithmic: the ideal is a straight line. Each tick is twice the previous tick.
     speeds = [*ideal, *column(rows, "samples_per_s")]
     low, high = (math.log2(value / base) for value in (min(speeds), max(speeds)))
     ticks = [base * 2.0**power for power in range(math.floor(low), math.ceil(high) + 1)]
@@ -122,7 +122,7 @@ def _losses(rows: list[Row]) -> Figure:
         "Shares of the step that add up to the efficiency missing to 100 %. A negative share is a "
         "gain over the fewest ranks. The table splits `other`.",
         _table([row | {"lost": 1 - row["efficiency"]} for row in rows], ", ".join(columns)),
-        # Empty if one number of ranks was measured: nothing is lost.
+        # Empty if only one number of ranks was measured: then no efficiency is lost.
         [
             plot.bar(plot.LOSS_NAMES[name], labels, shares, colour, "% of the step")
             for name, colour in plot.LOSS_COLOURS.items()
@@ -154,7 +154,7 @@ def _fit(fit: dict[str, Any]) -> Figure:
 
 
 def learning_rates(result: Result) -> Iterator[Figure]:
-    """The loss over learning rates of `tutti scale --sweep lr=…`: a curve for each rank count."""
+    """The loss over learning rates of `tutti scale --sweep lr=…`: a curve per number of ranks."""
     rows = [
         row | {"lr": learning_rate(row), "diverged": bool(row.get("diverged"))}
         for row in learning_rate_rows(result)
@@ -195,7 +195,7 @@ def _ranks(count: int) -> str:
 
 
 def _table(rows: list[Row], columns: str) -> Table:
-    """The first column is flags: dropped if there are none."""
+    """A table whose first column, the flags, is dropped if no row has flags."""
     has_flags = any(row["variant"] for row in rows)
     return plot.table(rows, columns if has_flags else columns.partition(", ")[2])
 
@@ -217,7 +217,7 @@ def _curves(
 
 
 def _error_bars(rows: list[Row], key: str, factor: float) -> dict[str, Any]:
-    """To the quartiles; the median of few repeats may lie slightly outside of them."""
+    """Error bars to the quartiles; of few repeats, the median may be slightly outside of them."""
     up, down = [], []
     for row in rows:
         low, high = row.get(f"{key}_spread") or (row[key], row[key])

@@ -116,7 +116,7 @@ def _by_axis(rows: list[Row]) -> Figure:
 
 
 def _labels(rows: list[Row]) -> list[str]:
-    """Operation and size; rows with the same label would be one bar, so they get their group."""
+    """Operation and size; the group is added if rows would have the same label and share a bar."""
     sizes = [
         "size unknown" if size is None else format_bytes(size) for size in column(rows, "bytes")
     ]

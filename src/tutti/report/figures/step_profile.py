@@ -16,7 +16,7 @@ _GIB = 1 << 30
 
 
 def shown_ranks(profile: dict[str, Any]) -> list[Row]:
-    """The rows to draw: the first ranks and the stragglers; tables have all."""
+    """The rows to draw: the first ranks and the stragglers. Tables have the rows of all ranks."""
     rows: list[Row] = profile["ranks"]
     if len(rows) <= _MOST_RANKS:
         return rows
@@ -27,7 +27,7 @@ def shown_ranks(profile: dict[str, Any]) -> list[Row]:
 
 
 def ranks_left_out(profile: dict[str, Any]) -> str:
-    """A sentence about the ranks that are not drawn, or nothing."""
+    """A sentence about the ranks that are not drawn, or an empty string."""
     drawn, total = len(shown_ranks(profile)), len(profile["ranks"])
     return "" if drawn == total else f" {drawn} of {total} ranks are drawn, with all stragglers."
 
@@ -42,7 +42,7 @@ def rank_bars(
 
 
 def bars_height(rows: Sequence[Any], each: int = 34) -> int:
-    """Pixels of a plot with a bar for each row."""
+    """The height in pixels of a plot with a bar for each row."""
     return 150 + min(max(2, len(rows)) * each, max(420, 16 * len(rows)))
 
 
@@ -85,7 +85,7 @@ def parts(run: Run) -> Iterator[Figure]:
 
 
 def waits(run: Run) -> Iterator[Figure]:
-    """Which rank waited for which, and the stragglers."""
+    """Which rank waited for which other rank, and the stragglers."""
     profile = run.profile or {}
     ranks = [row["rank"] for row in profile["ranks"]]
     if len(ranks) < 2:

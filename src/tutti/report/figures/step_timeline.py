@@ -1,4 +1,4 @@
-"""The timeline of one step: all ranks on one clock, in lanes; DDP buckets."""
+"""The timeline of one step: all ranks on one clock, in lanes, with DDP buckets."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from tutti.report import plot
 from tutti.report.plot import Figure, Table
 from tutti.report.sources import Run
 
-_MOST_BARS = 1500  # a browser draws each bar as an element
+_MOST_BARS = 1500  # a browser draws each bar as a separate element
 _MOST_RANKS = 16
-_RESOLUTION = 2000  # of the step that a screen can show
+_RESOLUTION = 2000  # pauses shorter than this fraction of the step are too short for a screen
 _LANES = ("computes", "communicates", "waits", "buckets")
 _NAMES = plot.PART_NAMES | {"ready": "bucket ready, not started", "reduced": "bucket reduced"}
 _COLOURS = plot.PART_COLOURS | {"ready": "#f0c674", "reduced": "#9a6fb0"}
@@ -28,7 +28,7 @@ _Bar = tuple[int, str, str, float, float, str]
 
 
 def timeline(run: Run) -> Iterator[Figure]:
-    """The step of median length; needs the traces, not only their JSON."""
+    """The step of median length; needs the traces, not only the JSON of `tutti profile`."""
     if run.explanation is None:
         return
     number, steps = _median_step(run.explanation)
@@ -37,7 +37,7 @@ def timeline(run: Run) -> Iterator[Figure]:
     length = max(steps[rank].end for rank in ranks) - begin
     traces = [trace for trace in run.explanation.traces if trace.rank in ranks]
     split = {each.rank: each for each in run.explanation.steps if each.step == number}
-    # Leave out pauses that no screen shows, then longer ones until there are few enough bars.
+    # Join bars over pauses too short for a screen, then over longer pauses until bars are few.
     shortest = length / _RESOLUTION
     while True:
         bars = [bar for t in traces for bar in _part_bars(t, split[t.rank], begin, shortest)]
@@ -77,7 +77,10 @@ def timeline(run: Run) -> Iterator[Figure]:
 
 
 def _median_step(explanation: Explanation) -> tuple[int, dict[int, Step]]:
-    """Of the steps that most ranks recorded, the one of median length; its step on each rank."""
+    """The number of the step of median length, and the Step of each rank.
+
+    Only steps that the largest number of ranks recorded are considered.
+    """
     steps: dict[int, dict[int, Step]] = defaultdict(dict)
     for trace in explanation.traces:
         for step in trace.steps:
@@ -129,7 +132,7 @@ def _part_bars(
 
 
 def _visible(intervals: Intervals, shortest: float) -> list[tuple[float, float]]:
-    """Intervals joined over pauses that are too short to see."""
+    """The intervals, joined over pauses of at most `shortest` seconds."""
     if not len(intervals.starts):
         return []
     pauses = intervals.starts[1:] - intervals.ends[:-1] > shortest
@@ -141,7 +144,7 @@ def _visible(intervals: Intervals, shortest: float) -> list[tuple[float, float]]
 def _bucket_bars(
     rows: list[dict[str, Any]], number: int, steps: dict[int, Step], begin: float
 ) -> Iterator[_Bar]:
-    """DDP buckets: from ready to the start of the all-reduce, and from there to its end."""
+    """DDP buckets: a bar from ready to the start of the all-reduce, and one to its end."""
     for row in rows:
         rank = row["rank"]
         if row["step"] != number or rank not in steps:

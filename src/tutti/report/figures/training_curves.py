@@ -10,7 +10,7 @@ from tutti.report.plot import Figure, HalfFigure, Table
 from tutti.report.sources import Run
 from tutti.report.summary import key_numbers, metric
 
-_MOST_CURVES = 16  # of ranks in one plot
+_MOST_CURVES = 16  # one curve per rank, in one plot
 
 
 def runs_table(runs: Sequence[Run]) -> Iterator[Figure]:
@@ -105,7 +105,7 @@ def loss(runs: Sequence[Run]) -> Iterator[Figure]:
             continue
         name = f"{run.name}, training" if has_tests else run.name
         mode = "lines" if len(points) > 1 else "markers"
-        dash = plot.DASHES[number % len(plot.DASHES)]  # curves on top of each other stay visible
+        dash = plot.DASHES[number % len(plot.DASHES)]  # so that overlapping curves stay visible
         traces.append(plot.curve(name, number, *_xy(points), mode=mode, line={"dash": dash}))
         rows += [(run.name, "training", x, y) for x, y in points]
         if tests := metric(run, "test_loss"):
@@ -149,7 +149,7 @@ def throughput(runs: Sequence[Run]) -> Iterator[Figure]:
             if (points := metric(run, "wait_fraction", rank))
         }
         shown = list(waiting)
-        if len(shown) > _MOST_CURVES:  # those that wait least and those that wait most
+        if len(shown) > _MOST_CURVES:  # draw the ranks that wait least and most
             shown.sort(key=lambda rank: fmean(y for _, y in waiting[rank]))
             shown = sorted(shown[: _MOST_CURVES // 2] + shown[-_MOST_CURVES // 2 :])
         drawn = f" {len(shown)} of {len(waiting)} ranks are drawn." * (len(shown) < len(waiting))
@@ -177,7 +177,7 @@ def _step_curves(
     labels: Mapping[Any, str] | None = None,
     **style: Any,
 ) -> Iterator[Figure]:
-    """Curves over steps, all in the table; `labels`: those to draw, and their names in the plot."""
+    """Curves over steps. The table has all curves; the plot has those with a name in `labels`."""
     if not any(curves.values()):
         return
     labels = labels or {name: name for name in curves}
