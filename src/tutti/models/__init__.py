@@ -1,10 +1,9 @@
-"""Plain models without any code for ranks: LeNet, WideResNet, EfficientNetV2 and a GPT.
+"""Plain models without distributed code: LeNet, WideResNet, EfficientNetV2 and a GPT.
 
-The configs do not import torch, so that flags and help are built quickly; a model class, and torch
-with it, is imported on first use. In all four models `init_weights()` sets every parameter and
-buffer, and only it draws random numbers. So a model that is built on the meta device, moved with
-`to_empty` and then initialised has the same weights as a model built on the real device with the
-same seed.
+The configs do not import torch, so that command lines and help texts are built quickly. Model
+classes, which import torch, are imported on first use. In all four models, `init_weights()` sets
+every parameter and buffer. A model that is built on the meta device, moved with `to_empty` and then
+initialised has the same weights as a model built on the real device with the same seed.
 """
 
 from importlib import import_module

@@ -34,11 +34,11 @@ class LeNetConfig:
 
     @property
     def padding(self) -> int:
-        """Pixels of zeros around each convolution's input: 0 from 28 pixels a side, else 2.
+        """Width of the zero padding of both convolutions: 0 for images of 28×28 or more, else 2.
 
-        Unpadded 5×5 convolutions reduce an 8×8 image below one pixel. With 2 pixels of padding only
-        the poolings shrink it (8 → 4 → 2), and a step costs a quarter of a step on the image
-        enlarged to 28×28, which adds no information.
+        Without padding, two 5×5 convolutions would reduce an 8×8 image to less than one pixel. With
+        a padding of 2, only the poolings reduce its size (8 → 4 → 2). The alternative, enlarging
+        the image to 28×28, would make a step four times as expensive without adding information.
         """
         return 0 if self.image_size >= 28 else 2
 
@@ -112,7 +112,7 @@ class EfficientNetConfig:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A decoder-only transformer; the defaults are a byte-level model that trains on a CPU."""
+    """A decoder-only transformer. The defaults are a byte-level model that trains on a CPU."""
 
     vocab_size: int = 256
     """Tokens in the vocabulary; a multiple of 64 keeps the head's matrix product fast."""
@@ -153,7 +153,10 @@ class GPTConfig:
 
     @classmethod
     def gpt2(cls) -> "GPTConfig":
-        """The size of GPT-2 small, 124 million parameters; 50,257 tokens padded to 128 × 393."""
+        """The size of GPT-2 small: 124 million parameters.
+
+        The vocabulary of 50,257 tokens is padded to 50,304 = 128 × 393.
+        """
         return cls(vocab_size=50_304, max_seq_len=1024, layers=12, dim=768, heads=12, tied=True)
 
     @property
@@ -163,14 +166,16 @@ class GPTConfig:
 
     @property
     def key_value_heads(self) -> int:
-        """kv_heads, or heads if it is unset."""
+        """The number of key and value heads: kv_heads, or heads if kv_heads is unset."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def hidden(self) -> int:
-        """mlp_dim; unset: 8/3 × dim, so that three matrices have the size of two with 4 × dim.
+        """Hidden width of the MLP: mlp_dim if it is set, else 8/3 × dim.
 
-        A multiple of 64 splits over tensor-parallel ranks and suits matrix units.
+        With 8/3 × dim, the three matrices of SwiGLU have as many weights as the two matrices of a
+        GELU MLP with 4 × dim. The width is rounded up to a multiple of 64, which tensor-parallel
+        ranks can split evenly and for which matrix products are fast.
         """
         return -(-8 * self.dim // (3 * 64)) * 64 if self.mlp_dim is None else self.mlp_dim
 
@@ -178,15 +183,16 @@ class GPTConfig:
     def init_std(self) -> float:
         """Standard deviation of the initial weights: 0.5 / √dim.
 
-        This is 0.018 at the width of GPT-2, which used 0.02 for all widths; narrow models learn
+        This is 0.018 at the width of GPT-2. GPT-2 used 0.02 for all widths, but narrow models learn
         measurably slower with 0.02. The first loss is about ln(vocab_size) + 1/8 at every width.
         """
         return 0.5 / math.sqrt(self.dim)
 
     def matmul_parameters(self) -> int:
-        """Weights that multiply every token: the blocks' projections and the head.
+        """Number of weights in matrix products: the projections of the blocks and the head.
 
-        Not the embedding (a look-up, unless tied: then it is the head) and not the norms' gains.
+        The embedding is not counted, because it is a look-up; if it is tied to the head, its
+        weights are counted as the head. The gains of norms are not counted.
         """
         queries_and_output = 2 * self.dim * self.dim
         keys_and_values = 2 * self.dim * self.key_value_heads * self.head_dim
@@ -195,7 +201,7 @@ class GPTConfig:
         return self.layers * block + self.dim * self.vocab_size
 
     def parameters(self) -> int:
-        """Number of weights: `sum(p.numel() for p in GPT(config).parameters())`."""
+        """Number of parameters, equal to `sum(p.numel() for p in GPT(config).parameters())`."""
         norms = (2 * self.layers + 1) * self.dim
         embedding = 0 if self.tied else self.vocab_size * self.dim
         return self.matmul_parameters() + norms + embedding
@@ -203,11 +209,12 @@ class GPTConfig:
     def flops_per_token(self, seq_len: int | None = None) -> int:
         """FLOPs to train on one token, forward and backward: 6 N + 12 L d s.
 
-        N is `matmul_parameters()`: one multiply and one add per weight forward, twice that
-        backward. L is layers, d is dim and s is the sequence length (unset: max_seq_len): q·k and
-        scores·v cost 2 d s each forward, twice that backward, in each layer. By convention the
-        attention term counts the whole s × s square although causal attention needs only half,
-        and recomputed activations are not counted, so figures are comparable with published ones.
+        N is `matmul_parameters()`. Each weight needs one multiplication and one addition in forward
+        and twice as many in backward, 6 in total. L is layers, d is dim and s is the sequence
+        length (unset: max_seq_len). In each layer, q·k and scores·v cost 2 d s each in forward and
+        twice as much in backward, 12 d s in total. As in published figures, the attention term
+        counts the whole s × s matrix although causal attention needs only half of it, and
+        recomputed activations are not counted.
         """
         s = self.max_seq_len if seq_len is None else seq_len
         return 6 * self.matmul_parameters() + 12 * self.layers * self.dim * s

@@ -1,4 +1,4 @@
-"""EfficientNetV2 in its sizes S, M and L, with an auxiliary classifier on intermediate features."""
+"""EfficientNetV2 in sizes S, M and L, with an auxiliary classifier on intermediate features."""
 
 from typing import NamedTuple
 
@@ -13,16 +13,18 @@ AUXILIARY_WEIGHT = 0.3
 
 
 class Stage(NamedTuple):
-    """A run of equal blocks; the first has the stride and changes the channels."""
+    """Consecutive blocks of the same kind. Only the first applies the stride and changes the
+    number of channels."""
 
-    fused: bool  # the expansion and the depthwise convolution as one full 3×3 convolution
+    fused: bool  # one full 3×3 convolution instead of expansion and depthwise convolution
     expand: int
     stride: int
     channels: int
     blocks: int
 
 
-# The first stage keeps the stem's channels. The fifth stage is always the last at stride 16.
+# The first stage keeps the channels of the stem. In all sizes, the fifth stage is the last stage at
+# stride 16.
 STAGES = {
     "s": (
         Stage(True, 1, 1, 24, 2),
@@ -91,7 +93,7 @@ class SqueezeExcite(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, zero whole samples with probability p and scale the rest by 1 / (1 - p)."""
+    """In training, zeroes each sample with probability p and scales the others by 1 / (1 - p)."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -105,7 +107,10 @@ class StochasticDepth(nn.Module):
 
 
 class Block(nn.Module):
-    """MBConv or its fused form: expand, filter, project; added to the input if the shapes agree."""
+    """MBConv or fused MBConv: expand channels, convolve, project to the output channels.
+
+    If input and output have the same shape, the input is added to the output.
+    """
 
     def __init__(self, stage: Stage, inputs: int, stride: int, skip_probability: float) -> None:
         super().__init__()
@@ -119,7 +124,7 @@ class Block(nn.Module):
         else:
             self.layers.append(ConvNorm(inputs, expanded, 1))
             self.layers.append(ConvNorm(expanded, expanded, 3, stride, groups=expanded))
-            # A quarter of the block's input, not of the expanded channels.
+            # The squeezed width is a quarter of the block's input channels, not of `expanded`.
             self.layers.append(SqueezeExcite(expanded, inputs // 4))
             self.layers.append(ConvNorm(expanded, outputs, 1, activate=False))
         self.residual = stride == 1 and inputs == outputs
@@ -131,12 +136,12 @@ class Block(nn.Module):
 
 
 class EfficientNet(nn.Module):
-    """EfficientNetV2. With the auxiliary head on, the output is main + 0.3 × auxiliary.
+    """EfficientNetV2. If the auxiliary head is enabled, the output is main + 0.3 × auxiliary.
 
-    The auxiliary head is average pooling and one linear layer on the features of the fifth stage:
-    the last at stride 16, at about 60 % of the depth, where the classes are already separable. It
-    contributes to the output in training and in evaluation, so one loss trains both heads and a
-    training loop needs no special case.
+    The auxiliary head is average pooling and one linear layer on the features of the fifth stage.
+    This stage is the last at stride 16, at about 60 % of the depth, where the classes are already
+    separable. The auxiliary head contributes to the output in training and in evaluation, so one
+    loss trains both heads and a training loop needs no special case.
     """
 
     def __init__(self, config: EfficientNetConfig) -> None:
@@ -171,7 +176,7 @@ class EfficientNet(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """He initialisation by fan-out; batch norms start as the identity."""
+        """Set all weights: He initialisation by fan-out; batch norms start as the identity."""
         for name, module in self.named_modules():
             self.init_module(name, module)
 
@@ -189,7 +194,7 @@ class EfficientNet(nn.Module):
             nn.init.zeros_(module.bias)
 
     def classify(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The logits of the main and of the auxiliary head; None without an auxiliary head."""
+        """The logits of the main head and of the auxiliary head (None if it is disabled)."""
         x: Tensor = self.stem(images)
         auxiliary: Tensor | None = None
         for i, stage in enumerate(self.stages):

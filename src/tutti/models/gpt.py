@@ -1,9 +1,10 @@
-"""A GPT: RMSNorm before each half of a block, rotary positions, grouped-query attention, SwiGLU.
+"""A GPT with RMSNorm before attention and MLP, rotary positions, grouped-query attention, SwiGLU.
 
-SwiGLU instead of GELU: with equal parameters and FLOPs it reaches a lower loss (Shazeer, arXiv
-2002.05202), and tensor parallelism splits gate and up by columns, down by rows, as in attention.
+The MLP uses SwiGLU instead of GELU, because SwiGLU reaches a lower loss with the same number of
+parameters and FLOPs (Shazeer, arXiv 2002.05202). Tensor parallelism splits gate and up by columns
+and down by rows, as it splits wq, wk, wv and wo in attention.
 
-Sharding rules, tensor and pipeline parallelism address the modules by name:
+Sharding rules, tensor parallelism and pipeline parallelism refer to the modules by these names:
 
     embed
     blocks.N.attention_norm   blocks.N.attention.{wq,wk,wv,wo}
@@ -11,8 +12,9 @@ Sharding rules, tensor and pipeline parallelism address the modules by name:
     norm
     head
 
-A pipeline stage sets the modules of other stages to None (embed, norm, head) or deletes them
-(entries of blocks, a dict, so that the remaining names do not change); forward skips them.
+A pipeline stage removes the modules of other stages: it sets embed, norm or head to None, and
+deletes entries of blocks. Forward skips the removed modules. `blocks` is a ModuleDict, so that the
+names of the remaining blocks do not change.
 """
 
 import torch
@@ -23,7 +25,7 @@ from tutti.models.config import GPTConfig
 
 
 class LayerCache:
-    """Keys and values of one attention layer; allocated at the first `extend`."""
+    """Keys and values of one attention layer. The first call of `extend` allocates the memory."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -32,9 +34,10 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens, (batch, heads, new, head_dim); returns all.
+        """Append the keys and values of new tokens; returns the keys and values of all tokens.
 
-        The number of heads is that of `keys`: under tensor parallelism, this rank's heads.
+        Shapes are (batch, heads, tokens, head_dim). Under tensor parallelism, `heads` is the number
+        of this rank's heads.
         """
         batch, heads, new, size = keys.shape
         end = self.length + new
@@ -53,14 +56,15 @@ class LayerCache:
 
 
 class KVCache:
-    """The caches of a model's blocks, by name; a pipeline stage uses those of its own blocks.
+    """The key-value caches of a model's blocks. A pipeline stage caches only its own blocks.
 
         cache = KVCache(capacity=64)
         with torch.no_grad():
             logits = model(prompt, cache=cache)           # all tokens of the prompt
             logits = model(next_token, cache=cache)       # then one token at a time
 
-    For inference only: tensors are written in place. All sequences of a batch have the same length.
+    A cache is for inference only, because its tensors are written in place. All sequences of a
+    batch must have the same length.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -77,22 +81,27 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens in the cache of every block; 0 before the first."""
+        """The number of tokens that every block has cached."""
         return min((layer.length for layer in self._layers.values()), default=0)
 
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor | None:
-    """Which of `total` keys each of the last `new` queries may attend to; None for all."""
+    """The attention mask of the last `new` of `total` tokens, of shape (new, total).
+
+    An entry is True if the token may attend to the key. None if `new` is 1, because a single new
+    token attends to all keys.
+    """
     if new == 1:
         return None
     return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
 
 
 class Rotary(nn.Module):
-    """Rotates each pair (i, i + half) of a head by position × theta^(-i / half).
+    """Rotates elements i and i + half of each head by the angle position × theta^(-i / half).
 
-    Blocks receive this module, not the tables: FSDP casts floating-point arguments to its compute
-    dtype, and bfloat16 cannot represent the difference of neighbouring angles.
+    Blocks receive this module as an argument, and not the tables cos and sin. FSDP would cast the
+    tables to its compute dtype, and bfloat16 cannot represent the difference between neighbouring
+    angles.
     """
 
     cos: Tensor
@@ -106,7 +115,8 @@ class Rotary(nn.Module):
         self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
 
     def init_weights(self) -> None:
-        """Fill the tables. In float64: at thousands of radians float32 keeps three decimals."""
+        """Fill the tables. Angles are float64, because at thousands of radians float32 has only
+        three decimals."""
         length, half = self.cos.shape
         exponents = torch.arange(half, dtype=torch.float64, device="cpu") / half
         positions = torch.arange(length, dtype=torch.float64, device="cpu")
@@ -115,9 +125,9 @@ class Rotary(nn.Module):
         self.sin.copy_(angles.sin())
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """(batch, seq, heads, head_dim) → the same, rotated; computed in the tables' type.
+        """Rotate x of shape (batch, seq, heads, head_dim); computed in the dtype of the tables.
 
-        start: the position of the first token; a cache holds the tokens before it.
+        start: the position of the first token of x. Earlier tokens are in the cache.
         """
         end = start + x.size(1)
         if end > self.cos.size(0):
@@ -131,7 +141,7 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each key and value head serves heads / kv_heads query heads."""
+    """Causal self-attention. Each key and value head is shared by heads / kv_heads query heads."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -144,7 +154,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary, cache: LayerCache | None = None) -> Tensor:
-        # The number of heads is inferred: under tensor parallelism a rank holds some of them.
+        # The number of heads is -1 (inferred): under tensor parallelism a rank holds only some.
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
@@ -152,7 +162,7 @@ class Attention(nn.Module):
         q, k = rotary(q, start), rotary(k, start)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = None
-        if cache is not None and start:  # new tokens attend to cached ones: the mask is not square
+        if cache is not None and start:  # new tokens attend to cached tokens: mask is not square
             k, v = cache.extend(k, v)
             mask = causal_mask(q.size(2), k.size(2), q.device)
         elif cache is not None:
@@ -179,7 +189,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on the normalised residual stream and added back to it."""
+    """Attention, then MLP. Each reads the normalised residual stream and adds its output to it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -189,16 +199,16 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rotary: Rotary, cache: LayerCache | None = None) -> Tensor:
-        # By keyword: tensor-parallel rules say how each positional argument is sharded.
+        # Hooks of tensor parallelism process positional arguments, so the cache is a keyword.
         x = x + self.attention(self.attention_norm(x), rotary, cache=cache)
         x = x + self.mlp(self.mlp_norm(x))
         return x
 
 
 class GPT(nn.Module):
-    """Tokens in, logits out; between pipeline stages, hidden states in and out."""
+    """Maps tokens to logits. Between pipeline stages, inputs and outputs are hidden states."""
 
-    cuttable = True  # for pipelines: forward skips missing modules
+    cuttable = True  # can be cut into pipeline stages, because forward skips missing modules
 
     embed: nn.Embedding | None
     norm: nn.RMSNorm | None
@@ -218,11 +228,13 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Set every weight and table; to be called again after `to_empty`, which forgets ties.
+        """Set every weight and table, and tie the head to the embedding if `config.tied`.
 
-        All matrices are normal with config.init_std; wo and down, which write to the residual
-        stream, get it divided by √(2 layers), so that its variance does not grow with depth. The
-        head is not zero: then no gradient would reach the blocks in the first step.
+        Call it again after `to_empty`, which separates tied parameters. All matrices are drawn from
+        a normal distribution with standard deviation config.init_std. For wo and down, which write
+        to the residual stream, it is divided by √(2 layers), so that the variance of the stream
+        does not grow with depth. The head is not initialised to zero, because then no gradient
+        would reach the blocks in the first step.
         """
         for name, module in self.named_modules():
             if not (name == "head" and self.config.tied and self.embed is not None):
@@ -231,7 +243,7 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def init_module(self, name: str, module: nn.Module) -> None:
-        """Set the weights or tables of one module, by its name in the whole model."""
+        """Set the weights or tables of one module. `name` is its name in the whole model."""
         if isinstance(module, Rotary):
             module.init_weights()
         elif isinstance(module, nn.RMSNorm):
@@ -242,9 +254,10 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=self.config.init_std * scale)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Tokens (batch, seq), or hidden states (batch, seq, dim) → logits or hidden states.
+        """Map tokens (batch, seq) or hidden states (batch, seq, dim) to logits or hidden states.
 
-        With a cache, `x` holds the tokens after the cached ones and is appended to the cache.
+        With a cache, `x` contains only the tokens that follow the cached tokens, and their keys and
+        values are appended to the cache.
         """
         if self.embed is not None:
             x = self.embed(x)

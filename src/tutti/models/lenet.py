@@ -1,4 +1,4 @@
-"""LeNet in the form with 20 and 50 channels, average pooling and 128 hidden units."""
+"""LeNet with 20 and 50 channels, average pooling and 128 hidden units."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ class LeNet(nn.Module):
         self.head = nn.Linear(128, config.classes)
 
     def init_weights(self) -> None:
-        """Draw all weights anew with torch's defaults, as construction does."""
+        """Draw all weights again with torch's default initialisation, as the constructor does."""
         for name, module in self.named_modules():
             self.init_module(name, module)
 

@@ -1,4 +1,5 @@
-"""WideResNet: shallow and wide, for small images; each convolution comes after its activation."""
+"""WideResNet: a shallow and wide network for small images, with batch norm and ReLU before each
+convolution."""
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,8 @@ class Block(nn.Module):
         self.norm2 = nn.BatchNorm2d(outputs)
         self.dropout = nn.Dropout(dropout)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        # Only if the shape changes; otherwise the input itself is added without activation, so that
-        # an identity path runs through the stage.
+        # The shortcut is a convolution only if the shape changes. Otherwise it is the input before
+        # batch norm and ReLU, so that an identity path runs through the stage.
         self.shortcut: nn.Conv2d | None = None
         if inputs != outputs or stride != 1:
             self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
@@ -56,7 +57,7 @@ class WideResNet(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """He initialisation of the convolutions; batch norms start as the identity."""
+        """Set all weights: He initialisation of convolutions; batch norms start as the identity."""
         for name, module in self.named_modules():
             self.init_module(name, module)
 

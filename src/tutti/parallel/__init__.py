@@ -1,4 +1,4 @@
-"""Layouts, and the techniques that make a plain model parallel."""
+"""Layouts, and the techniques that distribute a plain model over ranks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

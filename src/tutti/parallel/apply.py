@@ -1,8 +1,8 @@
 """Makes a plain model parallel: which techniques are applied, and in which order.
 
 `apply` defines the order. It changes a model on the meta device, so that a rank allocates memory
-for its own shards only. `build_engine` (for whole training steps) and `parallelize` (for your own
-training loop) call it.
+only for its own shards. `apply` is called by `build_engine` (for whole training steps) and by
+`parallelize` (for your own training loop).
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Techniques:
-    """The techniques to apply; `check` sets `rules` and `splits_sequence`."""
+    """The techniques to apply. `check` sets `rules` and `splits_sequence`."""
 
     options: ParallelOptions
     rules: Mapping[str, Role] | None = None
@@ -62,7 +62,7 @@ class Techniques:
     compile: bool = False
     sync_batchnorm: bool = False
     mean: bool = False
-    """Average gradients over the data ranks, as torch does, instead of summing them."""
+    """Average gradients over the data ranks, as DDP and FSDP do, instead of summing them."""
     autocast: torch.dtype | None = None
     """The dtype of the autocast context in which steps will run."""
     microbatch_size: int = 1
@@ -76,12 +76,12 @@ def apply(
     weights: Weights | None = None,
     example: Tensor | None = None,
 ) -> "tuple[nn.Module, Stages | None]":
-    """Make the model parallel on the meta device, then give this rank's part its weights.
+    """Make the model parallel on the meta device, then allocate and fill this rank's parameters.
 
-    Matrices are split first, so that all later techniques are applied to this rank's own layers.
-    Recomputation wraps the forward of a block before the block is compiled, so that the compiler
-    reads which activations to keep. Sharding comes last: its hooks must gather the parameters of a
-    block before the block runs, also when the block is recomputed.
+    The model is cut and its matrices are split first, so that all later techniques are applied only
+    to this rank's layers. Recomputation wraps the forward of a block before the block is compiled,
+    so that the compiler can read which activations to keep. Sharding comes last, because its hooks
+    must gather the parameters of a block before the block runs and before it is recomputed.
     """
     layout, options = mesh.layout, techniques.options
     if weights is None and is_on_meta(model):
@@ -109,8 +109,8 @@ def apply(
         if options.async_tp:
             overlap_matrix_products(mesh, options, techniques.compile)
     if techniques.compile and techniques.recompute == "full":
-        # The compiled graph runs twice. A single graph with both runs fails for split matrices:
-        # torch 2.13 cannot keep its inputs.
+        # The compiled forward runs twice: in forward and in the recomputation. A single graph that
+        # contains both runs fails for split matrices, because torch 2.13 cannot save its inputs.
         compile_blocks(model, forward_only=True)
         recompute_activations(model, techniques.recompute)
     else:
@@ -138,7 +138,10 @@ def check(
     rules: ShardingRules | None = None,
     example: Tensor | None = None,
 ) -> Techniques:
-    """Raise UsageError for a technique that the whole model does not allow; resolve the rules."""
+    """Return the techniques with resolved rules; raise UsageError if the model does not allow one.
+
+    `model` is the whole model.
+    """
     layout, options, recompute = mesh.layout, techniques.options, techniques.recompute
     if layout.data_ranks > 1 and not techniques.sync_batchnorm:
         for name, layer in model.named_modules():
@@ -198,12 +201,12 @@ def build_engine(
 ) -> Engine:
     """The engine that runs the model in the layout `parallel.layout`, on this rank's device.
 
-    Call it on every rank, with the same whole model: either with real weights, equal on all ranks,
-    or on the meta device, to be initialised by `weights` (unset: by its modules'
-    `reset_parameters`). Create the optimizer afterwards, from `engine.model.parameters()`. `rules`
-    define how tp splits layers; unset: the model's attribute `sharding_rules`, or else the usual
-    names of layers. A pipeline needs an `example`, one real input with its batch dim, and the
-    number and size of the microbatches of a step.
+    Call this function on every rank with the same whole model. The model either has real weights,
+    which are equal on all ranks, or is on the meta device; `weights` then initialises it (unset:
+    the `reset_parameters` of its modules). Create the optimizer afterwards, from
+    `engine.model.parameters()`. `rules` define how tp splits layers; unset: the model's attribute
+    `sharding_rules`, or else rules for the usual layer names. A pipeline needs an `example`, one
+    real input with its batch dim, and the number and size of the microbatches of a step.
     """
     options = options or EngineOptions()
     parallel = parallel or ParallelOptions()
@@ -255,23 +258,25 @@ def parallelize(
     static_graph: bool = False,
     find_unused: bool = False,
 ) -> nn.Module:
-    """The model on this rank's device, distributed over all ranks by the layout.
+    """The model on this rank's device, distributed over all ranks as described by the layout.
 
     layout: such as "dp2.tp2"; unset: one replica per rank. rules: how tp splits layers, a dict from
     module names to roles, in which `*` matches one part of a name: {"layers.*.up": "column",
-    "layers.*.down": "row"}; unset: the usual names of transformer layers. options: further options
-    of shard and tp.
+    "layers.*.down": "row"}; unset: rules for the usual names of transformer layers. options:
+    further options of shard and tp.
 
     Call the result like the model. Backward averages gradients over the ranks that have different
-    samples (`layout.mesh(world).data_rank` of `layout.data_ranks`), as torch does: give each rank
-    the same number of samples and use the mean loss of the rank's samples. Ranks that differ only
-    in tp must get the same samples. In a world of one rank the result is the model itself.
+    samples, as DDP and FSDP do: give each rank the same number of samples, and use the mean loss of
+    the rank's samples. A rank's part of the batch is number `layout.mesh(world).data_rank` of
+    `layout.data_ranks`. Ranks that differ only in tp must get the same samples. In a world of one
+    rank the result is the model itself.
 
-    Call this function on every rank, with the same weights, or with a model on the meta device and
-    the same torch seed: then every rank allocates memory for its own shards only. Outputs that tp
-    splits along the vocabulary are gathered, unless `options.loss_parallel` is set. For dropout
-    under tp, seed the generators with `tutti.parallel.rng.seed_training_rng`. A pipeline cannot be
-    called like a model: use build_engine.
+    Call this function on every rank, either with the same weights, or with a model on the meta
+    device and the same torch seed. With a model on the meta device, every rank allocates memory
+    only for its own shards. Outputs that tp splits along the vocabulary are gathered, unless
+    `options.loss_parallel` is set. For dropout under tp, seed the generators with
+    `tutti.parallel.rng.seed_training_rng`. A pipeline cannot be called like a model: use
+    build_engine.
     """
     if isinstance(layout, str):
         layout = Layout.parse(layout)

@@ -1,8 +1,8 @@
 """torch DDP: buckets of gradients are all-reduced while backward computes the other gradients.
 
-DDP averages gradients over ranks; an engine must sum them. So `backward` multiplies the loss by
-the number of ranks R: (1/R) Σ R·g = Σ g. DDP divides gradients before it sends them, so the values
-that are sent are not larger than the local gradients.
+DDP averages gradients over ranks, but an engine must sum them. Therefore `backward` multiplies the
+loss by the number of ranks R: (1/R) Σ R·g = Σ g. DDP divides gradients by R before it sends them,
+so the values sent are not larger than the local gradients g.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,9 @@ from tutti.parallel.layout import EngineOptions
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
-# Steps before PowerSGD compresses. DDP rebuilds its buckets after the first step, and PowerSGD's
-# state belongs to a bucket; the first gradients also change fastest.
+# The number of steps before PowerSGD starts to compress. DDP rebuilds its buckets after the first
+# step, and the state of PowerSGD belongs to a bucket. Also, gradients change fastest in the first
+# steps.
 POWERSGD_START = 10
 
 
@@ -46,7 +47,7 @@ class Ddp(Engine):
             options.static_graph,
             options.find_unused,
         )
-        # DDP has broadcast the buffers in its constructor; share_buffers() broadcasts them again
+        # DDP broadcasts the buffers in its constructor. After that, share_buffers() broadcasts them
         # before they are read.
         self.replica.broadcast_buffers = False
         self.powersgd_state: powersgd.PowerSGDState | None = None
@@ -73,7 +74,7 @@ class Ddp(Engine):
         return self.replica(*inputs)
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        # DDP decides in forward whether backward communicates: both must run in this context.
+        # DDP decides in forward whether backward communicates, so both must run in this context.
         if last and self.options.overlap:
             return nullcontext()
         if self.options.static_graph:
@@ -92,7 +93,7 @@ class Ddp(Engine):
 
     def reduce(self) -> None:
         if not self.options.overlap:
-            # Reversed, as in DDP: backward computes the gradients of the last layer first.
+            # Reversed, as in DDP, because backward computes the gradients of the last layer first.
             tensors = gradients_to_sum(self.trained, self.options.find_unused)[::-1]
             all_reduce_coalesced(tensors, bucket_bytes=self.options.bucket_mb * 2**20)
         elif not (self.options.find_unused or self.options.static_graph):
@@ -125,8 +126,8 @@ _Hook = Callable[[int, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 def narrow_hook(dtype: torch.dtype) -> _Hook:
     """A communication hook that all-reduces a bucket in a 16-bit dtype, on every backend.
 
-    torch's bf16 hook requires NCCL; gloo sums bf16 as well. The division comes before the
-    conversion: R·g could overflow fp16 although g does not.
+    torch's bf16 hook requires NCCL, although gloo can sum bf16 too. Gradients are divided before
+    the conversion, because R·g could overflow fp16 even if g does not.
     """
 
     def hook(ranks: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -146,8 +147,9 @@ def powersgd_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """torch's PowerSGD hook, without its side effect on random generators.
 
-    torch's hook draws the first Q of a bucket from a seed that all ranks share. On CUDA the hook
-    does not restore the generator: from then on, dropout masks would be the same on all ranks.
+    torch's hook draws the first Q of a bucket with a seed that is the same on all ranks. On CUDA,
+    the hook does not restore the generator, so that later dropout masks would be the same on all
+    ranks.
     """
     device = bucket.buffer().device
     first = state.iter >= POWERSGD_START and bucket.index() not in state.q_memory_dict
@@ -158,11 +160,11 @@ def powersgd_hook(
 def _powersgd_state(rank: int) -> powersgd.PowerSGDState:
     """The state of PowerSGD between steps.
 
-    A gradient matrix M (n × m) is sent as P (n × rank) and Q (m × rank), with M ≈ P Qᵀ. Kept for
-    each bucket: Q, from which the next step starts (warm start), the same on all ranks; and the
-    residual M − P Qᵀ, which is added to the next gradient (error feedback), different on each rank
-    and as large as the gradients. Vectors, and matrices whose factors would not be at most half as
-    large, are sent uncompressed.
+    A gradient matrix M (n × m) is sent as P (n × rank) and Q (m × rank), with M ≈ P Qᵀ. The state
+    of each bucket consists of two parts. Q is the start value of the next step (warm start) and the
+    same on all ranks. The residual M − P Qᵀ is added to the next gradient (error feedback); it
+    differs between ranks and needs as much memory as the gradients. Vectors are sent uncompressed,
+    and so are matrices whose factors would be larger than half of the matrix.
     """
     return powersgd.PowerSGDState(
         process_group=None,

@@ -10,8 +10,8 @@ After `run`, every rank holds g in `.grad` (or its shard of g), however unevenly
 distributed. A mean over ranks would be correct only if all ranks had equally many samples.
 
 A step is `engine.run(microbatches, loss_fn)` followed by `optimizer.step()`. Ranks that differ only
-in tp or pp work on the same samples. On one of these ranks `reports_loss` is true: only the loss
-and outputs of this rank are used.
+in tp or pp work on the same samples. `reports_loss` is true on exactly one of these ranks, and only
+the loss and outputs of that rank are used.
 """
 
 from abc import ABC, abstractmethod
@@ -45,14 +45,14 @@ class StepClock(Protocol):
     """Measures a step from inside `Engine.run`."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Entered around the forward pass and the loss of a microbatch."""
+        """A context that encloses the forward pass and the loss of a microbatch."""
 
     def before_last_backward(self, loss: Tensor) -> None:
         """Called with the loss of the last microbatch, before its backward pass."""
 
 
 def unscaled(loss: Tensor) -> Tensor:
-    """The default loss scaling: none."""
+    """The default `scale` of `Engine.run`, which returns the loss unchanged."""
     return loss
 
 
@@ -71,7 +71,10 @@ class Engine(ABC):
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names of this rank's copies of tied parameters → name of the first copy."""
+        """The names of this rank's copies of tied parameters, each mapped to the first copy's name.
+
+        Empty without a pipeline.
+        """
         return {}
 
     @property
@@ -86,7 +89,7 @@ class Engine(ABC):
 
     @property
     def reports_loss(self) -> bool:
-        """Whether, of all ranks with the same samples, this rank's loss and outputs are used."""
+        """Whether this rank's loss and outputs are used, among all ranks with the same samples."""
         return self.mesh.rank("tp") == 0
 
     def run(
@@ -98,12 +101,12 @@ class Engine(ABC):
         scale: Callable[[Tensor], Tensor] = unscaled,
         clock: StepClock | None = None,
     ) -> Tensor:
-        """Forward and backward of a step's microbatches; afterwards every `.grad` is the step's g.
+        """Run forward and backward of all microbatches of a step. Then every `.grad` contains g.
 
-        Returns this rank's part of the step's loss, on the device, and 0 on ranks that do not
-        report the loss: the sum over all ranks is the loss. All ranks pass the same number of
-        microbatches. A microbatch may be empty on some ranks, but not on all ranks; then `example`,
-        one real input, is needed. Backward starts from `scale(loss)`.
+        Returns this rank's part of the step's loss, on the device; 0 on ranks that do not report
+        the loss. The sum over all ranks is the loss of the step. All ranks must pass the same
+        number of microbatches. A microbatch may be empty on some ranks, but not on all ranks; ranks
+        with an empty microbatch need `example`, one real input. Backward starts from `scale(loss)`.
         """
         total = self.zero_loss()
         for number, (inputs, targets) in enumerate(microbatches, start=1):
@@ -123,16 +126,17 @@ class Engine(ABC):
         return total if self.reports_loss else torch.zeros_like(total)
 
     def zero_loss(self) -> Tensor:
-        """Zero in the dtype that losses have on every rank: float64, or else float32."""
+        """A zero tensor in the dtype of losses: float64 if parameters are float64, else float32."""
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         return torch.zeros((), dtype=dtype, device=self.world.device)
 
     @torch.no_grad()
     def infer(self, inputs: Tensor, example: Tensor | None = None) -> Any:
-        """The model's outputs for this rank's inputs, with the model in evaluation mode.
+        """The model's outputs for this rank's inputs. Put the model into evaluation mode before.
 
-        None on ranks that do not hold the last layer, and on ranks without inputs, which need
-        `example` to take part in collectives. Call it equally often on all ranks.
+        Returns None on ranks that do not hold the last layer and on ranks without inputs. Ranks
+        without inputs need `example` to take part in collectives. Call this method the same number
+        of times on all ranks.
         """
         return self.model(inputs) if len(inputs) else None
 
@@ -141,37 +145,41 @@ class Engine(ABC):
         return self.forward(*inputs)
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Context for forward and backward of a microbatch; only the last one communicates."""
+        """Context for forward and backward of a microbatch.
+
+        Replicas all-reduce gradients only in the last microbatch.
+        """
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Add this microbatch's gradients."""
+        """Run backward, which adds the gradients of this microbatch to each `.grad`."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def reduce(self) -> None:
-        """After the last microbatch: sum each `.grad` over ranks, unless backward has done so."""
+        """Sum each `.grad` over ranks after the last microbatch, unless backward has done so."""
         return
 
     def empty_microbatch(self, *inputs: Any, last: bool) -> None:
-        """Run in place of a microbatch for which only other ranks have samples.
+        """Replace a microbatch that has samples only on other ranks.
 
         The other ranks wait for this rank in the all-reduce of gradients and in synchronised batch
-        norms. So the model runs on any real `inputs`. Every gradient is zero, and batch norm
-        statistics and random generators do not change. A microbatch that is empty on every rank
-        must be left out.
+        norms. Therefore the model runs on `inputs`, which may be any real inputs. The resulting
+        gradients are zero, and batch norm statistics and random generators do not change. A
+        microbatch that is empty on every rank must be left out.
         """
         with self.microbatch(last), without_side_effects(self.model, self.world):
             self.backward(_zero_loss_of(self(*inputs)))
 
     def seed_rng(self, seed: int, step: int = 0) -> None:
-        """Seed the random generators for training: see rng.py. Call it on every rank."""
+        """Seed the random generators for training, as described in rng.py. Call on every rank."""
         seed_training_rng(seed, self.mesh, splits_sequence=self.splits_sequence, step=step)
 
     def share_buffers(self) -> None:
-        """Copy the buffers of the first data rank to all, before evaluation or a checkpoint.
+        """Copy the buffers of the first data rank to all data ranks.
 
-        Plain batch norms get different samples on each rank. In training mode they do not read
-        their running statistics, so it is enough to share them before they are read.
+        Call this method before evaluation or a checkpoint. The running statistics of plain batch
+        norms differ between ranks, because ranks have different samples. Training does not read
+        running statistics, so they need to be equal only before evaluation or a checkpoint.
         """
         if self.mesh.layout.data_ranks > 1:
             from tutti.comm.packing import broadcast_coalesced
@@ -224,7 +232,7 @@ class ShardedEngine(Engine):
 
     @torch.no_grad()
     def infer(self, inputs: Tensor, example: Tensor | None = None) -> Any:
-        if len(inputs) == 0:  # other ranks gather parameters, and need this rank's shards
+        if len(inputs) == 0:  # other ranks need this rank's shards to gather parameters
             assert example is not None
             self.model(example)
             return None
@@ -237,12 +245,12 @@ def gathered(outputs: Any) -> Any:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that get gradients, by name, in the same order on every rank."""
+    """The parameters that require gradients, keyed by name, in the same order on every rank."""
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
 def gradients_to_sum(parameters: Mapping[str, nn.Parameter], find_unused: bool) -> list[Tensor]:
-    """The gradients to sum over ranks, of the same parameters on every rank.
+    """The gradients to sum over ranks. They belong to the same parameters on every rank.
 
     With find_unused, a parameter that has a gradient on some ranks gets a gradient of zeros on the
     other ranks. A parameter that has no gradient on any rank is left out, and the optimizer skips
@@ -264,7 +272,7 @@ def gradients_to_sum(parameters: Mapping[str, nn.Parameter], find_unused: bool) 
 def check_all_have_gradients(
     parameters: Mapping[str, nn.Parameter], cure: str = "use --find-unused"
 ) -> None:
-    """Raise UsageError if a parameter has no gradient: ranks would reduce different lists."""
+    """Raise UsageError if a parameter has no gradient, since ranks might sum different lists."""
     for name, parameter in parameters.items():
         if parameter.grad is None:
             raise UsageError(
@@ -274,7 +282,7 @@ def check_all_have_gradients(
 
 
 def _zero_loss_of(outputs: Any) -> Tensor:
-    """A loss of all outputs whose gradient is zero, even if outputs are inf or NaN."""
+    """A loss that depends on all outputs, with zero gradients even if outputs are inf or NaN."""
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     parts = [tensor.sum() * 0 for tensor in tensors if tensor.requires_grad]
     return torch.stack([part.float() for part in parts]).sum()
@@ -282,11 +290,12 @@ def _zero_loss_of(outputs: Any) -> Tensor:
 
 @contextmanager
 def without_side_effects(model: nn.Module, world: World) -> Iterator[None]:
-    """Context in which the model can run without changes of norm statistics or random generators.
+    """Context in which running the model changes neither norm statistics nor random generators.
 
-    Only norms change their mode: a model may use other parameters in evaluation (an auxiliary
-    head), and all parameters must take part. Synchronised batch norms stay in training mode, since
-    other ranks exchange statistics with them, but contribute no samples.
+    Only norms are set to evaluation mode, because the whole model might use fewer parameters in
+    evaluation (no auxiliary head, for example), and all parameters must take part. Synchronised
+    batch norms stay in training mode, because other ranks exchange statistics with them, but they
+    contribute no samples.
     """
     norms = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.training]
 

@@ -1,5 +1,7 @@
-"""Sharded parameters with FSDP2. Every rank stores one shard of each parameter, its gradient and
-its optimizer state, and gathers the parameters of a block just before the block computes.
+"""Sharded parameters with FSDP2.
+
+Every rank stores one shard of each parameter, of its gradient and of its optimizer state. The
+parameters of a block are gathered just before the block computes.
 
     shard 0   [p0   ]  gather →  [p0 p1] forward, backward → [g0 g1] ┐ reduce-scatter → [g0   ]
     shard 1   [   p1]  gather →  [p0 p1] forward, backward → [g0 g1] ┘                  [   g1]
@@ -29,13 +31,15 @@ def shard(
     mean: bool = False,
     autocast: torch.dtype | None = None,
 ) -> None:
-    """Shard each block of the model, then the remaining parameters, in place, also on meta.
+    """Shard each block of the model, then the remaining parameters, in place.
 
-    Gradients are summed over the data ranks; with `mean` they are averaged, as torch does.
+    The model may be on the meta device. Gradients are summed over the data ranks; with `mean` they
+    are averaged, which is the default of FSDP2.
 
-    `autocast`: the step runs under autocast to this dtype. Autocast would convert gathered float32
-    weights and keep the converted copies of all blocks, the whole model, until backward. So blocks
-    gather their weights in the autocast dtype; gradients are still summed in float32.
+    `autocast` is the autocast dtype of the step, if there is one. Autocast would convert gathered
+    float32 weights and keep the converted weights of all blocks, that is of the whole model, until
+    backward. Therefore blocks gather their weights in the autocast dtype. Gradients are still
+    summed in float32.
     """
     layout = mesh.layout
     device_mesh = mesh.device_mesh["dp", "shard"] if layout.dp > 1 else mesh.device_mesh["shard"]
@@ -49,7 +53,7 @@ def shard(
     if autocast is not None and options.gather_dtype is None:
         reduce_dtype = _DTYPES[options.reduce_dtype] or torch.float32
         of_blocks = MixedPrecisionPolicy(autocast, reduce_dtype, cast_forward_inputs=False)
-    # In a pipeline, resharding would gather a block again for every microbatch.
+    # In a pipeline, resharding after forward would gather a block again for every microbatch.
     reshard = options.reshard if options.reshard is not None else layout.pp == 1
     for block in repeated_blocks(model):
         if block is not model:
@@ -57,7 +61,7 @@ def shard(
     fully_shard(model, mesh=device_mesh, mp_policy=precision, reshard_after_forward=False)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
-        # Only NCCL has reductions that also divide.
+        # Reduce with a sum and divide separately, because only NCCL has reductions that divide.
         module.set_force_sum_reduction_for_comms(True)
         if not mean:
             module.set_gradient_divide_factor(1.0)
@@ -65,10 +69,11 @@ def shard(
 
 
 def _set_prefetch(blocks: Sequence[FSDPModule], ahead: int) -> None:
-    """Set which blocks are gathered while a block computes: in forward the next `ahead` blocks, in
-    backward the previous ones.
+    """Set which blocks are gathered while a block computes.
 
-    A block that prefetches itself prefetches nothing; with an empty list torch would choose.
+    These are the next `ahead` blocks in forward and the previous `ahead` blocks in backward. With
+    an empty list for backward, torch would choose the blocks itself. A list that would be empty
+    therefore contains the block itself, which has no effect.
     """
     for here, block in enumerate(blocks):
         later, earlier = blocks[here + 1 : here + 1 + ahead], blocks[max(0, here - ahead) : here]

@@ -1,8 +1,8 @@
-"""Clipping by the global norm √ Σ g², over every gradient of the whole model, each counted once.
+"""Gradient clipping by the global norm √ Σ g², the sum over all gradients of the whole model.
 
-A rank holds some of the gradients: its shards, its part of each split matrix, the layers of its
-stages. If several ranks hold the same gradient (replicas; a norm's weight under tp), only the first
-of these ranks counts it.
+A rank holds only some of the gradients: its shards, its part of each split matrix, the layers of
+its stages. Every gradient is counted once. If several ranks hold the same gradient (replicas, or
+the weight of a norm under tp), only the first of these ranks counts it.
 """
 
 import torch
@@ -23,7 +23,8 @@ def clip_by_global_norm(engine: Engine, largest: float) -> torch.Tensor:
     total = global_norm(engine)
     gradients = [local_shard(each.grad) for each in parameters if each.grad is not None]
     if gradients:
-        # As in torch: 1e-6 avoids a division by zero, and no value is copied to the host.
+        # The same formula as in torch: 1e-6 avoids a division by zero, and no value is copied to
+        # the host.
         factor = (largest / (total + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     return total
@@ -53,7 +54,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def replicated_axes(tensor: torch.Tensor, mesh: Mesh) -> tuple[str, ...]:
-    """The axes of dp, shard, tp along which all ranks hold the same values of a parameter."""
+    """The axes among dp, shard and tp along which all ranks hold the same values of a parameter."""
     split: set[str] = set()
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()

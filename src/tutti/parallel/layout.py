@@ -1,7 +1,7 @@
 """Layout: how many ranks each axis has, and the options of every technique.
 
-This file does not import torch: command lines are built from these dataclasses, and a layout is
-checked, before torch is needed.
+This file does not import torch, because command lines are built from these dataclasses and layouts
+are checked before torch is needed.
 """
 
 import math
@@ -21,14 +21,15 @@ Compression = Literal["none", "bf16", "fp16", "powersgd"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 Recompute = Literal["none", "selective", "full"]
 
-# Outermost axis first. Adjacent ranks differ in tp, which communicates in every layer. shard
-# gathers parameters once per block, dp communicates once per step, pp sends least, to a neighbour.
+# Outermost axis first, ordered by the amount of communication. Adjacent ranks differ in tp, which
+# communicates in every layer. shard gathers parameters once per block. dp communicates once per
+# step. pp sends the least data, and only to a neighbouring stage.
 AXES = ("pp", "dp", "shard", "tp")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks each axis has. Written `dp2.shard2.tp2.pp2`; an axis of 1 is left out."""
+    """How many ranks each axis has. Written as `dp2.shard2.tp2.pp2`, without axes of 1 rank."""
 
     dp: int = 1
     """Replicas: each holds a copy of the model and computes a part of the batch."""
@@ -37,7 +38,7 @@ class Layout:
     tp: int = 1
     """Ranks that hold one part each of every layer's matrices, and work on the same samples."""
     pp: int = 1
-    """Ranks that hold consecutive layers, and send activations to the next."""
+    """Ranks that hold consecutive layers, and send activations to the next rank."""
 
     def __post_init__(self) -> None:
         for axis, ranks in self.axes.items():
@@ -46,7 +47,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Parse `dp2.tp2`; raises UsageError that names the known axes."""
+        """Parse a layout such as `dp2.tp2`; raises UsageError if it is not valid."""
         known = [field.name for field in fields(cls)]
         axes: dict[str, int] = {}
         for part in text.split("."):
@@ -86,7 +87,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Into how many parts a batch is cut; ranks that differ only in tp or pp share a part."""
+        """The number of parts of a batch. Ranks that differ only in tp or pp share a part."""
         return self.dp * self.shard
 
     @property
@@ -95,7 +96,10 @@ class Layout:
         return self.size == self.dp
 
     def check(self, world_size: int) -> None:
-        """Raise UsageError, with the equation and the cure, unless the number of ranks is right."""
+        """Raise UsageError unless the layout has as many ranks as the world.
+
+        The message suggests layouts with the right number of ranks.
+        """
         if self.size == world_size:
             return
         if world_size < 1:
@@ -109,7 +113,7 @@ class Layout:
         )
 
     def nearest(self, world_size: int, count: int = 2) -> list["Layout"]:
-        """The most similar layouts with this many ranks: same axes, smallest changes."""
+        """The most similar layouts with `world_size` ranks, which change the fewest axes least."""
 
         def distance(other: Layout) -> tuple[int, int, float, tuple[int, ...]]:
             # If tp divides the heads of a model, so does every divisor of tp; other numbers may
@@ -138,14 +142,17 @@ class Layout:
 
 
 def layout_of(text: str | None, world_size: int) -> Layout:
-    """The layout of this text, with the right number of ranks; None: one replica per rank."""
+    """The layout that `text` describes; if `text` is None, one replica per rank.
+
+    Raises UsageError if the layout does not have `world_size` ranks.
+    """
     layout = Layout(dp=world_size) if text is None else Layout.parse(text)
     layout.check(world_size)
     return layout
 
 
 def _order(layout: Layout) -> tuple[int, ...]:
-    """Sort key, larger early axes first: dp4, dp2.shard2, …, pp4."""
+    """A sort key that places layouts with larger first axes first: dp4, dp2.shard2, …, pp4."""
     return tuple(-ranks for ranks in layout.axes.values())
 
 
@@ -276,7 +283,7 @@ AXIS_OF = {
     **dict.fromkeys(("pipeline_schedule", "stages_per_rank", "balance"), "pp"),
 }
 
-# The engines that read a field of EngineOptions; all other fields are read by ddp only.
+# The engines that read a field of EngineOptions. Fields that are not listed are read only by ddp.
 _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
     "find_unused": ("ddp", "scratch"),
     "scratch_reduce": ("scratch",),
@@ -293,5 +300,5 @@ def flag_of(name: str, value: object) -> str:
 
 
 def leave_out(name: str, default: object) -> str:
-    """The cure for an option that must not be set; the value may come from a recipe file."""
+    """The advice for an option that must not be set, on the command line or in a recipe file."""
     return f"leave it out, or pass {flag_of(name, default)} if a recipe file sets it"

@@ -1,19 +1,19 @@
-"""A model is built on the meta device, made parallel there, and only then given its weights.
+"""Builds a model on the meta device; the model gets memory and weights after it is parallel.
 
     build_on_meta(make, seed)     parameters on the meta device: shapes and dtypes, no memory
     apply.py                      cut into stages, split, shard: still on meta
     materialize(model, device)    memory for this rank's shards
     weights.fill(model)           one module at a time: initialise the whole module on the host,
-                                  copy this rank's shards of it, free it
+                                  copy this rank's shards of the module, free the module
 
-So a rank never holds more than its shards and one module. Every module is initialised with a seed
-that is derived from the run's seed and the module's name: the weights do not depend on the layout,
-on the rank, or on which other modules the rank holds.
+Therefore a rank never holds more than its shards and one whole module. Every module is initialised
+with a seed that is derived from the run's seed and the module's name, so the weights do not depend
+on the layout, on the rank, or on the other modules that the rank holds.
 
 A module is initialised by `model.init_module(name, module)` if the model has this method, else by
 the module's `reset_parameters()`. Weights that a constructor sets in another way (pretrained,
-`nn.Parameter(torch.randn(…))`, a custom init loop) cannot be reproduced one module at a time. Then
-every rank builds the whole model in host memory, and copies its shards from there.
+`nn.Parameter(torch.randn(…))`, a custom init loop) cannot be reproduced one module at a time. In
+this case, every rank builds the whole model in host memory and copies its shards from there.
 """
 
 import sys
@@ -50,8 +50,11 @@ class Weights(ABC):
 
     @abstractmethod
     def fill(self, model: nn.Module) -> None:
-        """Write the initial values into every materialised parameter and buffer of the model, or of
-        a part of the model whose modules have the names that they have in the whole model."""
+        """Write the initial values into every materialised parameter and buffer of the model.
+
+        `model` may be a part of the whole model if its modules have the same names as in the whole
+        model.
+        """
 
     def release(self) -> None:
         """Free the memory that is needed only until all weights are filled."""
@@ -59,10 +62,10 @@ class Weights(ABC):
 
 
 class ModuleInit(Weights):
-    """Weights that each module draws separately, from a seed for this module."""
+    """Weights that are drawn for each module separately, with a seed for each module."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        """`model` is the whole model, on meta, in the dtypes in which it was built."""
+        """`model` is the whole model on the meta device, in the dtypes in which it was built."""
         self._seed = seed
         # Values are drawn in these dtypes, so that a float64 run starts from the same values as a
         # float32 run.
@@ -86,7 +89,7 @@ class ModuleInit(Weights):
                         whole[key] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
                 new = [key for key, tensor in own.items() if id(tensor) not in filled]
                 if not new:
-                    continue  # no tensors, or only tied ones that another module has initialised
+                    continue  # no tensors, or only tied tensors that are already initialised
                 torch.default_generator.manual_seed(mixed_seed("weights", self._seed, name))
                 with _replaced(module, whole):
                     if init_module is not None:
@@ -116,10 +119,11 @@ class CopiedWeights(Weights):
 def build_on_meta(
     make: Callable[[], nn.Module], seed: int
 ) -> tuple[nn.Module, Weights, str | None]:
-    """Call `make` with parameters on meta; returns the model, its weights and a note.
+    """Build a model with its parameters on the meta device.
 
-    Buffers and plain attributes (masks, rotary tables) are computed as usual, on the CPU. If every
-    rank has to build the whole model, the note gives the reason; otherwise it is None.
+    Returns the model, its weights and a note. Buffers and plain attributes (masks, rotary tables)
+    are computed as usual, on the CPU. If every rank has to build the whole model, the note contains
+    the reason; otherwise the note is None.
     """
     torch.manual_seed(seed)
     reason: str | None
@@ -131,7 +135,8 @@ def build_on_meta(
     except UsageError:
         raise
     except Exception as error:
-        # The constructor reads values. If it has another error, make() below raises it again.
+        # Most likely, the constructor reads values of parameters. Any other error is raised again
+        # by make() below.
         reason = f"its constructor does not work without memory ({type(error).__name__})"
     else:
         _refuse_lazy(model)
@@ -150,10 +155,10 @@ def build_on_meta(
 
 
 def take_weights(model: nn.Module) -> CopiedWeights:
-    """Move the parameters out of a real model, in place: the model is on meta afterwards."""
+    """Move the parameters out of a model, in place. Afterwards its parameters are on meta."""
     named = model.named_parameters(remove_duplicate=False)
     tensors = {name: parameter.detach() for name, parameter in named}
-    parameters = list(model.parameters())  # held, so that ids stay unique
+    parameters = list(model.parameters())  # keeps the tensors alive, so that ids stay unique
     _replace(model, {id(each): _meta_parameter(each) for each in parameters})
     return CopiedWeights(tensors)
 
@@ -172,19 +177,20 @@ def is_on_meta(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate every parameter and buffer on meta (or this rank's shard of it), in place.
+    """Allocate memory for every meta parameter and buffer, or for this rank's shard, in place.
 
-    `Module.to_empty` would separate tied parameters. The values are undefined afterwards.
+    The values are undefined afterwards. `Module.to_empty` is not used, because it would separate
+    tied parameters.
     """
     made: dict[int, Any] = {}
-    tensors = [*model.parameters(), *model.buffers()]  # held, so that ids stay unique
+    tensors = [*model.parameters(), *model.buffers()]  # kept alive, so that ids stay unique
     for tensor in tensors:
         if tensor.is_meta:
             memory = torch.empty_like(tensor, device=device)
             is_parameter = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = _parameter_like(tensor, memory) if is_parameter else memory
     _replace(model, made)
-    # Moves real buffers; it also makes FSDP record its new shards, and pad them if needed.
+    # Moves real buffers. It also makes FSDP record the new shards, and pad them if needed.
     model.to(device)
 
 
@@ -211,8 +217,7 @@ def copy_shard(whole: Tensor, target: Tensor) -> None:
 def check_replicas_equal(model: nn.Module, mesh: Mesh) -> None:
     """Raise RanksDiffer if replicas of a parameter have different values. Call it on every rank.
 
-    Ranks along the axes on which a parameter is replicated compare hashes of their local shards;
-    no parameter is gathered.
+    Ranks that hold the same parameter or the same shard compare hashes; no parameter is gathered.
     """
     hashes = {
         name: [*replicated_axes(tensor, mesh), str(hash_tensor(local_shard(tensor)))]
@@ -263,7 +268,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def on_meta(module: nn.Module, name: str, parameter: Any) -> Any:
         if type(parameter) is not nn.Parameter or parameter.is_meta:
-            return parameter  # already moved; it may be tied, so the object must stay the same
+            return parameter  # already on meta; must stay the same object, as it may be tied
         return _meta_parameter(parameter)
 
     handle = register_module_parameter_registration_hook(on_meta)
@@ -280,7 +285,7 @@ class _WriteRecorder(TorchFunctionMode):
         super().__init__()
         self._by_reset: set[int] = set()  # storages written by a reset_parameters()
         self._otherwise: set[int] = set()  # storages written by any other code
-        self._keep: list[Any] = []  # ids stay unique while their objects live
+        self._keep: list[Any] = []  # keeps tensors alive, so that storage ids stay unique
 
     def __enter__(self) -> "_WriteRecorder":
         self._previous_profile = sys.getprofile()
@@ -293,7 +298,7 @@ class _WriteRecorder(TorchFunctionMode):
         sys.setprofile(self._previous_profile)
 
     def _observe_call(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Record calls of torch.nn.init, of which some write nothing to tensors on meta."""
+        """Record calls of torch.nn.init, because some of its functions skip meta tensors."""
         code = frame.f_code
         if event == "call" and code.co_filename == nn.init.__file__ and code.co_name.endswith("_"):
             target = frame.f_locals.get("tensor")
@@ -343,7 +348,7 @@ class _WriteRecorder(TorchFunctionMode):
 
 def _is_in_place(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    if name == "__set__":  # of a property: tensor.data = … writes, tensor.requires_grad = … not
+    if name == "__set__":  # of a property: only `tensor.data = …` writes values
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
     if name.startswith("__"):
         return name == "__setitem__" or name in _IN_PLACE_OPERATORS
@@ -363,7 +368,7 @@ def _reset_of(module: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def _replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Context in which these tensors replace the module's own parameters and buffers."""
+    """Context in which `tensors` replace the module's own parameters and buffers."""
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     for key, tensor in tensors.items():
         if parameters.get(key) is not None:
@@ -378,7 +383,7 @@ def _replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of the module itself, without its children."""
+    """The parameters and buffers of the module itself, without those of its children."""
     both = [*module._parameters.items(), *module._buffers.items()]
     return [(key, tensor) for key, tensor in both if tensor is not None]
 

@@ -1,7 +1,8 @@
 """Mesh: the ranks of a world arranged by a layout, and the process groups along its axes.
 
-The ranks, sorted so that those of one node are adjacent, fill an array of shape pp × dp × shard ×
-tp. Ranks that differ in one coordinate only form a group. `dp2.tp2` in a world of 4:
+The ranks are sorted so that ranks of one node are adjacent, and arranged in an array of shape
+pp × dp × shard × tp. Ranks that differ in only one coordinate form a group. The layout `dp2.tp2` in
+a world of 4 ranks:
 
                tp 0   tp 1
         dp 0     0      1          tp groups {0, 1} {2, 3}
@@ -42,7 +43,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which of the `layout.data_ranks` parts of the batch belongs to this rank."""
+        """The index of this rank's part of the batch, which has `layout.data_ranks` parts."""
         return self.rank("dp") * self.layout.shard + self.rank("shard")
 
     @cached_property
@@ -51,12 +52,13 @@ class Mesh:
         return DeviceMesh(self.world.device.type, self.ranks, mesh_dim_names=AXES)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one on this axis only."""
+        """The process group of the ranks that differ from this rank only on this axis."""
         return self.device_mesh.get_group(axis)
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same parameters, or shards of them, and different samples."""
+        """The process group of the ranks that hold the same parameters (or shards of them) and have
+        different samples."""
         if self.layout.only_replicas:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -64,10 +66,11 @@ class Mesh:
 
     @cached_property
     def batchnorm_group(self) -> dist.ProcessGroup:
-        """The data group, for the collectives of batch norms. All ranks must read this property.
+        """The process group for the collectives of batch norms, with the ranks of the data group.
 
-        With replicas it is a separate group: DDP all-reduces gradients in another order on a rank
-        that left parameters unused, and the collectives of one group must not change their order.
+        All ranks must read this property. If the layout has only replicas, it is a separate group:
+        DDP all-reduces gradients in another order on a rank that did not use some parameters, but
+        the collectives of one group must have the same order on all ranks.
         """
         return dist.new_group() if self.layout.only_replicas else self.data_group
 

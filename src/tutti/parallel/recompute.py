@@ -3,9 +3,9 @@
 Activation checkpointing frees activations after forward and recomputes them for backward:
 
 none        every activation of every layer is kept
-selective   kept: outputs of matrix products and attention, the most expensive to compute;
-            recomputed: norms, activation functions, residuals, which take most of the memory
-full        kept: the input of each block; forward runs twice, which is a third more FLOPs
+selective   outputs of matrix products and attention, which are the most expensive to compute, are
+            kept; norms, activation functions and residuals, which need most memory, are recomputed
+full        only the input of each block is kept; forward runs twice, which costs a third more FLOPs
 """
 
 from collections.abc import Callable
@@ -38,13 +38,17 @@ _EXPENSIVE = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 
-# Batch sizes that need a graph: full batches and the last batch, in training and in evaluation.
+# Each batch size may need its own graph: full batches and the last batch, in training and in
+# evaluation.
 _BATCH_SIZES = 4
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: children of a ModuleList, ModuleDict or Sequential whose class is not
-    torch's, outermost only. They are the units of recomputation, compilation and sharding."""
+    """The blocks of a model, which are the units of recomputation, compilation and sharding.
+
+    A block is a child of a ModuleList, ModuleDict or Sequential that has parameters and whose class
+    is not defined by torch. Blocks inside other blocks are left out.
+    """
     blocks = []
     for container in model.modules():
         if isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
@@ -58,18 +62,19 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def compile_blocks(
     model: nn.Module, backend: str = "inductor", *, forward_only: bool = False
 ) -> None:
-    """Compile block by block, in place: equal blocks share one graph.
+    """Compile each block separately, in place. Equal blocks share one graph.
 
     With one graph of the whole model, DDP would get all gradients at the end of backward, and could
-    not overlap communication with it. `forward_only`: code that wraps the forward of a block later
-    is not compiled.
+    not overlap communication with backward. With `forward_only`, only the present forward of a
+    block is compiled, and not the code that wraps it later.
     """
     split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    # A graph with a dynamic batch size fails for DTensors (RecursionError, torch 2.13). So with tp
-    # each of the two or three batch sizes has its own graph.
+    # A graph with a dynamic batch size fails for DTensors (RecursionError, torch 2.13). Therefore
+    # each batch size has its own graph if tp is used.
     dynamic = False if split else None
     blocks = repeated_blocks(model) or [model]
-    # Each size of block has its own graphs; above its limit the compiler stops compiling.
+    # Blocks of different sizes have their own graphs, and the compiler stops compiling if there are
+    # more graphs than its limit.
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _BATCH_SIZES * len(blocks))
     for block in blocks:
@@ -80,7 +85,10 @@ def compile_blocks(
 
 
 def check_blocks(model: nn.Module, what: Recompute) -> None:
-    """Raise UsageError if the whole model has no block to recompute; a stage may have none."""
+    """Raise UsageError if the whole model has no block to recompute.
+
+    A single pipeline stage is allowed to have no block.
+    """
     if what != "none" and not repeated_blocks(model):
         raise UsageError(
             f"--checkpoint-activations {what}: {type(model).__name__} has no repeated blocks in a "
@@ -99,8 +107,8 @@ def recompute_activations(model: nn.Module, what: Recompute) -> None:
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
-    # The compiler traces into this function; a direct call of torch's checkpoint would be a graph
-    # break.
+    # The compiler traces into this function. It would break the graph at a direct call of torch's
+    # checkpoint.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -116,7 +124,8 @@ def _contexts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a block's forward and of its recomputation.
 
-    The compiler only reads the policy; its graphs update a buffer once, also with recomputation.
+    The compiler needs only the policy, because a compiled graph updates each buffer only once, even
+    if it recomputes activations.
     """
     policy = _keep_expensive if what == "selective" else _keep_nothing
     if torch.compiler.is_compiling():
@@ -134,8 +143,8 @@ _WITHOUT_NORMS = {what: partial(_contexts, what, None) for what in get_args(Reco
 class _Recomputation(AbstractContextManager[None]):
     """Context of a recomputation, in which norms do not count the batch a second time.
 
-    The recomputation updates copies of the running statistics, which are then discarded. Each of
-    the two halves of a split backward (zero-bubble) enters this context once.
+    The recomputation updates copies of the running statistics, and the copies are then discarded.
+    If backward is split into two halves (zero-bubble), each half enters this context once.
     """
 
     def __init__(
@@ -150,7 +159,7 @@ class _Recomputation(AbstractContextManager[None]):
         for norm in self._norms:
             for name, buffer in norm._buffers.items():
                 norm._buffers[name] = None if buffer is None else buffer.clone()
-        self._inner.__enter__()  # after the copies, which the inner context must not record
+        self._inner.__enter__()  # entered last, because it must not record the copies
 
     def __exit__(self, *error: Any) -> None:
         try:

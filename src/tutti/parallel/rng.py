@@ -2,19 +2,21 @@
 
     data ranks (dp, shard)    different samples           different numbers
     stages (pp)               different layers            different numbers
-    tp, split activations     different heads, channels   different numbers: the same mask on every
-                              or sequence positions       part would not be independent
-    tp, whole activations     the same samples            the same numbers, or the ranks' copies
-                                                          would no longer be equal
+    tp, split activations     different heads, channels   different numbers: otherwise the masks of
+                              or sequence positions       the parts would not be independent
+    tp, whole activations     the same samples            the same numbers: otherwise the ranks'
+                                                          copies would no longer be equal
 
 Every rank draws from torch's default generator, so checkpoints and recomputation have to save only
-the state of this generator. `seed_training_rng` seeds it for the activations between the split
-layers: equally on all tp ranks if each holds whole activations, differently if each holds a part of
-the sequence. While a layer of the other kind runs, the generator has another seed, derived from a
-number that it drew itself: so the same state always gives the same masks.
+the state of this generator. `seed_training_rng` seeds the generator for the activations between the
+split layers. All tp ranks get the same seed if each holds whole activations, and different seeds if
+each holds a part of the sequence. Some layers need the opposite. While such a layer runs, the
+generator has a temporary seed, which is derived from a number drawn from the generator. Therefore
+the same state of the generator always leads to the same masks. The layers with a temporary seed:
 
-    whole activations        column ─ a seed per tp rank, from a number that all drew ─ row
-    part of the sequence     dropout of a gathered input: a seed drawn and broadcast by tp rank 0
+    whole activations        from a column layer to the next row layer: a different seed on each tp
+                             rank, derived from a number that is the same on all tp ranks
+    part of the sequence     dropout of a gathered input: a seed that tp rank 0 draws and broadcasts
 """
 
 import hashlib
@@ -35,14 +37,14 @@ from tutti.parallel.sharding_rules import Role
 
 
 def rng_axes(splits_sequence: bool) -> tuple[str, ...]:
-    """The axes on which ranks draw different numbers: tp only if tp splits the sequence."""
+    """The axes along which ranks draw different numbers; with tp only if tp splits the sequence."""
     return tuple(axis for axis in AXES if axis != "tp" or splits_sequence)
 
 
 def seed_training_rng(
     seed: int, mesh: Mesh, *, splits_sequence: bool = False, step: int = 0
 ) -> None:
-    """Seed torch's generators for training in this layout, from this step on."""
+    """Seed torch's generators for training in this layout, starting with step `step`."""
     coordinates = [mesh.rank(axis) for axis in rng_axes(splits_sequence)]
     torch.manual_seed(mixed_seed("noise", seed, step, *coordinates))
 
@@ -50,9 +52,9 @@ def seed_training_rng(
 def set_up_dropout(
     model: nn.Module, mesh: Mesh, rules: Mapping[str, Role], *, splits_sequence: bool
 ) -> None:
-    """Make the layers that the rules split over tp draw the right numbers, in place.
+    """Change the model so that dropout in layers split over tp draws the right numbers, in place.
 
-    A model without dropout is not changed, since hooks cost time and break the compiler's graph.
+    A model without dropout is not changed, because hooks cost time and break the compiler's graph.
     """
     if not has_dropout(model):
         return
@@ -73,8 +75,11 @@ def set_up_dropout(
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a module has a dropout probability above 0: a Dropout layer, or an attribute with
-    "drop" in its name, since attention takes the probability as a number."""
+    """Whether a module has a dropout probability above 0.
+
+    The probability is the `p` of a Dropout layer, or any attribute with "drop" in its name, because
+    attention modules often store the probability as a number.
+    """
     return any(
         isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         for module in model.modules()
@@ -97,7 +102,7 @@ class RankSeed:
         """Forward hook of column layers; only the first column layer changes the seed."""
         if not module.training or self._is_active():
             return
-        drawn = _draw()  # the same on all tp ranks
+        drawn = _draw()  # all tp ranks draw the same number
         self._kept = self._generator.get_state()
         self._own_seed = mixed_seed("tp", drawn, self._tp_rank)
         self._generator.manual_seed(self._own_seed)
@@ -109,7 +114,11 @@ class RankSeed:
             self._generator.set_state(self._kept)
 
     def _is_active(self) -> bool:
-        """Read the generator: recomputation may stop between layers, and resets the generator."""
+        """Whether the generator has the seed of this rank.
+
+        This is read from the generator and not stored in a flag, because recomputation may stop
+        between layers and then restores the generator.
+        """
         return self._generator.initial_seed() == self._own_seed
 
 
@@ -129,7 +138,7 @@ def _seed_of_first_rank(generator: torch.Generator, mesh: Mesh) -> Iterator[None
 def _local_dropout(
     dropout: nn.Module, forward: Any, shared: Any, input: torch.Tensor
 ) -> torch.Tensor:
-    """The forward of a dropout layer whose input may be a DTensor, equal on all tp ranks.
+    """The forward of a dropout layer. Its input may be a DTensor that is equal on all tp ranks.
 
     DTensor's own dropout would draw a different mask per rank on the CPU, and on CUDA it would set
     the generator of every rank to the state of rank 0.
@@ -143,7 +152,7 @@ def _local_dropout(
 
 
 def _draw() -> int:
-    """A number from the CPU generator: reading a number from a GPU would wait for the device."""
+    """Draw a number from the CPU generator, since reading a number from a GPU would wait for it."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 

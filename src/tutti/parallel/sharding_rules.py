@@ -4,12 +4,12 @@ The rules are a dict from module names to roles; `*` stands for one part of a na
 
     {"embed": "vocabulary", "blocks.*.attention.wq": "column", "blocks.*.attention.wo": "row"}
 
-Two consecutive matrices are split so that no communication is needed between them: the first by
-its columns, the second by its rows. Each rank computes one term of the sum that is the result.
+Two consecutive matrices A and B are split so that no communication is needed between them: A by its
+columns, A = [A₁ A₂], and B by its rows, B = [B₁; B₂]. Each rank computes one term of the result:
 
-                 ┌ A₁ ┐                       X A₁ → ReLU → · B₁ ┐
-    X · [A₁ A₂]  │    │ · [B₁; B₂]    rank 0: X A₁ … B₁          ├ + → result
-                 └ A₂ ┘               rank 1: X A₂ … B₂          ┘
+    rank 0:   X · A₁ → ReLU → · B₁ ┐
+                                   ├ + → result
+    rank 1:   X · A₂ → ReLU → · B₂ ┘
 
 Layers without a rule are not split: every tp rank computes them on the whole activations.
 """
@@ -23,13 +23,14 @@ from torch import nn
 from tutti.world.errors import UsageError, did_you_mean
 
 Role = Literal["vocabulary", "norm", "whole", "input", "column", "row", "head"]
-"""vocabulary: an embedding, split along the vocabulary. norm: applied to a part of the sequence.
-whole: any other layer between the split ones, computed by every rank. input: a module that needs
-the whole sequence, such as attention: its input is gathered once for all its columns. column, row:
-a linear layer split by outputs or by inputs. head: split by outputs, which are the vocabulary."""
+"""vocabulary: an embedding, split along the vocabulary. norm: a norm, applied to a part of the
+sequence. whole: any other layer between split layers, computed by every rank. input: a module that
+needs the whole sequence, such as attention; its input is gathered once for all its column layers.
+column: a linear layer split by outputs. row: a linear layer split by inputs. head: a linear layer
+split by outputs, which are the vocabulary."""
 ShardingRules = Mapping[str, Role]
 
-# Layer names of common transformers; the last part of a module's name decides.
+# Layer names of common transformers, compared with the last part of a module's name.
 _USUAL_NAMES: dict[str, Role] = {
     **dict.fromkeys(
         ("wq", "wk", "wv", "q_proj", "k_proj", "v_proj", "query", "key", "value"), "column"
@@ -51,7 +52,7 @@ _KINDS: dict[Role, tuple[type[nn.Module], ...]] = {
 
 
 def default_rules(model: nn.Module) -> dict[str, Role]:
-    """Rules for the usual layer names of transformers; UsageError if no layer has such a name."""
+    """Rules for the usual layer names of transformers; UsageError if there are no such layers."""
     rules: dict[str, Role] = {}
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
@@ -64,7 +65,7 @@ def default_rules(model: nn.Module) -> dict[str, Role]:
     columns = [name for name, role in rules.items() if role == "column"]
     fed = {name.rpartition(".")[0] for name in columns}
     alone = [n for n, role in rules.items() if role == "row" and n.rpartition(".")[0] not in fed]
-    for name in alone:  # without a column layer before it, the input of a row layer is not split
+    for name in alone:  # the input of a row layer is split only if a column layer precedes it
         del rules[name]
     if not columns or "row" not in rules.values():
         raise UsageError(
@@ -73,9 +74,9 @@ def default_rules(model: nn.Module) -> dict[str, Role]:
             "shard or dp instead of tp"
         )
     if {"vocabulary", "head"} <= set(rules.values()):
-        # From the embedding to the head, activations can be split along the sequence. A module
-        # that has only column and row layers gathers its input once for all columns. In a module
-        # that also has norms, each column layer gathers its own input.
+        # Between the embedding and the head, activations can be split along the sequence. A module
+        # that has only column and row layers gathers its input once for all its column layers. In a
+        # module that also has norms, each column layer gathers its own input.
         inputs = {parent for parent in fed - {""} if not _uncovered(model, rules, parent)}
         rules |= dict.fromkeys(inputs, "input")
         for name, module in model.named_modules():
@@ -85,9 +86,9 @@ def default_rules(model: nn.Module) -> dict[str, Role]:
 
 
 def resolve_rules(rules: ShardingRules, model: nn.Module) -> dict[str, Role]:
-    """The rules with every `*` expanded to module names; UsageError for a name without a module.
+    """The rules with every `*` expanded to module names; UsageError if a name has no module.
 
-    Takes the whole model, before a pipeline removes layers.
+    `model` is the whole model, before a pipeline removes layers.
     """
     names = [name for name, _ in model.named_modules() if name]
     resolved: dict[str, Role] = {}
@@ -121,8 +122,11 @@ def resolve_rules(rules: ShardingRules, model: nn.Module) -> dict[str, Role]:
 
 
 def splits_sequence(rules: Mapping[str, Role], model: nn.Module) -> bool:
-    """Whether activations can be split along the sequence: the rules name the embedding, the head
-    and every layer between them. Takes the whole model."""
+    """Whether activations can be split along the sequence.
+
+    This requires rules for the embedding, the head and every layer between them. `model` is the
+    whole model.
+    """
     return {"vocabulary", "norm", "head"} <= set(rules.values()) and not _uncovered(model, rules)
 
 
@@ -146,7 +150,7 @@ def check_between(rules: Mapping[str, Role], model: nn.Module) -> None:
 
 
 def check_divides(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:
-    """Raise UsageError, with the equation and the cure, if tp does not divide a layer."""
+    """Raise UsageError if a layer cannot be split evenly over tp. The message suggests other tp."""
     for name, role in rules.items():
         module = model.get_submodule(name)
         if role == "vocabulary":
@@ -175,7 +179,7 @@ def _must_divide(tp: int, count: int, what: str, name: str) -> None:
 
 
 def _uncovered(model: nn.Module, rules: Mapping[str, Role], inside: str = "") -> list[str]:
-    """Parameters of the whole model, or of one module, whose layer has no rule."""
+    """The parameters whose layer has no rule, in the whole model or in the module `inside`."""
     prefix = f"{inside}." if inside else ""
     owners = [(n, n.rpartition(".")[0]) for n, _ in model.named_parameters(prefix="")]
     return [name for name, owner in owners if name.startswith(prefix) and owner not in rules]

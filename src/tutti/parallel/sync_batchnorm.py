@@ -1,15 +1,16 @@
-"""Batch norm with the statistics of the microbatches of all data ranks, as on one device.
+"""Batch norm with statistics over the microbatches of all data ranks, as on one device.
 
-On CUDA, torch's SyncBatchNorm with its fused kernels is used. It refuses CPU tensors, for which
-`CpuBatchNorm` is used. Both have the parameters and buffers of a plain BatchNorm, so that
-checkpoints are interchangeable. The statistics of all N samples and pixels xᵢ of a channel:
+On CUDA, torch's SyncBatchNorm with its fused kernels is used. SyncBatchNorm does not support CPU
+tensors, so `CpuBatchNorm` is used for them. Both have the same parameters and buffers as a plain
+BatchNorm, so that checkpoints are interchangeable. The statistics of a channel, over the N values
+xᵢ of all samples and pixels, and the gradient are:
 
     μ = Σ xᵢ / N        σ² = Σ (xᵢ − μ)² / N        x̂ᵢ = (xᵢ − μ) / √(σ² + ε)
 
     ∂L/∂xᵢ = γ / √(σ² + ε) · (dyᵢ − Σ dyⱼ / N − x̂ᵢ · Σ dyⱼ x̂ⱼ / N)
 
 All sums are over all ranks, with one collective in forward and one in backward. Each rank computes
-its own part of the gradients of γ and β; the engine sums them like all other gradients.
+its own part of the gradients of γ and β, which the engine sums like all other gradients.
 """
 
 from abc import ABC, abstractmethod
@@ -56,7 +57,7 @@ def _synchronised(plain: _BatchNorm, mesh: Mesh) -> nn.Module:
 
 
 class JointBatchNorm(_BatchNorm, ABC):
-    """A batch norm with the statistics of all ranks, of which some may have no samples.
+    """A batch norm with the statistics of all ranks. Some ranks may have no samples.
 
     In evaluation without running statistics, each rank uses the statistics of its own samples, as
     torch's SyncBatchNorm does.
@@ -64,15 +65,17 @@ class JointBatchNorm(_BatchNorm, ABC):
 
     process_group: Any = None
     without_samples: bool = False
-    """Set while this rank runs on example inputs, which must not be counted although the rank must
-    take part in every collective."""
+    """True while this rank runs on example inputs. These inputs must not be counted, but the rank
+    must take part in every collective."""
 
-    # The compiler would break the graph at the collective, and compile once per sample count.
+    # The compiler would break the graph at the collective, and recompile for every number of
+    # samples.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.without_samples and self.training):
             return self._forward(input)
-        # The same collectives as on other ranks, in the same order, without samples.
+        # This rank runs the same collectives as the other ranks, in the same order, but without
+        # samples.
         zero = self._forward(input[:0]).sum()
         for parameter in (self.weight, self.bias):
             if parameter is not None:
@@ -81,7 +84,7 @@ class JointBatchNorm(_BatchNorm, ABC):
 
     @abstractmethod
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The norm itself, over the samples of all ranks."""
+        """Normalise the input with the statistics of the samples of all ranks."""
 
 
 class CudaBatchNorm(JointBatchNorm, nn.SyncBatchNorm):
@@ -89,14 +92,14 @@ class CudaBatchNorm(JointBatchNorm, nn.SyncBatchNorm):
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.numel() == 0 and self.training:
-            # Without samples torch sends zeros in the input's dtype, but ranks with 16-bit samples
-            # send float32 sums.
+            # A rank without samples would send zeros in the dtype of its input, but ranks with
+            # 16-bit samples send float32 sums.
             return nn.SyncBatchNorm.forward(self, input.to(_wide(input))).to(input.dtype)
         return nn.SyncBatchNorm.forward(self, input)
 
 
 class CpuBatchNorm(JointBatchNorm):
-    """For CPU tensors of any float dtype; also correct on CUDA, but slower."""
+    """A synchronised batch norm for CPU tensors of any float dtype; works on CUDA, but slowly."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -121,18 +124,18 @@ class CpuBatchNorm(JointBatchNorm):
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
-        # momentum=None: the mean over all microbatches so far.
+        # If momentum is None, the running statistics are the mean over all microbatches so far.
         share = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), share)
 
 
 def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Mean, biased variance and count of each channel over all ranks, in one collective.
+    """Mean and biased variance of each channel, and the count, over all ranks in one collective.
 
-    Every rank sends its own mean mᵣ, Σ (xᵢ − mᵣ)² and count nᵣ. For data far from 0, the variance
-    from Σ xᵢ² would suffer from cancellation; sums around each rank's mean do not:
-    Σ (xᵢ − μ)² = Σᵣ [Σ (xᵢ − mᵣ)² + nᵣ (mᵣ − μ)²].
+    Every rank sends its own mean mᵣ, Σ (xᵢ − mᵣ)² and count nᵣ. These are combined with
+    Σ (xᵢ − μ)² = Σᵣ [Σ (xᵢ − mᵣ)² + nᵣ (mᵣ − μ)²]. A variance computed from Σ xᵢ² would lose
+    precision by cancellation if the data is far from 0.
     """
     x = x.to(_wide(x))
     dims = [0, *range(2, x.dim())]  # all but the channels
@@ -149,7 +152,8 @@ def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 class _Normalise(torch.autograd.Function):
-    """One autograd node, so that the order of collectives in backward is the same on all ranks."""
+    """Normalises in one autograd node, so that all ranks run collectives in the same order in
+    backward."""
 
     @staticmethod
     def forward(
@@ -180,7 +184,7 @@ class _Normalise(torch.autograd.Function):
         dims = [0, *range(2, x.dim())]
         dbias, dweight = dy.sum(dims), (dy * normed).sum(dims)
         dx = None
-        if ctx.needs_input_grad[0]:  # equal on all ranks, which have the same model
+        if ctx.needs_input_grad[0]:  # the same on all ranks, because they have the same model
             sums = torch.stack([dbias, dweight])
             all_reduce(sums, group=ctx.group)
             mean_dy, mean_dy_normed = sums / max(ctx.count, 1)
@@ -206,5 +210,5 @@ def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """The dtype of sums: float32 or wider."""
+    """The dtype of sums over x: float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -1,20 +1,22 @@
-"""Engines and layers written for teaching, with plain collectives. `tutti train` uses them only
-with `--engine scratch` or `--engine dataparallel`.
+"""Engines and layers for teaching, written with plain collectives.
+
+`tutti train` uses them only with `--engine scratch` or `--engine dataparallel`.
 
 Scratch: data parallelism from first principles
 -----------------------------------------------
 1. Every rank starts from the same parameters: rank 0 broadcasts its parameters.
 2. Every rank runs forward and backward on its own part of the batch.
 3. Gradients are summed over the ranks (all-reduce).
-4. Every rank makes the same update with the same gradients: the replicas stay equal.
+4. Every rank makes the same update with the same gradients, so the replicas stay equal.
 
-Step 3 is one all-reduce per gradient, or one all-reduce of all gradients in one buffer. A network
-has many small parameters (P of them), and each collective costs its latency:
+Step 3 is either one all-reduce per gradient (each), or one all-reduce of a buffer that contains all
+gradients (grouped). A network has many small parameters, and every collective has a latency. For P
+parameters, the times are:
 
     each      P × (latency + bytes / (P × bandwidth))  =  P × latency + bytes / bandwidth
     grouped                                                   latency + bytes / bandwidth
 
-Both start after the end of backward. DDP overlaps the all-reduce with backward.
+Both variants start after the end of backward. DDP overlaps the all-reduce with backward.
 
 LayersOnRanks: a model split by layers, without microbatches
 ------------------------------------------------------------
@@ -30,8 +32,9 @@ ColumnLinear, RowLinear: a linear layer y = x W + b split within the layer
         row split      W = [W0 / W1]       each rank takes some columns of x and computes one term
                                            of every y; an all-reduce adds the terms
 
-Each operation on activations has its counterpart in backward (`_Operation`). A column split that is
-followed by a row split needs no communication in between: see `tutti.parallel.tensor`.
+Each of these operations on activations has a counterpart in backward (`_Operation`). If a column
+split is followed by a row split, no communication is needed in between: see
+`tutti.parallel.tensor`.
 """
 
 from collections.abc import Callable
@@ -84,7 +87,7 @@ class Scratch(Engine):
 
 @torch.no_grad()
 def all_reduce_each(tensors: list[torch.Tensor]) -> None:
-    """Sum every tensor over the ranks, in place, with one all-reduce each."""
+    """Sum every tensor over the ranks, in place, with one all-reduce per tensor."""
     for tensor in tensors:
         all_reduce(tensor)
 
@@ -128,7 +131,7 @@ class LayersOnRanks:
     _output: torch.Tensor
 
     def __init__(self, model: nn.Module, group: Group = None) -> None:
-        """Every rank passes the same whole model, which keeps only this rank's layers, in place."""
+        """Every rank passes the same whole model. The layers of other ranks are removed from it."""
         self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.is_first, self.is_last = self.rank == 0, self.rank == self.ranks - 1
@@ -139,7 +142,8 @@ class LayersOnRanks:
     def forward(self, inputs: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Receive from the previous rank, compute this rank's layers, send to the next rank.
 
-        Only the first rank reads `inputs`. The others need the `shape` of the received tensor.
+        Only the first rank reads the values of `inputs`. The other ranks need the `shape` of the
+        tensor that they receive.
         """
         if self.is_first:
             self._received = inputs
@@ -166,7 +170,7 @@ class LayersOnRanks:
 
 
 class ColumnLinear(nn.Module):
-    """A linear layer of which each rank computes some outputs; all ranks get all outputs."""
+    """A linear layer in which each rank computes some outputs and then gets all outputs."""
 
     def __init__(self, whole: nn.Linear, group: Group = None) -> None:
         super().__init__()
@@ -183,13 +187,13 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer of which each rank takes some inputs; outputs are summed over the ranks."""
+    """A linear layer in which each rank uses some inputs; outputs are summed over the ranks."""
 
     def __init__(self, whole: nn.Linear, group: Group = None) -> None:
         super().__init__()
         self.group = group
         self.weight = nn.Parameter(own_slice(whole.weight, 1, group))
-        # All ranks have the whole bias: it is added once, after the sum.
+        # Every rank has the whole bias and adds it once, after the sum over ranks.
         self.bias = None if whole.bias is None else nn.Parameter(whole.bias.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -199,7 +203,7 @@ class RowLinear(nn.Module):
 
 
 def own_slice(tensor: torch.Tensor, dim: int, group: Group = None) -> torch.Tensor:
-    """A copy of this rank's equal part of a tensor."""
+    """A copy of this rank's part of a tensor, which is split evenly along `dim`."""
     ranks = dist.get_world_size(group)
     if tensor.size(dim) % ranks:
         raise ValueError(

@@ -7,12 +7,12 @@ With `sequence_parallel`, the activations between the split layers are split alo
              sequence                      heads                  sequence
 
 An all-reduce (every rank gets the whole sum) becomes a reduce-scatter and an all-gather, which
-move the same bytes, and norms and residuals take 1/tp of the memory and time. Without
-`sequence_parallel`, every rank holds whole activations and computes all norms.
+transfer the same number of bytes. Norms and residuals need only 1/tp of the memory and time.
+Without `sequence_parallel`, every rank holds whole activations and computes all norms.
 
-The weights of split layers are DTensors, and so are the results of their matrix products: split, or
-still to be summed over ranks. Between the layers that the sharding rules name, activations are
-plain tensors with this rank's part.
+The weights of split layers are DTensors. The results of their matrix products are also DTensors,
+which are either split or still have to be summed over ranks. Between the layers named in the
+sharding rules, activations are plain tensors that contain this rank's part.
 """
 
 import warnings
@@ -52,10 +52,10 @@ def tensor_parallel(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> None:
-    """Split the layers that the rules name over tp, in place; layers of other stages are skipped.
+    """Split the layers named in `rules` over tp, in place. Layers of other stages are skipped.
 
-    With `loss_parallel` the head's outputs stay split along the vocabulary, and the loss must be
-    computed inside `loss_context`. On the meta device no communication takes place.
+    With `loss_parallel`, the outputs of the head stay split along the vocabulary, and the loss must
+    be computed inside `loss_context`. If the model is on the meta device, ranks do not communicate.
     """
     stream = Shard(SEQUENCE) if sequence_parallel else Replicate()
     styles = {
@@ -84,12 +84,18 @@ def check_sequence(example: torch.Tensor, tp: int) -> None:
 
 
 def loss_context(split_logits: bool) -> AbstractContextManager[None]:
-    """Context for forward and backward of a loss; `split_logits`: along the vocabulary."""
+    """Context for forward and backward of a loss.
+
+    `split_logits` states whether the logits are split along the vocabulary.
+    """
     return loss_parallel() if split_logits else nullcontext()
 
 
 def overlap_matrix_products(mesh: Mesh, options: ParallelOptions, compiled: bool) -> None:
-    """Make the compiler split matrix products, to send some parts while it computes others."""
+    """Make the compiler split matrix products, so that one part is sent while another is computed.
+
+    Raises UsageError if a requirement is not met.
+    """
     if mesh.world.device.type != "cuda" or not compiled or not options.sequence_parallel:
         raise UsageError(
             "--async-tp needs CUDA, --compile and --sequence-parallel: add them or leave it out"
@@ -129,16 +135,18 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
 def _wait_for_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     """Wait for the embedding's collective, and return a plain tensor.
 
-    A compiled block whose input is an AsyncCollectiveTensor returns a gradient that DTensor cannot
-    read (torch 2.13). The copy is cheap compared with the layers that follow, which would have to
-    wait anyway.
+    If the input of a compiled block is an AsyncCollectiveTensor, the block returns a gradient that
+    DTensor cannot read (torch 2.13). The copy is cheap compared with the following layers, and
+    these layers would have to wait for the collective anyway.
     """
     return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
 
 
 class Whole(ParallelStyle):
-    """A layer that is not split: its parameters are replicated DTensors, and its output is split
-    in the same way as its input."""
+    """A layer that is not split.
+
+    Its parameters are replicated DTensors, and its output has the same placement as its input.
+    """
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -156,7 +164,8 @@ class Whole(ParallelStyle):
 class Gather(ParallelStyle):
     """Gathers the first argument of a module once, for all column layers inside the module.
 
-    In backward, autograd adds the gradients of the columns, and one collective sums over ranks.
+    In backward, autograd adds the gradients of the column layers, and one collective sums the
+    result over ranks.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -189,9 +198,9 @@ def _as_dtensor(
 def place_gradients(model: nn.Module) -> None:
     """Redistribute every gradient to the placements of its parameter.
 
-    After backward, a gradient has the placements of the last operation. The gradient of a norm that
-    was computed from a part of the sequence, for example, must still be summed over tp. FSDP does
-    this for the parameters that it shards.
+    After backward, a gradient has the placements of the last operation. For example, the gradient
+    of a norm that was applied to a part of the sequence must still be summed over tp. FSDP does
+    this sum for the parameters that it shards.
     """
     for parameter in model.parameters():
         gradient, value = parameter.grad, parameter.data
@@ -202,7 +211,7 @@ def place_gradients(model: nn.Module) -> None:
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several, such as a tied embedding and head."""
+    """The lists of names of parameters with several names, such as a tied embedding and head."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: consecutive layers of a model on different ranks."""
+"""Pipeline parallelism: each rank holds some consecutive layers of a model."""

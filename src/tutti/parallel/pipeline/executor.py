@@ -56,7 +56,7 @@ class Pipeline(Engine):
         options: ParallelOptions,
         microbatches: int,
     ) -> None:
-        """`model` has the layers of all of this rank's stages, with their weights."""
+        """`model` contains the layers of all stages of this rank, with their weights."""
         super().__init__(model, mesh.world, mesh)
         self.options = options
         self.stages = stages.modules
@@ -66,8 +66,9 @@ class Pipeline(Engine):
         self.microbatch_size = stages.padding.size
         count, pp = len(stages.layers), mesh.layout.pp
         self.holders = [rank_of(options.pipeline_schedule, stage, pp) for stage in range(count)]
-        # NCCL sets up a group in its first collective, in which all ranks of the group must take
-        # part. All later calls are between two ranks, while other ranks may wait for the result.
+        # NCCL creates the communicator of a group in the group's first collective, in which all
+        # ranks of the group must take part. This all_reduce is that collective, because all later
+        # operations are sends and receives between two ranks.
         all_reduce(torch.zeros(1, device=self.world.device), group=mesh.group("pp"))
         self.tied = TiedWeights(stages.ties, self.holders, self.stages, mesh)
         self.tied.share_values(model)
@@ -78,7 +79,7 @@ class Pipeline(Engine):
                 _prepare_split_backward(module, options.pipeline_schedule)
         self.schedule: Schedule | None = None
         self.torch_stages: list[Stage] = []
-        """This rank's stages as objects of torch, created by the first step."""
+        """This rank's stages as torch PipelineStage objects, created in the first step."""
         self._loss_fn: LossFunction | None = None  # of the current step
         self._scale: Callable[[Tensor], Tensor] = unscaled
         self._losses: list[Tensor] = []
@@ -100,7 +101,7 @@ class Pipeline(Engine):
 
     @property
     def holds_last(self) -> bool:
-        """Whether this rank holds the last stage, with the outputs and losses."""
+        """Whether this rank holds the last stage, which computes the outputs and losses."""
         return len(self.stage_layers) - 1 in self.stages
 
     @property
@@ -121,8 +122,9 @@ class Pipeline(Engine):
         self._copy_training_mode()
         if self.schedule is None:
             self.schedule = self._build_schedule(inputs[: self.microbatch_size])
-        # torch takes one loss function when the schedule is built. The loss function of a step
-        # divides by the number of samples in the step, so it differs between steps.
+        # torch gets its loss function when the schedule is built. But the loss function of a step
+        # divides by the number of samples in the step, so it differs between steps. Therefore torch
+        # gets the method _loss, which calls the loss function of the current step.
         self._loss_fn, self._scale, self._losses = loss_fn, scale, []
         arguments = (inputs,) if 0 in self.stages else ()
         self.schedule.step(
@@ -159,10 +161,11 @@ class Pipeline(Engine):
         raise UsageError("a pipeline pads microbatches itself: give run() empty ones")
 
     def _build_schedule(self, inputs: Tensor) -> Schedule:
-        """torch's stages and schedule; one microbatch runs to find the shapes between stages.
+        """Create torch's stages and schedule.
 
-        If torch inferred the shapes, it would run the model on uninitialised memory, which would
-        change the running statistics of norms.
+        One microbatch runs through the pipeline to find the shapes between stages. If torch
+        inferred the shapes, it would run the model on uninitialised memory, which would change the
+        running statistics of norms.
         """
         shapes: dict[int, tuple[Tensor, Tensor]] = {}
         with without_side_effects(self.model, self.world):
@@ -215,7 +218,10 @@ class Pipeline(Engine):
         return torch.cat([inputs, copies]), torch.cat([targets, ignored])
 
     def _copy_training_mode(self) -> None:
-        """Set the mode of the stages: `model.eval()` does not change views of layers."""
+        """Copy the training mode of the model to the stages.
+
+        A stage may be a view of the model, and `model.eval()` does not change the mode of the view.
+        """
         for module in self.stages.values():
             module.training = self.model.training
 
@@ -233,16 +239,17 @@ class Pipeline(Engine):
     def _run_stages(
         self, inputs: Tensor, shapes: dict[int, tuple[Tensor, Tensor]] | None = None
     ) -> Tensor | None:
-        """Forward of one batch of any size: stage 0 → send → stage 1 → send → … → last stage.
+        """Run forward of one batch of any size: stage 0 → send → stage 1 → … → last stage.
 
-        Returns the outputs on the rank of the last stage, None on other ranks. Stores the input and
-        output of each of this rank's stages in `shapes`, as meta tensors. Every rank runs its
-        stages in ascending order, so no two ranks wait for each other.
+        Returns the outputs on the rank of the last stage, and None on other ranks. If `shapes` is
+        given, stores the input and output of each stage of this rank in it, as meta tensors. Every
+        rank runs its stages in ascending order, so no two ranks wait for each other.
         """
         here = self.mesh.rank("pp")
         x = inputs
         for stage, module in self.stages.items():
-            if stage and self.holders[stage - 1] != here:  # in a V, one rank has both middle stages
+            # In a V-schedule, the last rank holds two consecutive stages: nothing is received.
+            if stage and self.holders[stage - 1] != here:
                 x = self._receive(self.holders[stage - 1])
             output = module(x)
             assert isinstance(output, Tensor), "a stage returns one tensor"
@@ -275,8 +282,8 @@ class Pipeline(Engine):
 def _prepare_split_backward(module: nn.Module, schedule: ScheduleName) -> None:
     """Prepare a stage whose backward computes gradients of inputs and of weights separately.
 
-    torch looks up the weights in the autograd graph of forward. FSDP must not replace them by their
-    shards before backward, or torch would not find them.
+    torch searches the weights in the autograd graph of forward. It would not find them if FSDP
+    replaced the weights by their shards before backward.
     """
     for each in module.modules():
         if isinstance(each, FSDPModule):

@@ -1,19 +1,21 @@
 """Timelines of pipeline schedules, simulated and measured: the actions of every rank over time.
 
-In the simulation every rank runs its actions in order, each as soon as its inputs have been
-computed. A forward costs 1, a backward 2, each half of a backward 1; communication costs nothing.
-The bubble is the share of ranks × time in which nothing is computed. For gpipe and 1f1b with p
-ranks and m microbatches
+In the simulation, every rank runs its actions in order, each as soon as its inputs have been
+computed. A forward costs 1, a backward 2, and each half of a split backward 1. Communication costs
+nothing. The bubble is the fraction of the total time of all ranks in which ranks are idle. For
+gpipe and 1f1b with p ranks and m microbatches
 
     bubble = (p - 1) / (m + p - 1)
 
-since a rank waits for p - 1 forwards and p - 1 backwards, and computes m of each. With v stages per
-rank, each stage takes 1/v of the time, so the bubble is (p - 1) / (v m + p - 1). If the bubbles are
-filled with weight gradients, ranks wait for first forwards only: (p - 1) / (3 v m + p - 1).
+because a rank waits for p - 1 forwards and p - 1 backwards, and computes m of each. With v stages
+per rank, each stage takes 1/v of the time, so the bubble is (p - 1) / (v m + p - 1). If the bubbles
+are filled with weight gradients, ranks wait only for the first forwards, so the bubble is
+(p - 1) / (3 v m + p - 1).
 
-For schedules with several stages per rank, the order of actions is the list that torch runs. For
-gpipe and 1f1b torch runs a loop instead, and the order is computed here (the list that torch 2.13
-has for 1f1b lacks microbatch 0 of the last stage). A test compares all orders with recorded ones.
+For schedules with several stages per rank, the order of actions is read from torch's schedule. For
+gpipe and 1f1b, torch runs a loop instead, so the order is computed here. (torch 2.13 also has a
+list for 1f1b, but microbatch 0 of the last stage is missing in it.) A test compares all orders with
+recorded runs.
 """
 
 import re
@@ -39,7 +41,7 @@ COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 _FILL = {"F": "-", "B": "=", "I": "=", "W": "~"}
 _WIDTH = 80
 _LABEL = len("rank 0  ")
-# Wide enough that a stage takes milliseconds: communication is short compared with it.
+# The model is wide enough that a stage takes milliseconds, much longer than its communication.
 _DIM, _LAYERS, _SAMPLES = 384, 4, 256
 _STEPS = 5
 
@@ -82,7 +84,8 @@ def _loop_order(stage: int, ahead: int, microbatches: int) -> list[Action]:
 def _from_torch(
     name: ScheduleName, ranks: int, microbatches: int, stages_per_rank: int
 ) -> list[list[Action]]:
-    # The constructor of torch's schedule needs these attributes of its stages, and no other ranks.
+    # The constructor of torch's schedule reads only these attributes of its stages, and it does not
+    # communicate.
     stages: list[Any] = [
         SimpleNamespace(
             stage_index=stage,
@@ -101,7 +104,7 @@ def _from_torch(
 
 
 def _parse(text: str) -> Action:
-    """torch writes the forward of microbatch 3 on stage 2 as 2F3."""
+    """Parse torch's notation, such as 2F3 for the forward of microbatch 3 on stage 2."""
     match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
     assert match is not None, f"torch's schedule has an unknown action {text!r}"
     return Action(match[2], int(match[1]), int(match[3]))  # type: ignore[arg-type]
@@ -121,7 +124,7 @@ Timeline = list[list[Span]]
 
 
 def simulate(orders: Sequence[Sequence[Action]]) -> Timeline:
-    """The timeline of actions with the costs of `COSTS`."""
+    """The timeline of the actions of all ranks, if the actions take the times in `COSTS`."""
     last = max(action.stage for actions in orders for action in actions)
     done: dict[Action, float] = {}
     timeline: Timeline = [[] for _ in orders]
@@ -151,13 +154,13 @@ def _needs(action: Action, last: int, done: dict[Action, float]) -> list[Action]
     if stage == last:
         return [Action("F", stage, number)]
     later = Action("B", stage + 1, number)
-    if later not in done:  # only the gradient of the inputs is needed
+    if later not in done:  # a split backward: only the gradient of the inputs is needed
         later = Action("I", stage + 1, number)
     return [Action("F", stage, number), later]
 
 
 def bubble(timeline: Timeline) -> float:
-    """The share of time in which ranks are idle, from 0 to the end of the last action."""
+    """The fraction of time in which ranks are idle, between 0 and the end of the last action."""
     busy = sum(span.end - span.start for spans in timeline for span in spans)
     return 1 - busy / (length(timeline) * len(timeline))
 
@@ -170,11 +173,11 @@ def length(timeline: Timeline) -> float:
 def bubble_formula(
     name: ScheduleName, ranks: int, microbatches: int, stages_per_rank: int
 ) -> float | None:
-    """The bubble in closed form, if there is one."""
+    """The bubble computed with a formula; None if no formula applies to the schedule."""
     waits, works = ranks - 1, stages_per_rank * microbatches
     if name in ("gpipe", "1f1b") or (name == "interleaved" and microbatches % ranks == 0):
         return waits / (works + waits)
-    # Ranks wait for first forwards only; F, I and W cost 1 each.
+    # Ranks wait only for the first forwards. F, I and W cost 1 each.
     if name == "zero-bubble" and microbatches % ranks == 0:
         return waits / (3 * works + waits)
     if name == "zbv" and microbatches >= 2 * ranks - 1:
@@ -183,9 +186,10 @@ def bubble_formula(
 
 
 def draw(timeline: Timeline, unit: float = 1.0, width: int = _WIDTH) -> list[str]:
-    """A line of text for each rank; a timeline wider than `width` continues below.
+    """The timeline as text, with one line for each rank.
 
-    `unit` is the time that is drawn as wide as one label.
+    A timeline wider than `width` continues in further lines below. `unit` is the time that is drawn
+    as wide as one label.
     """
     labels = [label(span.action, timeline) for spans in timeline for span in spans]
     scale = (max(map(len, labels)) + 1) / unit  # characters per unit of time
@@ -207,18 +211,21 @@ def draw(timeline: Timeline, unit: float = 1.0, width: int = _WIDTH) -> list[str
 
 
 def label(action: Action, timeline: Timeline) -> str:
-    """F3, or if a rank has several stages 5F3: the forward of microbatch 3 on stage 5."""
+    """The label of an action: F3 for the forward of microbatch 3.
+
+    If ranks have several stages, the label starts with the stage: 5F3 on stage 5.
+    """
     several = any(len({span.action.stage for span in spans}) > 1 for spans in timeline)
     return f"{action.stage if several else ''}{action.kind}{action.microbatch}"
 
 
 @contextmanager
 def recorded(engine: Pipeline) -> Iterator[list[Span]]:
-    """Record the engine's actions in the list, in seconds, until the context ends.
+    """Context that yields a list and records the engine's actions in it, with times in seconds.
 
-    torch's stages have a method for each kind of action, which is replaced by one that also
-    measures its time. On a GPU each call waits for the device, so that the time includes all
-    kernels.
+    torch's stages have a method for each kind of action. Inside the context, these methods are
+    replaced by methods that also measure time. On a GPU, each call waits for the device, so that
+    the time includes all kernels.
     """
     assert engine.schedule is not None, "run a step first: it builds the stages"
     spans: list[Span] = []
@@ -253,7 +260,7 @@ def recorded(engine: Pipeline) -> Iterator[list[Span]]:
 
 
 def measure(world: World, options: ParallelOptions, microbatches: int) -> Timeline:
-    """The fastest of a few steps of the schedule on a small model of equal stages, in seconds."""
+    """The timeline of the fastest of a few steps, in seconds, on a small model of equal stages."""
     from tutti.parallel.apply import build_engine
 
     torch.manual_seed(0)
@@ -289,7 +296,10 @@ def measure(world: World, options: ParallelOptions, microbatches: int) -> Timeli
 
 
 def gather_timeline(spans: list[Span]) -> Timeline:
-    """The spans of every rank, relative to the first start. All ranks must be on one host."""
+    """The spans of every rank, with times relative to the start of the first action.
+
+    All ranks must be on one host, so that their clocks are the same.
+    """
     own = [[s.action.kind, s.action.stage, s.action.microbatch, s.start, s.end] for s in spans]
     ranks = gather_json(own)
     began = min(row[3] for rows in ranks for row in rows)

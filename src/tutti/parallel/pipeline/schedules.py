@@ -1,10 +1,10 @@
 """Pipeline schedules by name: which stages a rank holds, and torch's class for each schedule.
 
-gpipe        all forwards, then all backwards: activations of all microbatches are kept
-1f1b         backward as early as possible: stage s keeps at most S - s microbatches
-interleaved  1f1b with several stages per rank: the bubble is divided by their number
-zero-bubble  interleaved; weight gradients are computed late, in the bubbles
-zbv          zero-bubble with two stages per rank, folded into a V
+gpipe        all forwards, then all backwards: keeps the activations of all microbatches
+1f1b         each backward as early as possible: stage s of S keeps at most S - s microbatches
+interleaved  1f1b with several stages per rank, which divides the bubble by their number
+zero-bubble  interleaved, with weight gradients computed later, in the bubbles
+zbv          zero-bubble with two stages per rank, in V shape: rank 0 has the first and last stage
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ MULTI: dict[ScheduleName, type[PipelineScheduleMulti]] = {
 }
 
 SPLIT_BACKWARD = ("zero-bubble", "zbv")
-"""Schedules whose backward has two halves: gradients of the inputs, which other ranks wait for, and
-later gradients of the weights."""
+"""Schedules whose backward has two halves. The first half computes gradients of the inputs, for
+which other ranks wait. The second half runs later and computes gradients of the weights."""
 
 StageContext = Callable[[int], AbstractContextManager[None]]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -45,7 +45,7 @@ Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 def refuse_compiled(schedule: ScheduleName) -> None:
-    """Raise UsageError if the schedule, which is to run a compiled model, splits backward."""
+    """Raise UsageError if the schedule splits backward, which a compiled model does not allow."""
     if schedule in SPLIT_BACKWARD:
         raise UsageError(
             f"--compile contradicts --pipeline-schedule {schedule}: a compiled backward cannot be "
@@ -87,7 +87,7 @@ class Stage(PipelineStage):
             return super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # In torch 2.11 the last stage of a V-schedule sends to its own rank; backends refuse that.
+        # In torch 2.11, a stage of a V-schedule may send to its own rank, which backends refuse.
         operations = super()._get_init_p2p_neighbors_ops()
         return [each for each in operations if each.group_peer != self.group_rank]
 
@@ -107,7 +107,10 @@ def rank_of(name: ScheduleName, stage: int, ranks: int) -> int:
 
 
 def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> None:
-    """Raise UsageError, with the equation and the cure, if the schedule cannot run."""
+    """Raise UsageError if the schedule cannot run this number of microbatches.
+
+    The message suggests a valid number.
+    """
     if microbatches < ranks:
         raise UsageError(
             f"--accumulation {microbatches} gives pp{ranks} {microbatches} "
@@ -126,7 +129,10 @@ def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> Non
 def build_schedule(
     name: ScheduleName, stages: Sequence[PipelineStage], microbatches: int, loss: Loss
 ) -> Schedule:
-    """torch's schedule for this rank's stages. Losses are sums, so gradients are not scaled."""
+    """torch's schedule for this rank's stages.
+
+    Gradients are not scaled, because the losses of microbatches add up to the loss of the step.
+    """
     if name in SINGLE:
         return SINGLE[name](stages[0], microbatches, loss, scale_grads=False)
     return MULTI[name](list(stages), microbatches, loss, scale_grads=False)

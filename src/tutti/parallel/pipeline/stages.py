@@ -1,4 +1,4 @@
-"""Stages of a pipeline: the layers of a model, the cost of each layer, and where the model is cut.
+"""Stages of a pipeline: the layers of a model, the cost of each layer, and the cuts between stages.
 
 Two kinds of models can be cut:
 
@@ -8,8 +8,8 @@ Two kinds of models can be cut:
   a layer, and so is every entry of a ModuleDict. Children without parameters (rotary tables) are
   kept on every stage.
 
-A stage is the same module without the other layers. So layers and parameters have the same names on
-a stage as in the whole model, in checkpoints too.
+A stage is the whole model without the layers of other stages. Therefore layers and parameters have
+the same names in a stage, in the whole model and in checkpoints.
 """
 
 import copy
@@ -45,7 +45,8 @@ class Stages:
     """The stages of this rank, and the layers and tied parameters of all stages."""
 
     modules: dict[int, nn.Module]
-    """By stage index: the model itself if this rank has one stage, else views of its layers."""
+    """The module of each stage, keyed by stage index. If this rank has one stage, the module is the
+    model itself; otherwise each module is a view of some of the model's layers."""
     layers: list[list[str]]
     """The layer names of every stage of the pipeline."""
     ties: list[Tie]
@@ -60,7 +61,10 @@ def cut_model(
     microbatch_size: int,
     weights: Weights | None = None,
 ) -> Stages:
-    """Cut the whole model, which may be on meta, and keep this rank's layers, in place."""
+    """Cut the whole model into stages and remove the layers of other ranks, in place.
+
+    The model may be on the meta device.
+    """
     names = plan_stages(model, mesh.layout.pp, options, example, weights, mesh.world.device)
     held = stages_of(
         options.pipeline_schedule, mesh.rank("pp"), mesh.layout.pp, options.virtual_stages
@@ -125,7 +129,10 @@ def layer_names(model: nn.Module) -> list[str]:
 
 
 def layer_units(model: nn.Module) -> list[list[str]]:
-    """Groups of layers that stay together: every group has parameters, which a stage needs."""
+    """Groups of consecutive layers that are not separated.
+
+    Every group has parameters, because a stage without parameters is not possible.
+    """
     units: list[list[str]] = []
     complete = True  # whether the last unit has parameters
     for name in layer_names(model):
@@ -139,7 +146,7 @@ def layer_units(model: nn.Module) -> list[list[str]]:
 
 
 def keep_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Remove all other layers from the model, in place; the kept ones keep their names."""
+    """Remove all layers except `names` from the model, in place. Kept layers keep their names."""
     kept = set(names)
     for name in layer_names(model):
         if name in kept:
@@ -163,8 +170,10 @@ def layer_view(model: nn.Module, names: Iterable[str]) -> nn.Module:
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """A module with the same children, parameters and buffers, in new dicts, so that hooks which
-    are added later are not shared."""
+    """A module with the same children, parameters and buffers.
+
+    The dicts that contain them are new, so that hooks added later are not shared.
+    """
     twin = copy.copy(module)
     for key, value in vars(twin).items():
         if isinstance(value, dict | set):
@@ -180,14 +189,15 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-# --- where to cut ---------------------------------------------------------------------------------
+# --- cuts between stages --------------------------------------------------------------------------
 
 
 def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut into contiguous, non-empty parts whose largest sum is as small as possible.
+    """Cut layers into contiguous, non-empty parts so that the most expensive part costs least.
 
-    A pipeline is as fast as its slowest stage: the other stages wait for it at every microbatch.
-    Among the cuts with the smallest largest sum, the one with the least sum of squares is taken.
+    A pipeline is as fast as its slowest stage, because the other stages wait for the slowest stage
+    at every microbatch. If several cuts are equally good, the cut with the smallest sum of squared
+    costs is chosen.
     """
     check_stages(len(costs), stages, 1)
     sums = [0.0]
@@ -207,14 +217,17 @@ def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def cut_evenly(count: int, stages: int) -> list[range]:
-    """Cut into parts whose layer counts differ by at most one; later parts have fewer layers."""
+    """Cut layers into parts whose numbers of layers differ by at most one.
+
+    If the numbers differ, later parts have fewer layers.
+    """
     check_stages(count, stages, 1)
     ends = [-(-count * (stage + 1) // stages) for stage in range(stages)]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def check_stages(layers: int, ranks: int, stages_per_rank: int) -> None:
-    """Raise UsageError, with the equation and the cure, if there are more stages than layers."""
+    """Raise UsageError if there are more stages than layers. The message suggests layouts."""
     stages = ranks * stages_per_rank
     if stages <= layers:
         return
@@ -237,7 +250,10 @@ def _best_cut(
     join: Callable[[float, float], float],
     cost_of: Callable[[int, int], float],
 ) -> tuple[float, list[int]]:
-    """The best value and the ends of the parts, by dynamic programming over layers and stages."""
+    """The value and the part ends of the best cut, by dynamic programming over layers and stages.
+
+    `join` combines the value of a cut with the cost of one more part.
+    """
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(1, stages + 1):
         longer: dict[int, tuple[float, list[int]]] = {}
@@ -259,8 +275,8 @@ def _best_cut(
 def counted_flops(model: nn.Module, units: list[list[str]], example: torch.Tensor) -> list[float]:
     """FLOPs of forward and backward of each unit of layers, on inputs like the example.
 
-    Matrix products only, counted on the meta device; operations that are bound by memory (norms,
-    activation functions, an embedding's look-up) count nothing.
+    Only matrix products are counted, on the meta device. Operations that are limited by memory
+    bandwidth (norms, activation functions, the look-up of an embedding) count as 0.
     """
     twin = _on_meta(model)
     for norm in twin.modules():
@@ -270,7 +286,7 @@ def counted_flops(model: nn.Module, units: list[list[str]], example: torch.Tenso
     known: dict[object, tuple[float, torch.Tensor]] = {}
     costs = []
     for names in units:
-        # The blocks of a transformer are equal, so only one of them is counted.
+        # The blocks of a transformer are equal, so the FLOPs of only one block are counted.
         modules = [twin.get_submodule(name) for name in names]
         shapes = [[parameter.shape for parameter in module.parameters()] for module in modules]
         kind = (repr(modules), repr(shapes), x.shape, x.dtype)
@@ -305,7 +321,8 @@ def measured_seconds(
     Memory is allocated for one unit at a time. All ranks use the numbers of rank 0, because all
     ranks must cut at the same places.
     """
-    x = torch.cat([example, example]) if len(example) == 1 else example  # for batch norms
+    # Batch norms in training need at least two samples.
+    x = torch.cat([example, example]) if len(example) == 1 else example
     costs = []
     for names in units:
         stage = _on_meta(layer_view(model, names), buffers=False)
@@ -336,7 +353,7 @@ def _on_meta(model: nn.Module, buffers: bool = True) -> nn.Module:
         memo[id(buffer)] = buffer.to("meta") if buffers else buffer.clone()
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, dist.ProcessGroup):  # of a JointBatchNorm: cannot be copied
+            if isinstance(value, dist.ProcessGroup):  # of a JointBatchNorm; deepcopy would fail
                 memo[id(value)] = value
     return copy.deepcopy(model, memo)
 
@@ -352,15 +369,15 @@ def now(device: torch.device) -> float:
 
 
 class Padding:
-    """Hides padded samples from the norms of a rank.
+    """Excludes padded samples from the statistics of this rank's norms.
 
-    A schedule needs microbatches of one size, so the last microbatches of an epoch are padded with
-    copies of a sample. In most layers the copies have no effect. A norm that computes statistics
-    over samples gets the real samples only, and its output is padded with zeros.
+    All microbatches of a schedule must have the same size, so the last microbatches of an epoch are
+    padded with copies of a sample. The copies have no effect in most layers. A norm that computes
+    statistics over samples gets only the real samples, and its output is padded with zeros.
     """
 
     def __init__(self, model: nn.Module, size: int) -> None:
-        """`size`: samples in every padded microbatch."""
+        """`size` is the number of samples in every microbatch, including padded samples."""
         self.size = size
         self._real: list[int | None] = []
         self._current: int | None = size
@@ -402,8 +419,11 @@ class Padding:
         return torch.cat([y, y.new_zeros(len(input) - len(y), *y.shape[1:])])
 
     def _without_samples(self, norm: _NormBase, forward: Any, input: torch.Tensor) -> torch.Tensor:
-        """Forward without a change of statistics. If other ranks have samples, a JointBatchNorm
-        still takes part in their collectives, without samples."""
+        """Forward that does not change the running statistics.
+
+        If other ranks have samples, a JointBatchNorm still takes part in their collectives, but
+        contributes no samples.
+        """
         if self._current == 0 and isinstance(norm, JointBatchNorm):
             norm.without_samples = True
         else:

@@ -4,10 +4,10 @@
                                  ├──  equal values; each copy has the gradient of its own stage
         stage 3   head.weight  ──┘
 
-Each stage has its own copy, also if one rank holds several of these stages (a V-schedule), because
-FSDP may shard each stage separately. After backward the gradients of all copies are summed, so that
-the optimizer makes the same update to every copy. Checkpoints and the global gradient norm contain
-the first copy only; the other copies are called aliases.
+Each stage has its own copy, because FSDP may shard each stage separately. This is also true if one
+rank holds several of these stages, as in a V-schedule. After backward, the gradients of all copies
+are summed, so that the optimizer makes the same update to every copy. Checkpoints and the global
+gradient norm include only the first copy; the other copies are called aliases.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,11 +20,11 @@ from tutti.parallel.grad_norm import local_shard
 from tutti.parallel.mesh import Mesh
 
 Tie = dict[int, list[str]]
-"""The names of one parameter in each stage that uses it, by stage, in ascending order."""
+"""The names of one parameter in each stage that uses it, keyed by stage in ascending order."""
 
 
 def find_ties(model: nn.Module, stages: list[list[str]]) -> list[Tie]:
-    """The parameters that several stages use; `stages` has the layer names of every stage."""
+    """The parameters that several stages use. `stages` contains the layer names of every stage."""
     found: dict[int, Tie] = {}
     parameters = list(model.named_parameters(remove_duplicate=False))
     for stage, layers in enumerate(stages):
@@ -52,9 +52,9 @@ class TiedWeights:
     def __init__(
         self, ties: Sequence[Tie], holders: list[int], held: Collection[int], mesh: Mesh
     ) -> None:
-        """`holders`: the pipeline rank of every stage; `held`: the stages of this rank."""
+        """`holders` is the pipeline rank of every stage, and `held` contains this rank's stages."""
         self.aliases: dict[str, str] = {}
-        """This rank's copies: name of the parameter here → name of the first copy."""
+        """The names of this rank's copies, each mapped to the name of the first copy."""
         self._copies: list[tuple[list[str], list[int]]] = []
         self._mesh = mesh
         for tie in ties:
@@ -82,16 +82,16 @@ class TiedWeights:
             if not copies[0].requires_grad:
                 continue  # frozen, on all ranks
             for copy in copies:
-                if copy.grad is None:  # unused in this stage, but the other ranks wait
+                if copy.grad is None:  # not used in this step, but other ranks wait for this rank
                     copy.grad = torch.zeros_like(copy)
             parts = [local_shard(copy.grad) for copy in copies if copy.grad is not None]
-            # Every rank adds in the order of the stages: copies must stay equal bit for bit.
+            # Every rank adds in the same order, so that all copies stay equal bit for bit.
             total = torch.stack(self._exchange(torch.stack(parts).sum(0), ranks)).sum(0)
             for part in parts:
                 part.copy_(total)
 
     def _exchange(self, own: Tensor, ranks: list[int]) -> list[Tensor]:
-        """The tensors of these ranks of the pipeline, in the order of `ranks`."""
+        """Exchange tensors between the pipeline ranks in `ranks`; returns them in this order."""
         from tutti.comm.grouping import group as collective_group
 
         group, here = self._mesh.group("pp"), self._mesh.rank("pp")
