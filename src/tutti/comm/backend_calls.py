@@ -1,13 +1,13 @@
-"""How an operation is handed to a torch process group: the wire form of its tensors, and the call.
+"""How an operation is passed to a torch process group: the wire form of its tensors, and the call.
 
 Wire form. gloo and NCCL neither move nor reduce some dtypes that torch has (int16, float8), differ
-in what bool and complex mean, and need contiguous memory. Data that is only moved travels as bytes;
-data that is reduced is converted to a dtype and reduction that give the same result on every
+in how they treat bool and complex, and need contiguous memory. Data that is only moved is sent as
+bytes; data that is reduced is converted to a dtype and reduction that give the same result on every
 backend.
 
-Calls. This is the one place that calls torch's process groups, by the names of torch 2.11 to 2.15.
+Calls. Only this module calls torch's process groups, with the method names of torch 2.11 to 2.15.
 The methods of the process group are called instead of the functions of torch.distributed, which
-take ranks of the world where tutti.comm takes ranks of the group, and cost several microseconds.
+take ranks of the world (tutti.comm takes ranks of the group) and cost several microseconds.
 """
 
 from collections.abc import Callable
@@ -29,28 +29,29 @@ _BITWISE = ("band", "bor", "bxor")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
 _SUPPORTED = frozenset((*_FLOATS, *_INTEGERS))  # by every backend
-# Reductions of bool as reductions of the bytes 0 and 1 that give 0 or 1 again.
+# For each reduction of bool, the reduction of the bytes 0 and 1 that gives the same result.
 _ON_BOOL = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "min"}
 _ON_BOOL |= {"band": "min", "bxor": "bxor"}
-# Bitwise reductions where each bit travels as one byte; the lowest bit of a sum is the xor.
+# For each bitwise reduction, the reduction that gives the same result if each bit is sent as one
+# byte; the lowest bit of a sum is the xor.
 _ON_BITS = {"band": "min", "bor": "max", "bxor": "sum"}
 
-# Needs no conversion at all: the common case, found by one lookup.
+# The dtypes and reductions that need no conversion: the common case, found with one lookup.
 PLAIN = frozenset((dtype, op) for dtype in _SUPPORTED for op in ("sum", "product", "min", "max"))
 
 
 def send_form(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in a form that every backend moves: flat, and as bytes if the dtype needs it.
 
-    The result shares memory with a contiguous tensor, so that it can also be received into, unless
-    the tensor is a lazy conjugate or negative view.
+    For a contiguous tensor the result shares its memory and can also be used as a receive buffer,
+    unless the tensor is a lazy conjugate or negative view.
     """
     flat = _resolved(tensor).contiguous().view(-1)
     return flat if flat.dtype in _SUPPORTED else flat.view(torch.uint8)
 
 
 def receive_form(out: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
-    """A buffer to receive `out` into, and the copy to make afterwards (None if not needed)."""
+    """A receive buffer for `out`, and a function that copies it to `out` (None if not needed)."""
     target = send_form(out)
     if target.data_ptr() == out.data_ptr():
         return target, None
@@ -81,7 +82,7 @@ class ReduceForm:
             self.reduction = _ON_BOOL[op] if dtype == torch.bool else op
 
     def wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as it is reduced: its own memory where possible, else a copy."""
+        """The tensor in the form that is reduced: its own memory if possible, else a copy."""
         values = _resolved(tensor)
         if self.by_bits:
             integers = values.to(torch.uint8) if self.dtype == torch.bool else values
@@ -135,7 +136,7 @@ def _check_reduction(dtype: torch.dtype, op: str) -> None:
 
 
 def check_out(out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """`out`, if it has the shape, dtype and device that the operation will write."""
+    """Return `out` if its shape, dtype and device fit the result; raise UsageError otherwise."""
     if tuple(out.shape) != tuple(shape) or out.dtype != like.dtype or out.device != like.device:
         raise UsageError(
             f"out has shape {list(out.shape)}, {dtype_name(out.dtype)} on {out.device}, and must "
@@ -145,16 +146,16 @@ def check_out(out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as float32."""
+    """The name of a dtype, such as float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The values themselves in memory: backends know nothing of lazy conjugates and negatives."""
+    """The tensor without lazy conjugation or negation, which backends do not support."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-# torch 2.13 renamed these methods of the process group, and warns at the old names.
+# torch 2.13 renamed these methods of the process group, and warns if the old names are used.
 _new_names = hasattr(dist.ProcessGroup, "all_gather_single")
 _ALL_GATHER = "all_gather_single" if _new_names else "_allgather_base"
 _REDUCE_SCATTER = "reduce_scatter_single" if _new_names else "_reduce_scatter_base"
@@ -170,12 +171,12 @@ _OPTION_TYPES: dict[str, Any] = {
     "scatter": c10d.ScatterOptions,
     "all_to_all": c10d.AllToAllOptions,
 }
-# Backends read options and never write them, so one object serves all calls that are alike.
+# Backends read options and never write them, so all calls with the same key share one object.
 _options_cache: dict[tuple[str, bool, str, int], Any] = {}
 
 
 def issue(call: "Operation", asynchronous: bool) -> Any:
-    """Hand the operation to torch; returns its Work, or None if it is already complete."""
+    """Pass the operation to torch; returns its Work, or None if it is already complete."""
     kind, group = call.kind, call.comm_group.process_group
     if kind == "send":
         return group.send([call.source], call.root, call.tag)  # type: ignore[list-item]
@@ -200,7 +201,7 @@ def issue(call: "Operation", asynchronous: bool) -> Any:
     if kind == "all_to_all":
         ins, outs = call.splits or ([], [])
         return getattr(group, _ALL_TO_ALL)(call.target, call.source, outs, ins, options)
-    whole = call.target if kind == "gather" else call.source  # None where this is not the root
+    whole = call.target if kind == "gather" else call.source  # None if this is not the root
     parts = [] if whole is None else [list(whole.view(call.comm_group.size, -1).unbind(0))]
     if kind == "gather":
         return group.gather(parts, [call.source], options)  # type: ignore[list-item]

@@ -1,13 +1,13 @@
-"""Errors of collectives: which rank is late and where it is, and debug mode.
+"""Errors of collectives, which name late ranks and the lines at which they are; and debug mode.
 
 A backend's own error names neither the operation nor the line that called it, and on gloo not even
 the rank that is missing. `collective_error` adds these from the ledgers of the ranks on this host.
 
-Different shapes, dtypes or operations on different ranks end, depending on the backend, in a hang,
-an abort or wrong numbers. With comm.debug(True) on every rank all ranks compare each call through
-the group's store first, as JSON, and a difference is an error that names ranks and source lines,
-before anything is sent. It costs some exchanges with the store per call: for finding a fault, not
-for training.
+If ranks differ in the shape, the dtype or the operation, the call hangs, aborts or gives wrong
+numbers, depending on the backend. With comm.debug(True) on every rank, all ranks compare each call
+through the group's store, as JSON, before anything is sent, and a difference raises an error that
+names ranks and source lines. This costs several exchanges with the store per call: use debug mode
+to find a fault, not for training.
 """
 
 import itertools
@@ -35,13 +35,13 @@ from tutti.world.errors import RanksDiffer
 from tutti.world.exchange import name_ranks
 
 _TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
-# The shm backend sees its peers: its messages name late ranks and different calls themselves.
+# Errors of the shm backend already name late ranks and different calls.
 _DIFFERENCE = re.compile(r"differs between ranks: rank \d")
 _NAMES_RANKS = re.compile(r"waiting for rank \d")
 
 
 def collective_error(call: Operation, seconds: float, error: Exception) -> CollectiveError:
-    """The error to raise for a backend's error after so many seconds."""
+    """The error to raise for a backend's error, `seconds` after the operation began."""
     message = str(error).strip()
     what = f"{call} at {call.where}"
     if isinstance(error, RanksDiffer) or _DIFFERENCE.search(message):
@@ -57,7 +57,7 @@ def collective_error(call: Operation, seconds: float, error: Exception) -> Colle
 
 
 def _other_ranks(call: Operation) -> str:
-    """What the other ranks of an operation are doing, those that have not arrived first."""
+    """Describe what the other ranks of an operation are doing; missing ranks come first."""
     comm_group = call.comm_group
     others = [rank for rank in range(comm_group.size) if rank != comm_group.rank]
     if call.is_message and call.root >= 0:
@@ -101,7 +101,7 @@ def _missing(call: Operation, rank: int) -> str | None:
 
 
 def _process_of(comm_group: CommGroup, rank: int) -> ProcessLedger | str:
-    """The ledger of a rank of the group, or why there is none."""
+    """The ledger of a rank of the group, or the reason why there is none."""
     key = f"tutti/ledger/{comm_group.ranks[rank]}"
     try:
         store = c10d._get_default_store()
@@ -119,7 +119,10 @@ def _process_of(comm_group: CommGroup, rank: int) -> ProcessLedger | str:
 
 
 def _state(process: ProcessLedger, comm_group: CommGroup) -> str:
-    """`pid 123: last all_gather 56, done 29.8 s ago; at train.py:88 in step, seen 0.4 s ago`."""
+    """The last operation of a process in a group, and the location of its main thread.
+
+    `pid 123: last all_gather 56, done 29.8 s ago; at train.py:88 in step, seen 0.4 s ago`
+    """
     text = f"pid {process.pid}: "
     records = [record for record in process.records if record.group_name == comm_group.name]
     last = records[-1] if records else None
@@ -140,12 +143,12 @@ _compare_timeout = 60.0
 
 
 def debug(on: bool = True, *, timeout: float = 60.0) -> None:
-    """Compare every collective between ranks before it is sent, from now on; on every rank.
+    """From now on, compare every collective between ranks before it is sent; call on every rank.
 
-    A difference raises RanksDiffer. A rank that does not arrive within `timeout` seconds raises
-    CollectiveTimeout, which says where that rank is. Sends and receives are not compared. Calls
-    that torch makes itself on the shm backend (DDP, say) are always compared there; in debug mode
-    the error also names source lines.
+    A difference raises RanksDiffer. If a rank does not arrive within `timeout` seconds, the others
+    raise CollectiveTimeout, which names the line at which that rank is. Sends and receives are not
+    compared. The shm backend always compares torch's own calls (for example by DDP); in debug mode
+    its error also names source lines.
     """
     global _compare_timeout
     _compare_timeout = timeout
@@ -159,7 +162,7 @@ def _call_site() -> str:
 
 
 def _compare_calls(calls: Sequence[Operation]) -> None:
-    """Compare these operations, sent together, with those of the other ranks of their groups."""
+    """Compare operations that are sent together with the calls of the other ranks."""
     by_group: dict[CommGroup, list[dict[str, Any]]] = {}
     for call in calls:
         if not call.is_message:
@@ -209,7 +212,7 @@ def _compare_in_group(comm_group: CommGroup, mine: list[dict[str, Any]]) -> None
             "comm.debug(True) on every rank."
         ) from None
     everyone = [json.loads(text) for text in comm_group.store.multi_get(keys)]
-    # Every rank that has arrived here has read the previous comparison.
+    # All ranks have published this comparison, so all have read the previous one.
     comm_group.store.delete_key(_key(comm_group, comm_group.rank, back=1))
     nothing = {"operation": "nothing more in this block", "shape": None, "where": ""}
     for same_step in itertools.zip_longest(*everyone, fillvalue=nothing):
@@ -243,7 +246,7 @@ def _refuse_differences(comm_group: CommGroup, calls: Sequence[dict[str, Any]]) 
 
 
 def _shown(call: dict[str, Any]) -> str:
-    """`all_reduce of [256] float32, sum`."""
+    """A call as text, such as `all_reduce of [256] float32, sum`."""
     if call["shape"] is None:
         return str(call["operation"])
     shape = str(call["shape"]).replace("-1", "any")

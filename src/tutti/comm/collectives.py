@@ -63,7 +63,7 @@ def reduce(
     form = ReduceForm(tensor.dtype, op, backend)
     wire = form.wire(result)
     if not is_root and backend == "gloo" and wire.data_ptr() == tensor.data_ptr():
-        wire = wire.clone()  # gloo overwrites it with partial sums
+        wire = wire.clone()  # gloo overwrites its input with partial sums
     finish = form.finish(wire, result, comm_group.size) if is_root else None
     call = Operation(
         *("reduce", comm_group, tensor, None, wire, result if is_root else None, tensor.nbytes),
@@ -75,7 +75,7 @@ def reduce(
 def broadcast(
     tensor: Tensor, root: int = 0, *, out: Out = None, group: Group = None, wait: bool = True
 ) -> Result:
-    """Give every rank the root's tensor, in place or in `out`."""
+    """Copy the root's tensor to every rank, in place or into `out`."""
     comm_group = comm_group_of(group)
     is_root = comm_group.check_rank("root", root) == comm_group.rank
     result = tensor
@@ -139,7 +139,7 @@ def scatter(
 ) -> Result:
     """Split the root's tensor along dim 0 and give each rank its part.
 
-    `out` is required on the other ranks, which cannot know the shape; on the root it is optional.
+    `out` is optional on the root, and required on the other ranks, which do not have the shape.
     """
     comm_group = comm_group_of(group)
     source = None
@@ -194,7 +194,7 @@ def all_to_all(
         finish=finish,
     )
     if splits is not None:
-        # The wire form is flat, and bytes where the backends do not support the dtype.
+        # The wire form is flat, and consists of bytes if the backends do not support the dtype.
         row = math.prod(tensor.shape[1:]) * (tensor.itemsize // source.itemsize)
         call.splits = [part * row for part in splits[0]], [part * row for part in splits[1]]
     return perform(call, wait)
@@ -232,12 +232,12 @@ def recv(
 
 
 def barrier(*, group: Group = None, wait: bool = True) -> Result:
-    """Wait until every rank of the group has called it."""
+    """Wait until every rank of the group has called barrier()."""
     return perform(Operation("barrier", comm_group_of(group), None, None, None, None, 0), wait)
 
 
 def all_gather_uneven(tensor: Tensor, *, group: Group = None) -> list[Tensor]:
-    """The tensors of all ranks, in rank order, where dim 0 may differ from rank to rank.
+    """The tensors of all ranks, in rank order; their sizes along dim 0 may differ.
 
     This takes two collectives: the lengths, then the rows, padded to the longest.
     """
@@ -290,7 +290,7 @@ def _checked_splits(
 
 
 def _exchange_splits(ins: list[int], comm_group: CommGroup) -> list[int]:
-    """How many rows every rank sends to this one."""
+    """The number of rows that each rank sends to this rank."""
     refuse_in_block("all_to_all without out_splits")
     counts = torch.tensor(ins, device=comm_group.small_device)
     result: list[int] = all_to_all(counts, group=comm_group.process_group).tolist()

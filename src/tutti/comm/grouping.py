@@ -1,7 +1,8 @@
 """`with comm.group():` collects many operations and sends them in few messages at the block's end.
 
-On the CPU small operations that are alike are packed into one flat message: a message has a fixed
-cost, whatever its size. On NCCL operations of one kind become one NCCL group.
+On the CPU, small operations of the same kind, group and reduction are packed into one flat message,
+because each message has a fixed cost, whatever its size. On NCCL, operations of one kind become one
+NCCL group.
 """
 
 import sys
@@ -30,24 +31,24 @@ from tutti.world.errors import UsageError
 
 # Above this size the fixed cost of a message is small, and packing costs more than it saves.
 SMALL_BYTES = 256 << 10
-# A flat message grows to about this size; then another one is begun.
+# A flat message grows to about this size; then another message is started.
 _FLAT_BYTES = 8 << 20
 
 # Operations that only move data are packed as bytes, whatever their dtype.
 _MOVES = ("broadcast", "all_gather")
 _REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 
-# What NCCL allows between the start and the end of a group.
+# The operations that NCCL allows between the start and the end of a group.
 _COALESCED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send", "recv")
 
 
 class BlockAbandoned(CollectiveError):
-    """Another rank left the block by an exception, so no rank sent anything."""
+    """Another rank left the block with an exception, so no rank sent anything."""
 
 
 @dataclass
 class Summary:
-    """How many operations of a block became how many messages."""
+    """The number of operations in a block, and the number of messages that were sent for them."""
 
     operations: int = 0
     messages: int = 0
@@ -67,15 +68,17 @@ def group(
 ) -> "Block":
     """Collect the operations called in a `with` block and send them in few messages at its end.
 
-    Inside the block nothing is sent; results, and handles from `wait=False`, are valid after it.
-    No operation may use memory that another one in the block writes. On the CPU, operations of up
-    to `small` bytes that are alike (same kind, group and reduction) travel in one flat message; on
-    NCCL, operations of a kind are one NCCL group. A block within a block belongs to the outer one.
+    Inside the block nothing is sent; results, and handles from `wait=False`, are valid after the
+    block. No operation may use memory that another operation in the block writes. On the CPU,
+    operations of up to `small` bytes that have the same kind, group and reduction are sent in one
+    flat message; on NCCL, operations of one kind form one NCCL group. Operations in a nested block
+    are sent at the end of the outermost block.
 
-    If the block raises on this rank, this rank sends nothing of it; the other ranks then wait until
-    their timeout, or until the world ends. With agree=True the ranks of `among` (default: all)
-    first exchange, in one tiny message, whether they completed the block: if one did not, the
-    others raise BlockAbandoned, and no rank sends anything. `summary` says what was sent.
+    If the block raises on this rank, this rank sends none of its operations; the other ranks then
+    wait until their timeout, or until the world ends. With agree=True the ranks of `among`
+    (default: all ranks) first exchange, in one tiny message, whether they completed the block: if
+    a rank did not, the others raise BlockAbandoned, and no rank sends anything. The block's
+    `summary` describes what was sent.
     """
     return Block(agree, among, small)
 
@@ -142,7 +145,7 @@ class Block:
         if operation.compare_calls is not None:
             operation.compare_calls(operations)
         works: dict[int, Any] = {}
-        # All messages are started before any is waited for.
+        # Start all messages before waiting for any of them.
         sent = [self._begin(batch, site) for batch in _batches(operations, self._small)]
         for handles, batch in sent:
             for handle in handles:
@@ -176,7 +179,7 @@ class Block:
 
 
 def _batches(operations: Sequence[Operation], small: int) -> list[list[Operation]]:
-    """Operations that are sent together: the same lists, in the same order, on every rank."""
+    """Lists of operations that are sent together; the lists are the same on every rank."""
     by_nccl: dict[Any, list[Operation]] = {}
     others = []
     for each in operations:
@@ -211,7 +214,10 @@ def _nccl_group(batch: list[Operation]) -> list[Handle]:
 
 
 def _refuse_overlaps(operations: Sequence[Operation]) -> None:
-    """Raise UsageError if an operation writes memory that another one uses: no order is kept."""
+    """Raise UsageError if an operation writes memory that another operation in the block uses.
+
+    The operations of a block have no order.
+    """
     spans = []
     for number, each in enumerate(operations):
         used = {id(t): (t, False) for t in (each.tensor, each.source) if t is not None}
@@ -220,7 +226,8 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
             if tensor.is_contiguous() and tensor.numel():
                 start = tensor.data_ptr()
                 spans.append((start, start + tensor.nbytes, is_written, number))
-    furthest = written = (0, -1)  # the end of the span that reaches furthest, and its operation
+    # (end, operation) of the span that ends last: among all spans, and among written spans.
+    furthest = written = (0, -1)
     for start, end, is_written, number in sorted(spans):
         for reach, other in (written, furthest) if is_written else (written,):
             if start < reach and other != number:
@@ -239,9 +246,10 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
 
 
 def flat_batches(operations: Sequence[Operation], small: int) -> list[list[Operation]]:
-    """The operations in lists that can travel as one message each, in the order of the first.
+    """Divide the operations into lists, each of which is sent as one message.
 
-    Every rank of a group computes the same lists, since it calls the same operations.
+    The lists are in the order of their first operations. Every rank of a group computes the same
+    lists, since it calls the same operations.
     """
     open_lists: dict[Hashable, list[Operation]] = {}
     packed_bytes: dict[Hashable, int] = {}
@@ -261,7 +269,7 @@ def flat_batches(operations: Sequence[Operation], small: int) -> list[list[Opera
 
 
 def _batch_key(each: Operation) -> Hashable | None:
-    """What operations in one message have in common; None for one that travels by itself."""
+    """The properties that operations in one message share; None for an operation sent alone."""
     target = each.target
     if target is None or target.numel() == 0:
         return None
@@ -275,7 +283,7 @@ def _batch_key(each: Operation) -> Hashable | None:
 
 @torch.no_grad()
 def _pack(batch: Sequence[Operation]) -> Operation:
-    """One operation that does the work of all; `_unpack` distributes its result."""
+    """One operation that replaces the batch; `_unpack` distributes its result."""
     first = batch[0]
     size, is_root = first.comm_group.size, first.root == first.comm_group.rank
     source = None
@@ -301,7 +309,7 @@ def _pack(batch: Sequence[Operation]) -> Operation:
 
 @torch.no_grad()
 def _unpack(message: Operation, batch: Sequence[Operation]) -> None:
-    """Copy to every operation of the batch its part of the message."""
+    """Copy each operation's part of the message into the operation's target."""
     comm_group, flat = message.comm_group, _target(message)
     if message.root == comm_group.rank and message.kind == "broadcast":
         return  # the root has the data already

@@ -1,16 +1,17 @@
-"""The ledger: which operations this rank has called, in memory that other processes can read.
+"""The ledger: the operations that this rank has called, in memory that other processes can read.
 
-gloo keeps no record of its operations, and a process that hangs cannot be asked. So every call of
-tutti.comm is written to a ring of entries, one ring per process group, in a memfd that is named
-"tutti-ledger:LABEL": no file, no lock, nothing to clean up. Another process opens it through
-/proc/PID/fd, whatever this process is doing (ledger_reader.py).
+gloo keeps no record of its operations, and a process that hangs cannot report them. So every call
+of tutti.comm is written to a ring of entries, one ring per process group, in a memfd that is named
+"tutti-ledger:LABEL": no file, no lock, nothing to clean up. Another process can open the memfd
+through /proc/PID/fd, even if this process hangs (ledger_reader.py).
 
-The layout is that of the ledger in a segment of the shm backend (shm/core/ledger.h), which records
-what torch itself calls there (DDP, say): one format, one reader. Little-endian, no pointers; times
-are nanoseconds of CLOCK_MONOTONIC unless a name says realtime.
+The layout is the same as that of the ledger in a segment of the shm backend (shm/core/ledger.h),
+which records torch's own calls of that backend (for example by DDP), so one reader reads both.
+Numbers are little-endian, there are no pointers, and times are nanoseconds of CLOCK_MONOTONIC
+unless a name contains realtime.
 
-Writing an entry is one struct.pack_into. A reader reads the entries twice, until both reads are
-equal, so that it sees no entry that is being written.
+Writing an entry is one struct.pack_into. A reader repeats its read until two reads are equal, so
+that it does not use an entry that is being written.
 """
 
 import itertools
@@ -31,14 +32,15 @@ from typing import Any
 from tutti.comm.shm import native
 from tutti.machine.environment import boot_id
 
-# The vocabulary of operations is that of the enums in shm/core/tutti_shm.h, with torch's names.
+# Operations, dtypes and reductions are those of the enums in shm/core/tutti_shm.h, under the names
+# that torch and tutti.comm use.
 KINDS = native.KINDS
 _TORCH_NAMES = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint"}
 DTYPES = tuple(  # the last one, bytes, stands for every other dtype
     re.sub(r"^[a-z]+(?=\d)", lambda prefix: _TORCH_NAMES[prefix[0]], name) for name in native.DTYPES
 )
 REDUCTIONS = tuple("mean" if name == "avg" else name for name in native.REDUCTIONS)
-# streamed: handed to a CUDA stream; when it ends there, only the stream knows.
+# streamed: enqueued on a CUDA stream; the ledger does not record when the stream completes it.
 STATES = ("begun", "waiting", "done", "failed", "streamed")
 BEGUN, WAITING, DONE, FAILED, STREAMED = range(5)
 
@@ -88,7 +90,7 @@ class GroupLedger:
         size: int,
         site: bytes,
     ) -> int:
-        """Write that an operation of `size` bytes has begun; returns its number, for `mark`."""
+        """Record that an operation of `size` bytes has begun; returns its number, for `mark`."""
         number = next(self._numbers)
         now = monotonic_ns()
         # fmt: off
@@ -98,7 +100,7 @@ class GroupLedger:
         return number
 
     def mark(self, number: int, state: int) -> None:
-        """Write that an operation is now waited for, done or failed."""
+        """Record a new state of an operation: waiting, done, failed or streamed."""
         at = _ENTRIES_AT + (number - 1) % ENTRIES * 192
         if self._words[at // 8] == number:  # else a later operation has overwritten the entry
             if state != WAITING:
@@ -113,7 +115,7 @@ class GroupLedger:
         return (monotonic_ns() - self._words[at + _BEGUN_AT // 8]) / 1e9
 
     def write_location(self, text: str) -> None:
-        """Write where in its code the main thread is."""
+        """Write the source line at which the main thread is."""
         self._location_version += 2
         entry = (monotonic_ns(), _clipped(text, 256))
         LOCATION.pack_into(self._memory, _LOCATION_AT, self._location_version - 1, *entry)
@@ -124,7 +126,7 @@ class GroupLedger:
         self._words = memoryview(memory).cast("B").cast("q")
 
     def detach(self) -> None:
-        """In a forked child: leave the parent's memory for memory that no reader sees."""
+        """In a forked child: replace the parent's memory by memory that no reader opens."""
         os.close(self._file)
         self._file = -1
         self._map(mmap.mmap(-1, _BYTES))
@@ -163,23 +165,23 @@ def _write_world_location(text: str) -> None:
 
 
 def process_address() -> str:
-    """How another process finds the ledgers of this one, as JSON."""
+    """The host, machine and pid by which another process finds this one's ledgers, as JSON."""
     where = {"host": os.uname().nodename, "machine": _machine()}
     return json.dumps({**where, "pid": os.getpid()})
 
 
 def is_on_this_machine(address: Mapping[str, Any]) -> bool:
-    """Whether the process at this address can be looked at from here."""
+    """Whether the process at this address runs on this machine, in this PID namespace."""
     return bool(address["machine"] == _machine())
 
 
 def _machine() -> str:
-    """The running system and its PID namespace: a container has a namespace of its own."""
+    """The running system and its PID namespace: each container has its own namespace."""
     return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def _clipped(text: str, limit: int) -> bytes:
-    """The text in fewer than `limit` bytes; of a longer one the end, which is more specific."""
+    """The text in fewer than `limit` bytes; of a longer text, the end, which is more specific."""
     raw = text.encode(errors="replace")
     return raw if len(raw) < limit else "…".encode() + raw[-(limit - 4) :]
 
@@ -190,11 +192,11 @@ _COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = f"{os.sep}torch{os.sep}"
 _LOCATION_SECONDS = 1.0
 
-# By the id of a code object, which is kept alive so that its id is not reused: the
-# texts of its lines, or None for code of tutti.comm or torch.
+# Keys are the ids of code objects. Values are the code object itself, which keeps it alive so that
+# its id is not reused, and the texts of its lines, or None for code of tutti.comm or torch.
 _sites: dict[int, tuple[CodeType, dict[int, bytes] | None]] = {}
 _location_sinks: list[Callable[[str], None]] = []
-# The process that runs the recording thread: a forked child has none.
+# The pid of the process in which the recording thread runs: a forked child has no such thread.
 _recording_process: int | None = None
 
 
@@ -216,7 +218,7 @@ def call_site(frame: FrameType | None) -> bytes:
 
 
 def _add_site(code: CodeType) -> dict[int, bytes] | None:
-    if len(_sites) > 4096:  # code that is generated for every call must not be kept for ever
+    if len(_sites) > 4096:  # code that is generated for every call must not be kept forever
         _sites.clear()
     lines: dict[int, bytes] | None = None if is_internal(code.co_filename) else {}
     _sites[id(code)] = code, lines
@@ -229,7 +231,7 @@ def is_internal(filename: str) -> bool:
 
 
 def shown_path(filename: str) -> str:
-    """A path relative to the working directory where it is below that, else absolute."""
+    """The path relative to the working directory if the file is below it, else unchanged."""
     try:
         here = os.getcwd() + os.sep
     except FileNotFoundError:
@@ -240,8 +242,8 @@ def shown_path(filename: str) -> str:
 def record_location(sink: Callable[[str], None]) -> None:
     """Call `sink` once a second, from a thread, with the location of the main thread.
 
-    The location goes where other processes can read it, so that a timeout can name the line at
-    which a late rank is.
+    A sink writes the location to memory that other processes can read, so that the error of a
+    timeout can name the line at which a late rank is.
     """
     global _recording_process
     if sink not in _location_sinks:

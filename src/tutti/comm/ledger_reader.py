@@ -1,8 +1,8 @@
-"""Read the ledgers of other processes on this host, whatever they are doing, without torch.
+"""Read the ledgers of other processes on this host, even of processes that hang, without torch.
 
 A process has one ledger for each group that called tutti.comm (a memfd "tutti-ledger:LABEL") and
-one in each segment of the shm backend (a memfd "tutti-shm:GROUP"), which also has what torch itself
-sends there, for DDP say. Both have the layout of ledger.py.
+one in each segment of the shm backend (a memfd "tutti-shm:GROUP"), which also contains torch's own
+calls of that backend, for example by DDP. Both have the layout of ledger.py.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ _MEMFD = re.compile(r"/memfd:(tutti-ledger|tutti-shm):(.*) \(deleted\)")
 
 @dataclass(frozen=True)
 class OperationRecord:
-    """One operation of one process. Ages are in seconds, counted back from the reading."""
+    """One operation of one process. Ages are in seconds before the ledger was read."""
 
     operation: str
-    group: str  # the label for people
-    group_name: str  # the group's name in torch, the same on all its ranks and on no others
+    group: str  # the label that is shown to users
+    group_name: str  # torch's name of the group: the same on all its ranks, different for others
     sequence: int
     bytes: int
     dtype: str
@@ -41,10 +41,10 @@ class OperationRecord:
 
 @dataclass(frozen=True)
 class ProcessLedger:
-    """What the ledgers of one process say."""
+    """The contents of all ledgers of one process."""
 
     pid: int
-    rank: int = -1  # in the default group, else in the largest group of which there is a ledger
+    rank: int = -1  # in the default group, else in the largest group that has a ledger
     size: int = 0
     location: str = ""  # where its main thread was when last recorded
     location_age: float = 0.0
@@ -64,13 +64,13 @@ def processes() -> list[int]:
 
 
 def read_process(pid: int) -> ProcessLedger | None:
-    """What the ledgers of a process say; None if it has none, has ended or may not be read."""
+    """The contents of a process's ledgers; None if it has none, has ended or may not be read."""
     now = time.monotonic_ns()  # one time for all ledgers, since ages are compared
     read = [_read_ledger(pid, *file, now) for file in _ledger_files(pid)]
     found = [each for each in read if each is not None]
     if not found:
         return None
-    # The default group says which rank of the world it is, else the largest group.
+    # The rank is taken from the default group, else from the largest group.
     found.sort(key=lambda each: (each[1] != "default", -each[0].size))
     located = [each for each, _ in found if each.location]
     newest = min(located, key=lambda each: each.location_age, default=found[0][0])
@@ -86,7 +86,7 @@ def read_process(pid: int) -> ProcessLedger | None:
 
 
 def _is_within(record: OperationRecord, call: OperationRecord) -> bool:
-    """Whether shm wrote this record for that call of tutti.comm, whose record has the call site."""
+    """Whether the shm backend wrote `record` for `call`, the record that has the call site."""
     same = (record.operation, record.group_name) == (call.operation, call.group_name)
     began, ended = record.age <= call.age, call.ended is None or record.age >= call.ended
     return record.written_by != call.written_by and same and began and ended
@@ -97,8 +97,9 @@ def _read_ledger(
 ) -> tuple[ProcessLedger, str] | None:
     path = f"/proc/{pid}/fd/{fd}"
     if kind != ledger.LABEL and _is_own(path):
-        # Peers see by the owner's lock on a segment that the owner lives, and a process that closes
-        # any descriptor of a file loses its locks on it: so a process never opens its own segments.
+        # Peers check the owner's lock on a segment to find out whether the owner is alive. A
+        # process that closes any descriptor of a file loses its locks on that file, so a process
+        # never opens its own segments.
         return None
     try:
         with open(path, "rb", buffering=0) as file:

@@ -29,27 +29,28 @@ _DTYPE_NUMBERS: dict[torch.dtype | None, int] = {
     getattr(torch, name): number for number, name in enumerate(ledger.DTYPES[:_BYTES_DTYPE])
 }
 
-# True in a thread that a profiler records. The call costs 0.05 µs.
+# Returns whether a profiler is recording this thread. A call takes 0.05 µs.
 profiling = torch._C._autograd._profiler_enabled
 CallSite: TypeAlias = bytes  # such as `train.py:88 in step`
 
 
 class CollectiveError(RuntimeError):
-    """An operation failed; the message has the operation, its line and the backend's message."""
+    """An operation failed; the message has the operation, its call site and the backend's error."""
 
 
 class CollectiveTimeout(CollectiveError):
-    """Ranks did not arrive in time; the message says which, at which operation, and where."""
+    """Ranks did not arrive in time; the message names them, the operation and their locations."""
 
 
 class CollectiveMismatch(CollectiveError, RanksDiffer):
-    """Ranks called different operations, and the backend noticed."""
+    """Ranks called different operations, and the backend detected it."""
 
 
 class CommGroup:
-    """A process group as this rank sees it, with the counts and choices that tutti.comm keeps.
+    """A process group with the counts and path choices that tutti.comm keeps for it on this rank.
 
-    It holds no strong reference to the group: torch ends a group's threads with its last one.
+    It holds no strong reference to the group, because torch ends the threads of a group when the
+    last reference to the group is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -62,9 +63,9 @@ class CommGroup:
         self.ranks = dist.get_process_group_ranks(group)
         self.collectives = 0  # begun so far: the same number on every rank
         self.messages = 0  # sends and receives begun: each rank counts its own
-        self.comparisons = 0  # made in debug mode
-        self.path_tables: dict[str, Table | None] = {}  # rank 0's, by device (path_selection.py)
-        self.has_symmetric_memory: bool | None = None  # of CUDA; None: not looked up yet
+        self.comparisons = 0  # of calls with the other ranks, in debug mode
+        self.path_tables: dict[str, Table | None] = {}  # rank 0's tables, by device type
+        self.has_symmetric_memory: bool | None = None  # on CUDA; None: not checked yet
         self.symmetric_stream: int | None = None  # the stream on which symmetric memory is used
         self.ledger = ledger.GroupLedger(self.label, self.name, self.rank, self.size)
 
@@ -78,12 +79,12 @@ class CommGroup:
 
     @property
     def store(self) -> dist.Store:
-        """The group's part of the store."""
+        """The store of this group, with its own key prefix."""
         store: dist.Store = c10d._world.pg_map[self.process_group][1]
         return store
 
     def backend(self, device_type: str) -> str:
-        """The name of the backend for tensors on such a device: gloo, shm, nccl."""
+        """The name of the backend for tensors on this type of device: gloo, shm, nccl."""
         name = self._backends.get(device_type)
         if name is None:
             group = self.process_group
@@ -92,25 +93,25 @@ class CommGroup:
             else:  # a process group written in Python is its own backend
                 name = str(group.name())
             name = name.lower()
-            # torch 2.15 has three that are NCCL: nccl (its nccl-legacy), nccl2 and nccl-lazy.
+            # torch 2.15 has three NCCL backends: nccl (its nccl-legacy), nccl2 and nccl-lazy.
             self._backends[device_type] = name = "nccl" if name.startswith("nccl") else name
         return name
 
     @property
     def device_types(self) -> set[str]:
-        """The devices whose tensors the group moves: cpu, cuda."""
+        """The types of devices for which the group has a backend: cpu, cuda."""
         return {device.type for device in getattr(self.process_group, "_device_types", [])}
 
     @property
     def small_device(self) -> torch.device:
-        """Where to put a tensor of a few bytes: on the CPU if the group has a CPU backend."""
+        """The device for a tensor of a few bytes: the CPU if the group has a CPU backend."""
         types = self.device_types
         if not types or "cpu" in types:
             return torch.device("cpu")
         return torch.device(types.pop(), torch.accelerator.current_device_index())
 
     def check_rank(self, argument: str, rank: int) -> int:
-        """The rank, if the group has it."""
+        """Return the rank if the group has it; raise UsageError otherwise."""
         if not 0 <= rank < self.size:
             raise UsageError(
                 f"{argument}={rank}: group {self.label} has ranks 0 to {self.size - 1} "
@@ -119,7 +120,7 @@ class CommGroup:
         return rank
 
 
-# By the id of the process group; an entry is removed when its group is destroyed.
+# Keys are the ids of process groups; an entry is removed when its group is destroyed.
 _known_groups: dict[int, CommGroup] = {}
 _announced_world: "weakref.ref[dist.ProcessGroup] | None" = None
 
@@ -149,7 +150,7 @@ def _add_group(group: object) -> CommGroup:
 
 
 def _announce() -> None:
-    """Tell the other ranks, through the store, which process this rank is, for their errors."""
+    """Publish this rank's process in the store, so that errors on other ranks can name it."""
     global _announced_world
     world = c10d.GroupMember.WORLD
     if world is None or (_announced_world is not None and _announced_world() is world):
@@ -169,9 +170,9 @@ def _label(group: dist.ProcessGroup) -> str:
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """A call: kind, group, tensors in wire form, and what is left to do at the end.
+    """One call: its kind, group and tensors, and the conversion of its result.
 
-    `tensor` is the caller's input and `result` what the caller gets. `source` and `target` are in
+    `tensor` is the caller's input, `result` is returned to the caller. `source` and `target` are in
     wire form (contiguous, in a dtype that every backend has), and `finish` converts the wire form
     into the result once the operation is complete.
     """
@@ -183,10 +184,10 @@ class Operation:
     target: torch.Tensor | None
     result: torch.Tensor | None
     bytes: int
-    reduction: str = ""  # the one made on the wire
+    reduction: str = ""  # the reduction that the backend performs
     root: int = -1
     finish: Finish | None = None
-    op: str = ""  # the reduction that was asked for
+    op: str = ""  # the reduction that the caller requested
     tag: int = 0
     splits: tuple[list[int], list[int]] | None = None  # all_to_all: elements to and from each rank
     sequence: int = 0
@@ -194,26 +195,29 @@ class Operation:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is between two ranks only."""
+        """Whether the operation is a send or a receive."""
         return self.kind in ("send", "recv")
 
     @property
     def is_on_stream(self) -> bool:
-        """Whether it runs on a CUDA stream: the host goes on before it is complete."""
+        """Whether the operation runs on a CUDA stream: the host continues before its completion."""
         return self.tensor is not None and self.tensor.is_cuda
 
     @property
     def dtype_name(self) -> str:
-        """Such as float32; empty for a barrier."""
+        """The dtype of the input, such as float32; empty for a barrier."""
         return "" if self.tensor is None else dtype_name(self.tensor.dtype)
 
     @property
     def where(self) -> str:
-        """The call site: `train.py:88 in step`."""
+        """The call site, such as `train.py:88 in step`."""
         return self.site.decode(errors="replace") or "unknown"
 
     def traced(self, phase: str) -> torch.profiler.record_function:
-        """A block that a profiler's trace shows under the name of the call; see Tag."""
+        """A context manager whose block a profiler's trace shows under the name of the call.
+
+        Tag describes the name.
+        """
         return torch.profiler.record_function(
             f"tutti::{self.kind}|phase={phase}|group={self.comm_group.label}|bytes={self.bytes}"
             f"|dtype={self.dtype_name}|seq={self.sequence}|ranks={self.comm_group.size}"
@@ -245,7 +249,7 @@ def perform(operation: Operation, wait: bool) -> Any:
 
 
 def send(operation: Operation, wait: bool) -> Any:
-    """Record the operation in the ledger, hand it to torch and, if asked, wait for it."""
+    """Record the operation in the ledger, pass it to torch and, if `wait`, wait for it."""
     number = record(operation, ledger.WAITING if wait else ledger.BEGUN)
     on_stream = operation.is_on_stream
     try:
@@ -295,7 +299,7 @@ def record(operation: Operation, state: int) -> int:
 
 
 def failed(operation: Operation, number: int, error: Exception) -> Exception:
-    """The error to raise for a backend's error: names the operation, its line and late ranks."""
+    """The error to raise for a backend's error; it names the operation, its line and late ranks."""
     from tutti.comm.collective_errors import collective_error
 
     seconds = operation.comm_group.ledger.seconds_since_begin(number)
@@ -306,12 +310,12 @@ def failed(operation: Operation, number: int, error: Exception) -> Exception:
 class Handle:
     """An operation that has been started. It keeps the operation's tensors alive.
 
-    Wait for it before you read the result or write the input. The first wait also does what is left
-    after the transfer (the division of a mean, the copy into a non-contiguous tensor); waiting
-    again costs nothing and changes nothing.
+    Wait for it before you read the result or write the input. The first wait also performs the
+    steps after the transfer (the division of a mean, the copy into a non-contiguous tensor);
+    waiting again costs nothing and changes nothing.
 
-    On CUDA waiting does not block the host: it makes a stream wait, the current one or the one
-    given, and `event()` is for streams that should wait by themselves.
+    On CUDA waiting does not block the host: it makes a stream wait, either the current stream or
+    the stream passed to `wait`. Other streams can wait for `event()`.
     """
 
     def __init__(self, operation: Operation, work: Any, number: int) -> None:
@@ -319,24 +323,24 @@ class Handle:
         self.work = work
         self._number = number
         self._is_finished = False
-        self._cannot_wait = ""  # why: the operation is in a comm.group() block, or in a failed one
+        self._cannot_wait = ""  # the reason: its comm.group() block has not ended, or has failed
         self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
 
     @property
     def result(self) -> torch.Tensor | None:
-        """What the operation returns, after a wait; None where this rank gets nothing."""
+        """Wait, then return the operation's result; None if this rank gets no result."""
         return self.wait()
 
     @property
     def source(self) -> int:
-        """Of a receive from any rank: the rank in the group that sent. Waits."""
+        """Wait, then return the sender's rank in the group; for a receive from any rank."""
         self.wait()
         sender = self.operation.root
         return sender if sender >= 0 else int(self.work._source_rank())
 
     def wait(self, stream: "torch.cuda.Stream | None" = None) -> torch.Tensor | None:
-        """Wait for the result and return it; on CUDA `stream`, or the current one, waits."""
+        """Wait for the result and return it; on CUDA, `stream` or the current stream waits."""
         if self._cannot_wait:
             call = f"{self.operation.kind} at {self.operation.where}"
             raise UsageError(f"{call} {self._cannot_wait}")
@@ -359,7 +363,7 @@ class Handle:
         return self._is_finished or self.work is None or bool(self.work.is_completed())
 
     def future(self) -> "torch.futures.Future[torch.Tensor]":
-        """The result as a torch Future, as DDP's communication hooks return it; replaces wait()."""
+        """The result as a torch Future, for DDP's communication hooks; use it instead of wait()."""
 
         def complete(_: Any) -> torch.Tensor | None:
             # Not work.wait(): some backends complete the future before the work itself.
@@ -382,11 +386,11 @@ class Handle:
         return self._event
 
     def refuse_wait(self, reason: str) -> None:
-        """Refuse to wait, for this reason: the operation is in a block that has not been sent."""
+        """Make wait() raise UsageError with this reason: the operation's block is not sent yet."""
         self._cannot_wait = reason
 
     def complete(self, work: Any, event: "torch.cuda.Event | None") -> None:
-        """The block was sent, and the result is complete; on CUDA when the event fires."""
+        """Mark the result as complete, after its block was sent; on CUDA when the event fires."""
         self.work, self._event = work, event
         self._is_finished, self._cannot_wait = True, ""
 
@@ -446,15 +450,15 @@ class Handle:
 
 @dataclass(frozen=True)
 class Tag:
-    """What the name of an event in a profiler's trace says about a call of tutti.comm.
+    """A call of tutti.comm, as described by the name of an event in a profiler's trace.
 
         tutti::all_reduce|phase=run|group=default|bytes=4096|dtype=float32|seq=12|ranks=4
 
-    The name is the same for gloo, shm and NCCL, and holds everything: a trace shows the arguments
-    of a record_function only if shapes were recorded, too. `phase` is run for a call that waits,
-    issue and wait for the two halves of one that does not. `bytes` counts the larger side of the
-    operation, as nccl-tests does. `seq` counts the collectives of a group, the same on every rank;
-    sends and receives count by themselves.
+    The name is the same for gloo, shm and NCCL. It contains all fields, because a trace shows the
+    arguments of a record_function only if shapes were recorded, too. `phase` is `run` for a call
+    that waits; a call with wait=False has two events, with phases `issue` and `wait`. `bytes` is
+    the larger of input and output, as in nccl-tests. `seq` counts the collectives of a group and is
+    the same on every rank; sends and receives are counted separately.
     """
 
     operation: str
@@ -472,7 +476,7 @@ _TAG = re.compile(
 
 
 def parse_tag(name: str) -> Tag | None:
-    """Read the name of an event in a trace; None if it is not one of tutti.comm."""
+    """Parse the name of an event in a trace; None if the event is not from tutti.comm."""
     found = _TAG.fullmatch(name)
     if found is None:
         return None

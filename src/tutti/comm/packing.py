@@ -51,7 +51,7 @@ def broadcast_coalesced(
     bucket_bytes: float = float("inf"),
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Replace every tensor by that of the group's rank `root`, one collective for each bucket."""
+    """Copy every tensor from the group's rank `root` to all ranks, one collective per bucket."""
     for bucket in buckets(tensors, bucket_bytes):
         flat = flatten(bucket)
         broadcast(flat, root, group=group)

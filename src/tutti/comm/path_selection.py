@@ -1,13 +1,12 @@
-"""Which path an operation takes, by its size: a table that is measured once for each machine.
+"""Chooses the path of an operation by its size, from a table that is measured once per machine.
 
-`tutti bench tune` writes what it measured to
+`tutti bench tune` writes its measurements to
 
-    $XDG_CACHE_HOME/tutti/paths/MACHINE-RANKS.json      (~/.cache where that is not set)
+    $XDG_CACHE_HOME/tutti/paths/MACHINE-RANKS.json      (default: ~/.cache/tutti/paths/…)
 
-Every group that has a choice of paths reads it once; rank 0's table is used on all ranks, so that
-all ranks take the same path. Without a table, DEFAULTS are used. A table that cannot be read is an
-error where it is asked for (`load`), and in a running job a warning: a damaged cache must not end
-a job.
+Every group that has a choice of paths reads this file once; rank 0's table is used on all ranks, so
+that all ranks take the same path. Without a table, DEFAULTS are used. If a table cannot be read,
+`load` raises an error, but a running job only warns: a damaged cache must not end a job.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ from tutti.world.errors import UsageError, did_you_mean
 SCHEMA = "tutti.comm.paths/1"
 PATHS = ("gloo", "shm", "hierarchical", "nccl", "symmetric one-shot")
 
-# What torch's one-shot kernels reduce.
+# The dtypes that torch's one-shot kernels reduce.
 _ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -56,17 +55,17 @@ class Row:
     to_bytes: int | None  # exclusive; None: no upper limit
     time_us: float | None = None  # at the smallest size measured in the range
     dtype: str | None = None
-    measured: str | None = None  # the date, if it is not the table's
+    measured: str | None = None  # the date, if it differs from the table's date
 
     def covers(self, op: str, device: str, size: int) -> bool:
-        """Whether the row is about this operation at this size."""
+        """Whether the row applies to this operation on this device at this size."""
         end = float("inf") if self.to_bytes is None else self.to_bytes
         return (self.op, self.device) == (op, device) and self.from_bytes <= size < end
 
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured on a machine with so many ranks."""
+    """The fastest paths on one machine, measured with one number of ranks."""
 
     machine: str
     ranks: int
@@ -74,7 +73,7 @@ class Table:
     rows: tuple[Row, ...]
 
     def row(self, op: str, device: str, size: int, among: Collection[str]) -> Row | None:
-        """The row for an operation, if it names one of these paths."""
+        """The row for an operation, if the row's path is in `among`."""
         rows = (row for row in self.rows if row.covers(op, device, size) and row.path in among)
         return next(rows, None)
 
@@ -94,9 +93,9 @@ class Measured:
     time_us: float
 
 
-# Used where nothing was measured. On 4 to 8 GPUs of one host one-shot kernels on symmetric memory
-# are faster up to 512 KiB; above that, for tensors that must be copied there first, NCCL is. On the
-# CPU a group has one path.
+# Used if nothing was measured. On 4 to 8 GPUs of one host, one-shot kernels on symmetric memory are
+# faster up to 512 KiB. Above that NCCL is faster, because tensors must first be copied to symmetric
+# memory. On the CPU a group has only one path.
 DEFAULTS = (
     Row("all_reduce", "cuda", "symmetric one-shot", 0, 512 << 10),
     *(Row(op, "cuda", "nccl", 0, None) for op in KINDS),
@@ -104,7 +103,7 @@ DEFAULTS = (
 
 
 def fastest(measurements: Iterable[Measured], ranks: int, dtype: str | None = None) -> Table:
-    """The table of the fastest paths; a path is used up to the next size that was measured."""
+    """The table of the fastest paths; each is used up to the next size where another is faster."""
     best: dict[tuple[str, str, int], Measured] = {}
     for each in measurements:
         key = (each.op, each.device, each.bytes)
@@ -123,7 +122,7 @@ def fastest(measurements: Iterable[Measured], ranks: int, dtype: str | None = No
 
 
 def machine_key() -> str:
-    """A name for machines like this one: processor, number of CPUs, GPUs."""
+    """A name for machines of this kind: processor, number of CPUs, GPUs."""
     about = describe_environment()
     gpus = [gpu["name"] for gpu in about["gpus"]]
     parts = [about["cpu"], platform.machine(), str(os.cpu_count()), *gpus]
@@ -133,7 +132,7 @@ def machine_key() -> str:
 
 
 def file_for(ranks: int) -> Path:
-    """The file of the table for this machine and so many ranks."""
+    """The file of the table for this machine and this number of ranks."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "tutti" / "paths" / f"{machine_key()}-{ranks}.json"
 
@@ -141,7 +140,7 @@ def file_for(ranks: int) -> Path:
 def save(table: Table) -> Path:
     """Store a table for later runs; returns the file.
 
-    Rows that are stored for other operations and devices stay; a damaged file is replaced.
+    Stored rows for other operations and devices are kept; a damaged file is replaced.
     """
     path = file_for(table.ranks)
     with contextlib.suppress(UsageError):
@@ -163,7 +162,7 @@ def save(table: Table) -> Path:
 
 
 def load(ranks: int) -> Table | None:
-    """The table of this machine and so many ranks; None if nothing was measured."""
+    """The table of this machine and this number of ranks; None if nothing was measured."""
     path = file_for(ranks)
     try:
         return parse(path.read_text())
@@ -177,7 +176,7 @@ def load(ranks: int) -> Table | None:
 
 
 def parse(text: str) -> Table:
-    """Read a table from JSON; ValueError says what is wrong with it."""
+    """Read a table from JSON; raises ValueError with the reason if the table is not valid."""
     content = json.loads(text)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"its schema is not {SCHEMA}")
@@ -233,7 +232,7 @@ def _figures(row: Row, table: Table) -> str:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which path an operation takes, and why. As text, a sentence."""
+    """The path that an operation takes, and the reason. str() returns a sentence."""
 
     op: str
     bytes: int
@@ -254,9 +253,9 @@ class Explanation:
 def explain(
     op: str, bytes: int, *, group: dist.ProcessGroup | None = None, device: str | None = None
 ) -> Explanation:
-    """Which path an operation of so many bytes takes in this group, and why.
+    """Explain which path an operation of this size takes in this group, and why.
 
-    device is cpu or cuda; by default cuda where the group serves it. Not a collective.
+    device is cpu or cuda; the default is cuda if the group supports it. Not a collective.
     """
     comm_group = comm_group_of(group)
     if op not in KINDS:
@@ -283,7 +282,7 @@ def explain(
 
 
 def available_paths(comm_group: CommGroup, device: str) -> tuple[str, ...]:
-    """The paths of a group for tensors on such a device, its own backend's first."""
+    """The paths of a group for tensors on this device; the group's own backend comes first."""
     from tutti.comm.shm.registration import hosts
 
     own = comm_group.backend(device)
@@ -306,7 +305,7 @@ def _has_symmetric_memory(comm_group: CommGroup) -> bool:
 
 
 def _is_on_one_host(comm_group: CommGroup) -> bool:
-    # Every rank announces its process when it first uses tutti.comm: wait for all of them.
+    # Every rank announces its process when it first uses tutti.comm: wait until all ranks have.
     keys = [f"tutti/ledger/{rank}" for rank in comm_group.ranks]
     store = c10d._get_default_store()
     store.wait(keys)
@@ -317,7 +316,7 @@ def _is_on_one_host(comm_group: CommGroup) -> bool:
 
 
 def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
-    """The function that sends an operation on a GPU: torch's, or one-shot on symmetric memory."""
+    """The function that sends an operation on a GPU: torch's call, or the one-shot kernels."""
     from tutti.comm.symmetric.heap_collectives import STAGED_BYTES
 
     if operation.kind != "all_reduce" or operation.bytes > STAGED_BYTES:
@@ -334,8 +333,8 @@ def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
     chosen = choose(operation.kind, operation.bytes, "cuda", paths, table)
     if chosen.path != "symmetric one-shot":
         return issue
-    # The kernels of the ranks wait for each other, and from two streams they could deadlock: only
-    # the first stream on which the group used symmetric memory uses it.
+    # The kernels of the ranks wait for each other, and kernels on two streams could deadlock. So
+    # symmetric memory is used only on the first stream on which the group used it.
     stream = torch.cuda.current_stream().cuda_stream
     if comm_group.symmetric_stream is None:
         comm_group.symmetric_stream = stream
@@ -343,7 +342,7 @@ def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
 
 
 def _table_of_rank_0(comm_group: CommGroup) -> Table | None:
-    """Rank 0's table, on every rank: ranks that choose different paths would wait for ever."""
+    """Rank 0's table, on every rank: ranks that choose different paths would wait forever."""
     key = "tutti/paths"
     if comm_group.rank != 0:
         text = comm_group.store.get(key).decode()  # waits for rank 0, which makes the same call
