@@ -1,6 +1,6 @@
 """Collectives between ranks of one host through shared memory: the c10d backend `shm`.
 
-Importing this package imports neither torch nor the compiled core: names are fetched when used.
+Importing this package imports neither torch nor the compiled core: names are imported on first use.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
-"""How the ranks of a group find each other through its store and connect by shared memory.
+"""How the ranks of a group find each other through its store and connect through shared memory.
 
 Two ranks share a host if one can open the other's memory: each opens a tiny memfd of the other
-through /proc and reads a random number there. Host names, boot ids and variables such as
-LOCAL_WORLD_SIZE all have cases in which they are wrong.
+through /proc and reads a random number from it. Host names, boot ids and variables such as
+LOCAL_WORLD_SIZE are not used, because in some cases they are wrong.
 """
 
 import os
@@ -27,14 +27,14 @@ _PROBE = "tutti-probe"
 
 @dataclass(frozen=True)
 class Connection:
-    """The hosts of a group's ranks, and this rank's group with the ranks of its host."""
+    """The hosts of a group's ranks, and the core's group that connects the ranks of this host."""
 
     rank: int
-    hosts: tuple[tuple[int, ...], ...]  # the ranks of each host, hosts by their lowest rank
+    hosts: tuple[tuple[int, ...], ...]  # the ranks of each host; hosts are sorted by lowest rank
     names: tuple[str, ...]  # the host name of each rank
     store: dist.Store  # for this group only, even if an earlier group had the same name
     group: int = 0  # address of the core's group of this host's ranks
-    unavailable: str = ""  # why a rank cannot use shm: then no group was made on any rank
+    unavailable: str = ""  # the reason if a rank cannot use shm: then no rank has made a group
 
     @property
     def host(self) -> int:
@@ -43,16 +43,16 @@ class Connection:
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The ranks on this host, this one included."""
+        """The ranks on this host, including this rank."""
         return self.hosts[self.host]
 
 
 def shares_memory(card: Card) -> bool:
-    """Whether the process that wrote this card runs where its memory can be opened."""
+    """Whether this process can open the memory of the process that wrote this card."""
     path = f"/proc/{card['pid']}/fd/{card['fd']}"
     try:
-        # In another PID namespace this number may be another process: never open a file that may
-        # block.
+        # If the writer is in another PID namespace, its pid may be that of another process here.
+        # Check the name first: opening an unknown file may block.
         if not os.readlink(path).startswith(f"/memfd:{_PROBE}"):
             return False
         probe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -79,10 +79,11 @@ def connect(
 ) -> Connection:
     """Find all ranks of a group and connect to those on this host; every rank calls this.
 
-    `staging_bytes` of 0 leaves the size to the core. `can_open` tells whether a peer's memory can
-    be opened. A rank that cannot use shm passes the reason as `unavailable`; all ranks get it.
+    With staging_bytes=0 the core chooses the size. `can_open` returns whether a peer's memory can
+    be opened. A rank that cannot use shm passes the reason as `unavailable`; all ranks receive the
+    reason.
     """
-    # A store may outlive a group and serve the next one of the same name.
+    # A store may outlive a group and be used again by the next group of the same name.
     turn = (store.add("arrivals", 1) - 1) // size
     store = dist.PrefixStore(f"{turn}/", store)
     exchange = _Exchange(store, rank, size, name, timeout_s)
@@ -102,7 +103,7 @@ def connect(
 
 
 def _hosts(reachable: list[list[int]], names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Ranks that can all open each other's memory, as a partition; equal on every rank."""
+    """Partition the ranks into sets that can open each other's memory; the same on every rank."""
     mutual = [
         tuple(p for p in peers if rank in reachable[p])
         for rank, peers in enumerate(map(sorted, reachable))
@@ -150,7 +151,7 @@ def _make_group(
                     f"{connection.names[rank]}: {core.tutti_error().decode()}"
                 )
                 break
-        # No rank continues, and perhaps ends, before all have opened its memory.
+        # No rank continues before all peers have opened its memory, because it may end soon after.
         for text in exchange.gather("connected", failure):
             if text is not None:
                 raise UsageError(text)
@@ -162,7 +163,7 @@ def _make_group(
 
 
 class _Exchange:
-    """Values that every rank of a group writes to the store, within one deadline for all."""
+    """Exchanges values between all ranks of a group through the store, all within one deadline."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, name: str, timeout_s: float

@@ -1,10 +1,10 @@
-"""Compiling the C core and the C++ front: at install (setup.py), or at first use into a cache.
+"""Compiles the C core and the C++ front: at install (setup.py), or at first use into a cache.
 
-The core is plain C, loaded with ctypes. The front is a torch extension, which fits one version of
-torch and of Python. Both carry a mark with a hash of everything they were built from: sources,
-flags, platform and, for the front, torch, its ABI and Python. A library whose mark differs (an
-editable install whose sources changed, a new torch) is not loaded; the right one is taken from
-$XDG_CACHE_HOME/tutti/shm (default ~/.cache/tutti/shm) or compiled into it.
+The core is plain C, loaded with ctypes. The front is a torch extension, which works with only one
+version of torch and of Python. Both contain a mark: a hash of everything they were built from, that
+is, sources, flags, platform and, for the front, torch, its ABI and Python. A library whose mark
+differs (an editable install whose sources changed, a new torch) is not loaded; the matching library
+is taken from $XDG_CACHE_HOME/tutti/shm (default ~/.cache/tutti/shm) or compiled into this folder.
 
 setup.py imports this file by its path, so nothing outside the standard library is imported here.
 """
@@ -35,12 +35,12 @@ _MARK = b"tutti-built-from:"
 
 
 class BuildFailed(RuntimeError):
-    """A compiled part is missing and cannot be built here; the text says why and what to do."""
+    """A library is missing and cannot be built here; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """One compiled part: what it is built from and how."""
+    """One compiled library: its sources and how it is built."""
 
     name: str
     sources: tuple[Path, ...]  # given to the compiler
@@ -118,9 +118,9 @@ def front_library() -> Library:
 
 
 def built(*libraries: Library) -> list[Path]:
-    """The files of these libraries, compiled now where need be; raises BuildFailed.
+    """The files of these libraries, which are compiled now if necessary; raises BuildFailed.
 
-    Several processes may call this at once: one compiles, the others wait for it.
+    Several processes may call this at once: one compiles, the others wait for that process.
     """
     found = [_find(library) for library in libraries]
     if None not in found:
@@ -135,8 +135,8 @@ def built(*libraries: Library) -> list[Path]:
             if log.exists() and log.stat().st_mtime >= began:
                 raise BuildFailed(_failure(library, log))
         if missing:
-            commands = [_command(library) for library in missing]  # is there a compiler?
-            for left in folder.glob("tmp*"):  # of processes that were killed while compiling
+            commands = [_command(library) for library in missing]  # raises if there is no compiler
+            for left in folder.glob("tmp*"):  # left by processes that were killed while compiling
                 shutil.rmtree(left, ignore_errors=True)
             _announce(folder)
             with ThreadPoolExecutor(len(missing)) as pool:
@@ -180,7 +180,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _cache_folder() -> Path:
-    """The cache, created; refused when another user could put a library there."""
+    """Create and return the cache folder; refuse one to which another user could write."""
     path = _cache_path()
     cure = "set XDG_CACHE_HOME to a folder that only you can write to"
     try:
@@ -199,7 +199,7 @@ def _cache_folder() -> Path:
 
 
 def _command(library: Library) -> list[str]:
-    """The compiler call without the output file."""
+    """The command line of the compiler, without the output file."""
     variable, *programs = library.compilers
     given = os.environ.get(variable)
     compiler = shlex.split(given) if given else [p for p in programs if shutil.which(p)][:1]

@@ -1,11 +1,12 @@
 """The C core through ctypes; core/tutti_shm.h documents each function.
 
-`core()` releases the GIL during a call. `core_holding_gil()` is the same library without that,
-about 0.2 µs cheaper, for calls that cannot block: load, store, atomics, small puts.
+`core()` releases the GIL during a call. `core_holding_gil()` is the same library, but keeps the
+GIL, which makes a call about 0.2 µs faster. Use it for calls that cannot block: load, store,
+atomics, small puts.
 
 Constants (`native.F64`, `native.ALL_REDUCE`, `native.TIMEOUT`, `native.FULL`, ...) are the TUTTI_*
-enumerators and integer macros of the C headers, which are parsed when this module is imported; the
-signatures of the functions are read there, too.
+enumerators and integer macros of the C headers, which are parsed when this module is imported. The
+signatures of the functions are also read from the headers.
 """
 
 import ctypes
@@ -66,43 +67,43 @@ KINDS, STATES = _ENUMS["tutti_kind"], _ENUMS["tutti_state"]
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> int:
-        """One of the constants."""
+        """The value of a constant of the C headers."""
 
 
 class CoreMissing(UsageError):
-    """The compiled core is not there and cannot be built; the text says why and what to do."""
+    """The compiled core is missing and cannot be built; the message has the reason and remedy."""
 
 
 class ShmError(RuntimeError):
-    """An operation of the shm core failed; the text says why."""
+    """An operation of the shm core failed; the message gives the reason."""
 
 
 class ShmTimeout(ShmError, TimeoutError):
-    """Some ranks have not arrived in time; the text names them and where they are."""
+    """Some ranks have not arrived in time; the message names them and their locations."""
 
 
 class PeerDied(ShmError):
     """A rank's process has died."""
 
-    rank = -1  # which; -1 where only the text says it
+    rank = -1  # the rank that died; -1 if only the message names it
 
 
 class PeerLeft(ShmError):
     """A rank closed the group or heap while others still waited for it."""
 
-    rank = -1  # which; -1 where only the text says it
+    rank = -1  # the rank that left; -1 if only the message names it
 
 
 class GroupClosed(ShmError):
-    """This rank closed or aborted the group, or is a forked child of the rank."""
+    """This rank closed or aborted the group, or this process is a forked child of the rank."""
 
 
 class ShmNoMemory(ShmError, MemoryError):
-    """Shared memory could not be reserved; the text says how many bytes were needed."""
+    """Shared memory could not be reserved; the message gives the number of bytes needed."""
 
 
 class ShmRanksDiffer(ShmError, RanksDiffer):
-    """Ranks called different operations, sizes, dtypes or roots; the text names both."""
+    """Ranks called different operations, sizes, dtypes or roots; the message names both calls."""
 
 
 _ERRORS: dict[int, type[Exception]] = {
@@ -118,7 +119,7 @@ _ERRORS: dict[int, type[Exception]] = {
 
 
 class Operation(ctypes.Structure):
-    """`tutti_operation`; `operation()` fills one from lists."""
+    """The C struct `tutti_operation`; `operation()` makes one from lists."""
 
     _fields_ = (
         ("kind", c_uint32),
@@ -163,7 +164,7 @@ def _c_type(declared: str) -> object:
 
 @cache
 def core_path() -> Path:
-    """The file of the compiled core, which is built now where need be."""
+    """The file of the compiled core, which is built now if necessary."""
     try:
         return built(core_library())[0]
     except BuildFailed as error:
@@ -195,7 +196,7 @@ def core_holding_gil() -> Any:
 
 
 def error_for(code: int, text: str | None = None) -> Exception:
-    """The exception for a code; without a text, with the last error of the calling thread."""
+    """The exception for a code; the default text is the last error of the calling thread."""
     if text is None:
         text = (core().tutti_error() or b"").decode(errors="replace")
     return _ERRORS.get(code, ShmError)(text)
@@ -224,7 +225,7 @@ def operation(
     tag: int = 0,
     where: str = "",
 ) -> Operation:
-    """An operation from lists of (address, bytes); it keeps its arrays alive."""
+    """An operation from lists of (address, bytes); the operation keeps its arrays alive."""
     ins, outs = ins or [], outs or []
     made = Operation(kind, dtype, reduce, root, peer, tag, len(ins), len(outs))
     made.ins = (c_void_p * len(ins))(*(address for address, _ in ins))

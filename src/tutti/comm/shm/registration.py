@@ -1,9 +1,9 @@
 """`shm` as a torch.distributed backend: `init_process_group("shm")`, `"cpu:shm,cuda:nccl"`.
 
-Where the package is installed, torch finds this through the entry point group "torch.backends";
-otherwise `tutti.comm.shm.register()` registers the backend. Nothing is loaded, or compiled, before
-the first group is made. Where the compiled parts cannot be built on some rank, all ranks of the
-group use gloo, and rank 0 prints why.
+If the package is installed, torch finds this module through the entry point group "torch.backends";
+otherwise `tutti.comm.shm.register()` registers the backend. Nothing is loaded or compiled before
+the first group is made. If the libraries cannot be built on some rank, all ranks of the group use
+gloo, and rank 0 prints the reason.
 """
 
 import functools
@@ -40,7 +40,7 @@ def register() -> None:
         return
     dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
     # The flight recorder of torch 2.15 records every call of a backend that is not in this set,
-    # which takes half as long as a small all_reduce. The core's ledger records the same.
+    # which takes half as long as a small all_reduce. The core's ledger records the same calls.
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add("shm")
 
@@ -83,21 +83,25 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 def available() -> tuple[bool, str]:
-    """Whether the backend can be used here, with details or the reason. Compiles at first use."""
+    """Whether the backend can be used here, and details, or the reason why it cannot be used.
+
+    The first call may compile the backend.
+    """
     module, text = _load()
     return module is not None, text
 
 
 def native_group(group: "dist.ProcessGroup | None" = None) -> int | None:
-    """Address of the core's group behind a process group; None where shm does not serve it alone.
+    """The address of the core's group behind a process group; None if shm is not its CPU backend.
 
-    A group over several hosts has one per host, with other rank numbers: None, too.
+    Also None for a process group over several hosts, which has one core group per host, with
+    different rank numbers.
     """
     return getattr(_cpu_backend(group), "native_group", None) or None
 
 
 def hosts(group: "dist.ProcessGroup | None" = None) -> int:
-    """The number of hosts over which shm serves a group; 1 for every other group."""
+    """The number of hosts of a group that uses shm; 1 for every other group."""
     return int(getattr(_cpu_backend(group), "hosts", 1))
 
 
@@ -114,7 +118,10 @@ def _cpu_backend(group: "dist.ProcessGroup | None") -> Any:
 
 
 def set_where(where: Callable[[], str] | None) -> None:
-    """Let errors name the line of each rank's call; None ends that (it costs time)."""
+    """Set the function that returns the call site, which errors then name for each rank.
+
+    None switches this off; calling the function costs time in every operation.
+    """
     module, _ = _load()
     if module is not None:
         module.set_where(where)
@@ -140,7 +147,7 @@ def make(
     ranks: list[int] | None = None,
     options: ShmOptions | None = None,
 ) -> Any:
-    """A c10d backend for a group; `ranks` has the global rank of each of its ranks."""
+    """A c10d backend for a group; `ranks` has the global rank of each rank of the group."""
     import torch.distributed as dist
 
     from tutti.comm.ledger import record_location

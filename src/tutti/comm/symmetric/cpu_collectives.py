@@ -1,10 +1,10 @@
 """All-reduce, all-gather and reduce-scatter on the CPU, on tensors that all ranks read in place.
 
-all_reduce is the C core's, unless one algorithm is asked for: the algorithms are also written here
-in Python, to be read and compared. Each collective begins with a barrier (all inputs are written)
-and ends with one (all ranks have read, so the callers may write again). In between ranks publish
-their progress in one word each, stored with release and loaded with acquire; each word has one
-writer.
+all_reduce runs in the C core, unless the caller requests an algorithm: the algorithms are also
+written here in Python, for reading and for comparison. Each collective begins with a barrier (all
+inputs are written) and ends with a barrier (all ranks have read, so the callers may write again).
+In between, each rank publishes its progress in one word, which is stored with release and loaded
+with acquire; each word has one writer.
 """
 
 import ctypes
@@ -30,16 +30,17 @@ from tutti.world.errors import RanksDiffer, UsageError
 if TYPE_CHECKING:
     from tutti.comm.symmetric.cpu_heap import CpuMemory
 
-# The dtypes that the core reduces, in the order of its enum: `bytes` is none of torch's.
+# The dtypes that the core reduces, in the order of its enum, whose last entry, `bytes`, is not a
+# dtype of torch.
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES[:-1])
 # two_shot works in chunks of this size per rank, so that a part is still in its owner's cache when
 # the peers read it.
 _CHUNK_BYTES = 512 << 10
-_CACHED_OPERATIONS = 256  # that are ready to be called again
+_CACHED_OPERATIONS = 256  # the number of prepared operations that are kept for later calls
 
 
 class CpuCollectives:
-    """The collectives of one heap; one at a time."""
+    """The collectives of one heap, which can run only one at a time."""
 
     def __init__(self, memory: "CpuMemory") -> None:
         self._memory = memory
@@ -51,7 +52,7 @@ class CpuCollectives:
         self._own_word = self._words[memory.rank]
         self._progress = 0  # the same on all ranks between collectives
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._group: Any = None  # the core's, made by the first all_reduce that needs it
+        self._group: Any = None  # the core's group, made by the first all_reduce that needs it
         self._run = self._core.tutti_run
         self._ready: dict[tuple[int, int, int, tuple[int, int]], Any] = {}
         self.calls = 0
@@ -66,7 +67,10 @@ class CpuCollectives:
         out_offset: int | None,
         timeout: float,
     ) -> None:
-        """`out` is `local` itself, another tensor of the heap (at `out_offset`), or any tensor."""
+        """Reduce `local`, which is at `offset` of the heap, over all ranks into `out`.
+
+        `out` is `local` itself, another tensor of the heap (at `out_offset`), or any tensor.
+        """
         self._memory.control.check()
         codes = _codes(local.dtype, op)
         bytes = local.nbytes
@@ -87,7 +91,7 @@ class CpuCollectives:
             self._ring(out, shared, codes, timeout)
 
     def sum_in_place(self, local: torch.Tensor) -> None:
-        """None: the core chooses the algorithm by itself, in C."""
+        """Always None, no prepared call as on CUDA: the C core chooses the algorithm by itself."""
 
     def all_reduce_staged(
         self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
@@ -105,7 +109,7 @@ class CpuCollectives:
         codes: tuple[int, int],
         timeout: float,
     ) -> None:
-        """Every rank reads all ranks' values, in rank order, so all get the same bits."""
+        """Every rank reduces all ranks' values in rank order, so all ranks get the same bits."""
         memory, bytes, target = self._memory, local.nbytes, out.data_ptr()
         self._barrier("all_reduce", timeout)
         if out is local:  # peers are still reading it
@@ -124,7 +128,7 @@ class CpuCollectives:
         """Each rank reduces its part of every chunk in place, then copies the others' parts.
 
         A part of a rank's memory is read only by the part's owner, before the owner publishes its
-        progress, and overwritten only after that: in place is safe without further barriers.
+        progress, and overwritten only after that, so reducing in place needs no further barriers.
         """
         memory, itemsize = self._memory, local.itemsize
         what = "all_reduce"
@@ -149,10 +153,11 @@ class CpuCollectives:
     def _ring(
         self, tensor: torch.Tensor, offset: int, codes: tuple[int, int], timeout: float
     ) -> None:
-        """Sums travel around the ring, then results: 2 (n - 1) steps between neighbours.
+        """Pass sums around the ring, then results: 2 (n - 1) steps between neighbours.
 
         Each part is summed once, starting at a different rank: all ranks get the same bits, which
-        may differ from those of one_shot and two_shot. On one host this is a baseline to compare.
+        may differ from those of one_shot and two_shot. On one host this is only a baseline for
+        comparison.
         """
         memory, itemsize = self._memory, tensor.itemsize
         size, rank = memory.size, memory.rank
@@ -165,7 +170,7 @@ class CpuCollectives:
         self._barrier(what, timeout)
         begun = self._progress
         for step in range(2 * (size - 1)):
-            lap = step - (size - 1)  # from 0 on: results travel, not sums
+            lap = step - (size - 1)  # below 0 sums are passed on; from 0 on, results
             part = (rank - 1 - step) % size if lap < 0 else (rank - lap) % size
             first, last = parts_of[part]
             mine = memory.address(rank, offset + first * itemsize)
@@ -191,7 +196,7 @@ class CpuCollectives:
         self.calls += 1
         memory, bytes = self._memory, local.nbytes
         self._barrier("all_gather", timeout)
-        # Each rank starts with its own, so that the ranks do not all read the same one.
+        # Each rank starts with its own tensor, so that the ranks do not all read the same tensor.
         for turn in range(memory.size):
             rank = (memory.rank + turn) % memory.size
             self._core.tutti_put(out.data_ptr() + rank * bytes, memory.address(rank, offset), bytes)
@@ -291,7 +296,7 @@ class CpuCollectives:
             self._wait(peer, self._words[peer], self._progress, timeout, what)
 
     def _publish_progress(self) -> None:
-        """This rank has completed one more step (release)."""
+        """Publish that this rank has completed one more step (release)."""
         self._progress += 1
         self._memory.store(self._own_word, self._progress)
 

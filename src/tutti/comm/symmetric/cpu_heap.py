@@ -2,9 +2,9 @@
 
 Memory order. Signals, counters and barrier words are 64-bit words that are stored with release and
 loaded with acquire (C11). A rank that sees the new value of such a word therefore sees everything
-that its writer wrote before, to whichever segment, on x86-64 and ARM64 alike. Plain loads and
-stores of tensor elements have no order of their own: between a write on one rank and a read on
-another there must be a signal, a counter or a barrier.
+that its writer wrote before, to any segment, on both x86-64 and ARM64. Plain loads and stores of
+tensor elements are not ordered: between a write on one rank and a read on another there must be a
+signal, a counter or a barrier.
 
 A segment has a control page, then the signals, then the data.
 """
@@ -40,9 +40,9 @@ _open: set["CpuMemory"] = set()
 
 
 class CpuMemory:
-    """One block of the same size on every rank; `offset` is in bytes, the same place on all ranks.
+    """One block of the same size on every rank; an `offset` in bytes is the same on all ranks.
 
-    Created on all ranks of a group together; all must be on one host. CudaMemory has the same
+    All ranks of a group create it together and must be on one host. CudaMemory has the same
     methods.
     """
 
@@ -86,7 +86,8 @@ class CpuMemory:
         self.puts = self.put_bytes = self.gets = self.get_bytes = 0
         self.waits = self.barriers = 0
         self._group = group
-        # Collectives of torch.distributed on the heap's tensors then work without copies.
+        # A group that uses shm is given the address of the heap: then collectives of
+        # torch.distributed on the heap's tensors work without copies.
         self._backend = native_group(group)
         try:
             if self._backend is not None:
@@ -163,14 +164,14 @@ class CpuMemory:
     def wait_word(
         self, address: int, at_least: int, source: int | None, timeout: float, what: str
     ) -> None:
-        """Wait until the word is at least this; the death of `source` (None: any) ends it."""
+        """Wait until the word is at least `at_least`; raises if rank `source` (None: any) died."""
         self.waits += 1
         self.control.wait_for_word(address, at_least, source, timeout, what)
 
     # ---- Order and barriers ----
 
     def quiet(self) -> None:
-        # A put is a copy by this very thread: it is complete when the call returns.
+        # This thread itself copies the data of a put, so a put is complete when its call returns.
         self.fence()
 
     def barrier(self, channel: int, timeout: float) -> None:
@@ -195,7 +196,7 @@ class CpuMemory:
         }
 
     def close(self) -> None:
-        """Leave: peers that still wait for this rank are told so. Not collective."""
+        """Leave the heap; peers that still wait for this rank raise PeerLeft. Not collective."""
         _open.discard(self)
         self.control.leave()
         self.collectives.close()
@@ -222,7 +223,7 @@ def _open_segments(
 ) -> list[Any]:
     """Every rank's segment, in rank order; or the same error on all ranks.
 
-    Two ranks share a host if one can open the other's segment and finds there the random number
+    Two ranks share a host if one can open the other's segment and reads from it the random number
     that the other wrote.
     """
     own = core.tutti_segment_create(f"heap {rendezvous.number}".encode(), bytes)
@@ -267,7 +268,8 @@ def _as_buffer(core: Any, segment: Any, base: int, bytes: int) -> Any:
         _length_ = bytes
 
     buffer = Mapping.from_address(base)
-    # At the interpreter's exit the kernel unmaps: tensors may still be in use then.
+    # At the interpreter's exit tensors may still be in use, so the segment is left mapped, and the
+    # kernel unmaps it when the process ends.
     weakref.finalize(buffer, core.tutti_segment_close, segment).atexit = False
     return buffer
 
@@ -298,19 +300,19 @@ _TEXT = 512  # bytes of a text that ranks exchange
 # The first line holds the token of _open_segments.
 _LEFT = _LINE
 _BARRIERS = 2 * _LINE  # one line per channel
-_EXCHANGE = _BARRIERS + CHANNELS * _LINE  # the barrier under exchange()
+_EXCHANGE = _BARRIERS + CHANNELS * _LINE  # the barrier that exchange() uses
 _PROGRESS = _EXCHANGE + _LINE  # this rank's progress in a collective
 _TEXTS = _PROGRESS + _LINE  # two texts, used in turn
 assert _TEXTS + 2 * _TEXT <= _PAGE
 
-# A wait returns to Python this often: for Ctrl-C, and to check that the peers still live.
+# A wait returns to Python at this interval, to handle Ctrl-C and to check that the peers are alive.
 _SLICE_SECONDS = 0.1
 
 
 class ControlPages:
-    """The first page of every rank's segment, as one rank sees them.
+    """The first pages of all ranks' segments, as mapped by one rank.
 
-    Each word has one writer, the owner of the page. It is stored with release and loaded with
+    Each word has one writer, the owner of the page. Words are stored with release and loaded with
     acquire, so a rank that sees a peer's arrival sees everything that the peer wrote before.
     """
 
@@ -329,13 +331,13 @@ class ControlPages:
         self._broken: str | None = None
 
     def barrier(self, channel: int, timeout: float) -> None:
-        """Wait until all ranks have called it."""
+        """Wait until all ranks have called barrier() on this channel."""
         self._barrier_on(_BARRIERS + _LINE * channel, timeout, "a barrier")
 
     def exchange(self, text: str, timeout: float, what: str) -> list[str]:
         """Every rank's short text, in rank order."""
-        # Two buffers in turn: before a rank writes to one again it has passed the barrier of the
-        # other, which all ranks entered after they had read the first.
+        # Two buffers are used in turn. Before a rank writes to a buffer again, it has passed the
+        # barrier of the other buffer, which all ranks entered after they had read this buffer.
         at = _TEXTS + _TEXT * (self._exchanges % 2)
         self._exchanges += 1
         encoded = text.encode()[: _TEXT - 1] + b"\0"
@@ -348,7 +350,7 @@ class ControlPages:
         return self._pages[rank] + _PROGRESS
 
     def leave(self) -> None:
-        """Tell ranks that still wait for this one that it will not arrive."""
+        """Mark this rank as gone, for ranks that still wait for it."""
         self._store(self._pages[self._rank] + _LEFT, 1)
 
     def wait_for_word(
@@ -362,7 +364,7 @@ class ControlPages:
             self._wait_in_slices(address, at_least, ranks, timeout, f"{what} to reach {at_least}")
 
     def wait_for_peer(self, peer: int, address: int, value: int, timeout: float, what: str) -> None:
-        """Wait, in a collective, until a word that only `peer` writes has this value."""
+        """Wait, in a collective, until a word that only `peer` writes reaches this value."""
         first = _SLICE_SECONDS if timeout > _SLICE_SECONDS else timeout
         if self._wait(address, value, first, self._segments[peer]) == 0:
             return
@@ -378,14 +380,14 @@ class ControlPages:
         ranks = self._peers if watched is None else watched
         dead = [peer for peer in ranks if not self._alive(self._segments[peer])]
         left = [peer for peer in ranks if self._load(self._pages[peer] + _LEFT)]
-        # Deaths first: a rank may have left because of one.
+        # Report deaths first: a rank may have left because another rank died.
         for peer in dead:
             if peer not in left:
                 return lost_peer(native.PeerDied, peer, waiting_for)
         return lost_peer(native.PeerLeft, left[0], waiting_for) if left else None
 
     def fall_out_of_step(self, error: BaseException) -> None:
-        """Remember that the ranks' arrival counts differ now: no collective can follow."""
+        """Record that the ranks' arrival counts now differ: no further collective is possible."""
         self._broken = f"{type(error).__name__}: {error}"
 
     @property
@@ -394,7 +396,7 @@ class ControlPages:
         return self._broken is None
 
     def check(self) -> None:
-        """Refuse a collective after one has failed."""
+        """Raise UsageError if an earlier barrier or collective has failed."""
         if self._broken is not None:
             raise UsageError(
                 f"this heap is out of step since an earlier error ({self._broken}): close it and "
@@ -411,13 +413,14 @@ class ControlPages:
     def _wait_in_slices(
         self, address: int, value: int, watched: Sequence[int], timeout: float, what: str
     ) -> None:
-        """The slow part of a wait: between slices, check whether the peers still live."""
+        """The slow part of a wait: between slices, check whether the peers are still alive."""
         deadline = time.monotonic() + timeout - min(timeout, _SLICE_SECONDS)
         while True:
             gone = self.gone(what, watched)
             if gone is not None and self._load(address) < value:
                 raise gone
-            remaining = min(deadline - time.monotonic(), _SLICE_SECONDS)  # to the core 0 is forever
+            # 0 must not be passed to the core, where it means to wait forever.
+            remaining = min(deadline - time.monotonic(), _SLICE_SECONDS)
             if remaining <= 0:
                 now = self._load(address)
                 if now >= value:

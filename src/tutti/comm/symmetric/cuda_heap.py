@@ -1,16 +1,17 @@
 """The memory of a heap on NVIDIA GPUs: one block of torch's symmetric memory per rank.
 
-All calls are enqueued on the current stream, in its order. Memory order: a signal is stored with
-release at system scope by a kernel that follows the put on its stream, and awaited with acquire, so
-what follows the wait on the waiting stream sees what was put. Between streams of one rank only
-events give an order.
+All calls are enqueued on the current stream and run in stream order. Memory order: a signal is
+stored with release at system scope by a kernel that follows the put on its stream, and awaited with
+acquire, so work that follows the wait on the waiting stream sees the data that was put. Streams of
+one rank are ordered only by events.
 
-A wait runs on the GPU and cannot raise. After its timeout it sets a flag and lets the stream go on;
-the next call on the heap raises Timeout, or PeerDied if the process of a rank has ended. Kernels
-that wait for each other must run at the same time: ranks that share a GPU need MPS (`tutti run
---ranks-per-gpu`), without which they advance by milliseconds. CUDA loads a kernel when it is first
-used, which may wait for all running kernels: if one stream waits for what another is still to send,
-use the sending kernels once before, or set CUDA_MODULE_LOADING=EAGER.
+A wait runs on the GPU and cannot raise. After its timeout it sets a flag and lets the stream
+continue; the next call on the heap raises Timeout, or PeerDied if the process of a rank has ended.
+Kernels that wait for each other must run at the same time: ranks that share a GPU need MPS (`tutti
+run --ranks-per-gpu`), because without MPS the GPU runs one rank at a time, for milliseconds each.
+CUDA loads a kernel when it is first used, and loading may wait for all running kernels. If a stream
+waits for data that another stream has not sent yet, this may block the sender: run the sending
+kernels once beforehand, or set CUDA_MODULE_LOADING=EAGER.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ from tutti.comm.symmetric.symmetric_tensor import CHANNELS
 from tutti.world.errors import UsageError
 
 _ALLOW_SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-_REMEMBERED_WAITS = 256  # whose description is kept for a timeout
+_REMEMBERED_WAITS = 256  # the number of waits whose descriptions are kept for timeout errors
 
 
 class CudaMemory:
@@ -121,7 +122,10 @@ class CudaMemory:
         return ranks
 
     def _allocate(self, symm_mem: Any, bytes: int) -> torch.Tensor:
-        """A zeroed block, once every rank has one: else torch's rendezvous would wait for ever."""
+        """Allocate a zeroed block; raises on all ranks if one rank cannot allocate its block.
+
+        Otherwise torch's rendezvous would wait for that rank forever.
+        """
         failure = None
         try:
             block: torch.Tensor = symm_mem.empty(bytes, dtype=torch.uint8, device=self.device)
@@ -267,7 +271,7 @@ class CudaMemory:
 
 
 def _select_backend(symm_mem: Any, backend: str, device: torch.device) -> None:
-    """Select one of torch's backends, which is possible once, before the first use."""
+    """Select one of torch's backends, which is possible only once, before the first use."""
     wanted = {"cuda": "CUDA", "nvshmem": "NVSHMEM"}[backend]
     now = symm_mem.get_backend(device) if hasattr(symm_mem, "get_backend") else None
     if now == wanted or (now is None and wanted == "CUDA"):  # torch's default
@@ -307,10 +311,10 @@ class Words:
         self._waits: dict[int, str] = {}
         self._tickets = 0
         self._broken: str | None = None
-        self.pids: list[int | None] = []  # of the ranks on this host
+        self.pids: list[int | None] = []  # of each rank; None for ranks on other hosts
 
     def compile(self) -> None:
-        """Compile and run each kernel once, in scratch memory, before other ranks wait for this."""
+        """Compile and run each kernel once, on scratch memory, before other ranks wait for it."""
         table, count, arrival = 0, 8, 16
         scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
         word = scratch.data_ptr()
@@ -322,7 +326,7 @@ class Words:
         self.compare_swap(word, 2, 3)
 
     def load(self, address: int, /) -> int:
-        """The value now (acquire); waits for the stream."""
+        """The current value (acquire); waits for the stream."""
         return self.fetch_add(address, 0)
 
     def store(self, address: int, value: int, /) -> None:
@@ -368,7 +372,7 @@ class Words:
         timeout: float,
         what: str,
     ) -> None:
-        """A barrier between the streams of all ranks; see the kernel."""
+        """A barrier between the streams of all ranks; cuda_kernels.stream_barrier has details."""
         limit, failed = int(timeout * 1e9), self._failed.data_ptr()
         ticket = self._ticket(f"{timeout:g} s for all ranks in {what}")
         words = (table, rank, size, arrivals, count)

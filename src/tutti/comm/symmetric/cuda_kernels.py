@@ -1,11 +1,11 @@
-"""Triton kernels on 64-bit words of device memory, by which ranks signal each other.
+"""Triton kernels on 64-bit words of device memory, with which ranks signal each other.
 
-Every access that orders others is an atomic at system scope: release where it publishes what was
-written before, acquire where it observes what others published. Writes of earlier kernels and
-copies on the stream precede the kernel, so a release here covers them as well. Words are given by
-address, since they lie in the memory of another process.
+Every access that orders other accesses is an atomic at system scope: a release if it publishes
+earlier writes, an acquire if it observes what other ranks published. Writes of earlier kernels and
+copies on the stream precede the kernel, so a release in the kernel covers them as well. Words are
+given by address, since they lie in the memory of another process.
 """
-# Triton compiles these functions from their source: parameters have its types, not Python's.
+# Triton compiles these functions from their source: parameters have Triton's types, not Python's.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -13,7 +13,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 WARPS = 1  # enough for one word
 
-# do_not_specialize: else each new value of a number would compile the kernel again.
+# Without do_not_specialize, some new values of a number would compile the kernel again.
 
 
 @triton.jit(do_not_specialize=["address", "value"])
@@ -40,7 +40,7 @@ def swap_word(address, expected, desired, before):
 
 @triton.jit
 def _now():
-    """Nanoseconds; one value for all threads, which would diverge if they saw different ones."""
+    """The time in ns, the same for all threads: with different times the threads would diverge."""
     return tl.max(tl.extra.cuda.globaltimer() + tl.arange(0, 32), axis=0)
 
 
@@ -55,7 +55,8 @@ def _await(word, at_least, begun, limit_ns):
 
 @triton.jit(do_not_specialize=["address", "at_least", "limit_ns", "failed", "ticket"])
 def wait_for_word(address, at_least, limit_ns, failed, ticket):
-    """A wait that times out writes its ticket to `failed`, and the stream goes on."""
+    """Wait for a word. If the wait times out, its ticket is written to `failed`, and the stream
+    continues."""
     word = address.to(tl.int64).to(tl.pointer_type(tl.int64))
     wanted = at_least.to(tl.int64)
     begun = _now()
@@ -68,9 +69,9 @@ def wait_for_word(address, at_least, limit_ns, failed, ticket):
     do_not_specialize=["bases", "rank", "size", "arrivals", "count", "limit_ns", "failed", "ticket"]
 )
 def stream_barrier(bases, rank, size, arrivals, count, limit_ns, failed, ticket):
-    """A barrier. `bases` has each rank's base address. At `arrivals` each rank has a word per peer,
-    to which that peer writes its barrier count. At offset `count` a rank keeps its own count:
-    on the device, so that the kernel can be part of a CUDA graph."""
+    """A barrier. `bases` has each rank's base address. At offset `arrivals` each rank has a word
+    per peer, to which that peer writes its barrier count. At offset `count` a rank keeps its own
+    count: in device memory, so that the kernel can be part of a CUDA graph."""
     table = bases.to(tl.int64).to(tl.pointer_type(tl.int64))
     mine = tl.load(table + rank)
     own_count = (mine + count).to(tl.pointer_type(tl.int64))

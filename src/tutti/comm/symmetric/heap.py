@@ -33,18 +33,19 @@ class Heap:
             heap.wait()                      # the previous rank has put its ones into t.local
             print(t.local.sum())
 
-    Collective, to be called by all ranks in the same order: creating and closing the heap, `empty`,
-    `zeros`, `counters`, `free`, `barrier`. Differences between ranks raise RanksDiffer. Everything
-    else is one-sided: the peer need not do anything. The garbage collector frees nothing; a heap
-    that is never closed ends with its process, and leaves nothing behind.
+    These calls are collective (all ranks make them in the same order): creating and closing the
+    heap, `empty`, `zeros`, `counters`, `free`, `barrier`. Differences between ranks raise
+    RanksDiffer. All other calls are one-sided: the peer need not do anything. The garbage collector
+    frees nothing; a heap that is never closed ends with its process, and leaves nothing behind.
 
     device: cpu or cuda; None takes the device of the group's backend. backend: "shm" is shared
-    memory on one host (CPU), "cuda" torch's symmetric memory, "nvshmem" torch's NVSHMEM; "auto"
-    takes the first for the device, and `reason` says why. signals: number of signal slots of each
-    rank. timeout, in seconds: of every wait that is not given its own.
+    memory on one host (CPU), "cuda" is torch's symmetric memory, "nvshmem" is torch's NVSHMEM;
+    "auto" takes the first backend for the device, and the attribute `reason` explains the choice.
+    signals: the number of signal slots of each rank. timeout: in seconds, for every wait that has
+    no timeout of its own.
 
-    On the CPU calls act at once. On CUDA they are enqueued on the current stream, in its order;
-    calls that return a number wait for the stream.
+    On the CPU calls act at once. On CUDA they are enqueued on the current stream and run in stream
+    order; calls that return a number wait for the stream.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Heap:
             self._memory.store(address, value)
 
     def read_signal(self, slot: int = 0) -> int:
-        """This rank's own slot now (acquire)."""
+        """The current value of one of this rank's own slots (acquire)."""
         if not 0 <= slot < self.signals:
             self.refuse_signal(slot)
         return self._memory.load(self._memory.signal_address(self.rank, slot))
@@ -141,11 +142,12 @@ class Heap:
         source: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Wait until this rank's own slot is `at_least` this value; earlier puts are visible then.
+        """Wait until this rank's own slot is at least `at_least`; earlier puts are then visible.
 
         source: the rank that is expected to signal, whose death ends the wait; None: any rank.
-        Raises Timeout, PeerDied or PeerLeft. Slots are not reset: count up, or signal 0 to
-        yourself. On CUDA the stream waits, not the caller, and a later call raises the timeout.
+        Raises Timeout, PeerDied or PeerLeft. Slots are not reset: use increasing values, or signal
+        0 to this rank itself. On CUDA the stream waits, not the caller, and a later call raises
+        Timeout.
         """
         if not 0 <= slot < self.signals:
             self.refuse_signal(slot)
@@ -159,7 +161,10 @@ class Heap:
     # ---- Order ----
 
     def fence(self) -> None:
-        """Every rank sees puts and signals before the fence before those after it."""
+        """Order this rank's puts and signals.
+
+        Every rank sees those before the fence earlier than those after the fence.
+        """
         self._memory.fence()
 
     def quiet(self) -> None:
@@ -167,7 +172,7 @@ class Heap:
         self._memory.quiet()
 
     def barrier(self, channel: int = 0) -> None:
-        """Wait until all ranks have called it; each then sees what the others wrote before.
+        """Wait until all ranks have called it; each rank then sees what the others wrote before.
 
         Threads or streams that synchronise independently of each other use different channels.
         """
@@ -208,7 +213,7 @@ class Heap:
             self.leave()
 
     def leave(self) -> None:
-        """Close the heap without the others; ranks that wait for this one get PeerLeft."""
+        """Close the heap without the other ranks; ranks that wait for this rank get PeerLeft."""
         if self.closed:
             return
         self.closed = True
@@ -274,7 +279,7 @@ def _heap_memory(
     signals: int,
     timeout: float,
 ) -> "HeapMemory":
-    """The memory of the backend that is asked for, or of the first one for the device."""
+    """The memory of the requested backend, or of the first backend for the device."""
     kind, why = _device(group, device)
     fitting = available(kind)
     if backend == "auto":
@@ -361,7 +366,10 @@ class Allocator:
         self._gaps = [(0, bytes)] if bytes else []  # (offset, bytes), by offset, never adjacent
 
     def take(self, wanted: int) -> int:
-        """The offset of `wanted` bytes; takes at least one unit of alignment, so offsets differ."""
+        """Allocate `wanted` bytes and return their offset.
+
+        Even 0 bytes take `alignment` bytes, so that all offsets differ.
+        """
         rounded = max(1, -(-wanted // self.alignment)) * self.alignment
         for index, (offset, gap) in enumerate(self._gaps):
             if gap < rounded:

@@ -23,13 +23,14 @@ def all_reduce(
     """Reduce `t` over all ranks of its heap, in place unless `out` is given; returns the result.
 
     op: sum, mean, product, min, max, band, bor, bxor. All ranks get the same bits. algorithm: with
-    one_shot every rank reads everything, for small tensors; with two_shot each rank reduces one
-    part and reads the other ranks' parts, for large ones; ring passes sums between neighbours. auto
-    chooses by size. All except ring add in rank order, and give the same bits.
+    one_shot every rank reads the tensors of all ranks (for small tensors); with two_shot each rank
+    reduces one part and reads the other ranks' parts (for large tensors); ring passes sums between
+    neighbours; auto chooses by size. All algorithms except ring add in rank order, and so give the
+    same bits.
 
-    `out` may be any tensor of the shape and dtype of `t`; two_shot and ring need one that peers can
-    read, a symmetric tensor of the same heap. Call it on all ranks; one collective of a heap at a
-    time. On CUDA it is enqueued on the current stream.
+    `out` may be any tensor of the shape and dtype of `t`; two_shot and ring need a tensor that
+    peers can read: a symmetric tensor of the same heap. Call it on all ranks. A heap runs only one
+    collective at a time. On CUDA the collective is enqueued on the current stream.
     """
     _check_symmetric("all_reduce", t)
     if out is None and t.sum_in_place and op == "sum" and algorithm in ("auto", "two_shot"):
@@ -74,7 +75,7 @@ def all_gather(t: SymmetricTensor, out: torch.Tensor | None = None) -> torch.Ten
 def reduce_scatter(
     t: SymmetricTensor, op: str = "sum", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """This rank's part, along the first dimension, of `t` reduced over all ranks.
+    """Reduce `t` over all ranks; returns this rank's part along the first dimension.
 
     `t` keeps its values.
     """
@@ -125,16 +126,16 @@ def all_reduce_staged(
     """Reduce an ordinary tensor of at most 1 MiB in place, through a buffer in symmetric memory.
 
     The first call of a group creates the buffer, on all its ranks; the buffer lives as long as the
-    group. `Stage` is the same with an explicit life.
+    group. With `Stage` you create and close such a buffer yourself.
     """
     world = dist.group.WORLD if group is None else group
     if world is None:
         raise UsageError("all_reduce_staged needs a world: call tutti.init() first")
     key = (world.group_name, tensor.device)
     stage = _stages.get(key)
-    if stage is None or stage.heap.group is not world:  # the name may be that of an earlier world
+    if stage is None or stage.heap.group is not world:  # an earlier group had the name
         for old, unused in list(_stages.items()):
-            if unused.heap.group not in distributed_c10d._world.pg_map:  # it was destroyed
+            if unused.heap.group not in distributed_c10d._world.pg_map:  # destroyed
                 del _stages[old]
                 unused.heap.leave()
         stage = _stages[key] = Stage(world, tensor.device)
@@ -144,7 +145,7 @@ def all_reduce_staged(
 class Stage:
     """A symmetric buffer of a group for `all_reduce` of ordinary tensors.
 
-    Created and closed on all ranks together. Use it for gradients and activations of at most 1 MiB
+    All ranks create and close it together. Use it for gradients and activations of at most 1 MiB
     that are not in symmetric memory; the copy into the buffer is part of the kernel.
     """
 

@@ -1,4 +1,4 @@
-"""How the ranks of a heap set it up through the group's store, and the errors of lost peers."""
+"""How the ranks of a group set up a heap through the group's store, and errors for lost peers."""
 
 import os
 import socket
@@ -29,7 +29,10 @@ def lost_peer(kind: type[PeerDied | PeerLeft], rank: int, waiting_for: str) -> P
 
 
 class HeapRendezvous:
-    """Exchanges of all ranks of a group through its store. Created on every rank, in order."""
+    """Exchanges values between all ranks of a group through its store.
+
+    All ranks create their objects in the same order.
+    """
 
     def __init__(self, group: dist.ProcessGroup, purpose: str, timeout: float) -> None:
         self.rank = group.rank()
@@ -37,7 +40,8 @@ class HeapRendezvous:
         self.timeout = timeout
         self._purpose = purpose
         store = distributed_c10d._get_process_group_store(group)
-        # Each rank counts its own heaps: the next one has other keys, the same on all ranks.
+        # Each rank counts its own heaps. The count is part of the keys, so every heap has its own
+        # keys, which are the same on all ranks.
         self.number = store.add(f"tutti/{purpose}/count/{self.rank}", 1)
         self._store = dist.PrefixStore(f"tutti/{purpose}/{self.number}", store)
         self._rounds = 0
@@ -61,7 +65,7 @@ class HeapRendezvous:
     def introduce(
         self, heap: list[int], failure: str | None, more: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """Every rank's process, host, heap parameters and failure so far (None: no failure)."""
+        """Exchange every rank's process, host, heap parameters and failure (None: no failure)."""
         mine = {
             "heap": heap,
             "failure": failure,

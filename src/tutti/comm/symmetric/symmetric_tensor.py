@@ -20,7 +20,7 @@ CHANNELS = 16  # barriers of different channels are independent of each other
 
 
 class Released:
-    """Replaces the memory of a closed heap or a freed tensor: any use of it raises this reason."""
+    """Replaces the memory of a closed heap or freed tensor: any use raises UsageError(reason)."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -54,8 +54,8 @@ class SymmetricTensor(HeapObject):
     """A tensor with the same shape and dtype on all ranks; each rank has its own values.
 
     Created by `heap.empty` and `heap.zeros`, freed by `heap.free` or at the end of a `with` block,
-    all collective. To read what a peer wrote, or to write where a peer reads, order the two by a
-    signal, a counter or a barrier.
+    all collective. To read what a peer wrote, or to write where a peer reads, order the two
+    accesses with a signal, a counter or a barrier.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class SymmetricTensor(HeapObject):
     def put(self, src: torch.Tensor, to: int, at: int = 0) -> None:
         """Copy `src` into the tensor of rank `to`, starting at flat element `at`.
 
-        The peer may read it after a signal or a barrier that follows. On CUDA: enqueued on the
-        current stream.
+        The peer may read the data after a signal or a barrier that follows the put. On CUDA the
+        copy is enqueued on the current stream.
         """
         first, bytes = at * self._itemsize, src.nbytes
         if src.dtype is not self.dtype or at < 0 or first + bytes > self.bytes:
@@ -116,7 +116,7 @@ class SymmetricTensor(HeapObject):
     ) -> torch.Tensor:
         """A copy of `count` elements (default: all, or as many as `out` has) of rank `source`.
 
-        Without `out` and `count` it has this tensor's shape, else it is flat.
+        Without `out`, a copy of the whole tensor has this tensor's shape; other copies are flat.
         """
         if out is None:
             whole = count is None and at == 0
@@ -172,7 +172,7 @@ class SymmetricTensor(HeapObject):
 class Counters(HeapObject):
     """`count` unsigned 64-bit counters per rank, initially zero, `spacing` bytes apart.
 
-    `at` is the rank whose counter is meant; None: this rank's. Every change is an atomic release
+    `at` is the rank whose counter is used; None means this rank. Every change is an atomic release
     and acquire: a rank that reads the new value sees what was written before the change.
     """
 
@@ -194,7 +194,7 @@ class Counters(HeapObject):
         return self.memory.compare_swap(self.address(index, at), expected, desired)
 
     def load(self, index: int, at: int | None = None) -> int:
-        """The value now (acquire)."""
+        """The current value (acquire)."""
         return self.memory.load(self.address(index, at))
 
     def store(self, index: int, value: int, at: int | None = None) -> None:
@@ -204,7 +204,7 @@ class Counters(HeapObject):
     def wait(
         self, index: int, at_least: int, timeout: float | None = None, at: int | None = None
     ) -> None:
-        """Wait until the counter is `at_least` this value."""
+        """Wait until the counter is at least `at_least`."""
         self.memory.wait_word(
             self.address(index, at),
             at_least,
@@ -226,11 +226,11 @@ class Counters(HeapObject):
         return self.count
 
 
-# ---- What the collectives of both backends share ----
+# ---- Shared by the collectives on CPU and CUDA ----
 
 
 def check_reduction(dtype: torch.dtype, op: str) -> None:
-    """Refuse a reduction that is not defined, before any rank has begun."""
+    """Raise UsageError for a reduction that is not defined, before any rank has started it."""
     if op not in REDUCTIONS:
         raise UsageError(f"op={op!r}: {did_you_mean(op, REDUCTIONS)}")
     if dtype.is_floating_point and op in ("band", "bor", "bxor"):
@@ -240,7 +240,10 @@ def check_reduction(dtype: torch.dtype, op: str) -> None:
 
 
 def rank_parts(count: int, size: int, itemsize: int) -> list[tuple[int, int]]:
-    """First element and end of each rank's part of `count`; parts begin on cache lines (64 B)."""
+    """The first element and the end of each rank's part of `count` elements.
+
+    Parts begin at multiples of a cache line (64 bytes).
+    """
     per_line = 64 // itemsize
     lines = -(-count // per_line)
     cuts = [min(lines * rank // size * per_line, count) for rank in range(size + 1)]
@@ -248,7 +251,7 @@ def rank_parts(count: int, size: int, itemsize: int) -> list[tuple[int, int]]:
 
 
 def out_must_be_symmetric(algorithm: str) -> UsageError:
-    """The error for a result that peers must read, in a tensor outside the heap."""
+    """The error for an `out` outside the heap, if peers must read the result from it."""
     return UsageError(
         f"algorithm={algorithm!r} leaves its result where peers read it: give as out= a symmetric "
         "tensor of the same heap, or use one_shot"
