@@ -160,7 +160,8 @@ class ParameterCache(Structure):
     def stats(self) -> dict[str, int]:
         """The numbers of this rank's lookups, published rows and retries.
 
-        A retry is a copy that was repeated because the row was published twice during the copy.
+        A retry is a copy that was repeated because, during the copy, the row's owner published a
+        version and began to write the next one.
         """
         self._check_open()
         return {
