@@ -1,8 +1,8 @@
-"""What to try, and the time it would save: one function for each kind of finding.
+"""Advice on what to try, and the time that it would save: one function for each kind of finding.
 
-Gains are computed from the trace, by arithmetic that each function states. They do not add up: two
-ways to shorten the same wait shorten it once. A gain that the trace cannot tell is None, and the
-text says why.
+Gains are computed from the trace with a formula that each function states. Gains do not add up: two
+changes that remove the same wait remove it only once. A gain that cannot be computed from the trace
+is None, and the text gives the reason.
 """
 
 import math
@@ -24,9 +24,9 @@ _BUCKET_SIZES = (1, 2, 5, 10, 25, 50, 100, 200)  # MiB
 _MIB = 1 << 20  # DDP's bucket_cap_mb counts MiB
 _LARGEST_SCALAR = 1024  # bytes: an all-reduced loss is not a gradient
 _MEMORY_FULL = 0.9  # of the device's memory
-# Advice that shortens the all-reduces of gradients; accumulation is for what it leaves.
+# Advice that shortens the all-reduces of gradients. Accumulation is for the time that then remains.
 _GRADIENT_ADVICE = ("buckets", "overlap", "grouping")
-# The part of the step that advice shortens, by id; of all other advice it is `exposed`.
+# The part of the step that advice shortens, by id of the advice; all other advice: `exposed`.
 _CAUSES = {"input": "input", "microbatches": "bubble", "gaps": "host_gap"}
 _CAUSES |= {"straggler": "wait", "binding": "wait"}
 
@@ -35,7 +35,7 @@ Advice = dict[str, Any]
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """The facts that advice is computed from."""
+    """The data from which advice is computed."""
 
     traces: Sequence[RankTrace]
     steps: Sequence[StepBreakdown]
@@ -48,7 +48,7 @@ class ProfiledRun:
 
     @property
     def step_s(self) -> float:
-        """Mean over ranks and steps."""
+        """Seconds of a step, mean over ranks and steps."""
         return fmean(each.seconds for each in self.steps)
 
     def part(self, name: str, rank: int | None = None) -> float:
@@ -59,7 +59,7 @@ class ProfiledRun:
         return self.part(name) / self.step_s
 
     def exposed(self, axis: str | None, bucket: bool | None = None) -> float:
-        """Exposed seconds per step on a mesh axis; of DDP buckets only, or of the others only."""
+        """Exposed seconds per step on a mesh axis; `bucket`: only (or without) DDP buckets."""
         return sum(
             parts["exposed"] / len(self.steps)
             for each in self.steps
@@ -78,7 +78,8 @@ class ProfiledRun:
 def advise(run: ProfiledRun) -> list[Advice]:
     """All advice worth trying, the largest gain first.
 
-    Gradient accumulation changes what is trained: it comes after the advice whose rest it is for.
+    Gradient accumulation changes the training, so it comes after the advice that shortens the
+    all-reduces of gradients.
     """
     kinds = (
         *(_bucket_size, _overlap, _grouping, _replicate, _shard),
@@ -113,8 +114,9 @@ def _advice(
     remains: float | None = None,
     gained: float = 0.0,
 ) -> Advice:
-    """`remains`: seconds of the cause that stay; by default what the gain leaves.
+    """One entry of `advice[]`.
 
+    `remains`: seconds per step of the cause that remain; by default its seconds now minus `gain`.
     `gained`: seconds per step that other advice saves first.
     """
     cause = _CAUSES.get(name, "exposed")
@@ -147,11 +149,12 @@ def _bound_text(cost: MessageCost) -> str:
 
 
 def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
-    """DDP buckets of another size: see BucketModel."""
+    """DDP buckets of another size; the gain is computed with BucketModel."""
     exposed = run.exposed("dp", bucket=True)
     all_reduces = run.collectives("all_reduce", "dp")
     buckets = [each for each in all_reduces if each.first.bucket_ready is not None]
-    # Other messages run under other conditions; they are used if there is only one bucket.
+    # All-reduces that are not buckets run under other conditions: they are used for the fit only if
+    # there is a single bucket per step.
     one_bucket = len({each.first.bytes for each in buckets}) == 1 and len(buckets) <= run.step_count
     messages = all_reduces if one_bucket else buckets
     cost = fit_message_cost([(each.first.bytes, each.transfer_seconds) for each in messages])
@@ -163,7 +166,7 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
     total = max(sum(sizes) for sizes in model.sizes)
     if not total:  # the trace has no sizes
         return
-    # All sizes from the first that holds everything are the same: one bucket.
+    # Bucket sizes above the first that holds all gradients change nothing: there is one bucket.
     enough = next((size for size in _BUCKET_SIZES if size * _MIB >= total), None)
     tried = [size for size in _BUCKET_SIZES if enough is None or size <= enough]
     if enough is None:
@@ -172,7 +175,8 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
         size: model.recorded.added - model.with_bucket_size(size * _MIB).added for size in tried
     }
     best = max(gains.values())
-    # Of sizes that are equally good the smallest: it starts first and needs the least memory.
+    # Among equally good sizes choose the smallest: its transfers start first, and it needs least
+    # memory.
     size = next(size for size in tried if gains[size] >= best - 0.01 * run.step_s)
     after = model.with_bucket_size(size * _MIB)
     count = round(fmean(map(len, model.sizes)))
@@ -190,7 +194,7 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _overlap(run: ProfiledRun) -> Iterator[Advice]:
-    """Gradients reduced after backward: backward could hide them from its first gradient on."""
+    """Gradients are reduced after backward; compute after the first gradient could hide them."""
     reduced_late, hideable = False, []
     for trace in run.traces:
         for step in trace.steps:
@@ -221,7 +225,7 @@ def _overlap(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _grouping(run: ProfiledRun) -> Iterator[Advice]:
-    """Many small messages sent as one save all but one of their latencies α."""
+    """Many small messages: sent as one message, only one latency α remains."""
     all_reduces = run.collectives("all_reduce", "dp")
     small = [each for each in all_reduces if each.first.bucket_ready is None]
     count = len(small) / run.step_count
@@ -240,14 +244,14 @@ def _grouping(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _replicate(run: ProfiledRun) -> Iterator[Advice]:
-    """Sharding gathers twice and scatters once; replicas move 2/3 of those bytes."""
+    """Sharding gathers twice and scatters once; replicas move only 2/3 of these bytes."""
     exposed = run.exposed("shard")
     gathered = run.collectives("all_gather", "shard")
     if exposed <= 0 or not gathered or not run.collectives("reduce_scatter", "shard"):
         return
     ranks = gathered[0].first.group_size or len(gathered[0].members)
-    # Parameters are gathered for forward and for backward. Replicas hold them, their gradients and
-    # Adam's two states in full instead of a shard of each.
+    # Parameters are gathered for forward and for backward. Replicas hold the parameters, the
+    # gradients and Adam's two states in full instead of a shard of each.
     model = sum(each.first.bytes for each in gathered) / run.step_count / 2
     more = 4 * model * (1 - 1 / ranks)
     free = [
@@ -287,14 +291,15 @@ def _shard(run: ProfiledRun) -> Iterator[Advice]:
 def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice]:
     """k microbatches per step: gradients are reduced once for k times the samples.
 
-    It changes what is trained, so it is for what other advice on gradient all-reduces leaves.
+    It changes the training, so its gain is computed from the time that remains after the other
+    advice on gradient all-reduces.
     """
     gained = max((_gain(each) for each in found if each["id"] in _GRADIENT_ADVICE), default=0.0)
     exposed = run.exposed("dp") - gained
     others = run.step_s - gained - exposed
     if exposed <= 0:
         return
-    # The first k that leaves at most 5 % of the step.
+    # The first k with which at most 5 % of the step is exposed.
     k = next((k for k in (2, 4, 8) if exposed / k / (others + exposed / k) <= 0.05), 8)
     after = " after the other advice" if gained else ""
     yield _advice(
@@ -309,11 +314,11 @@ def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice]
 
 
 def _input(run: ProfiledRun) -> Iterator[Advice]:
-    """Loading hidden behind the rest of the step needs load / rest workers, at least one."""
+    """Data loading can be hidden behind the rest of the step by load / rest workers, at least 1."""
     loads = {trace.rank: run.part("input", trace.rank) for trace in run.traces}
     rank = max(loads, key=lambda each: loads[each])
     load = loads[rank]
-    # The rank's own time: the other ranks wait for its data, too.
+    # The load time of this rank counts, not the mean: the other ranks wait for its data, too.
     rest = run.step_s - load
     others = fmean(seconds for each, seconds in loads.items() if each != rank or len(loads) == 1)
     who = "a rank" if load < 2 * others or len(loads) == 1 else f"rank {rank}"
@@ -334,9 +339,10 @@ def _input(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _straggler(run: ProfiledRun) -> Iterator[Advice]:
-    """A rank that arrives last: at most its lead over the second last, and its excess time.
+    """A rank that arrives last. The gain is at most its delay after the second last rank.
 
-    Waiting without such an excess is chance, not a straggler.
+    The gain is also at most the time by which one part of the step is longer than on the others.
+    Waiting without such a part is chance, not a straggler.
     """
     for row in run.stragglers:
         if not (row["straggler"] and row["steady"]) or row["instead"]["part"] == "input":
@@ -367,7 +373,7 @@ def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
 
 
 def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
-    """Equal work that takes some ranks longer on shared CPUs: all could take the mean."""
+    """Equal work takes some ranks longer on shared CPUs; with own CPUs all could take the mean."""
     for host in sorted({trace.host for trace in run.traces}):
         traces = [trace for trace in run.traces if trace.host == host]
         cpu_lists = [trace.capture_info.get("cpus") or () for trace in traces]
@@ -404,7 +410,7 @@ def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
-    """The bubble of p stages is (p - 1) / m of the work: half as long with 2 m microbatches."""
+    """The bubble of p stages is (p - 1) / m of the work: half with twice the m microbatches."""
     bubble = run.part("bubble")
     receives = [
         sum(each.operation in ("recv", "send_recv") for each in trace.collectives_called_in(step))
@@ -413,7 +419,7 @@ def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
     ]
     if bubble <= 0 or not any(receives):
         return
-    # The last stage receives activations only: one for each microbatch.
+    # The last stage receives only activations: once for each microbatch.
     count = min(each for each in receives if each)
     yield _advice(
         run,
@@ -427,7 +433,7 @@ def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
 
 
 def _gpu_gaps(run: ProfiledRun) -> Iterator[Advice]:
-    """A GPU without work: at most all of that time is saved if the host launches less."""
+    """An idle GPU: if the host launches fewer kernels, at most the whole idle time is saved."""
     if any(trace.on_device for trace in run.traces):
         yield _advice(
             run,

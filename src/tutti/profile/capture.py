@@ -1,7 +1,7 @@
-"""Capture: torch.profiler on this rank for a few steps, one trace file per rank.
+"""Capture: runs torch.profiler on this rank for a few steps and writes one trace file per rank.
 
-This file imports torch, the standard library and capture_hooks.py only: `tutti profile -- COMMAND`
-loads it by its path into programs whose environment may not have tutti.
+This file imports only torch, the standard library and capture_hooks.py: `tutti profile -- COMMAND`
+loads this file into programs whose environment may not have tutti.
 """
 
 import atexit
@@ -26,10 +26,10 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 from .capture_hooks import BatchCounter, NvtxRanges, OtherProfilers
 
 _OTHER_PROFILER = "the program runs a torch.profiler of its own: remove it"
-# How long a rank that has written its trace waits for the others before it ends the program.
+# How long a rank that has written its trace waits for the other traces before it ends the program.
 _END_TIMEOUT_SECONDS = 60.0
-# Flight recorder entries to keep: unlike a gloo trace, the recorder has the group and the sequence
-# number of every collective.
+# The number of flight recorder entries that are kept in a trace. A gloo trace has no group and no
+# sequence number of a collective; the recorder has both.
 _RECORDER_ENTRIES = 20_000
 
 
@@ -41,13 +41,14 @@ class Capture:
             train(batch)
             p.step()
 
-    `shapes` None: record shapes for programs that compute on CPUs, where message sizes are not
-    known otherwise.
+    `shapes`: record tensor shapes; None: only for programs that compute on CPUs, where message
+    sizes are otherwise unknown.
     `tensorboard`: also copy the traces into this folder, named for TensorBoard's profile plugin.
     `nvtx`: mark the steps for Nsight Systems instead of recording them; needs CUDA.
-    `batch`: samples per step of this rank; None: taken from the program's data loader.
+    `batch`: samples per step of this rank; None: counted in the program's data loader.
     `stop`: end the program when all ranks have written their traces.
-    `replace`: overwrite an existing trace; a command may train more than once.
+    `replace`: overwrite an existing trace. If a command trains more than once, False keeps the
+    first trace.
     """
 
     def __init__(
@@ -72,21 +73,21 @@ class Capture:
             )
         if nvtx and not torch.cuda.is_available():
             raise ValueError("nvtx marks steps for Nsight Systems and needs CUDA: leave it out")
-        # Kineto prints to standard error when it starts and stops, unless its log level forbids it.
+        # At its default log level Kineto prints to standard error when it starts and stops.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.directory = Path(directory)
         self.wait, self.warmup, self.active = wait, warmup, active
         self.shapes, self.memory, self.stacks = shapes, memory, stacks
         self.tensorboard = None if tensorboard is None else Path(tensorboard)
         self.nvtx, self.stop, self.replace = nvtx, stop, replace
-        self.path: Path | None = None  # of the trace, once it is written
+        self.path: Path | None = None  # the path of the trace, once written
         self._profiler: torch.profiler.profile | NvtxRanges | None = None
         self._closed = False
         self._steps = 0
         self._batch, self._batch_counter = batch, BatchCounter()
         self._others = OtherProfilers(self._yield_to, lambda each: each is self._profiler)
         self._device: torch.device | None = None  # the GPU that the program uses
-        # Steps during `wait`, without the profiler, and during `active`.
+        # Times of the steps during `wait`, without the profiler, and during `active`.
         self._unrecorded_times, self._recorded_times = _StepTimer(), _StepTimer()
         self._leading_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._hook: Any = None
@@ -120,7 +121,7 @@ class Capture:
                 self._end_program()
 
     def close(self) -> None:
-        """Stop, and write the recorded steps, if any. Safe to call again."""
+        """Stop the profiler, and write the recorded steps, if any. Safe to call again."""
         self._remove_hook()
         if self._closed:
             return
@@ -135,21 +136,21 @@ class Capture:
                 if last > first and self._rank == 0:
                     _report(f"steps {first} to {last - 1} are marked for Nsight Systems")
             elif last > first:
-                # Before stop(): metadata that is added later does not reach the file.
+                # Called before stop(), because metadata that is added later is not written.
                 profiler.add_metadata_json("tutti", json.dumps(self._metadata(), default=str))
             profiler.stop()  # calls _write if steps were recorded
 
     def follow_optimizers(self) -> "Capture":
-        """Take each optimizer step as the end of a training step, through torch's global hook.
+        """Treat each optimizer step as the end of a training step, through torch's global hook.
 
-        Nothing is recorded before the first optimizer steps: processes that do not train are not
-        affected.
+        Nothing is recorded before the first step of an optimizer, so processes that do not train
+        are not affected.
         """
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._others.begin()
         self._hook = register_optimizer_step_post_hook(self._on_optimizer_step)
-        atexit.register(self._at_exit)  # the program may end before the schedule does
+        atexit.register(self._at_exit)  # the program may end before the schedule
         return self
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -177,7 +178,7 @@ class Capture:
             self._never_raise(self.close)
 
     def _never_raise(self, action: Callable[[], None]) -> None:
-        """Run a part of the capture; an error ends the capture, never the program."""
+        """Call `action`; an error ends the capture, never the program."""
         try:
             action()
         except Exception as error:
@@ -201,7 +202,7 @@ class Capture:
             raise RuntimeError(_OTHER_PROFILER)
 
     def _yield_to(self, another: Any) -> None:
-        """Another profiler is about to start: end ours, and keep the steps that it has."""
+        """Called before `another` profiler starts: end this capture and keep its recorded steps."""
         ours = self._profiler
         if ours is None or self._steps < self.wait or getattr(ours, "profiler", None) is another:
             return
@@ -216,7 +217,8 @@ class Capture:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        # NCCL records sizes itself. The host may have GPUs that this program does not use.
+        # NCCL records message sizes itself, so shapes are needed only if the program uses no GPU,
+        # even if the host has GPUs.
         shapes = self._device is None if self.shapes is None else self.shapes
         self._rank, self._size = _rank_and_world_size()
         if self.nvtx:
@@ -242,7 +244,7 @@ class Capture:
             self._recorded_times.begin(self._device)
 
     def _action(self, step: int) -> ProfilerAction:
-        """Like torch.profiler.schedule, but without its warning about a warm-up of 0."""
+        """The same as torch.profiler.schedule, but without its warning about a warm-up of 0."""
         if step < self.wait:
             return ProfilerAction.NONE
         if step < self.wait + self.warmup:
@@ -256,19 +258,20 @@ class Capture:
         if not self.replace and path.exists():
             _report(f"{path} exists and is kept: this training is not captured")
             return
-        # Write, then rename: a reader never sees half a trace. (tutti.measure.files may be absent.)
+        # Write, then rename, so that no process reads an unfinished trace. tutti.measure.files may
+        # not be installed here.
         unfinished = self.directory / f".rank{self._rank}.{os.getpid()}.json.gz"
         profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(path)
         self.path = path
         if self.tensorboard is not None:
             self.tensorboard.mkdir(parents=True, exist_ok=True)
-            # The plugin takes the text before the time as the name of the worker.
+            # TensorBoard's plugin uses the text before the time as the name of the worker.
             name = f"rank{self._rank}.{time.time_ns()}.pt.trace.json.gz"
             shutil.copyfile(path, self.tensorboard / name)
 
     def _end_program(self) -> None:
-        """End like sys.exit, on all ranks after the same step: exit handlers run."""
+        """End all ranks after the same step, like sys.exit, so that exit handlers run."""
         local_ranks = min(self._size, int(os.environ.get("LOCAL_WORLD_SIZE", self._size)))
         deadline = time.monotonic() + _END_TIMEOUT_SECONDS
         while len(list(self.directory.glob("rank*"))) < local_ranks:
@@ -278,7 +281,7 @@ class Capture:
         raise SystemExit(0)
 
     def _metadata(self) -> dict[str, Any]:
-        """Facts that a torch trace does not contain; stored in it under the key `tutti`."""
+        """Data that torch does not write to a trace; stored in the trace under the key `tutti`."""
         metadata: dict[str, Any] = {
             "backend": "none",
             "host": socket.gethostname(),  # torch 2.11 does not write host_name
@@ -300,7 +303,8 @@ class Capture:
         return metadata | {
             "rank": self._rank,
             "world_size": self._size,
-            # ProfilerStep#n is complete if n is less: torch ends the last range where we stop.
+            # ProfilerStep#n is complete if n < steps: torch also ends the range of the step during
+            # which the capture stops.
             "steps": self._steps,
             "step_s": unrecorded,
             "overhead": overhead,
@@ -318,12 +322,12 @@ class _StepTimer:
         self._device: torch.device | None = None
 
     def begin(self, device: torch.device | None) -> None:
-        """A step begins on a GPU, or on the host if `device` is None."""
+        """Record the start of a step on a GPU, or on the host if `device` is None."""
         self._device = device
         self._started = time.perf_counter() if device is None else _record_event(device)
 
     def end(self) -> None:
-        """The step ends; ignored if none began."""
+        """Record the end of the step; does nothing if no step has begun."""
         if isinstance(self._started, float):
             self._host_times.append((self._started, time.perf_counter()))
         elif self._started is not None and self._device is not None:
@@ -345,7 +349,7 @@ def _record_event(device: torch.device) -> torch.cuda.Event:
 
 
 def _cuda_in_use() -> bool:
-    """Whether the program has initialized CUDA; asking must not initialize it."""
+    """Whether the program has initialized CUDA; this function does not initialize CUDA."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 

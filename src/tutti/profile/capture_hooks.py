@@ -1,6 +1,6 @@
 """Hooks in torch while a capture runs: samples per step, other profilers, NVTX ranges.
 
-Like capture.py, this file imports torch and the standard library only.
+This file imports only torch and the standard library, for the reason given in capture.py.
 """
 
 import sys
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerAction
 from torch.profiler import profile as scheduled_profile
 from torch.utils.data import dataloader
 
-_cuda_profiler: Any = torch.cuda.profiler  # torch declares no types for these
+_cuda_profiler: Any = torch.cuda.profiler  # torch declares no types for these modules
 _nvtx: Any = torch.cuda.nvtx
 _emit_nvtx: Any = torch.autograd.profiler.emit_nvtx
 
@@ -28,10 +28,11 @@ def _replace(patches: ExitStack, owner: Any, name: str, replacement: Callable[..
 
 
 class BatchCounter:
-    """Counts the samples that one data loader gives: the first that is used after `begin`.
+    """Counts the samples of one data loader: the first loader that is used after `begin`.
 
     `begin` is called after the program's first step, so an evaluation before training is not
-    counted. torch's loaders count by their batch size, tutti's by the samples in a batch.
+    counted. For torch's DataLoader each batch counts as its batch size; for tutti's Loader the
+    samples in each batch are counted.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ def _torch_batch(iterator: Any, batch: Any) -> tuple[Any, Any]:
     # Each epoch has its own iterator; the batch sampler is the same in all epochs.
     sampler = getattr(iterator, "_index_sampler", None)
     if not getattr(iterator, "_auto_collation", False):
-        return sampler, None  # the data set makes the batches itself
+        return sampler, None  # the dataset makes the batches itself
     size = getattr(sampler, "batch_size", None)
     if size and getattr(sampler, "split_batches", False):  # Accelerate: a batch is for all ranks
         size /= getattr(sampler, "num_processes", 1)
@@ -88,9 +89,10 @@ def _tutti_batch(loader: Any, batch: Any) -> tuple[Any, Any]:
 class OtherProfilers:
     """Tracks the torch profilers that the program itself starts, from `begin` to `end`.
 
-    torch runs one profiler at a time, from its warm-up on. `on_start` is called before another
-    profiler starts, so that ours can stop. An idle profiler of the program must not mark steps:
-    its marks would appear in our trace.
+    torch runs only one profiler at a time, and a profiler in its warm-up counts as running.
+    `on_start` is called before a profiler of the program starts, so that the profiler of the
+    Capture can stop. An idle profiler of the program must not mark steps, because its marks would
+    appear in the trace of the Capture.
     """
 
     def __init__(self, on_start: Callable[[Any], None], is_ours: Callable[[Any], bool]) -> None:
@@ -123,11 +125,11 @@ class OtherProfilers:
         self._patches.close()
 
     def any_active(self) -> bool:
-        """Whether a profiler runs or warms up; ask before ours starts."""
+        """Whether a profiler runs or warms up; call this before the Capture's profiler starts."""
         return bool(self._prepared) or profiler._is_profiler_enabled
 
     def _without_marks(self, method: Callable[[Any], None]) -> Callable[[Any], None]:
-        """`method`, in which an idle profiler of the program marks no step."""
+        """Wrap `method` so that an idle profiler of the program marks no step."""
 
         def wrapped(each: Any) -> None:
             idle = getattr(each, "profiler", None) not in self._prepared
@@ -150,9 +152,10 @@ class OtherProfilers:
 class NvtxRanges:
     """NVTX ranges for Nsight Systems: steps, operators and every record_function.
 
-    Has the three methods of torch.profiler.profile that a Capture calls. Nsight and torch.profiler
-    both need the GPU's only tracing interface, so with ranges there is no torch trace. `nsys
-    profile --capture-range=cudaProfilerApi` collects the recorded steps only.
+    The class has the three methods of torch.profiler.profile that a Capture calls. Nsight and
+    torch.profiler need the same tracing interface of the GPU, which only one of them can use: with
+    NVTX ranges there is no torch trace. `nsys profile --capture-range=cudaProfilerApi` collects
+    only the recorded steps.
     """
 
     def __init__(self, schedule: Callable[[int], ProfilerAction], shapes: bool) -> None:
@@ -182,8 +185,8 @@ class NvtxRanges:
             _nvtx.range_pop()
             self._emitting = False
             _cuda_profiler.stop()
-            # An optimizer step may be a range around this very call, and torch complains if a
-            # range outlives the emission of ranges: end the emission with the next forward.
+            # This call may be inside the range of an optimizer step. torch reports an error if a
+            # range ends after emit_nvtx has ended, so emit_nvtx ends at the next forward.
             self._handle = register_module_forward_pre_hook(self.end)
 
     def end(self, *_: object) -> None:

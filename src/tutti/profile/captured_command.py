@@ -1,8 +1,9 @@
-"""Runs a program unchanged with every rank captured, and coordinates the tasks of a launcher.
+"""Run an unchanged program with every rank captured, and coordinate the tasks of a launcher.
 
-`srun -n 2 tutti profile -- train.py` works as well as `tutti profile -- srun -n 2 train.py`, and is
-the only way if a launcher passes no environment variables on. All tasks capture into one folder;
-each writes its exit code there, and the first task, which explains the traces, waits for the codes.
+`srun -n 2 tutti profile -- train.py` and `tutti profile -- srun -n 2 train.py` both work. The first
+form is necessary if the launcher does not pass environment variables to the ranks. All tasks write
+traces and exit codes to one folder. The first task waits for all exit codes and then explains the
+traces.
 """
 
 import contextlib
@@ -25,17 +26,17 @@ from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
 _STARTUP = Path(__file__).parent / "startup"
-# How long the first task waits for the others: cluster file systems show new files late.
+# How long the first task waits for the others: in cluster file systems new files appear late.
 _TASK_TIMEOUT_SECONDS = 60.0
-_FAILED_TIMEOUT_SECONDS = 5.0  # a launcher that ends all tasks with the first should not wait long
+_FAILED_TIMEOUT_SECONDS = 5.0  # the launcher may have ended all tasks: do not wait long
 _POLL_SECONDS = 0.05
 _LAUNCHERS_WITHOUT_RANK = {"slurm": "srun", "openmpi": "mpirun", "mpich": "mpirun"}
 
 
 def captured_environment(settings: Mapping[str, Any], before: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which every Python process that trains captures itself.
+    """The environment variables with which every Python process that trains records a trace.
 
-    PYTHONPATH reaches everything that the command starts: torchrun's workers, multiprocessing,
+    All processes that the command starts inherit PYTHONPATH: torchrun's workers, multiprocessing,
     ranks of mpirun on this host.
     """
     env = dict(before)
@@ -47,9 +48,9 @@ def captured_environment(settings: Mapping[str, Any], before: Mapping[str, str])
 
 
 def enlarge_flight_recorder(env: MutableMapping[str, str]) -> None:
-    """Make torch's flight recorder large enough, for every process group created after this.
+    """Make torch's flight recorder large enough, for every process group created afterwards.
 
-    gloo's traces lack groups and sequence numbers; the recorder has them.
+    gloo's trace events have no groups and sequence numbers; the recorder's entries have both.
     """
     env.setdefault("TORCH_FR_BUFFER_SIZE", "20000")
 
@@ -63,7 +64,7 @@ def resolve_command(words: Sequence[str], own_commands: Sequence[str]) -> list[s
         if not Path(first).is_file():
             raise UsageError(f"script {first!r} does not exist: check the path")
         return [sys.executable, *words]
-    # Beside this interpreter first: torchrun of an environment that is not activated.
+    # Search next to this interpreter first, to find torchrun in an environment that is not active.
     beside = Path(sys.executable).parent / first
     found = str(beside) if os.access(beside, os.X_OK) and "/" not in first else shutil.which(first)
     if found is None:
@@ -76,7 +77,7 @@ def resolve_command(words: Sequence[str], own_commands: Sequence[str]) -> list[s
 def run_captured(command: Sequence[str], settings: Mapping[str, Any]) -> int:
     """Run a command to its end; returns its exit code as a shell reports it. Forwards SIGTERM."""
     env = captured_environment(settings, os.environ)
-    # Keep inherited descriptors open: MPICH's ranks talk to mpirun through one.
+    # Keep inherited descriptors open: MPICH's ranks communicate with mpirun through one of them.
     with subprocess.Popen(command, env=env, close_fds=False) as process:
 
         def forward(number: int, frame: FrameType | None) -> None:
@@ -89,7 +90,7 @@ def run_captured(command: Sequence[str], settings: Mapping[str, Any]) -> int:
                     code = process.wait()
                     return code if code >= 0 else 128 - code  # ended by signal -code
                 except KeyboardInterrupt:
-                    # The terminal sent Ctrl-C to the program, too: wait for it and keep its traces.
+                    # The program received Ctrl-C, too: wait for its end and keep its traces.
                     continue
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -97,7 +98,7 @@ def run_captured(command: Sequence[str], settings: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class LauncherTask:
-    """One `tutti profile` among several that a launcher started; `job` is common to all."""
+    """One of the `tutti profile` processes that a launcher started; all have the same `job`."""
 
     number: int
     count: int
@@ -108,7 +109,7 @@ class LauncherTask:
     def from_environment(env: Mapping[str, str]) -> "LauncherTask":
         try:
             identity = identify(env)
-        except UsageError:  # incomplete variables: the program may complain, if it needs them
+        except UsageError:  # incomplete variables: an error only if the program needs them
             return LauncherTask(0, 1, "", "")
         has_job = identity.launcher in ("slurm", "openmpi", "mpich", "tutti")
         job = re.sub(r"[^A-Za-z0-9._-]", "-", identity.job) if has_job else ""
@@ -121,7 +122,7 @@ class LauncherTask:
 
     @property
     def missing_rank_hint(self) -> str:
-        """The variables that a plain script lacks under a launcher other than torchrun."""
+        """A hint about variables that a script misses under a launcher other than torchrun."""
         if self.launcher not in _LAUNCHERS_WITHOUT_RANK or self.count == 1:
             return ""
         return (
@@ -130,7 +131,7 @@ class LauncherTask:
         )
 
     def default_folder(self, now: str) -> Path:
-        """Where to capture without --out; clocks of tasks differ, so several use their job."""
+        """The folder without --out. Several tasks use their job id, because their clocks differ."""
         if self.count == 1:
             return Path("runs") / f"profile-{now}"
         if not self.job:
@@ -141,14 +142,14 @@ class LauncherTask:
         return Path("runs") / f"profile-{self.job}"
 
     def write_exit_code(self, out: Path, code: int) -> None:
-        """Tell the first task that this task's program has ended."""
+        """Write the exit code of this task's program, for which the first task waits."""
         path = self._exit_code_file(out, self.number)
         with contextlib.suppress(OSError):  # the first task reports a missing code
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, str(code))
 
     def wait_for_exit_codes(self, out: Path, failed: bool) -> tuple[dict[int, int], list[int]]:
-        """The exit codes of the tasks that have ended, and the tasks without one."""
+        """The exit codes of the tasks that have ended, and the tasks without an exit code."""
         codes: dict[int, int] = {}
         timeout = _FAILED_TIMEOUT_SECONDS if failed else _TASK_TIMEOUT_SECONDS
         deadline = time.monotonic() + timeout

@@ -1,9 +1,9 @@
-"""Puts all ranks on one clock: measures the offsets between hosts and shifts the traces.
+"""Put all ranks on one clock: measure the clock offsets between hosts and shift the traces.
 
 No rank leaves a synchronizing collective before all ranks have arrived, so all ranks leave it at
 about the same time: the difference of its end times is the difference of the clocks. Ranks of one
-host share a clock. Hosts with a common collective are compared directly, others along a path of
-such hosts.
+host share a clock. Two hosts that take part in the same collective are compared directly, other
+hosts through a chain of such comparisons.
 """
 
 from collections import defaultdict
@@ -14,17 +14,18 @@ from statistics import median
 from tutti.profile.collective_matching import MatchedCollective, match_collectives
 from tutti.profile.rank_trace import SYNCHRONIZING, RankTrace
 
-# Ranks that report one host name have separate clocks only if their end times differ by more than
-# this and by more than three times the spread: containers on several hosts may share a name.
+# Ranks with the same host name normally share a clock, but containers on several hosts may have the
+# same name. Such ranks have separate clocks if their end times differ by more than this constant
+# and by more than three times the spread.
 _SAME_CLOCK_SECONDS = 1e-3
 
 
 @dataclass
 class Clock:
-    """How far a rank's clock was ahead of the first rank's, and the correction applied."""
+    """How far the clock of a rank was ahead of the first rank's clock, and the correction."""
 
     rank: int
-    measured_s: float | None  # None: no path of synchronizing collectives from the first rank
+    measured_s: float | None  # None: no chain of synchronizing collectives to the first rank
     spread_s: float
     applied_s: float
 
@@ -53,7 +54,7 @@ def align_clocks(traces: Sequence[RankTrace]) -> list[Clock]:
 def _clock_owners(
     traces: Sequence[RankTrace], matched: Sequence[MatchedCollective]
 ) -> dict[int, int]:
-    """Whose clock each rank reads: the first rank of its host, unless the clocks clearly differ."""
+    """The owner of each rank's clock: the first rank of its host, unless the clocks differ."""
     first: dict[str, int] = {}
     owner = {trace.rank: first.setdefault(trace.host, trace.rank) for trace in traces}
     differences: dict[int, list[float]] = defaultdict(list)
@@ -71,10 +72,11 @@ def _clock_owners(
 def _offsets(
     first: int, owner: dict[int, int], matched: Sequence[MatchedCollective]
 ) -> dict[int, tuple[float, float]]:
-    """How far each clock is ahead of the first, and the spread: a breadth-first search.
+    """Seconds by which each clock is ahead of the first rank's clock, and the spread.
 
-    In each collective every clock is compared with the first clock present; a clock with several
-    ranks ends at the median of their ends.
+    In each collective every clock is compared with the clock of the lowest rank that takes part. If
+    several ranks share a clock, the median of their end times is used. A breadth-first search adds
+    the offsets along a path to the first rank's clock.
     """
     ahead: dict[tuple[int, int], list[float]] = defaultdict(list)
     for collective in matched:

@@ -1,4 +1,4 @@
-"""Matches each collective with its counterparts on the other ranks, and names its mesh axis."""
+"""Match each collective with the same collective on the other ranks, and set its mesh axis."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -19,7 +19,7 @@ _AXES = {
 
 @dataclass
 class MatchedCollective:
-    """One collective on all ranks whose traces show it."""
+    """One collective on all ranks whose traces contain it."""
 
     members: dict[int, Collective]
 
@@ -30,12 +30,12 @@ class MatchedCollective:
 
     @property
     def last_rank(self) -> int:
-        """The rank that arrived last: the others waited for it."""
+        """The rank that arrived last: the other ranks waited for this rank."""
         return max(self.members, key=lambda rank: self.members[rank].arrival)
 
     @property
     def lateness(self) -> float:
-        """Seconds between the last arrival and the one before it."""
+        """Seconds between the second last arrival and the last arrival."""
         arrivals = sorted(each.arrival for each in self.members.values())
         return arrivals[-1] - arrivals[-2]
 
@@ -46,7 +46,7 @@ class MatchedCollective:
 
 
 def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
-    """The collectives that at least two traces show."""
+    """The collectives that at least two traces contain."""
     found: dict[tuple[Any, ...], dict[int, Collective]] = defaultdict(dict)
     ambiguous = {id(each) for each in collectives_without_group(traces)}
     for trace in traces:
@@ -56,7 +56,7 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
             if id(each) in ambiguous or (key := _matching_key(each, trace)) is None:
                 continue
             if each.sequence is None or each.is_point_to_point:
-                # Without a usable sequence number: the n-th of its kind in the step.
+                # There is no usable sequence number: match the n-th of the same kind in the step.
                 position = bisect_right(starts, each.arrival) - 1
                 step = trace.steps[position].number if position >= 0 else -1
                 occurrences[(*key, step)] += 1
@@ -75,7 +75,7 @@ def record_last_arrivals(matched: Sequence[MatchedCollective]) -> None:
 
 
 def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
-    """Collectives without a group in a world that has subgroups: they cannot be matched."""
+    """Collectives without a group in a world with subgroups; these cannot be matched."""
     sizes = {
         int(group.get("pg_size") or len(group.get("ranks") or ()))
         for trace in traces
@@ -94,7 +94,7 @@ def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
 
 def _matching_key(each: Collective, trace: RankTrace) -> tuple[Any, ...] | None:
     ranks = each.group_ranks or tuple(trace.groups.get(each.group, {}).get("ranks", ()))
-    # Two groups of the same name may exist on different ranks: a group is its name and its ranks.
+    # Two groups of the same name may exist on different ranks, so the ranks are part of the key.
     group = (each.group, ranks)
     if each.is_point_to_point:
         if each.peer is None:
@@ -115,15 +115,15 @@ def _matching_key(each: Collective, trace: RankTrace) -> tuple[Any, ...] | None:
 def name_axes(trace: RankTrace) -> None:
     """Set the mesh axis of each collective, and the ranks of its group, which matching needs.
 
-    A DeviceMesh describes its groups as mesh_<axis>. The default group serves the only axis, or
-    the whole world if there are several axes. Without a mesh the operation decides: replicas
-    all-reduce gradients; sharding gathers parameters and scatters gradients.
+    A DeviceMesh describes its groups as mesh_<axis>. The default group belongs to the only axis, or
+    to the axis `world` if there are several. Without a mesh the operation determines the axis:
+    replicas all-reduce gradients; sharding gathers parameters and scatters gradients.
     """
     by_description = {str(each.get("pg_desc", "")): each for each in trace.groups.values()}
     present = _axes_present(trace)
     for each in trace.collectives:
         if each.group.startswith("tutti "):
-            # The label of a tutti.comm group is its description; groups of other ranks share it.
+            # The label of a tutti.comm group is its description, which groups on other ranks share.
             name = each.group.removeprefix("tutti ")
             group = by_description.get("default_pg" if name == "default" else name)
             group = group or trace.groups.get(name.removeprefix("group-"), {})
@@ -142,7 +142,7 @@ def _axes_present(trace: RankTrace) -> set[str]:
         if (axis := _named_axis(str(each.get("pg_desc", "")))) is not None
     }
     large = {axis for axis, size in sizes.items() if size > 1}
-    # An axis of all ranks uses the default group: it is the axis without a group of its own.
+    # An axis with all ranks uses the default group: it is the only axis without its own group.
     unnamed = set(_AXES.values()) - set(sizes)
     return unnamed if not large and len(unnamed) == 1 else large
 

@@ -18,10 +18,11 @@ _Sample = tuple[float, float, bool, int]  # transfer seconds, wait seconds, matc
 def comm_rows(
     traces: Sequence[RankTrace], matched: Sequence[MatchedCollective]
 ) -> list[dict[str, Any]]:
-    """`comm[]`: a row for each operation, group and size, the largest total time first.
+    """`comm[]`: a row for each operation, group and message size, largest total time first.
 
-    Times are of moving data: from the last arrival to the end. A collective that only one trace
-    shows counts with its whole time, waiting included; then `matched` is less than `count`.
+    Times are those of moving data: from the last arrival to the end. A collective that only one
+    trace contains counts with its whole time, including waiting; then `matched` is less than
+    `count`.
     """
     samples: dict[_Key, list[_Sample]] = defaultdict(list)
     known = {id(each) for collective in matched for each in collective.members.values()}
@@ -71,7 +72,7 @@ def _comm_row(traces: Sequence[RankTrace], key: _Key, samples: list[_Sample]) ->
 
 
 def axis_rows(steps: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
-    """`axes[]`: seconds per step of each mesh axis, mean over ranks, the most expensive first."""
+    """`axes[]`: seconds per step of each mesh axis, mean over ranks, the longest first."""
     length = fmean(each.seconds for each in steps)
     totals: dict[str | None, dict[str, float]] = {}
     for step in steps:
@@ -93,8 +94,9 @@ def axis_rows(steps: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
 def bucket_rows(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
     """`buckets[]`: DDP buckets by rank, step and order of their all-reduce calls.
 
-    Seconds from the step's start. ready: the last gradient was computed and all_reduce called;
-    started: every rank had called and data began to move; done: the result was there.
+    Times are seconds from the step's start. ready: the last gradient of the bucket was computed and
+    all_reduce was called; started: every rank had called all_reduce and data began to move; done:
+    the all-reduce had ended.
     """
     return [
         {

@@ -25,13 +25,13 @@ from tutti.profile.trace_file import is_merged
 from tutti.profile.trace_reader import read_rank
 from tutti.world.errors import UsageError
 
-# Above this share of the step, communication is the first thing to look at.
+# Above this share of the step, communication should be optimized first.
 COMM_RATIO_LIMIT = 0.20
 
 
 @dataclass
 class Explanation:
-    """Everything known of the steps; `rows()` is the JSON."""
+    """The analysis of the recorded steps; `rows()` returns the JSON."""
 
     traces: list[RankTrace]
     clocks: list[Clock]
@@ -95,7 +95,7 @@ class Explanation:
 
 
 def trace_files(path: Path) -> list[Path]:
-    """The traces in a folder or in its subfolder `traces`, or the one file named."""
+    """The trace files in a folder or in its subfolder `traces`, or `path` if it is a file."""
     if path.is_file():
         if is_merged(path):
             raise UsageError(
@@ -169,9 +169,9 @@ def explain(files: Sequence[Path]) -> Explanation:
 
 
 def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[RankTrace]:
-    """The newest trace of each rank, by rank: a profiler with `repeat` writes several.
+    """The newest trace of each rank, in rank order: a profiler with `repeat` writes several.
 
-    Traces without a rank get the free ranks, in file order.
+    Traces that do not name their rank get the unused rank numbers, in file order.
     """
     newest: dict[int, RankTrace] = {}
     older: list[RankTrace] = []

@@ -1,11 +1,12 @@
-"""Assembles one collective of a CPU rank from the several events that it leaves in a trace.
+"""Assemble one collective of a CPU rank from the several events that it leaves in a trace.
 
-- `c10d::allreduce_`: the call on the caller's thread. It returns at once if the caller does not
-  wait; with shapes recorded it has the size.
-- `gloo:all_reduce` on a gloo thread, `shm:all_reduce`: how long the operation really took.
+- `c10d::allreduce_`: the call on the caller's thread. The call returns at once if the caller does
+  not wait. The event contains the message size if shapes were recorded.
+- `gloo:all_reduce` on a gloo thread, `shm:all_reduce`: the actual time of the operation.
 - `record_param_comms` inside the call (shm, not gloo): group and sequence number.
-- an entry of torch's flight recorder (gloo, if tutti captured the trace): group and sequence.
-- `tutti::all_reduce|…` around the call: everything, if the program calls tutti.comm.
+- an entry of torch's flight recorder (gloo, if tutti captured the trace): group and sequence
+  number.
+- `tutti::all_reduce|…` around the call, if the program calls tutti.comm: all of these values.
 """
 
 from collections import defaultdict
@@ -18,11 +19,11 @@ from tutti.profile.rank_trace import Collective, element_bytes, element_count
 if TYPE_CHECKING:
     from tutti.comm.operation import Tag
 
-# gloo implements reduce_scatter with all_reduce and names the event after the latter.
+# gloo implements reduce_scatter with all_reduce, and its event has the name of all_reduce.
 _RUN_NAMES = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
 _WITH_SHARES = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 _MOST_IN_FLIGHT = 64  # calls of one operation that may be in flight at the same time
-_CLOCK_TOLERANCE = 2e-6  # seconds between the clock readings of an event and of the recorder
+_CLOCK_TOLERANCE = 2e-6  # seconds; an event and the recorder read the clock separately
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ def assemble_collectives(
     group_size: Callable[[str], int],
     accumulates_gradient: Callable[[Any, float], bool],
 ) -> list[Collective]:
-    """The collectives of a rank's host. `recorder`: time, group and sequence of each entry."""
+    """The collectives that the host of a rank ran. `recorder`: (time, group, sequence number)."""
     for events in (calls, runs, parameters):
         events.sort(key=lambda event: event.start)
     tags.sort(key=lambda tagged: tagged.event.start)
@@ -86,7 +87,8 @@ def assemble_collectives(
         _fill_size(collective, call, run, group_size(collective.group))
         if (parameter := inner.first_in(call)) is not None:
             size = collective.bytes
-            # The recorder entry was of gloo between the hosts, which shm uses below.
+            # This is a call of shm. The recorder entry is that of gloo, which shm calls between
+            # hosts.
             collective.sequence = None
             collective.fill_from_arguments(parameter.arguments)
             collective.bytes = max(size, collective.bytes)
@@ -109,9 +111,9 @@ def run_by_host(
     runs: list[HostEvent],
     tags: list[TaggedEvent],
 ) -> tuple[list[HostEvent], list[TaggedEvent]]:
-    """For a rank with kernels: the calls that the host ran itself (gloo), and the tags around them.
+    """For a rank with GPU kernels: the calls that the host ran itself (gloo), and their tags.
 
-    `nccl_parameters` lie inside the calls that became NCCL kernels.
+    A call that contains one of the events `nccl_parameters` launched an NCCL kernel.
     """
     for events in (calls, nccl_parameters, runs):
         events.sort(key=lambda event: event.start)
@@ -124,14 +126,14 @@ def run_by_host(
 
 
 def fill_from_tag(collective: Collective, tag: "Tag") -> None:
-    """Take the fields of a tutti.comm range."""
+    """Set the fields of a collective from the tag of a tutti.comm range."""
     collective.group, collective.sequence = f"tutti {tag.group}", tag.sequence
     collective.bytes, collective.dtype = tag.bytes, tag.dtype
     collective.group_size = tag.ranks
 
 
 def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, HostEvent]:
-    """The run of each call, by call number: first come first served, equal sizes preferred."""
+    """The run of each call, by index of the call: in time order, equal sizes preferred."""
     waiting: dict[str, list[int]] = defaultdict(list)
     for number, call in enumerate(calls):
         for name in _RUN_NAMES.get(call.operation, (call.operation,)):
@@ -147,7 +149,7 @@ def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, Host
                 break
             if number not in found:
                 candidates.append(number)
-        if candidates:  # otherwise the call was before the recording began
+        if candidates:  # otherwise the call came before the recording began
             number = next(
                 (each for each in candidates if size in _argument_counts(calls[each])),
                 candidates[0],
@@ -174,7 +176,7 @@ def _fill_size(
     collective.bytes = max(counts, default=0) * element_bytes(collective.dtype)
     if collective.operation == "barrier":
         collective.bytes, collective.dtype = 0, ""
-    # For lists of tensors the trace has the share of one rank only.
+    # For lists of tensors the trace contains only the size of one rank's share.
     if collective.operation in _WITH_SHARES and len(counts) < 2:
         collective.bytes *= group_size
     if collective.is_point_to_point:
@@ -190,7 +192,7 @@ def _collective_of(event: HostEvent) -> Collective:
 
 
 def _from_tags(tags: list[TaggedEvent]) -> list[Collective]:
-    """Collectives of calls without torch events; the issue and wait halves become one."""
+    """Collectives from tags without torch events; issue and wait tags become one collective."""
     result: list[Collective] = []
     issued: dict[tuple[str, str, int], Collective] = {}
     for tagged in tags:
@@ -228,7 +230,7 @@ class _EventsInside:
 
 
 class _TagsAround:
-    """Finds the tutti.comm range around a call; each range holds one call."""
+    """Finds the tutti.comm range around a call; each range contains one call."""
 
     def __init__(self, tags: list[TaggedEvent]) -> None:
         self._by_thread: dict[Any, list[TaggedEvent]] = defaultdict(list)

@@ -13,7 +13,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Intervals:
-    """Disjoint intervals [start, end) in ascending order; seconds."""
+    """Disjoint intervals [start, end) in ascending order, in seconds."""
 
     starts: Floats
     ends: Floats
@@ -80,7 +80,7 @@ class IntervalCollector:
 
 
 def merge(starts: Floats, ends: Floats) -> Intervals:
-    """The union of intervals given in any order; empty and negative ones are dropped."""
+    """The union of intervals in any order; empty and negative intervals are dropped."""
     positive = ends > starts
     starts, ends = starts[positive], ends[positive]
     if not len(starts):

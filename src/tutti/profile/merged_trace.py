@@ -1,7 +1,7 @@
-"""Writes all ranks into one trace on one clock, for ui.perfetto.dev and chrome://tracing.
+"""Write all ranks into one trace on one clock, for ui.perfetto.dev and chrome://tracing.
 
 An arrow leads from the rank that arrived last at a collective to each rank that waited for it.
-Traces are read a second time and written event by event: memory does not grow with them.
+Traces are read a second time and written event by event: memory does not grow with their size.
 """
 
 import gzip
@@ -18,7 +18,7 @@ from tutti.profile.explain import Explanation
 from tutti.profile.rank_trace import RankTrace
 from tutti.profile.trace_file import MERGED_PREFIX, Event, TraceFile
 
-# Viewers number processes and flows; each rank gets a range of its own.
+# Processes and flows (arrows) have numbers in a trace; each rank gets a separate range.
 _PROCESSES_PER_RANK = 1000
 _FLOWS_PER_RANK = 1 << 40
 _MICROSECONDS = 1e6
@@ -50,7 +50,7 @@ def write_merged_trace(path: Path, explanation: Explanation) -> int:
 
 
 class _RankMover:
-    """Moves a rank's events to the common clock and to its range of process numbers."""
+    """Moves a rank's events to the common clock and to the rank's range of process numbers."""
 
     def __init__(self, trace: RankTrace, shift: float) -> None:
         self._rank = trace.rank
@@ -78,7 +78,7 @@ class _RankMover:
             event["id"] += (self._rank + 1) * _FLOWS_PER_RANK
 
     def process_names(self) -> Iterator[Event]:
-        """Names of all processes; written last, they override the names in the trace."""
+        """Events that name all processes; written last, they override the names in the trace."""
         for given in self._numbers:
             event = {"ph": "M", "name": "process_name", "pid": self.process(given), "tid": 0}
             yield event | {"args": {"name": self._name(given)}}
@@ -89,9 +89,10 @@ class _RankMover:
 
 
 def _bucket_events(trace: RankTrace, mover: _RankMover) -> Iterator[Event]:
-    """A row for each DDP bucket: from ready to done, and inside it from started to done.
+    """A row for each DDP bucket: a slice from ready to done, and one from started to done in it.
 
-    Buckets overlap, so they are asynchronous slices, which have an id, and not slices of a thread.
+    Buckets overlap, so they are written as asynchronous slices with an id, not as slices of a
+    thread.
     """
     identity = (trace.rank + 1) * _FLOWS_PER_RANK
     for step in trace.steps:
@@ -121,7 +122,7 @@ def _arrow_events(
         # Flow ids beyond the ranges of all ranks.
         identity = (len(movers) + max(movers) + 2) * _FLOWS_PER_RANK + number * 4096 + position
         begin = source.start * _MICROSECONDS
-        # An arrow must end inside the slice that it points to, and not before it begins.
+        # An arrow must end inside the slice to which it points, and not before the arrow begins.
         finish = max(begin, each.transfer_start * _MICROSECONDS)
         finish = min(finish, each.end * _MICROSECONDS)
         common = {"cat": "tutti", "name": f"{each.operation} waits for rank {late}", "id": identity}

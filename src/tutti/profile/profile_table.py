@@ -14,7 +14,7 @@ _FULL_WIDTH = 80
 _MOST_RANKS = 16
 _MOST_ROWS = 8
 _MOST_ADVICE = 5
-_NOTABLE_OVERHEAD = 1.1  # recorded / unrecorded step; less cannot be told from a few steps
+_NOTABLE_OVERHEAD = 1.1  # recorded / unrecorded step; a few steps do not show less
 
 
 def profile_lines(rows: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[str]:
@@ -62,7 +62,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _balance(ranks: list[dict[str, Any]]) -> str:
-    """Busy share and memory, from the least to the most over ranks."""
+    """Busy share and memory: the range from the lowest to the highest value over ranks."""
     text = "busy " + _range([100 * each["busy"] for each in ranks], "%")
     for name, key in (("memory", "memory_bytes"), ("process memory", "host_memory_bytes")):
         known = [each[key] / 1e6 for each in ranks if each[key]]

@@ -9,7 +9,7 @@ from typing import Any
 from tutti.profile.intervals import Intervals
 
 POINT_TO_POINT = ("send", "recv", "send_recv")
-# No rank leaves one of these before every rank of the group has arrived.
+# No rank leaves one of these operations before every rank of the group has arrived.
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
 # A name comes before the names that it contains: allreduce before reduce.
@@ -34,15 +34,16 @@ class Collective:
     """One collective or point-to-point operation of one rank.
 
     Times are seconds on the rank's own clock until the clocks are aligned. `arrival` is when the
-    program reached the operation: the call, or on a GPU the moment its stream reached the kernel.
-    `start` to `end` is when it ran; a thread pool may start it later than it was called.
+    program reached the operation: the time of the call, or on a GPU the time at which the stream
+    reached the kernel. The operation ran from `start` to `end`; a thread pool may start it later
+    than it was called.
     """
 
     operation: str
     arrival: float
     start: float
     end: float
-    thread: Any  # process and thread of the event, where a trace viewer shows it
+    thread: Any  # thread and process of the event, for the trace viewer
     process: Any
     group: str = ""
     sequence: int | None = None
@@ -55,7 +56,7 @@ class Collective:
     call_returned: float = 0.0  # on a CPU, when the call returned to its caller
     # For a DDP bucket, when its last gradient was computed; None for any other operation.
     bucket_ready: float | None = None
-    # Set when ranks are matched: when the last rank arrived, and which rank that was.
+    # Set when collectives are matched: when the last rank arrived, and the number of that rank.
     last_arrival: float | None = None
     last_rank: int | None = None
 
@@ -71,7 +72,7 @@ class Collective:
         return min(max(self.start, self.last_arrival), self.end)
 
     def fill_from_arguments(self, arguments: dict[str, Any]) -> None:
-        """Take the fields of a record_param_comms event; NCCL kernels carry a copy of them."""
+        """Set the fields from a record_param_comms event; events of NCCL kernels have a copy."""
         name = str(arguments.get("Collective name", ""))
         self.operation = operation_named(name) or self.operation
         self.group = str(arguments.get("Process Group Name", ""))
@@ -121,14 +122,14 @@ class RankTrace:
     compute: Intervals
     communication: Intervals
     input: Intervals
-    other: Intervals  # on a GPU copies, on a CPU autograd's engine and other wrappers
+    other: Intervals  # on a GPU: copies; on a CPU: autograd's engine and other wrappers
     collectives: list[Collective]
     groups: dict[str, dict[str, Any]]
     memory_bytes: int | None  # peak of the device allocator
     host_memory_bytes: int | None  # peak of the process
     device_bytes: int | None  # memory of the device
     has_loader_workers: bool
-    work: float  # amount of computation, to compare ranks with; 0 if unknown
+    work: float  # amount of computation, to compare ranks; 0 if unknown
     capture_info: dict[str, Any]  # metadata that Capture added to the trace
     notes: list[str] = field(default_factory=list)
 
@@ -151,7 +152,7 @@ class RankTrace:
 
 
 def operation_named(name: str) -> str | None:
-    """all_reduce for c10d::allreduce_, gloo:all_reduce, ncclDevKernel_AllReduce_Sum_f32_RING_LL"""
+    """The operation in a name: all_reduce in c10d::allreduce_ or ncclDevKernel_AllReduce_Sum_f32"""
     letters = re.sub(r"[^a-z]", "", name.lower())
     return next((name for each, name in _OPERATIONS.items() if each in letters), None)
 
@@ -165,7 +166,7 @@ def element_bytes(dtype: str) -> int:
 
 
 def element_count(dims: Any, kind: str) -> int:
-    """Elements of an argument: of a tensor, or of all tensors of a list."""
+    """The number of elements of an argument: of a tensor, or of all tensors of a list."""
     if not isinstance(dims, list):
         return 0
     if kind == "TensorList":

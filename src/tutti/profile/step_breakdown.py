@@ -1,14 +1,14 @@
-"""Splits each step of each rank into parts that add up to the step.
+"""Split each step of each rank into parts that add up to the step.
 
 Every moment of a step belongs to exactly one part:
 
-    compute        something computes and nothing communicates
-    hidden         something computes while something communicates
+    compute        the rank computes and does not communicate
+    hidden         the rank computes and communicates at the same time
     wait           nothing computes; a collective waits for a rank that has not arrived
     bubble         nothing computes; a send or receive waits for its peer (pipelines)
     exposed        nothing computes; data moves
-    input          none of these; the program waits for its data loader
-    rest           none of these; on a GPU copies, on a CPU the code around operators
+    input          none of the above; the program waits for its data loader
+    rest           none of the above; on a GPU copies, on a CPU the code around operators
     host_gap       nothing is recorded: Python, a sleep, a GPU without work
 """
 
@@ -19,34 +19,35 @@ from tutti.profile.intervals import EMPTY, Intervals
 from tutti.profile.rank_trace import Collective, RankTrace, Step
 
 PARTS = ("compute", "hidden", "exposed", "wait", "bubble", "input", "host_gap", "rest")
-PART_TITLES = {"host_gap": "gaps"}  # in tables and sentences; the others keep their name
+PART_TITLES = {"host_gap": "gaps"}  # titles in tables and sentences; other parts keep their name
 
 Kind = tuple[str | None, bool]  # mesh axis, whether the collective is a DDP bucket
 
 
 @dataclass(frozen=True)
 class StepBreakdown:
-    """One step of one rank; seconds."""
+    """One step of one rank, in seconds."""
 
     rank: int
     step: int
     seconds: float
     intervals: dict[str, Intervals]  # of each part
-    parts: dict[str, float]  # their total lengths
+    parts: dict[str, float]  # total length of each part
     waited_for: dict[int, float]  # time lost waiting, by the rank that was late
-    # hidden, exposed and wait (with bubble) by kind of communication; they add up to the parts.
+    # hidden, exposed and wait (which includes bubble) by kind of communication. The sum over kinds
+    # is the part.
     by_kind: dict[Kind, dict[str, float]]
     gradients: tuple[float, float] | None  # first gradient, end of backward, from the step's start
 
     @property
     def overlap(self) -> float | None:
-        """|communication ∩ compute| / |communication|, waiting included, as HTA defines it."""
+        """|communication ∩ compute| / |communication + waiting|, as in Holistic Trace Analysis."""
         total = sum(self.parts[name] for name in ("hidden", "exposed", "wait", "bubble"))
         return self.parts["hidden"] / total if total else None
 
 
 def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
-    """Split one step; ranks must be aligned and matched before."""
+    """Split one step; clocks must be aligned and collectives matched before."""
     whole = Intervals.of([(step.start, step.end)])
     compute = trace.compute.between(step.start, step.end)
     communicating = trace.communication.between(step.start, step.end)
@@ -66,7 +67,7 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
             bubbles.append((each.arrival, transfer_start))
         elif each.last_rank is not None and each.last_rank != trace.rank:
             waits.setdefault(each.last_rank, []).append((each.arrival, transfer_start))
-    # While one collective moves data and another one waits, the time counts as moving data.
+    # If one collective moves data while another collective waits, the time counts as moving data.
     stalled = idle - Intervals.of(transfers)
     waited_for: dict[int, float] = {}
     waiting = EMPTY
@@ -111,13 +112,14 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
 def _split_by_kind(
     regions: dict[str, Intervals], extents: dict[Kind, list[tuple[float, float]]]
 ) -> dict[Kind, dict[str, float]]:
-    """Attribute each region to the communication in it; to the first kind if several overlap."""
+    """Attribute each region to the kind of communication in it; to the first if kinds overlap."""
     by_kind: dict[Kind, dict[str, float]] = {}
     for kind, pairs in extents.items():
         extent = Intervals.of(pairs)
         by_kind[kind] = {name: (region & extent).seconds for name, region in regions.items()}
         regions = {name: region - extent for name, region in regions.items()}
-    # Entering and leaving a call, and waking up after it, belong to the call before.
+    # The rest is time to enter or leave a call or to wake up after it: attribute it to the kind of
+    # the last call before.
     arrivals = [(pair[0], kind) for kind, pairs in extents.items() for pair in pairs]
     arrivals.sort(key=lambda each: each[0])
     for name, region in regions.items():
@@ -130,8 +132,8 @@ def _split_by_kind(
 
 def _transfer_start(each: Collective) -> float:
     """When data began to move: all ranks had arrived and the operation had started."""
-    # A receive with an unknown sender is mostly waiting. So is an NCCL batch of sends and
-    # receives: one kernel without a named peer.
+    # A receive whose sender is unknown is mostly waiting. The same holds for an NCCL batch of sends
+    # and receives, which is one kernel without a peer.
     if each.last_arrival is None and each.operation in ("recv", "send_recv"):
         return each.end
     return each.transfer_start

@@ -1,4 +1,4 @@
-"""Which ranks make the others wait: how often, how long, and how regularly.
+"""Find the ranks for which the others wait: how often, how long, and how regularly.
 
 The straggler is the rank that arrives last. Its own collectives are the shortest, because it never
 waits: the rank with the longest collective is a victim, not the cause.
@@ -14,17 +14,17 @@ from tutti.profile.collective_matching import MatchedCollective
 from tutti.profile.rank_trace import SYNCHRONIZING
 from tutti.profile.step_breakdown import StepBreakdown
 
-# A rank is called a straggler if the others lose at least this share of the step to it.
+# A rank is a straggler if the others wait for it for at least this share of the step.
 _NOTABLE_SHARE = 0.02
 
 
 def stragglers(
     ranks: Sequence[int], steps: Sequence[StepBreakdown], matched: Sequence[MatchedCollective]
 ) -> list[dict[str, Any]]:
-    """`stragglers[]`: a row for each rank that others waited for, the most expensive first.
+    """`stragglers[]`: a row for each rank for which others waited, the longest wait first.
 
-    `cost_s` is the time per step that the others neither computed nor moved data because of this
-    rank, mean over the other ranks.
+    `cost_s` is the time per step in which the other ranks neither computed nor moved data because
+    of this rank, mean over the other ranks.
     """
     synchronizing = [each for each in matched if each.first.operation in SYNCHRONIZING]
     times_last = Counter(each.last_rank for each in synchronizing)
@@ -65,7 +65,7 @@ def stragglers(
 
 
 def _excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]:
-    """The part that takes the straggler longest compared with the others: the place to look."""
+    """The part with the largest excess over the other ranks: probably the cause of the delay."""
     excess = {
         name: fmean(each.parts[name] for each in steps if each.rank == rank)
         - fmean(each.parts[name] for each in steps if each.rank != rank)
@@ -76,7 +76,7 @@ def _excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]:
 
 
 def excess_text(instead: Mapping[str, Any]) -> str:
-    """The `instead` of a row as a predicate: `computes 46.1 ms longer`."""
+    """The value `instead` of a row as words: `computes 46.1 ms longer`."""
     longer = f"{1e3 * instead['seconds']:.1f} ms longer"
     return {
         "compute": f"computes {longer}",

@@ -1,8 +1,9 @@
-"""Reads the trace of one rank in one pass: events become intervals, steps and collectives.
+"""Read the trace of one rank in one pass: events become intervals, steps and collectives.
 
-If the trace has GPU kernels, the device's time is split: kernels compute, kernels of NCCL and of
-symmetric memory communicate, and so does gloo on the host meanwhile. Otherwise the host's time is
-split: operators compute; what calls them (autograd's engine, DDP's reducer) counts as other.
+If the trace has GPU kernels, the time of the device is split: kernels of NCCL and of symmetric
+memory count as communication, and all other kernels as compute; gloo operations on the host count
+as communication, too. Otherwise the time of the host is split: operators count as compute, and the
+code that calls them (autograd's engine, DDP's reducer) counts as other.
 """
 
 import math
@@ -29,10 +30,10 @@ from tutti.profile.intervals import EMPTY, Floats, IntervalCollector, Intervals,
 from tutti.profile.rank_trace import Collective, RankTrace, Step, operation_named
 from tutti.profile.trace_file import Event, TraceFile
 
-# These call operators, and wait for communication while doing so: their time is not compute.
+# These wrappers call operators and may wait for communication: their own time is not compute.
 _WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch::distributed::", "torch.distributed")
 _AUTOGRAD_FUNCTION = "autograd::engine::evaluate_function"
-# The event arguments that describe communication; the others are dropped to save memory.
+# The event arguments that describe communication; other arguments are dropped to save memory.
 _KEPT_ARGUMENTS = {
     *("Input Dims", "Input type", "Concrete Inputs", "Collective name", "Process Group Name"),
     *("dtype", "In msg nelems", "Out msg nelems", "Seq", "Group size", "Process Group Ranks"),
@@ -164,7 +165,7 @@ class _TraceReader:
             self.input.add(start, end)
             self.has_loader_workers |= "_MultiProcessing" in name
         elif name.startswith("tutti::"):
-            # This module imports torch: load it only for traces that have such ranges.
+            # tutti.comm.operation imports torch: import it only for traces that have such ranges.
             from tutti.comm.operation import parse_tag
 
             if (tag := parse_tag(name)) is not None:
@@ -222,7 +223,7 @@ class _TraceReader:
             self.backward.accumulates_gradient,
         )
         self.collectives.sort(key=lambda each: each.start)
-        # The profiler closes a step that the program did not finish at the end of the recording.
+        # At the end of the recording the profiler also closes a step that is not finished.
         if (finished := captured.get("steps")) is not None:
             self.steps = [step for step in self.steps if step.number < finished]
         self.steps.sort(key=lambda step: step.start)
@@ -264,9 +265,10 @@ class _TraceReader:
         )
 
     def _combine_tagged_kernels(self) -> None:
-        """Make one collective of all kernels that one tutti.comm call launches beside NCCL.
+        """Combine all kernels that one tutti.comm call launches into one collective, except NCCL's.
 
-        Such a call may launch a reduction on symmetric memory, copies to it, and barriers.
+        Such a call may launch a reduction on symmetric memory, copies to symmetric memory, and
+        barriers.
         """
         replaced: set[int] = set()
         for tagged in self.tags:
@@ -278,7 +280,7 @@ class _TraceReader:
                 if index in self.collective_of_kernel
             ]
             if not launched or any(each.group for each in known):
-                continue  # NCCL kernels carry more information than the range around them
+                continue  # NCCL kernels have more information than the range around them
             self.kernels.mark_communication(launched)
             if tag.phase == "wait":
                 continue
@@ -303,7 +305,7 @@ class _TraceReader:
             if step.gradients is not None:
                 first, last = map(device_done, step.gradients)
                 step.gradients = None if first is None or last is None else (first, last)
-            # A step is the kernels launched in it, until the first kernel of the next step.
+            # A step is the time from the first kernel launched in it to that of the next step.
             if (span := self.kernels.span_launched(step.start, step.end)) is not None:
                 step.start, step.end = span
         for step, following in pairwise(self.steps):
@@ -314,7 +316,7 @@ class _TraceReader:
 
 
 class _BackwardEvents:
-    """When gradients were computed: autograd's engine leaves an event for each function it runs."""
+    """The times of gradients, from the events of autograd's engine for each function it runs."""
 
     def __init__(self) -> None:
         self._engine = IntervalCollector()
@@ -328,7 +330,7 @@ class _BackwardEvents:
                 self._accumulating[thread].add(start, end)
 
     def accumulates_gradient(self, thread: Any, moment: float) -> bool:
-        """Whether a gradient was being accumulated: a collective called then is a gradient hook."""
+        """Whether a gradient was being accumulated; then a gradient hook called the collective."""
         if thread not in self._by_thread:
             self._by_thread[thread] = self._accumulating[thread].intervals()
         intervals = self._by_thread[thread]
@@ -336,7 +338,7 @@ class _BackwardEvents:
         return index >= 0 and moment <= float(intervals.ends[index])
 
     def gradients(self, start: float, end: float) -> tuple[float, float] | None:
-        """The first gradient and the end of backward between two host times."""
+        """The times of the first gradient and of the end of backward between two host times."""
         engine = self._engine.intervals().between(start, end)
         firsts = [
             each.intervals().between(start, end).starts[:1] for each in self._accumulating.values()
@@ -348,11 +350,11 @@ class _BackwardEvents:
 
 
 class _Kernels:
-    """The kernels of a trace and the host launches that they come from.
+    """The kernels of a trace and the launches of these kernels on the host.
 
-    A kernel and its launch share a correlation number. The host runs ahead of the device: what
-    the host had launched at a moment is done when the last of those kernels has ended. A trace
-    has millions of kernels, so they are kept in arrays.
+    A kernel and its launch have the same correlation number. The host runs ahead of the device:
+    the work that the host has launched by some time is done when the last of these kernels has
+    ended. A trace has millions of kernels, so they are stored in arrays.
     """
 
     def __init__(self) -> None:
@@ -403,12 +405,12 @@ class _Kernels:
         return start, self._end[last], list(self._streams)[self._stream[last]]
 
     def intervals(self, computing: bool) -> Intervals:
-        """When kernels that compute (or that communicate) ran."""
+        """The intervals in which kernels that compute (or that communicate) ran."""
         chosen = np.array(self._computes, dtype=bool) == computing
         return merge(np.array(self._start)[chosen], np.array(self._end)[chosen])
 
     def finished_by(self, moment: float) -> float | None:
-        """When the computing kernels launched until `moment` had ended; None if there are none."""
+        """When all computing kernels launched until `moment` had ended; None if there are none."""
         launches, _, ends = self._computing_by_launch
         index = int(np.searchsorted(launches, moment, side="right")) - 1
         return float(ends[index]) if index >= 0 else None
@@ -422,7 +424,7 @@ class _Kernels:
 
     @cached_property
     def _by_thread(self) -> dict[Any, tuple[Floats, NDArray[np.int64]]]:
-        """For each host thread its launch times in order, and the kernels launched then."""
+        """For each host thread: its launch times in order, and the indices of the kernels."""
         kernels, launches = self._joined
         moments, threads = np.array(self._launch_time)[launches], np.array(self._launch_thread)
         result = {}
@@ -456,9 +458,9 @@ class _Kernels:
         return np.flatnonzero(known), by_number[index[known]]
 
     def _by_launch(self, chosen: NDArray[np.bool_]) -> tuple[Floats, Floats, Floats]:
-        """Launch times; earliest start from each launch on; latest end up to each launch.
+        """For each launch: its time, the earliest kernel start from then on, the latest end so far.
 
-        With several streams, the stream that starts first and the one that ends last count.
+        With several streams, kernels do not start and end in the order of their launches.
         """
         kernels, launches = self._joined
         kept = chosen[kernels]
@@ -470,7 +472,7 @@ class _Kernels:
 
 
 def _multiplications(name: str, arguments: dict[str, Any]) -> int:
-    """Multiplications of a matrix product, or roughly those of a convolution."""
+    """The number of multiplications of a matrix product, or roughly that of a convolution."""
     if name not in _MATRIX_OPERATORS:
         return 0
     dims = arguments.get("Input Dims") or []

@@ -1,9 +1,9 @@
-"""Predicts a step with other DDP bucket sizes: a small model, fitted to the trace.
+"""Predict a step with other DDP bucket sizes, with a small model that is fitted to the trace.
 
-A message of s bytes takes α + β·s seconds. Gradients become ready during backward as they did in
-the trace; a bucket is sent when it is full and a lane is free (NCCL has one lane, gloo has two).
-What is sent after backward is exposed, and so is what is sent while backward has nothing to
-compute. The model is evaluated for the recorded buckets, too, and scaled to the recorded result.
+A message of s bytes takes α + β·s seconds. Gradients become ready during backward at the same times
+as in the trace. A bucket is sent when it is full and a lane is free (NCCL has one lane, gloo has
+two). Transfers after backward are exposed, and so are transfers while backward is idle. The model
+is also evaluated for the recorded buckets, and its results are scaled to the recorded time.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from tutti.profile.rank_trace import Collective, RankTrace, Step
 # Message sizes must differ by this factor to separate latency from bandwidth.
 _SEPARABLE = 4.0
 _TOUCH = 1e-6  # seconds: messages that follow each other directly are not concurrent
-_MOST_STEPS = 48  # of all ranks, evenly spaced; more would not change a mean
+_MOST_STEPS = 48  # over all ranks, evenly spaced; more steps hardly change the mean
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class MessageCost:
 
     alpha: float
     beta: float
-    separated: bool  # False: only one message size seen, all time counts as α (the best case)
+    separated: bool  # False: with one message size all time is attributed to α (best case)
 
     def seconds(self, size: float) -> float:
         return self.alpha + self.beta * size
 
 
 def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
-    """Fit (bytes, seconds) points: least squares of the relative error of each size's median."""
+    """Fit α and β to (bytes, seconds) points: least squares of the medians' relative errors."""
     by_size: dict[int, list[float]] = defaultdict(list)
     for size, seconds in points:
         if seconds > 0:
@@ -59,22 +59,22 @@ def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
 class ExposedTime:
     """Seconds per step in which gradients move and nothing computes."""
 
-    within_backward: float  # between operators of backward: they would be idle anyway
-    added: float  # time that lengthens the step: calls in backward, and transfers after it
+    within_backward: float  # between operators of backward, when the rank is idle anyway
+    added: float  # time that lengthens the step: calls during backward, transfers after it
 
 
 @dataclass(frozen=True)
 class _BackwardPass:
     """One backward pass of one rank, with the cost of the all-reduce calls removed."""
 
-    ready: list[tuple[float, float]]  # (moment, bytes ready until then), from 0 bytes
+    ready: list[tuple[float, float]]  # (time, bytes ready until then), from 0 bytes
     end: float
     idle_share: float  # share of the pass in which nothing computes
-    call_seconds: float  # what the caller loses for each bucket
+    call_seconds: float  # time that the call for a bucket takes on the calling thread
 
 
 class BucketModel:
-    """The gradients of a traced run, to be sent in other buckets."""
+    """Predicts the exposed time if the gradients of a traced run were sent in other buckets."""
 
     def __init__(self, traces: Sequence[RankTrace], cost: MessageCost, measured: float) -> None:
         """`measured`: exposed seconds per step of the recorded buckets, for calibration."""
@@ -87,7 +87,7 @@ class BucketModel:
         self._passes = [_observe(*each) for each in found]
         self.sizes = [[each.bytes for each in buckets] for *_, buckets in found]
         model = self._predict(self.sizes) if found else ExposedTime(0.0, 0.0)
-        # The time within backward is bounded by backward; the rest is scaled.
+        # Only the added time is scaled: the time within backward cannot exceed backward.
         rest = measured - model.within_backward
         self.ratio = rest / model.added if model.added > 0 and rest > 0 else None
         self.recorded = self._scaled(model)
@@ -128,11 +128,11 @@ def _observe(trace: RankTrace, step: Step, buckets: list[Collective]) -> _Backwa
     assert step.gradients is not None
     first, end = step.gradients
     called = [each.bucket_ready or each.arrival for each in buckets]
-    # On a GPU the host calls ahead of time; on a CPU a call blocks the backward pass.
+    # On a GPU the calls run ahead of the device; on a CPU a call blocks the backward pass.
     call = 0.0 if trace.on_device else median(e.call_returned - e.arrival for e in buckets)
     moments = [moment - number * call for number, moment in enumerate(called)]
-    # With gradient accumulation only the last pass has buckets: assume that gradients came as
-    # fast before the first bucket was full as after it.
+    # With gradient accumulation only the last pass has buckets. Assume that gradients became ready
+    # at the same rate before the first bucket was full as afterwards.
     rest = sum(each.bytes for each in buckets[1:])
     if rest and moments[-1] > moments[0]:
         first = max(first, moments[0] - (moments[-1] - moments[0]) * buckets[0].bytes / rest)

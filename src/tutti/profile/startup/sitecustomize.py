@@ -1,8 +1,9 @@
 """Runs at the start of every Python process under `tutti profile -- COMMAND`.
 
-Python imports `sitecustomize` before the program. This one waits until the program imports torch
-and then hooks torch's optimizers. It imports neither torch nor tutti: a process that does not train
-pays one check per import, and a program whose environment has torch but not tutti is captured, too.
+Python imports `sitecustomize` before the program. This file waits until the program imports torch
+and then hooks torch's optimizers. It imports neither torch nor tutti. So the only cost for a
+process that does not import torch is one check per import, and a program whose environment has
+torch but not tutti is captured, too.
 """
 
 import atexit
@@ -22,7 +23,7 @@ _SETTINGS = "TUTTI_PROFILE"
 
 
 def _load(name: str) -> ModuleType:
-    """Import a tutti file that needs no other room, under a package name that is not tutti's."""
+    """Import a file of tutti that needs no other package of tutti, as tutti_capture.NAME."""
     if "tutti_capture" not in sys.modules:
         package = ModuleType("tutti_capture")
         profile = os.path.dirname(_FOLDER)
@@ -32,9 +33,9 @@ def _load(name: str) -> ModuleType:
 
 
 def _begin_capture(settings: dict[str, Any]) -> None:
-    """torch has been imported: count the steps of its optimizers from now on."""
+    """Start a Capture that follows torch's optimizers; called after torch was imported."""
     try:
-        # A crash in gloo's threads at exit must not lose the profile.
+        # Prevents a crash in gloo's threads at exit, with which the profile would be lost.
         atexit.register(_load("liveness").wait_for_gloo_threads)
         _load("capture").Capture(**settings, replace=False).follow_optimizers()
     except Exception as error:  # the program must run whether or not it can be captured
@@ -44,7 +45,8 @@ def _begin_capture(settings: dict[str, Any]) -> None:
 class _TorchImportHook(MetaPathFinder):
     """Finds torch as usual, and begins the capture once torch is imported.
 
-    The hook stays until torch is really imported: libraries look for its spec before that.
+    The hook stays installed until torch is executed, because libraries may only search for the spec
+    of torch before that.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -76,7 +78,7 @@ class _TorchImportHook(MetaPathFinder):
 
 
 def _run_hidden_sitecustomize() -> None:
-    """Run the environment's own sitecustomize, which this one hides."""
+    """Run the environment's own sitecustomize, which this file hides."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _FOLDER]
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
