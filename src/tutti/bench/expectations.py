@@ -39,7 +39,7 @@ from tutti.bench.compare_results import (
 )
 from tutti.machine.environment import describe_environment
 from tutti.machine.hardware_catalogue import figure
-from tutti.measure.bus_bandwidth import OPERATIONS
+from tutti.measure.message_cost import OPERATIONS
 from tutti.measure.units import parse_size
 from tutti.world.errors import UsageError, did_you_mean
 

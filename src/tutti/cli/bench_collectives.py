@@ -11,7 +11,7 @@ from tutti.bench.expectations import Expectation
 from tutti.cli import bench
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, usage_error_on_rank_0
-from tutti.measure.bus_bandwidth import OPERATIONS
+from tutti.measure.message_cost import OPERATIONS
 from tutti.measure.terminal import print_note, terminal_width
 from tutti.world.errors import UsageError, checked_seconds, did_you_mean
 from tutti.world.launch import LocalWorld

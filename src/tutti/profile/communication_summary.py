@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
-from tutti.measure.bus_bandwidth import OPERATIONS, bandwidth
+from tutti.measure.message_cost import OPERATIONS, bandwidth
 from tutti.measure.spread import summarize
 from tutti.profile.collective_matching import MatchedCollective
 from tutti.profile.rank_trace import Collective, RankTrace, Step

@@ -14,7 +14,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from tutti.measure.alpha_beta import fit_alpha_beta
+from tutti.measure.message_cost import fit_alpha_beta
 from tutti.profile.communication_summary import buckets_in
 from tutti.profile.intervals import Intervals
 from tutti.profile.rank_trace import Collective, RankTrace, Step

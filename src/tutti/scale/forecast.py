@@ -24,8 +24,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from tutti.measure.alpha_beta import fit_alpha_beta, squared_error
-from tutti.measure.bus_bandwidth import OPERATIONS
+from tutti.measure.message_cost import OPERATIONS, fit_alpha_beta, squared_error
 from tutti.scale.scale_job import Mode
 
 LIMITS = (0.9, 0.8, 0.5)  # the forecast gives the first number of ranks below each efficiency

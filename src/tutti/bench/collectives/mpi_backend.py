@@ -26,7 +26,7 @@ from tutti.bench.collectives.cases import (
     allocate,
     copy_then_call,
 )
-from tutti.measure.bus_bandwidth import uneven_shards
+from tutti.measure.message_cost import uneven_shards
 from tutti.world.errors import UsageError
 
 _MPI_TYPES = {

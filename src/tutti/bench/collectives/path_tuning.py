@@ -6,7 +6,7 @@ from typing import Any
 
 from tutti.comm.ledger import KINDS
 from tutti.comm.path_selection import Measured
-from tutti.measure.bus_bandwidth import OPERATIONS
+from tutti.measure.message_cost import OPERATIONS
 
 # {backend of a row: path}. Backends on symmetric tensors are not listed, because the table is for
 # ordinary tensors.
