@@ -54,7 +54,7 @@ class PlannedRun:
 def plan_runs(
     sizes: Sequence[int], repeats: int, sweep: Sequence[dict[str, str]] = ({},)
 ) -> list[PlannedRun]:
-    """The runs in order: each repeat has all numbers of ranks, so speed drift affects all."""
+    """Every repeat runs every number of ranks: drift of machine speed affects all the same."""
     return [
         PlannedRun(ranks, repeat, flags)
         for repeat in range(repeats)

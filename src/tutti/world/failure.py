@@ -55,7 +55,7 @@ class FailureHandler:
     def install_hook(self, previous: _Hook) -> None:
         """Handle uncaught exceptions; `stop` restores the hook `previous`.
 
-        Call it after init_process_group: otherwise torch's own hook would suppress its output.
+        Call it after init_process_group: otherwise torch's hook would suppress this hook's output.
         """
         self._previous_hook = previous
         sys.excepthook = self._uncaught if self.liveness else print_usage_errors(previous)
@@ -101,7 +101,7 @@ class FailureHandler:
         self._write_report(first, details)
 
     def on_failure(self, first: Failure) -> None:
-        """Called in a thread when the world has failed: end this process if it does not end."""
+        """Called in a thread after a failure: end this process if the main thread does not."""
         # The main thread most likely fails by itself now, with a better message than the one below.
         time.sleep(_GRACE_SECONDS)
         if self._closed:

@@ -127,7 +127,7 @@ class LocalWorld:
 
 
 def _most_ranks() -> tuple[int, str]:
-    """The most ranks that memory, processes and open files allow here, and the limiting one."""
+    """The largest number of ranks for this machine's memory, processes and files; the reason."""
     limits = read_limits(SysFiles())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if isinstance(limits.cgroup_memory_bytes, int):

@@ -154,7 +154,7 @@ def _from_mpich(env: Environment) -> Identity | None:
 
 
 def _socket_peer(descriptor: str) -> str:
-    """The process id of Hydra's proxy, the same for all ranks of a job on this host.
+    """The process id at the other end of Hydra's socket, the same for all ranks on this host.
 
     Hydra gives its jobs no id, and two jobs at the same time must not derive the same port.
     """
@@ -176,7 +176,7 @@ def _from_slurm(env: Environment) -> Identity | None:
     reader.integers(rank="SLURM_PROCID", size=tasks)
     if reader.values["size"] == 1:
         # A step of one task is most often a shell (srun --pty bash), whose commands start ranks as
-        # in any other shell, or one of several steps whose ranks the user numbered with RANK.
+        # in any other shell, or one of several steps whose ranks the user numbered.
         return None
     reader.integers(local_rank="SLURM_LOCALID", node="SLURM_NODEID")
     node, variable = reader.values["node"], "SLURM_STEP_TASKS_PER_NODE"

@@ -130,7 +130,7 @@ def init(
     device: auto, cpu or cuda. backend: by default nccl on CUDA, and on CPU shm (shared memory
     inside a host, gloo between hosts), or gloo if shm is not installed. ranks_per_gpu: how many
     ranks may share a GPU. start_timeout: seconds for all ranks to start; timeout: seconds for a
-    collective. Under `tutti run` its flags are the defaults of the last three arguments.
+    collective. Under `tutti run` the defaults of these three arguments are its flags.
     """
     if dist.is_initialized():
         raise UsageError(

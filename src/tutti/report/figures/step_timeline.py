@@ -18,7 +18,7 @@ from tutti.report.sources import Run
 
 _MOST_BARS = 1500  # a browser draws each bar as a separate element
 _MOST_RANKS = 16
-_RESOLUTION = 2000  # pauses shorter than this fraction of the step are too short for a screen
+_RESOLUTION = 2000  # a pause of less than 1 / 2000 of the step is too short for a screen
 _LANES = ("computes", "communicates", "waits", "buckets")
 _NAMES = plot.PART_NAMES | {"ready": "bucket ready, not started", "reduced": "bucket reduced"}
 _COLOURS = plot.PART_COLOURS | {"ready": "#f0c674", "reduced": "#9a6fb0"}
