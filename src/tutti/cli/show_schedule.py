@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tutti.parallel.pipeline.schedule_timeline import Timeline
 
 _LEGEND = """\
-# F3: forward of microbatch 3 (5F3: on stage 5); B: backward; I, W: the halves of a
-# backward, the gradients of inputs and of weights; dots: idle.
+# F3: forward of microbatch 3 (5F3: on stage 5); B: backward; I, W: the halves
+# of a backward, the gradients of inputs and of weights; dots: idle.
 # Counted: F, I and W cost 1, B costs 2, communication costs nothing.
 # Measured: an action that is too short for its label shows the start of it."""
 
