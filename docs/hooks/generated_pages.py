@@ -1,9 +1,6 @@
 """mkdocs hook: pages generated from the code: one per command, and the checks of the doctor."""
 
-import ast
-import dataclasses
 import inspect
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +10,9 @@ import tutti.cli.flags
 from tutti.cli import COMMANDS
 from tutti.cli import run as run_command
 from tutti.cli.completion import SUBCOMMANDS
+from tutti.cli.flags import Flag, flag_sections
+
+_HEAD = ["| flag | default | meaning |", "| --- | --- | --- |"]
 
 
 class _Parsed(Exception):
@@ -73,78 +73,28 @@ def command_page(words: list[str]) -> tuple[str, str]:
     if example:
         lines += ["```", f"tutti {example}", "```", ""]
     lines += [text.strip(), ""]
-    sections = list(_sections(kind, default, "Flags"))
+    sections = list(flag_sections(kind, default))
     if words == ["train"]:
         sections += _architectures()
-    for title, rows in sections:
-        lines += [f"## {title}", "", "| flag | default | meaning |", "| --- | --- | --- |"]
-        lines += [f"| `{flag}` | {value} | {_cell(help_)} |" for flag, value, help_ in rows]
+    for title, flags in sections:
+        lines += [f"## {title.capitalize()}", "", *_HEAD]
+        lines += [flag_row(flag) for flag in flags]
         lines += [""]
     return "\n".join(lines), about
 
 
-def _architectures() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+def _architectures() -> Iterator[tuple[str, list[Flag]]]:
     """The flags of each recipe's model; the default recipe's are on the page already."""
     from tutti.train.recipe import RECIPES
 
     for name, recipe in RECIPES.items():
         if name != "lenet":
-            yield from _sections(
-                type(recipe.architecture), recipe.architecture, f"Architecture with --recipe {name}"
-            )
+            model = recipe.architecture
+            yield from flag_sections(type(model), model, f"Architecture with --recipe {name}")
 
 
-def _sections(kind: type, default: Any, title: str) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """(title, rows of flag, default and help) of a dataclass, then of the dataclasses in it."""
-    rows, nested = [], []
-    docs = _field_docs(kind)
-    for field in dataclasses.fields(kind):
-        value = getattr(default, field.name, field.default)
-        if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
-            value = field.default_factory()
-        if dataclasses.is_dataclass(value):
-            nested.append((type(value), value, field.name.replace("_", " ").capitalize()))
-            continue
-        name = field.name.rstrip("_").replace("_", "-")
-        if "Positional" in str(field.type):
-            flag = name.upper()
-        else:
-            flag = f"--{name}, --no-{name}" if value is True else f"--{name}"
-        rows.append((flag, _default_text(value), docs.get(field.name, "")))
-    if rows:
-        yield title, rows
-    for inner, value, name in nested:
-        yield from _sections(inner, value, name)
-
-
-def _default_text(value: Any) -> str:
-    if value is dataclasses.MISSING:
-        return "required"
-    if value is None or value is False:
-        return ""
-    if isinstance(value, (list, tuple)):
-        return f"`{','.join(map(str, value))}`" if value else ""
-    return f"`{value}`"
-
-
-def _field_docs(kind: type) -> dict[str, str]:
-    """The string under each field of a dataclass, by field name, base classes included."""
-    docs: dict[str, str] = {}
-    for base in reversed(kind.__mro__[:-1]):
-        if not dataclasses.is_dataclass(base):
-            continue
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, below in zip(tree.body, tree.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                docs[field.target.id] = inspect.cleandoc(str(below.value.value))
-    return docs
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+def flag_row(flag: Flag) -> str:
+    """The row of a flag in the table of its command."""
+    default = flag.default if flag.default in ("", "required") else f"`{flag.default}`"
+    text = flag.help.replace("|", "\\|")
+    return f"| `{flag.usage}` | {default} | {text} |"

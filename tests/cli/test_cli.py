@@ -86,9 +86,10 @@ echo "${{COMPREPLY[@]}}"
     assert done.stdout == "--show\n", done.stderr
 
 
-def test_the_sections_of_the_help_have_plain_titles() -> None:
-    done = run_command([*TUTTI, "train", "--help"], env={"PYTHONIOENCODING": "utf-8"})
-    assert "─ data ─" in done.stdout and "settings." not in done.stdout
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_help_has_sections_with_plain_titles_in_any_encoding(encoding: str) -> None:
+    done = run_command([*TUTTI, "train", "--help"], env={"PYTHONIOENCODING": encoding})
+    assert done.returncode == 0 and "\ndata:\n" in done.stdout and "settings" not in done.stdout
     assert "None" not in done.stdout and "--no-reshard" in done.stdout
 
 
@@ -100,13 +101,10 @@ def test_help_lists_the_commands() -> None:
 
 @pytest.mark.parametrize("columns", ["60", "80"])
 def test_the_help_of_a_command_fits_the_terminal_and_does_not_mention_none(columns: str) -> None:
-    env = {"COLUMNS": columns, "PYTHONIOENCODING": "utf-8"}
-    done = run_command([*TUTTI, "bench", "collectives", "--help"], env=env)
+    done = run_command([*TUTTI, "bench", "collectives", "--help"], env={"COLUMNS": columns})
     assert done.returncode == 0 and "None" not in done.stdout
-    assert "│ -n INT, --ranks INT " in done.stdout
-    lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= int(columns)
-    assert {len(line) for line in lines if line[:1] in ("╭", "│", "╰") and line} == {int(columns)}
+    assert "  -n, --ranks INT  " in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= int(columns)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ for words in pages.commands():
     flags[" ".join(words)] = [row for row in page.splitlines() if row.startswith("| `")]
 # Flags of a model depend on the recipe: the page of train shows those of the default.
 for recipe in RECIPES.values():
-    for title, rows in pages._sections(Recipe, recipe, "Recipe"):
-        flags["train"] += [f"| `{row[0]}` | {row[1]} | {row[2]} |" for row in rows]
+    for title, section in pages.flag_sections(Recipe, recipe):
+        flags["train"] += map(pages.flag_row, section)
 print(json.dumps(flags))
 """
 

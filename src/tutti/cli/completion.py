@@ -7,6 +7,7 @@ New commands and flags are completed without a new installation of the script.
 import contextlib
 import io
 import re
+from collections.abc import Callable
 from importlib import import_module
 
 from tutti.world.errors import UsageError
@@ -15,7 +16,6 @@ SUBCOMMANDS = {
     "bench": ("collectives", "bandwidth", "symmetric", "pairs", "compare", "tune"),
     "submit": ("slurm", "mpi"),
 }
-_GLOBAL = ("--help", "--version", "--print-completion")
 _SCRIPTS = {
     "bash": """\
 # Add to ~/.bashrc: eval "$(tutti --print-completion bash)"
@@ -51,13 +51,13 @@ def script(shell: str) -> str:
 
 
 def candidates(words: list[str], modules: dict[str, str]) -> list[str]:
-    """Return the completions of the last word of `words`, which may be empty.
+    """Return the completions of the last of `words`, which may be empty.
 
     `modules` maps commands to their modules.
     """
     *before, last = words or [""]
     if not before:
-        found = [*modules, *_GLOBAL]
+        found = [*modules, "--help", "--version", "--print-completion"]
     elif before == ["--print-completion"]:
         found = list(_SCRIPTS)
     elif before[0] not in modules:
@@ -65,20 +65,20 @@ def candidates(words: list[str], modules: dict[str, str]) -> list[str]:
     elif len(before) == 1 and before[0] in SUBCOMMANDS:
         found = [*SUBCOMMANDS[before[0]], "--help"]
     else:
-        flags = _flags(before, modules)
-        found = flags.get(before[-1]) or (list(flags) if last.startswith("-") else [])
+        module = import_module(modules[before[0]])
+        choices = _flag_choices(module.main, before[1:2] if before[0] in SUBCOMMANDS else [])
+        found = choices.get(before[-1]) or (list(choices) if last.startswith("-") else [])
     return [word for word in found if word.startswith(last)]
 
 
-def _flags(words: list[str], modules: dict[str, str]) -> dict[str, list[str]]:
+def _flag_choices(main: Callable[[list[str]], int], subcommand: list[str]) -> dict[str, list[str]]:
     """Return {flag: choices} of a command, read from its help."""
-    command = 2 if words[0] in SUBCOMMANDS else 1
     page = io.StringIO()
     with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit, UsageError):
-        import_module(modules[words[0]]).main([*words[1:command], "--help"])
+        main([*subcommand, "--help"])
     flags: dict[str, list[str]] = {}
-    # A line of the help: │ -n INT, --ranks INT  Start this many … │
-    for line in re.findall(r"(?m)^[│|] (-.*?)(?:  |$)", page.getvalue()):
+    # A line of the help:   -n, --ranks INT         Number of ranks …
+    for line in re.findall(r"(?m)^  (-.*?)(?:  |$)", page.getvalue()):
         choices = re.search(r"\{([\w.,-]+)\}", line)
         for flag in re.findall(r"(?:^|, )(--?[a-z][\w-]*)", line):
             flags[flag] = choices[1].split(",") if choices else []

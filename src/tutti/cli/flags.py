@@ -1,24 +1,31 @@
-"""Flags are defined by dataclasses, so that help, defaults and code agree. Errors are one line."""
+"""Command-line flags, defined by dataclasses: parsing with tyro, help texts, errors of one line."""
 
+import ast
 import contextlib
 import dataclasses
 import difflib
 import inspect
 import io
-import os
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, get_type_hints
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
 from tutti.world.errors import UsageError
 
 Flags = TypeVar("Flags")
-_WIDEST = 110  # columns of the help
+_MAX_HELP_WIDTH = 100
+_HELP_COLUMN = 26
+_TITLES = {"settings": "training"}  # of nested dataclasses, if not the name of the field
+_PLACEHOLDERS = {bool: "", int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
 def parse(
@@ -28,28 +35,25 @@ def parse(
 
     If `default` is given, flags change its values, and flags of nested dataclasses need no prefix.
     """
-    names = dict(_fields(default if default is not None else kind))
-    optional_switches = {name for name, hint in names.items() if hint == bool | None}
-    words = [word for each in arguments for word in _with_value(each, optional_switches)]
-    errors, help_text = io.StringIO(), _TerminalText()
-    width = min(shutil.get_terminal_size().columns, _WIDEST)
-    options: dict[str, Any] = {"prog": program, "args": words}
+    if {"-h", "--help"} & set(arguments):
+        help_lines = _help_lines(kind, program, default)
+        encoding = sys.stdout.encoding or "utf-8"
+        print("\n".join(help_lines).encode(encoding, "replace").decode(encoding))
+        raise SystemExit(0)
+    flags = [flag for _, section in flag_sections(kind, default) for flag in section]
+    optional_switches = {flag.name for flag in flags if flag.hint == bool | None}
+    options: dict[str, Any] = {
+        "prog": program,
+        "args": [part for word in arguments for part in _add_value(word, optional_switches)],
+    }
     if default is not None:
         config = (tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands)
         options |= {"default": default, "config": config}
-    try:
-        with (
-            contextlib.redirect_stderr(errors),
-            contextlib.redirect_stdout(help_text),
-            _tyro_layout(width),
-        ):
-            flags: Flags = tyro.cli(kind, **options)
-            return flags
-    except SystemExit as stop:
-        if not stop.code:
-            print(_readable_help(help_text.getvalue(), width, optional_switches), end="")
-            raise
-    raise UsageError(_one_line(errors.getvalue(), program, list(names)))
+    errors = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(errors):
+        parsed: Flags = tyro.cli(kind, **options)
+        return parsed
+    raise UsageError(_one_line(errors.getvalue(), program, [flag.name for flag in flags]))
 
 
 def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
@@ -63,9 +67,10 @@ def flag_value(flag: str, arguments: Sequence[str]) -> str | None:
     return value
 
 
-def split_at_command(kind: type[object], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_at_command(kind: type[Any], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split `-n 4 --show all train.py --lr 1` into tutti's flags and the command with its flags."""
-    switches = {name for name, hint in _fields(kind) if hint is bool}
+    flags = [flag for _, section in flag_sections(kind) for flag in section]
+    switches = {flag.name for flag in flags if flag.hint is bool}
     position = 0
     while position < len(arguments):
         argument = arguments[position]
@@ -73,12 +78,10 @@ def split_at_command(kind: type[object], arguments: Sequence[str]) -> tuple[list
             return list(arguments[:position]), list(arguments[position + 1 :])
         if argument == "-m" or not argument.startswith("-"):
             break
-        if re.fullmatch(r"-n\d+", argument):  # -n2, as for make and mpirun
-            position += 1
-            continue
         name = re.sub("^--no-", "--", argument)
-        takes_value = "=" not in argument and name not in {*switches, "-h", "--help"}
-        position += 2 if takes_value else 1
+        # -n2 contains its value, as for make and mpirun.
+        has_value = "=" in argument or re.fullmatch(r"-n\d+", argument)
+        position += 1 if has_value or name in {*switches, "-h", "--help"} else 2
     return list(arguments[:position]), list(arguments[position:])
 
 
@@ -88,94 +91,130 @@ def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[:position]), list(arguments[position + 1 :])
 
 
-def _fields(flags: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (--name, type) of each flag of a dataclass.
-
-    If `flags` is an instance, the flags of its nested dataclasses are included.
-    """
-    hints = get_type_hints(flags if isinstance(flags, type) else type(flags))
-    for field in dataclasses.fields(flags):
-        nested = getattr(flags, field.name, None)
-        if dataclasses.is_dataclass(nested):
-            yield from _fields(nested)
-        else:
-            yield f"--{field.name.rstrip('_').replace('_', '-')}", hints[field.name]
-
-
-def _with_value(word: str, optional_switches: set[str]) -> list[str]:
+def _add_value(word: str, optional_switches: set[str]) -> list[str]:
     """Add the value to a `bool | None` flag, which tyro requires: --reshard → --reshard True."""
     if word in optional_switches:
         return [word, "True"]
-    if re.sub("^--no-", "--", word) in optional_switches:
-        return [re.sub("^--no-", "--", word), "False"]
+    if (name := re.sub("^--no-", "--", word)) in optional_switches:
+        return [name, "False"]
     return [word]
 
 
 # -- help ------------------------------------------------------------------------------------------
 
 
-class _TerminalText(io.StringIO):
-    """A text buffer with the encoding of the terminal; tyro draws boxes in this encoding."""
+@dataclass(frozen=True)
+class Flag:
+    """A flag or a positional argument, as shown in the help."""
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(sys.__stdout__, "encoding", None) or "utf-8"
-
-
-@contextlib.contextmanager
-def _tyro_layout(width: int) -> Iterator[None]:
-    """Make tyro print one column of sections, `width` characters wide, with wrapped paragraphs.
-
-    Without this, tyro 1.0 prints sections side by side in wide terminals, and starts a new
-    paragraph at every indented line of a docstring.
-    """
-    strings: Any = tyro._strings
-    original, columns = strings.remove_single_line_breaks, os.environ.get("COLUMNS")
-    strings.remove_single_line_breaks = lambda text: original(inspect.cleandoc(text))
-    os.environ["COLUMNS"] = str(width)
-    try:
-        yield
-    finally:
-        strings.remove_single_line_breaks = original
-        os.environ.pop("COLUMNS")
-        if columns is not None:
-            os.environ["COLUMNS"] = columns
+    name: str  # --ranks, or OLD for a positional argument
+    usage: str  # with aliases and the placeholder of the value: -n, --ranks INT
+    hint: Any
+    default: str  # "required", or "" if the help text explains the default
+    help: str
 
 
-def _readable_help(text: str, width: int, optional_switches: set[str]) -> str:
-    """Edit tyro's help: wrap the description, simplify section titles, and remove None.
-
-    None is the default of optional flags; the description of such a flag explains the default.
-    """
-    above, edge, box = text.partition("╭")
-    if not edge:  # drawn in ASCII: nothing to align
-        return text
-    above = "\n".join(textwrap.fill(line, max(40, width - 1)) for line in above.split("\n"))
-    box = re.sub(r"\(default:(\s*│\n│\s*| )None\)", _blanks, box)
-    box = re.sub(r"\n│ *│(?=\n)", "", box)
-    box = re.sub(r"(?m)^(│ (?:-\w .*?, )?)(--[\w-]+) \{None,True,False\}", _as_switch, box)
-    box = re.sub(r"(?m)^│.*\{None[},].*$", _without_none, box)
-    return above + edge + re.sub(r"─ (?:\w+\.)*(\w+) options ─+", _plain_title, box)
-
-
-def _blanks(found: re.Match[str]) -> str:
-    return re.sub(r"[^│\n]", " ", found[0])
-
-
-def _as_switch(found: re.Match[str]) -> str:
-    name = found[2].removeprefix("--")
-    return f"{found[1]}--{name}, --no-{name}".ljust(len(found[0]))
-
-
-def _without_none(line: re.Match[str]) -> str:
-    shorter = line[0].replace("{None}|", "").replace("{None,", "{")
-    removed = len(line[0]) - len(shorter)
-    # Add spaces, so that the description or the edge of the box remains in its column.
-    return re.sub(r" {2,}(?=\S)", lambda gap: gap[0] + " " * removed, shorter, count=1)
+def flag_sections(
+    kind: type[Any], default: Any = None, title: str = "flags"
+) -> Iterator[tuple[str, list[Flag]]]:
+    """Yield (title, flags) of a dataclass, then of the dataclasses nested in `default`."""
+    hints, own = get_type_hints(kind, include_extras=True), inspect.get_annotations(kind)
+    help_texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        help_texts |= _help_texts(base.__module__).get(base.__name__, {})
+    flags, nested = [], []
+    # The flags of this class come before those of its base classes.
+    for field in sorted(dataclasses.fields(kind), key=lambda field: field.name not in own):
+        value = getattr(default, field.name, field.default)
+        if dataclasses.is_dataclass(value):
+            nested.append((type(value), value, _TITLES.get(field.name, field.name)))
+        else:
+            flags.append(
+                _flag(field.name, hints[field.name], value, help_texts.get(field.name, ""))
+            )
+    if flags:
+        yield title, flags
+    for arguments in nested:
+        yield from flag_sections(*arguments)
 
 
-def _plain_title(found: re.Match[str]) -> str:
-    return f"─ {found[1].replace('_', ' ')} ".ljust(len(found[0]), "─")
+def _flag(field: str, hint: Any, value: Any, help_text: str) -> Flag:
+    markers: list[Any] = []
+    if get_origin(hint) is Annotated:
+        hint, *markers = get_args(hint)
+    config = next((each for each in markers if hasattr(each, "aliases")), None)
+    name = getattr(config, "name", None) or field.replace("_", "-")
+    default = "" if value is None or value is False else "on" if value is True else str(value)
+    if isinstance(value, tuple):
+        default = " ".join(map(str, value))
+    if value is dataclasses.MISSING:
+        default = "required"
+    if tyro.conf.Positional in markers:
+        name = getattr(config, "metavar", None) or name.upper()
+        usage = f"{name} ..." if get_origin(hint) is tuple else name
+        return Flag(name, usage, hint, default, help_text)
+    names = [*(getattr(config, "aliases", None) or ()), f"--{name}"]
+    if hint == bool | None or (hint is bool and value):
+        names.append(f"--no-{name}")
+    placeholder = _placeholder(hint)
+    if tyro.conf.UseAppendAction in markers:
+        placeholder = _placeholder(get_args(hint)[0])
+    return Flag(f"--{name}", f"{', '.join(names)} {placeholder}".rstrip(), hint, default, help_text)
+
+
+def _placeholder(hint: Any) -> str:
+    """Return INT, PATH, {auto,cpu,cuda}, "FLOAT FLOAT" …, or "" for a switch."""
+    arguments = [each for each in get_args(hint) if each is not NoneType]
+    if get_origin(hint) is Literal:
+        return f"{{{','.join(map(str, arguments))}}}"
+    if Ellipsis in arguments:
+        return f"[{_placeholder(arguments[0])} ...]"
+    if get_origin(hint) is tuple:
+        return " ".join(map(_placeholder, arguments))
+    return _placeholder(arguments[0]) if arguments else _PLACEHOLDERS[hint]
+
+
+@cache
+def _help_texts(module: str) -> dict[str, dict[str, str]]:
+    """Return the string under each field of the classes of a module, by class and field."""
+    found: dict[str, dict[str, str]] = {}
+    for definition in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(definition, ast.ClassDef):
+            texts = found[definition.name] = {}
+            for field, below in zip(definition.body, definition.body[1:], strict=False):
+                match field, below:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        texts[name] = " ".join(text.split())
+    return found
+
+
+def _help_lines(kind: type[Any], program: str, default: Any) -> Iterator[str]:
+    width = min(shutil.get_terminal_size().columns, _MAX_HELP_WIDTH)
+    sections = list(flag_sections(kind, default))
+    sections[0][1].append(Flag("-h", "-h, --help", bool, "", "Show this help and exit."))
+    positional = [flag.usage for flag in sections[0][1] if not flag.name.startswith("-")]
+    yield " ".join([f"usage: {program}", *positional, "[flags]"])
+    for paragraph in inspect.cleandoc(kind.__doc__ or "").split("\n\n"):
+        yield ""
+        is_example = paragraph.startswith("    ")
+        yield from [paragraph] if is_example else textwrap.wrap(paragraph, width)
+    for title, flags in sections:
+        yield f"\n{title}:"
+        for flag in flags:
+            text = flag.help
+            if flag.default:
+                text += (
+                    " (required)" if flag.default == "required" else f" (default: {flag.default})"
+                )
+            usage = textwrap.wrap(f"  {flag.usage}", width, subsequent_indent="    ")
+            lines = textwrap.wrap(text, width - _HELP_COLUMN, break_on_hyphens=False)
+            if len(usage[-1]) < _HELP_COLUMN - 1:
+                usage[-1] = usage[-1].ljust(_HELP_COLUMN) + lines.pop(0)
+            yield from usage
+            yield from (" " * _HELP_COLUMN + line for line in lines)
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -191,18 +230,14 @@ def _one_line(box: str, program: str, names: Sequence[str]) -> str:
     unknown = re.match(r"Unrecognized options: (.*)", text)
     if unknown is None:
         text = re.sub(r"^Error parsing (?:\w+\.)+(?=\w)", "Error parsing --", text)
-        text = re.sub(
+        not_a_number = (
             r"^Error parsing (\S+): (?:invalid literal|could not convert) .*: (\S+)$",
-            r"\1 \2 is not a number",
-            text,
-        )
-        # For an optional number, tyro lists the types that it tried.
-        text = re.sub(
-            r"^Error parsing (\S+): no type matching \{None\}\|.*?(INT|FLOAT).* from "
+            # For an optional number, tyro lists the types that it tried.
+            r"^Error parsing (\S+): no type matching \{None\}\|.*?(?:INT|FLOAT).* from "
             r"\[(.*?)\]\. Got.*$",
-            r"\1 \3 is not a number",
-            text,
         )
+        for pattern in not_a_number:
+            text = re.sub(pattern, r"\1 \2 is not a number", text)
         if text.startswith("Missing from"):
             missing = re.findall(r"(?:: |\(required\) )([A-Z]{2,}|-\S+) ", text)
             text = f"{' and '.join(missing)} must be given" if missing else text
