@@ -356,9 +356,34 @@ def _table_of_rank_0(comm_group: CommGroup) -> Table | None:
     return table
 
 
-def _one_shot(operation: Operation, asynchronous: bool) -> None:
+class _KernelWork:
+    """The Work of an operation that runs as a kernel on the stream that was current at the call."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self._result = result
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> None:
+        """Make the current stream wait for the kernel."""
+        torch.cuda.current_stream(self._result.device).wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
+        self.wait()
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
+            devices=[self._result.device]
+        )
+        future.set_result([self._result])
+        return future
+
+
+def _one_shot(operation: Operation, asynchronous: bool) -> _KernelWork | None:
     """All-reduce through a buffer in symmetric memory, on the current stream."""
     from tutti.comm.symmetric import all_reduce_staged
 
     assert operation.target is not None
     all_reduce_staged(operation.target, "sum", operation.comm_group.process_group)
+    return _KernelWork(operation.target) if asynchronous else None
