@@ -223,7 +223,7 @@ def _handles(world: World) -> None:
     with pytest.raises(UsageError, match="is for CUDA tensors"):
         handle.event()
     # Only a wait copies into a column: a dropped handle warns.
-    with pytest.warns(ResourceWarning, match="dropped without a wait"):
+    with pytest.warns(ResourceWarning, match="was dropped: call wait"):
         handle = comm.all_reduce(torch.ones(2, 2)[:, 0], wait=False)
         handle.work.wait()
         del handle
@@ -244,13 +244,13 @@ def _mistakes(world: World) -> None:
     refused("uint16 cannot be reduced", lambda: comm.all_reduce(ints.to(torch.uint16)))
     refused(r"out has shape \[3\]", lambda: comm.all_reduce(floats, out=torch.ones(3)))
     refused("this rank itself", lambda: comm.send(ints, world.rank))
-    refused("no process group: give one", lambda: comm.barrier(group="all"))  # type: ignore[arg-type]
+    refused("no process group: pass a group", lambda: comm.barrier(group="all"))  # type: ignore[arg-type]
     refused("this rank is not in the group", lambda: comm.barrier(group=-100))  # type: ignore[arg-type]
     if world.size > 1:
         odd = torch.ones(world.size + 1)
         refused("cannot be split along dim 0", lambda: comm.reduce_scatter(odd))
         refused(
-            "add up to the 2 rows", lambda: comm.all_to_all(ints, in_splits=[1] * world.size)
+            "sum must be 2", lambda: comm.all_to_all(ints, in_splits=[1] * world.size)
         ) if world.size != 2 else None
 
 
@@ -375,7 +375,7 @@ def test_other_names_in_a_trace_are_not_parsed(name: str) -> None:
 
 
 def test_importing_comm_and_reading_ledgers_does_not_import_torch() -> None:
-    look = "import sys, tutti, tutti.comm.ledger_reader as r; tutti.comm; r.processes()"
+    look = "import sys, tutti, tutti.comm.ledger as r; tutti.comm; r.processes()"
     look += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", look], timeout=60).returncode == 0
 

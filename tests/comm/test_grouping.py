@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tutti import comm
 from tutti.comm.grouping import flat_batches
-from tutti.comm.ledger_reader import read_process
+from tutti.comm.ledger import read_process
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.world import World
 from worlds import default_group, in_world
@@ -86,7 +86,7 @@ def _blocks(world: World) -> dict[str, Any]:
     with comm.group():
         handle = comm.all_reduce(torch.ones(2), "mean", wait=False)
         assert not handle.is_done()
-        with pytest.raises(UsageError, match="wait for it after the block"):
+        with pytest.raises(UsageError, match="after the block"):
             handle.wait()
     assert handle.is_done() and handle.wait().tolist() == [1, 1]
 
@@ -223,7 +223,7 @@ def test_blocks_collect_messages_handles_subgroups_and_nested_blocks(outcomes: l
 def test_an_exception_in_a_block_leaves_nothing_half_sent(outcomes: list[Any]) -> None:
     texts = [text for _, _, text in outcomes]
     assert texts[0] == texts[2]
-    assert "rank 1 of group default left it by an exception" in texts[0]
+    assert "rank 1 of group default left" in texts[0]
 
 
 def _alone(world: World) -> dict[str, int]:

@@ -20,8 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tutti import comm
 from tutti.comm import collective_errors, ledger
-from tutti.comm.ledger import GroupLedger
-from tutti.comm.ledger_reader import ProcessLedger, processes, read_process
+from tutti.comm.ledger import GroupLedger, ProcessLedger, processes, read_process
 from tutti.comm.shm import native
 from tutti.world.world import World
 from worlds import TUTTI, clean_environment, in_world, run_command
@@ -30,7 +29,7 @@ from worlds import TUTTI, clean_environment, in_world, run_command
 def _begin(group: GroupLedger, sequence: int, kind: str = "all_reduce") -> int:
     site = ledger.call_site(sys._getframe())
     number, dtype = ledger.KINDS.index(kind), ledger.DTYPES.index("int8")
-    return group.begin(number, dtype, 0, -1, 0, ledger.WAITING, sequence, 64, site)
+    return group.begin(site, sequence, number, dtype, 0, -1, 0, ledger.WAITING, 64)
 
 
 def _read_own() -> ProcessLedger:
@@ -209,7 +208,7 @@ def test_ranks_without_a_readable_ledger_are_described(monkeypatch: pytest.Monke
         label = "dp"
         name = "dp"
 
-    near = json.loads(ledger.process_address())
+    near = ledger.process_address()
     gone = subprocess.Popen(["true"])
     gone.wait()
     store = dist.HashStore()
@@ -307,7 +306,7 @@ def test_the_command_says_that_a_process_has_no_ledger() -> None:
 
 _SHM_RANK = """
 import ctypes, os, sys
-from tutti.comm.ledger_reader import read_process
+from tutti.comm.ledger import read_process
 from tutti.comm.shm import native
 
 core = native.core()

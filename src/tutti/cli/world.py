@@ -18,7 +18,7 @@ from tutti.world.launchers import identify
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tutti.comm.ledger_reader import ProcessLedger
+    from tutti.comm.ledger import ProcessLedger
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 def _show_ledgers(pids: Sequence[int]) -> list[dict[str, Any]]:
     """Print and return a row for each of these processes, or for all processes with a ledger."""
-    from tutti.comm.ledger_reader import processes, read_process
+    from tutti.comm.ledger import processes, read_process
 
     found = [read_process(pid) for pid in pids or processes()]
     ledgers = [ledger for ledger in found if ledger is not None]

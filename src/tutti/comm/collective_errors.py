@@ -23,7 +23,7 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 from tutti.comm import ledger, operation, shm
-from tutti.comm.ledger_reader import ProcessLedger, read_process
+from tutti.comm.ledger import ProcessLedger, read_process
 from tutti.comm.operation import (
     CollectiveError,
     CollectiveMismatch,

@@ -7,7 +7,7 @@ mean, product, min, max, band, bor and bxor.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,15 +58,19 @@ def reduce(
     """
     comm_group = comm_group_of(group)
     is_root = comm_group.check_rank("root", root) == comm_group.rank
-    result = tensor if out is None or not is_root else _copy_to_out(tensor, out)
+    result = finish = None
     backend = comm_group.backend(tensor.device.type)
     form = ReduceForm(tensor.dtype, op, backend)
-    wire = form.wire(result)
-    if not is_root and backend == "gloo" and wire.data_ptr() == tensor.data_ptr():
-        wire = wire.clone()  # gloo overwrites its input with partial sums
-    finish = form.finish(wire, result, comm_group.size) if is_root else None
+    if is_root:
+        result = tensor if out is None else _copy_to_out(tensor, out)
+        wire = form.wire(result)
+        finish = form.finish(wire, result, comm_group.size)
+    else:
+        wire = form.wire(tensor)
+        if backend == "gloo" and wire.data_ptr() == tensor.data_ptr():
+            wire = wire.clone()  # gloo overwrites its input with partial sums
     call = Operation(
-        *("reduce", comm_group, tensor, None, wire, result if is_root else None, tensor.nbytes),
+        *("reduce", comm_group, tensor, None, wire, result, tensor.nbytes),
         *(form.reduction, root, finish, op),
     )
     return perform(call, wait)
@@ -94,7 +98,7 @@ def all_gather(
 ) -> Result:
     """Concatenate the tensors of all ranks along dim 0, in rank order, on every rank."""
     comm_group = comm_group_of(group)
-    result = _output(tensor, _concatenated_shape(tensor, comm_group.size), out)
+    result = _gather_output(tensor, comm_group, out)
     target, finish = receive_form(result)
     call = Operation(
         *("all_gather", comm_group, tensor, send_form(tensor), target, result, result.nbytes),
@@ -125,7 +129,7 @@ def gather(
     comm_group = comm_group_of(group)
     result = target = finish = None
     if comm_group.check_rank("root", root) == comm_group.rank:
-        result = _output(tensor, _concatenated_shape(tensor, comm_group.size), out)
+        result = _gather_output(tensor, comm_group, out)
         target, finish = receive_form(result)
     call = Operation(
         *("gather", comm_group, tensor, send_form(tensor), target, result),
@@ -139,19 +143,18 @@ def scatter(
 ) -> Result:
     """Split the root's tensor along dim 0 and give each rank its part.
 
-    `out` is optional on the root, and required on the other ranks, which do not have the shape.
+    `out` is optional on the root. The other ranks must pass `out`, because they have no tensor from
+    which the shape of their part could be derived.
     """
     comm_group = comm_group_of(group)
     source = None
     if comm_group.check_rank("root", root) == comm_group.rank:
         if tensor is None:
-            raise UsageError(f"scatter: rank {root} is the root and must give the tensor")
+            raise UsageError(f"scatter: rank {root} is the root and must pass tensor=")
         result = _output(tensor, _part_shape(tensor, comm_group), out)
         source = send_form(tensor)
     elif out is None:
-        raise UsageError(
-            f"scatter: rank {comm_group.rank} is not the root {root} and must give out"
-        )
+        raise UsageError(f"scatter: rank {comm_group.rank} is not the root {root}: pass out=")
     else:
         result = out
     target, finish = receive_form(result)
@@ -173,19 +176,23 @@ def all_to_all(
 ) -> Result:
     """Send each rank its part of the tensor, split along dim 0, and receive a part from each.
 
-    Parts are equal unless `in_splits` gives the number of rows for each rank. If `out_splits`, the
-    number of rows from each rank, is left out, the ranks exchange it in a small collective first.
+    Parts are equal unless `in_splits` gives the number of rows for each rank. `out_splits` is the
+    number of rows from each rank; without it, the ranks exchange these numbers in a small
+    collective first.
     """
     comm_group = comm_group_of(group)
+    splits: tuple[list[int], list[int]] | None = None
+    shape = tuple(tensor.shape)
     if in_splits is None and out_splits is None:
-        _part_shape(tensor, comm_group)
-        splits = None
-        shape = tuple(tensor.shape)
+        _part_shape(tensor, comm_group)  # raises if the parts would not be equal
     else:
         ins = _checked_splits("in_splits", in_splits, comm_group, len(tensor))
-        outs = list(out_splits) if out_splits is not None else _exchange_splits(ins, comm_group)
-        splits = ins, _checked_splits("out_splits", outs, comm_group, sum(outs))
-        shape = (sum(outs), *tensor.shape[1:])
+        if out_splits is None:
+            refuse_in_block("all_to_all without out_splits")
+            counts = torch.tensor(ins, device=comm_group.small_device)
+            out_splits = all_to_all(counts, group=comm_group.process_group).tolist()
+        splits = ins, _checked_splits("out_splits", out_splits, comm_group, sum(out_splits))
+        shape = (sum(out_splits), *tensor.shape[1:])
     result = _output(tensor, shape, out)
     target, finish = receive_form(result)
     source = send_form(tensor)
@@ -205,7 +212,7 @@ def send(
 ) -> Result:
     """Send a tensor to one rank, which must receive it."""
     comm_group = comm_group_of(group)
-    _refuse_self("to", comm_group.check_rank("to", to), comm_group)
+    _check_peer("to", to, comm_group)
     call = Operation(
         *("send", comm_group, tensor, send_form(tensor), None, None, tensor.nbytes, "", to),
         tag=tag,
@@ -222,7 +229,7 @@ def recv(
     """
     comm_group = comm_group_of(group)
     if source is not None:
-        _refuse_self("source", comm_group.check_rank("source", source), comm_group)
+        _check_peer("source", source, comm_group)
     target, finish = receive_form(out)
     call = Operation(
         *("recv", comm_group, out, None, target, out, out.nbytes, ""),
@@ -237,13 +244,13 @@ def barrier(*, group: Group = None, wait: bool = True) -> Result:
 
 
 def all_gather_uneven(tensor: Tensor, *, group: Group = None) -> list[Tensor]:
-    """The tensors of all ranks, in rank order; their sizes along dim 0 may differ.
+    """Return the tensors of all ranks, in rank order; their sizes along dim 0 may differ.
 
-    This takes two collectives: the lengths, then the rows, padded to the longest.
+    Two collectives are needed: one for the lengths, one for the rows, padded to the longest length.
     """
     comm_group = comm_group_of(group)
     if tensor.dim() == 0:
-        raise UsageError("all_gather_uneven: a tensor without dims has no rows: use all_gather")
+        raise UsageError("all_gather_uneven: a tensor of 0 dims has no rows: use all_gather")
     refuse_in_block("all_gather_uneven")
     rows = torch.tensor([len(tensor)], device=comm_group.small_device)
     lengths = all_gather(rows, group=group).tolist()
@@ -253,12 +260,68 @@ def all_gather_uneven(tensor: Tensor, *, group: Group = None) -> list[Tensor]:
     return [part[:length] for part, length in zip(everything, lengths, strict=True)]
 
 
-def _concatenated_shape(tensor: Tensor, size: int) -> tuple[int, ...]:
-    return (size * len(tensor), *tensor.shape[1:]) if tensor.dim() else (size,)
+# ---- Coalesced collectives: each collective has a fixed cost, whatever its size ----
+
+
+@torch.no_grad()
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor],
+    op: str = "sum",
+    *,
+    bucket_bytes: float = float("inf"),
+    group: Group = None,
+) -> None:
+    """All-reduce every tensor in place, with about `bucket_bytes` in each collective."""
+    for flat in _flat_buckets(tensors, bucket_bytes):
+        all_reduce(flat, op, group=group)
+
+
+@torch.no_grad()
+def broadcast_coalesced(
+    tensors: Sequence[Tensor],
+    root: int = 0,
+    *,
+    bucket_bytes: float = float("inf"),
+    group: Group = None,
+) -> None:
+    """Copy every tensor from the group's rank `root` to all ranks, one collective per bucket."""
+    for flat in _flat_buckets(tensors, bucket_bytes):
+        broadcast(flat, root, group=group)
+
+
+def _flat_buckets(tensors: Sequence[Tensor], bucket_bytes: float) -> Iterator[Tensor]:
+    """Yield flat tensors with the data of the tensors, and copy each back after its use.
+
+    A bucket has tensors of one dtype, in their order. The tensor that reaches `bucket_bytes` ends
+    its bucket, as in DDP; tensors are not split.
+    """
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        buckets: list[list[Tensor]] = [[]]
+        total = 0
+        for tensor in (tensor.detach() for tensor in tensors if tensor.dtype == dtype):
+            if total >= bucket_bytes:
+                buckets.append([])
+                total = 0
+            buckets[-1].append(tensor)
+            total += tensor.nbytes
+        for bucket in buckets:
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            yield flat
+            sections = torch.split(flat, [tensor.numel() for tensor in bucket])
+            for tensor, section in zip(bucket, sections, strict=True):
+                tensor.copy_(section.view(tensor.shape))
+
+
+# ---- Shapes and checks ----
+
+
+def _gather_output(tensor: Tensor, comm_group: CommGroup, out: Out) -> Tensor:
+    size = comm_group.size
+    shape = (size * len(tensor), *tensor.shape[1:]) if tensor.dim() else (size,)
+    return _output(tensor, shape, out)
 
 
 def _part_shape(tensor: Tensor, comm_group: CommGroup) -> tuple[int, ...]:
-    """The shape of one rank's part."""
     if tensor.dim() == 0 or len(tensor) % comm_group.size:
         raise UsageError(
             f"tensor of shape {list(tensor.shape)} cannot be split along dim 0 into "
@@ -280,32 +343,24 @@ def _checked_splits(
     name: str, splits: Sequence[int] | None, comm_group: CommGroup, rows: int
 ) -> list[int]:
     if splits is None:
-        raise UsageError(f"all_to_all: {name} is missing: give the number of rows for each rank")
+        raise UsageError(f"all_to_all: {name} is missing: pass the number of rows for each rank")
     if len(splits) != comm_group.size or min(splits) < 0 or sum(splits) != rows:
         raise UsageError(
-            f"{name}={list(splits)}: give {comm_group.size} numbers, one for each rank of group "
-            f"{comm_group.label}, that add up to the {rows} rows"
+            f"{name}={list(splits)} must have {comm_group.size} numbers >= 0, one for each rank of "
+            f"group {comm_group.label}, and their sum must be {rows}, the number of rows"
         )
     return list(splits)
 
 
-def _exchange_splits(ins: list[int], comm_group: CommGroup) -> list[int]:
-    """The number of rows that each rank sends to this rank."""
-    refuse_in_block("all_to_all without out_splits")
-    counts = torch.tensor(ins, device=comm_group.small_device)
-    result: list[int] = all_to_all(counts, group=comm_group.process_group).tolist()
-    return result
-
-
-def refuse_in_block(what: str) -> None:
+def refuse_in_block(call: str) -> None:
     """Raise UsageError inside comm.group(), for calls that need values from other ranks now."""
     if current_block.get() is not None:
         raise UsageError(
-            f"{what} needs values from other ranks before it can return, and inside comm.group() "
+            f"{call} needs values from other ranks before it can return, and inside comm.group() "
             "nothing is sent yet: call it before the block"
         )
 
 
-def _refuse_self(name: str, rank: int, comm_group: CommGroup) -> None:
-    if rank == comm_group.rank:
+def _check_peer(name: str, rank: int, comm_group: CommGroup) -> None:
+    if comm_group.check_rank(name, rank) == comm_group.rank:
         raise UsageError(f"{name}={rank} is this rank itself: copy the tensor instead")

@@ -1,7 +1,7 @@
-"""`with comm.group():` collects many operations and sends them in few messages at the block's end.
+"""`with comm.group():` collects operations and sends them in few messages at the end of the block.
 
 On the CPU, small operations of the same kind, group and reduction are packed into one flat message,
-because each message has a fixed cost, whatever its size. On NCCL, operations of one kind become one
+because call message has a fixed cost, whatever its size. On NCCL, operations of one kind become one
 NCCL group.
 """
 
@@ -28,13 +28,13 @@ from tutti.comm.operation import (
     send,
 )
 from tutti.world.errors import UsageError
+from tutti.world.exchange import name_ranks
 
 # Above this size the fixed cost of a message is small, and packing costs more than it saves.
 SMALL_BYTES = 256 << 10
 # A flat message grows to about this size; then another message is started.
 _FLAT_BYTES = 8 << 20
 
-# Operations that only move data are packed as bytes, whatever their dtype.
 _MOVES = ("broadcast", "all_gather")
 _REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 
@@ -63,9 +63,7 @@ class Summary:
         )
 
 
-def group(
-    *, agree: bool = False, among: dist.ProcessGroup | None = None, small: int = SMALL_BYTES
-) -> "Block":
+class group:
     """Collect the operations called in a `with` block and send them in few messages at its end.
 
     Inside the block nothing is sent; results, and handles from `wait=False`, are valid after the
@@ -80,17 +78,16 @@ def group(
     a rank did not, the others raise BlockAbandoned, and no rank sends anything. The block's
     `summary` describes what was sent.
     """
-    return Block(agree, among, small)
 
-
-class Block:
-    """A block of operations; see `group`."""
-
-    def __init__(self, agree: bool, among: dist.ProcessGroup | None, small: int) -> None:
-        self._agree = agree
-        self._among = among
-        self._small = small
-        self._outer: Block | None = None
+    def __init__(
+        self,
+        *,
+        agree: bool = False,
+        among: dist.ProcessGroup | None = None,
+        small: int = SMALL_BYTES,
+    ) -> None:
+        self._agree, self._among, self._small = agree, among, small
+        self._outer: group | None = None
         self._calls: list[tuple[Operation, Handle]] = []
         self._summary = Summary()
 
@@ -102,11 +99,11 @@ class Block:
     def add(self, operation: Operation, wait: bool) -> Any:
         """Collect a call; returns the tensor that will hold its result, or its handle."""
         handle = Handle(operation, None, 0)
-        handle.refuse_wait("is sent when its comm.group() block ends: wait for it after the block")
+        handle.cannot_wait = "is sent when its comm.group() block ends: call wait() after the block"
         self._calls.append((operation, handle))
         return operation.result if wait else handle
 
-    def __enter__(self) -> "Block":
+    def __enter__(self) -> "group":
         self._outer = current_block.get()
         if self._outer is None:
             self._token = current_block.set(self)
@@ -125,7 +122,7 @@ class Block:
         finally:
             for _, handle in self._calls:
                 if not handle.is_done():
-                    handle.refuse_wait("was not sent or not completed: its comm.group() failed")
+                    handle.cannot_wait = "was not sent or not completed: its comm.group() failed"
             self._calls = []
 
     def _refuse_unless_all_completed(self, error: BaseException | None) -> None:
@@ -133,84 +130,80 @@ class Block:
         flag = torch.tensor([error is not None], dtype=torch.uint8, device=comm_group.small_device)
         failed_ranks = all_gather(flag, group=self._among).nonzero().view(-1).tolist()
         if failed_ranks and error is None:
-            ranks = ", ".join(map(str, failed_ranks))
             raise BlockAbandoned(
-                f"nothing of this comm.group() block was sent: rank {ranks} of group "
-                f"{comm_group.label} left it by an exception"
+                f"{name_ranks(failed_ranks)} of group {comm_group.label} left this comm.group() "
+                "block with an exception, so no rank has sent its operations"
             )
 
     def _send(self, site: bytes) -> None:
-        operations = [each for each, _ in self._calls]
-        _refuse_overlaps(operations)
+        calls = [call for call, _ in self._calls]
+        _refuse_overlaps(calls)
         if operation.compare_calls is not None:
-            operation.compare_calls(operations)
+            operation.compare_calls(calls)
         works: dict[int, Any] = {}
+        batches = _batches(calls, self._small)
         # Start all messages before waiting for any of them.
-        sent = [self._begin(batch, site) for batch in _batches(operations, self._small)]
-        for handles, batch in sent:
+        started = [self._begin(batch, site) for batch in batches]
+        for handles, batch in zip(started, batches, strict=True):
             for handle in handles:
                 handle.wait()
             if len(handles) < len(batch):
                 _unpack(handles[0].operation, batch)
-                for each in batch:
-                    if each.finish is not None:
-                        each.finish()
-            works |= {id(each): handles[-1].work for each in batch}
+                for call in batch:
+                    if call.finish is not None:
+                        call.finish()
+            works |= {id(call): handles[-1].work for call in batch}
         event = None
-        if any(each.is_on_stream for each in operations):
+        if any(call.is_on_stream for call in calls):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        for each, handle in self._calls:
-            handle.complete(works[id(each)], event if each.is_on_stream else None)
+        for call, handle in self._calls:
+            handle.complete(works[id(call)], event if call.is_on_stream else None)
 
-    def _begin(self, batch: list[Operation], site: bytes) -> tuple[list[Handle], list[Operation]]:
+    def _begin(self, batch: list[Operation], site: bytes) -> list[Handle]:
         """Start a batch: as one NCCL group, as one flat message, or as the single operation."""
         self._summary.operations += len(batch)
         self._summary.messages += 1
-        self._summary.bytes += sum(each.bytes for each in batch)
-        self._summary.kinds.update(each.kind for each in batch)
-        if len(batch) == 1:
-            return [send(batch[0], wait=False)], batch
-        if batch[0].is_on_stream:
-            return _nccl_group(batch), batch
-        message = _pack(batch)
-        message.site = site
-        return [send(message, wait=False)], batch
+        self._summary.bytes += sum(call.bytes for call in batch)
+        self._summary.kinds.update(call.kind for call in batch)
+        if len(batch) > 1 and batch[0].is_on_stream:
+            return _nccl_group(batch)
+        message = batch[0]
+        if len(batch) > 1:
+            message = _pack(batch)
+            message.site = site
+        return [send(message, wait=False)]
 
 
-def _batches(operations: Sequence[Operation], small: int) -> list[list[Operation]]:
+def _batches(calls: Sequence[Operation], small: int) -> list[list[Operation]]:
     """Lists of operations that are sent together; the lists are the same on every rank."""
     by_nccl: dict[Any, list[Operation]] = {}
     others = []
-    for each in operations:
-        tensor = each.tensor
-        if (
-            tensor is not None
-            and tensor.is_cuda
-            and each.kind in _COALESCED
-            and each.comm_group.backend("cuda") == "nccl"
-        ):
-            kind = "messages" if each.is_message else each.kind
-            by_nccl.setdefault((kind, id(each.comm_group), tensor.device), []).append(each)
+    for call in calls:
+        on_nccl = call.is_on_stream and call.comm_group.backend("cuda") == "nccl"
+        if on_nccl and call.kind in _COALESCED:
+            kind = "messages" if call.is_message else call.kind
+            key = kind, id(call.comm_group), call.tensor.device  # type: ignore[union-attr]
+            by_nccl.setdefault(key, []).append(call)
         else:
-            others.append(each)
+            others.append(call)
     return [*by_nccl.values(), *flat_batches(others, small)]
 
 
 def _nccl_group(batch: list[Operation]) -> list[Handle]:
-    """Several operations of one kind as one NCCL group."""
+    """Start several operations of one kind as one NCCL group."""
     process_group: Any = batch[0].comm_group.process_group
     device = batch[0].tensor.device  # type: ignore[union-attr]
-    numbers = [record(each, ledger.BEGUN) for each in batch]
+    numbers = [record(call, ledger.BEGUN) for call in batch]
     process_group._start_coalescing(device)
     try:
-        for each in batch:
-            issue(each, asynchronous=True)
+        for call in batch:
+            issue(call, asynchronous=True)
     except RuntimeError as error:
         raise failed(batch[0], numbers[0], error) from error
     finally:
         work = process_group._end_coalescing(device)
-    return [Handle(each, work, number) for each, number in zip(batch, numbers, strict=True)]
+    return [Handle(call, work, number) for call, number in zip(batch, numbers, strict=True)]
 
 
 def _refuse_overlaps(operations: Sequence[Operation]) -> None:
@@ -219,9 +212,9 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
     The operations of a block have no order.
     """
     spans = []
-    for number, each in enumerate(operations):
-        used = {id(t): (t, False) for t in (each.tensor, each.source) if t is not None}
-        used |= {id(t): (t, True) for t in (each.target, each.result) if t is not None}
+    for number, call in enumerate(operations):
+        used = {id(t): (t, False) for t in (call.tensor, call.source) if t is not None}
+        used |= {id(t): (t, True) for t in (call.target, call.result) if t is not None}
         for tensor, is_written in used.values():
             if tensor.is_contiguous() and tensor.numel():
                 start = tensor.data_ptr()
@@ -234,8 +227,8 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
                 first, second = (operations[n] for n in sorted((number, other)))
                 raise UsageError(
                     f"{second.kind} at {second.where} uses the memory of {first.kind} at "
-                    f"{first.where}, in the same comm.group() block, where no order is kept: end "
-                    "the block between them"
+                    f"{first.where}: operations of one comm.group() block have no order, so put "
+                    "them into two blocks"
                 )
         furthest = max(furthest, (end, number))
         if is_written:
@@ -246,7 +239,7 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
 
 
 def flat_batches(operations: Sequence[Operation], small: int) -> list[list[Operation]]:
-    """Divide the operations into lists, each of which is sent as one message.
+    """Divide the operations into lists, call of which is sent as one message.
 
     The lists are in the order of their first operations. Every rank of a group computes the same
     lists, since it calls the same operations.
@@ -254,31 +247,28 @@ def flat_batches(operations: Sequence[Operation], small: int) -> list[list[Opera
     open_lists: dict[Hashable, list[Operation]] = {}
     packed_bytes: dict[Hashable, int] = {}
     result: list[list[Operation]] = []
-    for each in operations:
-        key = _batch_key(each) if each.bytes <= small else None
+    for call in operations:
+        key = _batch_key(call) if call.bytes <= small else None
         if key is None:
-            result.append([each])
+            result.append([call])
             continue
-        if key not in open_lists or packed_bytes[key] + each.bytes > _FLAT_BYTES:
+        if key not in open_lists or packed_bytes[key] + call.bytes > _FLAT_BYTES:
             open_lists[key] = []
             packed_bytes[key] = 0
             result.append(open_lists[key])
-        open_lists[key].append(each)
-        packed_bytes[key] += each.bytes
+        open_lists[key].append(call)
+        packed_bytes[key] += call.bytes
     return result
 
 
-def _batch_key(each: Operation) -> Hashable | None:
+def _batch_key(call: Operation) -> Hashable | None:
     """The properties that operations in one message share; None for an operation sent alone."""
-    target = each.target
-    if target is None or target.numel() == 0:
+    target = call.target
+    if target is None or target.numel() == 0 or call.kind not in _MOVES + _REDUCES:
         return None
-    if each.kind in _MOVES:
-        return each.kind, id(each.comm_group), each.root, target.device
-    if each.kind in _REDUCES:
-        reduction = each.reduction, each.root, target.dtype, target.device
-        return each.kind, id(each.comm_group), reduction
-    return None
+    # Operations that only move data are packed as bytes, whatever their dtype.
+    dtype = None if call.kind in _MOVES else target.dtype
+    return call.kind, id(call.comm_group), call.root, target.device, call.reduction, dtype
 
 
 @torch.no_grad()
@@ -288,16 +278,16 @@ def _pack(batch: Sequence[Operation]) -> Operation:
     size, is_root = first.comm_group.size, first.root == first.comm_group.rank
     source = None
     if first.kind in ("all_reduce", "reduce"):
-        target = torch.cat([_target(each).view(-1) for each in batch])
+        target = torch.cat([_target(call).view(-1) for call in batch])
     elif first.kind == "broadcast":
-        parts = [_target(each).view(torch.uint8) for each in batch]
+        parts = [_target(call).view(torch.uint8) for call in batch]
         total = sum(part.numel() for part in parts)
         target = torch.cat(parts) if is_root else parts[0].new_empty(total)
     elif first.kind == "all_gather":
-        source = torch.cat([_source(each).view(torch.uint8) for each in batch])
+        source = torch.cat([_source(call).view(torch.uint8) for call in batch])
         target = source.new_empty(size * source.numel())
     else:  # reduce_scatter: the parts for one rank must be contiguous
-        rows = [_source(each).view(size, -1) for each in batch]
+        rows = [_source(call).view(size, -1) for call in batch]
         source = torch.cat(rows, dim=1).view(-1)
         target = source.new_empty(source.numel() // size)
     total = max(target.nbytes, 0 if source is None else source.nbytes)
@@ -309,19 +299,18 @@ def _pack(batch: Sequence[Operation]) -> Operation:
 
 @torch.no_grad()
 def _unpack(message: Operation, batch: Sequence[Operation]) -> None:
-    """Copy each operation's part of the message into the operation's target."""
+    """Copy call operation's part of the message into the operation's target."""
     comm_group, flat = message.comm_group, _target(message)
-    if message.root == comm_group.rank and message.kind == "broadcast":
-        return  # the root has the data already
-    if message.kind == "reduce" and message.root != comm_group.rank:
-        return  # only the root gets a result
+    # The root of a broadcast has the data already; only the root of a reduce gets a result.
+    if (message.kind, message.root == comm_group.rank) in (("broadcast", True), ("reduce", False)):
+        return
     if message.kind == "all_gather":
         columns = flat.view(comm_group.size, -1)
-        sizes = [_source(each).nbytes for each in batch]
-        for each, part in zip(batch, torch.split(columns, sizes, dim=1), strict=True):
-            _target(each).view(torch.uint8).view(comm_group.size, -1).copy_(part)
+        sizes = [_source(call).nbytes for call in batch]
+        for call, part in zip(batch, torch.split(columns, sizes, dim=1), strict=True):
+            _target(call).view(torch.uint8).view(comm_group.size, -1).copy_(part)
         return
-    targets = [_target(each).view(-1) for each in batch]
+    targets = [_target(call).view(-1) for call in batch]
     if message.kind == "broadcast":
         targets = [target.view(torch.uint8) for target in targets]
     sizes = [target.numel() for target in targets]
@@ -329,11 +318,11 @@ def _unpack(message: Operation, batch: Sequence[Operation]) -> None:
         target.copy_(part)
 
 
-def _target(each: Operation) -> torch.Tensor:
-    assert each.target is not None
-    return each.target
+def _target(call: Operation) -> torch.Tensor:
+    assert call.target is not None
+    return call.target
 
 
-def _source(each: Operation) -> torch.Tensor:
-    assert each.source is not None
-    return each.source
+def _source(call: Operation) -> torch.Tensor:
+    assert call.source is not None
+    return call.source

@@ -3,19 +3,16 @@
 gloo keeps no record of its operations, and a process that hangs cannot report them. So every call
 of tutti.comm is written to a ring of entries, one ring per process group, in a memfd that is named
 "tutti-ledger:LABEL": no file, no lock, nothing to clean up. Another process can open the memfd
-through /proc/PID/fd, even if this process hangs (ledger_reader.py).
+through /proc/PID/fd, even if this process hangs.
 
 The layout is the same as that of the ledger in a segment of the shm backend (shm/core/ledger.h),
-which records torch's own calls of that backend (for example by DDP), so one reader reads both.
+which records torch's own calls of that backend (for example by DDP), so `read_process` reads both.
 Numbers are little-endian, there are no pointers, and times are nanoseconds of CLOCK_MONOTONIC
-unless a name contains realtime.
-
-Writing an entry is one struct.pack_into. A reader repeats its read until two reads are equal, so
-that it does not use an entry that is being written.
+unless a name contains realtime. This module does not import torch.
 """
 
+import contextlib
 import itertools
-import json
 import mmap
 import os
 import re
@@ -24,7 +21,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from time import monotonic_ns
 from types import CodeType, FrameType
 from typing import Any
@@ -44,20 +42,20 @@ REDUCTIONS = tuple("mean" if name == "avg" else name for name in native.REDUCTIO
 STATES = ("begun", "waiting", "done", "failed", "streamed")
 BEGUN, WAITING, DONE, FAILED, STREAMED = range(5)
 
-LABEL = "tutti-ledger"
-MAGIC = b"TUTTISHM"
+ENTRIES = 256
+_LABEL = "tutti-ledger"
+_MAGIC = b"TUTTISHM"
 # magic, abi, entries, rank, size, pid, token, bytes, ledger offset, entry bytes, location offset,
 # created (realtime), group name
-HEADER = struct.Struct("<8sIIiiqQQQQQq128s")
+_HEADER = struct.Struct("<8sIIiiqQQQQQq128s")
 # number (from 1; entry at (number - 1) % entries), sequence, kind, dtype, reduction, root or peer,
 # tag, state, bytes, begun, begun (realtime), ended, fingerprint, call site
-ENTRY = struct.Struct("<QQIIIiIIQQQQQ16x96s")
-LOCATION = struct.Struct("<QQ256s")  # version (odd while being written), time, text
-ENTRIES = 256
+_ENTRY = struct.Struct("<QQIIIiIIQQQQQ16x96s")
+_LOCATION = struct.Struct("<QQ256s")  # version (odd while being written), time, text
 _LOCATION_AT, _ENTRIES_AT = 256, 1024
-_BYTES = _ENTRIES_AT + ENTRIES * ENTRY.size
+_BYTES = _ENTRIES_AT + ENTRIES * _ENTRY.size
 _STATE_AT, _BEGUN_AT, _ENDED_AT = 36, 48, 64
-_pack = ENTRY.pack_into
+_pack = _ENTRY.pack_into
 _REALTIME_OFFSET = time.time_ns() - monotonic_ns()
 
 
@@ -65,37 +63,29 @@ class GroupLedger:
     """The ring of entries of one process group in this process."""
 
     def __init__(self, label: str, name: str, rank: int, size: int) -> None:
-        self._file = os.memfd_create(f"{LABEL}:{label[:200]}", os.MFD_CLOEXEC)
+        self._file = os.memfd_create(f"{_LABEL}:{label[:200]}", os.MFD_CLOEXEC)
         os.ftruncate(self._file, _BYTES)
         self._map(mmap.mmap(self._file, _BYTES))
         self._numbers = itertools.count(1)
         self._location_version = 0
         # fmt: off
-        HEADER.pack_into(
-            self._memory, 0, MAGIC, 0, ENTRIES, rank, size, os.getpid(), 0, _BYTES, _ENTRIES_AT,
-            ENTRY.size, _LOCATION_AT, time.time_ns(), _clipped(name, 128),
+        _HEADER.pack_into(
+            self._memory, 0, _MAGIC, 0, ENTRIES, rank, size, os.getpid(), 0, _BYTES, _ENTRIES_AT,
+            _ENTRY.size, _LOCATION_AT, time.time_ns(), _clipped(name, 128),
         )
         # fmt: on
         _open_ledgers.add(self)
 
-    def begin(
-        self,
-        kind: int,
-        dtype: int,
-        reduction: int,
-        root: int,
-        tag: int,
-        state: int,
-        sequence: int,
-        size: int,
-        site: bytes,
-    ) -> int:
-        """Record that an operation of `size` bytes has begun; returns its number, for `mark`."""
+    def begin(self, site: bytes, *fields: int) -> int:
+        """Record that an operation has begun; returns its number, for `mark`.
+
+        The fields are sequence, kind, dtype, reduction, root, tag, state and bytes.
+        """
         number = next(self._numbers)
         now = monotonic_ns()
         # fmt: off
-        _pack(self._memory, _ENTRIES_AT + (number - 1) % 256 * 192, number, sequence, kind, dtype,
-              reduction, root, tag, state, size, now, now + _REALTIME_OFFSET, 0, 0, site)
+        _pack(self._memory, _ENTRIES_AT + (number - 1) % 256 * 192, number, *fields,
+              now, now + _REALTIME_OFFSET, 0, 0, site)
         # fmt: on
         return number
 
@@ -109,7 +99,7 @@ class GroupLedger:
 
     def seconds_since_begin(self, number: int) -> float:
         """How long ago an operation began; 0 if it is no longer in the ring."""
-        at = (_ENTRIES_AT + (number - 1) % ENTRIES * ENTRY.size) // 8
+        at = (_ENTRIES_AT + (number - 1) % ENTRIES * _ENTRY.size) // 8
         if self._words[at] != number:
             return 0.0
         return (monotonic_ns() - self._words[at + _BEGUN_AT // 8]) / 1e9
@@ -118,7 +108,7 @@ class GroupLedger:
         """Write the source line at which the main thread is."""
         self._location_version += 2
         entry = (monotonic_ns(), _clipped(text, 256))
-        LOCATION.pack_into(self._memory, _LOCATION_AT, self._location_version - 1, *entry)
+        _LOCATION.pack_into(self._memory, _LOCATION_AT, self._location_version - 1, *entry)
         self._words[_LOCATION_AT // 8] = self._location_version
 
     def _map(self, memory: mmap.mmap) -> None:
@@ -147,37 +137,18 @@ def _detach_all() -> None:
 os.register_at_fork(after_in_child=_detach_all)
 
 
-# The ledger of the default group: it also holds the location of the main thread, and stays open
-# when the group is destroyed.
-_world_ledger: GroupLedger | None = None
+def process_address() -> dict[str, Any]:
+    """The values with which another process finds the ledgers of this process.
 
-
-def record_locations_in(ledger: GroupLedger) -> None:
-    """Write the location of the main thread to this ledger, once a second, from now on."""
-    global _world_ledger
-    _world_ledger = ledger
-    record_location(_write_world_location)
-
-
-def _write_world_location(text: str) -> None:
-    if _world_ledger is not None:
-        _world_ledger.write_location(text)
-
-
-def process_address() -> str:
-    """The host, machine and pid by which another process finds this one's ledgers, as JSON."""
-    where = {"host": os.uname().nodename, "machine": _machine()}
-    return json.dumps({**where, "pid": os.getpid()})
+    `machine` names the running system and its PID namespace: each container has its own namespace.
+    """
+    machine = f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
+    return {"host": os.uname().nodename, "machine": machine, "pid": os.getpid()}
 
 
 def is_on_this_machine(address: Mapping[str, Any]) -> bool:
     """Whether the process at this address runs on this machine, in this PID namespace."""
-    return bool(address["machine"] == _machine())
-
-
-def _machine() -> str:
-    """The running system and its PID namespace: each container has its own namespace."""
-    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
+    return bool(address["machine"] == process_address()["machine"])
 
 
 def _clipped(text: str, limit: int) -> bytes:
@@ -186,7 +157,7 @@ def _clipped(text: str, limit: int) -> bytes:
     return raw if len(raw) < limit else "…".encode() + raw[-(limit - 4) :]
 
 
-# Call sites and the location of the main thread, both as `train.py:88 in step`.
+# ---- Call sites and the location of the main thread, such as `train.py:88 in step` ----
 
 _COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = f"{os.sep}torch{os.sep}"
@@ -195,7 +166,7 @@ _LOCATION_SECONDS = 1.0
 # Keys are the ids of code objects. Values are the code object itself, which keeps it alive so that
 # its id is not reused, and the texts of its lines, or None for code of tutti.comm or torch.
 _sites: dict[int, tuple[CodeType, dict[int, bytes] | None]] = {}
-_location_sinks: list[Callable[[str], None]] = []
+_location_writers: dict[str, Callable[[str], None]] = {}
 # The pid of the process in which the recording thread runs: a forked child has no such thread.
 _recording_process: int | None = None
 
@@ -233,21 +204,19 @@ def is_internal(filename: str) -> bool:
 def shown_path(filename: str) -> str:
     """The path relative to the working directory if the file is below it, else unchanged."""
     try:
-        here = os.getcwd() + os.sep
-    except FileNotFoundError:
+        return filename.removeprefix(os.getcwd() + os.sep)
+    except FileNotFoundError:  # the working directory was removed
         return filename
-    return filename.removeprefix(here)
 
 
-def record_location(sink: Callable[[str], None]) -> None:
-    """Call `sink` once a second, from a thread, with the location of the main thread.
+def record_location(backend: str, write: Callable[[str], None]) -> None:
+    """Call `write` once a second, from a thread, with the location of the main thread.
 
-    A sink writes the location to memory that other processes can read, so that the error of a
-    timeout can name the line at which a late rank is.
+    `write` stores the location in memory that other processes can read, so that the error of a
+    timeout can name the line at which a late rank is. Each backend has one `write` function.
     """
     global _recording_process
-    if sink not in _location_sinks:
-        _location_sinks.append(sink)
+    _location_writers[backend] = write
     if _recording_process != os.getpid():
         _recording_process = os.getpid()
         threading.Thread(target=_record_locations, name="tutti-locations", daemon=True).start()
@@ -257,6 +226,161 @@ def _record_locations() -> None:
     main = threading.main_thread().ident
     while main is not None:
         text = call_site(sys._current_frames().get(main)).decode(errors="replace") or "unknown"
-        for sink in list(_location_sinks):
-            sink(text)
+        for write in list(_location_writers.values()):
+            write(text)
         time.sleep(_LOCATION_SECONDS)
+
+
+# ---- Reading the ledgers of other processes on this host, even of processes that hang ----
+
+_MEMFD = re.compile(r"/memfd:(tutti-ledger|tutti-shm):(.*) \(deleted\)")
+
+
+@dataclass(frozen=True)
+class OperationRecord:
+    """One operation of one process. Ages are in seconds before the ledger was read."""
+
+    operation: str
+    group: str  # the label that is shown to users
+    group_name: str  # torch's name of the group: the same on all its ranks, different for others
+    sequence: int
+    bytes: int
+    dtype: str
+    peer: int  # root, or the other rank of a send or receive; -1 for none
+    state: str
+    age: float  # since the operation began
+    ended: float | None  # seconds since the operation ended; None: it has not ended
+    where: str  # the call site
+    written_by: str  # tutti-ledger, or tutti-shm for an entry of the shm backend
+
+    def __str__(self) -> str:
+        size = f"{self.dtype}, {self.bytes} bytes" if self.dtype else f"{self.bytes} bytes"
+        return f"{self.operation} {self.sequence} of group {self.group} ({size})"
+
+
+@dataclass(frozen=True)
+class ProcessLedger:
+    """The contents of all ledgers of one process."""
+
+    pid: int
+    rank: int  # in the default group, else in the largest group that has a ledger
+    size: int
+    location: str  # the last recorded location of the main thread
+    location_age: float
+    records: tuple[OperationRecord, ...]  # oldest first
+
+    @property
+    def current(self) -> OperationRecord | None:
+        """The operation that the process waits for, else the last operation that it began."""
+        waiting = [record for record in self.records if record.state == "waiting"]
+        return waiting[-1] if waiting else self.records[-1] if self.records else None
+
+
+def processes() -> list[int]:
+    """All processes of this host whose ledgers can be read, by pid."""
+    pids = sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
+    return [pid for pid in pids if any(True for _ in _ledger_files(pid))]
+
+
+def read_process(pid: int) -> ProcessLedger | None:
+    """The contents of a process's ledgers; None if it has none, has ended or may not be read."""
+    now = monotonic_ns()  # one time for all ledgers, because ages are compared
+    ledgers = [_read_ledger(pid, *file, now) for file in _ledger_files(pid)]
+    found = [(label, ledger) for label, ledger in ledgers if ledger is not None]
+    if not found:
+        return None
+    _, main = min(found, key=lambda item: (item[0] != "default", -item[1].size))
+    located = [ledger for _, ledger in found if ledger.location]
+    newest = min(located, key=lambda ledger: ledger.location_age, default=main)
+    records = [record for _, ledger in found for record in ledger.records]
+    calls = [record for record in records if record.written_by == _LABEL]
+    distinct = [record for record in records if not any(_is_within(record, c) for c in calls)]
+    return replace(
+        main,
+        location=newest.location,
+        location_age=newest.location_age,
+        records=tuple(sorted(distinct, key=lambda record: -record.age)),
+    )
+
+
+def _is_within(record: OperationRecord, call: OperationRecord) -> bool:
+    """Whether the shm backend wrote `record` for `call`, the record that has the call site."""
+    same = (record.operation, record.group_name) == (call.operation, call.group_name)
+    began = record.age <= call.age
+    ended = call.ended is None or record.age >= call.ended
+    return record.written_by != call.written_by and same and began and ended
+
+
+def _read_ledger(
+    pid: int, path: str, written_by: str, label: str, now: int
+) -> tuple[str, ProcessLedger | None]:
+    if written_by != _LABEL and _is_open_here(path):
+        # Peers check the owner's lock on a segment to find out whether the owner is alive. A
+        # process that closes any descriptor of a file loses its locks on that file, so a process
+        # never opens its own segments.
+        return label, None
+    try:
+        with open(path, "rb", buffering=0) as file:
+            head = file.read(_HEADER.size)
+            if len(head) < _HEADER.size:
+                return label, None
+            magic, _, entries, rank, size, owner, *rest, name = _HEADER.unpack(head)
+            _, _, ledger_at, entry_bytes, location_at, _ = rest
+            if magic != _MAGIC or owner != pid or entry_bytes != _ENTRY.size:
+                return label, None  # a peer's segment that this process maps, or another version
+            raw = b""
+            for _ in range(6):  # until two reads are equal: else an entry was being written
+                before, raw = raw, os.pread(file.fileno(), entries * entry_bytes, ledger_at)
+                if raw == before:
+                    break
+            location_raw = os.pread(file.fileno(), _LOCATION.size, location_at)
+    except OSError:
+        return label, None
+    records = []
+    for entry in sorted(_ENTRY.iter_unpack(raw)):
+        number, sequence, kind, dtype, _, peer, _, state, bytes, began, _, ended, _, where = entry
+        if number == 0 or kind >= len(KINDS) or state >= len(STATES):
+            continue
+        records.append(
+            OperationRecord(
+                *(KINDS[kind], label, _text(name), sequence, bytes, DTYPES[dtype] if kind else ""),
+                *(peer, STATES[state], (now - began) / 1e9, (now - ended) / 1e9 if ended else None),
+                *(_text(where), written_by),
+            )
+        )
+    _, recorded, location = _LOCATION.unpack(location_raw)
+    age = (now - recorded) / 1e9 if recorded else 0.0
+    return label, ProcessLedger(pid, rank, size, _text(location), age, tuple(records))
+
+
+def _is_open_here(path: str) -> bool:
+    """Whether this process has the file open itself."""
+    try:
+        status = os.stat(path)
+    except OSError:  # closed meanwhile
+        return True
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor that listed the directory
+            if os.path.samestat(status, os.stat(f"/proc/self/fd/{fd}")):
+                return True
+    return False
+
+
+def _ledger_files(pid: int) -> Iterator[tuple[str, str, str]]:
+    """The files of a process that hold a ledger: path, writer and label."""
+    try:
+        paths = [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
+    except OSError:  # the process has ended, or belongs to another user
+        return
+    inodes: set[int] = set()
+    for path in paths:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found = _MEMFD.fullmatch(os.readlink(path))
+            inode = os.stat(path).st_ino if found else 0
+            if found and inode not in inodes:  # Python's mmap duplicates the descriptor
+                inodes.add(inode)
+                yield path, found[1], found[2]
+
+
+def _text(raw: bytes) -> str:
+    return raw.split(b"\0", 1)[0].decode(errors="replace")

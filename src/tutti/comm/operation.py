@@ -1,5 +1,6 @@
 """One operation from call to result: its process group, its tensors, its Handle, its trace name."""
 
+import json
 import re
 import sys
 import warnings
@@ -7,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from tutti.comm.backend_calls import Finish, dtype_name, issue
 from tutti.world.errors import RanksDiffer, UsageError
 
 if TYPE_CHECKING:
-    from tutti.comm.grouping import Block
+    from tutti.comm.grouping import group as Block
     from tutti.comm.path_selection import Table
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(ledger.KINDS)}
@@ -31,7 +32,7 @@ _DTYPE_NUMBERS: dict[torch.dtype | None, int] = {
 
 # Returns whether a profiler is recording this thread. A call takes 0.05 µs.
 profiling = torch._C._autograd._profiler_enabled
-CallSite: TypeAlias = bytes  # such as `train.py:88 in step`
+CallSite = bytes  # such as `train.py:88 in step`
 
 
 class CollectiveError(RuntimeError):
@@ -43,27 +44,29 @@ class CollectiveTimeout(CollectiveError):
 
 
 class CollectiveMismatch(CollectiveError, RanksDiffer):
-    """Ranks called different operations, and the backend detected it."""
+    """Ranks called different operations, and the backend detected the difference."""
 
 
 class CommGroup:
     """A process group with the counts and path choices that tutti.comm keeps for it on this rank.
 
-    It holds no strong reference to the group, because torch ends the threads of a group when the
-    last reference to the group is gone.
+    A CommGroup holds no strong reference to the process group, because torch ends the threads of a
+    process group when the last reference is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._backends: dict[str, str] = {}
         self.name = str(group.group_name)
-        self.label = _label(group)
+        label = str(getattr(group, "group_desc", "") or "undefined").replace("|", "/")
+        default_labels = {"default_pg": "default", "undefined": f"group-{self.name}"}
+        self.label = default_labels.get(label, label)
         self.rank = group.rank()
         self.size = group.size()
         self.ranks = dist.get_process_group_ranks(group)
         self.collectives = 0  # begun so far: the same number on every rank
-        self.messages = 0  # sends and receives begun: each rank counts its own
-        self.comparisons = 0  # of calls with the other ranks, in debug mode
+        self.messages = 0  # sends and receives that this rank has begun
+        self.comparisons = 0  # debug mode: comparisons of calls between ranks
         self.path_tables: dict[str, Table | None] = {}  # rank 0's tables, by device type
         self.has_symmetric_memory: bool | None = None  # on CUDA; None: not checked yet
         self.symmetric_stream: int | None = None  # the stream on which symmetric memory is used
@@ -74,7 +77,7 @@ class CommGroup:
         """torch's process group."""
         group = self._group()
         if group is None:
-            raise UsageError(f"group {self.label} has been destroyed: make a new one")
+            raise UsageError(f"group {self.label} has been destroyed: make a new group")
         return group
 
     @property
@@ -114,8 +117,8 @@ class CommGroup:
         """Return the rank if the group has it; raise UsageError otherwise."""
         if not 0 <= rank < self.size:
             raise UsageError(
-                f"{argument}={rank}: group {self.label} has ranks 0 to {self.size - 1} "
-                f"(ranks in the group, not in the world): choose one of them"
+                f"{argument}={rank} must be a rank in group {self.label}, 0 to {self.size - 1}, "
+                "not a rank in the world"
             )
         return rank
 
@@ -128,8 +131,8 @@ _announced_world: "weakref.ref[dist.ProcessGroup] | None" = None
 def comm_group_of(group: dist.ProcessGroup | None) -> CommGroup:
     """The CommGroup of a process group; None is the default group, all ranks of the world."""
     process_group = c10d.GroupMember.WORLD if group is None else group
-    known = _known_groups.get(id(process_group))
-    return known if known is not None else _add_group(process_group)
+    comm_group = _known_groups.get(id(process_group))
+    return comm_group if comm_group is not None else _add_group(process_group)
 
 
 def _add_group(group: object) -> CommGroup:
@@ -139,7 +142,7 @@ def _add_group(group: object) -> CommGroup:
         raise UsageError("this rank is not in the group: call collectives on its ranks only")
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(
-            f"group={group!r} is no process group: give one from dist.new_group() or "
+            f"group={group!r} is no process group: pass a group from dist.new_group() or "
             "mesh.get_group()"
         )
     key = id(group)
@@ -156,16 +159,9 @@ def _announce() -> None:
     if world is None or (_announced_world is not None and _announced_world() is world):
         return
     _announced_world = weakref.ref(world)
-    ledger.record_locations_in(comm_group_of(None).ledger)
-    c10d._get_default_store().set(f"tutti/ledger/{dist.get_rank()}", ledger.process_address())
-
-
-def _label(group: dist.ProcessGroup) -> str:
-    described = str(getattr(group, "group_desc", "") or "undefined")
-    if described == "default_pg":
-        return "default"
-    label = f"group-{group.group_name}" if described == "undefined" else described
-    return label.replace("|", "/")
+    ledger.record_location("comm", comm_group_of(None).ledger.write_location)
+    address = json.dumps(ledger.process_address())
+    c10d._get_default_store().set(f"tutti/ledger/{dist.get_rank()}", address)
 
 
 @dataclass(eq=False, slots=True)
@@ -195,7 +191,6 @@ class Operation:
 
     @property
     def is_message(self) -> bool:
-        """Whether the operation is a send or a receive."""
         return self.kind in ("send", "recv")
 
     @property
@@ -210,14 +205,10 @@ class Operation:
 
     @property
     def where(self) -> str:
-        """The call site, such as `train.py:88 in step`."""
         return self.site.decode(errors="replace") or "unknown"
 
     def traced(self, phase: str) -> torch.profiler.record_function:
-        """A context manager whose block a profiler's trace shows under the name of the call.
-
-        Tag describes the name.
-        """
+        """A context manager that adds an event with the name that Tag describes to a trace."""
         return torch.profiler.record_function(
             f"tutti::{self.kind}|phase={phase}|group={self.comm_group.label}|bytes={self.bytes}"
             f"|dtype={self.dtype_name}|seq={self.sequence}|ranks={self.comm_group.size}"
@@ -225,15 +216,15 @@ class Operation:
 
     def __str__(self) -> str:
         peer = {"send": f"to {self.root}", "recv": f"from {self.root}"}.get(self.kind, "")
-        details = peer, self.op, self.dtype_name, f"{self.bytes} bytes"
-        listed = ", ".join(detail for detail in details if detail)
-        return f"{self.kind} {self.sequence} of group {self.comm_group.label} ({listed})"
+        details = filter(None, (peer, self.op, self.dtype_name, f"{self.bytes} bytes"))
+        return (
+            f"{self.kind} {self.sequence} of group {self.comm_group.label} ({', '.join(details)})"
+        )
 
 
 # The comm.group() block that this thread is in: it collects operations instead of sending them.
 current_block: "ContextVar[Block | None]" = ContextVar("current_block", default=None)
-# Set by comm.debug(True): compares the calls of all ranks before they are sent; see
-# collective_errors.py.
+# Set by comm.debug(True): the function that compares the calls of all ranks before they are sent.
 compare_calls: Callable[[Sequence[Operation]], None] | None = None
 
 
@@ -289,17 +280,17 @@ def record(operation: Operation, state: int) -> int:
         comm_group.messages = sequence = comm_group.messages + 1
     operation.sequence = sequence
     tensor = operation.tensor
+    dtype = _BYTES_DTYPE if tensor is None else _DTYPE_NUMBERS.get(tensor.dtype, _BYTES_DTYPE)
     # fmt: off
     return comm_group.ledger.begin(
-        kind, _BYTES_DTYPE if tensor is None else _DTYPE_NUMBERS.get(tensor.dtype, _BYTES_DTYPE),
-        _REDUCTION_NUMBERS.get(operation.op, 0), operation.root, operation.tag, state, sequence,
-        operation.bytes, operation.site,
+        operation.site, sequence, kind, dtype, _REDUCTION_NUMBERS.get(operation.op, 0),
+        operation.root, operation.tag, state, operation.bytes,
     )
     # fmt: on
 
 
 def failed(operation: Operation, number: int, error: Exception) -> Exception:
-    """The error to raise for a backend's error; it names the operation, its line and late ranks."""
+    """The error to raise for a backend's error; names the operation, its line and late ranks."""
     from tutti.comm.collective_errors import collective_error
 
     seconds = operation.comm_group.ledger.seconds_since_begin(number)
@@ -308,9 +299,9 @@ def failed(operation: Operation, number: int, error: Exception) -> Exception:
 
 
 class Handle:
-    """An operation that has been started. It keeps the operation's tensors alive.
+    """An operation that has been started. The handle keeps the operation's tensors alive.
 
-    Wait for it before you read the result or write the input. The first wait also performs the
+    Call wait() before you read the result or write the input. The first wait also performs the
     steps after the transfer (the division of a mean, the copy into a non-contiguous tensor);
     waiting again costs nothing and changes nothing.
 
@@ -323,7 +314,7 @@ class Handle:
         self.work = work
         self._number = number
         self._is_finished = False
-        self._cannot_wait = ""  # the reason: its comm.group() block has not ended, or has failed
+        self.cannot_wait = ""  # the reason: its comm.group() block has not ended, or has failed
         self._event: torch.cuda.Event | None = None
         self._error: Exception | None = None
 
@@ -341,9 +332,9 @@ class Handle:
 
     def wait(self, stream: "torch.cuda.Stream | None" = None) -> torch.Tensor | None:
         """Wait for the result and return it; on CUDA, `stream` or the current stream waits."""
-        if self._cannot_wait:
-            call = f"{self.operation.kind} at {self.operation.where}"
-            raise UsageError(f"{call} {self._cannot_wait}")
+        if self.cannot_wait:
+            operation = self.operation
+            raise UsageError(f"{operation.kind} at {operation.where} {self.cannot_wait}")
         if self._error is not None:
             raise self._error
         if self.operation.is_on_stream:
@@ -355,15 +346,15 @@ class Handle:
         return self.operation.result
 
     def is_done(self) -> bool:
-        """Whether a wait would return at once; on CUDA, whether the stream has completed it."""
-        if self._cannot_wait:
+        """Whether a wait would return at once; on CUDA, whether the operation has completed."""
+        if self.cannot_wait:
             return False
         if self._event is not None:
             return bool(self._event.query())  # type: ignore[no-untyped-call]
         return self._is_finished or self.work is None or bool(self.work.is_completed())
 
     def future(self) -> "torch.futures.Future[torch.Tensor]":
-        """The result as a torch Future, for DDP's communication hooks; use it instead of wait()."""
+        """The result as a torch Future, to use instead of wait() in DDP's communication hooks."""
 
         def complete(_: Any) -> torch.Tensor | None:
             # Not work.wait(): some backends complete the future before the work itself.
@@ -385,14 +376,10 @@ class Handle:
         assert self._event is not None
         return self._event
 
-    def refuse_wait(self, reason: str) -> None:
-        """Make wait() raise UsageError with this reason: the operation's block is not sent yet."""
-        self._cannot_wait = reason
-
     def complete(self, work: Any, event: "torch.cuda.Event | None") -> None:
         """Mark the result as complete, after its block was sent; on CUDA when the event fires."""
         self.work, self._event = work, event
-        self._is_finished, self._cannot_wait = True, ""
+        self._is_finished, self.cannot_wait = True, ""
 
     @property
     def _device(self) -> torch.device | None:
@@ -434,17 +421,13 @@ class Handle:
     def __del__(self) -> None:
         # Dropping the handle of an in-place operation is common and harmless, unless a step that
         # only wait() performs is missing from the result.
-        has_failed = self._error is not None or self._cannot_wait
+        has_failed = self._error is not None or self.cannot_wait
         if not self._is_finished and self.operation.finish is not None and not has_failed:
-            warnings.warn(
-                f"the handle of {self.operation} was dropped without a wait: its result is "
-                "not complete: keep the handle and call wait()",
-                ResourceWarning,
-                stacklevel=2,
-            )
+            message = f"the handle of {self.operation} was dropped: call wait() to complete it"
+            warnings.warn(message, ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        state = self._cannot_wait or ("done" if self.is_done() else "under way")
+        state = self.cannot_wait or ("done" if self.is_done() else "not done")
         return f"Handle({self.operation}: {state})"
 
 
@@ -454,11 +437,11 @@ class Tag:
 
         tutti::all_reduce|phase=run|group=default|bytes=4096|dtype=float32|seq=12|ranks=4
 
-    The name is the same for gloo, shm and NCCL. It contains all fields, because a trace shows the
-    arguments of a record_function only if shapes were recorded, too. `phase` is `run` for a call
-    that waits; a call with wait=False has two events, with phases `issue` and `wait`. `bytes` is
-    the larger of input and output, as in nccl-tests. `seq` counts the collectives of a group and is
-    the same on every rank; sends and receives are counted separately.
+    The name is the same for gloo, shm and NCCL. The name contains all fields, because a trace has
+    the arguments of a record_function only if shapes were recorded, too. `phase` is `run` for a
+    call that waits; a call with wait=False has two events, with phases `issue` and `wait`. `bytes`
+    is the larger of input and output, as in nccl-tests. `seq` counts the collectives of a group and
+    is the same on every rank; sends and receives are counted separately.
     """
 
     operation: str
@@ -477,8 +460,7 @@ _TAG = re.compile(
 
 def parse_tag(name: str) -> Tag | None:
     """Parse the name of an event in a trace; None if the event is not from tutti.comm."""
-    found = _TAG.fullmatch(name)
-    if found is None:
+    if (found := _TAG.fullmatch(name)) is None:
         return None
     operation, phase, group, size, dtype, sequence, ranks = found.groups()
     return Tag(operation, phase, group, int(size), dtype, int(sequence), int(ranks))

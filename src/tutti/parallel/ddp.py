@@ -15,8 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.parallel import DistributedDataParallel
 
-from tutti.comm.collectives import all_reduce
-from tutti.comm.packing import all_reduce_coalesced
+from tutti.comm.collectives import all_reduce, all_reduce_coalesced
 from tutti.parallel.engine import (
     Engine,
     check_all_have_gradients,

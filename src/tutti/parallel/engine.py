@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
-from tutti.comm.collectives import all_reduce
+from tutti.comm.collectives import all_reduce, broadcast_coalesced
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.rng import seed_training_rng
@@ -182,8 +182,6 @@ class Engine(ABC):
         running statistics, so they need to be equal only before evaluation or a checkpoint.
         """
         if self.mesh.layout.data_ranks > 1:
-            from tutti.comm.packing import broadcast_coalesced
-
             broadcast_coalesced(list(self.model.buffers()), group=self.mesh.data_group)
 
 

@@ -46,8 +46,14 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from tutti.comm.collectives import all_gather, all_reduce, recv, send
-from tutti.comm.packing import all_reduce_coalesced, broadcast_coalesced
+from tutti.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_coalesced,
+    broadcast_coalesced,
+    recv,
+    send,
+)
 from tutti.parallel.engine import Engine, gradients_to_sum, trained_parameters
 from tutti.parallel.pipeline.stages import cut_evenly, keep_layers, layer_units
 from tutti.world.errors import UsageError

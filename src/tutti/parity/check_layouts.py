@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tutti import comm
-from tutti.comm.packing import broadcast_coalesced
+from tutti.comm.collectives import broadcast_coalesced
 from tutti.parallel.layout import Layout
 from tutti.parity.compare import StepDifference, make_engine, train_under_layout, worst
 from tutti.parity.diagnosis import Setting, diagnose

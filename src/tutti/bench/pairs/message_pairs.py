@@ -10,7 +10,7 @@ from torch import Tensor
 from tutti import comm
 from tutti.bench.collectives.backends import process_group, send_recv
 from tutti.bench.pairs import Pair, Setting
-from tutti.comm.packing import all_reduce_coalesced
+from tutti.comm.collectives import all_reduce_coalesced
 from tutti.comm.symmetric import Heap, all_reduce
 from tutti.models import WideResNet, WideResNetConfig
 from tutti.parallel.teaching import all_reduce_each

@@ -167,7 +167,7 @@ def make(
         return dist.ProcessGroupGloo(
             dist.PrefixStore("gloo/", connection.store), rank, size, timeout
         )
-    record_location(_note_place)
+    record_location("shm", _note_place)
     return _backend(module, connection, size, timeout, name, ranks or list(range(size)))
 
 
