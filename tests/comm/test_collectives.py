@@ -235,10 +235,12 @@ def _mistakes(world: World) -> None:
             call()
 
     ints, floats = torch.ones(2, dtype=torch.int64), torch.ones(2)
-    beyond = f"root={world.size}: group default has ranks 0 to {world.size - 1}"
+    beyond = f"root={world.size} must be a rank in group default, 0 to {world.size - 1}"
     refused(beyond, lambda: comm.broadcast(ints, world.size))
-    refused("op='average' is no reduction", lambda: comm.all_reduce(floats, "average"))
-    refused("op='meen' is no reduction: did you mean mean", lambda: comm.all_reduce(floats, "meen"))
+    refused("op='average' is not a reduction", lambda: comm.all_reduce(floats, "average"))
+    refused(
+        "op='meen' is not a reduction: did you mean mean", lambda: comm.all_reduce(floats, "meen")
+    )
     refused("mean' of int64 would truncate", lambda: comm.all_reduce(ints, "mean"))
     refused("band' is not defined for float32", lambda: comm.all_reduce(floats, "band"))
     refused("uint16 cannot be reduced", lambda: comm.all_reduce(ints.to(torch.uint16)))

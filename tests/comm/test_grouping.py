@@ -164,7 +164,7 @@ def _exceptions(world: World) -> str:
         if world.rank == 0:
             comm.all_reduce(torch.ones(4))
     assert "rank 0: all_reduce of [4] float32, sum at" in str(differ.value)
-    assert "nothing more in this block" in str(differ.value)
+    assert "no further call in this block" in str(differ.value)
     with comm.group():
         comm.all_reduce(tensor)
     comm.debug(False)

@@ -58,7 +58,7 @@ def test_with_one_path_there_is_no_choice() -> None:
 )
 def test_where_nothing_was_measured_the_defaults_hold(op: str, size: int, path: str) -> None:
     choice = choose(op, size, "cuda", _GPU, None)
-    assert choice.path == path and choice.reason.startswith("the default: measure with")
+    assert choice.path == path and choice.reason.startswith("the default, not measured")
     assert choose(op, size, "cuda", _GPU, _table(Row("barrier", "cuda", "nccl", 0, None))) == choice
 
 
@@ -72,7 +72,7 @@ def test_what_was_measured_comes_before_the_defaults() -> None:
     assert low.path == "nccl"
     assert low.reason == (
         "the fastest from 0 bytes to 1024 when measured with 2 ranks on 2026-01-02, "
-        "9.2 µs at the low end"
+        "9.2 µs at the smallest size"
     )
     assert choose("all_reduce", 1 << 30, "cuda", _GPU, table).path == "symmetric one-shot"
 
@@ -192,9 +192,9 @@ def _explained(world: World) -> dict[str, str]:
     apart = ShmOptions(can_open=lambda card: False)  # as if each rank were on a host of its own
     groups["hosts"] = dist.new_group(backend="shm", pg_options=apart, group_desc="hosts")
     for words, arguments in {
-        "op='allreduce' is no operation: did you mean all_reduce": ("allreduce", 8),
-        "bytes=-1: give 0 or more": ("all_reduce", -1),
-        "device='cuda': group default serves cpu: use one": ("all_reduce", 8, "cuda"),
+        "op='allreduce' is not an operation: did you mean all_reduce": ("allreduce", 8),
+        "bytes=-1 must be at least 0": ("all_reduce", -1),
+        "device='cuda': group default supports only cpu": ("all_reduce", 8, "cuda"),
     }.items():
         with pytest.raises(UsageError, match=words):
             comm.explain(*arguments[:2], device=arguments[2] if arguments[2:] else None)
@@ -228,7 +228,7 @@ def test_on_cuda_small_all_reduces_go_by_symmetric_memory_unless_measured_slower
     ranks: int,
 ) -> None:
     for small, large in in_world(_by_size, ranks, gpu=True):
-        assert "uses symmetric one-shot: the default: measure" in small, small
+        assert "uses symmetric one-shot: the default" in small, small
         assert "uses nccl: the default" in large, large
     path_selection.save(
         path_selection.fastest([Measured("all_reduce", "cuda", "nccl", 1024, 1.0)], ranks)

@@ -1,11 +1,10 @@
-"""How an operation is passed to a torch process group: the wire form of its tensors, and the call.
+"""Passes an operation to a torch process group: the wire form of its tensors, and the call.
 
-Wire form. gloo and NCCL neither move nor reduce some dtypes that torch has (int16, float8), differ
-in how they treat bool and complex, and need contiguous memory. Data that is only moved is sent as
-bytes; data that is reduced is converted to a dtype and reduction that give the same result on every
-backend.
+Wire form: gloo and NCCL do not support some dtypes of torch (int16, float8), differ in how they
+treat bool and complex, and need contiguous memory. Data that is only moved is sent as bytes; data
+that is reduced is converted to a dtype and reduction that give the same result on every backend.
 
-Calls. Only this module calls torch's process groups, with the method names of torch 2.11 to 2.15.
+Calls: only this module calls torch's process groups, with the method names of torch 2.11 to 2.15.
 The methods of the process group are called instead of the functions of torch.distributed, which
 take ranks of the world (tutti.comm takes ranks of the group) and cost several microseconds.
 """
@@ -25,13 +24,14 @@ if TYPE_CHECKING:
 
 Finish = Callable[[], None]
 
-_BITWISE = ("band", "bor", "bxor")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
-_SUPPORTED = frozenset((*_FLOATS, *_INTEGERS))  # by every backend
+# The dtypes that every backend supports.
+_SUPPORTED = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8))
 # For each reduction of bool, the reduction of the bytes 0 and 1 that gives the same result.
-_ON_BOOL = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "min"}
-_ON_BOOL |= {"band": "min", "bxor": "bxor"}
+_ON_BOOL = {
+    **{"sum": "max", "max": "max", "bor": "max"},
+    **{"product": "min", "min": "min", "band": "min", "bxor": "bxor"},
+}
 # For each bitwise reduction, the reduction that gives the same result if each bit is sent as one
 # byte; the lowest bit of a sum is the xor.
 _ON_BITS = {"band": "min", "bor": "max", "bxor": "sum"}
@@ -70,7 +70,7 @@ class ReduceForm:
         _check_reduction(dtype, op)
         self.dtype = dtype
         # NCCL has no bitwise reductions.
-        self.by_bits = op in _BITWISE and backend == "nccl"
+        self.by_bits = op in _ON_BITS and backend == "nccl"
         self.widens = dtype == torch.int16 and backend != "shm" and not self.by_bits
         # Not every version of gloo has a mean; NCCL and shm divide while they reduce.
         self.divides = op == "mean" and backend not in ("nccl", "shm")
@@ -120,26 +120,25 @@ class ReduceForm:
 
 
 def _check_reduction(dtype: torch.dtype, op: str) -> None:
+    name = dtype_name(dtype)
     has_fractions = dtype.is_floating_point or dtype.is_complex
     if op not in REDUCTIONS:
-        raise UsageError(f"op={op!r} is no reduction: {did_you_mean(op, REDUCTIONS)}")
-    if op in _BITWISE and has_fractions:
-        raise UsageError(f"op={op!r} is not defined for {dtype_name(dtype)}: view it as integers")
+        raise UsageError(f"op={op!r} is not a reduction: {did_you_mean(op, REDUCTIONS)}")
+    if op in _ON_BITS and has_fractions:
+        raise UsageError(f"op={op!r} is not defined for {name}: view the tensor as integers")
     if op == "mean" and not has_fractions:
-        raise UsageError(
-            f"op='mean' of {dtype_name(dtype)} would truncate: use sum, or cast it to float32"
-        )
+        raise UsageError(f"op='mean' of {name} would truncate: use sum, or cast to float32")
     if dtype.is_complex and op not in ("sum", "mean"):
-        raise UsageError(f"op={op!r} of {dtype_name(dtype)}: complex numbers have sum and mean")
+        raise UsageError(f"op={op!r} is not defined for {name}: use sum or mean")
     if not dtype.is_complex and dtype not in {*_SUPPORTED, torch.bool, torch.int16}:
-        raise UsageError(f"{dtype_name(dtype)} cannot be reduced: cast it to float32 first")
+        raise UsageError(f"{name} cannot be reduced: cast the tensor to float32 first")
 
 
 def check_out(out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Return `out` if its shape, dtype and device fit the result; raise UsageError otherwise."""
     if tuple(out.shape) != tuple(shape) or out.dtype != like.dtype or out.device != like.device:
         raise UsageError(
-            f"out has shape {list(out.shape)}, {dtype_name(out.dtype)} on {out.device}, and must "
+            f"out has shape {list(out.shape)}, {dtype_name(out.dtype)} on {out.device}, but must "
             f"have {list(shape)}, {dtype_name(like.dtype)} on {like.device}"
         )
     return out
@@ -161,16 +160,6 @@ _ALL_GATHER = "all_gather_single" if _new_names else "_allgather_base"
 _REDUCE_SCATTER = "reduce_scatter_single" if _new_names else "_reduce_scatter_base"
 _ALL_TO_ALL = "all_to_all_single" if _new_names else "alltoall_base"
 
-_OPTION_TYPES: dict[str, Any] = {
-    "all_reduce": c10d.AllreduceOptions,
-    "reduce": c10d.ReduceOptions,
-    "broadcast": c10d.BroadcastOptions,
-    "all_gather": c10d.AllgatherOptions,
-    "reduce_scatter": c10d.ReduceScatterOptions,
-    "gather": c10d.GatherOptions,
-    "scatter": c10d.ScatterOptions,
-    "all_to_all": c10d.AllToAllOptions,
-}
 # Backends read options and never write them, so all calls with the same key share one object.
 _options_cache: dict[tuple[str, bool, str, int], Any] = {}
 
@@ -210,7 +199,9 @@ def issue(call: "Operation", asynchronous: bool) -> Any:
 
 def _options(key: tuple[str, bool, str, int]) -> Any:
     kind, asynchronous, reduction, root = key
-    options = _options_cache[key] = _OPTION_TYPES[kind]()
+    name = kind.title().replace("_", "")  # AllToAll, ReduceScatter
+    name = {"AllReduce": "Allreduce", "AllGather": "Allgather"}.get(name, name)
+    options = _options_cache[key] = getattr(c10d, f"{name}Options")()
     if hasattr(options, "asyncOp"):
         options.asyncOp = asynchronous
     if reduction:

@@ -1,13 +1,14 @@
-"""Errors of collectives, which name late ranks and the lines at which they are; and debug mode.
+"""Errors of collectives that name the late ranks and their source lines; and debug mode.
 
-A backend's own error names neither the operation nor the line that called it, and on gloo not even
-the rank that is missing. `collective_error` adds these from the ledgers of the ranks on this host.
+A backend's own error names neither the operation nor the line that called the operation, and on
+gloo not even the rank that is missing. `collective_error` reads these from the ledgers of the ranks
+on this host.
 
 If ranks differ in the shape, the dtype or the operation, the call hangs, aborts or gives wrong
 numbers, depending on the backend. With comm.debug(True) on every rank, all ranks compare each call
 through the group's store, as JSON, before anything is sent, and a difference raises an error that
-names ranks and source lines. This costs several exchanges with the store per call: use debug mode
-to find a fault, not for training.
+names ranks and source lines. Each comparison takes several requests to the store: use debug mode to
+find a fault, not for training.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 from tutti.comm import ledger, operation, shm
-from tutti.comm.ledger import ProcessLedger, read_process
+from tutti.comm.ledger import ProcessLedger
 from tutti.comm.operation import (
     CollectiveError,
     CollectiveMismatch,
@@ -43,34 +44,34 @@ _NAMES_RANKS = re.compile(r"waiting for rank \d")
 def collective_error(call: Operation, seconds: float, error: Exception) -> CollectiveError:
     """The error to raise for a backend's error, `seconds` after the operation began."""
     message = str(error).strip()
-    what = f"{call} at {call.where}"
+    name = f"{call} at {call.where}"
     if isinstance(error, RanksDiffer) or _DIFFERENCE.search(message):
-        return CollectiveMismatch(f"{what} failed: {message}")
+        return CollectiveMismatch(f"{name} failed: {message}")
     if not _TIMEOUT.search(message):
-        return CollectiveError(f"{what} failed: {message}")
+        return CollectiveError(f"{name} failed: {message}")
     if _NAMES_RANKS.search(message):
-        return CollectiveTimeout(f"{what} timed out: {message}")
+        return CollectiveTimeout(f"{name} timed out: {message}")
     return CollectiveTimeout(
-        f"{what} timed out after {seconds:.1f} s on rank {call.comm_group.rank}: "
-        f"{_other_ranks(call)} (the backend said: {message.splitlines()[0]})"
+        f"{name} timed out after {seconds:.1f} s on rank {call.comm_group.rank}: "
+        f"{_other_ranks(call)} (error of the backend: {message.splitlines()[0]})"
     )
 
 
 def _other_ranks(call: Operation) -> str:
     """Describe what the other ranks of an operation are doing; missing ranks come first."""
     comm_group = call.comm_group
-    others = [rank for rank in range(comm_group.size) if rank != comm_group.rank]
+    peers = [rank for rank in range(comm_group.size) if rank != comm_group.rank]
     if call.is_message and call.root >= 0:
-        others = [call.root]
+        peers = [call.root]
     arrived, reports = [], []
-    for rank in others:
+    for rank in peers:
         report = _missing(call, rank)
         if report is None:
             arrived.append(rank)
             continue
         world_rank = comm_group.ranks[rank]
-        named = "" if world_rank == rank else f" (rank {world_rank} of the world)"
-        reports.append(f"rank {rank}{named} {report}")
+        in_world = "" if world_rank == rank else f" (rank {world_rank} of the world)"
+        reports.append(f"rank {rank}{in_world} {report}")
     if arrived:
         have = "have" if len(arrived) > 1 else "has"
         reports.append(f"{name_ranks(arrived)} {have} arrived")
@@ -78,25 +79,20 @@ def _other_ranks(call: Operation) -> str:
 
 
 def _missing(call: Operation, rank: int) -> str | None:
-    """Why a rank is missing from the operation; None if it has arrived."""
+    """Why a rank is missing from the operation; None if the rank has arrived."""
     comm_group = call.comm_group
     process = _process_of(comm_group, rank)
     if isinstance(process, str):
         return process
-    if call.is_message:  # each rank counts its own messages, so the numbers cannot be compared
-        return f"has not matched it ({_state(process, comm_group)})"
-    theirs = [
-        record
-        for record in process.records
-        if record.group_name == comm_group.name and record.operation not in ("send", "recv")
-    ]
-    if not theirs or theirs[-1].sequence < call.sequence:
+    if call.is_message:  # each rank counts only its own messages: the counts cannot be compared
+        return f"has not called the matching send or recv ({_state(process, comm_group)})"
+    in_group = [record for record in process.records if record.group_name == comm_group.name]
+    collectives = [record for record in in_group if record.operation not in ("send", "recv")]
+    if not collectives or collectives[-1].sequence < call.sequence:
         return f"has not arrived ({_state(process, comm_group)})"
-    for there in theirs:
-        if there.sequence == call.sequence and there.operation != call.kind:
-            return (
-                f"called {there} at {there.where} instead: comm.debug(True) finds such differences"
-            )
+    for other in collectives:
+        if other.sequence == call.sequence and other.operation != call.kind:
+            return f"called {other} at {other.where} instead: comm.debug(True) finds the difference"
     return None
 
 
@@ -106,15 +102,15 @@ def _process_of(comm_group: CommGroup, rank: int) -> ProcessLedger | str:
     try:
         store = c10d._get_default_store()
         if not store.check([key]):
-            return "has not called tutti.comm yet, so nothing is known of it"
+            return "has not called tutti.comm yet, so its state is unknown"
         address = json.loads(store.get(key))
     except (RuntimeError, ValueError) as error:
-        return f"cannot be looked up: the store, which rank 0 holds, is gone ({error})"
+        return f"cannot be looked up: the store of rank 0 has ended ({error})"
     if not ledger.is_on_this_machine(address):
-        return f"is on host {address['host']}: run `tutti world --ledger` there"
+        return f"is on host {address['host']}: run `tutti world --ledger` on that host"
     if not Path(f"/proc/{address['pid']}").exists():
         return f"has ended (pid {address['pid']} on {socket.gethostname()})"
-    process = read_process(address["pid"])
+    process = ledger.read_process(address["pid"])
     return process or f"(pid {address['pid']}) has no ledger that this user may read"
 
 
@@ -123,18 +119,15 @@ def _state(process: ProcessLedger, comm_group: CommGroup) -> str:
 
     `pid 123: last all_gather 56, done 29.8 s ago; at train.py:88 in step, seen 0.4 s ago`
     """
-    text = f"pid {process.pid}: "
-    records = [record for record in process.records if record.group_name == comm_group.name]
-    last = records[-1] if records else None
-    if last is None:
-        text += f"nothing yet in group {comm_group.label}"
-    elif last.ended is None:
-        text += f"in {last.operation} {last.sequence} at {last.where} for {last.age:.1f} s"
-    else:
-        text += f"last {last.operation} {last.sequence}, {last.state} {last.ended:.1f} s ago"
+    state = f"no operation yet in group {comm_group.label}"
+    for last in process.records:  # oldest first
+        if last.group_name == comm_group.name and last.ended is None:
+            state = f"in {last.operation} {last.sequence} at {last.where} for {last.age:.1f} s"
+        elif last.group_name == comm_group.name:
+            state = f"last {last.operation} {last.sequence}, {last.state} {last.ended:.1f} s ago"
     if process.location:
-        text += f"; at {process.location}, seen {process.location_age:.1f} s ago"
-    return text
+        state += f"; at {process.location}, seen {process.location_age:.1f} s ago"
+    return f"pid {process.pid}: {state}"
 
 
 # ---- Debug mode ----
@@ -145,10 +138,10 @@ _compare_timeout = 60.0
 def debug(on: bool = True, *, timeout: float = 60.0) -> None:
     """From now on, compare every collective between ranks before it is sent; call on every rank.
 
-    A difference raises RanksDiffer. If a rank does not arrive within `timeout` seconds, the others
-    raise CollectiveTimeout, which names the line at which that rank is. Sends and receives are not
-    compared. The shm backend always compares torch's own calls (for example by DDP); in debug mode
-    its error also names source lines.
+    A difference raises RanksDiffer. If a rank does not arrive within `timeout` seconds, the other
+    ranks raise CollectiveTimeout, which names the source line of the late rank. Sends and receives
+    are not compared. The shm backend always compares torch's own calls (for example by DDP); in
+    debug mode its errors also name source lines.
     """
     global _compare_timeout
     _compare_timeout = timeout
@@ -165,36 +158,29 @@ def _compare_calls(calls: Sequence[Operation]) -> None:
     """Compare operations that are sent together with the calls of the other ranks."""
     by_group: dict[CommGroup, list[dict[str, Any]]] = {}
     for call in calls:
-        if not call.is_message:
-            by_group.setdefault(call.comm_group, []).append(_description(call))
+        if call.is_message:
+            continue
+        shape = None if call.tensor is None else list(call.tensor.shape)
+        if call.splits is not None and shape is not None:
+            shape[0] = -1  # the number of rows may differ between ranks
+        description = {
+            **{"operation": call.kind, "shape": shape, "dtype": call.dtype_name},
+            **{"reduction": call.op, "root": call.root, "splits": call.splits, "where": call.where},
+        }
+        by_group.setdefault(call.comm_group, []).append(description)
     # Publish all before waiting for any, so that the order of groups does not matter.
-    for comm_group, mine in by_group.items():
+    for comm_group, own_calls in by_group.items():
         comm_group.comparisons += 1
-        comm_group.store.set(_key(comm_group, comm_group.rank), json.dumps(mine))
-    for comm_group, mine in by_group.items():
-        _compare_in_group(comm_group, mine)
-
-
-def _description(call: Operation) -> dict[str, Any]:
-    shape = None if call.tensor is None else list(call.tensor.shape)
-    if call.splits is not None and shape is not None:
-        shape[0] = -1  # the number of rows may differ between ranks
-    return {
-        "operation": call.kind,
-        "shape": shape,
-        "dtype": call.dtype_name,
-        "reduction": call.op,
-        "root": call.root,
-        "splits": call.splits,
-        "where": call.where,
-    }
+        comm_group.store.set(_key(comm_group, comm_group.rank), json.dumps(own_calls))
+    for comm_group, own_calls in by_group.items():
+        _compare_in_group(comm_group, own_calls)
 
 
 def _key(comm_group: CommGroup, rank: int, back: int = 0) -> str:
     return f"tutti/compare/{comm_group.comparisons - back}/{rank}"
 
 
-def _compare_in_group(comm_group: CommGroup, mine: list[dict[str, Any]]) -> None:
+def _compare_in_group(comm_group: CommGroup, own_calls: list[dict[str, Any]]) -> None:
     keys = [_key(comm_group, rank) for rank in range(comm_group.size)]
     try:
         comm_group.store.wait(keys, timedelta(seconds=_compare_timeout))
@@ -207,16 +193,16 @@ def _compare_in_group(comm_group: CommGroup, mine: list[dict[str, Any]]) -> None
                     process = f"has not arrived ({_state(process, comm_group)})"
                 late.append(f"rank {rank} {process}")
         raise CollectiveTimeout(
-            f"{_shown(mine[0])} of group {comm_group.label}, at {mine[0]['where']}, has waited "
-            f"{_compare_timeout:g} s to compare with the other ranks: {'; '.join(late)}. Set "
-            "comm.debug(True) on every rank."
+            f"{_shown(own_calls[0])} of group {comm_group.label}, at {own_calls[0]['where']}, has "
+            f"waited {_compare_timeout:g} s to compare with the other ranks: {'; '.join(late)}. "
+            "Call comm.debug(True) on every rank."
         ) from None
-    everyone = [json.loads(text) for text in comm_group.store.multi_get(keys)]
+    calls_of_ranks = [json.loads(text) for text in comm_group.store.multi_get(keys)]
     # All ranks have published this comparison, so all have read the previous one.
     comm_group.store.delete_key(_key(comm_group, comm_group.rank, back=1))
-    nothing = {"operation": "nothing more in this block", "shape": None, "where": ""}
-    for same_step in itertools.zip_longest(*everyone, fillvalue=nothing):
-        _refuse_differences(comm_group, same_step)
+    no_call = {"operation": "no further call in this block", "shape": None, "where": ""}
+    for compared in itertools.zip_longest(*calls_of_ranks, fillvalue=no_call):
+        _refuse_differences(comm_group, compared)
 
 
 def _refuse_differences(comm_group: CommGroup, calls: Sequence[dict[str, Any]]) -> None:
@@ -225,22 +211,23 @@ def _refuse_differences(comm_group: CommGroup, calls: Sequence[dict[str, Any]]) 
         ranks_of.setdefault(_shown(call), []).append(rank)
     if len(ranks_of) > 1:
         listed = [
-            f"{name_ranks(ranks)}: {what}" + f" at {calls[ranks[0]]['where']}".removesuffix(" at ")
-            for what, ranks in ranks_of.items()
+            f"{name_ranks(ranks)}: {call}" + f" at {calls[ranks[0]]['where']}".removesuffix(" at ")
+            for call, ranks in ranks_of.items()
         ]
         raise RanksDiffer(
             f"ranks of group {comm_group.label} call different collectives: {'; '.join(listed)}: "
-            "every rank must make the same call: check the condition that leads there"
+            "every rank must make the same calls in the same order: check the conditions before "
+            "these lines"
         )
     for source, sent in enumerate(calls):
         for target, received in enumerate(calls):
             if not sent.get("splits") or not received.get("splits"):
                 continue
-            out, into = sent["splits"][0][target], received["splits"][1][source]
-            if out != into:
+            count, expected = sent["splits"][0][target], received["splits"][1][source]
+            if count != expected:
                 raise RanksDiffer(
-                    f"all_to_all of group {comm_group.label}: rank {source} sends {out} elements "
-                    f"to rank {target} (in_splits at {sent['where']}), which expects {into} "
+                    f"all_to_all of group {comm_group.label}: rank {source} sends {count} elements "
+                    f"to rank {target} (in_splits at {sent['where']}), which expects {expected} "
                     f"(out_splits at {received['where']})"
                 )
 

@@ -4,9 +4,9 @@
 
     $XDG_CACHE_HOME/tutti/paths/MACHINE-RANKS.json      (default: ~/.cache/tutti/paths/…)
 
-Every group that has a choice of paths reads this file once; rank 0's table is used on all ranks, so
-that all ranks take the same path. Without a table, DEFAULTS are used. If a table cannot be read,
-`load` raises an error, but a running job only warns: a damaged cache must not end a job.
+Every group that has a choice of paths reads this file once. All ranks use rank 0's table, so that
+they take the same path. Without a table, DEFAULTS are used. If a table cannot be read, `load`
+raises an error, but a running job only warns: a damaged cache must not end a job.
 """
 
 import contextlib
@@ -41,9 +41,6 @@ PATHS = ("gloo", "shm", "hierarchical", "nccl", "symmetric one-shot")
 _ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
 
 
-# ---- The table ----
-
-
 @dataclass(frozen=True)
 class Row:
     """In this range of sizes, this path is the fastest for this operation."""
@@ -59,8 +56,8 @@ class Row:
 
     def covers(self, op: str, device: str, size: int) -> bool:
         """Whether the row applies to this operation on this device at this size."""
-        end = float("inf") if self.to_bytes is None else self.to_bytes
-        return (self.op, self.device) == (op, device) and self.from_bytes <= size < end
+        in_range = self.from_bytes <= size and (self.to_bytes is None or size < self.to_bytes)
+        return (self.op, self.device) == (op, device) and in_range
 
 
 @dataclass(frozen=True)
@@ -105,28 +102,28 @@ DEFAULTS = (
 def fastest(measurements: Iterable[Measured], ranks: int, dtype: str | None = None) -> Table:
     """The table of the fastest paths; each is used up to the next size where another is faster."""
     best: dict[tuple[str, str, int], Measured] = {}
-    for each in measurements:
-        key = (each.op, each.device, each.bytes)
-        if each.path in PATHS and (key not in best or each.time_us < best[key].time_us):
-            best[key] = each
+    for new in measurements:
+        key = (new.op, new.device, new.bytes)
+        if new.path in PATHS and (key not in best or new.time_us < best[key].time_us):
+            best[key] = new
     rows: list[Row] = []
-    for (op, device, size), each in sorted(best.items()):
+    for (op, device, size), fast in sorted(best.items()):
         start = 0
         if rows and (rows[-1].op, rows[-1].device) == (op, device):
-            if rows[-1].path == each.path:
+            if rows[-1].path == fast.path:
                 continue
             rows[-1] = replace(rows[-1], to_bytes=size)
             start = size
-        rows.append(Row(op, device, each.path, start, None, each.time_us, dtype))
+        rows.append(Row(op, device, fast.path, start, None, fast.time_us, dtype))
     return Table(machine_key(), ranks, time.strftime("%Y-%m-%d"), tuple(rows))
 
 
 def machine_key() -> str:
     """A name for machines of this kind: processor, number of CPUs, GPUs."""
-    about = describe_environment()
-    gpus = [gpu["name"] for gpu in about["gpus"]]
-    parts = [about["cpu"], platform.machine(), str(os.cpu_count()), *gpus]
-    short = re.sub(r"[^a-z0-9]+", "-", (gpus[0] if gpus else str(about["cpu"])).lower())
+    environment = describe_environment()
+    gpus = [gpu["name"] for gpu in environment["gpus"]]
+    parts = [environment["cpu"], platform.machine(), str(os.cpu_count()), *gpus]
+    short = re.sub(r"[^a-z0-9]+", "-", (gpus[0] if gpus else str(environment["cpu"])).lower())
     digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
     return f"{short.strip('-')[:40]}-{digest}"
 
@@ -156,7 +153,7 @@ def save(table: Table) -> Path:
     except OSError as error:
         raise UsageError(
             f"the table of paths cannot be written to {path}: {error.strerror}: set "
-            "XDG_CACHE_HOME to a directory that can be"
+            "XDG_CACHE_HOME to a directory in which you can write"
         ) from None
     return path
 
@@ -170,7 +167,7 @@ def load(ranks: int) -> Table | None:
         return None
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path} is no table of paths ({error}): delete it, or measure again with "
+            f"{path} is not a valid table of paths ({error}): delete it, or measure again with "
             "`tutti bench tune`"
         ) from None
 
@@ -181,26 +178,23 @@ def parse(text: str) -> Table:
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"its schema is not {SCHEMA}")
     try:
-        rows = tuple(_checked(Row(**row)) for row in content["rows"])
-        return Table(str(content["machine"]), int(content["ranks"]), str(content["measured"]), rows)
+        rows = tuple(Row(**row) for row in content["rows"])
+        table = Table(
+            str(content["machine"]), int(content["ranks"]), str(content["measured"]), rows
+        )
     except (KeyError, TypeError) as error:
         raise ValueError(f"a field is wrong or missing: {error}") from None
-
-
-def _checked(row: Row) -> Row:
-    sizes: list[Any] = [row.from_bytes, 0 if row.to_bytes is None else row.to_bytes]
-    if row.path not in PATHS or row.op not in KINDS or row.device not in ("cpu", "cuda"):
-        raise ValueError(f"it has a row for {row.op} on {row.device} by {row.path}")
-    if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise ValueError(f"it has sizes {row.from_bytes} to {row.to_bytes}")
-    return row
-
-
-# ---- The choice ----
+    for row in rows:
+        if row.path not in PATHS or row.op not in KINDS or row.device not in ("cpu", "cuda"):
+            raise ValueError(f"it has a row for {row.op} on {row.device} with path {row.path}")
+        sizes: list[Any] = [row.from_bytes, 0 if row.to_bytes is None else row.to_bytes]
+        if not all(isinstance(size, int) and size >= 0 for size in sizes):
+            raise ValueError(f"it has sizes {row.from_bytes} to {row.to_bytes}")
+    return table
 
 
 class Choice(NamedTuple):
-    """A path and the reason for it."""
+    """A path and the reason for choosing it."""
 
     path: str
     reason: str
@@ -219,13 +213,13 @@ def choose(
         return Choice(row.path, _figures(row, table))
     for row in DEFAULTS:
         if row.covers(op, device, size) and row.path in available:
-            return Choice(row.path, "the default: measure with `tutti bench tune`")
+            return Choice(row.path, "the default, not measured: `tutti bench tune` measures")
     return Choice(next(iter(available)), "the first path available: nothing was measured")
 
 
 def _figures(row: Row, table: Table) -> str:
     end = "" if row.to_bytes is None else f" to {row.to_bytes}"
-    figure = "" if row.time_us is None else f", {row.time_us:.1f} µs at the low end"
+    figure = "" if row.time_us is None else f", {row.time_us:.1f} µs at the smallest size"
     when = f"with {table.ranks} ranks on {row.measured or table.measured}"
     return f"the fastest from {row.from_bytes} bytes{end} when measured {when}{figure}"
 
@@ -243,11 +237,9 @@ class Explanation:
     others: tuple[str, ...]
 
     def __str__(self) -> str:
-        also = f" (also available: {', '.join(self.others)})" if self.others else ""
-        return (
-            f"{self.op} of {self.bytes} bytes on {self.device} in group {self.group} uses "
-            f"{self.path}: {self.reason}{also}"
-        )
+        others = f" (also available: {', '.join(self.others)})" if self.others else ""
+        operation = f"{self.op} of {self.bytes} bytes on {self.device} in group {self.group}"
+        return f"{operation} uses {self.path}: {self.reason}{others}"
 
 
 def explain(
@@ -255,20 +247,21 @@ def explain(
 ) -> Explanation:
     """Explain which path an operation of this size takes in this group, and why.
 
-    device is cpu or cuda; the default is cuda if the group supports it. Not a collective.
+    device is cpu or cuda; the default is cuda if the group supports it. One rank alone may call
+    this function.
     """
     comm_group = comm_group_of(group)
     if op not in KINDS:
-        raise UsageError(f"op={op!r} is no operation: {did_you_mean(op, KINDS)}")
+        raise UsageError(f"op={op!r} is not an operation: {did_you_mean(op, KINDS)}")
     if bytes < 0:
-        raise UsageError(f"bytes={bytes}: give 0 or more")
-    served = comm_group.device_types
+        raise UsageError(f"bytes={bytes} must be at least 0")
+    supported = comm_group.device_types
     if device is None:
-        device = "cuda" if "cuda" in served and torch.cuda.is_available() else "cpu"
-    if device not in served:
+        device = "cuda" if "cuda" in supported and torch.cuda.is_available() else "cpu"
+    if device not in supported:
         raise UsageError(
-            f"device={device!r}: group {comm_group.label} serves {' and '.join(sorted(served))}: "
-            "use one of these"
+            f"device={device!r}: group {comm_group.label} supports only "
+            f"{' and '.join(sorted(supported))}"
         )
     paths = available_paths(comm_group, device)
     problem = ""
@@ -298,21 +291,15 @@ def _has_symmetric_memory(comm_group: CommGroup) -> bool:
     if comm_group.has_symmetric_memory is None:
         from tutti.comm.symmetric import available
 
-        comm_group.has_symmetric_memory = (
-            comm_group.size > 1 and available("cuda")["cuda"][0] and _is_on_one_host(comm_group)
-        )
+        comm_group.has_symmetric_memory = False
+        if comm_group.size > 1 and available("cuda")["cuda"][0]:
+            # Every rank writes its address to the store when it first uses tutti.comm.
+            keys = [f"tutti/ledger/{rank}" for rank in comm_group.ranks]
+            store = c10d._get_default_store()
+            store.wait(keys)
+            addresses = map(json.loads, store.multi_get(keys))
+            comm_group.has_symmetric_memory = all(map(ledger.is_on_this_machine, addresses))
     return comm_group.has_symmetric_memory
-
-
-def _is_on_one_host(comm_group: CommGroup) -> bool:
-    # Every rank announces its process when it first uses tutti.comm: wait until all ranks have.
-    keys = [f"tutti/ledger/{rank}" for rank in comm_group.ranks]
-    store = c10d._get_default_store()
-    store.wait(keys)
-    return all(ledger.is_on_this_machine(json.loads(text)) for text in store.multi_get(keys))
-
-
-# ---- Sending an operation on CUDA ----
 
 
 def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
@@ -334,7 +321,7 @@ def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
     if chosen.path != "symmetric one-shot":
         return issue
     # The kernels of the ranks wait for each other, and kernels on two streams could deadlock. So
-    # symmetric memory is used only on the first stream on which the group used it.
+    # all one-shot kernels of a group run on the stream of the first one.
     stream = torch.cuda.current_stream().cuda_stream
     if comm_group.symmetric_stream is None:
         comm_group.symmetric_stream = stream
@@ -342,7 +329,7 @@ def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
 
 
 def _table_of_rank_0(comm_group: CommGroup) -> Table | None:
-    """Rank 0's table, on every rank: ranks that choose different paths would wait forever."""
+    """Rank 0's table; ranks that chose paths from different tables would wait forever."""
     key = "tutti/paths"
     if comm_group.rank != 0:
         text = comm_group.store.get(key).decode()  # waits for rank 0, which makes the same call
