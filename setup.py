@@ -25,7 +25,7 @@ def extension(library) -> Extension:
         f"tutti.comm.shm.{library.name}",
         sources=relative(library.sources),
         depends=relative(library.headers),
-        define_macros=list(library.macros),
+        define_macros=[("TUTTI_SOURCE_HASH", f'"{library.hash}"')],
         extra_compile_args=[*library.flags, *(f"-isystem{path}" for path in library.include_paths)],
         library_dirs=[str(path) for path in library.library_paths],
         extra_link_args=list(library.link),

@@ -229,7 +229,7 @@ def test_where_it_cannot_be_built_all_ranks_use_gloo_and_rank_0_says_so_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registration, "_load", lambda: (None, "no C compiler: install gcc"))
-    registration._say_gloo.cache_clear()
+    registration._print_gloo_note.cache_clear()
     before = memory_of_groups()
     for name in ("one", "other"):
         group = make(dist.HashStore(), 0, 1, timedelta(seconds=20), name)

@@ -1,16 +1,15 @@
 """How the ranks of a group find each other through its store and connect through shared memory.
 
-Two ranks share a host if one can open the other's memory: each opens a tiny memfd of the other
-through /proc and reads a random number from it. Host names, boot ids and variables such as
-LOCAL_WORLD_SIZE are not used, because in some cases they are wrong.
+Two ranks share a host if each can open a tiny memfd of the other through /proc and read a random
+number from it. Host names, boot ids and variables such as LOCAL_WORLD_SIZE are not used, because in
+some cases they are wrong.
 """
 
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,8 @@ from tutti.comm.shm import native
 from tutti.world.errors import UsageError
 from tutti.world.exchange import RanksMissing, gather_json_from_store, name_ranks
 
-Card = dict[str, Any]  # what a rank publishes about itself
+Card = dict[str, Any]  # host, pid, fd and token of a rank, published in the store
+Gather = Callable[[str, Any], list[Any]]  # (topic, value) to the values of all ranks
 _TOKEN_BYTES = 8
 _PROBE = "tutti-probe"
 
@@ -55,15 +55,10 @@ def shares_memory(card: Card) -> bool:
         # Check the name first: opening an unknown file may block.
         if not os.readlink(path).startswith(f"/memfd:{_PROBE}"):
             return False
-        probe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(path, "rb", buffering=0) as probe:
+            return probe.read(_TOKEN_BYTES) == int(card["token"]).to_bytes(_TOKEN_BYTES)
     except OSError:
         return False
-    try:
-        return os.read(probe, _TOKEN_BYTES) == int(card["token"]).to_bytes(_TOKEN_BYTES)
-    except OSError:
-        return False
-    finally:
-        os.close(probe)
 
 
 def connect(
@@ -77,29 +72,46 @@ def connect(
     can_open: Callable[[Card], bool] = shares_memory,
     unavailable: str = "",
 ) -> Connection:
-    """Find all ranks of a group and connect to those on this host; every rank calls this.
+    """Find all ranks of a group and connect to the ranks on this host; every rank calls this.
 
     With staging_bytes=0 the core chooses the size. `can_open` returns whether a peer's memory can
     be opened. A rank that cannot use shm passes the reason as `unavailable`; all ranks receive the
     reason.
     """
     # A store may outlive a group and be used again by the next group of the same name.
-    turn = (store.add("arrivals", 1) - 1) // size
-    store = dist.PrefixStore(f"{turn}/", store)
-    exchange = _Exchange(store, rank, size, name, timeout_s)
+    generation = (store.add("arrivals", 1) - 1) // size
+    store = dist.PrefixStore(f"{generation}/", store)
+    deadline = time.monotonic() + timeout_s
+
+    def gather(topic: str, value: Any) -> list[Any]:
+        left = max(0.001, deadline - time.monotonic())
+        try:
+            return gather_json_from_store(store, topic, value, rank, size, left)
+        except RanksMissing as missing:
+            raise native.ShmTimeout(
+                f"group {name} of {size} ranks: {name_ranks(missing.ranks)} did not connect within "
+                f"{timeout_s:g} s: did all ranks call init_process_group or new_group, in the same "
+                "order?"
+            ) from None
+
     token = secrets.randbits(8 * _TOKEN_BYTES - 1)
-    with _probe(token) as fd:
+    fd = os.memfd_create(_PROBE)
+    try:
+        os.write(fd, token.to_bytes(_TOKEN_BYTES))
         card = {"host": socket.gethostname(), "pid": os.getpid(), "fd": fd, "token": token}
-        cards = exchange.gather("card", card | {"unavailable": unavailable})
-        names = tuple(str(each["host"]) for each in cards)
-        for other, each in enumerate(cards):
-            if each["unavailable"]:
-                reason = f"rank {other} on {each['host']}: {each['unavailable']}"
+        cards = gather("card", card | {"unavailable": unavailable})
+        names = tuple(str(card["host"]) for card in cards)
+        for peer, card in enumerate(cards):
+            if card["unavailable"]:
+                reason = f"rank {peer} on {card['host']}: {card['unavailable']}"
                 return Connection(rank, (), names, store, unavailable=reason)
         reachable = [p for p in range(size) if p == rank or can_open(cards[p])]
-        all_reachable = exchange.gather("reachable", reachable)
+        all_reachable = gather("reachable", reachable)
+    finally:
+        os.close(fd)
     connection = Connection(rank, _hosts(all_reachable, names), names, store)
-    return replace(connection, group=_make_group(connection, cards, exchange, name, staging_bytes))
+    token = int(cards[connection.neighbours[0]]["token"])
+    return replace(connection, group=_make_group(connection, name, staging_bytes, token, gather))
 
 
 def _hosts(reachable: list[list[int]], names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -111,48 +123,43 @@ def _hosts(reachable: list[list[int]], names: tuple[str, ...]) -> tuple[tuple[in
     for rank, ranks in enumerate(mutual):
         for peer in ranks:
             if mutual[peer] != ranks:
-                odd = next(iter(set(mutual[peer]) ^ set(ranks)))
+                third = next(iter(set(mutual[peer]) ^ set(ranks)))
                 raise UsageError(
                     f"ranks {rank} on {names[rank]} and {peer} on {names[peer]} share memory, but "
-                    f"only one of them does with rank {odd} on {names[odd]}: run all ranks of a "
-                    "host as one user and in one PID namespace (container), or use backend='gloo'"
+                    f"only one of them shares memory with rank {third} on {names[third]}: run all "
+                    "ranks of a host as one user and in one PID namespace (container), or use "
+                    "backend='gloo'"
                 )
     return tuple(sorted(set(mutual)))
 
 
 def _make_group(
-    connection: Connection, cards: list[Card], exchange: "_Exchange", name: str, staging_bytes: int
+    connection: Connection, name: str, staging_bytes: int, token: int, gather: Gather
 ) -> int:
     core = native.core()
-    ranks = connection.neighbours
-    token = int(cards[ranks[0]]["token"])
-    own = ranks.index(connection.rank)
-    group = core.tutti_group_create(name.encode(), own, len(ranks), staging_bytes, token)
+    ranks, rank, names = connection.neighbours, connection.rank, connection.names
+    local_rank = ranks.index(rank)
+    group = core.tutti_group_create(name.encode(), local_rank, len(ranks), staging_bytes, token)
     segment = {"error": core.tutti_error().decode()}
     if group:
-        place = {"fd": core.tutti_group_fd(group), "bytes": core.tutti_group_bytes(group)}
-        segment = {"pid": os.getpid(), **place}
+        segment = {"pid": os.getpid(), "fd": core.tutti_group_fd(group)}
+        segment["bytes"] = core.tutti_group_bytes(group)
     try:
-        segments = exchange.gather("group", segment)
-        for rank, each in enumerate(segments):
-            if "error" in each:
-                raise UsageError(
-                    f"rank {rank} on {connection.names[rank]} could not make group {name}: "
-                    f"{each['error']}"
-                )
+        segments = gather("group", segment)
+        for peer, segment in enumerate(segments):
+            if "error" in segment:
+                reason = f"could not make group {name}: {segment['error']}"
+                raise UsageError(f"rank {peer} on {names[peer]} {reason}")
         failure = None
-        for peer, rank in enumerate(ranks):
-            if rank == connection.rank:
+        for local_peer, peer in enumerate(ranks):
+            at = segments[peer]
+            if peer == rank or failure is not None:
                 continue
-            at = segments[rank]
-            if core.tutti_group_connect(group, peer, at["pid"], at["fd"], at["bytes"]) != 0:
-                failure = (
-                    f"rank {connection.rank} could not connect to rank {rank} on "
-                    f"{connection.names[rank]}: {core.tutti_error().decode()}"
-                )
-                break
+            if core.tutti_group_connect(group, local_peer, at["pid"], at["fd"], at["bytes"]) != 0:
+                reason = core.tutti_error().decode()
+                failure = f"rank {rank} could not connect to rank {peer} on {names[peer]}: {reason}"
         # No rank continues before all peers have opened its memory, because it may end soon after.
-        for text in exchange.gather("connected", failure):
+        for text in gather("connected", failure):
             if text is not None:
                 raise UsageError(text)
     except BaseException:
@@ -160,36 +167,3 @@ def _make_group(
             core.tutti_group_close(group)
         raise
     return int(group)
-
-
-class _Exchange:
-    """Exchanges values between all ranks of a group through the store, all within one deadline."""
-
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, name: str, timeout_s: float
-    ) -> None:
-        self.store, self.rank, self.size = store, rank, size
-        self.name, self.timeout_s = name, timeout_s
-        self.deadline = time.monotonic() + timeout_s
-
-    def gather(self, topic: str, value: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
-        left = max(0.001, self.deadline - time.monotonic())
-        try:
-            return gather_json_from_store(self.store, topic, value, self.rank, self.size, left)
-        except RanksMissing as missing:
-            raise native.ShmTimeout(
-                f"group {self.name} of {self.size} ranks: {name_ranks(missing.ranks)} did not "
-                f"connect within {self.timeout_s:g} s: did all ranks call init_process_group or "
-                "new_group, in the same order?"
-            ) from None
-
-
-@contextmanager
-def _probe(token: int) -> Iterator[int]:
-    fd = os.memfd_create(_PROBE)
-    try:
-        os.write(fd, token.to_bytes(_TOKEN_BYTES))
-        yield fd
-    finally:
-        os.close(fd)

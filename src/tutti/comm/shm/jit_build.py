@@ -1,10 +1,10 @@
 """Compiles the C core and the C++ front: at install (setup.py), or at first use into a cache.
 
 The core is plain C, loaded with ctypes. The front is a torch extension, which works with only one
-version of torch and of Python. Both contain a mark: a hash of everything they were built from, that
-is, sources, flags, platform and, for the front, torch, its ABI and Python. A library whose mark
-differs (an editable install whose sources changed, a new torch) is not loaded; the matching library
-is taken from $XDG_CACHE_HOME/tutti/shm (default ~/.cache/tutti/shm) or compiled into this folder.
+version of torch and of Python. Both contain a mark, a hash of sources, flags and platform and, for
+the front, of the versions of torch, its ABI and Python. A library with another mark (an editable
+install whose sources changed, a new torch) is not loaded; the matching library is taken from
+$XDG_CACHE_HOME/tutti/shm (default ~/.cache/tutti/shm) or compiled into this folder.
 
 setup.py imports this file by its path, so nothing outside the standard library is imported here.
 """
@@ -35,7 +35,7 @@ _MARK = b"tutti-built-from:"
 
 
 class BuildFailed(RuntimeError):
-    """A library is missing and cannot be built here; the message has the reason and the remedy."""
+    """A library is missing and cannot be built here; the message has the reason and the cure."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,6 @@ class Library:
         for file in sorted((*self.sources, *self.headers)):
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
         return digest.hexdigest()[:20]
-
-    @property
-    def macros(self) -> tuple[tuple[str, str], ...]:
-        return (("TUTTI_SOURCE_HASH", f'"{self.hash}"'),)
 
 
 @cache
@@ -122,42 +118,44 @@ def built(*libraries: Library) -> list[Path]:
 
     Several processes may call this at once: one compiles, the others wait for that process.
     """
-    found = [_find(library) for library in libraries]
-    if None not in found:
-        return [path for path in found if path is not None]
-    folder = _cache_folder()
-    began = time.time()
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        missing = [library for library in libraries if _find(library) is None]
-        for library in missing:  # the process that held the lock before may have failed just now
-            log = folder / f"{_file_name(library)}.log"
-            if log.exists() and log.stat().st_mtime >= began:
-                raise BuildFailed(_failure(library, log))
-        if missing:
-            commands = [_command(library) for library in missing]  # raises if there is no compiler
-            for left in folder.glob("tmp*"):  # left by processes that were killed while compiling
-                shutil.rmtree(left, ignore_errors=True)
-            _announce(folder)
-            with ThreadPoolExecutor(len(missing)) as pool:
-                list(pool.map(_compile, missing, commands, [folder] * len(missing)))
+    if None in map(_find, libraries):
+        folder = _cache_folder()
+        began = time.time()
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            missing = [library for library in libraries if _find(library) is None]
+            for library in missing:
+                log = folder / f"{_file_name(library)}.log"
+                if log.exists() and log.stat().st_mtime >= began:
+                    # The process that held the lock before this process has just failed.
+                    raise BuildFailed(_failure(library, log))
+            if missing:
+                _compile_all(missing, folder)
     return [path for library in libraries if (path := _find(library)) is not None]
+
+
+def _compile_all(libraries: list[Library], folder: Path) -> None:
+    commands = [_command(library) for library in libraries]  # raises if there is no compiler
+    for scratch in folder.glob("tmp*"):  # of processes that were killed while compiling
+        shutil.rmtree(scratch, ignore_errors=True)
+    torch = sys.modules.get("torch")
+    version = f" for torch {torch.__version__}" if torch else ""
+    message = f"compiling the shm backend{version} (once, about a minute; kept in {folder})"
+    print(f"tutti: {message}", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(len(libraries)) as pool:
+        list(pool.map(_compile, libraries, commands, [folder] * len(libraries)))
 
 
 def _find(library: Library) -> Path | None:
     """A file built from exactly the present sources: beside this file, or in the cache."""
     for suffix in EXTENSION_SUFFIXES:
         path = FOLDER / f"{library.name}{suffix}"
-        if path.exists() and _mark_of(path) == library.hash:
-            return path
+        if path.exists():
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as m:
+                if m.find(_MARK + library.hash.encode() + b";") >= 0:
+                    return path
     path = _cache_path() / f"{_file_name(library)}.so"
     return path if _is_private(path) and _is_private(path.parent) else None
-
-
-def _mark_of(path: Path) -> str:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        start = text.find(_MARK) + len(_MARK)
-        return text[start : text.find(b";", start)].decode(errors="replace")
 
 
 def _file_name(library: Library) -> str:
@@ -180,20 +178,20 @@ def _is_private(path: Path) -> bool:
 
 
 def _cache_folder() -> Path:
-    """Create and return the cache folder; refuse one to which another user could write."""
+    """Create and return the cache folder; refuse a folder in which another user could write."""
     path = _cache_path()
     cure = "set XDG_CACHE_HOME to a folder that only you can write to"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
         if not os.access(path, os.W_OK):
-            raise PermissionError("it is read-only")
+            raise PermissionError("read-only")
     except OSError as error:
         raise BuildFailed(f"the cache folder {path} cannot be used ({error}): {cure}") from None
     if not _is_private(path):
         raise BuildFailed(
             f"the cache folder {path} belongs to user {status.st_uid} with mode "
-            f"{stat.S_IMODE(status.st_mode):o}, so others could replace a library in it: {cure}"
+            f"{stat.S_IMODE(status.st_mode):o}, so other users could replace libraries: {cure}"
         )
     return path
 
@@ -201,29 +199,18 @@ def _cache_folder() -> Path:
 def _command(library: Library) -> list[str]:
     """The command line of the compiler, without the output file."""
     variable, *programs = library.compilers
-    given = os.environ.get(variable)
-    compiler = shlex.split(given) if given else [p for p in programs if shutil.which(p)][:1]
+    value = os.environ.get(variable)
+    compiler = shlex.split(value) if value else [p for p in programs if shutil.which(p)][:1]
     if not compiler or shutil.which(compiler[0]) is None:
         language = "C++" if variable == "CXX" else "C"
-        tried = given or ", ".join(programs)
         raise BuildFailed(
-            f"no {language} compiler was found ({tried}): install gcc and g++ (apt install g++, "
-            f"dnf install gcc-c++), or set {variable}"
+            f"no {language} compiler was found (tried {value or ', '.join(programs)}): install gcc "
+            f"and g++ (apt install g++, dnf install gcc-c++), or set {variable}"
         )
-    flags = [*library.flags, *(f"-D{name}={value}" for name, value in library.macros)]
+    flags = [*library.flags, f'-DTUTTI_SOURCE_HASH="{library.hash}"']
     flags += [f"-isystem{path}" for path in library.include_paths]
     link = [*(f"-L{path}" for path in library.library_paths), *library.link]
     return [*compiler, *flags, "-fPIC", "-shared", *map(str, library.sources), *link]
-
-
-def _announce(folder: Path) -> None:
-    torch = sys.modules.get("torch")
-    version = f" for torch {torch.__version__}" if torch else ""
-    print(
-        f"tutti: compiling the shm backend{version} (once, about a minute; kept in {folder})",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def _compile(library: Library, command: list[str], folder: Path) -> None:
@@ -231,10 +218,10 @@ def _compile(library: Library, command: list[str], folder: Path) -> None:
     log = path.with_name(f"{_file_name(library)}.log")
     log.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / path.name
+        compiled = Path(scratch) / path.name
         try:
             done = subprocess.run(
-                [*command, "-o", str(made)],
+                [*command, "-o", str(compiled)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -244,22 +231,19 @@ def _compile(library: Library, command: list[str], folder: Path) -> None:
             output, code = done.stdout, done.returncode
         except OSError as error:
             output, code = str(error), 127
-        if code == 0 and made.exists():
-            made.chmod(0o700)
-            os.replace(made, path)
+        if code == 0 and compiled.exists():
+            compiled.chmod(0o700)
+            os.replace(compiled, path)
             return
     log.write_text(f"{shlex.join(command)}\n{output}\nexit status {code}\n")
     raise BuildFailed(_failure(library, log))
 
 
 def _failure(library: Library, log: Path) -> str:
-    """The compiler's first error, and where the rest of its output is."""
+    """The compiler's first error, the log file with all of its output, and the cure."""
     command, *lines = log.read_text().splitlines()
-    compiler = shlex.split(command)[0]
     first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
-    cure = "see there"
-    if "Python.h" in first:
-        cure = "install the headers of Python (apt install python3-dev)"
-    return (
-        f"{compiler} could not compile {library.name}: {first.strip()} (all of it in {log}): {cure}"
-    )
+    needs_headers = "Python.h" in first
+    cure = "install the headers of Python (apt install python3-dev)" if needs_headers else "see log"
+    compiler = shlex.split(command)[0]
+    return f"{compiler} could not compile {library.name}: {first.strip()} (log: {log}): {cure}"

@@ -48,14 +48,11 @@ def _parse_headers() -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
         for name, value in re.findall(r"#define TUTTI_(\w+)\s+(-?\d+)\s*$", text, re.MULTILINE):
             values[name] = int(value)
         for enum, body in re.findall(r"enum\s*(\w*)\s*\{(.*?)\}", text, re.DOTALL):
-            names, number = [], -1
-            for item in filter(None, map(str.strip, body.split(","))):
-                name, _, given = item.removeprefix("TUTTI_").partition("=")
-                number = int(given) if given else number + 1
-                values[name.strip()] = number
-                names.append(name.strip().lower())
-            if enum:
-                enums[enum] = tuple(names)
+            number = -1
+            items = re.findall(r"TUTTI_(\w+)\s*(?:=\s*(-?\d+))?", body)
+            for name, value in items:
+                values[name] = number = int(value) if value else number + 1
+            enums[enum] = tuple(name.lower() for name, _ in items)
     return values, enums
 
 
@@ -71,7 +68,7 @@ if TYPE_CHECKING:
 
 
 class CoreMissing(UsageError):
-    """The compiled core is missing and cannot be built; the message has the reason and remedy."""
+    """The compiled core is missing and cannot be built; the message has the reason and cure."""
 
 
 class ShmError(RuntimeError):
@@ -89,7 +86,7 @@ class PeerDied(ShmError):
 
 
 class PeerLeft(ShmError):
-    """A rank closed the group or heap while others still waited for it."""
+    """A rank closed the group or heap while other ranks still waited for that rank."""
 
     rank = -1  # the rank that left; -1 if only the message names it
 
@@ -142,24 +139,12 @@ class Operation(ctypes.Structure):
 Done = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
 
 
-def _declare(library: ctypes.CDLL) -> None:
-    """Set result and argument types of every function in the headers."""
-    for text in map(_header, _HEADERS):
-        declarations = re.findall(r"^([\w ]+[ *]+)(tutti_\w+)\(([^)]*)\);", text, re.MULTILINE)
-        for result, name, arguments in declarations:
-            function = getattr(library, name)
-            function.restype = _c_type(result)
-            if arguments != "void":
-                function.argtypes = [_c_type(each) for each in arguments.split(",")]
-
-
 def _c_type(declared: str) -> object:
-    """The ctypes type of `const char *`, of `uint64_t count`, of any pointer."""
-    words = declared.replace("*", " ").replace("const", " ").split()
+    """The ctypes type of a C declaration, such as `const char *` or `uint64_t count`."""
+    name = declared.replace("*", " ").replace("const", " ").split()[0]
     if "*" in declared:
-        pointers = {"char": c_char_p, "tutti_operation": POINTER(Operation)}
-        return pointers.get(words[0], c_void_p)
-    return _C_TYPES[words[0]]
+        return {"char": c_char_p, "tutti_operation": POINTER(Operation)}.get(name, c_void_p)
+    return _C_TYPES[name]
 
 
 @cache
@@ -175,11 +160,15 @@ def _load(loader: type[ctypes.CDLL]) -> Any:
     path = core_path()
     try:
         library = loader(str(path))
-        _declare(library)
+        for text in map(_header, _HEADERS):
+            declarations = re.findall(r"^([\w ]+[ *]+)(tutti_\w+)\(([^)]*)\);", text, re.MULTILINE)
+            for result, name, arguments in declarations:
+                function = getattr(library, name)
+                function.restype = _c_type(result)
+                if arguments != "void":
+                    function.argtypes = [_c_type(argument) for argument in arguments.split(",")]
     except (OSError, AttributeError) as error:
-        raise CoreMissing(
-            f"{path} cannot be loaded ({error}): delete it, and it is rebuilt"
-        ) from error
+        raise CoreMissing(f"{path} cannot be loaded ({error}): delete it to rebuild it") from error
     return library
 
 

@@ -1,9 +1,9 @@
 """`shm` as a torch.distributed backend: `init_process_group("shm")`, `"cpu:shm,cuda:nccl"`.
 
 If the package is installed, torch finds this module through the entry point group "torch.backends";
-otherwise `tutti.comm.shm.register()` registers the backend. Nothing is loaded or compiled before
-the first group is made. If the libraries cannot be built on some rank, all ranks of the group use
-gloo, and rank 0 prints the reason.
+otherwise `tutti.comm.shm.register()` registers the backend. Libraries are loaded or compiled when
+the first group is made. If a rank cannot build them, all ranks of the group use gloo, and rank 0
+prints the reason.
 """
 
 import functools
@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from tutti.comm.shm.connect import Connection
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,8 @@ def available() -> tuple[bool, str]:
 def native_group(group: "dist.ProcessGroup | None" = None) -> int | None:
     """The address of the core's group behind a process group; None if shm is not its CPU backend.
 
-    Also None for a process group over several hosts, which has one core group per host, with
-    different rank numbers.
+    The result is also None for a process group over several hosts, which has one core group per
+    host, with different rank numbers.
     """
     return getattr(_cpu_backend(group), "native_group", None) or None
 
@@ -109,32 +107,32 @@ def _cpu_backend(group: "dist.ProcessGroup | None") -> Any:
     import torch
     import torch.distributed as dist
 
-    given: Any = dist.group.WORLD if group is None else group
+    process_group: Any = dist.group.WORLD if group is None else group
     try:
-        backend = given._get_backend(torch.device("cpu"))
+        backend = process_group._get_backend(torch.device("cpu"))
     except RuntimeError:
         return None
     return getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends
 
 
 def set_where(where: Callable[[], str] | None) -> None:
-    """Set the function that returns the call site, which errors then name for each rank.
+    """Set the function that returns the call site, so that errors name each rank's call site.
 
-    None switches this off; calling the function costs time in every operation.
+    The function is called in every operation, which takes time; None removes the function.
     """
     module, _ = _load()
     if module is not None:
         module.set_where(where)
 
 
-def _create(options: Any, given: Any) -> Any:
+def _create(options: Any, pg_options: Any) -> Any:
     """torch calls this for every new group that has an shm part."""
-    # In "cpu:shm,cuda:nccl" the given options may be those of NCCL.
     return make(
         *(options.store, options.group_rank, options.group_size),
         timedelta(seconds=options.timeout.total_seconds()),
         *(options.group_id, list(options.global_ranks_in_group)),
-        given if isinstance(given, ShmOptions) else None,
+        # In "cpu:shm,cuda:nccl" the options may be those of NCCL.
+        pg_options if isinstance(pg_options, ShmOptions) else None,
     )
 
 
@@ -151,7 +149,12 @@ def make(
     import torch.distributed as dist
 
     from tutti.comm.ledger import record_location
+    from tutti.comm.shm import native
     from tutti.comm.shm.connect import connect, shares_memory
+
+    def gloo(prefix: str, gloo_rank: int, gloo_size: int) -> Any:
+        prefixed = dist.PrefixStore(prefix, connection.store)
+        return dist.ProcessGroupGloo(prefixed, gloo_rank, gloo_size, timeout)
 
     options = options or ShmOptions()
     module, reason = _load()
@@ -161,42 +164,20 @@ def make(
         can_open=options.can_open or shares_memory,
         unavailable="" if module else reason,
     )
+    ranks = ranks or list(range(size))
     if module is None or connection.unavailable:
-        if (ranks[rank] if ranks else rank) == 0:
-            _say_gloo(connection.unavailable)
-        return dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo/", connection.store), rank, size, timeout
-        )
-    record_location("shm", _note_place)
-    return _backend(module, connection, size, timeout, name, ranks or list(range(size)))
-
-
-def _backend(
-    module: ModuleType,
-    connection: "Connection",
-    size: int,
-    timeout: timedelta,
-    name: str,
-    ranks: list[int],
-) -> Any:
-    import torch.distributed as dist
-
-    from tutti.comm.shm import native
-
-    group, rank = connection.group, connection.rank
+        if ranks[rank] == 0:
+            _print_gloo_note(connection.unavailable)
+        return gloo("gloo/", rank, size)
+    record_location("shm", _write_location)
+    group = connection.group
     try:
         if len(connection.hosts) == 1:
             return module.ShmBackend(group, rank, size, timeout, name, ranks)
-
-        def gloo(prefix: str, place: int, count: int) -> Any:
-            return dist.ProcessGroupGloo(
-                dist.PrefixStore(prefix, connection.store), place, count, timeout
-            )
-
         leads = connection.neighbours[0] == rank
         return module.HierarchicalBackend(
             group=group,
-            hosts=[list(each) for each in connection.hosts],
+            hosts=[list(host) for host in connection.hosts],
             all=gloo("all/", rank, size),
             leaders=gloo("leaders/", connection.host, len(connection.hosts)) if leads else None,
             rank=rank,
@@ -211,11 +192,11 @@ def _backend(
 
 
 @functools.cache  # once per process and reason
-def _say_gloo(reason: str) -> None:
+def _print_gloo_note(reason: str) -> None:
     print(f"tutti: using gloo instead of shm: {reason}", file=sys.stderr, flush=True)
 
 
-def _note_place(text: str) -> None:
+def _write_location(text: str) -> None:
     from tutti.comm.shm import native
 
     native.core_holding_gil().tutti_note_place(text.encode())
