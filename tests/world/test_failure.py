@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hosts import hosts_missing, two_hosts
-from tutti.world.addresses import free_port
+from tutti.world.launchers import free_port
 from worlds import TUTTI, clean_environment, run_command
 
 PROGRAM = """

@@ -11,9 +11,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from tutti.world.addresses import free_port, port_candidates
 from tutti.world.errors import RanksDiffer, UsageError
-from tutti.world.launchers import Identity
+from tutti.world.launchers import Identity, free_port, port_candidates
 from tutti.world.rendezvous import (
     RankInfo,
     Roster,

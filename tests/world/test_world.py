@@ -58,7 +58,7 @@ def test_on_cpu_freed_memory_is_kept_for_the_next_step() -> None:
 
 
 def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(tutti.UsageError, match="device='gpu' is not known: use auto, cpu or cuda"):
+    with pytest.raises(tutti.UsageError, match="device='gpu' is unknown: use auto, cpu or cuda"):
         tutti.init(device="gpu")
 
 

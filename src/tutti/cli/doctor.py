@@ -24,10 +24,11 @@ from tutti.machine.checks.probe_network import Peers
 from tutti.machine.nics import interface_address
 from tutti.machine.observation import observe
 from tutti.measure.terminal import text_width
-from tutti.world.addresses import gloo_interface, local_address_towards
 from tutti.world.errors import START_TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld
 from tutti.world.launchers import Identity, identify
+from tutti.world.liveness import local_address_towards
+from tutti.world.placement import gloo_interface
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -8,8 +8,8 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from tutti.world.addresses import port_candidates
 from tutti.world.errors import UsageError
+from tutti.world.launchers import port_candidates
 
 
 def slurm_script(

@@ -28,10 +28,9 @@ from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
 from tutti.machine.gpus import visible_gpu_count
 from tutti.machine.process_limits import read_limits
 from tutti.machine.sysfs import SysFiles
-from tutti.world.addresses import free_port
 from tutti.world.errors import START_TIMEOUT, TIMEOUT, UsageError, checked_seconds
 from tutti.world.gpu_sharing import MpsDaemon, shared_gpu_variables
-from tutti.world.launchers import without_launcher_variables
+from tutti.world.launchers import free_port, without_launcher_variables
 from tutti.world.placement import refuse_more_ranks_than_gpus
 
 # An idle Python interpreter needs about 10 MB; a rank that imports torch needs over 100 MB.

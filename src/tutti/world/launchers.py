@@ -6,7 +6,9 @@ first: inside an srun step, torchrun and mpirun take precedence over Slurm. Slur
 expanded here without scontrol, which containers often lack.
 """
 
+import hashlib
 import os
+import random
 import re
 import socket
 import struct
@@ -275,6 +277,34 @@ def _refuse_incomplete_variables(env: Environment) -> None:
         raise UsageError(
             f"RANK={env['RANK']} is set, but WORLD_SIZE is not: set WORLD_SIZE, or unset RANK"
         )
+
+
+# -- ports -----------------------------------------------------------------------------------------
+
+# Outside Linux's ephemeral range (32768 to 60999), so that no outgoing connection uses these ports.
+_PORTS = range(20000, 30000)
+_CANDIDATES = 5
+
+
+def port_candidates(job: str) -> list[int]:
+    """The ports that a job tries, in order: the same on every rank, different for another job."""
+    digest = hashlib.sha256(job.encode()).digest()
+    return [
+        _PORTS[int.from_bytes(digest[2 * i : 2 * i + 2]) % len(_PORTS)] for i in range(_CANDIDATES)
+    ]
+
+
+def free_port() -> int:
+    """A port on which no process listens now, and which no outgoing connection uses."""
+    # SystemRandom, so that the seeded generator of a training script is not advanced.
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise UsageError(f"all ports from {_PORTS[0]} to {_PORTS[-1]} are in use on this host")
 
 
 # -- Slurm's compressed lists ----------------------------------------------------------------------

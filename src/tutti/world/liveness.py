@@ -249,6 +249,17 @@ def open_listener(address: str, port: int = 0) -> socket.socket:
     return listener
 
 
+def local_address_towards(address: str) -> str | None:
+    """This host's source address for packets to `address`; None if there is no route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # on a datagram socket this selects a route
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
 def wait_for_gloo_threads() -> None:
     """Wait until gloo's threads are idle, for at most 5 s; returns at once if there are none.
 

@@ -9,6 +9,7 @@ CPUs and threads of this process. torch is imported inside the functions that ne
 import ctypes
 import math
 import os
+import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from tutti.machine.cpu_numa import (
     parse_cpu_list,
 )
 from tutti.machine.gpus import numa_node_of_gpu
+from tutti.machine.nics import interface_address
 from tutti.world.errors import UsageError
+from tutti.world.liveness import local_address_towards
 
 if TYPE_CHECKING:
     from tutti.world.rendezvous import RankInfo
@@ -211,6 +214,36 @@ def _choose_threads(
     if quota is not None and quota < allowed:
         cores, divisor = quota, sharing
     return max(1, cores // divisor), f"{cores} cores / {divisor} rank{'s' * (divisor != 1)}"
+
+
+# -- network ---------------------------------------------------------------------------------------
+
+
+def gloo_interface(
+    ranks: "Sequence[RankInfo]", rank: int, env: Mapping[str, str]
+) -> tuple[str | None, str]:
+    """The network interface for gloo (None: gloo's default), and the reason for the choice.
+
+    Loopback if all ranks are on one machine, otherwise an interface that reaches the other
+    machines. By default gloo uses the address of the host name, which is often 127.0.1.1.
+    """
+    if "GLOO_SOCKET_IFNAME" in env:
+        return None, "GLOO_SOCKET_IFNAME"
+    own = ranks[rank]
+    remote = [each for each in ranks if each.machine != own.machine]
+    if not remote:
+        return "lo", "all ranks are on this machine"
+    # The RankInfo of a rank on the store's host has only a loopback address. The route to the
+    # address of a remote rank then determines the interface.
+    address = own.address
+    if not address or address.startswith("127."):
+        addresses = (each.address for each in remote)
+        external = next((a for a in addresses if a and not a.startswith("127.")), None)
+        address = (external and local_address_towards(external)) or ""
+    for _, name in socket.if_nameindex():
+        if address and interface_address(name) == address:
+            return name, f"it reaches {remote[0].host}"
+    return None, "gloo's default: no route to the other machines was found"
 
 
 # -- heap ------------------------------------------------------------------------------------------

@@ -32,10 +32,9 @@ import torch.distributed as dist
 
 from tutti.machine.cpu_numa import allowed_cpus, format_cpu_list
 from tutti.machine.environment import boot_id, versions
-from tutti.world.addresses import free_port, local_address_towards, port_candidates
 from tutti.world.errors import RanksDiffer, UsageError
-from tutti.world.launchers import Identity
-from tutti.world.liveness import open_listener
+from tutti.world.launchers import Identity, free_port, port_candidates
+from tutti.world.liveness import local_address_towards, open_listener
 
 _PROBE_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 5.0

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,13 +19,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.world.addresses import gloo_interface, local_address_towards
 from tutti.world.errors import START_TIMEOUT, TIMEOUT, RanksDiffer, UsageError, checked_seconds
+from tutti.world.exchange import name_ranks
 from tutti.world.failure import FailureHandler, print_usage_errors
 from tutti.world.gpu_sharing import shared_gpu_variables
-from tutti.world.launchers import Identity, identify
-from tutti.world.liveness import Liveness, open_listener, wait_for_gloo_threads
-from tutti.world.placement import Place, bind, disable_malloc_trim, place, visible_gpus
+from tutti.world.launchers import identify
+from tutti.world.liveness import (
+    Failure,
+    Liveness,
+    local_address_towards,
+    open_listener,
+    wait_for_gloo_threads,
+)
+from tutti.world.placement import (
+    Place,
+    bind,
+    disable_malloc_trim,
+    gloo_interface,
+    place,
+    visible_gpus,
+)
 from tutti.world.rendezvous import (
     Rendezvous,
     Roster,
@@ -43,7 +56,7 @@ _NO_SHM = "shm is not available"
 class World:
     """The place of this process among all ranks. `reasons` names the source of each value.
 
-    Use it as a context manager, so that the process group is also destroyed after an exception:
+    Use a World as a context manager, so that an exception also destroys the process group:
 
         with tutti.init() as world:
             model.to(world.device)
@@ -138,7 +151,7 @@ def init(
             "instead of init_process_group()"
         )
     if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device={device!r} is not known: use auto, cpu or cuda")
+        raise UsageError(f"device={device!r} is unknown: use auto, cpu or cuda")
     hook = sys.excepthook
     sys.excepthook = print_usage_errors(hook)
     env = os.environ
@@ -147,15 +160,16 @@ def init(
     if ranks_per_gpu is None:
         ranks_per_gpu = int(env.get("TUTTI_RANKS_PER_GPU", "1"))
     if ranks_per_gpu < 1:
-        raise UsageError(f"ranks_per_gpu={ranks_per_gpu}: use 1 or more")
+        raise UsageError(f"ranks_per_gpu={ranks_per_gpu} must be at least 1")
     _check_backend(backend)
 
     identity = identify(env)
+    rank = identity.rank
     rendezvous = open_rendezvous(identity, start_timeout)
     address = local_address_towards(rendezvous.host) if rendezvous.host else None
     gpus = [] if device == "cpu" else visible_gpus()
     listener = None
-    if identity.rank == 0 and identity.size > 1:
+    if rank == 0 and identity.size > 1:
         # Listen on loopback unless other hosts must connect.
         reachable = "" if address is None or address.startswith("127.") else address
         one_host = identity.local_size == identity.size
@@ -163,162 +177,49 @@ def init(
     port = listener.getsockname()[1] if listener else 0
     info = describe_rank(identity, address or "", gpus, port)
     roster = exchange_rank_info(rendezvous.store, info, identity.size, start_timeout)
-    places = _place(roster, identity, device, ranks_per_gpu)
-    report = env.get("TUTTI_REPORT")
-    failures = FailureHandler(identity.rank, info.host, Path(report) if report else None)
-    world = _make_world(
-        identity, rendezvous, roster, places, backend, bind_cpus, failures, device == "cpu"
-    )
-    if world.size > 1:
-        failures.liveness = _open_liveness(
-            listener, rendezvous, roster, identity.rank, failures, start_timeout
-        )
-    atexit.register(world.close)
+    places = _place(roster, rank, device, ranks_per_gpu)
+    own = places[rank]
 
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
-    else:
-        disable_malloc_trim(env)
-    dist.init_process_group(
-        # NCCL handles CUDA tensors only; gloo handles small CPU tensors.
-        backend="cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend,
-        store=dist.PrefixStore(f"tutti/{roster.start_id}/torch", rendezvous.store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout),
-        device_id=world.device if world.device.type == "cuda" else None,
-    )
-    failures.install_hook(hook)
-    if world.is_first:
-        if world.reasons["backend"].startswith(_NO_SHM):
-            print(f"note: using gloo: {world.reasons['backend']}", file=sys.stderr)
-        if world.sharing_note:
-            print(f"note: {world.sharing_note}", file=sys.stderr)
-    return world
-
-
-def _seconds(name: str, given: float | None, default: float) -> float:
-    if given is not None:
-        return checked_seconds(f"{name}=", given)
-    variable = f"TUTTI_{name.upper()}"
-    return checked_seconds(f"{variable}=", os.environ.get(variable, default))
-
-
-def _check_backend(backend: str | None) -> None:
-    if backend is None:
-        return
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise UsageError("backend='nccl' needs a GPU, and none is visible: leave it out")
-    if backend not in ("nccl", "gloo", "shm") and ":" not in backend:
-        raise UsageError(
-            f"backend={backend!r} is not known: use nccl, shm or gloo, or leave it out"
-        )
-    if "shm" in backend and (reason := shm_unavailable()):
-        raise UsageError(f"backend={backend!r}: {_NO_SHM}: {reason}; or use backend='gloo'")
-
-
-def _place(roster: Roster, identity: Identity, device: str, ranks_per_gpu: int) -> list[Place]:
-    try:
-        refuse_different_versions(roster.ranks)
-        return place(roster.ranks, device, ranks_per_gpu)
-    except (UsageError, RanksDiffer):
-        # Every rank finds the same error in the same roster: only rank 0 prints it.
-        if identity.rank != 0:
-            raise SystemExit(2) from None
-        if identity.size > 1:
-            time.sleep(0.5)  # the store ends with this process: let the others read the roster
-        raise
-
-
-def _open_liveness(
-    listener: socket.socket | None,
-    rendezvous: Rendezvous,
-    roster: Roster,
-    rank: int,
-    failures: FailureHandler,
-    timeout: float,
-) -> Liveness:
-    hosts = [info.host for info in roster.ranks]
-    if listener is not None:
-        liveness = Liveness(rank, hosts, roster.start_id, failures.on_failure, listener=listener)
-        if not liveness.all_connected(timeout):
-            raise UsageError("a rank ended between the rendezvous and the start: see its output")
-        return liveness
-    hub = roster.ranks[0]
-    same_machine = hub.machine == roster.ranks[rank].machine
-    # Rank 0's own address may be a loopback address; then use the address of its store.
-    host = rendezvous.host if same_machine or hub.address.startswith("127.") else hub.address
-    try:
-        address = (host, hub.liveness_port)
-        return Liveness(rank, hosts, roster.start_id, failures.on_failure, address=address)
-    except OSError as error:
-        raise UsageError(
-            f"rank {rank} could not connect to rank 0 at {host} port {hub.liveness_port}: {error}: "
-            "does a firewall between the hosts block connections?"
-        ) from None
-
-
-def _default_backend(device: torch.device, roster: Roster) -> tuple[str, str]:
-    if device.type == "cuda":
-        return "nccl", "the default on cuda"
-    without = [info.rank for info in roster.ranks if not info.shm]
-    if not without:
-        return "shm", "the default on cpu"
-    reason = shm_unavailable() or "tutti.comm.shm.available() says why there"
-    return "gloo", f"{_NO_SHM} on rank {', '.join(map(str, without[:4]))}: {reason}"
-
-
-def _make_world(
-    identity: Identity,
-    rendezvous: Rendezvous,
-    roster: Roster,
-    places: list[Place],
-    backend: str | None,
-    bind_cpus: bool,
-    failures: FailureHandler,
-    cpu_requested: bool,
-) -> World:
-    env = os.environ
-    variables: dict[str, str] = {}  # for the backends; removed when the world ends
-    own = places[identity.rank]
     counted = ("local_rank", "local_size", "node", "nodes")
     reasons = dict.fromkeys(counted, "rendezvous: counted by machine") | dict(identity.reasons)
     reasons |= {"host": "gethostname", "master": rendezvous.reason}
-    if own.gpu is None:
-        device = torch.device("cpu")
-        reasons["device"] = "requested" if cpu_requested else "no GPU is visible"
-    else:
-        device = torch.device("cuda", own.gpu)
-        reasons["device"] = f"GPU {own.gpu} of {len(roster.ranks[own.rank].gpus)} visible"
+    reasons["device"] = "requested" if device == "cpu" else "no GPU is visible"
+    torch_device = torch.device("cpu")
+    if own.gpu is not None:
+        torch_device = torch.device("cuda", own.gpu)
+        reasons["device"] = f"GPU {own.gpu} of {len(info.gpus)} visible"
     reasons["backend"] = "requested"
     if backend is None:
-        backend, reasons["backend"] = _default_backend(device, roster)
+        backend, reasons["backend"] = _default_backend(torch_device, roster)
+    variables: dict[str, str] = {}  # for the backends; removed when the world ends
     # shm uses gloo between hosts, and nccl is combined with gloo for CPU tensors.
     if backend == "nccl" or "gloo" in backend or "shm" in backend:
-        interface, reasons["gloo_interface"] = gloo_interface(roster.ranks, identity.rank, env)
+        interface, reasons["gloo_interface"] = gloo_interface(roster.ranks, rank, env)
         if interface:
             variables["GLOO_SOCKET_IFNAME"] = interface
-    if backend == "shm" and "DDP_DISABLE_COMM_MEM" not in env:
+    if backend == "shm":
         variables["DDP_DISABLE_COMM_MEM"] = "0"  # DDP allocates its buckets in shared memory
     if max(place.ranks_on_gpu for place in places) > 1:
         one_machine = len({place.machine for place in places}) == 1
-        shared = shared_gpu_variables(identity.rank, one_machine)
-        variables |= {name: value for name, value in shared.items() if name not in env}
+        variables |= shared_gpu_variables(rank, one_machine)
+    variables = {name: value for name, value in variables.items() if name not in env}
     env.update(variables)
     if bind_cpus:
         cpus, threads, binding_reasons = bind(roster.ranks, own, env)
     else:
-        cpus, threads = roster.ranks[own.rank].cpus, torch.get_num_threads()
+        cpus, threads = info.cpus, torch.get_num_threads()
         binding_reasons = dict.fromkeys(("cpus", "threads"), "bind_cpus=False")
-    return World(
-        rank=identity.rank,
+    report = env.get("TUTTI_REPORT")
+    failures = FailureHandler(rank, info.host, Path(report) if report else None)
+    world = World(
+        rank=rank,
         size=identity.size,
         local_rank=own.local_rank,
         local_size=own.local_size,
         node=own.node,
         nodes=len({place.node for place in places}),
         host=own.host,
-        device=device,
+        device=torch_device,
         backend=backend,
         launcher=identity.launcher,
         master=f"{rendezvous.host}:{rendezvous.port}" if rendezvous.port else "",
@@ -330,3 +231,97 @@ def _make_world(
         _rendezvous=rendezvous,
         _failures=failures,
     )
+    if world.size > 1:
+        on_failure = failures.on_failure
+        failures.liveness = _open_liveness(
+            listener, rendezvous, roster, rank, on_failure, start_timeout
+        )
+    atexit.register(world.close)
+
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
+    else:
+        disable_malloc_trim(env)
+    dist.init_process_group(
+        # NCCL handles CUDA tensors only; gloo handles small CPU tensors.
+        backend="cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        store=dist.PrefixStore(f"tutti/{roster.start_id}/torch", rendezvous.store),
+        rank=rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout),
+        device_id=torch_device if torch_device.type == "cuda" else None,
+    )
+    failures.install_hook(hook)
+    if world.is_first:
+        if reasons["backend"].startswith(_NO_SHM):
+            print(f"note: using gloo: {reasons['backend']}", file=sys.stderr)
+        if world.sharing_note:
+            print(f"note: {world.sharing_note}", file=sys.stderr)
+    return world
+
+
+def _seconds(name: str, argument: float | None, default: float) -> float:
+    if argument is not None:
+        return checked_seconds(f"{name}=", argument)
+    variable = f"TUTTI_{name.upper()}"
+    return checked_seconds(f"{variable}=", os.environ.get(variable, default))
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise UsageError("backend='nccl' needs a GPU, and no GPU is visible: use shm or gloo")
+    if backend not in (None, "nccl", "gloo", "shm") and ":" not in backend:
+        raise UsageError(f"backend={backend!r} is unknown: use nccl, shm or gloo, or leave it out")
+    if backend is not None and "shm" in backend and (reason := shm_unavailable()):
+        raise UsageError(f"backend={backend!r}: {_NO_SHM}: {reason}; or use backend='gloo'")
+
+
+def _default_backend(device: torch.device, roster: Roster) -> tuple[str, str]:
+    if device.type == "cuda":
+        return "nccl", "the default on cuda"
+    without = [info.rank for info in roster.ranks if not info.shm]
+    if not without:
+        return "shm", "the default on cpu"
+    reason = shm_unavailable() or "call tutti.comm.shm.available() there for the reason"
+    return "gloo", f"{_NO_SHM} on {name_ranks(without[:4])}: {reason}"
+
+
+def _place(roster: Roster, rank: int, device: str, ranks_per_gpu: int) -> list[Place]:
+    try:
+        refuse_different_versions(roster.ranks)
+        return place(roster.ranks, device, ranks_per_gpu)
+    except (UsageError, RanksDiffer):
+        # Every rank finds the same error in the same roster: only rank 0 prints the error.
+        if rank != 0:
+            raise SystemExit(2) from None
+        if len(roster.ranks) > 1:
+            time.sleep(0.5)  # the store ends with this process: let the other ranks read the roster
+        raise
+
+
+def _open_liveness(
+    listener: socket.socket | None,
+    rendezvous: Rendezvous,
+    roster: Roster,
+    rank: int,
+    on_failure: Callable[[Failure], None],
+    timeout: float,
+) -> Liveness:
+    hosts = [info.host for info in roster.ranks]
+    if listener is not None:
+        liveness = Liveness(rank, hosts, roster.start_id, on_failure, listener=listener)
+        if not liveness.all_connected(timeout):
+            raise UsageError("a rank ended between the rendezvous and the start: see its output")
+        return liveness
+    hub = roster.ranks[0]
+    same_machine = hub.machine == roster.ranks[rank].machine
+    # Rank 0's own address may be a loopback address; then use the address of its store.
+    host = rendezvous.host if same_machine or hub.address.startswith("127.") else hub.address
+    try:
+        address = (host, hub.liveness_port)
+        return Liveness(rank, hosts, roster.start_id, on_failure, address=address)
+    except OSError as error:
+        raise UsageError(
+            f"rank {rank} could not connect to rank 0 at {host} port {hub.liveness_port}: {error}: "
+            "does a firewall between the hosts block connections?"
+        ) from None
