@@ -27,7 +27,7 @@ SHORT = ["--budget", "0.01", "--backends", "gloo"]
         (["collectives", "--iterations", "few"], "--iterations few: use auto, or a number"),
         (["collectives", "--group", "0"], "--group 0: use 1 (no groups) or more calls"),
         (["collectives", "--budget", "0"], "--budget 0.0: give seconds above 0, such as 0.5"),
-        (["collectives", "--ranks", "0"], "--ranks 0: a world has at least one rank"),
+        (["collectives", "--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["collectives", "--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
         (["collectives", "--csv", "/"], "--csv /: is a directory"),
         (["collectives", "--siezs", "4"], "no flag --siezs: did you mean --sizes?"),

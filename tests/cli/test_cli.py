@@ -116,7 +116,7 @@ def test_the_help_of_a_command_fits_the_terminal_and_does_not_mention_none(colum
         (["world", "--backend", "gloo"], "no flag --backend: see tutti world --help"),
         (["train", "--sweep", "1"], "no flag --sweep: did you mean --lr-sweep?"),
         (["world", "--josn", "x"], "no flag --josn: did you mean --json?"),
-        (["world", "--ranks", "0"], "--ranks 0: a world has at least one rank"),
+        (["world", "--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["world", "--json", "/proc/nowhere/x"], "--json /proc/nowhere/x"),
         (["world", "--json", "/proc/x.json"], "--json /proc/x.json"),
         (["world", "--json", "/tmp"], "--json /tmp: is a directory"),

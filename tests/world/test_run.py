@@ -197,8 +197,8 @@ def test_the_error_of_a_hidden_rank_is_shown(tmp_path: Path, shown: str) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-n", "0", "SCRIPT"], "--ranks 0: a world has at least one rank"),
-        (["-n", "100000", "SCRIPT"], "--ranks 100000: this machine holds at most "),
+        (["-n", "0", "SCRIPT"], "--ranks must be at least 1, got 0"),
+        (["-n", "100000", "SCRIPT"], "--ranks must be at most "),
         (["-n", "2", "/no/such/script.py"], "'/no/such/script.py' does not exist"),
         (["-n", "2", "-m", "no.such.module"], "-m no.such.module: no module no here"),
         (["-n", "2", "/tmp"], "'/tmp' is a directory"),

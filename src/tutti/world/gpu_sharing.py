@@ -4,11 +4,17 @@ Without MPS (NVIDIA's Multi-Process Service) kernels of different processes run 
 slices, and every wait of one rank for another costs milliseconds.
 """
 
-import contextlib
 import os
+import shutil
+import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_CONTROL = "nvidia-cuda-mps-control"
 
 
 def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
@@ -32,56 +38,71 @@ def shared_gpu_variables(rank: int, one_machine: bool) -> dict[str, str]:
     return variables
 
 
-class MpsDaemon:
-    """A private MPS control daemon, started before the ranks and stopped after them."""
+@contextmanager
+def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
+    """Run a private MPS daemon in the block; yields the variables of its users, {} without MPS."""
+    variables = {
+        "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
+    }
+    problem = ""
+    try:
+        if shutil.which(_CONTROL) is None:
+            problem = f"{_CONTROL} is not installed"
+        else:
+            # A signal during the start could end the start before all processes can be found.
+            with _signals_blocked():
+                try:
+                    for folder in variables.values():
+                        Path(folder).mkdir(mode=0o700)
+                    _control(variables, "-d")
+                except (subprocess.SubprocessError, OSError) as error:
+                    problem = f"MPS does not start ({error})"
+        if problem:
+            message = f"tutti run: {problem}: ranks on one GPU run in time slices, which is slow"
+            print(message, file=sys.stderr, flush=True)
+        yield {} if problem else variables
+    finally:
+        with _signals_blocked():
+            _stop_mps(variables)
 
-    def __init__(self, directory: Path) -> None:
-        self.variables = {
-            "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),
-            "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
-        }
 
-    def start(self) -> None:
-        """Start the daemon; raises CalledProcessError if it refuses."""
-        for directory in self.variables.values():
-            Path(directory).mkdir(mode=0o700)
-        self._control("-d")
+def _stop_mps(variables: dict[str, str]) -> None:
+    """Stop the daemon and its servers, and kill the processes that are alive after 10 s."""
+    marker = f"CUDA_MPS_PIPE_DIRECTORY={variables['CUDA_MPS_PIPE_DIRECTORY']}".encode()
+    processes = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended or belongs to another user
+            is_mps = (process / "comm").read_text().startswith("nvidia-cuda-mps")
+            if is_mps and marker in (process / "environ").read_bytes():
+                processes.append(process)
+    # The daemon may have ended already; processes that remain are killed below.
+    with suppress(subprocess.SubprocessError, OSError):
+        _control(variables, command="quit -t 5\n")
+    deadline = time.monotonic() + 10
+    while any(process.exists() for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in filter(Path.exists, processes):
+        with suppress(ProcessLookupError):
+            os.kill(int(process.name), signal.SIGKILL)
 
-    def stop(self) -> None:
-        """Stop the daemon and its servers, and kill the processes that are alive after 10 s."""
-        pids = self._processes()
-        # The daemon may have ended already; processes that remain are killed below.
-        with contextlib.suppress(subprocess.SubprocessError, OSError):
-            self._control(command="quit -t 5\n")
-        deadline = time.monotonic() + 10
-        while (alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and (
-            time.monotonic() < deadline
-        ):
-            time.sleep(0.05)
-        for pid in alive:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.kill(pid, 9)
 
-    def _control(self, *arguments: str, command: str | None = None) -> None:
-        subprocess.run(
-            ["nvidia-cuda-mps-control", *arguments],
-            input=command,
-            env=os.environ | self.variables,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=20,
-        )
+def _control(variables: dict[str, str], *arguments: str, command: str | None = None) -> None:
+    subprocess.run(
+        [_CONTROL, *arguments],
+        input=command,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=20,
+    )
 
-    def _processes(self) -> list[int]:
-        """The process ids of the daemon and its servers, found by CUDA_MPS_PIPE_DIRECTORY."""
-        marker = f"CUDA_MPS_PIPE_DIRECTORY={self.variables['CUDA_MPS_PIPE_DIRECTORY']}".encode()
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                is_mps = (process / "comm").read_text().startswith("nvidia-cuda-mps")
-                if is_mps and marker in (process / "environ").read_bytes():
-                    found.append(int(process.name))
-            except OSError:  # the process has ended or belongs to another user
-                continue
-        return found
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

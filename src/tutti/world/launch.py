@@ -11,15 +11,14 @@ import os
 import re
 import resource
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, TextIO
@@ -29,7 +28,7 @@ from tutti.machine.gpus import visible_gpu_count
 from tutti.machine.process_limits import read_limits
 from tutti.machine.sysfs import SysFiles
 from tutti.world.errors import START_TIMEOUT, TIMEOUT, UsageError, checked_seconds
-from tutti.world.gpu_sharing import MpsDaemon, shared_gpu_variables
+from tutti.world.gpu_sharing import mps_daemon, shared_gpu_variables
 from tutti.world.launchers import free_port, without_launcher_variables
 from tutti.world.placement import refuse_more_ranks_than_gpus
 
@@ -54,27 +53,29 @@ class LocalWorld:
     timeout: float = TIMEOUT
     grace: float = 5.0
     reported_codes: Sequence[int] = (2,)
-    """Exit codes with which ranks end normally after rank 0 has printed the reason."""
+    """Exit codes that are no crash: rank 0 prints the reason, and all ranks end by themselves."""
 
     def check(self) -> None:
         """Raise UsageError for settings that cannot work, before any process is started."""
         if self.ranks < 1:
-            raise UsageError(f"--ranks {self.ranks}: a world has at least one rank: use --ranks 1")
+            raise UsageError(f"--ranks must be at least 1, got {self.ranks}")
         if self.ranks_per_gpu < 1:
-            raise UsageError(f"--ranks-per-gpu {self.ranks_per_gpu}: use 1 or more")
+            raise UsageError(f"--ranks-per-gpu must be at least 1, got {self.ranks_per_gpu}")
         for name in ("start_timeout", "timeout", "grace"):
             checked_seconds(f"--{name.replace('_', '-')}", getattr(self, name))
-        most, why = _most_ranks()
-        if self.ranks > most:
+        limit, reason = _most_ranks()
+        if self.ranks > limit:
             raise UsageError(
-                f"--ranks {self.ranks}: this machine holds at most {most} ranks ({why}): use fewer"
+                f"--ranks must be at most {limit} on this machine ({reason}), got {self.ranks}"
             )
         gpus = 0 if self.device == "cpu" else visible_gpu_count()
         if gpus:
             refuse_more_ranks_than_gpus(self.ranks, gpus, self.ranks_per_gpu, os.uname().nodename)
         elif self.device == "cuda" or self.ranks_per_gpu > 1:
             flag = "--device cuda" if self.device == "cuda" else "--ranks-per-gpu"
-            raise UsageError(f"{flag}: no GPU is visible on this host: leave the flag out")
+            raise UsageError(
+                f"{flag} needs a GPU, and no GPU is visible on this host: leave it out"
+            )
 
     def run(self, env: Mapping[str, str] | None = None) -> int:
         """Run until all ranks have ended; returns 0, or the exit code of the first failure."""
@@ -83,12 +84,13 @@ class LocalWorld:
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tutti-run-")))
             if self.ranks_per_gpu > 1:
-                _say(
+                _report(
                     f"{self.ranks_per_gpu} ranks share one GPU: results show correctness, not the "
                     "speed of links between GPUs"
                 )
-                shared |= _start_mps(scratch, stack)
-            output = stack.enter_context(RankOutput(self.ranks, self.show, self.log_dir))
+                shared |= stack.enter_context(mps_daemon(scratch))
+            output = RankOutput(self.ranks, self.show, self.log_dir)
+            stack.callback(output.close)
             return Supervisor(self, self._environments(shared, scratch), output).run()
 
     def _environments(self, shared: Mapping[str, str], scratch: Path) -> list[dict[str, str]]:
@@ -140,32 +142,7 @@ def _most_ranks() -> tuple[int, str]:
     return min(bounds)
 
 
-def _start_mps(scratch: Path, stack: ExitStack) -> dict[str, str]:
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        _say("nvidia-cuda-mps-control is not installed: ranks on one GPU take turns, which is slow")
-        return {}
-    daemon = MpsDaemon(scratch)
-    stack.callback(_signals_blocked()(daemon.stop))
-    # Signals are blocked while the daemon starts: stop() could miss a process that is starting.
-    with _signals_blocked():
-        try:
-            daemon.start()
-        except (subprocess.SubprocessError, OSError) as error:
-            _say(f"MPS does not start ({error}): ranks on one GPU take turns, which is slow")
-            return {}
-    return daemon.variables
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(f"tutti run: {text}", file=sys.stderr, flush=True)
 
 
@@ -224,10 +201,16 @@ class _Rank:
             return "failed"
         if self.code >= 0:
             return f"{'failed' if self.code else 'ended'} with exit code {self.code}"
-        numbers = {each.value for each in signal.Signals}
-        name = signal.Signals(-self.code).name if -self.code in numbers else f"signal {-self.code}"
+        name = f"signal {-self.code}"
+        with suppress(ValueError):  # a signal without a name
+            name = signal.Signals(-self.code).name
         hint = "; the kernel's out-of-memory killer does this, see dmesg" * (name == "SIGKILL")
         return f"was killed by {name} (peak memory {self.peak_bytes / 1e9:.1f} GB{hint})"
+
+
+def _die_with_parent() -> None:
+    """Called in the child process: the kernel will kill the child when the launcher dies."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Supervisor:
@@ -287,16 +270,15 @@ class Supervisor:
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
 
     def _serve(self) -> None:
-        drain_until: float | None = None
+        drain_until = float("inf")
         while any(rank.code is None for rank in self._ranks) or self._output.streams:
-            if drain_until is None and all(rank.code is not None for rank in self._ranks):
-                drain_until = time.monotonic() + _DRAIN_SECONDS
-            if drain_until is not None and time.monotonic() > drain_until:
+            now = time.monotonic()
+            if drain_until == float("inf") and all(rank.code is not None for rank in self._ranks):
+                drain_until = now + _DRAIN_SECONDS
+            if now > drain_until:
                 return  # child processes of ended ranks keep the pipes open and write nothing
-            times = [when for when, _ in self._scheduled[:1]]
-            if drain_until is not None:
-                times.append(drain_until)
-            timeout = max(0.0, min(times) - time.monotonic()) if times else None
+            wake = min([drain_until, *(when for when, _ in self._scheduled[:1])])
+            timeout = None if wake == float("inf") else max(0.0, wake - now)
             for key, _ in self._selector.select(timeout):
                 if isinstance(key.data, _Rank):
                     self._on_end(key.data)
@@ -346,29 +328,29 @@ class Supervisor:
         count = len(self._ranks)
         codes = {rank.code for rank in self._ranks}
         if self._stopped_by is not None:
-            _say(f"stopped by {self._stopped_by.name}: all {count} ranks have ended")
-            agreed = codes.pop() if len(codes) == 1 else None
+            _report(f"stopped by {self._stopped_by.name}: all {count} ranks have ended")
+            common = codes.pop() if len(codes) == 1 else None
             # If all ranks ended by themselves with the same code, that code is the result.
-            return agreed if agreed is not None and agreed >= 0 else 128 + self._stopped_by
+            return common if common is not None and common >= 0 else 128 + self._stopped_by
         if self._first_to_fail is None:
             return 0
-        reported = self._ranks[0].code
+        code = self._ranks[0].code
         failed, summary, details = self._find_failed(self._first_to_fail)
-        known = self._world.reported_codes
-        if reported is not None and reported in known and codes <= {0, reported}:
+        is_shown = self._output.shows(failed.number)
+        name = f"rank {failed.number} on {os.uname().nodename}"
+        if code is not None and code in self._world.reported_codes and codes <= {0, code}:
             # All ranks found the same mistake, or a check failed. If the output of the rank that
             # printed the reason is hidden, the message is printed here.
-            if summary and not self._output.shows(failed.number):
-                _say(f"rank {failed.number} on {os.uname().nodename} failed: {summary}")
+            if summary and not is_shown:
+                _report(f"{name} failed: {summary}")
                 print(details, end="", file=sys.stderr, flush=True)
-            return reported
+            return code
         were = "was" if count == 2 else "were"
         others = f"; the other {count - 1} {were} stopped because of it" if count > 1 else ""
-        which = f"rank {failed.number} on {os.uname().nodename}"
-        _say(f"{which} {failed.how_it_ended()}{f': {summary}' if summary else ''}{others}")
-        if not self._output.shows(failed.number):  # otherwise it is on the terminal already
-            lines = self._output.errors[failed.number].tail
-            text = details or b"".join(lines).decode(errors="replace")
+        _report(f"{name} {failed.how_it_ended()}{f': {summary}' if summary else ''}{others}")
+        if not is_shown:
+            last_lines = b"".join(self._output.errors[failed.number].tail)
+            text = details or last_lines.decode(errors="replace")
             print(text, end="", file=sys.stderr, flush=True)
         if failed.code is None or failed.code == 0 or failed.stopped_by_us:
             return 1
@@ -388,11 +370,6 @@ class Supervisor:
                 report = json.loads(rank.report.read_text())
                 return self._ranks[report["rank"]], report["summary"], report["details"]
         return first, "", ""
-
-
-def _die_with_parent() -> None:
-    """Called in the child process: the kernel will kill the child when the launcher dies."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # -- output ----------------------------------------------------------------------------------------
@@ -416,7 +393,9 @@ class RankOutput:
                 for rank in range(ranks):
                     self._logs.append((log_dir / f"rank{rank}.log").open("wb"))
             except OSError as error:
-                raise UsageError(f"--log-dir {log_dir}: {error.strerror}: choose another") from None
+                raise UsageError(
+                    f"--log-dir {log_dir}: {error.strerror}: choose another directory"
+                ) from None
 
     def shows(self, rank: int) -> bool:
         """Whether the output of this rank goes to the terminal."""
@@ -435,10 +414,7 @@ class RankOutput:
         self.errors[rank] = err
         return out.child, err.child
 
-    def __enter__(self) -> "RankOutput":
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         for stream in self.streams:
             stream.close()
         for log in self._logs:
@@ -474,7 +450,7 @@ class Stream:
                 self._log.write(line)
                 self._log.flush()
         except OSError as error:
-            _say(f"a log file cannot be written: {error.strerror}")
+            _report(f"--log-dir: a log file cannot be written: {error.strerror}")
             self._log = None
         if self.hide_interrupts and (self._held or line.startswith(_TRACEBACK_STARTS)):
             self._held.append(line)
