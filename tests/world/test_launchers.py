@@ -123,10 +123,10 @@ def test_contradicting_launchers_are_both_named(other: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2 .* MASTER_ADDR and MASTER_PORT are not"),
-        ({"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "WORLD_SIZE=4 is set, but RANK"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE=4 is set, but RANK"),
-        ({"RANK": "3"}, "RANK=3 is set, but WORLD_SIZE is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2 .* without MASTER_ADDR and MASTER_PORT"),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "WORLD_SIZE=4 is set without RANK"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE=4 is set without RANK"),
+        ({"RANK": "3"}, "RANK=3 is set without WORLD_SIZE"),
     ],
 )
 def test_incomplete_variables_never_become_a_world_of_one_rank(
@@ -139,10 +139,10 @@ def test_incomplete_variables_never_become_a_world_of_one_rank(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"RANK": "x"}, "RANK='x': set it to an integer"),
-        ({"RANK": "-1"}, "RANK='-1': set it to an integer >= 0"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: a world has at least one rank"),
-        ({"RANK": "4"}, "RANK=4 but WORLD_SIZE=4: a rank is 0 to 3"),
+        ({"RANK": "x"}, "RANK='x' must be an integer"),
+        ({"RANK": "-1"}, "RANK='-1' must be an integer >= 0"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be at least 1"),
+        ({"RANK": "4"}, "RANK=4 must be less than WORLD_SIZE=4"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port"),
     ],
 )
@@ -152,7 +152,7 @@ def test_an_invalid_value_is_named(change: dict[str, str], message: str) -> None
 
 
 def test_a_node_list_that_does_not_parse_is_named() -> None:
-    with pytest.raises(UsageError, match=r"SLURM_STEP_NODELIST='n\[1-' does not parse"):
+    with pytest.raises(UsageError, match=r"SLURM_STEP_NODELIST='n\[1-' cannot be parsed"):
         identify({**SLURM, "SLURM_STEP_NODELIST": "n[1-"})
 
 
@@ -183,7 +183,7 @@ def test_a_list_expands_to_its_hosts_in_order(text: str, hosts: list[str]) -> No
     "text", ["n[1-", "n]1[", "n[1-2", "n[2-1]", "n[a-b]", "", "a,,b", "n[[1]]"]
 )
 def test_a_list_that_does_not_parse_is_named_with_the_cure(text: str) -> None:
-    with pytest.raises(UsageError, match=r"SLURM_STEP_NODELIST=.* does not parse.*MASTER_ADDR"):
+    with pytest.raises(UsageError, match=r"SLURM_STEP_NODELIST=.* cannot be parsed.*MASTER_ADDR"):
         expand_hosts(text, "SLURM_STEP_NODELIST")
 
 
@@ -201,5 +201,5 @@ def test_any_padded_set_of_numbers_expands(prefix: str, numbers: list[int], widt
 def test_tasks_per_node_expand_to_one_count_per_node() -> None:
     assert expand_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
     assert expand_tasks_per_node("4") == [4]
-    with pytest.raises(UsageError, match="does not parse at 'x'"):
+    with pytest.raises(UsageError, match="cannot be parsed at 'x'"):
         expand_tasks_per_node("2,x")

@@ -78,19 +78,19 @@ MPICH = Identity("mpich", rank=1, size=4, local_size=2)
     [
         (
             replace(SECOND, master_host="no-such-host.invalid"),
-            r"'no-such-host.invalid' \(from test\) does not resolve",
+            r"'no-such-host.invalid' \(from test\) cannot be resolved",
         ),
         # 192.0.2.0/24 is reserved for documentation.
         (
             replace(FIRST, master_host="192.0.2.77"),
-            r"192\.0\.2\.77.*is another host's: set MASTER_ADDR",
+            r"192\.0\.2\.77.*belongs to another host: set MASTER_ADDR",
         ),
         (SECOND, r"rank 1 on .* could not reach rank 0 at 127\.0\.0\.1"),
         (MPICH, "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500"),
-        (replace(MPICH, master_host="n1"), "give all ranks MASTER_PORT too"),
+        (replace(MPICH, master_host="n1"), "set MASTER_PORT for all ranks"),
         (
             replace(FIRST, size=4, master_host="localhost"),
-            "MASTER_ADDR=localhost is this host only, but 2 of 4",
+            "MASTER_ADDR=localhost is a loopback address, but 2 of 4",
         ),
     ],
 )
@@ -203,5 +203,5 @@ def test_a_missing_rank_is_named() -> None:
 def test_a_rank_with_another_version_is_named() -> None:
     infos = [info(r, 3) for r in range(3)]
     infos[2] = replace(infos[2], versions={**infos[2].versions, "torch": "2.11.0"})
-    with pytest.raises(RanksDiffer, match=r"of torch: rank 2 on .* has 2.11.0, the other 2"):
+    with pytest.raises(RanksDiffer, match=r"of torch: rank 2 on .* has 2.11.0, the other 2 have"):
         refuse_different_versions(infos)

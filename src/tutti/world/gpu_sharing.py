@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -69,22 +68,21 @@ def mps_daemon(directory: Path) -> Iterator[dict[str, str]]:
 
 def _stop_mps(variables: dict[str, str]) -> None:
     """Stop the daemon and its servers, and kill the processes that are alive after 10 s."""
-    marker = f"CUDA_MPS_PIPE_DIRECTORY={variables['CUDA_MPS_PIPE_DIRECTORY']}".encode()
-    processes = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process has ended or belongs to another user
-            is_mps = (process / "comm").read_text().startswith("nvidia-cuda-mps")
-            if is_mps and marker in (process / "environ").read_bytes():
-                processes.append(process)
+    import psutil  # type: ignore[import-untyped]
+
+    name = "CUDA_MPS_PIPE_DIRECTORY"
+    processes = [
+        process
+        for process in psutil.process_iter(["name", "environ"])
+        if process.info["name"].startswith("nvidia-cuda-mps")
+        and (process.info["environ"] or {}).get(name) == variables[name]
+    ]
     # The daemon may have ended already; processes that remain are killed below.
     with suppress(subprocess.SubprocessError, OSError):
         _control(variables, command="quit -t 5\n")
-    deadline = time.monotonic() + 10
-    while any(process.exists() for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for process in filter(Path.exists, processes):
-        with suppress(ProcessLookupError):
-            os.kill(int(process.name), signal.SIGKILL)
+    for process in psutil.wait_procs(processes, timeout=10)[1]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _control(variables: dict[str, str], *arguments: str, command: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Which launcher started this process, and which rank it is: read from environment variables.
+"""Which launcher started this process, and its rank: read from environment variables.
 
 One function per launcher reads the launcher's variables and returns an Identity, which also names
 the variable that gave each value. The functions are tried in a fixed order, innermost launcher
@@ -15,6 +15,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 from tutti.world.errors import UsageError
 
@@ -56,12 +57,10 @@ def identify(env: Environment) -> Identity:
         # with either pair could hang or train with the wrong ranks.
         for other in found[1:]:
             if (identity.rank, identity.size) != (other.rank, other.size):
-                claim, other_claim = (
-                    f"{each.reasons['rank']}={each.rank} {each.reasons['size']}={each.size}"
-                    for each in (identity, other)
-                )
+                rank_variable, size_variable = other.reasons["rank"], other.reasons["size"]
                 raise UsageError(
-                    f"two launchers disagree: {claim}, but {other_claim}: unset RANK and "
+                    f"two launchers disagree: RANK={identity.rank} WORLD_SIZE={identity.size}, but "
+                    f"{rank_variable}={other.rank} {size_variable}={other.size}: unset RANK and "
                     f"WORLD_SIZE to use {other.launcher}, or unset the other two"
                 )
     return identity
@@ -84,14 +83,11 @@ _TORCH_LAUNCHERS = {
     "environment": _REQUIRED,
 }
 _OPTIONAL = {
-    "local_rank": "LOCAL_RANK",
-    "local_size": "LOCAL_WORLD_SIZE",
-    "node": "GROUP_RANK",
-    "nodes": "GROUP_WORLD_SIZE",
+    **{"local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"},
+    **{"node": "GROUP_RANK", "nodes": "GROUP_WORLD_SIZE"},
 }
 _LAUNCHER_VARIABLES = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *(*_REQUIRED, *_OPTIONAL.values(), "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
     *("SLURM_STEP_ID", "SLURM_STEPID", "TUTTI_RUN_ID", "TUTTI_REPORT", "TUTTI_RANKS_PER_GPU"),
     *("TUTTI_TIMEOUT", "TUTTI_START_TIMEOUT"),
 }
@@ -102,19 +98,17 @@ _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI
 
 
 def _from_torch_variables(env: Environment) -> Identity | None:
-    found = [each for each in _TORCH_LAUNCHERS.items() if all(name in env for name in each[1])]
-    if not found:
-        return None
-    launcher, recognised_by = found[0]
-    reader = _Reader(env, launcher, " ".join(recognised_by))
-    reader.integers(rank="RANK", size="WORLD_SIZE")
-    for variable in ("MASTER_ADDR", "MASTER_PORT"):
-        reader.text("master", variable)  # raises if it is missing
-    reader.integers(**{value: name for value, name in _OPTIONAL.items() if name in env})
-    named = launcher != "environment"
-    job = env[recognised_by[0]] if named else f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-    agent_store = launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return reader.identity(job, agent_store=agent_store)
+    for launcher, variables in _TORCH_LAUNCHERS.items():
+        if not all(name in env for name in variables):
+            continue
+        reader = _Reader(env, launcher, " ".join(variables))
+        reader.integers(rank="RANK", size="WORLD_SIZE")
+        address, port = (reader.text("master", name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+        reader.integers(**{value: name for value, name in _OPTIONAL.items() if name in env})
+        job = f"{address}:{port}" if launcher == "environment" else env[variables[0]]
+        agent_store = launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return reader.identity(job, agent_store=agent_store)
+    return None
 
 
 def _from_openmpi(env: Environment) -> Identity | None:
@@ -169,8 +163,8 @@ def _socket_peer(descriptor: str) -> str:
 
 
 def _from_slurm(env: Environment) -> Identity | None:
-    # The batch shell and an salloc shell have SLURM_PROCID or SLURM_NTASKS too, but there no other
-    # ranks were started: only a process inside a job step has peers.
+    # The batch shell and an salloc shell also have SLURM_PROCID or SLURM_NTASKS, but Slurm started
+    # no other ranks there: only a process inside a job step has peers.
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return None
     reader = _Reader(env, "slurm", "SLURM_STEP_ID")
@@ -186,7 +180,7 @@ def _from_slurm(env: Environment) -> Identity | None:
     counts = expand_tasks_per_node(tasks_per_node, variable)
     if node >= len(counts):
         raise UsageError(
-            f"SLURM_NODEID={node} but {variable}={tasks_per_node} lists only {len(counts)} nodes: "
+            f"SLURM_NODEID={node}, but {variable}={tasks_per_node} lists only {len(counts)} nodes: "
             "start the ranks with srun"
         )
     reader.values |= {"local_size": counts[node], "nodes": len(counts)}
@@ -202,18 +196,18 @@ class _Reader:
 
     def __init__(self, env: Environment, launcher: str, recognised_by: str) -> None:
         self.env, self.launcher = env, launcher
-        self.values: dict[str, int] = {}
+        self.values: dict[str, Any] = {}  # of Identity
         self.reasons = {"launcher": recognised_by}
 
     @property
     def on_one_host(self) -> bool:
-        return self.values.get("local_size") == self.values["size"]
+        return bool(self.values.get("local_size") == self.values["size"])
 
     def text(self, value: str, variable: str) -> str:
         if variable not in self.env:
             raise UsageError(
-                f"{self.launcher} started this process but {variable} is not set: "
-                "start it again without clearing the environment"
+                f"{self.launcher} started this process, but {variable} is not set: start the "
+                "process again without clearing the environment"
             )
         self.reasons[value] = variable
         return self.env[variable]
@@ -222,7 +216,7 @@ class _Reader:
         for value, variable in variables.items():
             text = self.text(value, variable)
             if not text.isdecimal():
-                raise UsageError(f"{variable}={text!r}: set it to an integer >= 0, or unset it")
+                raise UsageError(f"{variable}={text!r} must be an integer >= 0, or unset")
             self.values[value] = int(text)
 
     def first_node(self, variable: str) -> str | None:
@@ -234,12 +228,10 @@ class _Reader:
     def identity(self, job: str, host: str | None = None, agent_store: bool = False) -> Identity:
         rank, size = self.values["rank"], self.values["size"]
         if size < 1:
-            raise UsageError(f"{self.reasons['size']}={size}: a world has at least one rank")
+            raise UsageError(f"{self.reasons['size']}={size} must be at least 1")
         if rank >= size:
-            raise UsageError(
-                f"{self.reasons['rank']}={rank} but {self.reasons['size']}={size}: "
-                f"a rank is 0 to {size - 1}"
-            )
+            variable, limit = self.reasons["rank"], f"{self.reasons['size']}={size}"
+            raise UsageError(f"{variable}={rank} must be less than {limit}")
         if self.env.get("MASTER_ADDR"):
             host = self.text("master", "MASTER_ADDR")
         elif self.on_one_host:
@@ -250,48 +242,32 @@ class _Reader:
         port = self.values.pop("port", None)
         if port is not None and not 0 < port < 65536:
             raise UsageError(f"MASTER_PORT={port} is not a port: use 1024 to 65535")
-        return Identity(
-            self.launcher,
-            **self.values,
-            master_host=host,
-            master_port=port,
-            job=job,
-            agent_store=agent_store,
-            reasons=self.reasons,
-        )
+        self.values |= {"master_host": host, "master_port": port, "job": job}
+        self.values["agent_store"] = agent_store
+        return Identity(self.launcher, **self.values, reasons=self.reasons)
 
 
 def _refuse_incomplete_variables(env: Environment) -> None:
     """Raise UsageError if variables are incomplete: otherwise each rank would train alone."""
-    for name in ("WORLD_SIZE", "PMI_SIZE"):
-        size = env.get(name, "1")
-        if size in ("0", "1"):
-            continue
-        missing = [each for each in _REQUIRED if each not in env]
-        raise UsageError(
-            f"{name}={size} is set, but {' and '.join(missing)} "
-            f"{'are' if len(missing) > 1 else 'is'} not: set all of {', '.join(_REQUIRED)}, "
-            f"or unset {name}"
-        )
-    if env.get("RANK", "0") != "0":
-        raise UsageError(
-            f"RANK={env['RANK']} is set, but WORLD_SIZE is not: set WORLD_SIZE, or unset RANK"
-        )
+    for name in ("WORLD_SIZE", "PMI_SIZE", "RANK"):
+        if env.get(name, "0") not in (("0",) if name == "RANK" else ("0", "1")):
+            missing = [variable for variable in _REQUIRED if variable not in env]
+            raise UsageError(
+                f"{name}={env[name]} is set without {' and '.join(missing)}: set all of "
+                f"{', '.join(_REQUIRED)}, or unset {name}"
+            )
 
 
 # -- ports -----------------------------------------------------------------------------------------
 
 # Outside Linux's ephemeral range (32768 to 60999), so that no outgoing connection uses these ports.
 _PORTS = range(20000, 30000)
-_CANDIDATES = 5
 
 
 def port_candidates(job: str) -> list[int]:
     """The ports that a job tries, in order: the same on every rank, different for another job."""
-    digest = hashlib.sha256(job.encode()).digest()
-    return [
-        _PORTS[int.from_bytes(digest[2 * i : 2 * i + 2]) % len(_PORTS)] for i in range(_CANDIDATES)
-    ]
+    numbers = struct.unpack(">5H", hashlib.sha256(job.encode()).digest()[:10])
+    return [_PORTS[number % len(_PORTS)] for number in numbers]
 
 
 def free_port() -> int:
@@ -324,8 +300,8 @@ def expand_hosts(text: str, variable: str = "the node list") -> list[str]:
             choices = [_expand_ranges(p) if n % 2 else [p] for n, p in enumerate(parts)]
         if not all(choices):
             raise UsageError(
-                f"{variable}={text!r} does not parse at {item!r}: expected a list such as "
-                "n[1-4,07],login1; correct it or set MASTER_ADDR and MASTER_PORT"
+                f"{variable}={text!r} cannot be parsed at {item!r}: expected a list such as "
+                "n[1-4,07],login1; correct the list or set MASTER_ADDR and MASTER_PORT"
             )
         hosts.extend("".join(choice) for choice in product(*choices))
     return hosts
@@ -350,6 +326,6 @@ def expand_tasks_per_node(text: str, variable: str = "tasks per node") -> list[i
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match is None:
-            raise UsageError(f"{variable}={text!r} does not parse at {item!r}: expected 2(x3),1")
+            raise UsageError(f"{variable}={text!r} cannot be parsed at {item!r}: expected 2(x3),1")
         counts.extend([int(match[1])] * int(match[2] or 1))
     return counts

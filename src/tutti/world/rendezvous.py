@@ -1,15 +1,15 @@
 """Rendezvous: rank 0 serves a key-value store, and every rank reads the RankInfo of all ranks.
 
-First, rank 0 opens the store. torch's TCPStore listens on every interface, whatever host it is
-given, and answers any client. So rank 0 binds the socket itself, to loopback if all ranks are on
-one host, and passes the socket to torch.
+First, rank 0 opens the store. torch's TCPStore listens on every interface and answers any client.
+So rank 0 binds the socket itself, to loopback if all ranks are on one host, and passes the socket
+to torch.
 
-Then every rank writes a RankInfo to the store and reads the RankInfo of every other rank. So these
-facts, which launchers do not report, are known before the first collective: which ranks share a
-machine, which rank is missing, which versions differ. After a restart by torchrun the same store
-still holds the entries of the dead processes (with their addresses, which is why torchrun's own
-restarts often fail with gloo). So rank 0 publishes a list of all entries under a new start id. The
-list is valid only after every rank has confirmed that it contains the rank's current entry.
+Then every rank writes a RankInfo to the store and reads the RankInfo of every other rank. So all
+ranks have these facts before the first collective: which ranks share a machine, which rank is
+missing, which versions differ. After a restart by torchrun the same store still has the entries of
+the dead processes, with their old addresses. So rank 0 publishes a list of all entries under a new
+start id. The list is valid only after every rank has confirmed that its current entry is in the
+list.
 """
 
 import contextlib
@@ -59,15 +59,15 @@ def open_rendezvous(identity: Identity, timeout: float) -> Rendezvous:
         return Rendezvous(dist.HashStore(), "", 0, "a world of one rank needs no port")
     if identity.master_host is None:
         raise UsageError(
-            f"{identity.launcher} started {identity.size} ranks on several hosts and does not say "
-            "where rank 0 is: give all ranks MASTER_ADDR, the name of rank 0's host, and "
-            "MASTER_PORT (-x MASTER_ADDR=HOST -x MASTER_PORT=29500 with Open MPI, "
+            f"{identity.launcher} started {identity.size} ranks on several hosts and does not "
+            "report the host of rank 0: set MASTER_ADDR, the name of rank 0's host, and "
+            "MASTER_PORT for all ranks (-x MASTER_ADDR=HOST -x MASTER_PORT=29500 with Open MPI, "
             "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500 with MPICH)"
         )
     if not identity.job and identity.local_size != identity.size and identity.master_port is None:
         raise UsageError(
-            "MPICH ranks on several hosts share no job id from which to derive a port: give all "
-            "ranks MASTER_PORT too (-genv MASTER_PORT 29500)"
+            "MPICH ranks on several hosts have no common job id from which to derive a port: set "
+            "MASTER_PORT for all ranks (-genv MASTER_PORT 29500)"
         )
     deadline = time.monotonic() + timeout
     reason = identity.reasons.get("master", "")
@@ -85,20 +85,29 @@ def _serve(
     named_loopback = name in ("localhost", address)
     if is_loopback and named_loopback and identity.local_size not in (None, identity.size):
         raise UsageError(
-            f"MASTER_ADDR={name} is this host only, but {identity.size - identity.local_size} of "
-            f"{identity.size} ranks are on others: set it to the name of rank 0's host, or unset it"
+            f"MASTER_ADDR={name} is a loopback address, but {identity.size - identity.local_size} "
+            f"of {identity.size} ranks are on other hosts: set it to the name of rank 0's host"
         )
+    here = socket.gethostname()
     if not is_loopback and local_address_towards(address) != address:
         raise UsageError(
-            f"rank 0 runs on {socket.gethostname()}, but the master address {name} ({address}, "
-            f"from {reason}) is another host's: set MASTER_ADDR to rank 0's host"
+            f"rank 0 runs on {here}, but the master address {name} ({address}, from {reason}) "
+            "belongs to another host: set MASTER_ADDR to rank 0's host"
         )
     bind_to = address
     if is_loopback and not named_loopback and identity.local_size != identity.size:
         # Debian maps a host's own name to 127.0.1.1; other hosts resolve the name differently.
         bind_to = ""
         reason += f"; {name} is {address} here, so the store listens on every interface"
-    listener, port = _listen(bind_to, ports)
+    for port in ports:
+        with contextlib.suppress(OSError):
+            listener = open_listener(bind_to, port)
+            break
+    else:
+        raise UsageError(
+            f"port {', '.join(map(str, ports))} is in use on {here}: set MASTER_PORT to a free "
+            f"port ({free_port()} is free now), or stop the process that listens there"
+        )
     store = dist.TCPStore(
         address,
         port,
@@ -107,43 +116,33 @@ def _serve(
         timeout=timedelta(seconds=timeout),
         master_listen_fd=listener.detach(),
     )
-    store.set(_job_key(identity.job), "here")
+    store.set(f"tutti/job/{identity.job}", "here")
     return Rendezvous(store, address, port, reason)
-
-
-def _listen(address: str, ports: list[int]) -> tuple[socket.socket, int]:
-    for port in ports:
-        with contextlib.suppress(OSError):
-            return open_listener(address, port), port
-    raise UsageError(
-        f"port {', '.join(map(str, ports))} is in use on {socket.gethostname()}: set MASTER_PORT "
-        f"to a free port ({free_port()} is free now), or stop the process that listens there"
-    )
 
 
 def _connect(
     identity: Identity, address: str, ports: list[int], reason: str, deadline: float
 ) -> Rendezvous:
-    while time.monotonic() < deadline:
+    while (left := deadline - time.monotonic()) > 0:
         for port in ports:
             # Probe with an ordinary socket first, because torch's client prints a page of C++
             # frames to standard error for every refused connection.
-            if not _is_listening(address, port):
+            try:
+                socket.create_connection((address, port), timeout=_PROBE_SECONDS).close()
+            except OSError:
                 continue
-            left = deadline - time.monotonic()
             store = _open_client(address, port, max(1.0, min(_HANDSHAKE_SECONDS, left)))
             # A port derived from the job id may belong to the store of another job: only the store
             # of this job has the key of this job.
-            given = identity.master_port is not None
-            if store is not None and (given or store.check([_job_key(identity.job)])):
+            is_set = identity.master_port is not None
+            if store is not None and (is_set or store.check([f"tutti/job/{identity.job}"])):
                 store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
                 return Rendezvous(store, address, port, reason)
         time.sleep(0.05)
     raise UsageError(
         f"rank {identity.rank} on {socket.gethostname()} could not reach rank 0 at {address} port "
-        f"{', '.join(map(str, ports))} (from {reason}): did rank 0 start, and does a firewall let "
-        "the port through? A longer start timeout (--start-timeout, start_timeout=) gives rank 0 "
-        "more time"
+        f"{', '.join(map(str, ports))} (from {reason}): did rank 0 start, does a firewall block "
+        "the port? If rank 0 needs more time, increase --start-timeout or start_timeout="
     )
 
 
@@ -167,24 +166,12 @@ def _open_client(address: str, port: int, timeout: float) -> dist.Store | None:
     return None
 
 
-def _is_listening(address: str, port: int) -> bool:
-    try:
-        with socket.create_connection((address, port), timeout=_PROBE_SECONDS):
-            return True
-    except OSError:
-        return False
-
-
-def _job_key(job: str) -> str:
-    return f"tutti/job/{job}"
-
-
 def _resolve(name: str, reason: str) -> str:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         raise UsageError(
-            f"the master {name!r} (from {reason}) does not resolve on {socket.gethostname()}: "
+            f"the master {name!r} (from {reason}) cannot be resolved on {socket.gethostname()}: "
             "set MASTER_ADDR to an address or a name that every host can resolve"
         ) from None
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # prefer IPv4
@@ -247,12 +234,9 @@ def describe_rank(
 
 
 def shm_unavailable() -> str:
-    """The reason why this rank cannot use the shared-memory backend, or "" if it can.
-
-    The first use compiles the backend.
-    """
+    """The reason why this rank cannot use the shm backend, or ""; the first call compiles it."""
     if "shm" not in dist.Backend.backend_list:
-        return "torch does not know the backend: install tutti-torch"
+        return "the backend is not registered with torch: install tutti-torch"
     # Call the module that registered the backend, because tutti.world must not import tutti.comm.
     creator = dist.Backend._plugins["SHM"].creator_fn
     usable, reason = importlib.import_module(creator.__module__).available()
@@ -291,7 +275,7 @@ class _Poll:
         missing = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
         raise UsageError(
             f"rank {', '.join(missing) or '0'} of {len(self.keys)} did not reach the rendezvous "
-            f"within {self.timeout:g} s: see the output of the missing ranks, or give a longer "
+            f"within {self.timeout:g} s: see the output of the missing ranks, or increase "
             "--start-timeout"
         )
 
@@ -342,11 +326,14 @@ def refuse_different_versions(ranks: Sequence[RankInfo]) -> None:
     for name in sorted({name for info in ranks for name in info.versions}):
         by_rank = [info.versions.get(name, "none") for info in ranks]
         usual, count = Counter(by_rank).most_common(1)[0]
-        odd = [info for info, version in zip(ranks, by_rank, strict=True) if version != usual]
-        if odd:
-            which = ", ".join(f"rank {a.rank} on {a.host} has {by_rank[a.rank]}" for a in odd[:4])
-            more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
+        different = [
+            f"rank {info.rank} on {info.host} has {version}"
+            for info, version in zip(ranks, by_rank, strict=True)
+            if version != usual
+        ]
+        if different:
+            more = f" and {len(different) - 4} more" if len(different) > 4 else ""
             raise RanksDiffer(
-                f"ranks run different versions of {name}: {which}{more}, the other {count} "
-                f"{usual}: install the same version everywhere"
+                f"ranks run different versions of {name}: {', '.join(different[:4])}{more}, the "
+                f"other {count} have {usual}: install the same version everywhere"
             )
