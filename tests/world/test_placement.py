@@ -80,7 +80,7 @@ def test_two_containers_that_show_the_same_gpu_are_caught() -> None:
 
 
 def test_a_rank_without_a_gpu_among_others_with_one_is_named() -> None:
-    with pytest.raises(UsageError, match=r"rank 1 on n2 sees no GPU \(1 of 2 ranks do not\)"):
+    with pytest.raises(UsageError, match=r"rank 1 on n2 has no visible GPU \(1 of 2"):
         place([info(0, gpus=("A",)), info(1, "n2")])
 
 

@@ -1,4 +1,4 @@
-"""Placement of every rank: node, local rank, device, CPUs, threads and heap settings.
+"""Placement of every rank: node, local rank, device, CPUs, threads, network and heap settings.
 
 `place` is a pure function of the roster (the RankInfo of all ranks), so every rank computes the
 same table, and two ranks on one device are detected before either uses the device. `bind` sets the
@@ -15,13 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tutti.machine.cpu_numa import (
-    allowed_cpus,
-    cpu_quota,
-    format_cpu_list,
-    numa_nodes,
-    parse_cpu_list,
-)
+from tutti.machine import cpu_numa
+from tutti.machine.cpu_numa import allowed_cpus, format_cpu_list, parse_cpu_list
 from tutti.machine.gpus import numa_node_of_gpu
 from tutti.machine.nics import interface_address
 from tutti.world.errors import UsageError
@@ -50,7 +45,7 @@ def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int 
     by_machine: dict[str, list[int]] = defaultdict(list)  # machines in order of lowest rank
     for info in ranks:
         by_machine[info.machine].append(info.rank)
-    gpus = _choose_gpus(ranks, ranks_per_gpu) if _use_gpus(ranks, device) else {}
+    gpus = _choose_gpus(ranks, device, ranks_per_gpu)
     users: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, gpu in gpus.items():
         users[_gpu_key(ranks[rank], gpu)].append(rank)
@@ -58,8 +53,8 @@ def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int 
         if len(sharing) > ranks_per_gpu:
             raise UsageError(
                 f"ranks {', '.join(map(str, sharing))} would use the same GPU {uuid} of "
-                f"{ranks[sharing[0]].host}: give each its own (CUDA_VISIBLE_DEVICES, --gpu-bind), "
-                f"or share it with --ranks-per-gpu {len(sharing)}"
+                f"{ranks[sharing[0]].host}: give each rank its own GPU (CUDA_VISIBLE_DEVICES, "
+                f"--gpu-bind), or share the GPU with --ranks-per-gpu {len(sharing)}"
             )
     places = []
     for info in ranks:
@@ -98,33 +93,30 @@ def refuse_more_ranks_than_gpus(ranks: int, gpus: int, ranks_per_gpu: int, host:
         )
 
 
-def _use_gpus(ranks: "Sequence[RankInfo]", device: str) -> bool:
+def _choose_gpus(ranks: "Sequence[RankInfo]", device: str, ranks_per_gpu: int) -> dict[int, int]:
+    """The GPU index of each rank; empty if the ranks compute on CPU."""
     without = [info for info in ranks if not info.gpus]
     if device == "cpu" or (device == "auto" and len(without) == len(ranks)):
-        return False
+        return {}
     if without:
-        first = without[0]
         raise UsageError(
-            f"rank {first.rank} on {first.host} sees no GPU ({len(without)} of {len(ranks)} ranks "
-            "do not): give every rank one (--gpus-per-node, CUDA_VISIBLE_DEVICES), or use "
-            "--device cpu"
+            f"rank {without[0].rank} on {without[0].host} has no visible GPU ({len(without)} of "
+            f"{len(ranks)} ranks have none): give every rank a GPU (--gpus-per-node, "
+            "CUDA_VISIBLE_DEVICES), or use --device cpu"
         )
-    return True
-
-
-def _choose_gpus(ranks: "Sequence[RankInfo]", ranks_per_gpu: int) -> dict[int, int]:
     # Ranks on a machine with the same visible GPUs are assigned to these GPUs in rank order. If the
-    # scheduler makes only one GPU visible to each task, each group has one rank, which uses its
+    # scheduler makes only one GPU visible to each task, each list has one rank, which uses its
     # device 0.
-    groups: dict[tuple[str, tuple[str, ...]], list[RankInfo]] = defaultdict(list)
+    by_gpus: dict[tuple[str, tuple[str, ...]], list[RankInfo]] = defaultdict(list)
     for info in ranks:
-        groups[info.machine, info.gpus].append(info)
-    chosen = {}
-    for (_, gpus), group in groups.items():
-        refuse_more_ranks_than_gpus(len(group), len(gpus), ranks_per_gpu, group[0].host)
-        for position, info in enumerate(group):
-            chosen[info.rank] = position // ranks_per_gpu
-    return chosen
+        by_gpus[info.machine, info.gpus].append(info)
+    for (_, gpus), infos in by_gpus.items():
+        refuse_more_ranks_than_gpus(len(infos), len(gpus), ranks_per_gpu, infos[0].host)
+    return {
+        info.rank: position // ranks_per_gpu
+        for infos in by_gpus.values()
+        for position, info in enumerate(infos)
+    }
 
 
 def _gpu_key(info: "RankInfo", gpu: int) -> tuple[str, str]:
@@ -142,13 +134,27 @@ def bind(
     """Set this process's CPU affinity and torch's thread count; returns both, with reasons."""
     import torch
 
-    chosen, cpus_reason = _choose_cpus(ranks, place, numa_nodes())
+    numa = cpu_numa.numa_nodes()
+    reason = "inherited from the launcher"
+    if place.gpu is None:
+        chosen = cpus_for(ranks, place.rank, numa)
+        if chosen:
+            reason = "its share of the CPUs"
+    else:
+        gpu: Any = torch.cuda.get_device_properties(place.gpu)  # torch's stub lacks the PCI fields
+        bus_id = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        node = numa_node_of_gpu(bus_id)
+        near = set(allowed_cpus()).intersection(numa.get(-1 if node is None else node, ()))
+        chosen = format_cpu_list(near) if near else None
+        reason += ": the GPU's NUMA node is unknown"
+        if near:
+            reason = f"NUMA node {node} of cuda:{place.gpu}"
     if chosen is not None:
         os.sched_setaffinity(0, parse_cpu_list(chosen))
     cpus = allowed_cpus()
     threads, threads_reason = _choose_threads(ranks, place, len(cpus), env)
     torch.set_num_threads(threads)
-    return format_cpu_list(cpus), threads, {"cpus": cpus_reason, "threads": threads_reason}
+    return format_cpu_list(cpus), threads, {"cpus": reason, "threads": threads_reason}
 
 
 def cpus_for(
@@ -178,39 +184,20 @@ def cpus_for(
 
 def _with_same_cpus(ranks: "Sequence[RankInfo]", rank: int) -> list[int]:
     own = ranks[rank]
-    return [a.rank for a in ranks if a.machine == own.machine and a.cpus == own.cpus]
-
-
-def _choose_cpus(
-    ranks: "Sequence[RankInfo]", place: Place, numa: Mapping[int, tuple[int, ...]]
-) -> tuple[str | None, str]:
-    if place.gpu is None:
-        cpus = cpus_for(ranks, place.rank, numa)
-        return (cpus, "its share of the CPUs") if cpus else (None, "inherited from the launcher")
-    import torch
-
-    gpu: Any = torch.cuda.get_device_properties(place.gpu)  # torch's stub lacks the PCI fields
-    node = numa_node_of_gpu(
-        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    )
-    near = set(allowed_cpus()).intersection(numa.get(-1 if node is None else node, ()))
-    if not near:
-        return None, "inherited from the launcher: the GPU's NUMA node is unknown"
-    return format_cpu_list(near), f"NUMA node {node} of cuda:{place.gpu}"
+    return [i.rank for i in ranks if i.machine == own.machine and i.cpus == own.cpus]
 
 
 def _choose_threads(
     ranks: "Sequence[RankInfo]", place: Place, cores: int, env: Mapping[str, str]
 ) -> tuple[int, str]:
     if env.get("OMP_NUM_THREADS", "").isdecimal():
-        by_tutti = "TUTTI_RUN_ID" in env
-        reason = "OMP_NUM_THREADS" + (", set by tutti run unless you set it" if by_tutti else "")
-        return max(1, int(env["OMP_NUM_THREADS"])), reason
+        default = ", by default set by tutti run" if "TUTTI_RUN_ID" in env else ""
+        return max(1, int(env["OMP_NUM_THREADS"])), f"OMP_NUM_THREADS{default}"
     # Ranks with the same allowed CPUs divide the CPUs; `cores` is this rank's number after binding.
     sharing = len(_with_same_cpus(ranks, place.rank))
     allowed = len(parse_cpu_list(ranks[place.rank].cpus))
     divisor = max(1, math.ceil(sharing * cores / allowed))
-    quota = cpu_quota()
+    quota = cpu_numa.cpu_quota()
     if quota is not None and quota < allowed:
         cores, divisor = quota, sharing
     return max(1, cores // divisor), f"{cores} cores / {divisor} rank{'s' * (divisor != 1)}"
@@ -230,19 +217,18 @@ def gloo_interface(
     if "GLOO_SOCKET_IFNAME" in env:
         return None, "GLOO_SOCKET_IFNAME"
     own = ranks[rank]
-    remote = [each for each in ranks if each.machine != own.machine]
+    remote = [info for info in ranks if info.machine != own.machine]
     if not remote:
         return "lo", "all ranks are on this machine"
     # The RankInfo of a rank on the store's host has only a loopback address. The route to the
     # address of a remote rank then determines the interface.
     address = own.address
     if not address or address.startswith("127."):
-        addresses = (each.address for each in remote)
-        external = next((a for a in addresses if a and not a.startswith("127.")), None)
-        address = (external and local_address_towards(external)) or ""
+        external = [i.address for i in remote if i.address and not i.address.startswith("127.")]
+        address = (local_address_towards(external[0]) if external else None) or ""
     for _, name in socket.if_nameindex():
         if address and interface_address(name) == address:
-            return name, f"it reaches {remote[0].host}"
+            return name, f"this interface reaches {remote[0].host}"
     return None, "gloo's default: no route to the other machines was found"
 
 
@@ -260,9 +246,8 @@ def disable_malloc_trim(env: Mapping[str, str]) -> bool:
 
     By default glibc returns large freed blocks to the kernel. When memory is allocated again, each
     page costs a page fault and is zeroed: a step that frees 40 MB of gradients causes 10,000 page
-    faults, which took 15 of 70 ms on two cores of a virtual machine. A GPU does not need this
-    setting, because torch has a caching allocator there. Settings in the environment take
-    precedence.
+    faults, which took 15 of 70 ms on two cores of a virtual machine. On a GPU, torch's caching
+    allocator keeps freed memory. Settings in the environment take precedence.
     """
     if _malloc_set_by_environment(env):
         return False
