@@ -95,7 +95,7 @@ def _capture(options: Profile, words: list[str]) -> int:
     out = (options.out or task.default_folder(strftime("%Y%m%d-%H%M%S"))).absolute()
     traces = out / "traces"
     if traces.is_dir() and any(traces.iterdir()):
-        if not task.is_first:
+        if task.number != 0:
             return 2
         raise UsageError(f"--out {out} already holds traces: choose another folder")
     settings = {
@@ -114,7 +114,7 @@ def _capture(options: Profile, words: list[str]) -> int:
         return code
     if task.count > 1:
         task.write_exit_code(out, code)
-        if not task.is_first:
+        if task.number != 0:
             return code
         code = _wait_for_tasks(task, out, code)
     if not traces.is_dir() or not any(traces.glob("rank*")):

@@ -1,7 +1,7 @@
 """Capture: runs torch.profiler on this rank for a few steps and writes one trace file per rank.
 
-This file imports only torch, the standard library and capture_hooks.py: `tutti profile -- COMMAND`
-loads this file into programs whose environment may not have tutti.
+This file imports only torch and the standard library: `tutti profile -- COMMAND` loads the file
+into programs whose environment may not have tutti.
 """
 
 import atexit
@@ -16,21 +16,27 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler as autograd_profiler
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerAction, ProfilerActivity
-
-from .capture_hooks import BatchCounter, NvtxRanges, OtherProfilers
+from torch.utils.data import dataloader
 
 _OTHER_PROFILER = "the program runs a torch.profiler of its own: remove it"
 # How long a rank that has written its trace waits for the other traces before it ends the program.
 _END_TIMEOUT_SECONDS = 60.0
-# The number of flight recorder entries that are kept in a trace. A gloo trace has no group and no
-# sequence number of a collective; the recorder has both.
+# The number of flight recorder entries that are kept in a trace. The trace of a gloo collective
+# has no group and no sequence number; the flight recorder entry has both.
 _RECORDER_ENTRIES = 20_000
+# torch declares no types for some functions of these modules.
+_cuda: Any = torch.cuda
+_profile: Any = torch.profiler.profile
 
 
 class Capture:
@@ -69,10 +75,11 @@ class Capture:
     ) -> None:
         if active < 1 or wait < 0 or warmup < 0:
             raise ValueError(
-                f"wait {wait}, warmup {warmup}, active {active}: use at least 0, 0 and 1"
+                f"wait and warmup must be at least 0 and active at least 1, got wait={wait}, "
+                f"warmup={warmup}, active={active}"
             )
         if nvtx and not torch.cuda.is_available():
-            raise ValueError("nvtx marks steps for Nsight Systems and needs CUDA: leave it out")
+            raise ValueError("nvtx=True needs CUDA, which is not available: remove nvtx")
         # At its default log level Kineto prints to standard error when it starts and stops.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.directory = Path(directory)
@@ -81,21 +88,23 @@ class Capture:
         self.tensorboard = None if tensorboard is None else Path(tensorboard)
         self.nvtx, self.stop, self.replace = nvtx, stop, replace
         self.path: Path | None = None  # the path of the trace, once written
-        self._profiler: torch.profiler.profile | NvtxRanges | None = None
+        self._profiler: torch.profiler.profile | _NvtxRanges | None = None
         self._closed = False
         self._steps = 0
-        self._batch, self._batch_counter = batch, BatchCounter()
-        self._others = OtherProfilers(self._yield_to, lambda each: each is self._profiler)
+        self._batch, self._batch_counter = batch, _BatchCounter()
+        self._program_profilers = _ProgramProfilers(self)
         self._device: torch.device | None = None  # the GPU that the program uses
-        # Times of the steps during `wait`, without the profiler, and during `active`.
-        self._unrecorded_times, self._recorded_times = _StepTimer(), _StepTimer()
+        # Start and end of the steps during `wait`, without the profiler, and during `active`.
+        self._unrecorded: list[tuple[Any, Any]] = []
+        self._recorded: list[tuple[Any, Any]] = []
+        self._step_start: Any = None  # None: the current step is not timed
         self._leading_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._hook: Any = None
 
     def __enter__(self) -> "Capture":
-        if _cuda_in_use():
+        if _cuda.is_initialized():
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._others.begin()
+        self._program_profilers.begin()
         self._start()
         return self
 
@@ -106,12 +115,12 @@ class Capture:
         """Mark the end of a training step."""
         if self._closed or self._profiler is None:
             return
-        (self._unrecorded_times if self._steps < self.wait else self._recorded_times).end()
+        if self._step_start is not None:
+            times = self._unrecorded if self._steps < self.wait else self._recorded
+            times.append((self._step_start, _now(self._device)))
         self._steps += 1
         if self._steps == self.wait:
             self._stop_if_program_profiles()
-        if self._closed:
-            return
         if self._steps < self.wait + self.warmup + self.active:
             self._profiler.step()
             self._begin_step()
@@ -126,13 +135,13 @@ class Capture:
         if self._closed:
             return
         self._closed = True
-        self._others.end()
+        self._program_profilers.end()
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             counted = self._batch_counter.end(self._steps)
             self._batch = self._batch or counted
             first, last = self.wait + self.warmup, self._steps
-            if isinstance(profiler, NvtxRanges):
+            if isinstance(profiler, _NvtxRanges):
                 if last > first and self._rank == 0:
                     _report(f"steps {first} to {last - 1} are marked for Nsight Systems")
             elif last > first:
@@ -146,22 +155,19 @@ class Capture:
         Nothing is recorded before the first step of an optimizer, so processes that do not train
         are not affected.
         """
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        self._others.begin()
+        self._program_profilers.begin()
         self._hook = register_optimizer_step_post_hook(self._on_optimizer_step)
         atexit.register(self._at_exit)  # the program may end before the schedule
         return self
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if _cuda_in_use() and torch.cuda.is_current_stream_capturing():
+        if _cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return  # a step captured into a CUDA graph does not run now
         # With several optimizers (a GAN, one per parameter) the first one marks the steps.
         if self._leading_optimizer is None:
             self._leading_optimizer = weakref.ref(optimizer)
-            parameters = (each for group in optimizer.param_groups for each in group["params"])
-            devices = (each.device for each in parameters)
-            self._device = next((each for each in devices if each.type == "cuda"), None)
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            self._device = next((p.device for p in parameters if p.device.type == "cuda"), None)
             self._never_raise(self._start)
         elif self._leading_optimizer() is optimizer:
             self._never_raise(self.step)
@@ -188,7 +194,7 @@ class Capture:
     def _abandon(self) -> None:
         self._closed, self._profiler = True, None
         self._batch_counter.end(0)
-        self._others.end()
+        self._program_profilers.end()
         self._remove_hook()
 
     def _remove_hook(self) -> None:
@@ -197,36 +203,41 @@ class Capture:
             self._hook = None
 
     def _stop_if_program_profiles(self) -> None:
-        if self._others.any_active():
+        if self._program_profilers.any_active():
             self._abandon()
             raise RuntimeError(_OTHER_PROFILER)
 
-    def _yield_to(self, another: Any) -> None:
-        """Called before `another` profiler starts: end this capture and keep its recorded steps."""
-        ours = self._profiler
-        if ours is None or self._steps < self.wait or getattr(ours, "profiler", None) is another:
+    def _before_profiler_starts(self, starting: Any) -> None:
+        """End this capture, and keep its recorded steps, before a profiler of the program starts.
+
+        Also called when the capture's own profiler starts, which changes nothing.
+        """
+        own = self._profiler
+        if own is None or self._steps < self.wait or getattr(own, "profiler", None) is starting:
             return
         self._never_raise(self.close)
-        if isinstance(ours, NvtxRanges):
-            ours.end()
+        if isinstance(own, _NvtxRanges):
+            own.end()
         _report(f"the capture has ended: {_OTHER_PROFILER}")
 
     def _start(self) -> None:
         if self.wait == 0:
             self._stop_if_program_profiles()
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
         # NCCL records message sizes itself, so shapes are needed only if the program uses no GPU,
         # even if the host has GPUs.
         shapes = self._device is None if self.shapes is None else self.shapes
-        self._rank, self._size = _rank_and_world_size()
+        if dist.is_available() and dist.is_initialized():
+            self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        else:
+            self._rank = int(os.environ.get("RANK", 0))
+            self._size = int(os.environ.get("WORLD_SIZE", 1))
         if self.nvtx:
-            self._profiler = NvtxRanges(self._action, shapes)
+            self._profiler = _NvtxRanges(self._action, shapes)
         else:
             self.directory.mkdir(parents=True, exist_ok=True)
+            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self._profiler = torch.profiler.profile(
-                activities=activities,
+                activities=[ProfilerActivity.CPU, *gpu],
                 schedule=self._action,
                 on_trace_ready=self._write,
                 record_shapes=shapes,
@@ -238,10 +249,8 @@ class Capture:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        if self._steps < self.wait:
-            self._unrecorded_times.begin(self._device)
-        elif self._steps >= self.wait + self.warmup:
-            self._recorded_times.begin(self._device)
+        in_warmup = self.wait <= self._steps < self.wait + self.warmup
+        self._step_start = None if in_warmup else _now(self._device)
 
     def _action(self, step: int) -> ProfilerAction:
         """The same as torch.profiler.schedule, but without its warning about a warm-up of 0."""
@@ -290,13 +299,13 @@ class Capture:
             "threads": torch.get_num_threads(),
             "cpus": sorted(os.sched_getaffinity(0)),
         }
-        if _cuda_in_use():
+        if _cuda.is_initialized():
             metadata["device_memory_bytes"] = torch.cuda.max_memory_allocated()
         if dist.is_available() and dist.is_initialized():
             metadata["backend"] = dist.get_backend()
             with contextlib.suppress(Exception):  # the recorder is not a stable interface
                 metadata["recorder"] = _recorded_collectives()
-        unrecorded, recorded = self._unrecorded_times.seconds(), self._recorded_times.seconds()
+        unrecorded, recorded = _step_seconds(self._unrecorded), _step_seconds(self._recorded)
         overhead = None
         if recorded and unrecorded:
             overhead = statistics.median(recorded) / statistics.median(unrecorded)
@@ -312,51 +321,20 @@ class Capture:
         }
 
 
-class _StepTimer:
-    """Step times from the host's clock, or from CUDA events, which do not block the host."""
-
-    def __init__(self) -> None:
-        self._host_times: list[tuple[float, float]] = []
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._started: float | torch.cuda.Event | None = None
-        self._device: torch.device | None = None
-
-    def begin(self, device: torch.device | None) -> None:
-        """Record the start of a step on a GPU, or on the host if `device` is None."""
-        self._device = device
-        self._started = time.perf_counter() if device is None else _record_event(device)
-
-    def end(self) -> None:
-        """Record the end of the step; does nothing if no step has begun."""
-        if isinstance(self._started, float):
-            self._host_times.append((self._started, time.perf_counter()))
-        elif self._started is not None and self._device is not None:
-            self._events.append((self._started, _record_event(self._device)))
-        self._started = None
-
-    def seconds(self) -> list[float]:
-        """All step times in order; synchronizes with the device."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        on_device = [start.elapsed_time(end) / 1e3 for start, end in self._events]
-        return on_device + [end - start for start, end in self._host_times]
-
-
-def _record_event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _now(device: torch.device | None) -> Any:
+    """The time on the host's clock, or a CUDA event on `device`, which does not block the host."""
+    if device is None:
+        return time.perf_counter()
+    event = _cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
 
 
-def _cuda_in_use() -> bool:
-    """Whether the program has initialized CUDA; this function does not initialize CUDA."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def _step_seconds(times: list[tuple[Any, Any]]) -> list[float]:
+    if times and not isinstance(times[-1][1], float):
+        times[-1][1].synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in times]
+    return [end - start for start, end in times]
 
 
 def _recorded_collectives() -> list[dict[str, Any]]:
@@ -377,3 +355,181 @@ def _recorded_collectives() -> list[dict[str, Any]]:
 
 def _report(text: str) -> None:
     print(f"tutti profile: {text}", file=sys.stderr)
+
+
+def _replace(patches: ExitStack, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method until `patches` is closed."""
+    patches.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, replacement)
+
+
+class _BatchCounter:
+    """Counts the samples of one data loader: the first loader that is used after `begin`.
+
+    `begin` is called after the program's first step, so an evaluation before training is not
+    counted. For torch's DataLoader each batch counts as its batch size; for tutti's Loader the
+    samples in each batch are counted.
+    """
+
+    def __init__(self) -> None:
+        self._patches = ExitStack()
+        self._loader: Any = None
+        self._samples: float | None = 0.0
+
+    def begin(self) -> None:
+        self._count_results(dataloader._BaseDataLoaderIter, "__next__", _torch_batch)
+        if (module := sys.modules.get("tutti.data.loader")) is not None:
+            self._count_results(module.Loader, "_received", _tutti_batch)
+
+    def end(self, steps: int) -> int | None:
+        """Remove the hooks; returns samples per step of this rank, None if unknown."""
+        self._patches.close()
+        self._loader = None
+        return round(self._samples / steps) or None if self._samples and steps else None
+
+    def _count_results(
+        self, owner: Any, name: str, inspect: Callable[[Any, Any], tuple[Any, Any]]
+    ) -> None:
+        original = getattr(owner, name)
+
+        def counted(iterator: Any, *arguments: Any) -> Any:
+            batch = original(iterator, *arguments)
+            loader, samples = inspect(iterator, batch)
+            if self._loader is None:
+                self._loader = loader
+            if self._loader is loader and self._samples is not None:
+                known = isinstance(samples, int | float)
+                self._samples = self._samples + samples if known else None
+            return batch
+
+        _replace(self._patches, owner, name, counted)
+
+
+def _torch_batch(iterator: Any, batch: Any) -> tuple[Any, Any]:
+    """The loader's batch sampler, and the number of samples of this rank in a batch, if known.
+
+    Each epoch has its own iterator; the batch sampler is the same in all epochs.
+    """
+    sampler = getattr(iterator, "_index_sampler", None)
+    if not getattr(iterator, "_auto_collation", False):
+        return sampler, None  # the dataset makes the batches itself
+    size = getattr(sampler, "batch_size", None)
+    if size and getattr(sampler, "split_batches", False):  # Accelerate: a batch is for all ranks
+        size /= getattr(sampler, "num_processes", 1)
+    return sampler, size
+
+
+def _tutti_batch(loader: Any, batch: Any) -> tuple[Any, Any]:
+    return loader, batch.count
+
+
+class _ProgramProfilers:
+    """Tracks the torch profilers that the program itself starts, from `begin` to `end`.
+
+    torch runs only one profiler at a time, and a profiler in its warm-up counts as running. The
+    capture is notified before a profiler of the program starts. An idle profiler of the program
+    must not mark steps, because its marks would appear in the trace of the capture.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._muted: Any = None
+        self._prepared: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._patches = ExitStack()
+
+    def begin(self) -> None:
+        profile: Any = autograd_profiler.profile
+        prepare, leave = profile._prepare_trace, profile.__exit__
+
+        def tracked_prepare(profiler: Any) -> None:
+            self._capture._before_profiler_starts(profiler)
+            self._unmute()
+            prepare(profiler)
+            self._prepared.add(profiler)
+
+        def tracked_leave(profiler: Any, *error: Any) -> Any:
+            self._prepared.discard(profiler)
+            return leave(profiler, *error)
+
+        _replace(self._patches, profile, "_prepare_trace", tracked_prepare)
+        _replace(self._patches, profile, "__exit__", tracked_leave)
+        for name in ("start", "step"):
+            muted = self._without_marks(getattr(_profile, name))
+            _replace(self._patches, _profile, name, muted)
+
+    def end(self) -> None:
+        """Remove the hooks. Safe to call again."""
+        self._patches.close()
+
+    def any_active(self) -> bool:
+        """Whether a profiler runs or warms up; call this before the capture's profiler starts."""
+        return bool(self._prepared) or autograd_profiler._is_profiler_enabled
+
+    def _without_marks(self, method: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Wrap `method` so that an idle profiler of the program marks no step."""
+
+        def wrapped(profiler: Any) -> None:
+            idle = getattr(profiler, "profiler", None) not in self._prepared
+            if profiler is self._capture._profiler or not idle or not profiler.record_steps:
+                method(profiler)
+                return
+            self._muted, profiler.record_steps = profiler, False
+            try:
+                method(profiler)
+            finally:
+                self._unmute()
+
+        return wrapped
+
+    def _unmute(self) -> None:
+        if self._muted is not None:
+            self._muted.record_steps, self._muted = True, None
+
+
+class _NvtxRanges:
+    """NVTX ranges for Nsight Systems: steps, operators and every record_function.
+
+    The class has the three methods of torch.profiler.profile that a Capture calls. Nsight and
+    torch.profiler need the same tracing interface of the GPU, which only one of them can use: with
+    NVTX ranges there is no torch trace. `nsys profile --capture-range=cudaProfilerApi` collects
+    only the recorded steps.
+    """
+
+    def __init__(self, schedule: Callable[[int], ProfilerAction], shapes: bool) -> None:
+        self._schedule = schedule
+        emit_nvtx: Any = autograd_profiler.emit_nvtx
+        self._emit = emit_nvtx(record_shapes=shapes)
+        self._step = 0
+        self._emitting = False
+        self._handle: Any = None
+
+    def start(self) -> None:
+        if self._schedule(self._step) != ProfilerAction.RECORD:
+            return
+        if not self._emitting:
+            _cuda.profiler.start()
+            self._emit.__enter__()
+            self._emitting = True
+        _cuda.nvtx.range_push(f"ProfilerStep#{self._step}")
+
+    def step(self) -> None:
+        if self._emitting:
+            _cuda.nvtx.range_pop()
+        self._step += 1
+        self.start()
+
+    def stop(self) -> None:
+        if self._emitting:
+            _cuda.nvtx.range_pop()
+            self._emitting = False
+            _cuda.profiler.stop()
+            # This call may be inside the range of an optimizer step. torch reports an error if a
+            # range ends after emit_nvtx has ended, so emit_nvtx ends at the next forward.
+            self._handle = register_module_forward_pre_hook(self.end)
+
+    def end(self, *_: object) -> None:
+        """Stop emitting ranges. Safe to call again."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            self._emit.__exit__(None, None, None)

@@ -26,23 +26,19 @@ from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
 _STARTUP = Path(__file__).parent / "startup"
-# How long the first task waits for the others: in cluster file systems new files appear late.
+# How long the first task waits for the other tasks. New files of other hosts appear late in cluster
+# file systems.
 _TASK_TIMEOUT_SECONDS = 60.0
-_FAILED_TIMEOUT_SECONDS = 5.0  # the launcher may have ended all tasks: do not wait long
-_POLL_SECONDS = 0.05
-_LAUNCHERS_WITHOUT_RANK = {"slurm": "srun", "openmpi": "mpirun", "mpich": "mpirun"}
+_FAILED_TIMEOUT_SECONDS = 5.0  # after a failure the launcher may have ended all tasks
 
 
-def captured_environment(settings: Mapping[str, Any], before: Mapping[str, str]) -> dict[str, str]:
+def captured_environment(settings: dict[str, Any], before: Mapping[str, str]) -> dict[str, str]:
     """The environment variables with which every Python process that trains records a trace.
 
-    All processes that the command starts inherit PYTHONPATH: torchrun's workers, multiprocessing,
-    ranks of mpirun on this host.
+    All processes that the command starts inherit PYTHONPATH, for example torchrun's workers.
     """
-    env = dict(before)
-    path = [str(_STARTUP), *filter(None, [before.get("PYTHONPATH", "")])]
-    env["PYTHONPATH"] = os.pathsep.join(path)
-    env["TUTTI_PROFILE"] = json.dumps(dict(settings))
+    path = filter(None, [str(_STARTUP), before.get("PYTHONPATH")])
+    env = {**before, "PYTHONPATH": os.pathsep.join(path), "TUTTI_PROFILE": json.dumps(settings)}
     enlarge_flight_recorder(env)
     return env
 
@@ -50,7 +46,7 @@ def captured_environment(settings: Mapping[str, Any], before: Mapping[str, str])
 def enlarge_flight_recorder(env: MutableMapping[str, str]) -> None:
     """Make torch's flight recorder large enough, for every process group created afterwards.
 
-    gloo's trace events have no groups and sequence numbers; the recorder's entries have both.
+    Trace events of gloo have no group and no sequence number; the recorder's entries have both.
     """
     env.setdefault("TORCH_FR_BUFFER_SIZE", "20000")
 
@@ -65,17 +61,16 @@ def resolve_command(words: Sequence[str], own_commands: Sequence[str]) -> list[s
             raise UsageError(f"script {first!r} does not exist: check the path")
         return [sys.executable, *words]
     # Search next to this interpreter first, to find torchrun in an environment that is not active.
-    beside = Path(sys.executable).parent / first
-    found = str(beside) if os.access(beside, os.X_OK) and "/" not in first else shutil.which(first)
-    if found is None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    if (found := shutil.which(first, path=path)) is None:
         raise UsageError(
             f"{first!r} is not a program: write for example tutti profile -- torchrun … train.py"
         )
     return [found, *rest]
 
 
-def run_captured(command: Sequence[str], settings: Mapping[str, Any]) -> int:
-    """Run a command to its end; returns its exit code as a shell reports it. Forwards SIGTERM."""
+def run_captured(command: Sequence[str], settings: dict[str, Any]) -> int:
+    """Run a command, forward SIGTERM, and return the exit code as a shell reports it."""
     env = captured_environment(settings, os.environ)
     # Keep inherited descriptors open: MPICH's ranks communicate with mpirun through one of them.
     with subprocess.Popen(command, env=env, close_fds=False) as process:
@@ -90,7 +85,7 @@ def run_captured(command: Sequence[str], settings: Mapping[str, Any]) -> int:
                     code = process.wait()
                     return code if code >= 0 else 128 - code  # ended by signal -code
                 except KeyboardInterrupt:
-                    # The program received Ctrl-C, too: wait for its end and keep its traces.
+                    # The program has received Ctrl-C, too: wait for its end and keep its traces.
                     continue
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -98,7 +93,7 @@ def run_captured(command: Sequence[str], settings: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class LauncherTask:
-    """One of the `tutti profile` processes that a launcher started; all have the same `job`."""
+    """One of the `tutti profile` processes that a launcher started; `job` is the same in all."""
 
     number: int
     count: int
@@ -116,28 +111,27 @@ class LauncherTask:
         return LauncherTask(identity.rank, identity.size, identity.launcher, job)
 
     @property
-    def is_first(self) -> bool:
-        """Whether this task explains the traces."""
-        return self.number == 0
-
-    @property
     def missing_rank_hint(self) -> str:
-        """A hint about variables that a script misses under a launcher other than torchrun."""
-        if self.launcher not in _LAUNCHERS_WITHOUT_RANK or self.count == 1:
+        """A hint about variables that a launcher other than torchrun does not set."""
+        starter = {"slurm": "srun", "openmpi": "mpirun", "mpich": "mpirun"}.get(self.launcher)
+        if starter is None or self.count == 1:
             return ""
         return (
-            f" torchrun sets RANK and MASTER_ADDR, {_LAUNCHERS_WITHOUT_RANK[self.launcher]} does "
-            "not: let it start torchrun, or call tutti.init() in the script."
+            f" torchrun sets RANK and MASTER_ADDR, {starter} does not: start torchrun with "
+            f"{starter}, or call tutti.init() in the script."
         )
 
     def default_folder(self, now: str) -> Path:
-        """The folder without --out. Several tasks use their job id, because their clocks differ."""
+        """The folder to use without --out.
+
+        Several tasks use their job id instead of `now`, because their clocks differ.
+        """
         if self.count == 1:
             return Path("runs") / f"profile-{now}"
         if not self.job:
             raise UsageError(
-                f"--out: {self.launcher} started {self.count} tasks of tutti profile, which need "
-                f"a common folder: name it, or start one task: tutti profile -- {self.launcher} …"
+                f"--out is required: {self.launcher} started {self.count} tasks of tutti profile, "
+                f"which write to one folder; or start one task: tutti profile -- {self.launcher} …"
             )
         return Path("runs") / f"profile-{self.job}"
 
@@ -153,16 +147,16 @@ class LauncherTask:
         codes: dict[int, int] = {}
         timeout = _FAILED_TIMEOUT_SECONDS if failed else _TASK_TIMEOUT_SECONDS
         deadline = time.monotonic() + timeout
-        while missing := [each for each in range(self.count) if each not in codes]:
+        while missing := [number for number in range(self.count) if number not in codes]:
             for number in missing:
                 with contextlib.suppress(OSError):
                     codes[number] = int(self._exit_code_file(out, number).read_text())
             if time.monotonic() > deadline:
                 break
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.05)
         for number in codes:
             self._exit_code_file(out, number).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a late task still writes there
+        with contextlib.suppress(OSError):  # a late task may still write its exit code there
             self._exit_code_file(out, 0).parent.rmdir()
         return codes, missing
 

@@ -6,22 +6,20 @@
 - `record_param_comms` inside the call (shm, not gloo): group and sequence number.
 - an entry of torch's flight recorder (gloo, if tutti captured the trace): group and sequence
   number.
-- `tutti::all_reduce|…` around the call, if the program calls tutti.comm: all of these values.
+- `tutti::all_reduce|…` around the call, if the program calls tutti.comm: size, group and sequence
+  number, in a tag that tutti.comm.operation.parse_tag reads.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tutti.profile.rank_trace import Collective, element_bytes, element_count
 
-if TYPE_CHECKING:
-    from tutti.comm.operation import Tag
-
 # gloo implements reduce_scatter with all_reduce, and its event has the name of all_reduce.
 _RUN_NAMES = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
-_WITH_SHARES = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_SIZE_PER_RANK = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 _MOST_IN_FLIGHT = 64  # calls of one operation that may be in flight at the same time
 _CLOCK_TOLERANCE = 2e-6  # seconds; an event and the recorder read the clock separately
 
@@ -36,29 +34,20 @@ class HostEvent:
     process: Any
     thread: Any
     arguments: dict[str, Any]
-
-
-@dataclass(slots=True)
-class TaggedEvent:
-    """A profiler range of tutti.comm with its parsed name."""
-
-    event: HostEvent
-    tag: "Tag"
+    tag: Any = None  # the tutti.comm.operation.Tag of a tutti.comm range; that file imports torch
 
 
 def assemble_collectives(
     calls: list[HostEvent],
     runs: list[HostEvent],
     parameters: list[HostEvent],
-    tags: list[TaggedEvent],
+    tags: list[HostEvent],
     recorder: Sequence[tuple[float, str, int]],
     group_size: Callable[[str], int],
     accumulates_gradient: Callable[[Any, float], bool],
 ) -> list[Collective]:
     """The collectives that the host of a rank ran. `recorder`: (time, group, sequence number)."""
-    for events in (calls, runs, parameters):
-        events.sort(key=lambda event: event.start)
-    tags.sort(key=lambda tagged: tagged.event.start)
+    _sort_by_start(calls, runs, parameters, tags)
     run_of_call = _match_runs(calls, runs)
     entries = sorted(recorder)
     inner, outer = _EventsInside(parameters), _TagsAround(tags)
@@ -67,15 +56,15 @@ def assemble_collectives(
     position = 0
     for number, call in enumerate(calls):
         run = run_of_call.get(number)
-        shown = run or call
+        timed = run or call
         collective = Collective(
             operation=call.operation,
             arrival=call.start,
-            start=max(shown.start, call.start),
-            end=max(shown.end, call.end) if run is None else run.end,
-            process=shown.process,
+            start=max(timed.start, call.start),
+            end=timed.end,
+            process=timed.process,
             call_returned=call.end,
-            thread=shown.thread,
+            thread=timed.thread,
         )
         while position < len(entries) and entries[position][0] < call.start - _CLOCK_TOLERANCE:
             position += 1
@@ -102,30 +91,33 @@ def assemble_collectives(
             collective = _collective_of(run)
             _fill_size(collective, run, run, group_size(""))
             result.append(collective)
-    return result + _from_tags([tagged for tagged in tags if id(tagged) not in used_tags])
+    return result + _from_tags([event for event in tags if id(event) not in used_tags])
 
 
-def run_by_host(
+def calls_without_kernels(
     calls: list[HostEvent],
     nccl_parameters: list[HostEvent],
     runs: list[HostEvent],
-    tags: list[TaggedEvent],
-) -> tuple[list[HostEvent], list[TaggedEvent]]:
+    tags: list[HostEvent],
+) -> tuple[list[HostEvent], list[HostEvent]]:
     """For a rank with GPU kernels: the calls that the host ran itself (gloo), and their tags.
 
     A call that contains one of the events `nccl_parameters` launched an NCCL kernel.
     """
-    for events in (calls, nccl_parameters, runs):
-        events.sort(key=lambda event: event.start)
+    _sort_by_start(calls, nccl_parameters, runs, tags)
     inner = _EventsInside(nccl_parameters)
     calls = [call for call in calls if inner.first_in(call) is None]
     calls = [calls[number] for number in sorted(_match_runs(calls, runs))]
     inner = _EventsInside(calls)
-    tags.sort(key=lambda tagged: tagged.event.start)
-    return calls, [tagged for tagged in tags if inner.first_in(tagged.event) is not None]
+    return calls, [event for event in tags if inner.first_in(event) is not None]
 
 
-def fill_from_tag(collective: Collective, tag: "Tag") -> None:
+def _sort_by_start(*lists: list[HostEvent]) -> None:
+    for events in lists:
+        events.sort(key=lambda event: event.start)
+
+
+def fill_from_tag(collective: Collective, tag: Any) -> None:
     """Set the fields of a collective from the tag of a tutti.comm range."""
     collective.group, collective.sequence = f"tutti {tag.group}", tag.sequence
     collective.bytes, collective.dtype = tag.bytes, tag.dtype
@@ -150,19 +142,15 @@ def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, Host
             if number not in found:
                 candidates.append(number)
         if candidates:  # otherwise the call came before the recording began
-            number = next(
-                (each for each in candidates if size in _argument_counts(calls[each])),
-                candidates[0],
-            )
-            found[number] = run
+            same_size = (n for n in candidates if size in _argument_counts(calls[n]))
+            found[next(same_size, candidates[0])] = run
     return found
 
 
 def _argument_counts(event: HostEvent) -> list[int]:
     """Element counts of the first two arguments that are tensors or lists of tensors."""
     dims, kinds = event.arguments.get("Input Dims") or [], event.arguments.get("Input type") or []
-    counts = [element_count(*each) for each in zip(dims[:2], kinds[:2], strict=False)]
-    return [count for count in counts if count]
+    return list(filter(None, map(element_count, dims[:2], kinds[:2])))
 
 
 def _fill_size(
@@ -176,8 +164,8 @@ def _fill_size(
     collective.bytes = max(counts, default=0) * element_bytes(collective.dtype)
     if collective.operation == "barrier":
         collective.bytes, collective.dtype = 0, ""
-    # For lists of tensors the trace contains only the size of one rank's share.
-    if collective.operation in _WITH_SHARES and len(counts) < 2:
+    # For lists of tensors the trace contains only the size of one rank's share of the message.
+    if collective.operation in _SIZE_PER_RANK and len(counts) < 2:
         collective.bytes *= group_size
     if collective.is_point_to_point:
         concrete = call.arguments.get("Concrete Inputs") or []
@@ -191,20 +179,19 @@ def _collective_of(event: HostEvent) -> Collective:
     )
 
 
-def _from_tags(tags: list[TaggedEvent]) -> list[Collective]:
+def _from_tags(tags: list[HostEvent]) -> list[Collective]:
     """Collectives from tags without torch events; issue and wait tags become one collective."""
     result: list[Collective] = []
     issued: dict[tuple[str, str, int], Collective] = {}
-    for tagged in tags:
-        event, tag = tagged.event, tagged.tag
-        key = (event.operation, tag.group, tag.sequence)
-        if tag.phase == "wait":
+    for event in tags:
+        key = (event.operation, event.tag.group, event.tag.sequence)
+        if event.tag.phase == "wait":
             if key in issued:  # otherwise the call has torch events or was before the recording
                 issued.pop(key).end = event.end
             continue
         collective = _collective_of(event)
-        fill_from_tag(collective, tag)
-        if tag.phase == "issue":
+        fill_from_tag(collective, event.tag)
+        if event.tag.phase == "issue":
             issued[key] = collective
         result.append(collective)
     return result
@@ -214,34 +201,28 @@ class _EventsInside:
     """Finds the first event inside a call, on the same thread; calls must come in time order."""
 
     def __init__(self, events: list[HostEvent]) -> None:
-        self._by_thread: dict[Any, list[HostEvent]] = defaultdict(list)
+        self._by_thread: dict[Any, deque[HostEvent]] = defaultdict(deque)
         for event in events:
             self._by_thread[event.thread].append(event)
-        self._next: dict[Any, int] = defaultdict(int)
 
     def first_in(self, call: HostEvent) -> HostEvent | None:
-        events, position = self._by_thread[call.thread], self._next[call.thread]
-        while position < len(events) and events[position].start < call.start:
-            position += 1
-        self._next[call.thread] = position
-        if position < len(events) and events[position].start <= call.end:
-            return events[position]
-        return None
+        events = self._by_thread[call.thread]
+        while events and events[0].start < call.start:
+            events.popleft()
+        return events[0] if events and events[0].start <= call.end else None
 
 
 class _TagsAround:
     """Finds the tutti.comm range around a call; each range contains one call."""
 
-    def __init__(self, tags: list[TaggedEvent]) -> None:
-        self._by_thread: dict[Any, list[TaggedEvent]] = defaultdict(list)
-        for tagged in tags:
-            if tagged.tag.phase != "wait":
-                self._by_thread[tagged.event.thread].append(tagged)
+    def __init__(self, tags: list[HostEvent]) -> None:
+        self._by_thread: dict[Any, deque[HostEvent]] = defaultdict(deque)
+        for event in tags:
+            if event.tag.phase != "wait":
+                self._by_thread[event.thread].append(event)
 
-    def around(self, call: HostEvent) -> TaggedEvent | None:
+    def around(self, call: HostEvent) -> HostEvent | None:
         tags = self._by_thread[call.thread]
-        while tags and tags[0].event.end < call.start:
-            tags.pop(0)
-        if tags and tags[0].event.start <= call.start:
-            return tags.pop(0)
-        return None
+        while tags and tags[0].end < call.start:
+            tags.popleft()
+        return tags.popleft() if tags and tags[0].start <= call.start else None

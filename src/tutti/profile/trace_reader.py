@@ -10,7 +10,6 @@ import math
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +20,9 @@ from numpy.typing import NDArray
 
 from tutti.profile.host_collectives import (
     HostEvent,
-    TaggedEvent,
     assemble_collectives,
+    calls_without_kernels,
     fill_from_tag,
-    run_by_host,
 )
 from tutti.profile.intervals import EMPTY, Floats, IntervalCollector, Intervals, merge
 from tutti.profile.rank_trace import Collective, RankTrace, Step, operation_named
@@ -33,13 +31,13 @@ from tutti.profile.trace_file import Event, TraceFile
 # These wrappers call operators and may wait for communication: their own time is not compute.
 _WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch::distributed::", "torch.distributed")
 _AUTOGRAD_FUNCTION = "autograd::engine::evaluate_function"
-# The event arguments that describe communication; other arguments are dropped to save memory.
+# The event arguments that are kept; the other arguments are dropped to save memory.
 _KEPT_ARGUMENTS = {
     *("Input Dims", "Input type", "Concrete Inputs", "Collective name", "Process Group Name"),
     *("dtype", "In msg nelems", "Out msg nelems", "Seq", "Group size", "Process Group Ranks"),
     *("Dst Rank", "Src Rank", "External id"),
 }
-_NCCL_PREFIXES = ("nccl", "rccl", "hccl")
+_NCCL_KERNEL = re.compile(r"(?i:^[nrh]ccl)|nccl(Dev)?Kernel")
 # torch's kernels on symmetric memory, which wait for the other ranks inside the kernel.
 _SYMMETRIC_KERNEL = re.compile(
     r"(one_shot|two_shot|multimem)_(\w+_)?(all_reduce|all_gather|reduce)"
@@ -75,7 +73,7 @@ class _TraceReader:
         self.calls: list[HostEvent] = []
         self.runs: list[HostEvent] = []
         self.parameters: list[HostEvent] = []
-        self.tags: list[TaggedEvent] = []
+        self.tags: list[HostEvent] = []
         self.backward = _BackwardEvents()
         self.kernels = _Kernels()
         self.memory = 0
@@ -113,22 +111,18 @@ class _TraceReader:
 
     def _add_kernel(self, event: Event, start: float, end: float) -> None:
         name, arguments = str(event["name"]), event.get("args", {})
-        is_nccl = (
-            name.lower().startswith(_NCCL_PREFIXES)
-            or "ncclKernel" in name
-            or "ncclDevKernel" in name
-        )
+        is_nccl = _NCCL_KERNEL.search(name) is not None
         communicates = is_nccl or _SYMMETRIC_KERNEL.search(name) is not None
         process, thread = event.get("pid"), event.get("tid")
         index = self.kernels.add_kernel(
             int(arguments.get("correlation", -1)), start, end, not communicates, (process, thread)
         )
         if not communicates:
-            self.work += _kernel_threads(arguments)
+            grid, block = arguments.get("grid") or [0], arguments.get("block") or [0]
+            self.work += math.prod(grid) * math.prod(block)
             return
-        collective = Collective(
-            operation_named(name) or "other", start, start, end, thread, process
-        )
+        operation = operation_named(name) or "other"
+        collective = Collective(operation, start, start, end, thread, process)
         collective.fill_from_arguments(arguments)
         self.collectives.append(collective)
         self.collective_of_kernel[index] = collective
@@ -157,8 +151,7 @@ class _TraceReader:
         if name.startswith("ProfilerStep#"):
             self.steps.append(Step(int(name[13:]), start, end))
         elif name.startswith(("gloo:", "shm:")):
-            operation = operation_named(name.partition(":")[2])
-            if operation is not None:
+            if (operation := operation_named(name.partition(":")[2])) is not None:
                 self.runs.append(_host_event(operation, event, start, end))
                 self.host_transfers.add(start, end)
         elif name.startswith(("enumerate(DataLoader)", "tutti.input")):
@@ -171,16 +164,16 @@ class _TraceReader:
             if (tag := parse_tag(name)) is not None:
                 self.comm_calls[event.get("tid")].add(start, end)
                 operation = operation_named(tag.operation) or tag.operation
-                self.tags.append(TaggedEvent(_host_event(operation, event, start, end), tag))
+                self.tags.append(_host_event(operation, event, start, end, tag))
 
     def finish(self, file: TraceFile) -> RankTrace:
         metadata = file.metadata
         captured, world = metadata.get("tutti") or {}, metadata.get("distributedInfo") or {}
         base_ns = int(metadata.get("baseTimeNanoseconds") or 0)
-        notes = []
+        notes: list[str] = []
         if file.truncated:
             notes.append(f"{file.path.name} is truncated: the events before its end were read")
-        groups = {str(each["pg_name"]): each for each in world.get("pg_config") or []}
+        groups = {str(group["pg_name"]): group for group in world.get("pg_config") or []}
         world_size = int(captured.get("world_size", world.get("world_size", 1)))
         calling = EMPTY
         for collector in self.comm_calls.values():
@@ -193,12 +186,12 @@ class _TraceReader:
         calls, tags = self.calls, self.tags
         if self.kernels:
             self._combine_tagged_kernels()
-            of_nccl = [
+            nccl_parameters = [
                 event
                 for event in self.parameters
                 if event.arguments.get("External id") in self.collective_of_operator
             ]
-            calls, tags = run_by_host(calls, of_nccl, self.runs, tags)
+            calls, tags = calls_without_kernels(calls, nccl_parameters, self.runs, tags)
             compute = self.kernels.intervals(computing=True)
             communication = self.kernels.intervals(computing=False)
             communication |= self.host_transfers.intervals()
@@ -222,7 +215,7 @@ class _TraceReader:
             lambda group: int(groups.get(group, {}).get("pg_size", world_size)),
             self.backward.accumulates_gradient,
         )
-        self.collectives.sort(key=lambda each: each.start)
+        self.collectives.sort(key=lambda collective: collective.start)
         # At the end of the recording the profiler also closes a step that is not finished.
         if (finished := captured.get("steps")) is not None:
             self.steps = [step for step in self.steps if step.number < finished]
@@ -239,7 +232,7 @@ class _TraceReader:
             number = re.search(r"rank[-_]?(\d+)", file.path.name)
             rank = int(number[1]) if number else -1
         devices = metadata.get("deviceProperties") or []
-        memories = [int(each["totalGlobalMem"]) for each in devices if each.get("totalGlobalMem")]
+        memories = [int(d["totalGlobalMem"]) for d in devices if d.get("totalGlobalMem")]
         return RankTrace(
             path=file.path,
             rank=int(rank),
@@ -271,29 +264,39 @@ class _TraceReader:
         barriers.
         """
         replaced: set[int] = set()
-        for tagged in self.tags:
-            event, tag = tagged.event, tagged.tag
-            launched = self.kernels.launched_by(event.thread, event.start, event.end)
+        kernels = self.kernels
+        for event in self.tags:
+            launched = kernels.launched_by(event.thread, event.start, event.end)
             known = [
                 self.collective_of_kernel[index]
                 for index in launched
                 if index in self.collective_of_kernel
             ]
-            if not launched or any(each.group for each in known):
+            if not launched or any(collective.group for collective in known):
                 continue  # NCCL kernels have more information than the range around them
-            self.kernels.mark_communication(launched)
-            if tag.phase == "wait":
+            for index in launched:
+                kernels.computes[index] = False
+            if event.tag.phase == "wait":
                 continue
             replaced.update(map(id, known))
-            start, end, (process, thread) = self.kernels.extent(launched)
-            whole = Collective(event.operation, start, start, end, thread, process)
-            fill_from_tag(whole, tag)
-            self.collectives.append(whole)
+            start = min(kernels.start[index] for index in launched)
+            last = max(launched, key=lambda index: kernels.end[index])
+            process, thread = kernels.stream(last)
+            end = kernels.end[last]
+            combined = Collective(event.operation, start, start, end, thread, process)
+            fill_from_tag(combined, event.tag)
+            self.collectives.append(combined)
         self.collectives = [each for each in self.collectives if id(each) not in replaced]
 
     def _move_to_device_time(self) -> None:
         """Convert steps, gradients and buckets from host times to times on the device."""
-        device_done = self.kernels.finished_by
+        computing_launches, _, computing_ends = self.kernels.by_launch(computing_only=True)
+
+        def device_done(moment: float) -> float | None:
+            """When all computing kernels launched until `moment` had ended; None without any."""
+            index = int(np.searchsorted(computing_launches, moment, side="right")) - 1
+            return float(computing_ends[index]) if index >= 0 else None
+
         for event in self.parameters:
             collective = self.collective_of_operator.get(event.arguments.get("External id"))
             if collective is None or collective.operation != "all_reduce":
@@ -301,18 +304,21 @@ class _TraceReader:
             if self.backward.accumulates_gradient(event.thread, event.start):
                 ready = device_done(event.start) or collective.arrival
                 collective.bucket_ready = min(ready, collective.arrival)
+        launches, starts, ends = self.kernels.by_launch(computing_only=False)
         for step in self.steps:
             if step.gradients is not None:
-                first, last = map(device_done, step.gradients)
-                step.gradients = None if first is None or last is None else (first, last)
+                begin, end = map(device_done, step.gradients)
+                step.gradients = None if begin is None or end is None else (begin, end)
             # A step is the time from the first kernel launched in it to that of the next step.
-            if (span := self.kernels.span_launched(step.start, step.end)) is not None:
-                step.start, step.end = span
+            first = int(np.searchsorted(launches, step.start, side="left"))
+            last = int(np.searchsorted(launches, step.end, side="right")) - 1
+            if first <= last:
+                step.start, step.end = float(starts[first]), float(ends[last])
         for step, following in pairwise(self.steps):
             step.end = following.start
         if self.steps:  # kernels launched before the recording began have no launch event
-            begin = self.steps[0].start
-            self.collectives = [each for each in self.collectives if each.end > begin]
+            first_start = self.steps[0].start
+            self.collectives = [each for each in self.collectives if each.end > first_start]
 
 
 class _BackwardEvents:
@@ -321,7 +327,6 @@ class _BackwardEvents:
     def __init__(self) -> None:
         self._engine = IntervalCollector()
         self._accumulating: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
-        self._by_thread: dict[Any, Intervals] = {}
 
     def add(self, name: str, thread: Any, start: float, end: float) -> None:
         if name.startswith(_AUTOGRAD_FUNCTION):
@@ -329,24 +334,22 @@ class _BackwardEvents:
             if name.endswith("AccumulateGrad"):
                 self._accumulating[thread].add(start, end)
 
+    @cached_property
+    def _by_thread(self) -> dict[Any, Intervals]:
+        return {thread: found.intervals() for thread, found in self._accumulating.items()}
+
     def accumulates_gradient(self, thread: Any, moment: float) -> bool:
         """Whether a gradient was being accumulated; then a gradient hook called the collective."""
-        if thread not in self._by_thread:
-            self._by_thread[thread] = self._accumulating[thread].intervals()
-        intervals = self._by_thread[thread]
+        intervals = self._by_thread.get(thread, EMPTY)
         index = int(np.searchsorted(intervals.starts, moment, side="right")) - 1
         return index >= 0 and moment <= float(intervals.ends[index])
 
     def gradients(self, start: float, end: float) -> tuple[float, float] | None:
         """The times of the first gradient and of the end of backward between two host times."""
         engine = self._engine.intervals().between(start, end)
-        firsts = [
-            each.intervals().between(start, end).starts[:1] for each in self._accumulating.values()
-        ]
-        first = np.concatenate([*firsts, np.empty(0)])
-        if not len(first) or not len(engine.ends):
-            return None
-        return float(first.min()), float(engine.ends[-1])
+        found = [intervals.between(start, end) for intervals in self._by_thread.values()]
+        firsts = [float(intervals.starts[0]) for intervals in found if len(intervals.starts)]
+        return (min(firsts), float(engine.ends[-1])) if firsts and len(engine.ends) else None
 
 
 class _Kernels:
@@ -360,8 +363,8 @@ class _Kernels:
     def __init__(self) -> None:
         self._launch_number, self._launch_time = array("q"), array("d")
         self._launch_thread = array("q")
-        self._number, self._computes, self._stream = array("q"), array("b"), array("q")
-        self._start, self._end = array("d"), array("d")
+        self._number, self._stream = array("q"), array("q")
+        self.start, self.end, self.computes = array("d"), array("d"), array("b")
         # Index of each host thread and device stream, in order of appearance.
         self._threads: dict[Any, int] = {}
         self._streams: dict[tuple[Any, Any], int] = {}
@@ -379,11 +382,15 @@ class _Kernels:
     ) -> int:
         """Add a kernel that computes or communicates; returns its index."""
         self._number.append(number)
-        self._computes.append(computes)
-        self._start.append(start)
-        self._end.append(end)
+        self.computes.append(computes)
+        self.start.append(start)
+        self.end.append(end)
         self._stream.append(self._streams.setdefault(stream, len(self._streams)))
         return len(self._number) - 1
+
+    def stream(self, index: int) -> tuple[Any, Any]:
+        """Process and thread in the trace of the stream on which a kernel ran."""
+        return list(self._streams)[self._stream[index]]
 
     def launched_by(self, thread: Any, start: float, end: float) -> list[int]:
         """Indices of the kernels that a host thread launched in [start, end)."""
@@ -391,36 +398,27 @@ class _Kernels:
             return []
         moments, indices = self._by_thread[thread]
         first, last = np.searchsorted(moments, [start, end])
-        return [int(index) for index in indices[first:last]]
-
-    def mark_communication(self, indices: Sequence[int]) -> None:
-        """Count kernels as communication; call before any query about computing kernels."""
-        for index in indices:
-            self._computes[index] = False
-
-    def extent(self, indices: Sequence[int]) -> tuple[float, float, tuple[Any, Any]]:
-        """First start and last end of these kernels, and the stream of the last one."""
-        last = max(indices, key=lambda index: self._end[index])
-        start = min(self._start[index] for index in indices)
-        return start, self._end[last], list(self._streams)[self._stream[last]]
+        return list(map(int, indices[first:last]))
 
     def intervals(self, computing: bool) -> Intervals:
         """The intervals in which kernels that compute (or that communicate) ran."""
-        chosen = np.array(self._computes, dtype=bool) == computing
-        return merge(np.array(self._start)[chosen], np.array(self._end)[chosen])
+        chosen = np.array(self.computes, dtype=bool) == computing
+        return merge(np.array(self.start)[chosen], np.array(self.end)[chosen])
 
-    def finished_by(self, moment: float) -> float | None:
-        """When all computing kernels launched until `moment` had ended; None if there are none."""
-        launches, _, ends = self._computing_by_launch
-        index = int(np.searchsorted(launches, moment, side="right")) - 1
-        return float(ends[index]) if index >= 0 else None
+    def by_launch(self, computing_only: bool) -> tuple[Floats, Floats, Floats]:
+        """For each launch: its time, the earliest kernel start from then on, the latest end so far.
 
-    def span_launched(self, start: float, end: float) -> tuple[float, float] | None:
-        """Start of the first and end of the last kernel launched between two moments."""
-        launches, starts, ends = self._all_by_launch
-        first = int(np.searchsorted(launches, start, side="left"))
-        last = int(np.searchsorted(launches, end, side="right")) - 1
-        return (float(starts[first]), float(ends[last])) if first <= last else None
+        With several streams, kernels do not start and end in the order of their launches.
+        """
+        kernels, launches = self._joined
+        if computing_only:
+            computes = np.array(self.computes, dtype=bool)[kernels]
+            kernels, launches = kernels[computes], launches[computes]
+        moments = np.array(self._launch_time)[launches]
+        order = np.argsort(moments, kind="stable")
+        starts, ends = (np.array(times)[kernels][order] for times in (self.start, self.end))
+        first = np.minimum.accumulate(starts[::-1])[::-1]
+        return moments[order], first, np.maximum.accumulate(ends)
 
     @cached_property
     def _by_thread(self) -> dict[Any, tuple[Floats, NDArray[np.int64]]]:
@@ -433,14 +431,6 @@ class _Kernels:
             own = own[np.argsort(moments[own], kind="stable")]
             result[thread] = moments[own], kernels[own]
         return result
-
-    @cached_property
-    def _all_by_launch(self) -> tuple[Floats, Floats, Floats]:
-        return self._by_launch(np.ones(len(self._number), dtype=bool))
-
-    @cached_property
-    def _computing_by_launch(self) -> tuple[Floats, Floats, Floats]:
-        return self._by_launch(np.array(self._computes, dtype=bool))
 
     @cached_property
     def _joined(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -457,19 +447,6 @@ class _Kernels:
         known[known] = launch_numbers[index[known]] == numbers[known]
         return np.flatnonzero(known), by_number[index[known]]
 
-    def _by_launch(self, chosen: NDArray[np.bool_]) -> tuple[Floats, Floats, Floats]:
-        """For each launch: its time, the earliest kernel start from then on, the latest end so far.
-
-        With several streams, kernels do not start and end in the order of their launches.
-        """
-        kernels, launches = self._joined
-        kept = chosen[kernels]
-        kernels, moments = kernels[kept], np.array(self._launch_time)[launches[kept]]
-        order = np.argsort(moments, kind="stable")
-        starts, ends = (np.array(each)[kernels][order] for each in (self._start, self._end))
-        first = np.minimum.accumulate(starts[::-1])[::-1]
-        return moments[order], first, np.maximum.accumulate(ends)
-
 
 def _multiplications(name: str, arguments: dict[str, Any]) -> int:
     """The number of multiplications of a matrix product, or roughly that of a convolution."""
@@ -484,11 +461,8 @@ def _multiplications(name: str, arguments: dict[str, Any]) -> int:
     return int(math.prod(shapes[-2]) * shapes[-1][-1])
 
 
-def _kernel_threads(arguments: dict[str, Any]) -> int:
-    grid, block = arguments.get("grid") or [0], arguments.get("block") or [0]
-    return int(math.prod(grid) * math.prod(block))
-
-
-def _host_event(operation: str, event: Event, start: float, end: float) -> HostEvent:
+def _host_event(
+    operation: str, event: Event, start: float, end: float, tag: Any = None
+) -> HostEvent:
     kept = {key: value for key, value in event.get("args", {}).items() if key in _KEPT_ARGUMENTS}
-    return HostEvent(operation, start, end, event.get("pid"), event.get("tid"), kept)
+    return HostEvent(operation, start, end, event.get("pid"), event.get("tid"), kept, tag)

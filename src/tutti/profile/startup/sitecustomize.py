@@ -1,9 +1,9 @@
 """Runs at the start of every Python process under `tutti profile -- COMMAND`.
 
 Python imports `sitecustomize` before the program. This file waits until the program imports torch
-and then hooks torch's optimizers. It imports neither torch nor tutti. So the only cost for a
-process that does not import torch is one check per import, and a program whose environment has
-torch but not tutti is captured, too.
+and then hooks torch's optimizers. This file imports neither torch nor tutti, so a process that does
+not import torch only spends one check per import, and a program whose environment has torch but not
+tutti is captured, too.
 """
 
 import atexit
@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import sys
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -62,33 +62,24 @@ class _TorchImportHook(MetaPathFinder):
         finally:
             self._searching = False
         if spec is not None and spec.loader is not None:
-            self._wrap(spec.loader)
+            execute = spec.loader.exec_module
+
+            def execute_and_begin(module: ModuleType) -> None:
+                with contextlib.suppress(ValueError):
+                    sys.meta_path.remove(self)
+                execute(module)
+                _begin_capture(self.settings)
+
+            spec.loader.exec_module = execute_and_begin  # type: ignore[method-assign]
         return spec
-
-    def _wrap(self, loader: Loader) -> None:
-        execute = loader.exec_module
-
-        def execute_and_begin(module: ModuleType) -> None:
-            with contextlib.suppress(ValueError):
-                sys.meta_path.remove(self)
-            execute(module)
-            _begin_capture(self.settings)
-
-        loader.exec_module = execute_and_begin  # type: ignore[method-assign]
-
-
-def _run_hidden_sitecustomize() -> None:
-    """Run the environment's own sitecustomize, which this file hides."""
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _FOLDER]
-    spec = PathFinder.find_spec("sitecustomize", sys.path)
-    if spec is None or spec.loader is None:
-        return
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sitecustomize"] = module
-    spec.loader.exec_module(module)
 
 
 if __name__ == "sitecustomize":
     if os.environ.get(_SETTINGS):
         sys.meta_path.insert(0, _TorchImportHook(json.loads(os.environ[_SETTINGS])))
-    _run_hidden_sitecustomize()
+    # Run the environment's own sitecustomize, which this file hides.
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _FOLDER]
+    _spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if _spec is not None and _spec.loader is not None:
+        sys.modules["sitecustomize"] = importlib.util.module_from_spec(_spec)
+        _spec.loader.exec_module(sys.modules["sitecustomize"])
