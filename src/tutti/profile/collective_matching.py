@@ -1,12 +1,13 @@
-"""Match each collective with the same collective on the other ranks, and set its mesh axis."""
+"""Match collectives between ranks, set their mesh axes, and put all ranks on one clock."""
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from tutti.profile.rank_trace import Collective, RankTrace
+from tutti.profile.rank_trace import SYNCHRONIZING, Collective, RankTrace
 
 # Names of mesh axes in torchtitan, Megatron, Accelerate, Lightning and tutti.
 _AXES = {
@@ -15,6 +16,10 @@ _AXES = {
     **dict.fromkeys(("tp", "tensor", "tensor_parallel", "model"), "tp"),
     **dict.fromkeys(("pp", "pipe", "pipeline", "stage"), "pp"),
 }
+# Ranks with the same host name normally share a clock, but containers on several hosts may have the
+# same name. Such ranks have separate clocks if their end times differ by more than this constant
+# and by more than three times the spread.
+_SAME_CLOCK_SECONDS = 1e-3
 
 
 @dataclass
@@ -36,8 +41,8 @@ class MatchedCollective:
     @property
     def lateness(self) -> float:
         """Seconds between the second last arrival and the last arrival."""
-        arrivals = sorted(each.arrival for each in self.members.values())
-        return arrivals[-1] - arrivals[-2]
+        *_, second_last, last = sorted(each.arrival for each in self.members.values())
+        return last - second_last
 
     @property
     def transfer_seconds(self) -> float:
@@ -52,25 +57,26 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
     for trace in traces:
         starts = [step.start for step in trace.steps]
         occurrences: dict[tuple[Any, ...], int] = defaultdict(int)
-        for each in sorted(trace.collectives, key=lambda one: one.arrival):
-            if id(each) in ambiguous or (key := _matching_key(each, trace)) is None:
+        for collective in sorted(trace.collectives, key=lambda each: each.arrival):
+            key = _matching_key(collective, trace)
+            if key is None or id(collective) in ambiguous:
                 continue
-            if each.sequence is None or each.is_point_to_point:
+            if collective.sequence is None or collective.is_point_to_point:
                 # There is no usable sequence number: match the n-th of the same kind in the step.
-                position = bisect_right(starts, each.arrival) - 1
+                position = bisect_right(starts, collective.arrival) - 1
                 step = trace.steps[position].number if position >= 0 else -1
                 occurrences[(*key, step)] += 1
                 key = (*key, step, occurrences[(*key, step)])
-            found[key].setdefault(trace.rank, each)
+            found[key].setdefault(trace.rank, collective)
     return [MatchedCollective(members) for members in found.values() if len(members) > 1]
 
 
 def record_last_arrivals(matched: Sequence[MatchedCollective]) -> None:
     """Store in each collective which rank arrived last, and when; needs aligned clocks."""
-    for each in matched:
-        last = each.last_rank
-        arrival = each.members[last].arrival
-        for member in each.members.values():
+    for collective in matched:
+        last = collective.last_rank
+        arrival = collective.members[last].arrival
+        for member in collective.members.values():
             member.last_arrival, member.last_rank = arrival, last
 
 
@@ -92,24 +98,24 @@ def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
     ]
 
 
-def _matching_key(each: Collective, trace: RankTrace) -> tuple[Any, ...] | None:
-    ranks = each.group_ranks or tuple(trace.groups.get(each.group, {}).get("ranks", ()))
+def _matching_key(collective: Collective, trace: RankTrace) -> tuple[Any, ...] | None:
+    group_ranks = trace.groups.get(collective.group, {}).get("ranks", ())
+    ranks = collective.group_ranks or tuple(group_ranks)
     # Two groups of the same name may exist on different ranks, so the ranks are part of the key.
-    group = (each.group, ranks)
-    if each.is_point_to_point:
-        if each.peer is None:
-            return None
-        if trace.rank in ranks and each.peer < len(ranks):
-            peer = ranks[each.peer]
-        elif trace.world_size > 1 and not ranks:
-            peer = each.peer
-        else:
-            return None
-        pair = (trace.rank, peer) if each.operation == "send" else (peer, trace.rank)
-        return (group, *pair, each.bytes)
-    if each.sequence is not None:
-        return (group, each.sequence)
-    return (group, each.operation, each.bytes)
+    group = (collective.group, ranks)
+    if not collective.is_point_to_point:
+        if collective.sequence is not None:
+            return (group, collective.sequence)
+        return (group, collective.operation, collective.bytes)
+    peer = collective.peer
+    if peer is None:
+        return None
+    if trace.rank in ranks and peer < len(ranks):
+        peer = ranks[peer]
+    elif trace.world_size == 1 or ranks:
+        return None
+    pair = (trace.rank, peer) if collective.operation == "send" else (peer, trace.rank)
+    return (group, *pair, collective.bytes)
 
 
 def name_axes(trace: RankTrace) -> None:
@@ -119,27 +125,27 @@ def name_axes(trace: RankTrace) -> None:
     to the axis `world` if there are several. Without a mesh the operation determines the axis:
     replicas all-reduce gradients; sharding gathers parameters and scatters gradients.
     """
-    by_description = {str(each.get("pg_desc", "")): each for each in trace.groups.values()}
+    by_description = {str(group.get("pg_desc", "")): group for group in trace.groups.values()}
     present = _axes_present(trace)
-    for each in trace.collectives:
-        if each.group.startswith("tutti "):
+    for collective in trace.collectives:
+        group = trace.groups.get(collective.group, {})
+        if collective.group.startswith("tutti "):
             # The label of a tutti.comm group is its description, which groups on other ranks share.
-            name = each.group.removeprefix("tutti ")
-            group = by_description.get("default_pg" if name == "default" else name)
-            group = group or trace.groups.get(name.removeprefix("group-"), {})
-        else:
-            group = trace.groups.get(each.group, {})
-        if not each.group_ranks:
-            each.group_ranks = tuple(group.get("ranks") or ())
-        each.axis = _axis(each, str(group.get("pg_desc", "")), trace.world_size, present)
+            name = collective.group.removeprefix("tutti ")
+            described = by_description.get("default_pg" if name == "default" else name)
+            group = described or trace.groups.get(name.removeprefix("group-"), {})
+        if not collective.group_ranks:
+            collective.group_ranks = tuple(group.get("ranks") or ())
+        description = str(group.get("pg_desc", ""))
+        collective.axis = _axis(collective, description, trace.world_size, present)
 
 
 def _axes_present(trace: RankTrace) -> set[str]:
     """The axes with more than one rank."""
     sizes = {
-        axis: int(each.get("pg_size", 0))
-        for each in trace.groups.values()
-        if (axis := _named_axis(str(each.get("pg_desc", "")))) is not None
+        axis: int(group.get("pg_size", 0))
+        for group in trace.groups.values()
+        if (axis := _named_axis(str(group.get("pg_desc", "")))) is not None
     }
     large = {axis for axis, size in sizes.items() if size > 1}
     # An axis with all ranks uses the default group: it is the only axis without its own group.
@@ -147,23 +153,115 @@ def _axes_present(trace: RankTrace) -> set[str]:
     return unnamed if not large and len(unnamed) == 1 else large
 
 
-def _axis(each: Collective, description: str, world_size: int, present: set[str]) -> str | None:
+def _axis(
+    collective: Collective, description: str, world_size: int, present: set[str]
+) -> str | None:
     if (named := _named_axis(description)) is not None:
         return named
-    if each.is_point_to_point and not each.group:  # NCCL batches have no group; only stages send
+    point_to_point = collective.is_point_to_point
+    if point_to_point and not collective.group:  # NCCL batches have no group; only stages send
         return "pp"
-    size = len(each.group_ranks) or each.group_size
-    of_all_ranks = size == world_size or (not size and not each.group)
-    if not of_all_ranks or (description.startswith("mesh_") and present):
+    size = len(collective.group_ranks) or collective.group_size
+    has_all_ranks = size == world_size or (not size and not collective.group)
+    if not has_all_ranks or (description.startswith("mesh_") and present):
         return None
     if len(present) > 1:
         return "world" if size else None
     if present:
         return next(iter(present))
-    if each.is_point_to_point:
+    if point_to_point:
         return "pp"
-    return "shard" if each.operation in ("all_gather", "reduce_scatter") else "dp"
+    return "shard" if collective.operation in ("all_gather", "reduce_scatter") else "dp"
 
 
 def _named_axis(description: str) -> str | None:
     return _AXES.get(description.removeprefix("mesh_").lower())
+
+
+@dataclass
+class Clock:
+    """How far the clock of a rank was ahead of the first rank's clock, and the correction."""
+
+    rank: int
+    measured_s: float | None  # None: no chain of synchronizing collectives to the first rank
+    spread_s: float
+    applied_s: float
+
+
+def align_clocks(traces: Sequence[RankTrace]) -> list[Clock]:
+    """Measure the clock offsets between hosts, and shift all traces to the first rank's clock.
+
+    No rank leaves a synchronizing collective before all ranks have arrived, so all ranks leave it
+    at about the same time: the difference of its end times is the difference of the clocks. Ranks
+    of one host share a clock. Two hosts that take part in the same collective are compared
+    directly, other hosts through a chain of such comparisons.
+    """
+    for trace in traces:
+        trace.shift((trace.base_ns - traces[0].base_ns) / 1e9)
+    matched = [each for each in match_collectives(traces) if each.first.operation in SYNCHRONIZING]
+    owner = _clock_owners(traces, matched)
+    offsets = _offsets(traces[0].rank, owner, matched)
+    clocks = []
+    for trace in traces:
+        offset, spread = offsets.get(owner[trace.rank], (None, 0.0))
+        if offset:
+            trace.shift(-offset)
+        clocks.append(Clock(trace.rank, offset, spread, 0.0 - (offset or 0.0)))
+    return clocks
+
+
+def _clock_owners(
+    traces: Sequence[RankTrace], matched: Sequence[MatchedCollective]
+) -> dict[int, int]:
+    """The owner of each rank's clock: the first rank of its host, unless the clocks differ."""
+    first: dict[str, int] = {}
+    owner = {trace.rank: first.setdefault(trace.host, trace.rank) for trace in traces}
+    differences: dict[int, list[float]] = defaultdict(list)
+    for collective in matched:
+        for rank, member in collective.members.items():
+            if owner[rank] != rank and owner[rank] in collective.members:
+                differences[rank].append(member.end - collective.members[owner[rank]].end)
+    for rank, values in differences.items():
+        offset, spread = _median_and_deviation(values)
+        if abs(offset) > max(_SAME_CLOCK_SECONDS, 3 * spread):
+            owner[rank] = rank
+    return owner
+
+
+def _offsets(
+    first: int, owner: dict[int, int], matched: Sequence[MatchedCollective]
+) -> dict[int, tuple[float, float]]:
+    """Seconds by which each clock is ahead of the first rank's clock, and the spread.
+
+    In each collective every clock is compared with the clock of the lowest rank that takes part. If
+    several ranks share a clock, the median of their end times is used. A breadth-first search adds
+    the offsets along a path to the first rank's clock.
+    """
+    ahead: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for collective in matched:
+        ends: dict[int, list[float]] = defaultdict(list)
+        for rank, member in collective.members.items():
+            ends[owner[rank]].append(member.end)
+        reference = min(ends)
+        for clock in ends:
+            if clock != reference:
+                ahead[reference, clock].append(median(ends[clock]) - median(ends[reference]))
+    neighbours: dict[int, list[tuple[int, float, float]]] = defaultdict(list)
+    for (reference, clock), values in sorted(ahead.items()):
+        offset, spread = _median_and_deviation(values)
+        neighbours[reference].append((clock, offset, spread))
+        neighbours[clock].append((reference, -offset, spread))
+    found = {owner[first]: (0.0, 0.0)}
+    reached = [owner[first]]
+    for clock in reached:
+        for neighbour, offset, spread in neighbours[clock]:
+            if neighbour not in found:
+                found[neighbour] = found[clock][0] + offset, max(found[clock][1], spread)
+                reached.append(neighbour)
+    return found
+
+
+def _median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and the median absolute deviation from it."""
+    offset = median(values)
+    return offset, median(abs(value - offset) for value in values)

@@ -1,18 +1,21 @@
-"""Summaries of communication for the JSON: `comm[]`, `axes[]` and `buckets[]`."""
+"""Summaries of communication for the JSON: `comm[]`, `axes[]`, `buckets[]` and `stragglers[]`."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
 from tutti.measure.message_cost import OPERATIONS, bandwidth
 from tutti.measure.spread import summarize
 from tutti.profile.collective_matching import MatchedCollective
-from tutti.profile.rank_trace import Collective, RankTrace, Step
+from tutti.profile.rank_trace import SYNCHRONIZING, Collective, RankTrace, Step
 from tutti.profile.step_breakdown import StepBreakdown
 
 _Key = tuple[str, str, str | None, int, str]  # operation, group, axis, bytes, dtype
 _Sample = tuple[float, float, bool, int]  # transfer seconds, wait seconds, matched, ranks
+
+# A rank is a straggler if the others wait for it for at least this share of the step.
+_NOTABLE_SHARE = 0.02
 
 
 def comm_rows(
@@ -25,24 +28,25 @@ def comm_rows(
     `count`.
     """
     samples: dict[_Key, list[_Sample]] = defaultdict(list)
-    known = {id(each) for collective in matched for each in collective.members.values()}
+    in_matched: set[int] = set()
     for collective in matched:
-        one, members = collective.first, collective.members.values()
+        first, members = collective.first, collective.members.values()
+        in_matched.update(map(id, members))
         wait = sum(each.transfer_start - each.start for each in members) / len(members)
-        ranks = one.group_size or len(one.group_ranks) or len(members)
-        operation = "send_recv" if one.is_point_to_point else one.operation
-        samples[operation, one.group, one.axis, one.bytes, one.dtype].append(
-            (collective.transfer_seconds, wait, True, ranks)
-        )
+        ranks = first.group_size or len(first.group_ranks) or len(members)
+        samples[_key(first)].append((collective.transfer_seconds, wait, True, ranks))
     for trace in traces:
         for each in trace.collectives:
-            if id(each) not in known and not each.is_point_to_point:
+            if id(each) not in in_matched and not each.is_point_to_point:
                 ranks = each.group_size or trace.world_size
-                samples[each.operation, each.group, each.axis, each.bytes, each.dtype].append(
-                    (each.end - each.start, 0.0, False, ranks)
-                )
+                samples[_key(each)].append((each.end - each.start, 0.0, False, ranks))
     rows = [_comm_row(traces, key, values) for key, values in samples.items()]
     return sorted(rows, key=lambda row: -row["transfer_s"]["total"])
+
+
+def _key(each: Collective) -> _Key:
+    operation = "send_recv" if each.is_point_to_point else each.operation
+    return operation, each.group, each.axis, each.bytes, each.dtype
 
 
 def _comm_row(traces: Sequence[RankTrace], key: _Key, samples: list[_Sample]) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def _comm_row(traces: Sequence[RankTrace], key: _Key, samples: list[_Sample]) ->
 
 def axis_rows(steps: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
     """`axes[]`: seconds per step of each mesh axis, mean over ranks, the longest first."""
-    length = fmean(each.seconds for each in steps)
+    length = fmean(step.seconds for step in steps)
     totals: dict[str | None, dict[str, float]] = {}
     for step in steps:
         for (axis, _), parts in step.by_kind.items():
@@ -103,19 +107,88 @@ def bucket_rows(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
             "rank": trace.rank,
             "step": step.number,
             "index": index,
-            "bytes": each.bytes,
-            "ready_s": each.bucket_ready - step.start,
-            "started_s": each.transfer_start - step.start,
-            "done_s": each.end - step.start,
+            "bytes": bucket.bytes,
+            "ready_s": bucket.bucket_ready - step.start,
+            "started_s": bucket.transfer_start - step.start,
+            "done_s": bucket.end - step.start,
         }
         for trace in traces
         for step in trace.steps
-        for index, each in enumerate(buckets_in(trace, step))
-        if each.bucket_ready is not None
+        for index, bucket in enumerate(buckets_in(trace, step))
+        if bucket.bucket_ready is not None
     ]
 
 
 def buckets_in(trace: RankTrace, step: Step) -> list[Collective]:
     """The DDP buckets of a step in the order of their calls."""
     buckets = [each for each in trace.collectives_called_in(step) if each.bucket_ready is not None]
-    return sorted(buckets, key=lambda each: (each.bucket_ready, each.arrival))
+    return sorted(buckets, key=lambda bucket: (bucket.bucket_ready, bucket.arrival))
+
+
+def straggler_rows(
+    ranks: Sequence[int], steps: Sequence[StepBreakdown], matched: Sequence[MatchedCollective]
+) -> list[dict[str, Any]]:
+    """`stragglers[]`: a row for each rank for which others waited, the longest wait first.
+
+    The straggler is the rank that arrives last. Its own collectives are the shortest, because it
+    never waits: the rank with the longest collective is a victim, not the cause.
+
+    `cost_s` is the time per step in which the other ranks neither computed nor moved data because
+    of this rank, mean over the other ranks.
+    """
+    synchronizing = [each for each in matched if each.first.operation in SYNCHRONIZING]
+    length = fmean(step.seconds for step in steps)
+    times_last = Counter(each.last_rank for each in synchronizing)
+    rows = []
+    for rank in ranks:
+        others = [step for step in steps if step.rank != rank]
+        costs = [
+            fmean(step.waited_for.get(rank, 0.0) for step in others if step.step == number)
+            for number in sorted({step.step for step in others})
+        ]
+        if not any(cost > 0 for cost in costs):
+            continue
+        lateness = [each.lateness for each in synchronizing if each.last_rank == rank]
+        share = fmean(costs) / length
+        late_steps = sum(cost > _NOTABLE_SHARE * length for cost in costs)
+        waited = dict.fromkeys((str(other) for other in ranks if other != rank), 0.0)
+        for step in others:
+            waited[str(step.rank)] += step.waited_for.get(rank, 0.0)
+        rows.append(
+            {
+                "rank": rank,
+                "straggler": share >= _NOTABLE_SHARE,
+                "steady": late_steps > len(costs) / 2,
+                "cost_s": summarize(costs),
+                "cost_share": share,
+                "steps": late_steps,
+                "of_steps": len(costs),
+                "last": times_last[rank],
+                "of_collectives": len(synchronizing),
+                "late_by_s": summarize(lateness) if lateness else None,
+                "instead": _largest_excess(rank, steps),
+                "made_wait": waited,
+            }
+        )
+    return sorted(rows, key=lambda row: -row["cost_s"]["mean"])
+
+
+def _largest_excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]:
+    """The part with the largest excess over the other ranks: probably the cause of the delay."""
+    excess = {
+        name: fmean(step.parts[name] for step in steps if step.rank == rank)
+        - fmean(step.parts[name] for step in steps if step.rank != rank)
+        for name in ("compute", "input", "host_gap", "rest")
+    }
+    part = max(excess, key=lambda name: excess[name])
+    return {"part": part, "seconds": excess[part]}
+
+
+def excess_text(instead: Mapping[str, Any]) -> str:
+    """The value `instead` of a straggler as words, for example `computes 46.1 ms longer`."""
+    longer = f"{1e3 * instead['seconds']:.1f} ms longer"
+    return {
+        "compute": f"computes {longer}",
+        "input": f"waits {longer} for input",
+        "host_gap": f"spends {longer} in gaps",
+    }.get(instead["part"], f"spends {longer} on the rest")

@@ -1,6 +1,5 @@
 """From trace files to an explanation: read, align clocks, match collectives, split steps."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,18 +8,23 @@ from typing import Any
 
 from tutti.measure.spread import summarize
 from tutti.profile.advice import ProfiledRun, advise
-from tutti.profile.clock_alignment import Clock, align_clocks
 from tutti.profile.collective_matching import (
+    Clock,
     MatchedCollective,
+    align_clocks,
     collectives_without_group,
     match_collectives,
     name_axes,
     record_last_arrivals,
 )
-from tutti.profile.communication_summary import axis_rows, bucket_rows, comm_rows
+from tutti.profile.communication_summary import (
+    axis_rows,
+    bucket_rows,
+    comm_rows,
+    straggler_rows,
+)
 from tutti.profile.rank_trace import RankTrace
-from tutti.profile.step_breakdown import PARTS, StepBreakdown, split_step
-from tutti.profile.stragglers import stragglers
+from tutti.profile.step_breakdown import PARTS, StepBreakdown, overlap, split_step
 from tutti.profile.trace_file import is_merged
 from tutti.profile.trace_reader import read_rank
 from tutti.world.errors import UsageError
@@ -42,36 +46,35 @@ class Explanation:
     def rows(self) -> dict[str, Any]:
         """`ranks[]`, `steps[]`, `comm[]`, `stragglers[]`, `advice[]` and the other keys."""
         ranks = [self._rank_row(*each) for each in zip(self.traces, self.clocks, strict=True)]
-        late = stragglers([trace.rank for trace in self.traces], self.steps, self.matched)
+        stragglers = straggler_rows([trace.rank for trace in self.traces], self.steps, self.matched)
         return {
             "world_size": max(trace.world_size for trace in self.traces),
             "ranks": ranks,
             "steps": [
                 {
-                    "rank": each.rank,
-                    "step": each.step,
-                    "seconds": each.seconds,
-                    "parts_s": each.parts,
-                    "overlap": each.overlap,
-                    "gradients_s": each.gradients,
-                    "waited_for_s": {str(rank): wait for rank, wait in each.waited_for.items()},
+                    "rank": step.rank,
+                    "step": step.step,
+                    "seconds": step.seconds,
+                    "parts_s": step.parts,
+                    "overlap": overlap(step.parts),
+                    "gradients_s": step.gradients,
+                    "waited_for_s": {str(rank): wait for rank, wait in step.waited_for.items()},
                 }
-                for each in self.steps
+                for step in self.steps
             ],
             "comm": comm_rows(self.traces, self.matched),
             "axes": axis_rows(self.steps),
             "buckets": bucket_rows(self.traces),
-            "stragglers": late,
-            "advice": advise(ProfiledRun(self.traces, self.steps, self.matched, late)),
+            "stragglers": stragglers,
+            "advice": advise(ProfiledRun(self.traces, self.steps, self.matched, stragglers)),
             "notes": self.notes + _imbalance_notes(ranks),
         }
 
     def _rank_row(self, trace: RankTrace, clock: Clock) -> dict[str, Any]:
-        steps = [each for each in self.steps if each.rank == trace.rank]
-        lengths = [each.seconds for each in steps]
-        parts = {name: fmean(each.parts[name] for each in steps) for name in PARTS}
+        steps = [step for step in self.steps if step.rank == trace.rank]
+        lengths = [step.seconds for step in steps]
+        parts = {name: fmean(step.parts[name] for step in steps) for name in PARTS}
         length = fmean(lengths)
-        communicating = sum(parts[name] for name in ("hidden", "exposed", "wait", "bubble"))
         ratio = (parts["hidden"] + parts["exposed"]) / length
         return {
             "rank": trace.rank,
@@ -84,7 +87,7 @@ class Explanation:
             "parts_s": parts,
             "parts_share": {name: seconds / length for name, seconds in parts.items()},
             "busy": (parts["compute"] + parts["hidden"]) / length,
-            "overlap": parts["hidden"] / communicating if communicating else None,
+            "overlap": overlap(parts),
             "comm_ratio": ratio,
             "comm_ratio_ok": ratio <= COMM_RATIO_LIMIT,
             "memory_bytes": trace.memory_bytes,
@@ -99,24 +102,19 @@ def trace_files(path: Path) -> list[Path]:
     if path.is_file():
         if is_merged(path):
             raise UsageError(
-                f"--trace {path}: this file holds all ranks, merged for a viewer: name the folder "
-                "of the traces that it was made from"
+                f"--trace {path}: this file has all ranks, merged for a viewer: give the folder "
+                "that has one trace for each rank"
             )
         return [path]
     inner = path / "traces"
-    files = [
-        each
-        for each in sorted((inner if inner.is_dir() else path).glob("*"))
-        if re.search(r"\.json(\.gz)?$", each.name)
-        and not each.name.startswith(".")
-        and not is_merged(each)
-    ]
-    if not files:
-        raise UsageError(
-            f"--trace {path}: no *.json or *.json.gz there: name the folder with one trace for "
-            "each rank"
-        )
-    return files
+    found = sorted((inner if inner.is_dir() else path).glob("[!.]*"))
+    files = [file for file in found if file.name.endswith((".json", ".json.gz"))]
+    if files := [file for file in files if not is_merged(file)]:
+        return files
+    raise UsageError(
+        f"--trace {path}: the folder has no trace (*.json or *.json.gz): give the folder that has "
+        "one trace for each rank"
+    )
 
 
 def explain(files: Sequence[Path]) -> Explanation:
@@ -133,7 +131,7 @@ def explain(files: Sequence[Path]) -> Explanation:
         if trace.steps:
             traces.append(trace)
         else:
-            notes.append(f"{path.name} is left out: it has no events")
+            notes.append(f"{path.name} is left out: the trace has no events")
     if not traces:
         raise UsageError("no trace could be read: " + "; ".join(notes))
     traces = _one_trace_per_rank(traces, notes)
@@ -143,7 +141,7 @@ def explain(files: Sequence[Path]) -> Explanation:
         shown = ", ".join(map(str, missing[:8])) + " …" * (len(missing) > 8)
         notes.append(
             f"traces of rank{'s' * (len(missing) > 1)} {shown} are missing ({len(present)} of "
-            f"{world_size} are here): waiting for a missing rank counts as moving data"
+            f"{world_size} were found): waiting for a missing rank counts as moving data"
         )
     for trace in traces:
         name_axes(trace)
@@ -151,16 +149,17 @@ def explain(files: Sequence[Path]) -> Explanation:
     matched = match_collectives(traces)
     record_last_arrivals(matched)
     hosts = {trace.rank: trace.host for trace in traces}
-    if lost := sorted({hosts[each.rank] for each in clocks if each.measured_s is None}):
+    if unknown := sorted({hosts[clock.rank] for clock in clocks if clock.measured_s is None}):
         notes.append(
-            f"the clock of {', '.join(lost)} cannot be compared with that of {traces[0].host}: no "
-            "synchronizing collective connects them; waiting between them relies on their clocks"
+            f"the clock of {', '.join(unknown)} cannot be compared with the clock of "
+            f"{traces[0].host}: no synchronizing collective connects these hosts; the times of "
+            "waiting between them are correct only if their clocks agree"
         )
     if len(traces) > 1 and (ambiguous := collectives_without_group(traces)):
         notes.append(
             f"{len(ambiguous)} collectives do not name their group, and there are several groups: "
-            "they are not matched, and waiting in them counts as moving data; set "
-            "TORCH_FR_BUFFER_SIZE=20000 before ranks start, and gloo's groups are recorded"
+            "these collectives are not matched, and waiting in them counts as moving data; set "
+            "TORCH_FR_BUFFER_SIZE=20000 before the ranks start, to record the groups of gloo"
         )
     if len(traces) > 1 and not matched:
         notes.append("no collective could be matched between ranks: stragglers are unknown")
@@ -174,21 +173,20 @@ def _one_trace_per_rank(traces: Sequence[RankTrace], notes: list[str]) -> list[R
     Traces that do not name their rank get the unused rank numbers, in file order.
     """
     newest: dict[int, RankTrace] = {}
-    older: list[RankTrace] = []
-    unknown = [trace for trace in traces if trace.rank < 0]
-    for trace in sorted(traces, key=lambda each: each.base_ns / 1e9 + each.steps[0].start):
-        if trace.rank < 0:
-            continue
+    older: list[str] = []
+    without_rank = [trace for trace in traces if trace.rank < 0]
+    with_rank = [trace for trace in traces if trace.rank >= 0]
+    for trace in sorted(with_rank, key=lambda each: each.base_ns / 1e9 + each.steps[0].start):
         if trace.rank in newest:
-            older.append(newest[trace.rank])
+            older.append(newest[trace.rank].path.name)
         newest[trace.rank] = trace
     if older:
-        names = ", ".join(sorted(trace.path.name for trace in older))
-        notes.append(f"{names}: left out, because newer traces of the same ranks are here")
-    if unknown:
-        notes.append("some traces do not name their rank: they are numbered in file order")
+        names = ", ".join(sorted(older))
+        notes.append(f"{names}: left out, because newer traces of the same ranks were found")
+    if without_rank:
+        notes.append("some traces do not name their rank: ranks are assigned in file order")
     free = [rank for rank in range(len(traces)) if rank not in newest]
-    for rank, trace in zip(free, unknown, strict=False):
+    for rank, trace in zip(free, without_rank, strict=False):
         trace.rank = rank
         newest[rank] = trace
     return [newest[rank] for rank in sorted(newest)]
@@ -198,16 +196,15 @@ def _imbalance_notes(ranks: Sequence[dict[str, Any]]) -> list[str]:
     """Differences between ranks that are too large to be chance."""
     notes = []
     for name, key in (("memory", "memory_bytes"), ("process memory", "host_memory_bytes")):
-        known = [each for each in ranks if each[key]]
-        if not known:
-            continue
-        least, most = (edge(known, key=lambda each: each[key]) for edge in (min, max))
-        if most[key] > 1.25 * least[key]:
+        known = sorted((row for row in ranks if row[key]), key=lambda row: row[key])
+        if known and known[-1][key] > 1.25 * known[0][key]:
+            least, most = known[0], known[-1]
             notes.append(
                 f"{name} is uneven: rank {most['rank']} has {most[key] / 1e6:,.0f} MB, rank "
                 f"{least['rank']} {least[key] / 1e6:,.0f} MB"
             )
-    least, most = (edge(ranks, key=lambda each: each["busy"]) for edge in (min, max))
+    by_busy = sorted(ranks, key=lambda row: row["busy"])
+    least, most = by_busy[0], by_busy[-1]
     if most["busy"] - least["busy"] > 0.1 and most["busy"] > 1.25 * least["busy"]:
         notes.append(
             f"ranks are unevenly busy: rank {most['rank']} computes {100 * most['busy']:.0f} % of "

@@ -13,6 +13,7 @@ Every moment of a step belongs to exactly one part:
 """
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tutti.profile.intervals import EMPTY, Intervals
@@ -39,11 +40,11 @@ class StepBreakdown:
     by_kind: dict[Kind, dict[str, float]]
     gradients: tuple[float, float] | None  # first gradient, end of backward, from the step's start
 
-    @property
-    def overlap(self) -> float | None:
-        """|communication ∩ compute| / |communication + waiting|, as in Holistic Trace Analysis."""
-        total = sum(self.parts[name] for name in ("hidden", "exposed", "wait", "bubble"))
-        return self.parts["hidden"] / total if total else None
+
+def overlap(parts: Mapping[str, float]) -> float | None:
+    """|communication ∩ compute| / |communication + waiting|, as in Holistic Trace Analysis."""
+    total = sum(parts[name] for name in ("hidden", "exposed", "wait", "bubble"))
+    return parts["hidden"] / total if total else None
 
 
 def split_step(trace: RankTrace, step: Step) -> StepBreakdown:

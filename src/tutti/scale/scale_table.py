@@ -5,7 +5,7 @@ from typing import Any
 
 from tutti.measure.spread import percentile
 from tutti.measure.terminal import wrap_line
-from tutti.profile.stragglers import excess_text
+from tutti.profile.communication_summary import excess_text
 from tutti.scale.efficiency import LOSS_CAUSES, MeasuredRun, Scaling
 from tutti.scale.forecast import MOST_RANKS
 from tutti.scale.scale_job import Mode
