@@ -79,13 +79,13 @@ def test_latency_and_bandwidth_are_fitted_and_never_negative() -> None:
 
     right = fit_message_cost([(size, 2e-4 + 1e-9 * size) for size in sizes])
     faster = fit_message_cost([(size, 1e-3 - 1e-9 * size) for size in sizes])
-    alike = fit_message_cost([(4000, 1e-3), (5000, 1e-3)])
+    similar_sizes = fit_message_cost([(4000, 1e-3), (5000, 1e-3)])
 
-    assert right is not None and faster is not None and alike is not None
+    assert right is not None and faster is not None and similar_sizes is not None
     assert (right.alpha, right.beta) == pytest.approx((2e-4, 1e-9))
     assert right.separated
     assert faster.beta == 0 and faster.alpha == pytest.approx(1e-3, rel=0.1)
-    assert not alike.separated
+    assert not similar_sizes.separated
     assert fit_message_cost([]) is None
 
 
@@ -206,7 +206,7 @@ def test_a_slow_rank_and_an_uneven_batch_are_distinguished(tmp_path: Path) -> No
     uneven = _only(_rows(tmp_path / "a", rank(200, 32), rank(600, 96)), "straggler")
     slow = _only(_rows(tmp_path / "b", rank(200, 32), rank(600, 32)), "straggler")
 
-    assert "split the batch evenly: it has 3.0 times the work" in uneven["try"]
+    assert "split the batch evenly: rank 1 has 3.0 times the work" in uneven["try"]
     assert "same work but slower" in slow["try"]
     assert uneven["gain_s"] == pytest.approx(400e-6)
     assert uneven["remains_share"] == 0
@@ -229,11 +229,11 @@ def test_too_many_threads_are_reported_with_a_number_that_fits(tmp_path: Path) -
 
     crowd = {"threads": 4, "cpus": [0, 1, 2, 3]}
     advice = _only(_rows(tmp_path, rank(400), rank(600), tutti=crowd), "binding")
-    alike = _only(_rows(tmp_path, rank(600), rank(600), tutti=crowd), "binding")
+    equal = _only(_rows(tmp_path, rank(600), rank(600), tutti=crowd), "binding")
 
     assert "OMP_NUM_THREADS=2" in advice["try"]
     assert advice["gain_s"] == pytest.approx(100e-6)  # the slower rank would take the mean
-    assert alike["gain_s"] is None and "does not tell" in alike["try"]
+    assert equal["gain_s"] is None and "does not show the gain" in equal["try"]
 
 
 def test_twice_the_microbatches_halve_the_bubble(tmp_path: Path) -> None:

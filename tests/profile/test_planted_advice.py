@@ -111,7 +111,7 @@ def test_an_uneven_batch_is_found_and_not_reported_when_even(
     assert _largest(uneven) == "wait"
     assert found is not None and found == uneven["advice"][0]
     assert "for rank 1" in found["finding"]
-    assert "split the batch evenly: it has 3.0 times the work" in found["try"]
+    assert "split the batch evenly: rank 1 has 3.0 times the work" in found["try"]
     assert any("unevenly busy" in note for note in uneven["notes"])
 
     cost = {each["rank"]: each["cost_share"] for each in even["stragglers"]}

@@ -23,7 +23,8 @@ _BUCKET_SIZES = (1, 2, 5, 10, 25, 50, 100, 200)  # MiB
 _MIB = 1 << 20  # DDP's bucket_cap_mb counts MiB
 _LARGEST_SCALAR = 1024  # bytes: an all-reduced loss is not a gradient
 _MEMORY_FULL = 0.9  # of the device's memory
-# Advice that shortens the all-reduces of gradients. Accumulation is for the time that then remains.
+# Advice that shortens the all-reduces of gradients. The gain of gradient accumulation is computed
+# from the time of all-reduces that remains after this advice.
 _GRADIENT_ADVICE = ("buckets", "overlap", "grouping")
 # The part of the step that advice shortens, by id of the advice; all other advice: `exposed`.
 _CAUSES = {"input": "input", "microbatches": "bubble", "gaps": "host_gap"}
@@ -43,35 +44,36 @@ class ProfiledRun:
 
     @property
     def step_count(self) -> int:
-        return len({each.step for each in self.steps})
+        return len({step.step for step in self.steps})
 
     @property
     def step_s(self) -> float:
         """Seconds of a step, mean over ranks and steps."""
-        return fmean(each.seconds for each in self.steps)
+        return fmean(step.seconds for step in self.steps)
 
     def part(self, name: str, rank: int | None = None) -> float:
         """Seconds of a part per step, of one rank or mean over ranks."""
-        return fmean(each.parts[name] for each in self.steps if rank in (None, each.rank))
+        return fmean(step.parts[name] for step in self.steps if rank in (None, step.rank))
 
-    def share(self, name: str) -> float:
-        return self.part(name) / self.step_s
+    def percent(self, name: str) -> str:
+        return f"{100 * self.part(name) / self.step_s:.0f} %"
+
+    @property
+    def exposed_text(self) -> str:
+        return f"exposed communication is {self.percent('exposed')} of the step"
 
     def exposed(self, axis: str | None, bucket: bool | None = None) -> float:
         """Exposed seconds per step on a mesh axis; `bucket`: only (or without) DDP buckets."""
         return sum(
             parts["exposed"] / len(self.steps)
-            for each in self.steps
-            for (on_axis, is_bucket), parts in each.by_kind.items()
+            for step in self.steps
+            for (on_axis, is_bucket), parts in step.by_kind.items()
             if on_axis == axis and bucket in (None, is_bucket)
         )
 
     def collectives(self, operation: str, axis: str) -> list[MatchedCollective]:
-        return [
-            each
-            for each in self.matched
-            if each.first.operation == operation and each.first.axis == axis
-        ]
+        kind = (operation, axis)
+        return [each for each in self.matched if (each.first.operation, each.first.axis) == kind]
 
 
 def advise(run: ProfiledRun) -> list[Advice]:
@@ -84,15 +86,15 @@ def advise(run: ProfiledRun) -> list[Advice]:
         *(_bucket_size, _overlap, _grouping, _replicate, _shard),
         *(_input, _straggler, _cpu_binding, _microbatches, _gpu_gaps),
     )
-    found = [each for kind in kinds for each in kind(run) if _is_worth_it(each)]
+    found = [advice for kind in kinds for advice in kind(run) if _is_worth_it(advice)]
     found.sort(key=_gain, reverse=True)
-    for each in filter(_is_worth_it, _accumulation(run, found)):
+    for advice in filter(_is_worth_it, _accumulation(run, found)):
         before = [
             position
             for position, other in enumerate(found, 1)
-            if other["id"] in _GRADIENT_ADVICE or _gain(other) >= _gain(each)
+            if other["id"] in _GRADIENT_ADVICE or _gain(other) >= _gain(advice)
         ]
-        found.insert(max(before, default=0), each)
+        found.insert(max(before, default=0), advice)
     return found
 
 
@@ -137,14 +139,12 @@ def _advice(
     }
 
 
-def _exposed_text(run: ProfiledRun) -> str:
-    return f"exposed communication is {100 * run.share('exposed'):.0f} % of the step"
-
-
-def _bound_text(cost: MessageCost) -> str:
-    if cost.separated:
-        return ""
-    return ", at best (latency unknown: only one message size seen)"
+def _message_cost(messages: Sequence[MatchedCollective]) -> tuple[MessageCost | None, str]:
+    """The fitted cost of a message, and words that limit a gain computed from that cost."""
+    cost = fit_message_cost([(each.first.bytes, each.transfer_seconds) for each in messages])
+    if cost is None or cost.separated:
+        return cost, ""
+    return cost, ", at best (latency unknown: all messages have about the same size)"
 
 
 def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
@@ -155,40 +155,33 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
     # All-reduces that are not buckets run under other conditions: they are used for the fit only if
     # there is a single bucket per step.
     one_bucket = len({each.first.bytes for each in buckets}) == 1 and len(buckets) <= run.step_count
-    messages = all_reduces if one_bucket else buckets
-    cost = fit_message_cost([(each.first.bytes, each.transfer_seconds) for each in messages])
+    cost, bound = _message_cost(all_reduces if one_bucket else buckets)
     if cost is None or exposed <= 0:
         return
     model = BucketModel(run.traces, cost, exposed)
-    if model.ratio is None:
-        return
-    total = max(sum(sizes) for sizes in model.sizes)
-    if not total:  # the trace has no sizes
+    total = max(map(sum, model.sizes), default=0)
+    if model.ratio is None or not total:  # the trace has no sizes
         return
     # Bucket sizes above the first that holds all gradients change nothing: there is one bucket.
-    enough = next((size for size in _BUCKET_SIZES if size * _MIB >= total), None)
-    tried = [size for size in _BUCKET_SIZES if enough is None or size <= enough]
-    if enough is None:
-        tried.append(math.ceil(total / _MIB))
-    gains = {
-        size: model.recorded.added - model.with_bucket_size(size * _MIB).added for size in tried
-    }
+    enough = next((size for size in _BUCKET_SIZES if size * _MIB >= total), math.ceil(total / _MIB))
+    sizes = [size for size in sorted({*_BUCKET_SIZES, enough}) if size <= enough]
+    results = {size: model.with_bucket_size(size * _MIB) for size in sizes}
+    gains = {size: model.recorded.added - result.added for size, result in results.items()}
     best = max(gains.values())
-    # Among equally good sizes choose the smallest: its transfers start first, and it needs least
-    # memory.
-    size = next(size for size in tried if gains[size] >= best - 0.01 * run.step_s)
-    after = model.with_bucket_size(size * _MIB)
+    # Among equally good sizes choose the smallest: its transfers start first, and it needs the
+    # least memory.
+    size = next(size for size in sizes if gains[size] >= best - 0.01 * run.step_s)
     count = round(fmean(map(len, model.sizes)))
     largest = format_bytes(max(map(max, model.sizes)))
-    whole = " (one bucket)" if size * _MIB >= total else ""
+    one = " (one bucket)" if size * _MIB >= total else ""
     yield _advice(
         run,
         "buckets",
-        f"{_exposed_text(run)}, with {count} bucket{'s' * (count != 1)} of up to {largest}",
-        f"with buckets of {size} MiB{whole} {{remains}} would remain{_bound_text(cost)}: "
+        f"{run.exposed_text}, with {count} bucket{'s' * (count != 1)} of up to {largest}",
+        f"with buckets of {size} MiB{one} {{remains}} would remain{bound}: "
         f"DDP(bucket_cap_mb={size}), tutti train --bucket-mb {size}",
         gains[size],
-        run.part("exposed") - exposed + after.within_backward + after.added,
+        run.part("exposed") - exposed + results[size].within_backward + results[size].added,
     )
 
 
@@ -216,7 +209,7 @@ def _overlap(run: ProfiledRun) -> Iterator[Advice]:
         yield _advice(
             run,
             "overlap",
-            f"{_exposed_text(run)}; gradients are reduced after backward, which could hide "
+            f"{run.exposed_text}; gradients are reduced after backward, which could hide "
             f"{1e3 * fmean(hideable):.1f} ms",
             "reduced during backward, as DistributedDataParallel does, {remains} would remain",
             min(exposed, fmean(hideable)),
@@ -228,16 +221,15 @@ def _grouping(run: ProfiledRun) -> Iterator[Advice]:
     all_reduces = run.collectives("all_reduce", "dp")
     small = [each for each in all_reduces if each.first.bucket_ready is None]
     count = len(small) / run.step_count
-    cost = fit_message_cost([(each.first.bytes, each.transfer_seconds) for each in all_reduces])
+    cost, bound = _message_cost(all_reduces)
     if cost is None or count < 4:
         return
     sent = sum(each.first.bytes for each in small) / run.step_count
     yield _advice(
         run,
         "grouping",
-        f"{_exposed_text(run)}; a step has {count:.0f} all-reduces with {format_bytes(sent)}",
-        f"sent as one message, {{remains}} would remain{_bound_text(cost)}: flatten the tensors, "
-        "or use DDP",
+        f"{run.exposed_text}; a step has {count:.0f} all-reduces with {format_bytes(sent)}",
+        f"sent as one message, {{remains}} would remain{bound}: flatten the tensors, or use DDP",
         min(run.exposed("dp", bucket=False), cost.alpha * (count - 1)),
     )
 
@@ -262,7 +254,7 @@ def _replicate(run: ProfiledRun) -> Iterator[Advice]:
         yield _advice(
             run,
             "replicas",
-            f"{_exposed_text(run)}, {1e3 * exposed:.1f} ms of it for sharding, and memory is free",
+            f"{run.exposed_text}, {1e3 * exposed:.1f} ms of it for sharding, and memory is free",
             f"replicas move 2/3 of the bytes: {{remains}} would remain, and each device would hold "
             f"about {more / 1e9:.1f} GB more",
             exposed / 3,
@@ -281,8 +273,8 @@ def _shard(run: ProfiledRun) -> Iterator[Advice]:
             run,
             "sharding",
             f"memory is {100 * max(used):.0f} % full, and every rank holds the whole model",
-            "shard the parameters (FSDP, --layout shardN) to make room for a larger batch: this "
-            "saves memory, not time (1.5 times the bytes move); the trace does not tell the gain",
+            "shard the parameters (FSDP, --layout shardN) to free memory for a larger batch; "
+            "sharding moves 1.5 times the bytes, and the trace does not show the gain in time",
             None,
         )
 
@@ -290,21 +282,22 @@ def _shard(run: ProfiledRun) -> Iterator[Advice]:
 def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice]:
     """k microbatches per step: gradients are reduced once for k times the samples.
 
-    It changes the training, so its gain is computed from the time that remains after the other
-    advice on gradient all-reduces.
+    Accumulation changes the training, so its gain is computed from the time that remains after the
+    other advice on gradient all-reduces.
     """
-    gained = max((_gain(each) for each in found if each["id"] in _GRADIENT_ADVICE), default=0.0)
+    others = [_gain(advice) for advice in found if advice["id"] in _GRADIENT_ADVICE]
+    gained = max(others, default=0.0)
     exposed = run.exposed("dp") - gained
-    others = run.step_s - gained - exposed
+    rest = run.step_s - gained - exposed
     if exposed <= 0:
         return
     # The first k with which at most 5 % of the step is exposed.
-    k = next((k for k in (2, 4, 8) if exposed / k / (others + exposed / k) <= 0.05), 8)
+    k = next((k for k in (2, 4, 8) if exposed / k / (rest + exposed / k) <= 0.05), 8)
     after = " after the other advice" if gained else ""
     yield _advice(
         run,
         "accumulation",
-        f"{_exposed_text(run)}; gradient all-reduces are {1e3 * exposed:.1f} ms of it{after}",
+        f"{run.exposed_text}; gradient all-reduces are {1e3 * exposed:.1f} ms of it{after}",
         f"accumulated over {k} batches, or with {k} times the batch on each rank, {{remains}} "
         f"would remain; {k} times the global batch needs another learning rate",
         exposed * (1 - 1 / k),
@@ -316,22 +309,21 @@ def _input(run: ProfiledRun) -> Iterator[Advice]:
     """Data loading can be hidden behind the rest of the step by load / rest workers, at least 1."""
     loads = {trace.rank: run.part("input", trace.rank) for trace in run.traces}
     rank = max(loads, key=lambda each: loads[each])
-    load = loads[rank]
+    load = loads.pop(rank)
     # The load time of this rank counts, not the mean: the other ranks wait for its data, too.
     rest = run.step_s - load
-    others = fmean(seconds for each, seconds in loads.items() if each != rank or len(loads) == 1)
-    who = "a rank" if load < 2 * others or len(loads) == 1 else f"rank {rank}"
+    waiter = f"rank {rank}" if loads and load >= 2 * fmean(loads.values()) else "a rank"
     workers = math.ceil(load / rest) if rest > 0 else 1
     if any(trace.has_loader_workers for trace in run.traces):
-        cure = "use more loader workers (the trace does not tell how many it has): none of it"
+        cure = "use more loader workers (the trace does not contain their number)"
     else:
-        plural = "s" * (workers != 1)
-        cure = f"DataLoader(num_workers={workers}): with {workers} worker{plural} none of it"
+        cure = f"use DataLoader(num_workers={workers})"
     yield _advice(
         run,
         "input",
-        f"{who} waits {1e3 * load:.1f} ms per step ({100 * load / run.step_s:.0f} %) for its data",
-        f"{cure} would remain",
+        f"{waiter} waits {1e3 * load:.1f} ms per step ({100 * load / run.step_s:.0f} %) for its "
+        "data",
+        f"{cure}: {{remains}} of this waiting would remain",
         load,
         0.0,
     )
@@ -344,17 +336,19 @@ def _straggler(run: ProfiledRun) -> Iterator[Advice]:
     Waiting without such a part is chance, not a straggler.
     """
     for row in run.stragglers:
-        if not (row["straggler"] and row["steady"]) or row["instead"]["part"] == "input":
+        rank, instead = row["rank"], row["instead"]
+        if not (row["straggler"] and row["steady"]) or instead["part"] == "input":
             continue
-        late = (row["late_by_s"] or {"mean": 0.0})["mean"] * row["last"] / run.step_count
+        cost = row["cost_s"]["mean"]
+        late = row["late_by_s"]["mean"] * row["last"] / run.step_count if row["late_by_s"] else 0.0
         yield _advice(
             run,
             "straggler",
-            f"the others wait {1e3 * row['cost_s']['mean']:.1f} ms per step for rank "
-            f"{row['rank']}, which {excess_text(row['instead'])}",
-            f"{_straggler_cure(run, row['rank'], row['instead']['part'])}; if it were as fast as "
-            "the others, {remains} of waiting would remain",
-            min(row["cost_s"]["mean"], late, row["instead"]["seconds"]),
+            f"the others wait {1e3 * cost:.1f} ms per step for rank {rank}, which "
+            f"{excess_text(instead)}",
+            f"{_straggler_cure(run, rank, instead['part'])}; if rank {rank} were as fast as the "
+            "others, {remains} of waiting would remain",
+            min(cost, late, instead["seconds"]),
         )
 
 
@@ -365,7 +359,7 @@ def _straggler_cure(run: ProfiledRun, rank: int, part: str) -> str:
     own = work.pop(rank)
     others = fmean(work.values())
     if others and own > 1.1 * others:
-        return f"split the batch evenly: it has {own / others:.1f} times the work"
+        return f"split the batch evenly: rank {rank} has {own / others:.1f} times the work"
     if others:
         return "same work but slower: check clock speed, CPU cores and other programs on its host"
     return "compare its batch and its device with those of the others"
@@ -376,9 +370,9 @@ def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
     for host in sorted({trace.host for trace in run.traces}):
         traces = [trace for trace in run.traces if trace.host == host]
         cpu_lists = [trace.capture_info.get("cpus") or () for trace in traces]
-        cpus = {cpu for each in cpu_lists for cpu in each}
+        cpus = {cpu for cpu_list in cpu_lists for cpu in cpu_list}
         separate = sum(map(len, cpu_lists)) == len(cpus)
-        if len(traces) < 2 or not cpus or separate or any(each.on_device for each in traces):
+        if len(traces) < 2 or not cpus or separate or any(trace.on_device for trace in traces):
             continue
         threads = sum(int(trace.capture_info.get("threads") or 0) for trace in traces)
         times = [run.part("compute", t.rank) + run.part("hidden", t.rank) for t in traces]
@@ -387,25 +381,19 @@ def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
         uneven = min(work) > 0 and max(work) < 1.02 * min(work) and gain > _LEAST_GAIN * run.step_s
         if not uneven and threads <= len(cpus):
             continue
-        each_has = len(cpus) // len(traces)
+        cpus_per_rank = len(cpus) // len(traces)
+        finding = f"{len(traces)} ranks use {threads} threads"
         if uneven:
             finding = f"the same operators take {1e3 * min(times):.1f} to {1e3 * max(times):.1f} ms"
-        else:
-            finding = f"{len(traces)} ranks use {threads} threads"
         cure = "bind each rank to its own CPUs (taskset; tutti run does so)"
-        if not each_has:
+        if not cpus_per_rank:
             cure = f"start at most {len(cpus)} ranks there"
         elif threads > len(cpus):
-            cure += f", with {each_has} threads (OMP_NUM_THREADS={each_has})"
+            cure += f", with {cpus_per_rank} threads (OMP_NUM_THREADS={cpus_per_rank})"
         if not uneven:
-            cure += "; the trace does not tell the gain, because all ranks are slowed alike"
-        yield _advice(
-            run,
-            "binding",
-            f"{finding} on the {len(cpus)} CPUs of {host or 'a host'}",
-            cure,
-            gain if uneven else None,
-        )
+            cure += "; the trace does not show the gain, because all ranks are slowed equally"
+        finding += f" on the {len(cpus)} CPUs of {host or 'a host'}"
+        yield _advice(run, "binding", finding, cure, gain if uneven else None)
 
 
 def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
@@ -419,14 +407,14 @@ def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
     if bubble <= 0 or not any(receives):
         return
     # The last stage receives only activations: once for each microbatch.
-    count = min(each for each in receives if each)
+    count = min(filter(None, receives))
     yield _advice(
         run,
         "microbatches",
-        f"the pipeline bubble is {100 * run.share('bubble'):.0f} % of the step, with {count} "
+        f"the pipeline bubble is {run.percent('bubble')} of the step, with {count} "
         f"microbatch{'es' * (count != 1)}",
-        f"with {2 * count} of half the size {{remains}} would remain (--accumulation {2 * count}), "
-        "if smaller ones compute as efficiently",
+        f"with {2 * count} microbatches of half the size {{remains}} would remain (--accumulation "
+        f"{2 * count}), if smaller microbatches compute as efficiently",
         bubble / 2,
     )
 
@@ -437,7 +425,7 @@ def _gpu_gaps(run: ProfiledRun) -> Iterator[Advice]:
         yield _advice(
             run,
             "gaps",
-            f"the GPU is idle for {100 * run.share('host_gap'):.0f} % of the step",
+            f"the GPU is idle for {run.percent('host_gap')} of the step",
             "launch fewer kernels: torch.compile, CUDA graphs, fewer .item() and print; {remains} "
             "would remain at best",
             run.part("host_gap"),

@@ -9,8 +9,9 @@ is also evaluated for the recorded buckets, and its results are scaled to the re
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean, median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,16 +26,12 @@ _TOUCH = 1e-6  # seconds: messages that follow each other directly are not concu
 _MOST_STEPS = 48  # over all ranks, evenly spaced; more steps hardly change the mean
 
 
-@dataclass(frozen=True)
-class MessageCost:
+class MessageCost(NamedTuple):
     """Seconds of a message: α + β·bytes."""
 
     alpha: float
     beta: float
     separated: bool  # False: with one message size all time is attributed to α (best case)
-
-    def seconds(self, size: float) -> float:
-        return self.alpha + self.beta * size
 
 
 def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
@@ -55,16 +52,14 @@ def fit_message_cost(points: Sequence[tuple[int, float]]) -> MessageCost | None:
     return MessageCost(alpha, beta, separated=beta > 0)
 
 
-@dataclass(frozen=True)
-class ExposedTime:
+class ExposedTime(NamedTuple):
     """Seconds per step in which gradients move and nothing computes."""
 
     within_backward: float  # between operators of backward, when the rank is idle anyway
     added: float  # time that lengthens the step: calls during backward, transfers after it
 
 
-@dataclass(frozen=True)
-class _BackwardPass:
+class _BackwardPass(NamedTuple):
     """One backward pass of one rank, with the cost of the all-reduce calls removed."""
 
     ready: list[tuple[float, float]]  # (time, bytes ready until then), from 0 bytes
@@ -84,76 +79,68 @@ class BucketModel:
         found = [each for each in found if each[2] and each[1].gradients]
         self.cost = cost
         self.lanes = max((_most_concurrent(buckets) for *_, buckets in found), default=1)
-        self._passes = [_observe(*each) for each in found]
-        self.sizes = [[each.bytes for each in buckets] for *_, buckets in found]
-        model = self._predict(self.sizes) if found else ExposedTime(0.0, 0.0)
+        self._passes = [_backward_pass(*each) for each in found]
+        self.sizes = [[bucket.bytes for bucket in buckets] for *_, buckets in found]
         # Only the added time is scaled: the time within backward cannot exceed backward.
+        self.ratio: float | None = 1.0
+        model = self._predict(self.sizes) if found else ExposedTime(0.0, 0.0)
         rest = measured - model.within_backward
         self.ratio = rest / model.added if model.added > 0 and rest > 0 else None
-        self.recorded = self._scaled(model)
+        self.recorded = ExposedTime(model.within_backward, model.added * (self.ratio or 0.0))
 
     def with_bucket_size(self, size: float) -> ExposedTime:
         """Exposed seconds per step with buckets of `size` bytes."""
         sizes = []
-        for one in self._passes:
-            total = one.ready[-1][1]
+        for backward in self._passes:
+            total = backward.ready[-1][1]
             count = max(1, int(-(-total // size)))
             sizes.append([size] * (count - 1) + [total - size * (count - 1)])
-        return self._scaled(self._predict(sizes))
-
-    def _scaled(self, model: ExposedTime) -> ExposedTime:
-        return ExposedTime(model.within_backward, model.added * (self.ratio or 0.0))
+        return self._predict(sizes)
 
     def _predict(self, sizes: Sequence[Sequence[float]]) -> ExposedTime:
         results = [self._send(*each) for each in zip(self._passes, sizes, strict=True)]
-        return ExposedTime(
-            fmean(each.within_backward for each in results), fmean(each.added for each in results)
-        )
+        within, added = map(fmean, zip(*results, strict=True))
+        return ExposedTime(within, added * (self.ratio or 0.0))
 
-    def _send(self, one: _BackwardPass, sizes: Sequence[float]) -> ExposedTime:
+    def _send(self, backward: _BackwardPass, sizes: Sequence[float]) -> ExposedTime:
         lanes = [float("-inf")] * self.lanes  # when each lane becomes free
-        moments, bytes_ready = zip(*one.ready, strict=True)
+        moments, bytes_ready = zip(*backward.ready, strict=True)
         transfers = []
         for number, moment in enumerate(np.interp(np.cumsum(sizes), bytes_ready, moments)):
-            start = max(float(moment) + number * one.call_seconds, lanes[0])
-            transfers.append((start, start + self.cost.seconds(sizes[number])))
+            start = max(float(moment) + number * backward.call_seconds, lanes[0])
+            transfers.append((start, start + self.cost.alpha + self.cost.beta * sizes[number]))
             heapq.heapreplace(lanes, transfers[-1][1])
-        end = one.end + len(sizes) * one.call_seconds
-        within = Intervals.of(transfers).between(one.ready[0][0], end).seconds
-        tail = max(0.0, max(lanes) - end)
-        return ExposedTime(one.idle_share * within, len(sizes) * one.call_seconds + tail)
+        calls = len(sizes) * backward.call_seconds
+        end = backward.end + calls
+        within = Intervals.of(transfers).between(moments[0], end).seconds
+        return ExposedTime(backward.idle_share * within, calls + max(0.0, max(lanes) - end))
 
 
-def _observe(trace: RankTrace, step: Step, buckets: list[Collective]) -> _BackwardPass:
+def _backward_pass(trace: RankTrace, step: Step, buckets: list[Collective]) -> _BackwardPass:
     assert step.gradients is not None
     first, end = step.gradients
-    called = [each.bucket_ready or each.arrival for each in buckets]
     # On a GPU the calls run ahead of the device; on a CPU a call blocks the backward pass.
-    call = 0.0 if trace.on_device else median(e.call_returned - e.arrival for e in buckets)
+    call = 0.0 if trace.on_device else median(b.call_returned - b.arrival for b in buckets)
+    called = [bucket.bucket_ready or bucket.arrival for bucket in buckets]
     moments = [moment - number * call for number, moment in enumerate(called)]
     # With gradient accumulation only the last pass has buckets. Assume that gradients became ready
     # at the same rate before the first bucket was full as afterwards.
-    rest = sum(each.bytes for each in buckets[1:])
+    rest = sum(bucket.bytes for bucket in buckets[1:])
     if rest and moments[-1] > moments[0]:
         first = max(first, moments[0] - (moments[-1] - moments[0]) * buckets[0].bytes / rest)
     ready, total = [(min(first, moments[0]), 0.0)], 0.0
-    for moment, each in zip(moments, buckets, strict=True):
-        total += each.bytes
+    for moment, bucket in zip(moments, buckets, strict=True):
+        total += bucket.bytes
         ready.append((max(moment, ready[-1][0]), total))
     begin = ready[0][0]
     end = max(end - len(buckets) * call, ready[-1][0])
-    length = end - begin
-    computing = trace.compute.between(begin, begin + length + len(buckets) * call).seconds
-    idle_share = max(0.0, 1 - computing / length) if length > 0 else 0.0
+    computing = trace.compute.between(begin, end + len(buckets) * call).seconds
+    idle_share = max(0.0, 1 - computing / (end - begin)) if end > begin else 0.0
     return _BackwardPass(ready, end, idle_share, call)
 
 
 def _most_concurrent(buckets: Sequence[Collective]) -> int:
     """The largest number of messages that moved data at the same time."""
-    edges = [(each.transfer_start + _TOUCH, 1) for each in buckets]
-    edges += [(each.end, -1) for each in buckets]
-    most = current = 0
-    for _, change in sorted(edges):
-        current += change
-        most = max(most, current)
-    return max(1, most)
+    edges = [(bucket.transfer_start + _TOUCH, 1) for bucket in buckets]
+    edges += [(bucket.end, -1) for bucket in buckets]
+    return max(1, *accumulate(change for _, change in sorted(edges)))
