@@ -18,7 +18,8 @@ from tutti.scale.efficiency import (
     efficiency,
     loss_by_cause,
 )
-from tutti.scale.scale_job import Job, Mode
+from tutti.scale.forecast import Mode
+from tutti.scale.scale_runs import Job
 from tutti.scale.scale_table import sweep_lines, sweep_rows
 
 seconds = st.floats(0, 10, allow_nan=False)

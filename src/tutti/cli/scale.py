@@ -15,14 +15,14 @@ from tutti.cli.flags import parse, split_at_dashes
 from tutti.cli.results import check_writable, write_json
 from tutti.cli.train import Train, read_flags
 from tutti.measure.terminal import text_width
-from tutti.scale.scale_job import RANKS, Mode
+from tutti.scale.forecast import Mode
+from tutti.scale.scale_runs import RANKS
 from tutti.train.batch_schedule import make_schedule
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
 if TYPE_CHECKING:
-    from tutti.scale.scale_job import Job, Schedule
-    from tutti.scale.scale_runs import PlannedRun
+    from tutti.scale.scale_runs import Job, PlannedRun, Schedule
 
     ExtraWords = Callable[[PlannedRun, Path], Sequence[str]]
 
@@ -147,7 +147,7 @@ def _scale_program(options: Scale, sizes: list[int], words: list[str]) -> int:
     """Run any training program, unchanged."""
     from tutti.cli import COMMANDS
     from tutti.profile.captured_command import resolve_command
-    from tutti.scale.scale_job import Job, starts_ranks_itself
+    from tutti.scale.scale_runs import Job, starts_ranks_itself
 
     if options.sweep is not None:
         raise UsageError("--sweep sets flags of tutti train: it needs --recipe NAME")
@@ -164,7 +164,7 @@ def _scale_program(options: Scale, sizes: list[int], words: list[str]) -> int:
 
 def _scale_recipe(options: Scale, sizes: list[int], flags: list[str]) -> int:
     """Run tutti train."""
-    from tutti.scale.scale_job import Job
+    from tutti.scale.scale_runs import Job
     from tutti.scale.scale_table import parse_sweep
 
     read_train_flags(flags, sizes[0])  # report wrong flags before others are added
@@ -210,7 +210,7 @@ def _sweep_learning_rates(
 
 
 def _schedule(options: Scale) -> "Schedule":
-    from tutti.scale.scale_job import Schedule
+    from tutti.scale.scale_runs import Schedule
 
     return Schedule(options.settle, options.steps or Schedule.timed, options.active)
 

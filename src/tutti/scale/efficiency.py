@@ -21,11 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from tutti.measure.spread import percentile
-from tutti.scale.forecast import CommFit, ScalePoint, comm_points, fit_comm, forecast
-from tutti.scale.scale_job import Mode
+from tutti.scale.forecast import Mode, ScalePoint, comm_points, fit_comm, forecast
 
 _PART_OF_CAUSE = {"exposed_comm": "exposed", "wait": "wait", "bubble": "bubble", "input": "input"}
 LOSS_CAUSES = (*_PART_OF_CAUSE, "other")
@@ -47,14 +46,14 @@ class MeasuredStep:
     def recorded_seconds(self) -> float:
         return sum(self.parts.values())
 
-    def unrecorded_part(self, part: str) -> float:
-        """Seconds of a part without the profiler, if recording slows all parts by one factor."""
-        return self.parts[part] / self.recorded_seconds * self.seconds
+    def unrecorded(self, *parts: str) -> float:
+        """Seconds of the parts without the profiler, if recording slows all parts by one factor."""
+        return sum(self.parts[part] / self.recorded_seconds * self.seconds for part in parts)
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One run. `step.seconds` comes from steps without the profiler, `step.parts` from recorded."""
+    """The measurements of one run."""
 
     ranks: int
     repeat: int
@@ -87,8 +86,8 @@ def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The parts of one step over all ranks; their sum is the mean step time.
 
     Each rank's own work is taken from the fastest rank; any excess on slower ranks is counted as
-    waiting. With the mean over ranks, a part of the excess would count as compute. Compute includes
-    hidden communication.
+    waiting. If the mean over ranks were used, a part of the excess would count as compute. Compute
+    includes hidden communication.
     """
     fastest = min(ranks, key=lambda parts: sum(parts[name] for name in _OWN_PARTS))
     length = fmean(sum(parts.values()) for parts in ranks)
@@ -121,9 +120,8 @@ def loss_by_cause(
     return loss | {"other": sum(other.values())}, other
 
 
-@dataclass(frozen=True)
-class _Ratio:
-    """A run and the run with the fewest ranks in the same repeat."""
+class _Ratio(NamedTuple):
+    """A run, the run with the fewest ranks in the same repeat, and f."""
 
     run: MeasuredRun
     base: MeasuredRun
@@ -164,13 +162,9 @@ class Scaling:
         """A row for each number of ranks that was run in the same repeat as the base."""
         return [self._row(ranks) for ranks in self.sizes if self._ratios(ranks)]
 
-    def fit(self) -> CommFit | None:
-        """α and β, fitted to the communication of all runs; None without communication."""
-        return fit_comm(comm_points(run.comm for run in self.runs))
-
     def results(self) -> dict[str, Any]:
         """The results of one set of flags, with the keys of the JSON."""
-        rows, fit = self.rows(), self.fit()
+        rows, fit = self.rows(), fit_comm(comm_points(run.comm for run in self.runs))
         ends = None
         if len(rows) > 1:
             last = _middle(self._ratios(rows[-1]["ranks"]))[0]
@@ -189,16 +183,16 @@ class Scaling:
         if not self._counted:
             notes.append(
                 f"samples per step are unknown (no torch DataLoader is used): throughput is in "
-                f"{self.unit}, and --mode {self.mode} is taken as what the script does"
+                f"{self.unit}, and the script is assumed to scale as --mode {self.mode} states"
             )
-        counted_as = f", as {self.actual_mode} scaling" if self.actual_mode else ""
+        actual = f" ({self.actual_mode} scaling)" if self.actual_mode else ""
         for run in self.runs:
             if not self._fits(run, self.mode):
                 base = self._base(run)
                 notes.append(
-                    f"--mode {self.mode}, but a step has {base.samples:g} samples with "
-                    f"{base.ranks} and {run.samples:g} with {run.ranks} ranks: the results use "
-                    f"these samples{counted_as}"
+                    f"--mode {self.mode} does not agree with the samples of a step: "
+                    f"{base.samples:g} with {base.ranks} ranks and {run.samples:g} with {run.ranks}"
+                    f" ranks; the results use these samples{actual}"
                 )
         return list(dict.fromkeys(notes))
 
@@ -217,30 +211,27 @@ class Scaling:
     def _ratios(self, ranks: int) -> list[_Ratio]:
         """For each repeat with both runs: the run with `ranks` ranks and the base run."""
         bases = {run.repeat: run for run in self.runs if run.ranks == self.sizes[0]}
-        return [
-            _Ratio(run, bases[run.repeat], self._ideal(run, bases[run.repeat]))
-            for run in self.runs
-            if run.ranks == ranks and run.repeat in bases
-        ]
-
-    def _ideal(self, run: MeasuredRun, base: MeasuredRun) -> float:
-        """f: the ideal step time relative to the step time of the base run."""
-        more = run.ranks / base.ranks
-        if self._counted:
-            return (run.samples or 1) / (base.samples or 1) / more
-        return 1.0 if self.mode == "weak" else 1 / more
+        ratios = []
+        for run in self.runs:
+            if run.ranks == ranks and (base := bases.get(run.repeat)) is not None:
+                growth = ranks / base.ranks
+                ideal = 1.0 if self.mode == "weak" else 1 / growth
+                if self._counted:
+                    ideal = (run.samples or 1) / (base.samples or 1) / growth
+                ratios.append(_Ratio(run, base, ideal))
+        return ratios
 
     def _row(self, ranks: int) -> dict[str, Any]:
         ratios = self._ratios(ranks)
         speeds = [self.throughput(run) for run in self.runs if run.ranks == ranks]
-        efficiencies = [each.efficiency for each in ratios]
+        efficiencies = [ratio.efficiency for ratio in ratios]
         chosen = _middle(ratios)
-        losses = [loss_by_cause(each.run.step, each.base.step, each.ideal) for each in chosen]
+        losses = [loss_by_cause(run.step, base.step, ideal) for run, base, ideal in chosen]
         return {
             "ranks": ranks,
             "samples_per_s": percentile(speeds, 50),
             "samples_per_s_spread": [percentile(speeds, 25), percentile(speeds, 75)],
-            "step_s": fmean(each.run.step.seconds for each in chosen),
+            "step_s": fmean(ratio.run.step.seconds for ratio in chosen),
             "speedup": percentile(efficiencies, 50) * ranks / self.sizes[0],
             "efficiency": percentile(efficiencies, 50),
             "efficiency_spread": [percentile(efficiencies, 25), percentile(efficiencies, 75)],
@@ -254,21 +245,20 @@ class Scaling:
 
 def _middle(ratios: Sequence[_Ratio]) -> list[_Ratio]:
     """The ratio with the median efficiency, or the two middle ratios of an even number."""
-    ordered = sorted(ratios, key=lambda each: each.efficiency)
+    ordered = sorted(ratios, key=lambda ratio: ratio.efficiency)
     return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
 
 
 def _scale_point(run: MeasuredRun, ideal: float) -> ScalePoint:
-    own = sum(run.step.unrecorded_part(part) for part in ("compute", "host_gap", "rest"))
-    stalled = run.step.unrecorded_part("wait") + run.step.unrecorded_part("bubble")
+    step = run.step
     return ScalePoint(
         ranks=run.ranks,
         ideal=ideal,
-        seconds=run.step.seconds,
-        own=own,
-        input=run.step.unrecorded_part("input"),
-        exposed=run.step.unrecorded_part("exposed"),
-        hidden=run.hidden * run.step.seconds,
-        stalled_share=stalled / run.step.seconds,
+        seconds=step.seconds,
+        own=step.unrecorded("compute", "host_gap", "rest"),
+        input=step.unrecorded("input"),
+        exposed=step.unrecorded("exposed"),
+        hidden=run.hidden * step.seconds,
+        stalled_share=step.unrecorded("wait", "bubble") / step.seconds,
         comm=run.comm,
     )

@@ -21,21 +21,19 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from tutti.measure.message_cost import OPERATIONS, fit_alpha_beta, squared_error
-from tutti.scale.scale_job import Mode
+
+Mode = Literal["strong", "weak"]
 
 LIMITS = (0.9, 0.8, 0.5)  # the forecast gives the first number of ranks below each efficiency
 MOST_RANKS = 4096
 _DOUBLINGS = 4
 # The process groups of these axes keep their number of ranks when replicas are added.
 _FIXED_AXES = ("tp", "pp")
-_ASSUMPTIONS = (
-    "all links are of one class, every rank has its own device, the same share of communication "
-    "is hidden, and waiting keeps its share of the step"
-)
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,9 @@ class CommFit:
 
     @property
     def best_case(self) -> bool:
-        """Whether only one message size was seen.
+        """Whether the fit attributes all time to bandwidth, because all messages have one size.
 
-        Then all time is attributed to bandwidth, the term that grows least with the number of
-        ranks.
+        Bandwidth is the term that grows least with the number of ranks.
         """
         return not self.alpha_s and len({point.bytes for point in self.points}) < 2
 
@@ -78,15 +75,13 @@ class CommFit:
 def comm_points(runs: Iterable[Sequence[Mapping[str, Any]]]) -> list[CommPoint]:
     """A point for each operation, number of ranks and message size in the runs' `comm[]` rows."""
     times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    for comm in runs:
-        for row in comm:
-            # If a collective is not matched between the ranks, its time includes waiting. The fit
-            # needs the message size S, except for a barrier.
-            has_size = row["op"] in OPERATIONS and (row["bytes"] or row["op"] == "barrier")
-            matched = row["matched"] == row["count"]
-            if has_size and matched and row["ranks"] > 1 and row["transfer_s"]["p50"] > 0:
-                key = (row["op"], row["ranks"], row["bytes"] or 0)
-                times[key].append(row["transfer_s"]["p50"])
+    for row in chain.from_iterable(runs):
+        # If a collective is not matched between the ranks, its time includes waiting. The fit needs
+        # the message size S, except for a barrier.
+        has_size = row["op"] in OPERATIONS and (row["bytes"] or row["op"] == "barrier")
+        matched = row["matched"] == row["count"]
+        if has_size and matched and row["ranks"] > 1 and row["transfer_s"]["p50"] > 0:
+            times[row["op"], row["ranks"], row["bytes"] or 0].append(row["transfer_s"]["p50"])
     return [CommPoint(*key, median(values)) for key, values in sorted(times.items())]
 
 
@@ -133,39 +128,34 @@ class EfficiencyModel:
 
     def __init__(self, base: ScalePoint, largest: ScalePoint, fit: CommFit, mode: Mode) -> None:
         self._base, self._largest, self._fit, self._mode = base, largest, fit, mode
-        shrinking = 0.0
+        proportional = 0.0  # the part of own work that is proportional to the batch of a rank
         if mode == "strong":
-            batch = self._relative_batch(largest.ranks)
-            shrinking = max(0.0, (base.own - largest.own) / (1 - batch)) * batch
-        self._fixed = max(0.0, largest.own - shrinking)
-        self._shrinking = largest.own - self._fixed  # in the run with the most ranks
+            batch = base.ranks / largest.ranks  # of a rank, relative to the base run
+            proportional = max(0.0, (base.own - largest.own) / (1 - batch)) * batch
+        self._constant = max(0.0, largest.own - proportional)
         self._comm_at_largest = self._comm_seconds(largest.ranks)
 
     def efficiency(self, ranks: int) -> float:
-        largest = self._largest
-        shrunk = self._relative_batch(ranks) / self._relative_batch(largest.ranks)
-        own = self._fixed + self._shrinking * shrunk
+        largest, batch = self._largest, self._batch(ranks)
+        own = self._constant + (largest.own - self._constant) * batch
         growth = self._comm_seconds(ranks) / self._comm_at_largest if self._comm_at_largest else 1.0
         exposed = max(largest.exposed * growth, (largest.exposed + largest.hidden) * growth - own)
-        seconds = (own + largest.input * shrunk + exposed) / (1 - largest.stalled_share)
-        ideal = largest.ideal * (shrunk if self._mode == "strong" else 1.0)
-        return ideal * self._base.seconds / seconds
+        seconds = (own + largest.input * batch + exposed) / (1 - largest.stalled_share)
+        return largest.ideal * batch * self._base.seconds / seconds
 
-    def _relative_batch(self, ranks: int) -> float:
-        """The batch of a rank, relative to the batch of a rank in the base run."""
-        return self._base.ranks / ranks if self._mode == "strong" else 1.0
+    def _batch(self, ranks: int) -> float:
+        """The batch of a rank, relative to the batch of a rank in the run with the most ranks."""
+        return self._largest.ranks / ranks if self._mode == "strong" else 1.0
 
     def _comm_seconds(self, ranks: int) -> float:
         """The fitted time of all messages of the largest run, if sent among `ranks` ranks."""
         total = 0.0
-        growth = ranks / self._largest.ranks
-        shrunk = self._relative_batch(ranks) / self._relative_batch(self._largest.ranks)
         for row in self._largest.comm:
             if row["op"] not in OPERATIONS or row["ranks"] < 2:
                 continue
-            fixed = row.get("axis") in _FIXED_AXES  # activations: bytes shrink with the batch
-            group = row["ranks"] if fixed else round(row["ranks"] * growth)
-            size = (row["bytes"] or 0) * (shrunk if fixed else 1.0)
+            group, size = round(row["ranks"] * ranks / self._largest.ranks), row["bytes"] or 0
+            if row.get("axis") in _FIXED_AXES:  # activations: bytes shrink with the batch
+                group, size = row["ranks"], size * self._batch(ranks)
             total += row["count"] * self._fit.seconds(row["op"], group, size)
         return total
 
@@ -183,13 +173,13 @@ def forecast(
     constant nor proportional to the number of ranks.
     """
     if len(measured) < 2 or ends is None:
-        return no_forecast("it needs runs with at least two numbers of ranks")
+        return no_forecast("a forecast needs runs with at least two numbers of ranks")
     if fit is None:
-        return no_forecast("no communication between ranks was recorded to fit")
+        return no_forecast("no communication between ranks was recorded")
     if mode is None:
         return no_forecast(
-            "the samples of a step are neither the same with every number of ranks (strong) nor "
-            "proportional to it (weak)"
+            "the samples of a step are neither constant (strong scaling) nor proportional to the "
+            "number of ranks (weak scaling)"
         )
     base, largest = ends
     model = EfficiencyModel(base, largest, fit, mode)
@@ -200,13 +190,14 @@ def forecast(
     for limit in LIMITS:
         under = (ranks for ranks, value in (*measured, *curve.items()) if value < limit)
         below[str(limit)] = next(under, None)
-    best = "at best (latency unknown: only one message size seen); " if fit.best_case else ""
+    best = "at best (latency unknown: all messages have one size); " if fit.best_case else ""
     return {
         "rows": [{"ranks": ranks, "efficiency": curve[ranks]} for ranks in shown],
         "below": below,
         "best_case": fit.best_case,
-        "reason": f"forecast from {base.ranks} and {most} ranks; {best}it assumes that "
-        f"{_ASSUMPTIONS}",
+        "reason": f"forecast from {base.ranks} and {most} ranks; {best}the forecast assumes that "
+        "all links are of one class, every rank has its own device, the same share of "
+        "communication is hidden, and waiting keeps its share of the step",
     }
 
 

@@ -1,4 +1,4 @@
-"""Run the job with each number of ranks in turn, and read the traces of each run.
+"""Run a recipe or any training program with each number of ranks, and read the traces of each run.
 
 Measured runs are kept, even if a later run fails or Ctrl-C stops the series.
 """
@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,14 +21,125 @@ from statistics import fmean
 from types import FrameType
 from typing import Any
 
+from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
+from tutti.machine.gpus import visible_gpu_count
+from tutti.profile.captured_command import captured_environment
 from tutti.profile.explain import explain
 from tutti.scale.efficiency import MeasuredRun, MeasuredStep, combine_ranks
-from tutti.scale.scale_job import Job, Schedule
 from tutti.world.errors import UsageError
+from tutti.world.launch import LocalWorld
 
+RANKS = "{ranks}"  # placeholder for the number of ranks in a command
+PROFILER_WARMUP = 2
 _LOG_LINES = 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
+_RANK_FLAGS = {
+    **dict.fromkeys(("mpirun", "mpiexec", "srun", "tutti"), "-n"),
+    **dict.fromkeys(
+        ("torchrun", "torch.distributed.run", "torch.distributed.launch"), "--nproc-per-node"
+    ),
+    "accelerate": "--num_processes",
+    "deepspeed": "--num_gpus",
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a run: first skipped steps, then timed steps, then recorded steps."""
+
+    settle: int = 5
+    timed: int = 20
+    recorded: int = 5
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that a run needs; the first one starts the capture."""
+        return 1 + self.settle + self.timed + PROFILER_WARMUP + self.recorded
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command for any number of ranks.
+
+    `starts_ranks`: the command starts all ranks itself, and {ranks} in it is replaced by their
+    number; otherwise it is the command of one rank, and `tutti run` starts the ranks. `ends`: the
+    program ends by itself after the schedule.
+    """
+
+    command: tuple[str, ...]
+    starts_ranks: bool = False
+    ends: bool = False
+    device: str = "auto"
+    ranks_per_gpu: int = 1
+
+    def command_for(self, ranks: int, extra: Sequence[str] = ()) -> list[str]:
+        """The whole command, with `extra` words at its end."""
+        words = [word.replace(RANKS, str(ranks)) for word in (*self.command, *extra)]
+        if self.starts_ranks:
+            return words
+        run = [sys.executable, "-m", "tutti", "run", "-n", str(ranks), "--device", self.device]
+        run += ["--ranks-per-gpu", str(min(ranks, self.ranks_per_gpu))]
+        return [*run, "--", *words]
+
+    def environment(self, schedule: Schedule, traces: Path, most_ranks: int) -> dict[str, str]:
+        """The environment variables with which every rank records its own trace."""
+        settings = {
+            "directory": str(traces),
+            "wait": schedule.settle + schedule.timed,
+            "warmup": PROFILER_WARMUP,
+            "active": schedule.recorded,
+            "stop": not self.ends,
+        }
+        env = captured_environment(settings, os.environ)
+        # A rank has the same number of threads in every run. Otherwise a single rank would use all
+        # cores, and would be compared with ranks that have only a share of the cores.
+        env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // most_ranks)))
+        return env
+
+    def check(self, sizes: Sequence[int]) -> None:
+        """Raise UsageError if this host cannot start one of these numbers of ranks."""
+        for ranks in () if self.starts_ranks else sizes:
+            shared = min(ranks, self.ranks_per_gpu)
+            LocalWorld(self.command, ranks, self.device, ranks_per_gpu=shared).check()
+
+    def describe(self, sizes: Sequence[int]) -> str:
+        """A sentence about the number of threads, which is the same in every run."""
+        variable = os.environ.get("OMP_NUM_THREADS")
+        threads = variable or str(max(1, _cores() // max(sizes)))
+        reason = "OMP_NUM_THREADS" if variable else f"{_cores()} cores / {max(sizes)}"
+        return f"every rank has {threads} thread{'s' * (threads != '1')} in every run ({reason})"
+
+    def notes(self, sizes: Sequence[int]) -> list[str]:
+        """Notes about conditions that limit what can be concluded from the results."""
+        notes = []
+        if self.ranks_per_gpu > 1:
+            notes.append("ranks share a GPU: this measures software overhead, not GPU links")
+        on_cpus = self.device == "cpu" or not visible_gpu_count()
+        if on_cpus and max(sizes) > _cores() and not self.starts_ranks:
+            notes.append(f"{max(sizes)} ranks share {_cores()} cores: they slow each other down")
+        return notes
+
+
+def _cores() -> int:
+    return min(len(allowed_cpus()), cpu_quota() or sys.maxsize)
+
+
+def starts_ranks_itself(words: Sequence[str], sizes: Sequence[int]) -> bool:
+    """Whether the command starts its ranks; raises UsageError for a launcher without {ranks}."""
+    if any(RANKS in word for word in words):
+        return True
+    if re.fullmatch(r"python[\d.]*", Path(words[0]).name) and words[1:2] == ["-m"]:
+        words = words[2:] or words
+    launcher = re.sub(r"^(mpirun|mpiexec)\..*", r"\1", Path(words[0]).name)  # mpirun.openmpi
+    if launcher not in _RANK_FLAGS or (launcher == "tutti" and words[1:2] != ["run"]):
+        return False
+    command = "tutti run" if launcher == "tutti" else launcher
+    raise UsageError(
+        f"{launcher} starts ranks itself, and the command does not contain {RANKS}: write {RANKS} "
+        f"for the number of ranks ({command} {_RANK_FLAGS[launcher]} {RANKS} …), or give only the "
+        f"script: tutti scale --ranks {','.join(map(str, sizes))} -- train.py"
+    )
 
 
 class NotMeasured(Exception):
@@ -54,7 +166,7 @@ class PlannedRun:
 def plan_runs(
     sizes: Sequence[int], repeats: int, sweep: Sequence[dict[str, str]] = ({},)
 ) -> list[PlannedRun]:
-    """Every repeat runs every number of ranks: drift of machine speed affects all the same."""
+    """Every repeat runs every number of ranks, so drift of machine speed affects all equally."""
     return [
         PlannedRun(ranks, repeat, flags)
         for repeat in range(repeats)
@@ -108,18 +220,18 @@ class RunSeries:
         command = self._job.command_for(run.ranks, self._extra_words(run, folder))
         env = self._job.environment(self._schedule, folder / "traces", most_ranks)
         log = self._out / "logs" / f"{run.folder_name}.log"
-        code = _run_program(command, env, log, signals)
+        code = signals.run(command, env, log)
         # These runs are never resumed.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         try:
             return read_run(folder, run, self._schedule)
-        except NotMeasured as reason:
+        except NotMeasured as error:
             if not signals.received:
-                why = f"the program ended with code {code}" if code else str(reason)
+                reason = f"the program ended with code {code}" if code else str(error)
                 with open(log, errors="replace") as file:
                     tail = "".join(deque(file, maxlen=_LOG_LINES))
                 output = f"Its last lines ({log}):\n{tail}" if tail else ""
-                self.failure = f"{run.title}: {why}. {output}".rstrip()
+                self.failure = f"{run.title}: {reason}. {output}".rstrip()
             return None
 
 
@@ -128,45 +240,45 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
     files = list((folder / "traces").glob("rank*.json.gz"))
     if not files:
         raise NotMeasured(
-            f"no rank wrote a trace: each must take {schedule.steps} steps of a torch optimizer: "
-            "train longer, or reduce --steps or --settle"
+            f"no rank wrote a trace: each rank must take {schedule.steps} steps of a torch "
+            "optimizer: train longer, or reduce --steps or --settle"
         )
     if len(files) != run.ranks:
         raise NotMeasured(
             f"{len(files)} of {run.ranks} ranks wrote a trace: does the command start {run.ranks} "
-            "ranks, and does each train?"
+            "ranks, and does each rank train?"
         )
     try:
         explanation = explain(files)
     except (UsageError, ValueError, OSError) as error:
         raise NotMeasured(str(error)) from None
     rows = explanation.rows()
-    if len(rows["ranks"]) != run.ranks or rows["world_size"] != run.ranks:
+    ranks = rows["ranks"]
+    if len(ranks) != run.ranks or rows["world_size"] != run.ranks:
         raise NotMeasured(
-            f"the traces are of a world of {rows['world_size']} ranks, not of {run.ranks}"
+            f"the traces are from a world of {rows['world_size']} ranks instead of {run.ranks}"
         )
     infos = [trace.capture_info for trace in explanation.traces]
     times = [info.get("step_s", [])[schedule.settle :] for info in infos]
     if not all(times):
         raise NotMeasured("a trace has no step that was timed without the profiler")
-    seconds = fmean(fmean(each) for each in times)
-    parts = [each["parts_s"] for each in rows["ranks"]]
-    recorded = fmean(each["step_s"]["mean"] for each in rows["ranks"])
+    seconds = fmean(map(fmean, times))
+    recorded = fmean(row["step_s"]["mean"] for row in ranks)
     notes = [note for note in rows["notes"] if "missing" in note]
     if run.ranks > 1 and not rows["comm"]:
         notes.append(
             f"the {run.ranks} ranks do not communicate: each trains alone, which is not scaling "
             "(does the script call init_process_group and wrap its model?)"
         )
-    late = next((each for each in rows["stragglers"] if each["straggler"]), None)
+    late = next((row for row in rows["stragglers"] if row["straggler"]), None)
     return MeasuredRun(
         ranks=run.ranks,
         repeat=run.repeat,
         folder=folder,
         flags=run.flags,
         samples=_samples_per_step(folder, [info.get("batch") for info in infos]),
-        step=MeasuredStep(seconds, combine_ranks(parts)),
-        hidden=fmean(each["hidden"] for each in parts) / recorded,
+        step=MeasuredStep(seconds, combine_ranks([row["parts_s"] for row in ranks])),
+        hidden=fmean(row["parts_s"]["hidden"] for row in ranks) / recorded,
         comm=rows["comm"],
         late=late and {key: late[key] for key in ("rank", "cost_s", "cost_share", "instead")},
         overhead=recorded / seconds,
@@ -189,7 +301,7 @@ def _samples_per_step(folder: Path, batches: list[Any]) -> float | None:
 
 
 class _SignalForwarder:
-    """Forwards Ctrl-C and SIGTERM to the running program; `received` is then true.
+    """Runs programs, and forwards Ctrl-C and SIGTERM to them; `received` is then true.
 
     A signal between two programs interrupts nothing: the traces of a finished run are read
     completely.
@@ -209,8 +321,26 @@ class _SignalForwarder:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def wait_for(self, program: "subprocess.Popen[bytes]") -> int:
-        """Wait for the program, kill the rest of its process group, and return its exit code."""
+    def run(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> int:
+        """Run a program to its end, with its output in `log`; returns its exit code.
+
+        The program has its own session, so that Ctrl-C in the terminal reaches only this process,
+        which forwards the signal once: a launcher that receives one signal lets its ranks end
+        normally. The rest of the session is killed at the end.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "wb") as output:
+            program = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # If this process is killed, the program gets SIGTERM, and a launcher ends its
+                # ranks.
+                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+            )
         self._program = program
         try:
             if self.received:  # the signal came before the program started
@@ -221,35 +351,12 @@ class _SignalForwarder:
             _kill_group(program)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again, self.received = self.received, True
+        is_second, self.received = self.received, True
         if self._program is not None and self._program.returncode is None:
-            if again:  # the user does not want to wait
+            if is_second:  # the user does not want to wait
                 _kill_group(self._program)
             else:
                 self._program.send_signal(number)
-
-
-def _run_program(
-    command: Sequence[str], env: Mapping[str, str], log: Path, signals: _SignalForwarder
-) -> int:
-    """Run a program to its end, with its output in `log`; returns its exit code.
-
-    The program has its own session, so that Ctrl-C in the terminal reaches only this process, which
-    forwards the signal once: a launcher that receives one signal lets its ranks end normally.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "wb") as output:
-        program = subprocess.Popen(
-            list(command),
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # If this process is killed, the program gets SIGTERM, and a launcher ends its ranks.
-            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
-        return signals.wait_for(program)
 
 
 def _kill_group(program: "subprocess.Popen[bytes]") -> None:

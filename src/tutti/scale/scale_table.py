@@ -7,14 +7,12 @@ from tutti.measure.spread import percentile
 from tutti.measure.terminal import wrap_line
 from tutti.profile.communication_summary import excess_text
 from tutti.scale.efficiency import LOSS_CAUSES, MeasuredRun, Scaling
-from tutti.scale.forecast import MOST_RANKS
-from tutti.scale.scale_job import Mode
+from tutti.scale.forecast import MOST_RANKS, Mode
 from tutti.world.errors import UsageError
 
 _FULL_WIDTH = 80
 _SPEED_WIDTH = 20
 _PROFILE_COMMAND = "for details: tutti profile --trace"
-_TITLES = {"exposed_comm": "exposed"}
 _WIDTHS = {"exposed_comm": 8, "wait": 5, "bubble": 7, "input": 6, "other": 6}
 _MEANINGS = {
     "exposed_comm": "communication without compute to hide behind",
@@ -24,15 +22,14 @@ _MEANINGS = {
     "compute": "slower compute (ranks share cores, caches or memory; small batches)",
     "gaps": "gaps in which nothing recorded runs (Python, launches, other programs)",
     "rest": "code around operators (autograd's engine, DDP's reducer, copies)",
-    "unexplained": "not explained: recorded steps differ from timed ones (short steps, noise)",
+    "unexplained": "unknown: recorded steps differ from timed steps (short steps, noise)",
 }
 _FEWEST_REPEATS = 3  # quartiles of fewer repeats do not show the spread
 
 
 def scale_lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[str]:
     """The table of all numbers of ranks, the causes of the loss, the fit and the forecast."""
-    rows = results["rows"]
-    if rows:
+    if rows := results["rows"]:
         title = f"{results['mode']} scaling; the loss of efficiency by cause, in % of the step"
         yield from wrap_line(title, width, "  ")
         yield ""
@@ -52,7 +49,7 @@ def _notes(notes: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _table_head(unit: str, width: int) -> str:
-    causes = "".join(f"{_TITLES.get(name, name):>{_WIDTHS[name]}}" for name in LOSS_CAUSES)
+    causes = "".join(f"{name.removesuffix('_comm'):>{_WIDTHS[name]}}" for name in LOSS_CAUSES)
     if width < _FULL_WIDTH:
         return f"ranks{unit.removesuffix('/s')[:7] + '/s':>10} speedup eff%{causes}"
     title = f"{unit} (p25–p75)"
@@ -86,7 +83,7 @@ def _short(value: float) -> str:
 def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The causes within `other`, and the largest cause with the most ranks."""
     if len(rows) < 2:
-        yield "only one number of ranks was run: there is nothing to compare with"
+        yield "only one number of ranks was run: efficiency needs at least two"
         return
     for row in rows[1:]:
         split = ", ".join(f"{name} {100 * share:.1f}" for name, share in row["other"].items())
@@ -94,7 +91,7 @@ def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     row = rows[-1]
     lost = 1 - row["efficiency"]
     if lost <= 0.005:
-        yield f"{row['ranks']} ranks lose nothing that can be told from noise"
+        yield f"the loss of {row['ranks']} ranks is not larger than noise"
         return
     shares = {name: row["loss"][name] for name in LOSS_CAUSES if name != "other"} | row["other"]
     cause = max(shares, key=lambda name: shares[name])
@@ -114,9 +111,9 @@ def _fit(fit: dict[str, Any] | None) -> Iterator[str]:
     if fit is None:
         return
     beta = fit["beta_s_per_byte"]
-    speed = f"{1 / beta / 1e9:.3g} GB/s" if beta else "no bandwidth limit seen"
+    speed = f"{1 / beta / 1e9:.3g} GB/s" if beta else "unlimited bandwidth"
     if fit["best_case"]:
-        yield f"communication: {speed} (1/β); latency unknown: only one message size seen"
+        yield f"communication: {speed} (1/β); latency unknown: all messages have one size"
         return
     r2 = f", r² {fit['r2']:.2f}" if fit["r2"] is not None else ""
     yield (
@@ -136,12 +133,9 @@ def _forecast(forecast: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Itera
     yield f"{title}: efficiency {values} ranks"
     limits = []
     for limit, ranks in forecast["below"].items():
-        if ranks is None:
-            when = f"not up to {MOST_RANKS} ranks"
-        elif ranks <= rows[-1]["ranks"]:
-            when = f"already with {ranks}"
-        else:
-            when = f"with {ranks} ranks"
+        when = f"not up to {MOST_RANKS} ranks"
+        if ranks is not None:
+            when = f"{'already ' * (ranks <= rows[-1]['ranks'])}with {ranks} ranks"
         limits.append(f"below {100 * float(limit):.0f} % {when}")
     yield f"{title}: {', '.join(limits)}"
     yield forecast["reason"]
@@ -157,7 +151,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
             f"--sweep {text}: give a flag of tutti train and at least two values: bucket-mb=1,5,25"
         )
     if len(set(listed)) != len(listed):
-        raise UsageError(f"--sweep {text}: a value is given twice")
+        raise UsageError(f"--sweep {text}: a value occurs twice: give each value once")
     return flag, listed
 
 
@@ -171,17 +165,15 @@ def sweep_rows(runs: Sequence[MeasuredRun], mode: Mode) -> list[dict[str, Any]]:
     for run in runs:
         by_value.setdefault(str(run.flags), []).append(run)
     rows = []
-    for of_value in by_value.values():
-        scaling = Scaling(of_value, mode)
-        common = {"flags": of_value[0].flags, "unit": scaling.unit}
+    for runs_of_value in by_value.values():
+        scaling = Scaling(runs_of_value, mode)
+        common = {"flags": runs_of_value[0].flags, "unit": scaling.unit}
         rows += [common | row for row in scaling.rows()]
-    for row in rows:
-        row["best"] = _is_best(row, runs, mode)
-    return rows
+    return [row | {"best": _is_best(row, runs, mode)} for row in rows]
 
 
 def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bool:
-    """Whether, with the row's number of ranks, its value is faster than each other value.
+    """Whether the row's value is faster than each other value with the same number of ranks.
 
     Faster means: in at least three of four repeats.
     """
@@ -215,15 +207,13 @@ def sweep_lines(
         yield _table_line(row, width)
     yield ""
     for ranks in sorted({row["ranks"] for row in rows}):
-        of_size = [row for row in rows if row["ranks"] == ranks]
-        best = next((row for row in of_size if row["best"]), None)
-        size = f"with {ranks} rank{'s' * (ranks != 1)}"
-        if any(row["repeats"] < _FEWEST_REPEATS for row in of_size):
-            yield f"{size} no value is best: use --repeats {_FEWEST_REPEATS} to see the spread"
-        elif best is None:
-            yield f"{size} no value is best beyond the spread of the repeats"
-        else:
-            yield f"{size} {_flag_words(best)} is best: faster than every other by its quartiles"
+        same_size = [row for row in rows if row["ranks"] == ranks]
+        result = "no value is faster than the others by more than the spread of the repeats"
+        if any(row["repeats"] < _FEWEST_REPEATS for row in same_size):
+            result = f"no value is best: use --repeats {_FEWEST_REPEATS} to measure the spread"
+        elif (best := next((row for row in same_size if row["best"]), None)) is not None:
+            result = f"{_flag_words(best)} is best: faster in at least 3 of 4 repeats"
+        yield f"with {ranks} rank{'s' * (ranks != 1)} {result}"
     yield from _notes(notes, width)
 
 
