@@ -56,7 +56,7 @@ def test_secrets_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "hidden-value")
     machine = observe()
     assert machine.variables["NCCL_DEBUG"] == "INFO"
-    assert "hidden-value" not in json.dumps(machine.to_json())
+    assert "hidden-value" not in json.dumps(dataclasses.asdict(machine))
 
 
 class FakeSys:
@@ -195,8 +195,8 @@ def with_nvml(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     library = folder / "libnvidia-ml.so.1"
     source = HERE / "fake_nvml.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
-    code = "import json; from tutti.machine.observation import observe; "
-    code += "print(json.dumps(observe().to_json()))"
+    code = "import dataclasses, json; from tutti.machine.observation import observe; "
+    code += "print(json.dumps(dataclasses.asdict(observe())))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"LD_LIBRARY_PATH": str(folder)},
@@ -244,14 +244,14 @@ def test_a_value_that_nvml_does_not_report_is_unknown_with_its_error(with_nvml: 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_recorded_machine_is_the_same_after_writing_and_reading(file: Path) -> None:
     for machine in read_machines(file):
-        assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
+        assert Machine.from_json(json.loads(json.dumps(dataclasses.asdict(machine)))) == machine
         assert unexplained(machine) == []
     assert "written by hand" in json.loads(file.read_text())["note"]
 
 
 def test_this_machine_is_the_same_after_writing_and_reading() -> None:
     machine = observe()
-    assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
+    assert Machine.from_json(json.loads(json.dumps(dataclasses.asdict(machine)))) == machine
 
 
 def test_the_recorded_files_are_the_output_of_build_machines(

@@ -1,10 +1,11 @@
 """tutti doctor: checks of hardware and configuration, each with its cure."""
 
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,12 +15,13 @@ import tyro
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.cli.topo import record_machines, recorded_machines
-from tutti.machine.checks.checklist import fix_commands, report, run_checks
-from tutti.machine.checks.collect_observations import (
+from tutti.machine.checks.checklist import (
     collect_from_ranks,
     collect_this_host,
     recorded_cluster,
+    run_checks,
 )
+from tutti.machine.checks.finding import fix_commands, report
 from tutti.machine.checks.probe_network import Peers
 from tutti.machine.nics import interface_address
 from tutti.machine.observation import observe
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from tutti.machine.checks.cluster import Cluster
-    from tutti.machine.checks.finding import Finding
     from tutti.world.rendezvous import RankInfo
 
 # How long ranks wait for the results of a rank that is still running a probe.
@@ -47,31 +48,31 @@ _ALL_REDUCE_ELEMENTS = 100_003
 class Doctor:
     """Check this machine, or all hosts of a world: tutti doctor, or torchrun … -m tutti doctor
 
-    Reports what was observed, what is expected and the cure. The exit code is 1 if a check failed;
-    warnings alone give 0. Nothing is changed.
+    Each finding shows the observed state, the expected state and the cure. The exit code is 1 if a
+    check failed; warnings alone give 0. The command changes nothing on the machine.
     """
 
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Local ranks to start, unless a launcher already did."""
+    """Number of local ranks to start. Ignored under a launcher."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device that --active measures."""
+    """The device that --active measures. auto: the GPU if there is one, otherwise the CPU."""
     ranks_per_gpu: int = 1
-    """Ranks that may share one GPU."""
+    """Number of ranks that may share one GPU."""
     active: bool | None = None
     """Measure compute, memory, links between ranks, copies between GPUs and a collective.
     Takes some seconds. By default only with more than one rank."""
     fix: bool = False
-    """Print the commands that cure the findings. They are never run."""
+    """Print the shell commands that cure the findings. The commands are not run."""
     all: bool = False
     """Also show checks that passed or were skipped."""
     record: Path | None = None
     """Write the observed machines, one per host, to this file."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Check the machines recorded in this file instead of this one."""
+    """Check the machines in this file, which --record wrote, instead of this machine."""
     json: Path | None = None
-    """Also write the findings to this file."""
+    """Also write the findings to this JSON file."""
     start_timeout: float = START_TIMEOUT
-    """Seconds for all ranks to start."""
+    """Seconds to wait until all ranks have started."""
 
 
 def main(arguments: list[str]) -> int:
@@ -97,13 +98,15 @@ def main(arguments: list[str]) -> int:
         ).run()
     if identity.size == 1:
         return _conclude(collect_this_host(options.device, bool(options.active)), options)
-    cluster = _collect_world(identity, options)
-    # All ranks exit with the same code.
-    return _conclude(cluster, options) if identity.rank == 0 else _exit_code(run_checks(cluster))
+    return _conclude(_collect_world(identity, options), options, quiet=identity.rank != 0)
 
 
-def _conclude(cluster: "Cluster", options: Doctor) -> int:
+def _conclude(cluster: "Cluster", options: Doctor, quiet: bool = False) -> int:
+    """Run the checks, print and write the findings unless `quiet`, and return the exit code."""
     findings = run_checks(cluster)
+    exit_code = int(any(finding.status == "fail" for finding in findings))
+    if quiet:
+        return exit_code
     for line in report(findings, options.all, text_width(sys.stdout)):
         print(line)
     if options.fix:
@@ -115,17 +118,13 @@ def _conclude(cluster: "Cluster", options: Doctor) -> int:
         record_machines(options.record, cluster.machines, note)
     if options.json is not None:
         results = {
-            "checks": [finding.to_json() for finding in findings],
+            "checks": [asdict(finding) for finding in findings],
             "hosts": [machine.host for machine in cluster.machines],
             "ranks": len(cluster.ranks),
             "from": None if options.from_ is None else str(options.from_),
         }
         write_json(options.json, "tutti.doctor/1", results)
-    return _exit_code(findings)
-
-
-def _exit_code(findings: "Sequence[Finding]") -> int:
-    return int(any(finding.status == "fail" for finding in findings))
+    return exit_code
 
 
 # --- all ranks of a world ------------------------------------------------------------------------
@@ -184,34 +183,32 @@ def _rendezvous(
 
 
 def _peers(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> Peers:
-    from tutti.world.exchange import RanksMissing, gather_json_from_store
+    from tutti.world.exchange import RanksMissing, gather_json_from_store, name_ranks
 
-    count = 0
+    keys = (str(number) for number in itertools.count())
 
     def gather(value: Any) -> list[Any]:
-        nonlocal count
-        count += 1
         try:
             return gather_json_from_store(
-                store, str(count), value, rank, len(ranks), _GATHER_SECONDS
+                store, next(keys), value, rank, len(ranks), _GATHER_SECONDS
             )
         except RanksMissing as missing:
             raise UsageError(
-                f"rank {', '.join(map(str, missing.ranks))} did not answer for "
-                f"{_GATHER_SECONDS:.0f} s: see its output, or run tutti doctor on its host alone"
+                f"{name_ranks(missing.ranks)} did not answer for {_GATHER_SECONDS:.0f} s: "
+                "see the output of this rank, or run tutti doctor on its host alone"
             ) from None
         except RuntimeError:
             raise UsageError("the store ended with rank 0: see the output of rank 0") from None
 
-    machines = list(dict.fromkeys(each.machine for each in ranks))
-    hosts = [machines.index(each.machine) for each in ranks]
+    machines = list(dict.fromkeys(info.machine for info in ranks))
+    hosts = [machines.index(info.machine) for info in ranks]
     return Peers(rank, hosts, gather, _own_address(rank, ranks))
 
 
 def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
     """Return the address at which other ranks reach this rank."""
     own = ranks[rank]
-    remote = [each for each in ranks if each.machine != own.machine]
+    remote = [info for info in ranks if info.machine != own.machine]
     if not remote:
         return "127.0.0.1"
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -221,18 +218,18 @@ def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
         return own.address
     # Ranks on the host of the store have only a loopback address so far. The route to a remote rank
     # gives the address of this host in that network.
-    known = [each.address for each in remote if each.address and each.address[:4] != "127."]
+    known = [info.address for info in remote if info.address and info.address[:4] != "127."]
     return (known and local_address_towards(known[0])) or own.host
 
 
 def _gpu_of_each(ranks: "Sequence[RankInfo]", device: str) -> list[str | None]:
     """Return the GPU of each rank: as in tutti.init, the ranks of a host use its GPUs in turn."""
-    if device == "cpu" or not all(each.gpus for each in ranks):
+    if device == "cpu" or not all(info.gpus for info in ranks):
         return [None] * len(ranks)
-    machines = [each.machine for each in ranks]
+    machines = [info.machine for info in ranks]
     return [
-        each.gpus[machines[:rank].count(each.machine) % len(each.gpus)]
-        for rank, each in enumerate(ranks)
+        info.gpus[machines[:rank].count(info.machine) % len(info.gpus)]
+        for rank, info in enumerate(ranks)
     ]
 
 

@@ -3,19 +3,19 @@
 import os
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from tutti.cli.flags import parse
-from tutti.cli.results import check_writable, write_json
+from tutti.cli.results import check_writable, write_json, write_result
 from tutti.machine.device_topology import LINK_CLASSES, Interface, Topology
 from tutti.machine.observation import Machine, observe
-from tutti.machine.recording import read_machines, write_machines
-from tutti.measure.files import write_atomically
+from tutti.machine.recording import format_machines, read_machines
 from tutti.measure.terminal import terminal_width
 from tutti.world.errors import START_TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld
@@ -34,17 +34,17 @@ class Topo:
     """
 
     json: Path | None = None
-    """Also write devices, links, NICs and NUMA nodes to this file."""
+    """Also write devices, links, NICs and NUMA nodes to this JSON file."""
     svg: Path | None = None
     """Draw the topology into this SVG file."""
     record: Path | None = None
-    """Record everything known about the hosts in this file, for --from on any machine."""
+    """Write the complete description of all hosts to this file. --from reads such a file."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """Show the hosts of a recorded file instead of this one."""
+    """Show the hosts in this file, which --record wrote, instead of this host."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Local ranks to start, unless a launcher already did."""
+    """Number of local ranks to start. Ignored under a launcher."""
     start_timeout: float = START_TIMEOUT
-    """Seconds for all ranks to start."""
+    """Seconds to wait until all ranks have started."""
 
 
 def main(arguments: list[str]) -> int:
@@ -63,7 +63,17 @@ def main(arguments: list[str]) -> int:
             show="first",
             start_timeout=options.start_timeout,
         ).run()
-    return _show([observe()], options) if alone else _show_all_hosts(options)
+    if alone:
+        return _show([observe()], options)
+    from tutti.world.exchange import gather_json
+    from tutti.world.world import init
+
+    # With device="cpu", ranks need no GPU. This command does no work on GPUs.
+    with init(device="cpu", start_timeout=options.start_timeout) as world:
+        found = gather_json(asdict(observe()) if world.local_rank == 0 else None)
+        if world.is_first:
+            _show([Machine.from_json(values) for values in found if values is not None], options)
+    return 0
 
 
 def recorded_machines(path: Path) -> list[Machine]:
@@ -79,22 +89,7 @@ def recorded_machines(path: Path) -> list[Machine]:
 
 def record_machines(path: Path, machines: Sequence[Machine], note: str) -> None:
     """Write the machines to `--record FILE`."""
-    try:
-        write_machines(path, machines, ["tutti", *sys.argv[1:]], note)
-    except OSError as error:
-        raise UsageError(f"--record {path}: {error.strerror}: choose another file") from None
-
-
-def _show_all_hosts(options: Topo) -> int:
-    from tutti.world.exchange import gather_json
-    from tutti.world.world import init
-
-    # With device="cpu", ranks need no GPU. This command does no work on GPUs.
-    with init(device="cpu", start_timeout=options.start_timeout) as world:
-        found = gather_json(observe().to_json() if world.local_rank == 0 else None)
-        if world.is_first:
-            _show([Machine.from_json(each) for each in found if each is not None], options)
-    return 0
+    write_result("--record", path, format_machines(machines, ["tutti", *sys.argv[1:]], note))
 
 
 def _show(machines: Sequence[Machine], options: Topo) -> int:
@@ -109,12 +104,7 @@ def _show(machines: Sequence[Machine], options: Topo) -> int:
     if options.svg is not None:
         from tutti.machine.topology_svg import draw
 
-        try:
-            write_atomically(options.svg, draw(topologies))
-        except OSError as error:
-            raise UsageError(
-                f"--svg {options.svg}: {error.strerror}: choose another file"
-            ) from None
+        write_result("--svg", options.svg, draw(topologies))
     if options.record is not None:
         note = "observed by tutti" if options.from_ is None else f"copied from {options.from_}"
         record_machines(options.record, machines, note)
@@ -123,18 +113,19 @@ def _show(machines: Sequence[Machine], options: Topo) -> int:
 
 def _json_rows(topologies: Sequence[Topology]) -> dict[str, Any]:
     """Return the rows of all hosts. Each row has the key `host`."""
+    machines = [topology.machine for topology in topologies]
     rows: dict[str, Any] = {
         "hosts": [
             {
-                "host": each.machine.host,
-                "product": each.machine.product,
-                "cpu": each.machine.cpus.model,
-                "virtualisation": each.machine.virtualisation,
-                "unknown": each.machine.unknown,
+                "host": machine.host,
+                "product": machine.product,
+                "cpu": machine.cpus.model,
+                "virtualisation": machine.virtualisation,
+                "unknown": machine.unknown,
             }
-            for each in topologies
+            for machine in machines
         ],
-        "machines": [each.machine.to_json() for each in topologies],
+        "machines": [asdict(machine) for machine in machines],
     }
     for topology in topologies:
         for name, own in topology.to_json().items():
@@ -163,7 +154,14 @@ def _unwrapped_lines(topology: Topology, width: int) -> Iterator[str]:
     elif reason := machine.why("accelerators"):
         yield f"no GPU: {reason}"
     yield ""
-    yield from _numa_lines(machine)
+    if not machine.numa:
+        yield f"NUMA nodes unknown: {machine.why('numa')}"
+        yield f"CPUs {machine.cpus.allowed} may be used"
+    for node in machine.numa:
+        cpus, distances = node.cpus or "none", node.distances
+        text = f"CPUs {cpus}, {_gib(node.memory_bytes)}, {_gib(node.free_bytes)} free"
+        text += "" if distances is None else f", distances {' '.join(map(str, distances))}"
+        yield f"NUMA {node.id}  {text}"
     yield ""
     for nic in topology.interfaces:
         yield from _nic_lines(topology, nic)
@@ -179,18 +177,18 @@ def _host_lines(topology: Topology) -> Iterator[str]:
     cpus = machine.cpus
     parts = [
         f"{cpus.packages} × {cpus.model}" if (cpus.packages or 1) > 1 else f"{cpus.model}",
-        f"{cpus.cores} cores" if cpus.cores is not None else None,
-        f"{cpus.threads} threads" if cpus.threads is not None else None,
+        *([f"{cpus.cores} cores"] if cpus.cores is not None else []),
+        *([f"{cpus.threads} threads"] if cpus.threads is not None else []),
         _gib(machine.memory.total_bytes),
     ]
     product = f" ({machine.product})" if machine.product else ""
     yield f"{machine.host}{product}: {machine.system or 'system unknown'}, {machine.kernel}"
-    yield f"  {', '.join(each for each in parts if each)}"
-    for name in dict.fromkeys(gpu.name for gpu in topology.gpus):
-        same = [gpu for gpu in topology.gpus if gpu.name == name]
+    yield f"  {', '.join(parts)}"
+    for name, count in Counter(gpu.name for gpu in topology.gpus).items():
+        memory = next(gpu.memory_bytes for gpu in topology.gpus if gpu.name == name)
         driver = machine.versions.get("driver", "unknown")
-        yield f"  {len(same)} × {name}, {_gib(same[0].memory_bytes)} each, driver {driver}"
-    if machine.virtualisation not in ("none", None):
+        yield f"  {count} × {name}, {_gib(memory)} each, driver {driver}"
+    if machine.is_virtual:
         note = ": links are as the hypervisor shows them, which may differ from the hardware"
         yield f"  a virtual machine ({machine.virtualisation}){note if topology.gpus else ''}"
 
@@ -222,7 +220,12 @@ def _matrix_lines(topology: Topology, width: int) -> Iterator[str]:
 def _gpu_lines(
     topology: Topology, gpu: "Accelerator", unknown_nvlinks: str | None
 ) -> Iterator[str]:
-    parts = [gpu.pci_address or "PCI unknown", _pcie(gpu), _numa(gpu.numa_node)]
+    pcie, text = gpu.pcie, "PCIe unknown"
+    if pcie is not None and pcie.width is not None:
+        text = f"PCIe {pcie.generation} x{pcie.width}"
+        if (pcie.generation, pcie.width) != (pcie.max_generation, pcie.max_width):
+            text += f" of {pcie.max_generation} x{pcie.max_width}"
+    parts = [gpu.pci_address or "PCI unknown", text, _numa(gpu.numa_node)]
     if gpu.cpus:
         parts.append(f"CPUs {gpu.cpus}")
     if near := topology.near_nics(gpu):
@@ -231,60 +234,29 @@ def _gpu_lines(
     if gpu.nvlinks is None:
         yield f"      NVLink unknown: {unknown_nvlinks}"
     elif gpu.nvlinks:
-        yield f"      {_nvlinks(gpu)}"
-        any_active = any(link.active for link in gpu.nvlinks)
+        active = gpu.active_nvlinks
+        text = f"{len(active)} of {len(gpu.nvlinks)} NVLinks active"
+        speeds = [link.speed_mbs for link in active if link.speed_mbs is not None]
+        if speeds and len(speeds) == len(active):
+            text += f", {sum(speeds) / 1000:.0f} GB/s one way"
+        names = {"switch": "NVSwitches", "gpu": "GPUs", "cpu": "the CPU"}
+        kinds = sorted({names[link.peer_kind] for link in active if link.peer_kind})
+        yield f"      {text}, to {' and '.join(kinds)}" if kinds else f"      {text}"
         for link in gpu.nvlinks:
-            counts = {
-                "replay": link.replay_errors,
-                "recovery": link.recovery_errors,
-                "CRC": link.crc_errors,
-            }
-            errors = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+            errors = ", ".join(f"{count} {kind}" for kind, count in link.errors.items())
             # If all links are inactive, NVLink is not in use (a single GPU in a virtual machine),
             # and inactive links are not worth a warning.
-            if (not link.active and any_active) or errors:
+            if (not link.active and active) or errors:
                 state = "active" if link.active else "INACTIVE"
                 yield f"      link {link.index}: {state}{', errors: ' * bool(errors)}{errors}"
 
 
-def _nvlinks(gpu: "Accelerator") -> str:
-    links = gpu.nvlinks or ()
-    active = [link for link in links if link.active]
-    text = f"{len(active)} of {len(links)} NVLinks active"
-    speeds = [link.speed_mbs for link in active if link.speed_mbs is not None]
-    if speeds and len(speeds) == len(active):
-        text += f", {sum(speeds) / 1000:.0f} GB/s one way"
-    peers = {"switch": "NVSwitches", "gpu": "GPUs", "cpu": "the CPU"}
-    kinds = sorted({peers[link.peer_kind] for link in active if link.peer_kind})
-    return f"{text}, to {' and '.join(kinds)}" if kinds else text
-
-
-def _pcie(gpu: "Accelerator") -> str:
-    link = gpu.pcie
-    if link is None or link.width is None:
-        return "PCIe unknown"
-    text = f"PCIe {link.generation} x{link.width}"
-    if (link.generation, link.width) != (link.max_generation, link.max_width):
-        text += f" of {link.max_generation} x{link.max_width}"
-    return text
-
-
-def _numa_lines(machine: Machine) -> Iterator[str]:
-    if not machine.numa:
-        yield f"NUMA nodes unknown: {machine.why('numa')}"
-        yield f"CPUs {machine.cpus.allowed} may be used"
-    for node in machine.numa:
-        parts = [f"CPUs {node.cpus or 'none'}", _gib(node.memory_bytes)]
-        parts.append(f"{_gib(node.free_bytes)} free")
-        if node.distances is not None:
-            parts.append(f"distances {' '.join(map(str, node.distances))}")
-        yield f"NUMA {node.id}  {', '.join(parts)}"
-
-
 def _nic_lines(topology: Topology, nic: Interface) -> Iterator[str]:
     netdev = f" ({nic.netdev.name})" if nic.netdev and nic.ports else ""
-    layer = nic.ports[0].link_layer or "RDMA" if nic.ports else None
-    kind = {None: nic.netdev.driver if nic.netdev else "", "Ethernet": "RoCE"}.get(layer, layer)
+    kind = nic.netdev.driver if nic.netdev else ""
+    if nic.ports:
+        layer = nic.ports[0].link_layer or "RDMA"
+        kind = "RoCE" if layer == "Ethernet" else layer
     rate = "rate unknown" if nic.rate_gbps is None else f"{nic.rate_gbps:g} Gb/s"
     parts = [f"{nic.name}{netdev}", kind or "", nic.state, rate, _numa(nic.numa_node)]
     parts.append(nic.pci_address or "PCI unknown")

@@ -1,8 +1,9 @@
-"""CPUs, NUMA nodes and memory of the host, and the CPUs that this process may use."""
+"""CPUs, NUMA nodes and memory of the host; CPU affinity, ulimits and cgroup of this process."""
 
 import math
 import os
 import re
+import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -10,8 +11,12 @@ from typing import Literal
 
 from tutti.machine.sysfs import SysFiles
 
-CGROUP = "/sys/fs/cgroup"
+# None means unknown; a limit that is not set is "unlimited".
+Limit = int | Literal["unlimited"] | None
+
+_CGROUP = "/sys/fs/cgroup"
 _CPUS, _NODES = "/sys/devices/system/cpu", "/sys/devices/system/node"
+_CAP_IPC_LOCK = 14
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,27 @@ class Memory:
     """always, madvise or never."""
 
 
-# --- this process --------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Limits:
+    """Limits of this process: soft ulimits, /dev/shm and cgroup limits.
+
+    A cgroup limit is the lowest limit of the process's cgroup and the parents of that cgroup.
+    """
+
+    memlock_bytes: Limit
+    open_files: Limit
+    processes: Limit
+    stack_bytes: Limit
+    core_bytes: Limit
+    shm_bytes: int | None
+    shm_free_bytes: int | None
+    cgroup_cpus: float | Literal["unlimited"] | None
+    cgroup_memory_bytes: Limit
+    ipc_lock: bool | None
+    """Whether this process has CAP_IPC_LOCK. If so, the memlock limit does not apply."""
+
+
+# --- limits of this process ----------------------------------------------------------------------
 
 
 def allowed_cpus() -> tuple[int, ...]:
@@ -67,44 +92,87 @@ def allowed_cpus() -> tuple[int, ...]:
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
     """The CPU quota of the cgroup as a number of CPUs, rounded up; None if there is no quota."""
-    cpus = cgroup_cpus(SysFiles(root=root))
+    cpus = _cgroup_cpus(SysFiles(root=root))
     return max(1, math.ceil(cpus)) if isinstance(cpus, int | float) else None
 
 
-def cgroup_cpus(files: SysFiles) -> float | Literal["unlimited"] | None:
+def read_limits(files: SysFiles) -> Limits:
+    """The limits of this process."""
+    shm, shm_free = None, None
+    try:
+        stat = os.statvfs(files.root / "dev/shm")
+        shm, shm_free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    except OSError as error:
+        for field in ("shm_bytes", "shm_free_bytes"):
+            files.unknown[f"limits.{field}"] = f"/dev/shm: {error.strerror}"
+    status = files.text("/proc/self/status", "limits.ipc_lock")
+    capabilities = re.search(r"(?m)^CapEff:\s*(\w+)", status or "")
+    if capabilities is None:
+        files.unknown.setdefault("limits.ipc_lock", "/proc/self/status has no line CapEff")
+    return Limits(
+        memlock_bytes=_soft_limit(resource.RLIMIT_MEMLOCK),
+        open_files=_soft_limit(resource.RLIMIT_NOFILE),
+        processes=_soft_limit(resource.RLIMIT_NPROC),
+        stack_bytes=_soft_limit(resource.RLIMIT_STACK),
+        core_bytes=_soft_limit(resource.RLIMIT_CORE),
+        shm_bytes=shm,
+        shm_free_bytes=shm_free,
+        cgroup_cpus=_cgroup_cpus(files),
+        cgroup_memory_bytes=_cgroup_memory(files),
+        ipc_lock=bool(int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1) if capabilities else None,
+    )
+
+
+def _soft_limit(kind: int) -> Limit:
+    soft, _ = resource.getrlimit(kind)
+    return "unlimited" if soft == resource.RLIM_INFINITY else soft
+
+
+def _cgroup_cpus(files: SysFiles) -> float | Literal["unlimited"] | None:
     """The lowest CPU quota of this process's cgroup and its parents, as a number of CPUs.
 
     cgroup v2 has one file `cpu.max` that contains `quota period` or `max period`. cgroup v1 has one
     file for the quota and one for the period; a quota of -1 means unlimited.
     """
-    if not files.exists(CGROUP):
-        files.unknown["limits.cgroup_cpus"] = f"{CGROUP} does not exist"
+    if not files.exists(_CGROUP):
+        files.unknown["limits.cgroup_cpus"] = f"{_CGROUP} does not exist"
         return None
     quotas = []
-    for directory in cgroup_directories(files, ""):
+    for directory in _cgroup_directories(files, ""):
         quota, _, period = (files.text(f"{directory}/cpu.max") or "").partition(" ")
         if quota.isdecimal() and period.isdecimal():
             quotas.append(int(quota) / int(period))
-    for directory in cgroup_directories(files, "cpu"):
+    for directory in _cgroup_directories(files, "cpu"):
         quota_us = files.number(f"{directory}/cpu.cfs_quota_us") or -1
         period_us = files.number(f"{directory}/cpu.cfs_period_us") or 0
         if quota_us > 0 and period_us > 0:
             quotas.append(quota_us / period_us)
-    return min(quotas) if quotas else "unlimited"
+    return min(quotas, default="unlimited")
 
 
-def cgroup_directories(files: SysFiles, controller: str) -> list[str]:
+def _cgroup_memory(files: SysFiles) -> Limit:
+    if not files.exists(_CGROUP):
+        files.unknown["limits.cgroup_memory_bytes"] = f"{_CGROUP} does not exist"
+        return None
+    paths = [f"{directory}/memory.max" for directory in _cgroup_directories(files, "")]
+    v1_directories = _cgroup_directories(files, "memory")
+    paths += [f"{directory}/memory.limit_in_bytes" for directory in v1_directories]
+    limits = [files.number(path) for path in paths]
+    # If there is no limit, cgroup v1 writes the largest multiple of the page size below 2**63.
+    return min((n for n in limits if n is not None and n < 1 << 60), default="unlimited")
+
+
+def _cgroup_directories(files: SysFiles, controller: str) -> list[str]:
     """The directories of this process's cgroup and its parents.
 
     The empty controller name "" stands for the cgroup v2 hierarchy.
     """
     for line in (files.text("/proc/self/cgroup") or "").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
-            base = f"{CGROUP}/{controller}" if controller else CGROUP
+            base = f"{_CGROUP}/{controller}" if controller else _CGROUP
             own = PurePosixPath(path)
-            return [f"{base}{each}".rstrip("/") for each in (own, *own.parents)]
+            return [f"{base}{directory}".rstrip("/") for directory in (own, *own.parents)]
     return []
 
 
@@ -129,7 +197,7 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
             runs[-1] = [runs[-1][0], cpu]
         else:
             runs.append([cpu])
-    return ",".join("-".join(str(end) for end in run) for run in runs)
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 # --- the machine ---------------------------------------------------------------------------------
@@ -146,7 +214,7 @@ def read_cpus(files: SysFiles) -> Cpus:
         )
         for cpu in numbers
     ]
-    has_topology = bool(topology) and all(None not in each for each in topology)
+    has_topology = bool(topology) and all(None not in ids for ids in topology)
     if not has_topology:
         for field in ("packages", "cores"):
             files.unknown[f"cpus.{field}"] = f"{_CPUS}/cpu*/topology cannot be read"
@@ -158,17 +226,17 @@ def read_cpus(files: SysFiles) -> Cpus:
         threads=len(numbers) if online is not None else None,
         allowed=format_cpu_list(allowed_cpus()),
         isolated=files.text(f"{_CPUS}/isolated", "cpus.isolated"),
-        governors=tuple(sorted(each for each in governors if each)),
+        governors=tuple(sorted(filter(None, governors))),
     )
 
 
 def read_cpu_model(files: SysFiles) -> str | None:
     """The model name in /proc/cpuinfo."""
-    for line in (files.text("/proc/cpuinfo", "cpus.model") or "").splitlines():
-        if line.startswith(("model name", "Model")):
-            return line.partition(":")[2].strip()
-    files.unknown.setdefault("cpus.model", "/proc/cpuinfo has no model name")
-    return None
+    text = files.text("/proc/cpuinfo", "cpus.model") or ""
+    found = re.search(r"(?m)^(?:model name|Model)[^:\n]*:(.*)$", text)
+    if found is None:
+        files.unknown.setdefault("cpus.model", "/proc/cpuinfo has no model name")
+    return found[1].strip() if found else None
 
 
 def numa_nodes() -> dict[int, tuple[int, ...]]:
@@ -179,32 +247,27 @@ def numa_nodes() -> dict[int, tuple[int, ...]]:
 
 def read_numa(files: SysFiles) -> tuple[NumaNode, ...]:
     """The NUMA nodes; () if /sys shows none."""
-    ids = sorted(
-        int(name.removeprefix("node"))
-        for name in files.names(_NODES)
-        if re.fullmatch(r"node\d+", name)
-    )
+    ids = sorted(int(name[4:]) for name in files.names(_NODES) if re.fullmatch(r"node\d+", name))
     if not ids:
         files.unknown["numa"] = f"{_NODES} is empty or does not exist"
-    return tuple(
-        _read_node(files, node, f"numa[{number}]", len(ids)) for number, node in enumerate(ids)
-    )
-
-
-def _read_node(files: SysFiles, node: int, field: str, nodes: int) -> NumaNode:
-    directory = f"{_NODES}/node{node}"
-    memory = _parse_meminfo(files.text(f"{directory}/meminfo", field))
-    text = files.text(f"{directory}/distance", f"{field}.distances")
-    distances = tuple(int(each) for each in (text or "").split())
-    if text is not None and len(distances) != nodes:
-        files.unknown[f"{field}.distances"] = f"{directory}/distance contains {text!r}"
-    return NumaNode(
-        id=node,
-        cpus=files.text(f"{directory}/cpulist", f"{field}.cpus") or "",
-        memory_bytes=memory.get("MemTotal"),
-        free_bytes=memory.get("MemFree"),
-        distances=distances if len(distances) == nodes else None,
-    )
+    nodes = []
+    for number, node in enumerate(ids):
+        directory, field = f"{_NODES}/node{node}", f"numa[{number}]"
+        memory = _parse_meminfo(files.text(f"{directory}/meminfo", field))
+        text = files.text(f"{directory}/distance", f"{field}.distances")
+        distances = tuple(map(int, (text or "").split()))
+        if text is not None and len(distances) != len(ids):
+            files.unknown[f"{field}.distances"] = f"{directory}/distance contains {text!r}"
+        nodes.append(
+            NumaNode(
+                id=node,
+                cpus=files.text(f"{directory}/cpulist", f"{field}.cpus") or "",
+                memory_bytes=memory.get("MemTotal"),
+                free_bytes=memory.get("MemFree"),
+                distances=distances if len(distances) == len(ids) else None,
+            )
+        )
+    return tuple(nodes)
 
 
 def read_memory(files: SysFiles) -> Memory:

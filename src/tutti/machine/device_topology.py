@@ -5,16 +5,16 @@ PCIe classes are computed from the PCI paths in /sys, so they need no GPU driver
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from tutti.machine.gpus import Accelerator, NvLink
 from tutti.machine.nics import Nic, RdmaPort
 from tutti.machine.observation import Machine
-from tutti.machine.recording import to_json
 
 Rows = Iterator[dict[str, Any]]
 
@@ -51,17 +51,11 @@ class Link:
     reason: str
 
 
-@dataclass(frozen=True)
-class PciPlace:
+class PciPlace(NamedTuple):
     """A device's path from the PCI root complex (() if unknown) and its NUMA node."""
 
     path: tuple[str, ...]
     numa_node: int | None
-
-
-def distance_rank(link_class: str) -> int:
-    """The position of a link class in the order from near (0) to far."""
-    return list(LINK_CLASSES).index("NV#" if link_class.startswith("NV") else link_class)
 
 
 def pci_place(machine: Machine, device: "Accelerator | Interface") -> PciPlace:
@@ -83,9 +77,7 @@ def pci_class(a: PciPlace, b: PciPlace, numa_nodes: int) -> tuple[str, str]:
     if not a.path or not b.path:
         return "?", "/sys does not show their PCI paths"
     if a.path[0] == b.path[0]:
-        shared = 0
-        while shared < min(len(a.path), len(b.path)) and a.path[shared] == b.path[shared]:
-            shared += 1
+        shared = sum(x == y for x, y in zip(a.path, b.path, strict=False))
         if shared == 1:
             return "PHB", f"both are on root complex {a.path[0]}, without a common bridge"
         bridge = a.path[shared - 1]
@@ -107,27 +99,18 @@ def _nvlinks_between(a: Accelerator, b: Accelerator) -> tuple[int, float | None,
 
     The speed is the total of one direction in GB/s.
     """
-    direct = [
-        link
-        for link in _active_links(a)
-        if link.peer_kind == "gpu" and link.peer_pci and link.peer_pci == b.pci_address
-    ]
+    direct = [link for link in a.active_nvlinks if link.peer_kind == "gpu"]
+    direct = [link for link in direct if link.peer_pci and link.peer_pci == b.pci_address]
     if direct:
         return len(direct), _total_speed(direct), f"{len(direct)} NVLinks"
     # NVSwitches connect all GPUs. The GPU with fewer links to the switches limits the pair.
-    links = [
-        [link for link in _active_links(each) if link.peer_kind == "switch"] for each in (a, b)
-    ]
+    links = [[x for x in gpu.active_nvlinks if x.peer_kind == "switch"] for gpu in (a, b)]
     count = min(map(len, links))
     if not count:
         return 0, None, ""
     speeds = [speed for each in links if (speed := _total_speed(each)) is not None]
     speed = min(speeds) if len(speeds) == 2 else None
     return count, speed, f"{count} NVLinks through NVSwitches"
-
-
-def _active_links(gpu: Accelerator) -> list[NvLink]:
-    return [link for link in gpu.nvlinks or () if link.active]
 
 
 def _total_speed(links: Sequence[NvLink]) -> float | None:
@@ -175,15 +158,14 @@ class Interface:
     @property
     def errors(self) -> dict[str, int]:
         """The error counters that are not zero."""
-        found: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for port in self.ports:
-            for name, count in port.counters.items():
-                if count and name not in _CONGESTION:
-                    found[name] = found.get(name, 0) + count
-        for name in ("rx_errors", "tx_errors"):
-            if self.netdev and (count := getattr(self.netdev, name)):
-                found[name] = count
-        return found
+            counts.update(port.counters)
+        if self.netdev:
+            counts.update(
+                rx_errors=self.netdev.rx_errors or 0, tx_errors=self.netdev.tx_errors or 0
+            )
+        return {name: n for name, n in counts.items() if n and name not in _CONGESTION}
 
 
 # --- the host ------------------------------------------------------------------------------------
@@ -208,13 +190,14 @@ class Topology:
         for port in self.machine.rdma:
             by_device.setdefault(port.device, []).append(port)
         plain = [nic.name for nic in nics.values() if nic.kind == "physical" and not nic.rdma]
-        found: list[Interface] = []
-        for name in (*sorted(by_device, key=_natural_order), *sorted(plain, key=_natural_order)):
+        names = [*sorted(by_device, key=_natural_order), *sorted(plain, key=_natural_order)]
+        found = []
+        for number, name in enumerate(names):
             ports = tuple(by_device.get(name, ()))
-            hardware = ports[0] if ports else nics[name]
+            device = ports[0] if ports else nics[name]
             netdev = nics.get(ports[0].netdev or "") if ports else nics[name]
-            place = (hardware.pci_address, hardware.numa_node)
-            found.append(Interface(f"NIC{len(found)}", name, netdev, ports, *place))
+            place = (device.pci_address, device.numa_node)
+            found.append(Interface(f"NIC{number}", name, netdev, ports, *place))
         return tuple(found)
 
     @cached_property
@@ -229,11 +212,10 @@ class Topology:
         return tuple(sorted(links, key=lambda link: (link.a[:3], link.b[:3])))
 
     def _link(self, a: str, b: str) -> Link:
-        devices = (self.devices[a], self.devices[b])
-        place_a, place_b = (pci_place(self.machine, each) for each in devices)
-        over_pci, reason = pci_class(place_a, place_b, len(self.machine.numa))
+        one, other = self.devices[a], self.devices[b]
+        places = (pci_place(self.machine, one), pci_place(self.machine, other))
+        over_pci, reason = pci_class(*places, len(self.machine.numa))
         count, speed = 0, None
-        one, other = devices
         if isinstance(one, Accelerator) and isinstance(other, Accelerator):
             indices = (one.index, other.index)
             access = next((p for p in self.machine.peers if (p.src, p.dst) == indices), None)
@@ -261,10 +243,8 @@ class Topology:
         """
         candidates = [nic for nic in self.interfaces if nic.ports] or list(self.interfaces)
         classes = {nic.id: self.link_class(f"GPU{gpu.index}", nic.id) for nic in candidates}
-        near = [each for each in classes.values() if each not in ("?", "SYS")]
-        if not near:
-            return ()
-        nearest = min(near, key=distance_rank)
+        near = [name for name in classes.values() if name not in ("?", "SYS")]
+        nearest = min(near, key=list(LINK_CLASSES).index, default=None)
         return tuple(nic for nic in candidates if classes[nic.id] == nearest)
 
     def near_gpus(self, nic: Interface) -> tuple[Accelerator, ...]:
@@ -287,26 +267,23 @@ class Topology:
     def _cpu_rows(self) -> Rows:
         """One row for each NUMA node with CPUs; a single row if the NUMA nodes are unknown."""
         machine = self.machine
-        common = {"kind": "cpu", "name": machine.cpus.model}
-        for node in machine.numa:
-            if node.cpus:
-                own = {"id": f"CPU{node.id}", "numa_node": node.id, "cpus": node.cpus}
-                yield {**common, **own, "memory_bytes": node.memory_bytes}
-        if not machine.numa:
-            own = {"id": "CPU0", "numa_node": None, "cpus": machine.cpus.allowed}
-            yield {**common, **own, "memory_bytes": machine.memory.total_bytes}
+        places = [(n.id, n.id, n.cpus, n.memory_bytes) for n in machine.numa if n.cpus]
+        unknown = (0, None, machine.cpus.allowed, machine.memory.total_bytes)
+        for number, *values in places if machine.numa else [unknown]:
+            row = {"kind": "cpu", "name": machine.cpus.model, "id": f"CPU{number}"}
+            yield row | dict(zip(("numa_node", "cpus", "memory_bytes"), values, strict=True))
 
     def _gpu_rows(self) -> Rows:
         same = ("name", "numa_node", "cpus", "memory_bytes", "index", "uuid", "pci_address", "pcie")
         for gpu in self.gpus:
-            links = gpu.nvlinks
+            values, links = asdict(gpu), gpu.nvlinks
             yield {
                 "kind": "gpu",
                 "id": f"GPU{gpu.index}",
-                **{name: to_json(getattr(gpu, name)) for name in same},
+                **{name: values[name] for name in same},
                 "nvlinks": None if links is None else len(links),
-                "nvlinks_active": None if links is None else len(_active_links(gpu)),
-                "nvlinks_detail": to_json(links),
+                "nvlinks_active": None if links is None else len(gpu.active_nvlinks),
+                "nvlinks_detail": values["nvlinks"],
                 "near_nics": [nic.id for nic in self.near_nics(gpu)],
             }
 
@@ -315,12 +292,12 @@ class Topology:
         for link in self.links:
             pairs = ((link.a, link.b), (link.b, link.a))
             directions = [access[pair] for pair in pairs if pair in access]
-            row = to_json(link)
+            row = asdict(link)
             yield {
                 "class": row.pop("link_class"),
                 **row,
-                "p2p_read": [each.read for each in directions] or None,
-                "p2p_write": [each.write for each in directions] or None,
+                "p2p_read": [direction.read for direction in directions] or None,
+                "p2p_write": [direction.write for direction in directions] or None,
             }
         for a, b in combinations(self.machine.numa, 2):
             if a.cpus and b.cpus:
@@ -328,6 +305,7 @@ class Topology:
                 yield {"a": f"CPU{a.id}", "b": f"CPU{b.id}", "class": "SYS", "distance": distance}
 
     def _nic_rows(self) -> Rows:
+        same = ("id", "name", "state", "rate_gbps", "pci_address", "numa_node", "errors")
         for nic in self.interfaces:
             yield {
                 "netdev": nic.netdev.name if nic.netdev else None,
@@ -335,14 +313,13 @@ class Topology:
                 "rdma": bool(nic.ports),
                 "link_layer": nic.ports[0].link_layer if nic.ports else "Ethernet",
                 "mtu": nic.netdev.mtu if nic.netdev else None,
-                **{name: getattr(nic, name) for name in ("id", "name", "state", "rate_gbps")},
-                **{name: getattr(nic, name) for name in ("pci_address", "numa_node", "errors")},
+                **{name: getattr(nic, name) for name in same},
                 "near_gpus": [f"GPU{gpu.index}" for gpu in self.near_gpus(nic)],
             }
 
     def _numa_rows(self) -> Rows:
         for node in self.machine.numa:
-            yield to_json(node) | {
+            yield asdict(node) | {
                 "gpus": [f"GPU{gpu.index}" for gpu in self.gpus if gpu.numa_node == node.id],
                 "nics": [nic.id for nic in self.interfaces if nic.numa_node == node.id],
             }

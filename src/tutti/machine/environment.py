@@ -9,7 +9,8 @@ import os
 import platform
 import re
 import socket
-import sys
+import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -26,11 +27,25 @@ from tutti.machine.cpu_numa import (
 from tutti.machine.gpus import nvml
 from tutti.machine.sysfs import SysFiles
 
+_NAMES = tomllib.loads(Path(__file__).with_name("recorded_names.toml").read_text())
+_PER_PROCESS = _NAMES["variables"]["per_process"].split()
+
 # --- the `environment` entry of every JSON result ------------------------------------------------
 
 
 def describe_environment() -> dict[str, Any]:
     """Hardware, versions and allow-listed variables of this process, ready for JSON."""
+    with nvml() as library:
+        count = 0 if library is None else library.nvmlDeviceGetCount()
+        handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        gpus = [
+            {
+                "name": library.nvmlDeviceGetName(handle),
+                "memory_bytes": library.nvmlDeviceGetMemoryInfo(handle).total,
+                "driver": library.nvmlSystemGetDriverVersion(),
+            }
+            for handle in handles
+        ]
     return {
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -39,7 +54,7 @@ def describe_environment() -> dict[str, Any]:
         "cpu_quota": cpu_quota(),
         "numa_nodes": {str(node): format_cpu_list(c) for node, c in numa_nodes().items()},
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "gpus": _gpus(),
+        "gpus": gpus,
         "versions": versions(),
         "variables": {
             name: value for name, value in read_variables().items() if name not in _PER_PROCESS
@@ -47,27 +62,11 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def _gpus() -> list[dict[str, Any]]:
-    with nvml() as library:
-        if library is None:
-            return []
-        handles = map(library.nvmlDeviceGetHandleByIndex, range(library.nvmlDeviceGetCount()))
-        return [
-            {
-                "name": library.nvmlDeviceGetName(handle),
-                "memory_bytes": library.nvmlDeviceGetMemoryInfo(handle).total,
-                "driver": library.nvmlSystemGetDriverVersion(),
-            }
-            for handle in handles
-        ]
-
-
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that a result depends on."""
-    found = {"python": platform.python_version()}
-    for name in ("tutti", "torch", "numpy"):
-        found[name] = _package_version(name) or "not installed"
-    return found
+    names = ("tutti", "torch", "numpy")
+    found = {name: _package_version(name) or "not installed" for name in names}
+    return {"python": platform.python_version(), **found}
 
 
 def _package_version(name: str) -> str | None:
@@ -85,22 +84,6 @@ def boot_id() -> str:
 
 # --- environment variables -----------------------------------------------------------------------
 
-# Variables that affect torch, its communication backends and launchers. The whole environment is
-# never recorded, because it may contain keys and passwords.
-_PREFIXES = (
-    *("NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "CUDA_", "NVIDIA_", "NVSHMEM_"),
-    *("OMP_", "KMP_", "UCX_", "FI_", "OMPI_MCA_", "TUTTI_", "HIP_", "HSA_", "ROCR_", "RCCL_"),
-)
-# Variables that differ between processes or between runs. They are left out of JSON results.
-_PER_PROCESS = (
-    *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_GPUS_PER_TASK"),
-)
-_VARIABLES = (
-    *_PER_PROCESS,
-    *("MKL_NUM_THREADS", "GOMP_CPU_AFFINITY"),
-    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_JOB_NUM_NODES"),
-)
 # Variables with a misspelt prefix are recorded too, so that the check env.misspelt can find them.
 _MISSPELT = re.compile("(NC+L+|NCC|NNCCL|GLO+|OPM|TROCH|TOCH)_", re.IGNORECASE)
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNORECASE)
@@ -108,10 +91,12 @@ _SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNO
 
 def read_variables() -> dict[str, str]:
     """The allow-listed environment variables of this process."""
+    recorded = {*_NAMES["variables"]["names"].split(), *_PER_PROCESS}
+    prefixes = tuple(_NAMES["variables"]["prefixes"].split())
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if (name in _VARIABLES or name.startswith(_PREFIXES) or _MISSPELT.match(name))
+        if (name in recorded or name.startswith(prefixes) or _MISSPELT.match(name))
         and not _SECRET.search(name)
     }
 
@@ -128,55 +113,23 @@ def read_nccl_conf(files: SysFiles) -> dict[str, dict[str, str]]:
 
 def read_versions(files: SysFiles) -> dict[str, str]:
     """Versions of Python, packages, CUDA, NCCL and the driver, without importing torch."""
-    found = {"python": sys.version.split()[0]}
-    for name in ("tutti", "torch", "numpy", "nvidia-ml-py", "triton", "mpi4py"):
-        if version := _package_version(name):
-            found[name] = version
+    names = ("tutti", "torch", "numpy", "nvidia-ml-py", "triton", "mpi4py")
+    found = {"python": platform.python_version()} | {name: _package_version(name) for name in names}
+    found["nccl"] = _package_version("nvidia-nccl-cu13") or _package_version("nvidia-nccl-cu12")
     spec = find_spec("torch")
     if spec is not None and spec.origin is not None:
         with contextlib.suppress(OSError):
             text = (Path(spec.origin).parent / "version.py").read_text()
             cuda = re.search(r"(?m)^cuda\b[^=\n]*= '([\d.]+)'", text)
-            if cuda:
-                found["cuda"] = cuda[1]
-    nccl = _package_version("nvidia-nccl-cu13") or _package_version("nvidia-nccl-cu12")
-    if nccl:
-        found["nccl"] = nccl
+            found["cuda"] = cuda and cuda[1]
     driver = files.text("/proc/driver/nvidia/version") or ""
-    number = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", driver)
-    if number:
+    if number := re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", driver):
         found["driver"] = number[1]
         found["kernel_module"] = "open" if "Open Kernel Module" in driver else "proprietary"
-    return found
+    return {name: version for name, version in found.items() if version}
 
 
 # --- operating system ----------------------------------------------------------------------------
-
-_KERNEL_PARAMETERS = (
-    *("intel_iommu", "amd_iommu", "iommu", "iommu.passthrough", "iommu.strict", "pci"),
-    *("pcie_aspm", "numa_balancing", "isolcpus", "nohz_full", "hugepages", "hugepagesz"),
-    *("default_hugepagesz", "transparent_hugepage", "intel_idle.max_cstate"),
-)
-_KERNEL_MODULES = (
-    *("nvidia", "nvidia_uvm", "nvidia_peermem", "nv_peer_mem", "gdrdrv", "amdgpu"),
-    *("ib_core", "ib_uverbs", "rdma_cm", "mlx5_core", "mlx5_ib", "efa", "irdma", "bnxt_re"),
-)
-_SYSCTLS = (
-    *("net.core.rmem_max", "net.core.wmem_max", "net.core.somaxconn", "net.ipv4.tcp_rmem"),
-    *("net.ipv4.tcp_wmem", "net.ipv4.ip_local_port_range", "kernel.numa_balancing"),
-    *("kernel.pid_max", "vm.max_map_count", "vm.overcommit_memory"),
-)
-_HYPERVISORS = {
-    "qemu": "kvm",
-    "kvm": "kvm",
-    "google": "kvm",
-    "amazon ec2": "kvm",
-    "openstack": "kvm",
-    "microsoft": "microsoft",
-    "vmware": "vmware",
-    "virtualbox": "virtualbox",
-    "xen": "xen",
-}
 
 
 def read_name_resolution() -> str:
@@ -215,7 +168,7 @@ def read_virtualisation(files: SysFiles) -> str | None:
     """The name of the hypervisor, or none. On x86, a CPU flag shows whether one is present."""
     flags = re.search(r"(?m)^flags\s*:(.*)$", files.text("/proc/cpuinfo") or "")
     product = (read_product(files) or files.text("/sys/hypervisor/type") or "").lower()
-    name = next((kind for word, kind in _HYPERVISORS.items() if word in product), None)
+    name = next((kind for word, kind in _NAMES["hypervisors"].items() if word in product), None)
     if flags is not None:
         return (name or "unnamed hypervisor") if "hypervisor" in flags[1].split() else "none"
     if name is None:
@@ -248,7 +201,8 @@ def read_kernel_parameters(files: SysFiles) -> tuple[str, ...] | None:
     text = files.text("/proc/cmdline", "kernel_parameters")
     if text is None:
         return None
-    return tuple(word for word in text.split() if word.partition("=")[0] in _KERNEL_PARAMETERS)
+    names = _NAMES["kernel"]["parameters"].split()
+    return tuple(word for word in text.split() if word.partition("=")[0] in names)
 
 
 def read_kernel_modules(files: SysFiles) -> tuple[str, ...] | None:
@@ -256,13 +210,14 @@ def read_kernel_modules(files: SysFiles) -> tuple[str, ...] | None:
     text = files.text("/proc/modules", "kernel_modules")
     if text is None:
         return None
-    loaded = {line.split()[0] for line in text.splitlines() if line}
-    return tuple(name for name in _KERNEL_MODULES if name in loaded)
+    loaded = re.findall(r"(?m)^\w+", text)
+    return tuple(name for name in _NAMES["kernel"]["modules"].split() if name in loaded)
 
 
 def read_sysctls(files: SysFiles) -> dict[str, str]:
     """Kernel settings about TCP buffers, ports, NUMA balancing and memory."""
-    values = {name: files.text(f"/proc/sys/{name.replace('.', '/')}") for name in _SYSCTLS}
+    names = _NAMES["kernel"]["sysctls"].split()
+    values = {name: files.text(f"/proc/sys/{name.replace('.', '/')}") for name in names}
     return {name: " ".join(value.split()) for name, value in values.items() if value is not None}
 
 
@@ -292,34 +247,35 @@ _XID = re.compile(r"NVRM: Xid \(PCI:([^)]+)\): (\d+)")
 
 def read_xids(files: SysFiles) -> tuple[Xid, ...] | None:
     """The Xid errors in the kernel log since boot; None if the log cannot be read."""
-    try:
-        log = os.open(files.root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError as error:
-        files.unknown["xids"] = f"/dev/kmsg: {error.strerror}"
-        return None
-    uptime_s = float((files.text("/proc/uptime") or "nan").split()[0])
+    uptime = (files.text("/proc/uptime") or "").split()
     found = []
     try:
-        while True:
-            try:
-                record = os.read(log, 1 << 14).decode(errors="replace")
-            except BrokenPipeError:  # the record was overwritten; the next read returns a later one
-                continue
-            except BlockingIOError:
-                break
-            if not record:
-                break
+        for record in _kernel_log(files.root / "dev/kmsg"):
             # Format of a record: priority,sequence,microseconds since boot,flags;text
             head, _, text = record.partition(";")
             if match := _XID.search(text):
-                age_s = uptime_s - int(head.split(",")[2]) / 1e6
                 address = match[1] if match[1].count(":") > 1 else f"0000:{match[1]}"
                 address = address if "." in address else f"{address}.0"
-                age = round(age_s, 1) if age_s == age_s else None  # NaN: /proc/uptime is unreadable
-                found.append(Xid(address, int(match[2]), age, text.splitlines()[0]))
+                time_s = int(head.split(",")[2]) / 1e6
+                age_s = round(float(uptime[0]) - time_s, 1) if uptime else None
+                found.append(Xid(address, int(match[2]), age_s, text.splitlines()[0]))
     except OSError as error:
         files.unknown["xids"] = f"/dev/kmsg: {error.strerror}"
         return None
+    return tuple(found)
+
+
+def _kernel_log(path: Path) -> Iterator[str]:
+    """The records of the kernel log since boot."""
+    log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            with contextlib.suppress(BrokenPipeError):  # overwritten; the next read is a later one
+                record = os.read(log, 1 << 14).decode(errors="replace")
+                if not record:
+                    return
+                yield record
+    except BlockingIOError:  # the end of the log
+        return
     finally:
         os.close(log)
-    return tuple(found)

@@ -4,14 +4,14 @@ import contextlib
 import ctypes
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tutti.machine.cpu_numa import format_cpu_list
-from tutti.machine.pci import PciDevice, PcieLink, read_numa_node
+from tutti.machine.pci import PciDevice, PcieLink
 from tutti.machine.sysfs import SysFiles
 
 
@@ -29,6 +29,16 @@ class NvLink:
     replay_errors: int | None
     recovery_errors: int | None
     crc_errors: int | None
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """The error counters that are not zero, by kind of error."""
+        counts = {
+            "replay": self.replay_errors,
+            "recovery": self.recovery_errors,
+            "CRC": self.crc_errors,
+        }
+        return {kind: count for kind, count in counts.items() if count}
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,11 @@ class Accelerator:
     compute_mode: str | None
     """default, exclusive_process, prohibited."""
 
+    @property
+    def active_nvlinks(self) -> list[NvLink]:
+        """The NVLinks that are known to be active."""
+        return [link for link in self.nvlinks or () if link.active]
+
 
 @dataclass(frozen=True)
 class PeerAccess:
@@ -129,7 +144,11 @@ class PeerAccess:
 def visible_gpu_count(env: Mapping[str, str] | None = None) -> int:
     """The number of GPUs visible to CUDA in a process with this environment. Needs no torch."""
     env = os.environ if env is None else env
-    installed = _installed_gpus()
+    with nvml() as library:
+        if library is not None:
+            installed = int(library.nvmlDeviceGetCount())
+        else:
+            installed = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     selected = env.get("CUDA_VISIBLE_DEVICES")
     if selected is None:
         return installed
@@ -143,40 +162,35 @@ def visible_gpu_count(env: Mapping[str, str] | None = None) -> int:
     return min(count, installed) if "MIG-" not in selected else count
 
 
-def _installed_gpus() -> int:
-    with nvml() as library:
-        if library is not None:
-            return int(library.nvmlDeviceGetCount())
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-
-
 def numa_node_of_gpu(pci_address: str) -> int | None:
     """The NUMA node of the PCI device at an address; None if the kernel does not report it."""
-    return read_numa_node(SysFiles(), f"/sys/bus/pci/devices/{pci_address.lower()}", "")
+    return SysFiles().numa_node(f"/sys/bus/pci/devices/{pci_address.lower()}")
 
 
 @contextmanager
-def nvml() -> Iterator[Any]:
-    """The initialised NVML library; None if nvidia-ml-py or the driver is not installed."""
-    library, _ = _start_nvml()
-    try:
-        yield library
-    finally:
-        if library is not None:
-            library.nvmlShutdown()
+def nvml(reasons: dict[str, str] | None = None) -> Iterator[Any]:
+    """The initialised NVML library; None if nvidia-ml-py or the driver is not installed.
 
-
-def _start_nvml() -> tuple[Any, str]:
-    """The initialised NVML library and ""; or None and the reason why NVML is unavailable."""
+    If NVML is not available, the reason is added to `reasons` under the key "accelerators".
+    """
+    reason = ""
     try:
         import pynvml
-    except ImportError:
-        return None, "the package nvidia-ml-py is not installed"
-    try:
+
         pynvml.nvmlInit()
+    except ImportError:
+        reason = "the package nvidia-ml-py is not installed"
     except pynvml.NVMLError as error:
-        return None, f"NVML: {error}"
-    return pynvml, ""
+        reason = f"NVML: {error}"
+    if reason:
+        if reasons is not None:
+            reasons["accelerators"] = reason
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
 
 
 # --- all GPUs of the host, from NVML -------------------------------------------------------------
@@ -245,9 +259,8 @@ class _Query:
         return words.get(number)
 
     def field_value(self, name: str, number: int, scope: int = 0) -> int | None:
-        values = _Query(self.library, self.unknown, self.field, self.handles[0])(
-            name, "FieldValues", [(number, scope)]
-        )
+        gpu = _Query(self.library, self.unknown, self.field, self.handles[0])
+        values = gpu(name, "FieldValues", [(number, scope)])
         if values is None:
             return None
         if values[0].nvmlReturn != 0:
@@ -265,9 +278,8 @@ def read_accelerators(
 
     Adds the driver version and the newest CUDA version that the driver supports to `versions`.
     """
-    with nvml() as library:
+    with nvml(files.unknown) as library:
         if library is None:
-            files.unknown["accelerators"] = _start_nvml()[1]
             return (), ()
         with contextlib.suppress(library.NVMLError):
             versions["driver"] = library.nvmlSystemGetDriverVersion()
@@ -279,18 +291,17 @@ def read_accelerators(
             handle = query(f"accelerators[{index}]", "HandleByIndex", index)
             if handle is not None:  # a GPU that fell off the bus has no handle
                 handles[index] = handle
-        devices = {each.address: each for each in pci}
+        devices = {device.address: device for device in pci}
         accelerators = tuple(
             _read_accelerator(
                 _Query(library, files.unknown, f"accelerators[{number}]", handle), index, devices
             )
             for number, (index, handle) in enumerate(handles.items())
         )
-        pairs = [(src, dst) for src in handles for dst in handles if src != dst]
-        peers = []
-        for number, (src, dst) in enumerate(pairs):
-            both = handles[src], handles[dst]
-            query = _Query(library, files.unknown, f"peers[{number}]", *both)
+        peers: list[PeerAccess] = []
+        for src, dst in itertools.permutations(handles, 2):
+            pair = handles[src], handles[dst]
+            query = _Query(library, files.unknown, f"peers[{len(peers)}]", *pair)
             access = {
                 name: query.enum(name, _P2P, "P2PStatus", capability)
                 for capability, name in enumerate(("read", "write", "nvlink", "atomics"))
@@ -301,13 +312,19 @@ def read_accelerators(
 
 
 def _read_accelerator(query: _Query, index: int, devices: dict[str, PciDevice]) -> Accelerator:
+    def watts(name: str, function: str) -> float | None:
+        milliwatts = query(name, function)
+        return None if milliwatts is None else milliwatts / 1000
+
     address = query("pci_address", "PciInfo", convert=_pci_address)
     device = devices.get(address or "")
     memory = query("memory_bytes used_bytes", "MemoryInfo")
+    bar1 = query("bar1_bytes", "BAR1MemoryInfo")
     numa_node = device.numa_node if device else None
     if numa_node is None:
         numa_node = query("numa_node", "NumaNodeId")
     cpus = device.local_cpus if device else None
+    capability = query("compute_capability", "CudaComputeCapability")
     fabric_state, fabric_healthy = _read_fabric(query)
     recovery = query.field_value("recovery_action", _RECOVERY_FIELD)
     pcie = query.part("pcie")
@@ -320,10 +337,8 @@ def _read_accelerator(query: _Query, index: int, devices: dict[str, PciDevice]) 
         cpus=cpus or query("cpus", "CpuAffinity", 16, convert=_cpu_list),
         memory_bytes=memory and int(memory.total),
         used_bytes=memory and int(memory.used),
-        bar1_bytes=query("bar1_bytes", "BAR1MemoryInfo", convert=lambda bar1: int(bar1.bar1Total)),
-        compute_capability=query(
-            "compute_capability", "CudaComputeCapability", convert=lambda c: f"{c[0]}.{c[1]}"
-        ),
+        bar1_bytes=bar1 and int(bar1.bar1Total),
+        compute_capability=capability and f"{capability[0]}.{capability[1]}",
         processes=query("processes", "ComputeRunningProcesses", convert=len),
         pcie=PcieLink(
             generation=pcie("generation", "CurrPcieLinkGeneration"),
@@ -338,21 +353,15 @@ def _read_accelerator(query: _Query, index: int, devices: dict[str, PciDevice]) 
         clocks=_read_clocks(query.part("clocks")),
         temperature_c=query("temperature_c", "Temperature", 0),
         slowdown_c=query("slowdown_c", "TemperatureThreshold", 1),
-        power_w=query("power_w", "PowerUsage", convert=_watts),
-        power_limit_w=query("power_limit_w", "EnforcedPowerLimit", convert=_watts),
-        default_power_limit_w=query(
-            "default_power_limit_w", "PowerManagementDefaultLimit", convert=_watts
-        ),
+        power_w=watts("power_w", "PowerUsage"),
+        power_limit_w=watts("power_limit_w", "EnforcedPowerLimit"),
+        default_power_limit_w=watts("default_power_limit_w", "PowerManagementDefaultLimit"),
         ecc=_read_ecc(query.part("ecc")),
         recovery_action=None if recovery is None else _RECOVERY.get(recovery, str(recovery)),
         persistence=query("persistence", "PersistenceMode", convert=bool),
         mig=query("mig", "MigMode", convert=lambda mode: bool(mode[0])),
         compute_mode=query.enum("compute_mode", _COMPUTE_MODES, "ComputeMode"),
     )
-
-
-def _watts(milliwatts: int) -> float:
-    return milliwatts / 1000
 
 
 def _pci_address(info: Any) -> str:
@@ -418,42 +427,37 @@ def _read_fabric(query: _Query) -> tuple[str | None, bool | None]:
 
 
 def _read_clocks(query: _Query) -> Clocks:
-    def names(reasons: int) -> tuple[str, ...]:
-        return tuple(name for bit, name in enumerate(_THROTTLE) if reasons >> bit & 1)
-
+    reasons = query("throttle", "CurrentClocksEventReasons")
+    names = [name for bit, name in enumerate(_THROTTLE) if (reasons or 0) >> bit & 1]
     return Clocks(
         sm_mhz=query("sm_mhz", "ClockInfo", _SM),
         memory_mhz=query("memory_mhz", "ClockInfo", _MEMORY),
         max_sm_mhz=query("max_sm_mhz", "MaxClockInfo", _SM),
         max_memory_mhz=query("max_memory_mhz", "MaxClockInfo", _MEMORY),
-        throttle=query("throttle", "CurrentClocksEventReasons", convert=names),
+        throttle=None if reasons is None else tuple(names),
     )
 
 
 def _read_ecc(query: _Query) -> Ecc:
-    mode = query("enabled pending", "EccMode") or (None, None)
+    enabled, pending = query("enabled pending", "EccMode", convert=_flags) or (None, None)
     errors = {
         f"{life}_{severity}": query(f"{life}_{severity}", "TotalEccErrors", kind, counter)
         for counter, life in enumerate(("volatile", "aggregate"))
         for kind, severity in enumerate(("corrected", "uncorrected"))
     }
     retired = [query("retired_pages", "RetiredPages", cause, convert=len) for cause in (0, 1)]
+    retired_pending = query("retired_pages_pending", "RetiredPagesPendingStatus", convert=bool)
     names = ("remapped_correctable", "remapped_uncorrectable", "remap_pending", "remap_failed")
     rows = query(" ".join(names), "RemappedRows") or (None,) * 4
     return Ecc(
-        enabled=_flag(mode[0]),
-        pending=_flag(mode[1]),
+        enabled=enabled,
+        pending=pending,
         **errors,
         retired_pages=None if None in retired else sum(retired),
-        retired_pages_pending=query(
-            "retired_pages_pending", "RetiredPagesPendingStatus", convert=bool
-        ),
-        remapped_correctable=rows[0],
-        remapped_uncorrectable=rows[1],
-        remap_pending=_flag(rows[2]),
-        remap_failed=_flag(rows[3]),
+        retired_pages_pending=retired_pending,
+        **dict(zip(names, (*rows[:2], *_flags(rows[2:])), strict=True)),
     )
 
 
-def _flag(value: int | None) -> bool | None:
-    return None if value is None else bool(value)
+def _flags(values: Sequence[int | None]) -> list[bool | None]:
+    return [None if value is None else bool(value) for value in values]

@@ -7,7 +7,6 @@ import struct
 from dataclasses import dataclass
 from typing import Literal
 
-from tutti.machine.pci import read_numa_node
 from tutti.machine.sysfs import SysFiles
 
 NicKind = Literal["physical", "bond", "bridge", "vlan", "loopback", "virtual"]
@@ -115,8 +114,7 @@ def _read_nic(
     default_routes: set[str] | None,
 ) -> Nic:
     directory = f"{_NET}/{name}"
-    kind = _kind(files, name)
-    device = files.target(f"{directory}/device")
+    pci_address, numa_node = _read_place(files, f"{directory}/device", name, field)
     rdma = files.names(f"{directory}/device/infiniband")
     # Reading `carrier` fails if the interface is down.
     carrier = files.number(f"{directory}/carrier", f"{field}.carrier")
@@ -124,23 +122,21 @@ def _read_nic(
         files.unknown[f"{field}.families"] = "addresses can only be listed on the running system"
     if default_routes is None:
         files.unknown[f"{field}.default_route"] = "/proc/net/route cannot be read"
-    if not device:
-        for unknown in ("pci_address", "numa_node"):
-            files.unknown[f"{field}.{unknown}"] = f"{name} ({kind}) has no hardware device"
     counts = {
         counter: files.number(f"{directory}/statistics/{counter}", f"{field}.{counter}")
         for counter in ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
     }
     return Nic(
         name=name,
-        kind=kind,
+        kind=_kind(files, name),
         driver=files.target_name(f"{directory}/device/driver"),
         state=files.text(f"{directory}/operstate", f"{field}.state"),
         carrier=None if carrier is None else carrier == 1,
-        speed_mbps=_speed(files, f"{directory}/speed", f"{field}.speed_mbps"),
+        # The speed of a virtual interface or of a link that is down is 0 or -1.
+        speed_mbps=files.number(f"{directory}/speed", f"{field}.speed_mbps", range(1, 10**9)),
         mtu=files.number(f"{directory}/mtu", f"{field}.mtu"),
-        pci_address=_pci_address(files, device, f"{field}.pci_address"),
-        numa_node=_numa_node(files, device, f"{field}.numa_node"),
+        pci_address=pci_address,
+        numa_node=numa_node,
         families=None if families is None else tuple(sorted(families.get(name, ()))),
         default_route=None if default_routes is None else name in default_routes,
         master=files.target_name(f"{directory}/master"),
@@ -162,28 +158,20 @@ def _kind(files: SysFiles, name: str) -> NicKind:
     return "physical" if files.exists(f"{directory}/device") else "virtual"
 
 
-def _speed(files: SysFiles, path: str, field: str) -> int | None:
-    speed = files.number(path, field)
-    if speed is not None and speed <= 0:  # a virtual interface, or a link that is down
-        files.unknown[field] = f"{path} is {speed}"
-        return None
-    return speed
-
-
-def _pci_address(files: SysFiles, device: str | None, field: str) -> str | None:
+def _read_place(files: SysFiles, link: str, name: str, field: str) -> tuple[str | None, int | None]:
+    """PCI address and NUMA node of the hardware device that a symbolic link points to."""
+    device = files.target(link)
     if device is None:
-        return None
+        for unknown in ("pci_address", "numa_node"):
+            files.unknown[f"{field}.{unknown}"] = f"{name} has no hardware device"
+        return None, None
     # A virtio device is one level below its PCI device: pci0000:00/0000:00:03.0/virtio2
-    found = [part for part in device.split("/") if _PCI_ADDRESS.fullmatch(part)]
-    if not found:
-        files.unknown[field] = f"{device} is not on a PCI bus"
-    return found[-1] if found else None
-
-
-def _numa_node(files: SysFiles, device: str | None, field: str) -> int | None:
-    while device and device.count("/") > 2 and not files.exists(f"{device}/numa_node"):
+    addresses = [part for part in device.split("/") if _PCI_ADDRESS.fullmatch(part)]
+    if not addresses:
+        files.unknown[f"{field}.pci_address"] = f"{device} is not on a PCI bus"
+    while device.count("/") > 2 and not files.exists(f"{device}/numa_node"):
         device = device.rpartition("/")[0]
-    return read_numa_node(files, device, field) if device else None
+    return addresses[-1] if addresses else None, files.numa_node(device, f"{field}.numa_node")
 
 
 def _address_families(files: SysFiles) -> dict[str, set[str]] | None:
@@ -236,13 +224,10 @@ def read_rdma(files: SysFiles) -> tuple[RdmaPort, ...]:
 
 def _read_port(files: SysFiles, name: str, port: int, field: str) -> RdmaPort:
     directory = f"{_RDMA}/{name}/ports/{port}"
-    device = files.target(f"{_RDMA}/{name}/device")
+    pci_address, numa_node = _read_place(files, f"{_RDMA}/{name}/device", name, field)
     rate = files.text(f"{directory}/rate", f"{field}.rate")
     if rate is None:
         files.unknown[f"{field}.rate_gbps"] = files.unknown[f"{field}.rate"]
-    if device is None:
-        for unknown in ("pci_address", "numa_node"):
-            files.unknown[f"{field}.{unknown}"] = f"{name} has no hardware device"
     rate_gbps = re.match(r"[\d.]+", rate or "")
     gid_types = {
         files.text(f"{directory}/gid_attrs/types/{index}")
@@ -252,31 +237,26 @@ def _read_port(files: SysFiles, name: str, port: int, field: str) -> RdmaPort:
     counters = {}
     for folder in ("counters", "hw_counters"):
         for counter in files.names(f"{directory}/{folder}"):
-            value = (
-                files.number(f"{directory}/{folder}/{counter}") if counter in _COUNTERS else None
-            )
-            if value is not None:
+            path = f"{directory}/{folder}/{counter}"
+            if counter in _COUNTERS and (value := files.number(path)) is not None:
                 counters[counter] = value
+    states = {}
+    for state, file in (("state", "state"), ("physical_state", "phys_state")):
+        text = files.text(f"{directory}/{file}", f"{field}.{state}")
+        # The kernel writes the state ACTIVE as `4: ACTIVE`.
+        states[state] = None if text is None else text.rpartition(":")[2].strip()
     return RdmaPort(
         device=name,
         port=port,
         netdev=netdevs[0] if netdevs else "",
-        pci_address=_pci_address(files, device, f"{field}.pci_address"),
-        numa_node=_numa_node(files, device, f"{field}.numa_node"),
+        pci_address=pci_address,
+        numa_node=numa_node,
         driver=files.target_name(f"{_RDMA}/{name}/device/driver"),
         firmware=files.text(f"{_RDMA}/{name}/fw_ver", f"{field}.firmware"),
         link_layer=files.text(f"{directory}/link_layer", f"{field}.link_layer"),
-        state=_after_colon(files.text(f"{directory}/state", f"{field}.state")),
-        physical_state=_after_colon(
-            files.text(f"{directory}/phys_state", f"{field}.physical_state")
-        ),
+        **states,
         rate_gbps=float(rate_gbps[0]) if rate_gbps else None,
         rate=rate,
-        gid_types=tuple(sorted(each for each in gid_types if each)),
+        gid_types=tuple(sorted(filter(None, gid_types))),
         counters=counters,
     )
-
-
-def _after_colon(text: str | None) -> str | None:
-    """The part after the colon: the kernel writes the state ACTIVE as `4: ACTIVE`."""
-    return None if text is None else text.rpartition(":")[2].strip()

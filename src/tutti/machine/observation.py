@@ -6,14 +6,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tutti.machine import environment
-from tutti.machine.cpu_numa import Cpus, Memory, NumaNode, read_cpus, read_memory, read_numa
+from tutti.machine import cpu_numa, environment
+from tutti.machine.cpu_numa import Cpus, Limits, Memory, NumaNode
 from tutti.machine.environment import Xid
 from tutti.machine.gpus import Accelerator, PeerAccess, read_accelerators
 from tutti.machine.nics import Nic, RdmaPort, read_nics, read_rdma
 from tutti.machine.pci import PciDevice, read_pci
-from tutti.machine.process_limits import Limits, read_limits
-from tutti.machine.recording import from_json, to_json
+from tutti.machine.recording import from_json
 from tutti.machine.sysfs import SysFiles
 
 
@@ -74,16 +73,21 @@ class Machine:
 
     def pci_device(self, address: str | None) -> PciDevice | None:
         """The PCI device at an address; None if /sys does not contain the device."""
-        return next((each for each in self.pci if each.address == address), None)
+        return next((device for device in self.pci if device.address == address), None)
 
-    def to_json(self) -> dict[str, Any]:
-        """The machine as dicts and lists, ready for JSON."""
-        values: dict[str, Any] = to_json(self)
-        return values
+    @property
+    def has_rdma(self) -> bool:
+        """Whether any RDMA port is active."""
+        return any(port.state == "ACTIVE" for port in self.rdma)
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether the machine is known to be a virtual machine."""
+        return self.virtualisation not in (None, "none")
 
     @classmethod
     def from_json(cls, values: Any) -> "Machine":
-        """Inverse of to_json. A missing field is unknown; a wrong key or type is a ValueError."""
+        """Inverse of asdict. A missing field is unknown; a wrong key or type is a ValueError."""
         missing: dict[str, str] = {}
         machine = from_json(cls, values, "", missing)
         machine.unknown.update(missing)
@@ -111,15 +115,15 @@ def observe(root: Path = Path("/")) -> Machine:
         product=environment.read_product(files),
         virtualisation=environment.read_virtualisation(files),
         container=environment.read_container(files),
-        cpus=read_cpus(files),
-        numa=read_numa(files),
-        memory=read_memory(files),
+        cpus=cpu_numa.read_cpus(files),
+        numa=cpu_numa.read_numa(files),
+        memory=cpu_numa.read_memory(files),
         accelerators=accelerators,
         peers=peers,
         pci=pci,
         nics=read_nics(files),
         rdma=read_rdma(files),
-        limits=read_limits(files),
+        limits=cpu_numa.read_limits(files),
         iommu_groups=environment.read_iommu_groups(files),
         kernel_parameters=environment.read_kernel_parameters(files),
         kernel_modules=environment.read_kernel_modules(files),

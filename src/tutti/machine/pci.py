@@ -1,6 +1,7 @@
 """PciDevice: GPUs, NICs, NVSwitches and the bridges above them, read from /sys without a driver."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,14 +56,10 @@ _ACS_REDIRECT = 0b1100  # P2P request redirect and completion redirect, in the c
 
 def read_pci(files: SysFiles) -> tuple[PciDevice, ...]:
     """All GPUs, NICs and NVSwitches, and every bridge above one of them."""
-    kinds: dict[str, Kind] = {}
     addresses = files.names(_DEVICES)
     if not addresses:
         files.unknown["pci"] = f"{_DEVICES} is empty or does not exist"
-    for address in addresses:
-        kind = _kind(files, address)
-        if kind is not None:
-            kinds[address] = kind
+    kinds: dict[str, Kind] = {a: kind for a in addresses if (kind := _kind(files, a)) is not None}
     for address in list(kinds):
         for bridge in _path(files, address)[1:-1]:
             kinds.setdefault(bridge, "bridge")
@@ -70,15 +67,6 @@ def read_pci(files: SysFiles) -> tuple[PciDevice, ...]:
         _read_device(files, address, kinds[address], f"pci[{number}]")
         for number, address in enumerate(sorted(kinds))
     )
-
-
-def read_numa_node(files: SysFiles, directory: str, field: str) -> int | None:
-    """The NUMA node of a device. The kernel writes -1 if the firmware does not report it."""
-    node = files.number(f"{directory}/numa_node", field)
-    if node is not None and node < 0:
-        files.unknown[field] = f"{directory}/numa_node is {node}: not reported by the firmware"
-        return None
-    return node
 
 
 def _path(files: SysFiles, address: str) -> tuple[str, ...]:
@@ -110,23 +98,25 @@ def _read_device(files: SysFiles, address: str, kind: Kind, field: str) -> PciDe
     acs_redirect: bool | None = False
     if kind == "bridge":
         acs_redirect = _read_acs_redirect(files, f"{directory}/config", f"{field}.acs_redirect")
+    errors = {
+        name: _count_errors(files, directory, f"{field}.{name}", severities)
+        for name, severities in (
+            ("correctable_errors", ("correctable",)),
+            ("uncorrectable_errors", ("nonfatal", "fatal")),
+        )
+    }
     return PciDevice(
         address=address,
         kind=kind,
         path=_path(files, address),
         vendor=files.text(f"{directory}/vendor", f"{field}.vendor"),
         driver=files.target_name(f"{directory}/driver"),
-        numa_node=read_numa_node(files, directory, f"{field}.numa_node"),
+        numa_node=files.numa_node(directory, f"{field}.numa_node"),
         local_cpus=files.text(f"{directory}/local_cpulist", f"{field}.local_cpus"),
         link=_read_link(files, directory, f"{field}.link"),
         iommu_type=iommu_type,
         acs_redirect=acs_redirect,
-        correctable_errors=_count_errors(
-            files, directory, f"{field}.correctable_errors", "correctable"
-        ),
-        uncorrectable_errors=_count_errors(
-            files, directory, f"{field}.uncorrectable_errors", "nonfatal", "fatal"
-        ),
+        **errors,
     )
 
 
@@ -134,32 +124,24 @@ def _read_link(files: SysFiles, directory: str, field: str) -> PcieLink | None:
     if files.text(f"{directory}/max_link_speed", field) is None:
         return None  # a virtual device has no link
     values = {}
-    for prefix, name in (("current", ""), ("max", "max_")):
-        speed, width = f"{directory}/{prefix}_link_speed", f"{directory}/{prefix}_link_width"
-        values[f"{name}generation"] = _generation(files, speed, f"{field}.{name}generation")
-        values[f"{name}width"] = _width(files, width, f"{field}.{name}width")
+    for file, prefix in (("current", ""), ("max", "max_")):
+        path = f"{directory}/{file}_link_speed"
+        speed = files.text(path, f"{field}.{prefix}generation")
+        # "32.0 GT/s PCIe", or "Unknown" in a virtual machine
+        generation = _GENERATIONS.get((speed or "").partition(" GT/s")[0])
+        if speed is not None and generation is None:
+            files.unknown[f"{field}.{prefix}generation"] = f"{path} contains {speed!r}"
+        values[f"{prefix}generation"] = generation
+        # 0: the link is down; 255: a virtual machine without a real link
+        values[f"{prefix}width"] = files.number(
+            f"{directory}/{file}_link_width", f"{field}.{prefix}width", range(1, 255)
+        )
     return PcieLink(**values)
 
 
-def _generation(files: SysFiles, path: str, field: str) -> int | None:
-    text = files.text(path, field)  # "32.0 GT/s PCIe", or "Unknown" in a virtual machine
-    if text is None:
-        return None
-    generation = _GENERATIONS.get(text.partition(" GT/s")[0])
-    if generation is None:
-        files.unknown[field] = f"{path} contains {text!r}"
-    return generation
-
-
-def _width(files: SysFiles, path: str, field: str) -> int | None:
-    width = files.number(path, field)
-    if width in (0, 255):  # 0: the link is down; 255: a virtual machine without a real link
-        files.unknown[field] = f"{path} is {width}"
-        return None
-    return width
-
-
-def _count_errors(files: SysFiles, directory: str, field: str, *severities: str) -> int | None:
+def _count_errors(
+    files: SysFiles, directory: str, field: str, severities: Sequence[str]
+) -> int | None:
     total = 0
     for severity in severities:
         text = files.text(f"{directory}/aer_dev_{severity}", field)

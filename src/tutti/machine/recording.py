@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from tutti.measure.files import write_atomically
-
 if TYPE_CHECKING:
     from tutti.machine.observation import Machine
 
@@ -17,33 +15,28 @@ SCHEMA = "tutti.machine/1"
 Kind = TypeVar("Kind")
 
 
-def write_machines(
-    path: Path, machines: Sequence["Machine"], command: Sequence[str], note: str
-) -> None:
-    """Write machines, one per host, to a file. `note` describes the origin of the machines."""
+def format_machines(machines: Sequence["Machine"], command: Sequence[str], note: str) -> str:
+    """The content of a recorded file: one machine per host, and a note about their origin."""
     content = {
         "schema": SCHEMA,
         "note": note,
-        "command": list(command),
-        "machines": [each.to_json() for each in machines],
+        "command": command,
+        "machines": [dataclasses.asdict(machine) for machine in machines],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, _format(content) + "\n")
+    return _format(content) + "\n"
 
 
 def _format(value: Any, depth: int = 0) -> str:
     """Indented JSON in which every value that fits into 200 characters is on one line."""
     text = json.dumps(value)
-    if len(text) + depth <= 200 or not isinstance(value, dict | list):
+    if len(text) + depth <= 200 or not isinstance(value, dict | list | tuple):
         return text
     if isinstance(value, dict):
-        begin, end = "{}"
-        items = [f"{json.dumps(key)}: {_format(each, depth + 1)}" for key, each in value.items()]
+        items = [f"{json.dumps(key)}: {_format(item, depth + 1)}" for key, item in value.items()]
     else:
-        begin, end = "[]"
-        items = [_format(each, depth + 1) for each in value]
+        items = [_format(item, depth + 1) for item in value]
     lines = f",\n{' ' * (depth + 1)}".join(items)
-    return f"{begin}\n{' ' * (depth + 1)}{lines}\n{' ' * depth}{end}"
+    return f"{text[0]}\n{' ' * (depth + 1)}{lines}\n{' ' * depth}{text[-1]}"
 
 
 def read_machines(path: Path) -> list["Machine"]:
@@ -65,26 +58,15 @@ def read_machines(path: Path) -> list["Machine"]:
     if not isinstance(recorded, list) or not recorded:
         raise ValueError("it contains no machines")
     machines = []
-    for number, each in enumerate(recorded):
+    for number, values in enumerate(recorded):
         try:
-            machines.append(Machine.from_json(each))
+            machines.append(Machine.from_json(values))
         except ValueError as error:
             raise ValueError(f"machine {number}: {error}") from None
     return machines
 
 
-# --- dataclasses to JSON and back ----------------------------------------------------------------
-
-
-def to_json(value: Any) -> Any:
-    """Convert dataclasses to dicts and tuples to lists, recursively."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [to_json(each) for each in value]
-    if isinstance(value, dict):
-        return {key: to_json(each) for key, each in value.items()}
-    return value
+# --- dataclasses from JSON -----------------------------------------------------------------------
 
 
 def from_json(kind: type[Kind], value: Any, path: str, missing: dict[str, str]) -> Kind:
@@ -94,12 +76,13 @@ def from_json(kind: type[Kind], value: Any, path: str, missing: dict[str, str]) 
     """
     if not isinstance(value, dict):
         raise ValueError(f"{path or 'the machine'} is {_shorten(value)}, not an object")
+    prefix = f"{path}." if path else ""
     hints = get_type_hints(kind)
     if unexpected := sorted(set(value) - set(hints)):
-        raise ValueError(f"{_join(path, unexpected[0])} is not a field of {kind.__name__}")
+        raise ValueError(f"{prefix}{unexpected[0]} is not a field of {kind.__name__}")
     fields = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        name, hint = _join(path, field.name), hints[field.name]
+        name, hint = f"{prefix}{field.name}", hints[field.name]
         if field.name in value:
             fields[field.name] = _convert(hint, value[field.name], name, missing)
         elif types.NoneType in get_args(hint):
@@ -112,24 +95,26 @@ def from_json(kind: type[Kind], value: Any, path: str, missing: dict[str, str]) 
 
 def _convert(hint: Any, value: Any, path: str, missing: dict[str, str]) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
-        options = [each for each in get_args(hint) if each is not types.NoneType]
+        options = [option for option in get_args(hint) if option is not types.NoneType]
         if value is None and len(options) < len(get_args(hint)):
             return None
         # A union such as int | "unlimited": the type of the value selects the option.
-        fitting = [each for each in options if _fits(each, value)]
+        fitting = [option for option in options if _fits(option, value)]
         return _convert(fitting[0] if fitting else options[0], value, path, missing)
     if dataclasses.is_dataclass(hint):
         return from_json(hint, value, path, missing)  # type: ignore[arg-type]
-    if get_origin(hint) is tuple and isinstance(value, list):
-        inner = get_args(hint)[0]
-        return tuple(
-            _convert(inner, each, f"{path}[{number}]", missing) for number, each in enumerate(value)
-        )
-    if get_origin(hint) is dict and isinstance(value, dict):
-        inner = get_args(hint)[1]
-        return {key: _convert(inner, each, f"{path}.{key}", missing) for key, each in value.items()}
     if not _fits(hint, value):
-        raise ValueError(f"{path} is {_shorten(value)}, not {_type_name(hint)}")
+        name = getattr(hint, "__name__", str(hint))
+        if get_origin(hint) is Literal:
+            name = " or ".join(map(repr, get_args(hint)))
+        raise ValueError(f"{path} is {_shorten(value)}, not {name}")
+    if get_origin(hint) is tuple:
+        inner = get_args(hint)[0]
+        items = enumerate(value)
+        return tuple(_convert(inner, item, f"{path}[{n}]", missing) for n, item in items)
+    if get_origin(hint) is dict:
+        inner = get_args(hint)[1]
+        return {key: _convert(inner, item, f"{path}.{key}", missing) for key, item in value.items()}
     return value
 
 
@@ -139,23 +124,12 @@ def _fits(hint: Any, value: Any) -> bool:
     if dataclasses.is_dataclass(hint) or get_origin(hint) is dict:
         return isinstance(value, dict)
     if get_origin(hint) is tuple:
-        return isinstance(value, list)
+        return isinstance(value, list | tuple)
     if hint in (int, float):  # bool is a subclass of int, but not a number here
-        accepted = int if hint is int else (int, float)
-        return isinstance(value, accepted) and not isinstance(value, bool)
+        return isinstance(value, int | hint) and not isinstance(value, bool)
     return isinstance(value, hint)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _shorten(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) < 40 else f"{text[:37]}..."
-
-
-def _type_name(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return " or ".join(map(repr, get_args(hint)))
-    return getattr(hint, "__name__", str(hint))

@@ -20,16 +20,24 @@ class SysFiles:
         content = self.bytes(path, field)
         return None if content is None else content.decode(errors="replace").strip()
 
-    def number(self, path: str, field: str | None = None) -> int | None:
-        """The integer in a file."""
+    def number(self, path: str, field: str | None = None, valid: range | None = None) -> int | None:
+        """The integer in a file; None if the integer is not in `valid`."""
         text = self.text(path, field)
         if text is None:
             return None
         try:
-            return int(text, 0)
+            number = int(text, 0)
         except ValueError:
             self._note(field, f"{path} contains {text[:40]!r}")
             return None
+        if valid is None or number in valid:
+            return number
+        self._note(field, f"{path} is {number}")
+        return None
+
+    def numa_node(self, directory: str, field: str | None = None) -> int | None:
+        """The NUMA node of a device. The kernel writes -1 if the firmware does not report it."""
+        return self.number(f"{directory}/numa_node", field, range(1 << 16))
 
     def bytes(self, path: str, field: str | None = None) -> bytes | None:
         """The raw content of a file."""

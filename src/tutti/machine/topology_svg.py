@@ -32,9 +32,7 @@ def draw(topologies: Sequence[Topology], page: Literal["light", "dark", "any"] =
     width = max(panel.width for panel in panels)
     parts, top = [], 0
     for panel in panels:
-        parts.append(f'<g transform="translate(0 {top})">')
-        parts += panel.draw()
-        parts.append("</g>")
+        parts += [f'<g transform="translate(0 {top})">', *panel.draw(), "</g>"]
         top += panel.height
     label = escape(f"Topology of {', '.join(each.machine.host for each in topologies)}")
     return "\n".join(
@@ -58,19 +56,15 @@ class _SwitchGroup:
     gpus: tuple[Accelerator, ...]
 
     @property
-    def slots(self) -> int:
-        return max(len(self.nics), len(self.gpus))
+    def width(self) -> int:
+        return max(len(self.nics), len(self.gpus)) * _SLOT
 
     @property
     def is_switch(self) -> bool:
-        """Whether the group is drawn as a switch.
-
-        False for a single device, and for several ports of one card, which are functions of one
-        PCI device.
-        """
+        """Whether the group has several devices. The ports of one card are one PCI device."""
         devices: list[Interface | Accelerator] = [*self.nics, *self.gpus]
-        addresses = [each.pci_address or "" for each in devices]
-        return len({address.rpartition(".")[0] for address in addresses}) > 1
+        addresses = {(device.pci_address or "").rpartition(".")[0] for device in devices}
+        return len(addresses) > 1
 
 
 class _Panel:
@@ -78,61 +72,64 @@ class _Panel:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        nodes = {node.id: node for node in topology.machine.numa}
+        self.nodes = {node.id: node for node in topology.machine.numa}
         self.columns: list[tuple[int | None, list[_SwitchGroup]]] = []
         self.empty: list[int] = []
-        for node in (*nodes, None):
+        for node in (*self.nodes, None):
             # If there is a single node, devices whose NUMA node is unknown are drawn in that node.
-            members = {node, None} if len(nodes) == 1 and node is not None else {node}
-            groups = [] if node is None and len(nodes) == 1 else self._switch_groups(members)
+            single = len(self.nodes) == 1
+            members = {node, None} if single and node is not None else {node}
+            groups = [] if node is None and single else self._switch_groups(members)
             # Nodes without devices are drawn only if there are at most two nodes.
-            if groups or (node is not None and len(nodes) <= 2) or (not nodes and node is None):
+            drawn_if_empty = len(self.nodes) <= 2 if node is not None else not self.nodes
+            if groups or drawn_if_empty:
                 self.columns.append((node, groups))
             elif node is not None:
                 self.empty.append(node)
         self.centers: dict[int, float] = {}  # x of the centre of each GPU's box
         widths = [self._node_width(groups) for _, groups in self.columns]
-        self.width = int(2 * _MARGIN + sum(widths) + _GAP * (len(widths) - 1))
-        self.width = max(self.width, 640)
-        has_nics = any(group.nics for _, each in self.columns for group in each)
-        has_gpus = bool(topology.gpus)
+        self.width = max(2 * _MARGIN + sum(widths) + _GAP * (len(widths) - 1), 640)
+        has_nics = any(group.nics for _, groups in self.columns for group in groups)
         self.gpu_top = _TITLE + _HEAD + 2 * _PAD + (_NIC_HEIGHT + 10) * has_nics
-        bottom = self.gpu_top + (_GPU_HEIGHT if has_gpus else -10)
-        self.node_bottom = bottom + 2 * _PAD
-        self.switches = any(
-            link.peer_kind == "switch" for gpu in topology.gpus for link in gpu.nvlinks or ()
-        )
-        self.pairs = [link for link in topology.links if link.nvlinks and not self.switches]
-        wires_height = 76 if self.switches else 0
+        self.gpu_bottom = self.gpu_top + (_GPU_HEIGHT if topology.gpus else -10)
+        self.node_bottom = self.gpu_bottom + 2 * _PAD
+        self.nvswitches = {
+            link.peer_pci
+            for gpu in topology.gpus
+            for link in gpu.nvlinks or ()
+            if link.peer_kind == "switch"
+        }
+        self.pairs = [link for link in topology.links if link.nvlinks and not self.nvswitches]
+        wires_height = 76 if self.nvswitches else 0
         if self.pairs:  # the deepest arc connects the first GPU and the last GPU
             wires_height = 22 * len(topology.gpus)
         self.wires_bottom = self.node_bottom + wires_height
-        self.height = int(self.wires_bottom + 30 + 16 * bool(self.empty) + _MARGIN)
+        self.height = self.wires_bottom + 30 + 16 * bool(self.empty) + _MARGIN
 
     def _switch_groups(self, numa_nodes: set[int | None]) -> list[_SwitchGroup]:
         """The devices of these NUMA nodes in PCI order, grouped by PCIe switch."""
         topology = self.topology
-        left = [
-            (pci_place(topology.machine, device).path, name, device)
+        paths = {
+            name: pci_place(topology.machine, device).path
             for name, device in topology.devices.items()
             if device.numa_node in numa_nodes
-        ]
-        left.sort(key=lambda each: (each[0], each[1]))
-        below_one_switch = [{a.a, a.b} for a in topology.links if a.pci_class == "PIX"]
+        }
+        below_one_switch = [{link.a, link.b} for link in topology.links if link.pci_class == "PIX"]
+        rest = sorted(paths, key=lambda name: (paths[name], name))
         groups = []
-        while left:
-            path, name, _ = left[0]
-            same = [each for each in left if {name, each[1]} in below_one_switch or each[1] == name]
-            left = [each for each in left if each not in same]
-            nics = tuple(device for _, _, device in same if isinstance(device, Interface))
-            gpus = tuple(device for _, _, device in same if isinstance(device, Accelerator))
-            groups.append(_SwitchGroup(path[0] if path else "", nics, gpus))
+        while rest:
+            first = rest[0]
+            same = [n for n in rest if n == first or {first, n} in below_one_switch]
+            rest = [name for name in rest if name not in same]
+            devices = [topology.devices[name] for name in same]
+            nics = tuple(device for device in devices if isinstance(device, Interface))
+            gpus = tuple(device for device in devices if isinstance(device, Accelerator))
+            groups.append(_SwitchGroup(paths[first][0] if paths[first] else "", nics, gpus))
         return groups
 
     @staticmethod
-    def _node_width(groups: Sequence[_SwitchGroup]) -> float:
-        inside = sum(group.slots * _SLOT + _PAD for group in groups)
-        return max(_NUMA_WIDTH, inside + _PAD)
+    def _node_width(groups: Sequence[_SwitchGroup]) -> int:
+        return max(_NUMA_WIDTH, sum(group.width + _PAD for group in groups) + _PAD)
 
     def draw(self) -> Iterator[str]:
         machine = self.topology.machine
@@ -141,126 +138,16 @@ class _Panel:
         product = f"{machine.product}, " if machine.product else ""
         subtitle = f"{product}{count}{machine.cpus.model}"
         yield _text(_MARGIN, 53, subtitle.replace("(R)", ""), "soft")
-        left: float = _MARGIN
-        for number, (node, groups) in enumerate(self.columns):
-            width = self._node_width(groups)
-            yield from self._draw_node(left, width, node, groups)
-            if number + 1 < len(self.columns):
-                yield from self._draw_between(left + width, node, self.columns[number + 1][0])
-            left += width + _GAP
-        if self.switches:
-            yield from self._draw_switches()
-        elif self.pairs:
-            yield from self._draw_pairs()
-        yield from self._draw_foot()
-
-    def _draw_node(
-        self, left: float, width: float, node: int | None, groups: Sequence[_SwitchGroup]
-    ) -> Iterator[str]:
-        yield _box(left, _TITLE, width, self.node_bottom - _TITLE, "node", 10)
-        machine = self.topology.machine
-        found = next((each for each in machine.numa if each.id == node), None)
-        name = "NUMA unknown" if found is None else f"NUMA {found.id}"
-        cpus = machine.cpus.allowed if found is None else found.cpus or "none"
-        memory = machine.memory.total_bytes if found is None else found.memory_bytes
-        yield _text(left + _PAD, _TITLE + 22, name, "name")
-        size = "" if memory is None else f", {memory / (1 << 30):.0f} GiB"
-        yield _text(left + _PAD, _TITLE + 40, f"CPUs {cpus}{size}", "soft")
-        at = left + _PAD
-        for number, group in enumerate(groups):
-            if group.root and (number == 0 or groups[number - 1].root != group.root):
-                same = [each for each in groups if each.root == group.root]
-                group_width = sum(each.slots * _SLOT + _PAD for each in same) - _PAD
-                top = _TITLE + _HEAD - 4
-                yield _box(at - 5, top, group_width + 10, self.node_bottom - top - 6, "root", 8)
-                yield _text(at, top - 4, group.root, "soft")
-            yield from self._draw_group(at, group)
-            at += group.slots * _SLOT + _PAD
-
-    def _draw_group(self, left: float, group: _SwitchGroup) -> Iterator[str]:
-        nic_top = _TITLE + _HEAD + _PAD
-        if group.is_switch:
-            height = self.node_bottom - nic_top - _PAD + 2
-            yield _box(left, nic_top - 8, group.slots * _SLOT, height, "switch", 6)
-        for number, nic in enumerate(group.nics):
-            on = nic.state in ("ACTIVE", "up")
-            mark = " bad" if nic.errors or (nic.ports and not on) else "" if on else " off"
-            rate = "rate unknown" if nic.rate_gbps is None else f"{nic.rate_gbps:g} Gb/s"
-            lines = [f"{nic.id} {nic.name}", rate if on else nic.state]
-            if nic.errors:
-                lines[1] += ", errors"
-            tooltip = ", ".join(f"{name} {count}" for name, count in nic.errors.items())
-            where = (left + number * _SLOT + 4, nic_top)
-            style = f"nic{mark}"
-            yield from _device(where, _NIC_HEIGHT, style, lines, f"{nic.pci_address} {tooltip}")
-        for number, gpu in enumerate(group.gpus):
-            x = left + number * _SLOT + 4
-            self.centers[gpu.index] = x + _BOX / 2
-            links = gpu.nvlinks or ()
-            lost = sum(not link.active for link in links)
-            name = gpu.name.removeprefix("NVIDIA ")
-            lines = [f"GPU{gpu.index}", name if len(name) < 17 else f"{name[:15]}…"]
-            lines.append(gpu.pci_address or "PCI unknown")
-            if lost and lost < len(links):
-                lines[2] = f"{lost} NVLink{'s' * (lost > 1)} down"
-            bad = 0 < lost < len(links) or any(
-                link.replay_errors or link.recovery_errors or link.crc_errors for link in links
-            )
-            style = "gpu bad" if bad else "gpu"
-            yield from _device((x, self.gpu_top), _GPU_HEIGHT, style, lines, gpu.uuid or "")
-
-    def _draw_between(self, x: float, a: int | None, b: int | None) -> Iterator[str]:
-        if a is None or b is None:
-            return
-        nodes = {node.id: node for node in self.topology.machine.numa}
-        y = _TITLE + 22
-        yield f'<line class="between" x1="{x:g}" y1="{y}" x2="{x + _GAP:g}" y2="{y}"/>'
-        distances = nodes[a].distances
-        if distances is not None:
-            far = str(distances[list(nodes).index(b)])
-            yield _text(x + _GAP / 2, y - 6, far, "soft middle")
-
-    def _draw_switches(self) -> Iterator[str]:
-        top = self.node_bottom + 40
-        ends = list(self.centers.values())
-        left, right = min(ends) - _BOX / 2, max(ends) + _BOX / 2
-        most = max(self._active(gpu) for gpu in self.topology.gpus)
-        for gpu in self.topology.gpus:
-            count = self._active(gpu)
-            if not count:
-                continue
-            x, broken = self.centers[gpu.index], " broken" * (count < most)
-            y = self.gpu_top + _GPU_HEIGHT
-            yield f'<path class="wire{broken}" d="M{x:g} {y:g} V{top}"/>'
-            yield _text(x + 6, top - 10, f"NV{count}", "soft")
-        yield _box(left, top, right - left, 26, "gpu", 6)
-        peers = {link.peer_pci for gpu in self.topology.gpus for link in gpu.nvlinks or ()}
-        name = f"{len(peers - {None})} NVSwitches"
-        yield _text((left + right) / 2, top + 17, name, "name middle")
-
-    @staticmethod
-    def _active(gpu: Accelerator) -> int:
-        return sum(bool(link.active) and link.peer_kind == "switch" for link in gpu.nvlinks or ())
-
-    def _draw_pairs(self) -> Iterator[str]:
-        """An arc for each pair of GPUs. The farther apart the GPUs are, the deeper the arc."""
-        order = sorted(self.centers, key=lambda index: self.centers[index])
-        y = self.gpu_top + _GPU_HEIGHT
-        most = max(link.nvlinks for link in self.pairs)
-        for link in self.pairs:
-            ends = sorted(order.index(int(each.removeprefix("GPU"))) for each in (link.a, link.b))
-            # The arcs of one GPU start next to each other, so that they do not overlap.
-            spread = 8 * (ends[1] - ends[0] - 1)
-            x1, x2 = self.centers[order[ends[0]]] + 12 + spread, self.centers[order[ends[1]]]
-            x2 -= 12 + spread
-            depth = self.node_bottom + 10 + 30 * (ends[1] - ends[0])
-            broken = " broken" * (link.nvlinks < most)
-            curve = f"M{x1:g} {y} C{x1:g} {depth} {x2:g} {depth} {x2:g} {y}"
-            yield f'<path class="wire{broken}" d="{curve}"/>'
-            middle, low = (x1 + x2) / 2, y + 0.75 * (depth - y)
-            yield _text(middle, low - 5, link.link_class, "soft middle")
-
-    def _draw_foot(self) -> Iterator[str]:
+        left, previous = _MARGIN, None
+        for node, groups in self.columns:
+            if previous is not None and node is not None:
+                yield from self._draw_distance(left - _GAP, previous, node)
+            yield from self._draw_node(left, node, groups)
+            left += self._node_width(groups) + _GAP
+            previous = node
+        if self.nvswitches:
+            yield from self._draw_nvswitches()
+        yield from self._draw_pairs()
         y = self.wires_bottom + 24
         if self.empty:
             nodes = ", ".join(map(str, self.empty))
@@ -269,18 +156,110 @@ class _Panel:
         legend = "dashed: PCIe root complex; grey: PCIe switch (PIX); number between nodes:"
         if any(group.root for _, groups in self.columns for group in groups):
             yield _text(_MARGIN, y, f"{legend} NUMA distance", "soft")
-        elif reason := self.topology.machine.why("pci"):
+        elif reason := machine.why("pci"):
             yield _text(_MARGIN, y, f"PCI paths unknown: {reason}", "soft")
+
+    def _draw_node(
+        self, left: float, node: int | None, groups: Sequence[_SwitchGroup]
+    ) -> Iterator[str]:
+        height = self.node_bottom - _TITLE
+        yield _box(left, _TITLE, self._node_width(groups), height, "node", 10)
+        machine = self.topology.machine
+        name, cpus, memory = "NUMA unknown", machine.cpus.allowed, machine.memory.total_bytes
+        if node is not None:
+            name, cpus = f"NUMA {node}", self.nodes[node].cpus or "none"
+            memory = self.nodes[node].memory_bytes
+        yield _text(left + _PAD, _TITLE + 22, name, "name")
+        size = "" if memory is None else f", {memory / (1 << 30):.0f} GiB"
+        yield _text(left + _PAD, _TITLE + 40, f"CPUs {cpus}{size}", "soft")
+        x, root = left + _PAD, ""
+        for group in groups:
+            if group.root and group.root != root:
+                same = [other for other in groups if other.root == group.root]
+                width = sum(other.width + _PAD for other in same) - _PAD
+                top = _TITLE + _HEAD - 4
+                yield _box(x - 5, top, width + 10, self.node_bottom - top - 6, "root", 8)
+                yield _text(x, top - 4, group.root, "soft")
+            yield from self._draw_group(x, group)
+            x, root = x + group.width + _PAD, group.root
+
+    def _draw_group(self, left: float, group: _SwitchGroup) -> Iterator[str]:
+        top = _TITLE + _HEAD + _PAD
+        if group.is_switch:
+            height = self.node_bottom - top - _PAD + 2
+            yield _box(left, top - 8, group.width, height, "switch", 6)
+        for number, nic in enumerate(group.nics):
+            on = nic.state in ("ACTIVE", "up")
+            style = (
+                "nic bad" if nic.errors or (nic.ports and not on) else "nic" if on else "nic off"
+            )
+            rate = "rate unknown" if nic.rate_gbps is None else f"{nic.rate_gbps:g} Gb/s"
+            status = (rate if on else nic.state) + (", errors" if nic.errors else "")
+            errors = ", ".join(f"{name} {count}" for name, count in nic.errors.items())
+            lines, tooltip = [f"{nic.id} {nic.name}", status], f"{nic.pci_address} {errors}"
+            yield from _device(left + number * _SLOT + 4, top, _NIC_HEIGHT, style, lines, tooltip)
+        for number, gpu in enumerate(group.gpus):
+            x = left + number * _SLOT + 4
+            self.centers[gpu.index] = x + _BOX / 2
+            links = gpu.nvlinks or ()
+            down = len(links) - len(gpu.active_nvlinks)
+            some_down = 0 < down < len(links)
+            name = gpu.name.removeprefix("NVIDIA ")
+            name = name if len(name) < 17 else f"{name[:15]}…"
+            status = gpu.pci_address or "PCI unknown"
+            if some_down:
+                status = f"{down} NVLink{'s' * (down > 1)} down"
+            lines = [f"GPU{gpu.index}", name, status]
+            style = "gpu bad" if some_down or any(link.errors for link in links) else "gpu"
+            yield from _device(x, self.gpu_top, _GPU_HEIGHT, style, lines, gpu.uuid or "")
+
+    def _draw_distance(self, x: float, a: int, b: int) -> Iterator[str]:
+        """A line between two NUMA nodes with their NUMA distance."""
+        y = _TITLE + 22
+        yield f'<line class="between" x1="{x:g}" y1="{y}" x2="{x + _GAP:g}" y2="{y}"/>'
+        distances = self.nodes[a].distances
+        if distances is not None:
+            distance = str(distances[list(self.nodes).index(b)])
+            yield _text(x + _GAP / 2, y - 6, distance, "soft middle")
+
+    def _draw_nvswitches(self) -> Iterator[str]:
+        top = self.node_bottom + 40
+        left, right = min(self.centers.values()), max(self.centers.values())
+        counts = {
+            gpu.index: sum(link.peer_kind == "switch" for link in gpu.active_nvlinks)
+            for gpu in self.topology.gpus
+        }
+        for index, count in counts.items():
+            if count:
+                x, broken = self.centers[index], " broken" * (count < max(counts.values()))
+                yield f'<path class="wire{broken}" d="M{x:g} {self.gpu_bottom:g} V{top}"/>'
+                yield _text(x + 6, top - 10, f"NV{count}", "soft")
+        yield _box(left - _BOX / 2, top, right - left + _BOX, 26, "gpu", 6)
+        name = f"{len(self.nvswitches - {None})} NVSwitches"
+        yield _text((left + right) / 2, top + 17, name, "name middle")
+
+    def _draw_pairs(self) -> Iterator[str]:
+        """An arc for each pair of GPUs. The farther apart the GPUs are, the deeper the arc."""
+        order = sorted(self.centers, key=lambda index: self.centers[index])
+        y = self.gpu_bottom
+        most = max((link.nvlinks for link in self.pairs), default=0)
+        for link in self.pairs:
+            ends = sorted(order.index(int(name.removeprefix("GPU"))) for name in (link.a, link.b))
+            distance = ends[1] - ends[0]
+            # The arcs of one GPU start next to each other, so that they do not overlap.
+            spread = 12 + 8 * (distance - 1)
+            x1, x2 = self.centers[order[ends[0]]] + spread, self.centers[order[ends[1]]] - spread
+            depth = self.node_bottom + 10 + 30 * distance
+            broken = " broken" * (link.nvlinks < most)
+            curve = f"M{x1:g} {y} C{x1:g} {depth} {x2:g} {depth} {x2:g} {y}"
+            yield f'<path class="wire{broken}" d="{curve}"/>'
+            label_y = y + 0.75 * (depth - y) - 5
+            yield _text((x1 + x2) / 2, label_y, link.link_class, "soft middle")
 
 
 def _device(
-    where: tuple[float, float],
-    height: float,
-    style: str,
-    lines: Sequence[str],
-    tooltip: str,
+    left: float, top: float, height: float, style: str, lines: Sequence[str], tooltip: str
 ) -> Iterator[str]:
-    left, top = where
     yield f"<g><title>{escape(tooltip)}</title>"
     yield _box(left, top, _BOX, height, style, 5)
     for number, line in enumerate(lines):

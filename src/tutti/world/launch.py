@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, TextIO
 
-from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
+from tutti.machine.cpu_numa import allowed_cpus, cpu_quota, read_limits
 from tutti.machine.gpus import visible_gpu_count
-from tutti.machine.process_limits import read_limits
 from tutti.machine.sysfs import SysFiles
 from tutti.world.errors import START_TIMEOUT, TIMEOUT, UsageError, checked_seconds
 from tutti.world.gpu_sharing import mps_daemon, shared_gpu_variables

@@ -14,7 +14,7 @@ from check_cases import PLAIN, RECORDED, with_variables
 from hosts import Host, _ip, hosts_missing, network
 from tutti.cli import run
 from tutti.machine.checks.checklist import CHECKS
-from tutti.machine.recording import write_machines
+from tutti.machine.recording import format_machines
 from worlds import TUTTI, clean_environment, run_command
 
 KEYS = {"id", "scope", "status", "observed", "expected", "cure"}
@@ -116,7 +116,7 @@ def test_a_recorded_file_gives_the_findings_of_the_live_machine(tmp_path: Path) 
 def test_a_fix_is_printed_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "machine.json"
     machine = with_variables(PLAIN, NCCL_IB_DISABLE="yes", NCCL_P2P_DISABLE="1")
-    write_machines(file, [machine], [], "written by hand")
+    file.write_text(format_machines([machine], [], "written by hand"))
     assert run(["doctor", "--from", str(file)]) == 1
     assert "--fix" in capsys.readouterr().out
     assert run(["doctor", "--from", str(file), "--fix"]) == 1

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from check_cases import HEALTHY, PLAIN, change, problems_of, with_variables
 
-from tutti.machine.checks.checklist import fix_commands
 from tutti.machine.checks.cluster import RankObservation
+from tutti.machine.checks.finding import fix_commands
 from tutti.machine.checks.nccl_environment import KNOWN, RENAMED, closest_known
 
 

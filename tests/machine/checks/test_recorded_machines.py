@@ -1,6 +1,6 @@
 """Checks of recorded machines: the right findings, none on healthy machines, and odd ranks."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from check_cases import (
@@ -83,7 +83,7 @@ def test_a_machine_of_which_nothing_is_known_has_no_findings() -> None:
 
 
 def test_gpus_of_which_the_driver_reports_nothing_do_not_fail() -> None:
-    values = HEALTHY.to_json() | {"pci": [], "peers": []}
+    values = asdict(HEALTHY) | {"pci": [], "peers": []}
     values["accelerators"] = [
         {"index": gpu["index"], "name": gpu["name"], "clocks": {}, "ecc": {}}
         for gpu in values["accelerators"]

@@ -30,7 +30,7 @@ from machine_parts import (  # from this folder
 from tutti.machine.cpu_numa import Cpus, NumaNode
 from tutti.machine.observation import Machine
 from tutti.machine.pci import PcieLink
-from tutti.machine.recording import write_machines
+from tutti.machine.recording import format_machines
 
 HERE = Path(__file__).parent
 NOTE = "written by hand from knowledge of such machines, not observed"
@@ -45,8 +45,9 @@ def main() -> None:
         "roce-cluster": [roce_host("roce-1"), bad_port(roce_host("roce-2"))],
         "cpu-only": [cpu_only()],
     }.items():
-        told = [explain(each) for each in machines]
-        write_machines(HERE / f"{name}.json", told, [], f"{name}: {NOTE}")
+        explained = [explain(machine) for machine in machines]
+        text = format_machines(explained, [], f"{name}: {NOTE}")
+        (HERE / f"{name}.json").write_text(text)
 
 
 def h100_nvswitch() -> Machine:

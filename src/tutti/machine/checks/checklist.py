@@ -1,32 +1,40 @@
-"""The list of all checks, the function that runs them, and the report as text."""
+"""The list of all checks, the function that runs them, and the collection of their input.
 
-import textwrap
-from collections import Counter
-from collections.abc import Iterator, Sequence
+This module does not depend on launchers and process groups: the caller passes the other ranks and
+a function to exchange JSON values with them (`Peers.gather`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 
 from tutti.machine.checks import (
     cpu_memory_limits,
-    gpu_clocks,
     gpu_health,
     nccl_environment,
-    network_interfaces,
+    network_rdma,
     nvlink_pcie,
     outliers,
     rank_agreement,
-    rdma,
-    software_versions,
 )
-from tutti.machine.checks.cluster import Cluster
-from tutti.machine.checks.finding import Check, Finding
+from tutti.machine.checks.cluster import PROBES, Cluster, GpuCopy, ProbeResults, RankObservation
+from tutti.machine.checks.finding import STATUS_ORDER, Check, Finding
+from tutti.machine.checks.probe_network import (
+    Endpoint,
+    Peers,
+    ProbeServer,
+    connect_hosts,
+    measure_clock_offsets,
+    measure_links,
+)
+from tutti.machine.observation import Machine, observe
 
 _MODULES = (
-    *(nccl_environment, software_versions, cpu_memory_limits, gpu_health, nvlink_pcie),
-    *(gpu_clocks, network_interfaces, rdma, rank_agreement, outliers),
+    *(nccl_environment, cpu_memory_limits, gpu_health, nvlink_pcie, network_rdma),
+    *(rank_agreement, outliers),
 )
 CHECKS = tuple(
-    each for module in _MODULES for each in vars(module).values() if isinstance(each, Check)
+    value for module in _MODULES for value in vars(module).values() if isinstance(value, Check)
 )
-_STATUS_ORDER = ("fail", "warn", "pass", "skip")
 
 
 def run_checks(cluster: Cluster, checks: Sequence[Check] = CHECKS) -> list[Finding]:
@@ -35,90 +43,118 @@ def run_checks(cluster: Cluster, checks: Sequence[Check] = CHECKS) -> list[Findi
     Findings with the same status are in the order of the checks.
     """
     found = [finding for check in checks for finding in check.findings(cluster)]
-    return sorted(found, key=lambda finding: _STATUS_ORDER.index(finding.status))
+    return sorted(found, key=lambda finding: STATUS_ORDER.index(finding.status))
 
 
-# --- text ----------------------------------------------------------------------------------------
-
-_ID_WIDTH, _SCOPE_WIDTH, _INDENT = 19, 18, 6
+# --- the input of checks -------------------------------------------------------------------------
 
 
-def report(findings: Sequence[Finding], show_all: bool, width: int = 80) -> Iterator[str]:
-    """The lines of the report, wrapped at `width` columns; the last lines are a summary.
+def recorded_cluster(machines: Sequence[Machine]) -> Cluster:
+    """A cluster of machines from a recorded file, which cannot be probed."""
+    skipped = dict.fromkeys(PROBES, "a recorded machine cannot be probed")
+    return Cluster(tuple(machines), (), ProbeResults(skipped=skipped))
 
-    The report lists failures and warnings; with `show_all`, it lists all findings.
+
+def collect_this_host(device: str, active: bool) -> Cluster:
+    """Observe only this host. If `active`, also measure its CPU or its GPUs."""
+    machine = observe()
+    skipped = dict.fromkeys(("links", "all_reduce"), "needs several ranks: --ranks or a launcher")
+    probes = ProbeResults(skipped=skipped)
+    if active:
+        from tutti.machine.checks.probe_devices import matrix_product, measure_devices, memory_copy
+
+        used = _usable_device(device)
+        alone = Peers(0, [0], lambda value: [value])
+        probes = replace(
+            probes,
+            compute=measure_devices(alone, used, matrix_product),
+            bandwidth=measure_devices(alone, used, memory_copy),
+            copies=(_copies(used),),
+        )
+    return Cluster((machine,), (), probes)
+
+
+def collect_from_ranks(
+    peers: Peers,
+    machine: Machine,
+    gpus: Sequence[str | None],
+    device: str,
+    all_reduce: Callable[[], str] | None,
+    progress: Callable[[str], None],
+) -> Cluster:
+    """Observe all ranks and test the connections between their hosts. All ranks must call this.
+
+    Every rank gets the same result. `machine` is this rank's own observation, and `gpus` contains
+    the UUID of the GPU that each rank would use. `all_reduce` runs a collective over all ranks and
+    returns its error ("" if the result was exact). If `all_reduce` is None, nothing is measured.
     """
-    several_hosts = len({each.host for each in findings} - {""}) > 1
-    shown = [each for each in findings if show_all or each.status in ("warn", "fail")]
-    if shown:
-        yield f"{'':4}  {'check':<{_ID_WIDTH}} {'scope':<{_SCOPE_WIDTH}} observed"
-    for finding in shown:
-        yield from _finding_lines(finding, several_hosts, width)
-    yield from textwrap.wrap(_summary(findings), width, subsequent_indent="  ")
+    machines = [Machine.from_json(values) for values in peers.gather(asdict(machine))]
+    rows = enumerate(zip(peers.hosts, machines, gpus, strict=True))
+    ranks = tuple(RankObservation(rank, *row) for rank, row in rows)
+    server = ProbeServer(peers.address)
+    endpoints = list(peers.gather_rows(Endpoint, [server.endpoint]))
+    try:
+        probes = ProbeResults()
+        if len(peers.first_ranks) > 1:
+            progress("connecting every host to every other")
+            connections = connect_hosts(peers, endpoints)
+            offsets = measure_clock_offsets(peers, endpoints)
+            probes = replace(probes, connections=connections, clock_offsets=offsets)
+        if all_reduce is not None:
+            probes = _measure_ranks(probes, peers, endpoints, device, all_reduce, progress)
+    finally:
+        peers.gather(None)  # barrier: another rank may still connect to this rank's server
+        server.close()
+    return Cluster(tuple(machines[rank] for rank in peers.first_ranks), ranks, probes)
 
 
-def _finding_lines(finding: Finding, several_hosts: bool, width: int) -> Iterator[str]:
-    status = finding.status.upper() if finding.status in ("warn", "fail") else finding.status
-    scope = finding.scope
-    if several_hosts and finding.host:
-        scope = finding.host if scope == "machine" else f"{finding.host} {scope}"
-    head = f"{status:<4}  {finding.id:<{_ID_WIDTH}} {scope:<{_SCOPE_WIDTH}} "
-    # If the scope is so long that no space is left on its line, the text starts on the next line.
-    starts_here = width - len(head) > 20
-    indent = " " * (len(head) if starts_here else _INDENT)
-    lines = [indent + line for line in _wrap(finding.observed, width - len(indent))]
-    if starts_here:
-        lines[0] = f"{head}{lines[0].lstrip()}"
+def _measure_ranks(
+    probes: ProbeResults,
+    peers: Peers,
+    endpoints: Sequence[Endpoint],
+    device: str,
+    all_reduce: Callable[[], str],
+    progress: Callable[[str], None],
+) -> ProbeResults:
+    from tutti.machine.checks.probe_devices import matrix_product, measure_devices, memory_copy
+
+    used = "cuda" if all(peers.gather(_usable_device(device) == "cuda")) else "cpu"
+    connections = probes.connections or ()
+    if any(connection.error for connection in connections):
+        skipped = {"all_reduce": "some hosts cannot connect to each other"}
+        probes = replace(probes, skipped=probes.skipped | skipped)
     else:
-        yield head.rstrip()
-    yield from lines
-    for label, text in (("expected", finding.expected), ("cure", finding.cure)):
-        for number, line in enumerate(_wrap(text, width - _INDENT - 10) if text else ()):
-            yield f"{'':{_INDENT}}{label if number == 0 else '':<9} {line}"
+        progress("all_reduce over all ranks")
+        probes = replace(probes, all_reduce=tuple(peers.gather(all_reduce())))
+    progress("transfers between all ranks")
+    links = measure_links(peers, endpoints, connections)
+    progress(f"compute and memory of every rank ({used})")
+    compute = measure_devices(peers, used, matrix_product)
+    bandwidth = measure_devices(peers, used, memory_copy)
+    # The first rank of each host copies between the host's GPUs while the other ranks are idle.
+    own = _copies(used) if peers.rank in peers.first_ranks else None
+    gathered = peers.gather(None if own is None else [asdict(copy) for copy in own])
+    copies = tuple(
+        None if gathered[rank] is None else tuple(GpuCopy(**values) for values in gathered[rank])
+        for rank in peers.first_ranks
+    )
+    return replace(probes, compute=compute, bandwidth=bandwidth, links=links, copies=copies)
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, max(width, 20), break_on_hyphens=False) or [""]
+def _usable_device(device: str) -> str:
+    """cpu or cuda. If there is no GPU, auto and cuda fall back to cpu."""
+    if device == "cpu":
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _summary(findings: Sequence[Finding]) -> str:
-    """The number of checks with each status.
+def _copies(device: str) -> tuple[GpuCopy, ...] | None:
+    if device != "cuda":
+        return None
+    import torch
 
-    Counts checks, not findings: a check that fails for one of eight GPUs counts as one failure.
-    Example: `63 checks: 1 failed (rdma.rate), 2 warnings (…), 39 passed, 21 skipped (12 × no GPU)`.
-    """
-    worst: dict[str, Finding] = {}
-    for finding in findings:  # sorted by status: the first finding of a check is its worst
-        worst.setdefault(finding.id, finding)
-    ids: dict[str, list[str]] = {status: [] for status in _STATUS_ORDER}
-    for finding in worst.values():
-        ids[finding.status].append(finding.id)
-    parts = []
-    if ids["fail"]:
-        parts.append(f"{len(ids['fail'])} failed ({', '.join(ids['fail'])})")
-    if ids["warn"]:
-        plural = "s" * (len(ids["warn"]) > 1)
-        parts.append(f"{len(ids['warn'])} warning{plural} ({', '.join(ids['warn'])})")
-    parts.append(f"{len(ids['pass'])} passed")
-    if ids["skip"]:
-        reasons = Counter(each.observed for each in worst.values() if each.status == "skip")
-        text = "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(4))
-        more = "; …" if len(reasons) > 4 else ""
-        parts.append(f"{len(ids['skip'])} skipped ({text}{more})")
-    return f"{len(worst)} checks: {', '.join(parts)}"
+    from tutti.machine.checks.probe_devices import copy_between_gpus
 
-
-def fix_commands(findings: Sequence[Finding]) -> Iterator[str]:
-    """Shell commands that cure the findings. A comment above the commands describes each finding.
-
-    A command that cures several findings is listed once.
-    """
-    printed: set[str] = set()
-    for finding in findings:
-        if finding.status not in ("warn", "fail"):
-            continue
-        commands = [each for each in finding.commands if each not in printed]
-        printed.update(commands)
-        host = f" on {finding.host}" if finding.host else ""
-        yield f"# {finding.id}, {finding.scope}{host}: {finding.observed}"
-        yield from commands or [f"#   {finding.cure}"]
+    return copy_between_gpus() if torch.cuda.device_count() > 1 else None

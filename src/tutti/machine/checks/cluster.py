@@ -2,10 +2,10 @@
 
 import re
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from tutti.machine.cpu_numa import parse_cpu_list
 from tutti.machine.gpus import Accelerator
@@ -32,15 +32,12 @@ class RankObservation:
     """Index of the rank's host in Cluster.machines."""
     machine: Machine
     gpu: str | None = None
-    """UUID of the GPU that the rank would use in training; None if it uses no GPU."""
+    """UUID of the GPU that the rank would use in training; None if the rank uses no GPU."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """An attempt to connect from one host to another.
-
-    The kernel picks the port, as it does for gloo and NCCL.
-    """
+    """An attempt to connect from one host to a port of another host. The kernel picks the port."""
 
     src: int
     dst: int
@@ -50,10 +47,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far a host's clock is ahead of the clock of host 0, in seconds.
-
-    The error is at most ± round_trip / 2.
-    """
+    """How far a host's clock is ahead of the clock of host 0, in seconds ± round_trip / 2."""
 
     host: int
     seconds: float
@@ -108,6 +102,14 @@ class ProbeResults:
     """The error of each rank in an all_reduce; "" if the result was exact."""
     skipped: dict[str, str] = field(default_factory=dict)
 
+    def require(self, name: str, result: Value | None) -> Value:
+        """Returns the result of the probe `name`; raises Skip if the probe did not run."""
+        if result is None:
+            between_hosts = name in ("connections", "clock_offsets")
+            default = "needs a world on several hosts" if between_hosts else "only with --active"
+            raise Skip(self.skipped.get(name, default))
+        return result
+
 
 PROBES = tuple(name for name in ProbeResults.__dataclass_fields__ if name != "skipped")
 
@@ -124,15 +126,15 @@ class Cluster:
 
     def ranks_on(self, host: int) -> int:
         """The number of ranks on a host; 0 if no world was started."""
-        return sum(each.host == host for each in self.ranks)
+        return sum(rank.host == host for rank in self.ranks)
 
     def cpus_on(self, host: int) -> int:
         """The number of CPUs that the ranks of a host may use together.
 
         The affinity masks of ranks may differ: mpirun, for example, binds each rank to other CPUs.
         """
-        views = [each.machine for each in self.ranks if each.host == host]
-        masks = [each.cpus.allowed for each in views or [self.machines[host]]]
+        machines = [rank.machine for rank in self.ranks if rank.host == host]
+        masks = [machine.cpus.allowed for machine in machines or [self.machines[host]]]
         return len({cpu for mask in masks for cpu in parse_cpu_list(mask)})
 
     @property
@@ -154,29 +156,21 @@ def known(machine: Machine, path: str, value: Value | None) -> Value:
 def gpus_of(machine: Machine) -> tuple[Accelerator, ...]:
     """The GPUs of a machine; raises Skip if there are none."""
     if not machine.accelerators:
-        on_bus = any(each.kind == "gpu" for each in machine.pci)
+        on_bus = any(device.kind == "gpu" for device in machine.pci)
         raise Skip("the driver reports no GPU" if on_bus else "no GPU")
     return machine.accelerators
 
 
-def read_gpus(
-    machine: Machine, path: str, read: Callable[[Accelerator], Value | None]
-) -> list[tuple[Accelerator, Value]]:
-    """(GPU, value) for each GPU whose value is known; raises Skip if it is unknown for all GPUs."""
-    found = [(gpu, value) for gpu in gpus_of(machine) if (value := read(gpu)) is not None]
+def read_gpus(machine: Machine, path: str) -> list[tuple[Accelerator, Any]]:
+    """(GPU, value of the attribute `path`) for each GPU whose value is known.
+
+    Raises Skip if the value is unknown for all GPUs.
+    """
+    read = attrgetter(path)
+    found = [(gpu, read(gpu)) for gpu in gpus_of(machine) if read(gpu) is not None]
     if not found:
         raise Skip(machine.why(f"accelerators[0].{path}") or f"the driver does not report {path}")
     return found
-
-
-def has_rdma(machine: Machine) -> bool:
-    """Whether any RDMA port is active."""
-    return any(port.state == "ACTIVE" for port in machine.rdma)
-
-
-def is_virtual(machine: Machine) -> bool:
-    """Whether the machine is known to be a virtual machine."""
-    return machine.virtualisation not in (None, "none")
 
 
 def parse_version(text: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Checks limits.* and memory.*: ulimits, CPUs for the ranks, /dev/shm, host memory, NUMA."""
 
-from tutti.machine.checks.cluster import Cluster, Skip, gpus_of, has_rdma, known
+from tutti.machine.checks.cluster import Cluster, Skip, gpus_of, known
 from tutti.machine.checks.finding import Findings, fail, host_check, machine_check, passed, warn
 from tutti.machine.cpu_numa import format_cpu_list, parse_cpu_list
 from tutti.machine.observation import Machine
@@ -15,40 +15,30 @@ _MORE_CPUS = "request more CPUs (srun --cpus-per-task, mpirun --bind-to none)"
 @machine_check("limits.memlock")
 def memlock(machine: Machine) -> Findings:
     limit = known(machine, "limits.memlock_bytes", machine.limits.memlock_bytes)
-    if limit == "unlimited" or machine.limits.ipc_lock or not has_rdma(machine):
-        size = format_bytes(limit) if isinstance(limit, int) else limit
-        yield passed(f"memlock {size}{'' if has_rdma(machine) else '; no RDMA needs more'}")
-        return
-    assert isinstance(limit, int)
-    yield fail(
-        "machine",
-        f"memlock is {format_bytes(limit)}, but RDMA locks its buffers in memory",
-        "unlimited",
-        "echo '* - memlock unlimited' | sudo tee /etc/security/limits.d/90-memlock.conf",
-        "docker run --ulimit memlock=-1 …",
-        cure="raise it for login shells and for the daemon that starts jobs (slurmd: LimitMEMLOCK)",
-    )
+    size = format_bytes(limit) if isinstance(limit, int) else limit
+    if isinstance(limit, int) and machine.has_rdma and not machine.limits.ipc_lock:
+        observed = f"memlock is {size}, but RDMA locks its buffers in memory"
+        cure = "raise memlock for login shells and for the job daemon (slurmd: LimitMEMLOCK)"
+        yield fail("machine", observed, cure=cure)
+    yield passed(f"memlock {size}{'' if machine.has_rdma else '; no RDMA needs more'}")
 
 
 @host_check("limits.open_files")
 def open_files(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     limit = known(machine, "limits.open_files", machine.limits.open_files)
-    needed = 65536 if has_rdma(machine) or len(cluster.ranks) > 64 else 1024
+    needed = 65536 if machine.has_rdma or len(cluster.ranks) > 64 else 1024
     if isinstance(limit, int) and limit < needed:
         yield warn("machine", f"{limit} open files", f"at least {needed}", f"ulimit -n {needed}")
-    else:
-        yield passed(f"{limit} open files")
+    yield passed(f"{limit} open files")
 
 
 @machine_check("limits.processes")
 def processes(machine: Machine) -> Findings:
     limit = known(machine, "limits.processes", machine.limits.processes)
-    observed = f"{limit} processes and threads"
     if isinstance(limit, int) and limit < 4096:
-        yield warn("machine", observed, "at least 4096", "ulimit -u 4096")
-    else:
-        yield passed(observed)
+        yield warn("machine", f"{limit} processes and threads")
+    yield passed(f"{limit} processes and threads")
 
 
 @host_check("limits.cpus")
@@ -84,27 +74,23 @@ def governor(machine: Machine) -> Findings:
     if not governors:
         raise Skip("the machine has no frequency governor")
     if "powersave" in governors and machine.cpus.model and "Intel" not in machine.cpus.model:
-        command = "sudo cpupower frequency-set -g performance"
-        yield warn("machine", "the CPU governor is powersave", "performance", command)
-    else:
-        yield passed(f"governor {', '.join(governors)}")
+        yield warn("machine", "the CPU governor is powersave")
+    yield passed(f"governor {', '.join(governors)}")
 
 
 @machine_check("limits.memory")
 def cgroup_memory(machine: Machine) -> Findings:
     limit = known(machine, "limits.cgroup_memory_bytes", machine.limits.cgroup_memory_bytes)
-    if not isinstance(limit, int):
-        yield passed("no cgroup memory limit")
-        return
-    # Pinned buffers, loader workers and a checkpoint that is being written need about as much host
-    # memory as one GPU has.
-    largest = max((gpu.memory_bytes or 0 for gpu in machine.accelerators), default=0)
-    needed = max(2 * _GIB, largest)
-    observed = f"the cgroup memory limit is {format_bytes(limit)}"
-    if limit < needed:
-        yield warn("machine", observed, f"at least {format_bytes(needed)}")
-    else:
+    if isinstance(limit, int):
+        # Pinned buffers, loader workers and a checkpoint that is being written need about as much
+        # host memory as one GPU has.
+        needed = max([2 * _GIB, *(gpu.memory_bytes or 0 for gpu in machine.accelerators)])
+        observed = f"the cgroup memory limit is {format_bytes(limit)}"
+        if limit < needed:
+            yield warn("machine", observed, f"at least {format_bytes(needed)}")
         yield passed(observed)
+    else:
+        yield passed("no cgroup memory limit")
 
 
 # --- memory of the host --------------------------------------------------------------------------
@@ -119,15 +105,14 @@ def shared_memory(machine: Machine) -> Findings:
         commands = ("docker run --shm-size=8g …", "docker run --ipc=host …")
     free_space = f"{format_bytes(free)} of {format_bytes(size)} are free in /dev/shm"
     if size < _GIB:
-        say = fail if size <= 64 * _MIB else warn
+        problem = fail if size <= 64 * _MIB else warn
         default = ", docker's default" if size == 64 * _MIB else ""
         observed = f"/dev/shm has {format_bytes(size)}{default}"
-        yield say("machine", observed, "at least 1 GiB", *commands)
+        yield problem("machine", observed, "at least 1 GiB", *commands)
     elif free < 256 * _MIB:
         cure = "delete files that dead jobs left in /dev/shm"
         yield warn("machine", free_space, "at least 256 MiB free", "ls -lt /dev/shm", cure=cure)
-    else:
-        yield passed(free_space)
+    yield passed(free_space)
 
 
 @machine_check("memory.available")
@@ -135,10 +120,7 @@ def available_memory(machine: Machine) -> Findings:
     total = known(machine, "memory.total_bytes", machine.memory.total_bytes)
     free = known(machine, "memory.available_bytes", machine.memory.available_bytes)
     observed = f"{format_bytes(free)} of {format_bytes(total)} host memory are available"
-    if free < total * 0.05:
-        yield warn("machine", observed, "at least 5 %", "ps aux --sort=-rss | head")
-    else:
-        yield passed(observed)
+    yield warn("machine", observed) if free < total * 0.05 else passed(observed)
 
 
 @host_check("memory.affinity")
@@ -157,20 +139,18 @@ def gpu_affinity(cluster: Cluster, host: int) -> Findings:
         raise Skip(machine.why("accelerators[0].cpus") or "the CPUs of the GPUs' nodes are unknown")
     if len(machine.numa) < 2:
         raise Skip("one NUMA node")
-    ranks = [r for r in cluster.ranks if r.host == host and _bare_uuid(r.gpu) in local_cpus]
-    for rank in ranks:
-        index, cpus = local_cpus[_bare_uuid(rank.gpu)]
-        if not cpus & set(parse_cpu_list(rank.machine.cpus.allowed)):
-            observed = f"CPUs {rank.machine.cpus.allowed}, none of them on the node of GPU {index}"
-            expected = f"some of CPUs {format_cpu_list(cpus)}"
-            yield warn(f"rank:{rank.rank}", observed, expected)
-    if not ranks:
-        allowed = set(parse_cpu_list(machine.cpus.allowed))
-        for index, cpus in local_cpus.values():
-            if not cpus & allowed:
-                observed = f"this process may use only CPUs {machine.cpus.allowed}"
-                expected = f"some of CPUs {format_cpu_list(cpus)} on its NUMA node"
-                yield warn(f"gpu:{index}", observed, expected)
+    placements = [  # (scope, the CPUs of the rank, GPU and the CPUs of its NUMA node)
+        (f"rank:{rank.rank}", rank.machine.cpus.allowed, local_cpus[_bare_uuid(rank.gpu)])
+        for rank in cluster.ranks
+        if rank.host == host and _bare_uuid(rank.gpu) in local_cpus
+    ]
+    if not placements:
+        allowed = machine.cpus.allowed
+        placements = [(f"gpu:{local[0]}", allowed, local) for local in local_cpus.values()]
+    for scope, allowed, (gpu_index, cpus) in placements:
+        if not cpus & set(parse_cpu_list(allowed)):
+            observed = f"CPUs {allowed}, none of them on the NUMA node of GPU {gpu_index}"
+            yield warn(scope, observed, f"some of CPUs {format_cpu_list(cpus)}")
 
 
 def _bare_uuid(uuid: str | None) -> str:
@@ -185,6 +165,4 @@ def numa_memory(machine: Machine) -> Findings:
     for node in machine.numa:
         free, total = node.free_bytes, node.memory_bytes
         if total and free is not None and free < min(total * 0.01, 512 * _MIB):
-            observed = f"NUMA node {node.id} has {format_bytes(free)} free"
-            command = "echo 1 | sudo tee /proc/sys/vm/drop_caches"
-            yield warn("machine", observed, "memory for the pinned buffers of ranks", command)
+            yield warn("machine", f"NUMA node {node.id} has {format_bytes(free)} free")

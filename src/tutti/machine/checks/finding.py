@@ -1,25 +1,31 @@
-"""Check and Finding: a check examines hosts and reports findings about GPUs, links, NICs or ranks.
+"""Check and Finding: a check examines hosts and reports findings; the report of findings as text.
 
 A check is a generator of findings. A check without findings has found no problem. A check that
-cannot be decided on this machine raises `Skip(reason)`. If a value is unknown, the check is skipped
-and does not report a fault.
+cannot be decided on this machine raises `Skip(reason)`, for example because a value is unknown.
 """
 
+import textwrap
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tutti.machine.checks.cluster import Cluster, Skip
 from tutti.machine.observation import Machine
+
+PROBLEMS = ("fail", "warn")
+STATUS_ORDER = (*PROBLEMS, "pass", "skip")
 
 
 @dataclass(frozen=True)
 class Finding:
     """The report of a check about one GPU, link, NIC, rank, host or the whole world.
 
-    Check.findings() sets `id`. It also sets `host` and `cure` if they are empty.
+    Check.findings() sets `id`. It also sets the other fields that are empty to the values in the
+    description of the check.
     """
 
     status: Literal["pass", "warn", "fail", "skip"]
@@ -29,36 +35,36 @@ class Finding:
     expected: str = ""
     cure: str = ""
     commands: tuple[str, ...] = ()
-    """Shell commands that --fix prints. They are never run."""
+    """Shell commands that --fix prints. The commands are never run."""
     host: str = ""
     """Empty if the finding is about all hosts."""
     id: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """One row of `checks[]` in the JSON result."""
-        return {"id": self.id, "host": self.host, **asdict(self), "commands": list(self.commands)}
 
 
 Findings = Iterator[Finding]
 
 
 def passed(observed: str, scope: str = "machine") -> Finding:
-    """A finding without a problem; `observed` describes the state."""
+    """A finding without a problem. It is not reported if the same check found a problem."""
     return Finding("pass", scope, observed)
 
 
-def warn(
-    scope: str, observed: str, expected: str, *commands: str, cure: str = "", host: str = ""
+def _problem(
+    status: Literal["warn", "fail"],
+    scope: str,
+    observed: str,
+    expected: str = "",
+    *commands: str,
+    cure: str = "",
+    host: str = "",
 ) -> Finding:
-    """A finding about something that works, but is slower or less robust than it should be."""
-    return Finding("warn", scope, observed, expected, cure, commands, host)
+    return Finding(status, scope, observed, expected, cure, commands, host)
 
 
-def fail(
-    scope: str, observed: str, expected: str, *commands: str, cure: str = "", host: str = ""
-) -> Finding:
-    """A finding about something that does not work or is much slower than the hardware allows."""
-    return Finding("fail", scope, observed, expected, cure, commands, host)
+warn = partial(_problem, "warn")
+"""A finding about something that works, but is slower or less robust than it should be."""
+fail = partial(_problem, "fail")
+"""A finding about something that does not work or is much slower than the hardware allows."""
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -70,7 +76,7 @@ _DESCRIPTIONS = tomllib.loads(Path(__file__).with_name("check_descriptions.toml"
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `about`, `why` and `cure` are its description in the documentation."""
+    """One check and its entry in check_descriptions.toml."""
 
     id: str
     about: str
@@ -79,6 +85,8 @@ class Check:
     judge: Judge
     per_host: bool = True
     """Whether the check examines each host separately (True) or all hosts together (False)."""
+    expected: str = ""
+    commands: Sequence[str] = ()
 
     def findings(self, cluster: Cluster) -> Findings:
         """Run the check. An exception in a check is reported as skipped; other checks still run."""
@@ -86,15 +94,21 @@ class Check:
         hosts = [machine.host for machine in cluster.machines] if self.per_host else [""]
         for index, host in enumerate(hosts):
             try:
-                found = list(self.judge(cluster, index))
+                found = list(self.judge(cluster, index)) or [passed("no problem found", scope)]
             except Skip as reason:
                 found = [Finding("skip", scope, str(reason))]
             except Exception as error:
-                reason_text = f"the check itself failed: {type(error).__name__}: {error}"
-                found = [Finding("skip", scope, reason_text)]
-            for each in found or [passed("no problem found", scope)]:
-                cure = each.cure or (self.cure if each.status in ("warn", "fail") else "")
-                yield replace(each, id=self.id, host=each.host or host, cure=cure)
+                message = f"the check itself failed: {type(error).__name__}: {error}"
+                found = [Finding("skip", scope, message)]
+            problems = [self._describe(each) for each in found if each.status in PROBLEMS]
+            for each in problems or found:
+                yield replace(each, id=self.id, host=each.host or host)
+
+    def _describe(self, problem: Finding) -> Finding:
+        name = problem.scope.partition(":")[2]
+        commands = problem.commands or tuple(each.format(name=name) for each in self.commands)
+        expected, cure = problem.expected or self.expected, problem.cure or self.cure
+        return replace(problem, expected=expected, cure=cure, commands=commands)
 
 
 def host_check(id: str, per_host: bool = True) -> Callable[[Judge], Check]:
@@ -111,3 +125,83 @@ def machine_check(id: str) -> Callable[[Callable[[Machine], Iterable[Finding]]],
 def cluster_check(id: str) -> Callable[[Callable[[Cluster], Iterable[Finding]]], Check]:
     """Decorator for a check that compares hosts and ranks."""
     return lambda judge: host_check(id, per_host=False)(lambda cluster, host: judge(cluster))
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+_ID_WIDTH, _SCOPE_WIDTH, _INDENT = 19, 18, 6
+
+
+def report(findings: Sequence[Finding], show_all: bool, width: int = 80) -> Iterator[str]:
+    """The lines of the report, wrapped at `width` columns; the last lines are a summary.
+
+    The report lists failures and warnings; with `show_all`, it lists all findings.
+    """
+    several_hosts = len({finding.host for finding in findings} - {""}) > 1
+    shown = [finding for finding in findings if show_all or finding.status in PROBLEMS]
+    if shown:
+        yield f"{'':4}  {'check':<{_ID_WIDTH}} {'scope':<{_SCOPE_WIDTH}} observed"
+    for finding in shown:
+        status = finding.status.upper() if finding.status in PROBLEMS else finding.status
+        scope = finding.scope
+        if several_hosts and finding.host:
+            scope = finding.host if scope == "machine" else f"{finding.host} {scope}"
+        head = f"{status:<4}  {finding.id:<{_ID_WIDTH}} {scope:<{_SCOPE_WIDTH}} "
+        if width - len(head) > 20:
+            yield from _wrap(head, finding.observed, width)
+        else:  # the scope is so long that the text starts on the next line
+            yield head.rstrip()
+            yield from _wrap(" " * _INDENT, finding.observed, width)
+        for label, text in (("expected", finding.expected), ("cure", finding.cure)):
+            if text:
+                yield from _wrap(f"{'':{_INDENT}}{label:<9} ", text, width)
+    yield from textwrap.wrap(_summary(findings), width, subsequent_indent="  ")
+
+
+def _wrap(head: str, text: str, width: int) -> list[str]:
+    """Lines of `text` after `head`; the following lines are indented by the width of `head`."""
+    lines = textwrap.wrap(text, max(width - len(head), 20), break_on_hyphens=False)
+    indent = " " * len(head)
+    return [(indent if number else head) + line for number, line in enumerate(lines or [""])]
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    """The number of checks with each status.
+
+    Counts checks, not findings: a check that fails for one of eight GPUs counts as one failure.
+    Example: `63 checks: 1 failed (rdma.rate), 2 warnings (…), 39 passed, 21 skipped (12 × no GPU)`.
+    """
+    worst: dict[str, Finding] = {}
+    for finding in findings:  # sorted by status: the first finding of a check is its worst
+        worst.setdefault(finding.id, finding)
+    failed, warned, good, skipped = (
+        [finding for finding in worst.values() if finding.status == status]
+        for status in STATUS_ORDER
+    )
+    parts = []
+    if failed:
+        parts.append(f"{len(failed)} failed ({', '.join(each.id for each in failed)})")
+    if warned:
+        names = ", ".join(each.id for each in warned)
+        parts.append(f"{len(warned)} warning{'s' * (len(warned) > 1)} ({names})")
+    parts.append(f"{len(good)} passed")
+    if skipped:
+        reasons = Counter(each.observed for each in skipped)
+        text = "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(4))
+        parts.append(f"{len(skipped)} skipped ({text}{'; …' * (len(reasons) > 4)})")
+    return f"{len(worst)} checks: {', '.join(parts)}"
+
+
+def fix_commands(findings: Sequence[Finding]) -> Iterator[str]:
+    """Shell commands that cure the findings. A comment above the commands describes each finding.
+
+    A command that cures several findings is listed once.
+    """
+    printed: set[str] = set()
+    for finding in findings:
+        if finding.status in PROBLEMS:
+            commands = [command for command in finding.commands if command not in printed]
+            printed.update(commands)
+            host = f" on {finding.host}" if finding.host else ""
+            yield f"# {finding.id}, {finding.scope}{host}: {finding.observed}"
+            yield from commands or [f"#   {finding.cure}"]

@@ -1,55 +1,38 @@
-"""Checks gpus.*: number, models, memory errors, modes, other processes and Xid errors of GPUs."""
+"""Checks gpus.* and clocks.*: number, models, errors, modes, processes, heat and clocks of GPUs."""
 
 from collections import Counter
 
-from tutti.machine.checks.cluster import (
-    KNOWN_ERRORS,
-    Cluster,
-    Skip,
-    gpus_of,
-    is_virtual,
-    known,
-    read_gpus,
-)
+from tutti.machine.checks.cluster import KNOWN_ERRORS, Cluster, Skip, gpus_of, known, read_gpus
 from tutti.machine.checks.finding import Findings, cluster_check, fail, machine_check, passed, warn
 from tutti.machine.observation import Machine
-from tutti.measure.units import format_bytes
+from tutti.measure.units import format_bytes, format_seconds
 
 _NVIDIA = "0x10de"
-
-
-def _reset(index: int) -> str:
-    return f"sudo nvidia-smi --gpu-reset -i {index}"
 
 
 @machine_check("gpus.count")
 def count(machine: Machine) -> Findings:
     on_bus = [each for each in machine.pci if each.kind == "gpu" and each.vendor == _NVIDIA]
-    reported = {each.pci_address for each in machine.accelerators}
+    reported = {gpu.pci_address for gpu in machine.accelerators}
     if not on_bus:
         raise Skip(machine.why("pci") or "no GPU")
-    if not machine.accelerators:
-        yield fail(
-            "machine",
-            f"{len(on_bus)} NVIDIA GPUs on the PCI bus, but the driver reports none",
-            f"{len(on_bus)} GPUs",
-            "nvidia-smi",
-            "docker run --gpus all …",
-            cure="install or load the NVIDIA driver; start the container with --gpus all",
-        )
-        return
-    for device in on_bus:
+    expected = f"{len(on_bus)} GPUs"
+    if not reported:
+        observed = f"{len(on_bus)} NVIDIA GPUs on the PCI bus, but the driver reports none"
+        cure = "install or load the NVIDIA driver; start the container with --gpus all"
+        commands = ("nvidia-smi", "docker run --gpus all …")
+        yield fail("machine", observed, expected, *commands, cure=cure)
+    for device in on_bus if reported else ():
         if device.address not in reported:
             yield fail(
                 "machine",
                 f"the GPU at {device.address} is on the PCI bus, but the driver does not report it",
-                f"{len(on_bus)} GPUs",
+                expected,
                 f"sudo dmesg | grep -i -e xid -e {device.address.rpartition(':')[0]}",
                 "sudo reboot",
-                cure="it fell off the bus: look for Xid 79, reset it or reboot, check its power",
+                cure="the GPU fell off the bus: look for Xid 79, reset it or reboot, check power",
             )
-    if len(reported) == len(on_bus):
-        yield passed(f"{len(on_bus)} GPUs")
+    yield passed(expected)
 
 
 @machine_check("gpus.visible")
@@ -60,14 +43,13 @@ def visible_devices(machine: Machine) -> Findings:
         yield passed("CUDA_VISIBLE_DEVICES is not set: all GPUs are visible")
         return
     unset = "unset CUDA_VISIBLE_DEVICES"
-    entries = [each.strip() for each in value.split(",") if each.strip()]
+    entries = [entry.strip() for entry in value.split(",") if entry.strip()]
     uuids = [gpu.uuid or "" for gpu in machine.accelerators]
     for position, entry in enumerate(entries):
-        exists = (
-            int(entry) < installed
-            if entry.isdecimal()
-            else entry.startswith("MIG-") or any(each.startswith(entry) for each in uuids)
-        )
+        if entry.isdecimal():
+            exists = int(entry) < installed
+        else:
+            exists = entry.startswith("MIG-") or any(uuid.startswith(entry) for uuid in uuids)
         if not exists:
             observed = f"CUDA_VISIBLE_DEVICES={value}: GPU {entry} does not exist"
             expected = f"0 to {installed - 1}; CUDA uses only the {position} entries before it"
@@ -77,12 +59,10 @@ def visible_devices(machine: Machine) -> Findings:
         if times > 1:
             observed = f"CUDA_VISIBLE_DEVICES={value}: GPU {entry} is listed {times} times"
             yield fail("machine", observed, "each GPU once", unset)
-            return
     if not entries:
         observed = f"CUDA_VISIBLE_DEVICES={value!r} hides all {installed} GPUs"
         yield warn("machine", observed, "not set", unset)
-    else:
-        yield passed(f"CUDA_VISIBLE_DEVICES={value}")
+    yield passed(f"CUDA_VISIBLE_DEVICES={value}")
 
 
 @cluster_check("gpus.alike")
@@ -91,22 +71,21 @@ def same_model(cluster: Cluster) -> Findings:
     if not models:
         raise Skip("no GPU")
     usual, number = models.most_common(1)[0]
-    if len(models) == 1:
-        yield passed(f"{number} × {usual}", "world")
     for machine in cluster.machines:
         for gpu in machine.accelerators:
             if gpu.name != usual:
                 expected = f"{usual}, like {number} others"
                 yield warn(f"gpu:{gpu.index}", gpu.name, expected, host=machine.host)
+    yield passed(f"{number} × {usual}", "world")
 
 
 @machine_check("gpus.ecc")
 def ecc_errors(machine: Machine) -> Findings:
-    counts = read_gpus(machine, "ecc.volatile_uncorrected", lambda g: g.ecc.volatile_uncorrected)
+    counts = read_gpus(machine, "ecc.volatile_uncorrected")
     for gpu, errors in counts:
         if errors:
             observed = f"{errors} uncorrectable memory errors since the driver was loaded"
-            yield fail(f"gpu:{gpu.index}", observed, "0", _reset(gpu.index))
+            yield fail(f"gpu:{gpu.index}", observed)
     if {gpu.ecc.enabled for gpu, _ in counts} == {True, False}:
         off = [str(gpu.index) for gpu, _ in counts if not gpu.ecc.enabled]
         observed = f"ECC is disabled on GPU {', '.join(off)} and enabled on the others"
@@ -117,30 +96,25 @@ def ecc_errors(machine: Machine) -> Findings:
 
 @machine_check("gpus.remap")
 def row_remapping(machine: Machine) -> Findings:
-    pending = read_gpus(
-        machine,
-        "ecc.remap_pending",
-        lambda g: (
-            None
-            if g.ecc.remap_pending is None and g.ecc.retired_pages_pending is None
-            else bool(g.ecc.remap_pending or g.ecc.retired_pages_pending)
-        ),
-    )
-    for gpu, is_pending in pending:
+    fields = [(gpu.ecc.remap_pending, gpu.ecc.retired_pages_pending) for gpu in gpus_of(machine)]
+    if all(field == (None, None) for field in fields):
+        read_gpus(machine, "ecc.remap_pending")  # raises Skip with the reason
+    for gpu, pending in zip(machine.accelerators, fields, strict=True):
         scope = f"gpu:{gpu.index}"
         if gpu.ecc.remap_failed:
+            command = f"nvidia-smi -q -d ROW_REMAPPER -i {gpu.index}"
             observed = "a bad memory row could not be remapped"
-            yield fail(scope, observed, "no failed remapping", cure="replace the GPU")
-        elif is_pending:
-            observed = "a bad memory row will be remapped at the next reset"
-            yield warn(scope, observed, "no pending remapping", _reset(gpu.index))
+            yield fail(scope, observed, "no failed remapping", command, cure="replace the GPU")
+        elif any(pending):
+            yield warn(scope, "a bad memory row will be remapped at the next reset")
 
 
 @machine_check("gpus.recovery")
 def recovery_action(machine: Machine) -> Findings:
-    for gpu, action in read_gpus(machine, "recovery_action", lambda g: g.recovery_action):
+    for gpu, action in read_gpus(machine, "recovery_action"):
         if action != "none":
-            command = "sudo reboot" if action == "node_reboot" else _reset(gpu.index)
+            reset = f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
+            command = "sudo reboot" if action == "node_reboot" else reset
             cure = KNOWN_ERRORS["recovery_action"].get(action, "")
             observed = f"the driver requests {action}"
             yield fail(f"gpu:{gpu.index}", observed, "none", command, cure=cure)
@@ -149,40 +123,36 @@ def recovery_action(machine: Machine) -> Findings:
 @machine_check("gpus.mode")
 def compute_mode(machine: Machine) -> Findings:
     for gpu in gpus_of(machine):
-        scope, command = f"gpu:{gpu.index}", f"sudo nvidia-smi -i {gpu.index}"
+        scope = f"gpu:{gpu.index}"
         if gpu.compute_mode == "prohibited":
-            observed = "compute mode prohibited: no process can use it"
-            yield fail(scope, observed, "default", f"{command} -c DEFAULT")
+            yield fail(scope, "compute mode prohibited: no process can use the GPU")
         elif gpu.compute_mode == "exclusive_process":
-            observed = "compute mode exclusive_process: one process at a time"
-            yield warn(scope, observed, "default", f"{command} -c DEFAULT")
+            yield warn(scope, "compute mode exclusive_process: one process at a time")
         if gpu.mig and len(machine.accelerators) > 1:
             observed = "MIG is enabled: its slices cannot access other GPUs"
-            yield warn(scope, observed, "disabled for jobs on several GPUs", f"{command} -mig 0")
+            command = f"sudo nvidia-smi -i {gpu.index} -mig 0"
+            yield warn(scope, observed, "disabled for jobs on several GPUs", command)
 
 
 @machine_check("gpus.persistence")
 def persistence_mode(machine: Machine) -> Findings:
-    modes = read_gpus(machine, "persistence", lambda g: g.persistence)
-    off = [str(gpu.index) for gpu, on in modes if not on]
-    if off and not is_virtual(machine):
-        observed = f"persistence mode is disabled on GPU {', '.join(off)}"
-        yield warn("machine", observed, "enabled", "sudo nvidia-smi -pm 1")
+    off = [str(gpu.index) for gpu, on in read_gpus(machine, "persistence") if not on]
+    if off and not machine.is_virtual:
+        yield warn("machine", f"persistence mode is disabled on GPU {', '.join(off)}")
 
 
 @machine_check("gpus.processes")
 def other_processes(machine: Machine) -> Findings:
-    for gpu, number in read_gpus(machine, "processes", lambda g: g.processes):
+    for gpu, number in read_gpus(machine, "processes"):
         scope, used = f"gpu:{gpu.index}", gpu.used_bytes or 0
         if number:
-            processes = f"{number} process{'es' * (number > 1)}"
-            command = "nvidia-smi --query-compute-apps=gpu_bus_id,pid,used_memory --format=csv"
-            yield warn(scope, f"{processes}, {format_bytes(used)} used", "no process", command)
+            yield warn(scope, f"{number} process{'es' * (number > 1)}, {format_bytes(used)} used")
         elif gpu.memory_bytes and used > 0.1 * gpu.memory_bytes:
-            observed = f"{format_bytes(used)} are used, but no process owns them"
+            observed = f"{format_bytes(used)} are used, but no process owns this memory"
             expected = f"less than 10 % of {format_bytes(gpu.memory_bytes)} used"
+            command = f"sudo nvidia-smi --gpu-reset -i {gpu.index}"
             cure = "the context of a dead job is left: reset the GPU"
-            yield warn(scope, observed, expected, _reset(gpu.index), cure=cure)
+            yield warn(scope, observed, expected, command, cure=cure)
 
 
 _XIDS_THAT_WARN = (63, 92, 94)
@@ -196,7 +166,81 @@ def xid_errors(machine: Machine) -> Findings:
     recent = {(x.pci_address, x.code) for x in errors if x.age_s is None or x.age_s < _RECENT_S}
     for (address, code), times in Counter((x.pci_address, x.code) for x in errors).items():
         if str(code) in KNOWN_ERRORS["xid"] and (address, code) in recent:
+            problem = warn if code in _XIDS_THAT_WARN else fail
             scope = f"gpu:{index[address]}" if address in index else "machine"
-            observed = f"Xid {code} × {times} at {address}: {KNOWN_ERRORS['xid'][str(code)]}"
-            say = warn if code in _XIDS_THAT_WARN else fail
-            yield say(scope, observed, "none in the last 24 h", "sudo dmesg | grep -i xid")
+            meaning = KNOWN_ERRORS["xid"][str(code)]
+            yield problem(scope, f"Xid {code} × {times} at {address}: {meaning}")
+
+
+# --- clocks --------------------------------------------------------------------------------------
+
+
+@machine_check("clocks.throttle")
+def throttling(machine: Machine) -> Findings:
+    meanings = KNOWN_ERRORS["hardware_slowdown"]
+    for gpu, reasons in read_gpus(machine, "clocks.throttle"):
+        scope = f"gpu:{gpu.index}"
+        heat = f", {gpu.temperature_c} °C" if gpu.temperature_c is not None else ""
+        # The driver reports hw_slowdown together with its cause. hw_slowdown is reported only if
+        # the cause is unknown.
+        causes = [reason for reason in reasons if reason in meanings and reason != "hw_slowdown"]
+        for reason in causes or sorted({"hw_slowdown"} & set(reasons)):
+            cure = "check power supply and cables" if "power" in reason else "check cooling"
+            yield fail(scope, f"{reason}: {meanings[reason]}{heat}", cure=cure)
+        if "sw_thermal" in reasons and not causes:
+            observed = f"sw_thermal: the driver lowers the clocks because of heat{heat}"
+            yield warn(scope, observed, cure="check cooling")
+
+
+@machine_check("clocks.heat")
+def temperature(machine: Machine) -> Findings:
+    temperatures = read_gpus(machine, "temperature_c")
+    for gpu, heat in temperatures:
+        if gpu.slowdown_c is not None and heat >= gpu.slowdown_c - 3:
+            observed = f"{heat} °C; the GPU slows down at {gpu.slowdown_c} °C"
+            yield warn(f"gpu:{gpu.index}", observed, f"below {gpu.slowdown_c - 3} °C")
+    values = [heat for _, heat in temperatures]
+    yield passed(f"{min(values)} to {max(values)} °C")
+
+
+@machine_check("clocks.power")
+def power_limit(machine: Machine) -> Findings:
+    for gpu, limit in read_gpus(machine, "power_limit_w"):
+        default = gpu.default_power_limit_w
+        if default is not None and limit < 0.99 * default:
+            observed, expected = f"power limit {limit:.0f} W", f"{default:.0f} W, the default"
+            command = f"sudo nvidia-smi -i {gpu.index} -pl {default:.0f}"
+            yield warn(f"gpu:{gpu.index}", observed, expected, command)
+
+
+@machine_check("clocks.locked")
+def locked_clocks(machine: Machine) -> Findings:
+    reasons = read_gpus(machine, "clocks.throttle")
+    locked = [gpu.index for gpu, names in reasons if "application_clocks" in names]
+    if len(locked) < len(reasons):
+        for index in locked:
+            yield warn(f"gpu:{index}", "the clocks of this GPU are locked, but not of other GPUs")
+    same_model = len({gpu.name for gpu, _ in reasons}) == 1
+    fastest = max(gpu.clocks.max_sm_mhz or 0 for gpu, _ in reasons)
+    for gpu, _ in reasons:
+        if same_model and gpu.clocks.max_sm_mhz and gpu.clocks.max_sm_mhz < fastest:
+            observed = f"the maximum SM clock is {gpu.clocks.max_sm_mhz} MHz"
+            yield warn(f"gpu:{gpu.index}", observed, f"{fastest} MHz, as on other GPUs")
+
+
+@cluster_check("clocks.skew")
+def clock_skew(cluster: Cluster) -> Findings:
+    offsets = cluster.probes.require("clock_offsets", cluster.probes.clock_offsets)
+    for offset in offsets:
+        certain = max(0.0, abs(offset.seconds) - offset.round_trip / 2)
+        if certain > 1e-3:
+            host, first = (cluster.machines[i].host for i in (offset.host, 0))
+            direction = "ahead of" if offset.seconds > 0 else "behind"
+            affected = "logs and certificates" if certain > 5 else "traces"
+            size = format_seconds(abs(offset.seconds))
+            observed = f"{host} is {size} {direction} {first}: {affected} do not line up"
+            commands = (f"chronyc tracking  # on {host}", f"sudo chronyc makestep  # on {host}")
+            yield warn("world", observed, "within 1 ms", *commands)
+    if offsets:
+        largest = max(abs(offset.seconds) for offset in offsets)
+        yield passed(f"offset at most {format_seconds(largest)}", "world")

@@ -1,11 +1,11 @@
-"""Checks env.*: variables that are misspelt, renamed, left over from debugging, or invalid."""
+"""Checks env.* and versions.*: variables of NCCL, torch and OpenMP; versions of torch and CUDA."""
 
 import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from tutti.machine.checks.cluster import Cluster
+from tutti.machine.checks.cluster import Cluster, Skip, gpus_of, parse_version
 from tutti.machine.checks.finding import Findings, fail, host_check, machine_check, passed, warn
 from tutti.machine.cpu_numa import parse_cpu_list
 from tutti.machine.observation import Machine
@@ -13,7 +13,7 @@ from tutti.machine.observation import Machine
 
 def settings(machine: Machine) -> dict[str, str]:
     """The variables as NCCL reads them: the environment overrides the nccl.conf files."""
-    from_files = {k: v for each in machine.nccl_conf.values() for k, v in each.items()}
+    from_files = {k: v for values in machine.nccl_conf.values() for k, v in values.items()}
     return {**from_files, **machine.variables}
 
 
@@ -49,14 +49,10 @@ def closest_known(name: str) -> str | None:
 def misspelt(machine: Machine) -> Findings:
     for name, value in sorted(settings(machine).items()):
         if correct := closest_known(name):
-            yield warn(
-                "machine",
-                f"{name} is set, but no library reads it",
-                f"probably {correct}",
-                f"unset {name}",
-                f"export {correct}={value}",
-                cure=f"rename it to {correct}, or unset it",
-            )
+            observed, expected = f"{name} is set, but no library reads it", f"probably {correct}"
+            commands = (f"unset {name}", f"export {correct}={value}")
+            cure = f"rename the variable to {correct}, or unset it"
+            yield warn("machine", observed, expected, *commands, cure=cure)
 
 
 @machine_check("env.renamed")
@@ -66,7 +62,7 @@ def renamed(machine: Machine) -> Findings:
             commands = (f"unset {name}", f"export {new}={value}")
             yield warn("machine", f"{name}={value}", f"the new name {new}", *commands)
         elif name in RENAMED:
-            expected = "not set: it has no effect any more"
+            expected = "not set: the variable no longer has any effect"
             yield warn("machine", f"{name}={value}", expected, f"unset {name}")
 
 
@@ -89,18 +85,15 @@ def switched_off(machine: Machine) -> Findings:
 @machine_check("env.pinned")
 def pinned(machine: Machine) -> Findings:
     variables = settings(machine)
-    for name in LISTS["pinned"]:
-        value = variables.get(name)
-        if value is None:
-            continue
+    for name in sorted(set(LISTS["pinned"]) & set(variables)):
+        value, problem = variables[name], warn
+        observed = f"{name}={value} for all message sizes"
+        expected = "not set: NCCL chooses by size and topology"
         if name == "NCCL_PROTO" and "LL128" in value.upper() and not value.startswith("^"):
+            problem = fail
             observed = f"NCCL_PROTO={value} forces LL128, which corrupts data on some machines"
             expected = "not set: NCCL uses LL128 only where it is safe"
-            yield fail("machine", observed, expected, f"unset {name}")
-        else:
-            observed = f"{name}={value} for all message sizes"
-            expected = "not set: NCCL chooses by size and topology"
-            yield warn("machine", observed, expected, f"unset {name}")
+        yield problem("machine", observed, expected, f"unset {name}")
 
 
 @machine_check("env.debugging")
@@ -112,13 +105,10 @@ def debugging(machine: Machine) -> Findings:
             yield warn("machine", observed, "not set in production", f"unset {name}")
     level = variables.get("NCCL_DEBUG", "").upper()
     if level in ("INFO", "TRACE") and "NCCL_DEBUG_FILE" not in variables:
-        yield warn(
-            "machine",
-            f"NCCL_DEBUG={level} without NCCL_DEBUG_FILE: all ranks write to the same output",
-            "NCCL_DEBUG=WARN, or one log file per process",
-            "export NCCL_DEBUG=WARN",
-            cure="set NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE=nccl.%h.%p.log",
-        )
+        observed = f"NCCL_DEBUG={level} without NCCL_DEBUG_FILE: all ranks write to one output"
+        expected = "NCCL_DEBUG=WARN, or one log file per process"
+        cure = "set NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE=nccl.%h.%p.log"
+        yield warn("machine", observed, expected, "export NCCL_DEBUG=WARN", cure=cure)
 
 
 @machine_check("env.values")
@@ -167,23 +157,18 @@ def omp_threads(cluster: Cluster, host: int) -> Findings:
     elif value and int(threads) * ranks > 2 * cpus:
         observed = f"OMP_NUM_THREADS={value} × {ranks} rank{'s' * (ranks > 1)} on {cpus} CPUs"
         yield warn("machine", observed, f"at most {share}", command)
-    else:
-        yield passed(f"OMP_NUM_THREADS={value or '(not set)'}, {cpus} CPUs")
+    yield passed(f"OMP_NUM_THREADS={value or '(not set)'}, {cpus} CPUs")
 
 
 @machine_check("env.allocator")
 def allocator(machine: Machine) -> Findings:
-    variables = settings(machine)
+    variables, hook = settings(machine), "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
     conf = variables.get("PYTORCH_ALLOC_CONF") or variables.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     expandable = "expandable_segments:true" in conf.lower().replace(" ", "")
-    hook = variables.get("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "0").upper()
-    if expandable and hook in ("1", "TRUE"):
-        yield warn(
-            "machine",
-            "expandable_segments:True and TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK=1",
-            "only one of the two: a segment that grows cannot stay registered",
-            "unset TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
-        )
+    if expandable and variables.get(hook, "0").upper() in ("1", "TRUE"):
+        observed = f"expandable_segments:True and {hook}=1"
+        expected = "only one of the two: a segment that grows cannot stay registered"
+        yield warn("machine", observed, expected, f"unset {hook}")
 
 
 @machine_check("env.devices")
@@ -196,28 +181,76 @@ def cuda_devices(machine: Machine) -> Findings:
             "not set, unless tensor parallelism on GPUs before Blackwell needs it; it slows FSDP",
             "unset CUDA_DEVICE_MAX_CONNECTIONS",
         )
-    models = {each.name for each in machine.accelerators}
+    models = {gpu.name for gpu in machine.accelerators}
     if len(models) > 1 and variables.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        yield warn(
-            "machine",
-            f"{len(models)} GPU models, and CUDA_DEVICE_ORDER is not PCI_BUS_ID",
-            "CUDA numbers GPUs as nvidia-smi does",
-            "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
-            cure="set CUDA_DEVICE_ORDER=PCI_BUS_ID",
-        )
+        observed = f"{len(models)} GPU models, and CUDA_DEVICE_ORDER is not PCI_BUS_ID"
+        command, cure = "export CUDA_DEVICE_ORDER=PCI_BUS_ID", "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        yield warn("machine", observed, "CUDA numbers GPUs as nvidia-smi does", command, cure=cure)
 
 
 @machine_check("env.files")
 def nccl_conf_files(machine: Machine) -> Findings:
     for path, values in sorted(machine.nccl_conf.items()):
-        overridden = [
-            name for name in values if machine.variables.get(name, values[name]) != values[name]
-        ]
-        for name in sorted(overridden):
-            observed = (
-                f"{path} has {name}={values[name]}, the environment {machine.variables[name]}"
-            )
-            yield warn("machine", observed, "one value (the environment takes precedence)")
-        if not overridden:
-            pairs = ", ".join(f"{k}={v}" for k, v in sorted(values.items()))
-            yield passed(f"{path} sets {pairs}")
+        for name, value in sorted(values.items()):
+            if (actual := machine.variables.get(name, value)) != value:
+                observed = f"{path} has {name}={value}, the environment {actual}"
+                yield warn("machine", observed, "one value (the environment takes precedence)")
+        yield passed(f"{path} sets {', '.join(f'{k}={v}' for k, v in sorted(values.items()))}")
+
+
+# --- versions ------------------------------------------------------------------------------------
+
+_OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 15)
+_FIRST_NCCL_WITH_RAS = (2, 24)
+
+
+def _version(machine: Machine, name: str) -> str:
+    text = machine.versions.get(name, "")
+    if not parse_version(text):
+        raise Skip(machine.why(f"versions.{name}") or f"the version of {name} is unknown")
+    return text
+
+
+@machine_check("versions.torch")
+def torch_version(machine: Machine) -> Findings:
+    text = _version(machine, "torch")
+    version = parse_version(text)[:2]
+    if version < _OLDEST_TORCH:
+        yield fail("machine", f"torch {text}", "2.11 or newer", "pip install 'torch>=2.11'")
+    elif version > _NEWEST_TORCH:
+        cure = "install torch 2.15, or report what does not work"
+        yield warn("machine", f"torch {text}", "2.11 to 2.15, which are tested", cure=cure)
+    yield passed(f"torch {text}")
+
+
+@machine_check("versions.cuda")
+def cuda_build(machine: Machine) -> Findings:
+    count = len(gpus_of(machine))
+    _version(machine, "torch")
+    if machine.versions.get("cuda") in (None, "", "none", "not installed"):
+        if reason := machine.why("versions.cuda"):
+            raise Skip(reason)
+        observed = f"{count} GPU{'s' * (count > 1)}, but torch is built without CUDA"
+        cure = "install torch from the index for this driver's CUDA (pytorch.org, Get Started)"
+        yield fail("machine", observed, "a CUDA build of torch", cure=cure)
+
+
+@machine_check("versions.driver")
+def driver_version(machine: Machine) -> Findings:
+    gpus_of(machine)
+    cuda, supported = _version(machine, "cuda"), _version(machine, "cuda_driver")
+    driver = machine.versions.get("driver", "unknown")
+    observed = f"driver {driver} supports CUDA {supported}; torch is built for CUDA {cuda}"
+    # A driver also runs newer CUDA versions with the same major version.
+    if parse_version(supported)[0] < parse_version(cuda)[0]:
+        yield fail("machine", observed, f"a driver for CUDA {cuda}")
+    yield passed(observed)
+
+
+@machine_check("versions.nccl")
+def nccl_version(machine: Machine) -> Findings:
+    gpus_of(machine)
+    text = _version(machine, "nccl")
+    if parse_version(text)[:2] < _FIRST_NCCL_WITH_RAS:
+        yield warn("machine", f"NCCL {text} has no RAS service, which reports late ranks")
+    yield passed(f"NCCL {text}")

@@ -1,13 +1,6 @@
 """Checks nvlink.* and pcie.*: links that are down, slow or faulty, peer access, ACS and IOMMU."""
 
-from tutti.machine.checks.cluster import (
-    KNOWN_ERRORS,
-    Skip,
-    gpus_of,
-    has_rdma,
-    is_virtual,
-    read_gpus,
-)
+from tutti.machine.checks.cluster import KNOWN_ERRORS, Skip, gpus_of, read_gpus
 from tutti.machine.checks.finding import Findings, fail, machine_check, passed, warn
 from tutti.machine.checks.nccl_environment import settings
 from tutti.machine.observation import Machine
@@ -15,19 +8,18 @@ from tutti.machine.pci import PciDevice, PcieLink
 
 # Boards with a fixed number of NVLinks. PCIe cards are not listed: they have NVLinks only if an
 # NVLink bridge is installed.
-_BOARD_LINKS = (("V100-SXM", 6), ("A100-SXM", 12), ("H100 80GB HBM3", 18), ("B200", 18))
-_RESTART_FABRIC_MANAGER = "sudo systemctl restart nvidia-fabricmanager"
+_BOARD_LINKS = {"V100-SXM": 6, "A100-SXM": 12, "H100 80GB HBM3": 18, "B200": 18}
 
 # --- NVLink --------------------------------------------------------------------------------------
 
 
 @machine_check("nvlink.active")
 def active_nvlinks(machine: Machine) -> Findings:
-    nvlinks = read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
+    nvlinks = read_gpus(machine, "nvlinks")
     active = {gpu.index: sum(link.active is True for link in links) for gpu, links in nvlinks}
     expected, source = max(active.values()), "as on other GPUs"
     for gpu, _ in nvlinks:
-        for board, links_of_board in _BOARD_LINKS:
+        for board, links_of_board in _BOARD_LINKS.items():
             # A virtual machine with a single GPU of such a board may have no NVLinks.
             if board in gpu.name and links_of_board > expected and len(nvlinks) > 1:
                 expected, source = links_of_board, f"as every {gpu.name} has"
@@ -37,23 +29,16 @@ def active_nvlinks(machine: Machine) -> Findings:
         if active[gpu.index] < expected:
             down = [str(link.index) for link in links if link.active is False]
             which = f" (down: {', '.join(down)})" if down else ""
-            yield fail(
-                f"gpu:{gpu.index}",
-                f"{active[gpu.index]} of {expected} NVLinks are active{which}",
-                f"{expected}, {source}",
-                f"nvidia-smi nvlink -s -i {gpu.index}",
-                _RESTART_FABRIC_MANAGER,
-                f"sudo nvidia-smi --gpu-reset -i {gpu.index}",
-            )
-    if set(active.values()) == {expected}:
-        yield passed(f"{expected} NVLinks active on each of {len(nvlinks)} GPUs")
+            observed = f"{active[gpu.index]} of {expected} NVLinks are active{which}"
+            yield fail(f"gpu:{gpu.index}", observed, f"{expected}, {source}")
+    yield passed(f"{expected} NVLinks active on each of {len(nvlinks)} GPUs")
 
 
 @machine_check("nvlink.speed")
 def nvlink_speed(machine: Machine) -> Findings:
     speeds = [
         (gpu.index, link.index, link.speed_mbs)
-        for gpu, links in read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
+        for gpu, links in read_gpus(machine, "nvlinks")
         for link in links
         if link.active and link.speed_mbs
     ]
@@ -63,44 +48,36 @@ def nvlink_speed(machine: Machine) -> Findings:
     for gpu, link, speed in speeds:
         if speed < 0.95 * best:
             observed = f"NVLink {link} runs at {speed / 1000:.1f} GB/s"
-            expected = f"{best / 1000:.1f} GB/s, as other links"
-            yield fail(f"gpu:{gpu}", observed, expected, f"sudo nvidia-smi --gpu-reset -i {gpu}")
+            yield fail(f"gpu:{gpu}", observed, f"{best / 1000:.1f} GB/s, as other links")
 
 
 @machine_check("nvlink.errors")
 def nvlink_errors(machine: Machine) -> Findings:
-    nvlinks = read_gpus(machine, "nvlinks", lambda g: g.nvlinks)
+    nvlinks = read_gpus(machine, "nvlinks")
     if not any(links for _, links in nvlinks):
         raise Skip("no NVLink")
     for gpu, links in nvlinks:
         for link in links:
-            errors = {
-                "replays": link.replay_errors or 0,
-                "recoveries": link.recovery_errors or 0,
-                "CRC errors": link.crc_errors or 0,
-            }
-            if any(errors.values()):
-                counts = ", ".join(f"{count} {name}" for name, count in errors.items() if count)
+            if link.errors:
+                counts = ", ".join(f"{count} {name}" for name, count in link.errors.items())
                 # A recovery interrupts the link for a moment; a replay only resends a packet.
-                say = fail if errors["recoveries"] else warn
-                observed = f"NVLink {link.index}: {counts} since the driver was loaded"
-                yield say(f"gpu:{gpu.index}", observed, "0", f"nvidia-smi nvlink -e -i {gpu.index}")
+                problem = fail if link.recovery_errors else warn
+                observed = f"NVLink {link.index}: {counts} errors since the driver was loaded"
+                yield problem(f"gpu:{gpu.index}", observed)
 
 
 @machine_check("nvlink.fabric")
 def nvswitch_fabric(machine: Machine) -> Findings:
-    states = read_gpus(machine, "fabric_state", lambda g: g.fabric_state)
+    states = read_gpus(machine, "fabric_state")
     if all(state == "not_supported" for _, state in states):
         raise Skip("no NVSwitch fabric to set up")
     for gpu, state in states:
         scope = f"gpu:{gpu.index}"
         if state not in ("completed", "not_supported"):
             cure = "start the fabric manager of the driver's version (for a VM: on its host)"
-            observed = f"fabric state {state}"
-            yield fail(scope, observed, "completed", _RESTART_FABRIC_MANAGER, cure=cure)
+            yield fail(scope, f"fabric state {state}", cure=cure)
         elif gpu.fabric_healthy is False:
-            observed = "the fabric reports degraded bandwidth or a degraded route"
-            yield fail(scope, observed, "healthy", _RESTART_FABRIC_MANAGER)
+            yield fail(scope, "the fabric reports degraded bandwidth or a degraded route")
 
 
 @machine_check("nvlink.peers")
@@ -109,22 +86,20 @@ def peer_access(machine: Machine) -> Findings:
         raise Skip("one GPU")
     if not machine.peers:
         raise Skip(machine.why("peers") or "the driver does not report peer access")
-    has_nvlink = {
-        gpu.index: any(link.active for link in gpu.nvlinks or ()) for gpu in machine.accelerators
-    }
+    has_nvlink = {gpu.index: bool(gpu.active_nvlinks) for gpu in machine.accelerators}
     for pair in machine.peers:
         status = next((each for each in (pair.read, pair.write) if each not in (None, "OK")), None)
         if pair.src > pair.dst or status is None:
             continue
-        scope, command = f"pair:{pair.src}-{pair.dst}", "nvidia-smi topo -p2p r"
+        scope = f"pair:{pair.src}-{pair.dst}"
         reason = KNOWN_ERRORS["peer_access"].get(status, "unknown reason")
         observed = f"no peer access ({status}: {reason})"
         linked = all(has_nvlink.get(index, True) for index in (pair.src, pair.dst))
         if linked or pair.nvlink == "OK":
-            yield fail(scope, observed, "OK over NVLink", command)
+            yield fail(scope, observed, "OK over NVLink")
         elif pair.driver_class in ("PIX", "PXB") and status != "GNS":
             expected = f"OK: both are below a common PCIe switch ({pair.driver_class})"
-            yield warn(scope, observed, expected, command)
+            yield warn(scope, observed, expected)
 
 
 # --- PCIe ----------------------------------------------------------------------------------------
@@ -147,10 +122,6 @@ def _pcie_links(machine: Machine) -> list[tuple[str, str, PcieLink]]:
     return links
 
 
-def _show_link(address: str) -> str:
-    return f"sudo lspci -vv -s {address} | grep -i lnk"
-
-
 @machine_check("pcie.width")
 def pcie_width(machine: Machine) -> Findings:
     links = [link for link in _pcie_links(machine) if link[2].width and link[2].max_width]
@@ -159,15 +130,12 @@ def pcie_width(machine: Machine) -> Findings:
     for scope, address, link in links:
         if (link.width or 0) < (link.max_width or 0):
             observed, expected = f"{address} uses {link.width} lanes", f"{link.max_width} lanes"
-            yield fail(scope, observed, expected, _show_link(address))
+            yield fail(scope, observed, expected, f"sudo lspci -vv -s {address} | grep -i lnk")
 
 
 @machine_check("pcie.generation")
 def pcie_generation(machine: Machine) -> Findings:
-    """Check the PCIe generation of GPUs in use and of RDMA NICs.
-
-    Idle GPUs are not checked, because they lower their PCIe generation to save power.
-    """
+    # Idle GPUs are not checked, because they lower their PCIe generation to save power.
     idle = {f"gpu:{gpu.index}" for gpu in machine.accelerators if not gpu.processes}
     links = [
         (scope, address, link)
@@ -179,12 +147,13 @@ def pcie_generation(machine: Machine) -> Findings:
     for scope, address, link in links:
         if (link.generation or 0) < (link.max_generation or 0):
             observed = f"{address} runs PCIe {link.generation} under load"
-            yield warn(scope, observed, f"PCIe {link.max_generation}", _show_link(address))
+            command = f"sudo lspci -vv -s {address} | grep -i lnk"
+            yield warn(scope, observed, f"PCIe {link.max_generation}", command)
 
 
 @machine_check("pcie.errors")
 def pcie_errors(machine: Machine) -> Findings:
-    devices = [each for each in machine.pci if each.kind != "bridge"]
+    devices = [device for device in machine.pci if device.kind != "bridge"]
     if not devices:
         raise Skip(machine.why("pci") or "no GPU or NIC on the PCI bus")
     scopes = {nic.pci_address: f"nic:{nic.name}" for nic in reversed(machine.nics)}
@@ -205,33 +174,31 @@ def pcie_errors(machine: Machine) -> Findings:
 
 
 def _peers_use_pcie(machine: Machine) -> bool:
-    """Whether devices exchange data over PCIe.
-
-    This is the case if GPUs have no NVLink between them, or if RDMA NICs access GPU memory.
-    """
-    linked = all(any(link.active for link in gpu.nvlinks or ()) for gpu in machine.accelerators)
-    return (len(machine.accelerators) > 1 and not linked) or has_rdma(machine)
+    """Whether GPUs without NVLink exchange data over PCIe, or RDMA NICs access GPU memory."""
+    linked = all(gpu.active_nvlinks for gpu in machine.accelerators)
+    return (len(machine.accelerators) > 1 and not linked) or machine.has_rdma
 
 
-def _pci_devices_of_gpus(machine: Machine) -> list[PciDevice]:
+def _pci_devices_of_gpus(machine: Machine, component: str) -> list[PciDevice]:
+    gpus_of(machine)
+    if machine.is_virtual:
+        raise Skip(f"a virtual machine: its host configures the {component}")
     devices = [machine.pci_device(gpu.pci_address) for gpu in machine.accelerators]
     return [device for device in devices if device is not None]
 
 
 @machine_check("pcie.acs")
 def acs(machine: Machine) -> Findings:
-    gpus_of(machine)
-    if is_virtual(machine):
-        raise Skip("a virtual machine: its host configures the PCIe bridges")
+    gpus = _pci_devices_of_gpus(machine, "PCIe bridges")
     if not _peers_use_pcie(machine):
         raise Skip("no traffic between PCIe devices")
-    above = {bridge for device in _pci_devices_of_gpus(machine) for bridge in device.path[1:-1]}
+    above = {bridge for device in gpus for bridge in device.path[1:-1]}
     bridges = [each for each in machine.pci if each.kind == "bridge" and each.address in above]
-    if all(each.acs_redirect is None for each in bridges):
+    if all(bridge.acs_redirect is None for bridge in bridges):
         number = next((i for i, each in enumerate(machine.pci) if each.kind == "bridge"), 0)
         reason = machine.why(f"pci[{number}].acs_redirect")
         raise Skip(reason or "the ACS setting of bridges above GPUs is unknown: run as root")
-    enabled = [each.address for each in bridges if each.acs_redirect]
+    enabled = [bridge.address for bridge in bridges if bridge.acs_redirect]
     if enabled:
         shown = ", ".join(enabled[:3]) + (" …" if len(enabled) > 3 else "")
         commands = [f"sudo setpci -s {address} ECAP_ACS+0x6.w=0000" for address in enabled]
@@ -241,27 +208,22 @@ def acs(machine: Machine) -> Findings:
 
 @machine_check("pcie.iommu")
 def iommu(machine: Machine) -> Findings:
-    gpus_of(machine)
-    if is_virtual(machine):
-        raise Skip("a virtual machine: its host configures the IOMMU")
-    kinds = {each.iommu_type for each in _pci_devices_of_gpus(machine) if each.iommu_type}
+    gpus = _pci_devices_of_gpus(machine, "IOMMU")
+    kinds = {device.iommu_type for device in gpus if device.iommu_type}
     if not kinds:
         raise Skip("the kernel does not report the IOMMU type of GPUs")
     names = ", ".join(sorted(kinds))
     if kinds & {"DMA", "DMA-FQ"} and _peers_use_pcie(machine):
-        command = "sudo grubby --update-kernel=ALL --args=iommu=pt"
-        observed = f"the IOMMU translates the addresses of GPUs ({names})"
-        yield warn("machine", observed, "disabled, or pass-through (iommu=pt)", command)
-    else:
-        yield passed(f"IOMMU {names}")
+        yield warn("machine", f"the IOMMU translates the addresses of GPUs ({names})")
+    yield passed(f"IOMMU {names}")
 
 
 @machine_check("pcie.hidden")
 def hidden_topology(machine: Machine) -> Findings:
     if len(gpus_of(machine)) < 2:
         raise Skip("one GPU")
-    if "NCCL_TOPO_FILE" in settings(machine):
-        yield passed(f"NCCL_TOPO_FILE={settings(machine)['NCCL_TOPO_FILE']}")
+    if file := settings(machine).get("NCCL_TOPO_FILE"):
+        yield passed(f"NCCL_TOPO_FILE={file}")
         return
     hidden = []
     for gpu in machine.accelerators:
@@ -272,11 +234,6 @@ def hidden_topology(machine: Machine) -> Findings:
         if no_bridges and (gpu.numa_node is None or not (speed or width)):
             hidden.append(str(gpu.index))
     if hidden:
-        kind = f"this virtual machine ({machine.virtualisation})"
-        yield warn(
-            "machine",
-            f"{kind if is_virtual(machine) else 'this machine'} hides the PCIe topology of GPU "
-            f"{', '.join(hidden)}",
-            "visible switches, speeds and NUMA nodes",
-            "export NCCL_TOPO_FILE=/path/to/topology.xml",
-        )
+        virtual = f"virtual machine ({machine.virtualisation})"
+        kind = virtual if machine.is_virtual else "machine"
+        yield warn("machine", f"this {kind} hides the PCIe topology of GPU {', '.join(hidden)}")

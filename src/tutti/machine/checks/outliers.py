@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from tutti.machine.checks.cluster import Cluster, MeasuredRate, Skip
-from tutti.machine.checks.finding import Findings, cluster_check, fail, passed, warn
+from tutti.machine.checks.finding import Finding, Findings, cluster_check, fail, passed, warn
 from tutti.machine.checks.nccl_environment import settings
-from tutti.machine.checks.network_interfaces import external_nics, selected_nics
+from tutti.machine.checks.network_rdma import external_nics, selected_nics
 from tutti.measure.units import format_rate
 
 # --- outliers ------------------------------------------------------------------------------------
@@ -40,19 +40,17 @@ def slow_outliers(values: Mapping[str, float], min_difference: float = MIN_DIFFE
     Deviations are computed on logarithms, because speeds differ by factors. A link at 1 % of the
     usual speed is found even if the speeds of the healthy links differ by half.
     """
-    if len(values) < 2:
-        return []
-    if len(values) == 2:
-        best = max(values.values())
+    if len(values) <= 2:
+        best = max(values.values(), default=0)
         return [name for name, value in values.items() if value < _SLOW_OF_TWO * best]
     logs = {name: math.log(max(value, 1e-9)) for name, value in values.items()}
     middle = median(logs.values())
-    mad = median(abs(each - middle) for each in logs.values())
+    mad = median(abs(log - middle) for log in logs.values())
     threshold = max(
         -math.log(1 - min_difference),
         min(_Z_SCORE * mad / _MAD_OF_NORMAL, -math.log(_ALWAYS_SLOW)),
     )
-    slow = [name for name, each in logs.items() if middle - each > threshold]
+    slow = [name for name, log in logs.items() if middle - log > threshold]
     return sorted(slow, key=lambda name: values[name])
 
 
@@ -66,25 +64,21 @@ def slow_links(
     is slow, the best links of both its hosts are still fast, so the link is reported and not a
     host.
     """
-    between_hosts = [
-        (rate.value, [host_of_rank[rank] for rank in rate.name.split("-")])
+    hosts_of = {
+        rate.name: [host_of_rank[rank] for rank in rate.name.split("-")]
         for rate in rates
         if rate.kind == "network"
-    ]
+    }
     slow_hosts: set[int] = set()
-    if len({host for _, pair in between_hosts for host in pair}) >= 3:
+    if len({host for pair in hosts_of.values() for host in pair}) >= 3:
         for end in (0, 1):
             best: dict[str, float] = {}
-            for value, pair in between_hosts:
-                name = str(pair[end])
-                best[name] = max(best.get(name, 0.0), value)
-            slow_hosts |= {int(name) for name in slow_outliers(best, _MIN_LINK_DIFFERENCE)}
-    rest = [
-        rate
-        for rate in rates
-        if rate.kind != "network"
-        or not slow_hosts & {host_of_rank[rank] for rank in rate.name.split("-")}
-    ]
+            for rate in rates:
+                if rate.kind == "network":
+                    host = str(hosts_of[rate.name][end])
+                    best[host] = max(best.get(host, 0.0), rate.value)
+            slow_hosts |= {int(host) for host in slow_outliers(best, _MIN_LINK_DIFFERENCE)}
+    rest = [rate for rate in rates if not slow_hosts & set(hosts_of.get(rate.name, ()))]
     slow = [
         name
         for same in _by_kind(rest).values()
@@ -100,56 +94,53 @@ def _by_kind(rates: Sequence[MeasuredRate]) -> dict[str, list[MeasuredRate]]:
     return kinds
 
 
+def _slow(
+    scope: str, value: float, usual: float, observed: str, expected: str, host: str = ""
+) -> Finding:
+    """A finding about a slow device or link: a failure below half of the usual speed."""
+    return (fail if value < _BROKEN * usual else warn)(scope, observed, expected, host=host)
+
+
 # --- ranks and GPUs ------------------------------------------------------------------------------
-
-
-def _probed(cluster: Cluster, name: str) -> tuple[MeasuredRate, ...]:
-    rates: tuple[MeasuredRate, ...] | None = getattr(cluster.probes, name)
-    if rates is None:
-        raise _skip(cluster, name)
-    return rates
-
-
-def _skip(cluster: Cluster, name: str) -> Skip:
-    return Skip(cluster.probes.skipped.get(name, "only with --active"))
 
 
 def _compare_rates(
     cluster: Cluster, rates: Sequence[MeasuredRate], unit: str, scale: float
 ) -> Findings:
+    hosts = [machine.host for machine in cluster.machines]
     for rate in rates:
         if rate.error:
-            host = cluster.machines[rate.host].host
-            yield fail(rate.name, f"not measured: {rate.error}", "a measured rate", host=host)
+            observed = f"not measured: {rate.error}"
+            yield fail(rate.name, observed, "a measured rate", host=hosts[rate.host])
     for kind, same in _by_kind([rate for rate in rates if not rate.error]).items():
         values = {rate.name: rate.value for rate in same}
         usual = median(values.values())
         slow = slow_outliers(values)
         for rate in same:
-            host = cluster.machines[rate.host].host
+            host = hosts[rate.host]
             if not rate.reproducible:
                 observed = f"repeating the same computation gave different results ({kind})"
                 cure = "replace the device"
                 yield fail(rate.name, observed, "the same bits every time", cure=cure, host=host)
             elif rate.name in slow:
-                say = fail if rate.value < _BROKEN * usual else warn
                 observed = f"{rate.value / scale:.3g} {unit} ({kind})"
                 expected = f"about {usual / scale:.3g} {unit}, the median of {len(same)}"
-                yield say(rate.name, observed, expected, host=host)
-        if not slow and all(rate.reproducible for rate in same):
-            low, high = min(values.values()) / scale, max(values.values()) / scale
-            span = f"{low:.3g}" if len(same) == 1 else f"{low:.3g} to {high:.3g}"
-            yield passed(f"{span} {unit} ({kind}, {len(same)} measured)", "world")
+                yield _slow(rate.name, rate.value, usual, observed, expected, host)
+        low, high = min(values.values()) / scale, max(values.values()) / scale
+        span = f"{low:.3g}" if len(same) == 1 else f"{low:.3g} to {high:.3g}"
+        yield passed(f"{span} {unit} ({kind}, {len(same)} measured)", "world")
 
 
 @cluster_check("active.compute")
 def compute_rate(cluster: Cluster) -> Findings:
-    yield from _compare_rates(cluster, _probed(cluster, "compute"), "TFLOP/s", 1e12)
+    rates = cluster.probes.require("compute", cluster.probes.compute)
+    yield from _compare_rates(cluster, rates, "TFLOP/s", 1e12)
 
 
 @cluster_check("active.memory")
 def memory_rate(cluster: Cluster) -> Findings:
-    yield from _compare_rates(cluster, _probed(cluster, "bandwidth"), "GB/s", 1e9)
+    rates = cluster.probes.require("bandwidth", cluster.probes.bandwidth)
+    yield from _compare_rates(cluster, rates, "GB/s", 1e9)
 
 
 # --- links between ranks -------------------------------------------------------------------------
@@ -157,7 +148,7 @@ def memory_rate(cluster: Cluster) -> Findings:
 
 @cluster_check("active.links")
 def link_rates(cluster: Cluster) -> Findings:
-    rates = _probed(cluster, "links")
+    rates = cluster.probes.require("links", cluster.probes.links)
     if not rates:
         raise Skip("one rank: no links")
     host_of = {str(rank.rank): rank.host for rank in cluster.ranks}
@@ -170,46 +161,32 @@ def link_rates(cluster: Cluster) -> Findings:
         low = min(rate.value for rate in own)
         usual = median(others or [rate.value for rate in own])
         reported |= {frozenset(rate.name.split("-")) for rate in own}
-        say = fail if low < _BROKEN * usual else warn
         observed = f"every link of this host is slow, down to {format_rate(low)}"
         expected = f"about {format_rate(usual)}, as between other hosts"
-        yield say("machine", observed, expected, host=cluster.machines[host].host)
-    # A slow link is reported once, not for both directions.
-    by_name = {rate.name: rate for rate in rates}
-    for name in slow:
-        pair = frozenset(name.split("-"))
-        if pair not in reported:
-            reported.add(pair)
-            rate = by_name[name]
-            usual = median(other.value for other in rates if other.kind == rate.kind)
-            say = fail if rate.value < _BROKEN * usual else warn
-            expected = f"about {format_rate(usual)}"
-            yield say(_link_scope(name), _describe_link(cluster, host_of, rate), expected)
-    for rate in rates:
-        pair = frozenset(rate.name.split("-"))
-        src, dst = (host_of[rank] for rank in rate.name.split("-"))
-        least = _least_rate(cluster, src, dst)
-        if rate.kind == "network" and rate.value < least and pair not in reported:
-            reported.add(pair)
+        yield _slow("machine", low, usual, observed, expected, cluster.machines[host].host)
+    # Outliers first, lowest rate first; then links that are slow compared with their interfaces.
+    for rate in sorted(rates, key=lambda rate: (rate.name not in slow, rate.value)):
+        src, dst = rate.name.split("-")
+        pair = frozenset((src, dst))
+        least = _least_rate(cluster, host_of[src], host_of[dst]) if rate.kind == "network" else 0.0
+        is_outlier = rate.name in slow
+        if pair in reported or not (is_outlier or rate.value < least):
+            continue
+        reported.add(pair)  # a slow link is reported once, not for both directions
+        scope = f"link:{'-'.join(sorted(pair, key=int))}"
+        one, other = (cluster.machines[host_of[rank]].host for rank in (src, dst))
+        hosts = f"{one} to {other}" if one != other else f"inside {one}"
+        observed = f"rank {src} to rank {dst} ({hosts}): {format_rate(rate.value)}"
+        if is_outlier:
+            usual = median(same.value for same in rates if same.kind == rate.kind)
+            yield _slow(scope, rate.value, usual, observed, f"about {format_rate(usual)}")
+        else:
             expected = f"at least {format_rate(least)}, a tenth of the interface's speed"
-            yield fail(_link_scope(rate.name), _describe_link(cluster, host_of, rate), expected)
-    if not reported:
-        for kind, same in _by_kind(rates).items():
-            low, high = min(r.value for r in same), max(r.value for r in same)
-            span = f"{format_rate(low)} to {format_rate(high)}"
-            yield passed(f"{span} over {kind}, {len(same)} measured", "world")
-
-
-def _link_scope(name: str) -> str:
-    low, high = sorted(name.split("-"), key=int)
-    return f"link:{low}-{high}"
-
-
-def _describe_link(cluster: Cluster, host_of: Mapping[str, int], rate: MeasuredRate) -> str:
-    src, dst = rate.name.split("-")
-    one, other = (cluster.machines[host_of[rank]].host for rank in (src, dst))
-    hosts = f"{one} to {other}" if one != other else f"inside {one}"
-    return f"rank {src} to rank {dst} ({hosts}): {format_rate(rate.value)}"
+            yield fail(scope, observed, expected)
+    for kind, same in _by_kind(rates).items():
+        values = [rate.value for rate in same]
+        span = f"{format_rate(min(values))} to {format_rate(max(values))}"
+        yield passed(f"{span} over {kind}, {len(same)} measured", "world")
 
 
 def _least_rate(cluster: Cluster, src: int, dst: int) -> float:
@@ -219,16 +196,12 @@ def _least_rate(cluster: Cluster, src: int, dst: int) -> float:
     Even a slow CPU reaches 100 MB/s on one stream, and no protocol uses 90 % of a link as overhead.
     """
     speeds = []
-    for host in (src, dst):
-        machine = cluster.machines[host]
+    for machine in (cluster.machines[src], cluster.machines[dst]):
         name = settings(machine).get("GLOO_SOCKET_IFNAME")
         nics = external_nics(machine)
         if name:
             nics = selected_nics("GLOO_SOCKET_IFNAME", name, machine.nics)
-        known_speeds = [nic.speed_mbps for nic in nics if nic.speed_mbps]
-        if not known_speeds:
-            return 0.0
-        speeds.append(min(known_speeds) * 1e6 / 8)
+        speeds.append(min((nic.speed_mbps for nic in nics if nic.speed_mbps), default=0) * 1e6 / 8)
     return min(*speeds, 1e9) / 10
 
 
@@ -248,36 +221,29 @@ _COPY_FAULTS = {
 
 @cluster_check("active.p2p")
 def gpu_copies(cluster: Cluster) -> Findings:
-    if cluster.probes.copies is None:
-        raise _skip(cluster, "copies")
-    if not any(cluster.probes.copies):
+    copies_of_hosts = cluster.probes.require("copies", cluster.probes.copies)
+    if not any(copies_of_hosts):
         raise Skip("no host with two GPUs")
-    for machine, copies in zip(cluster.machines, cluster.probes.copies, strict=True):
+    for machine, copies in zip(cluster.machines, copies_of_hosts, strict=True):
         speeds = {}
         for copy in copies or ():
             scope = f"pair:{copy.src}-{copy.dst}"
-            if copy.status == "ok":
-                if copy.gbs is not None:
-                    speeds[scope] = copy.gbs
-                continue
-            default = (copy.message, "see nvidia-smi topo -p2p r and the kernel log (dmesg)")
-            observed, cure = _COPY_FAULTS.get(copy.status, default)
-            command = "nvidia-smi topo -p2p r"
-            yield fail(scope, observed, "the same bits", command, cure=cure, host=machine.host)
+            if copy.status != "ok":
+                default = (copy.message, "see nvidia-smi topo -p2p r and the kernel log (dmesg)")
+                observed, cure = _COPY_FAULTS.get(copy.status, default)
+                yield fail(scope, observed, cure=cure, host=machine.host)
+            elif copy.gbs is not None:
+                speeds[scope] = copy.gbs
         for scope in slow_outliers(speeds):
-            usual = median(speeds.values())
-            say = fail if speeds[scope] < _BROKEN * usual else warn
-            observed = f"{speeds[scope]:.3g} GB/s"
-            yield say(scope, observed, f"about {usual:.3g} GB/s", host=machine.host)
+            usual, speed = median(speeds.values()), speeds[scope]
+            observed, expected = f"{speed:.3g} GB/s", f"about {usual:.3g} GB/s"
+            yield _slow(scope, speed, usual, observed, expected, machine.host)
 
 
 @cluster_check("active.collective")
 def all_reduce_result(cluster: Cluster) -> Findings:
-    results = cluster.probes.all_reduce
-    if results is None:
-        raise _skip(cluster, "all_reduce")
+    results = cluster.probes.require("all_reduce", cluster.probes.all_reduce)
     for rank, error in enumerate(results):
         if error:
-            yield fail(f"rank:{rank}", error, "the exact sum over all ranks")
-    if not any(results):
-        yield passed(f"all_reduce over {len(results)} ranks is exact", "world")
+            yield fail(f"rank:{rank}", error)
+    yield passed(f"all_reduce over {len(results)} ranks is exact", "world")

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 
@@ -33,20 +33,8 @@ _COPY_SECONDS = 90.0
 Probe = Callable[[torch.device], tuple[Callable[[], torch.Tensor], float, str]]
 
 
-def measure_compute(peers: Peers, device: str) -> tuple[MeasuredRate, ...]:
-    """FLOP/s of a matrix product on every rank, or on every GPU if there is only one rank."""
-    return _measure(peers, device, _matrix_product)
-
-
-def measure_bandwidth(peers: Peers, device: str) -> tuple[MeasuredRate, ...]:
-    """Memory bandwidth of every rank, or of every GPU if there is only one rank.
-
-    The unit is bytes read plus bytes written per second by a memory copy.
-    """
-    return _measure(peers, device, _memory_copy)
-
-
-def _matrix_product(device: torch.device) -> tuple[Callable[[], torch.Tensor], float, str]:
+def matrix_product(device: torch.device) -> tuple[Callable[[], torch.Tensor], float, str]:
+    """A probe of compute speed; its rate is in FLOP/s."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
     generator = torch.Generator(device).manual_seed(0)
     a, b = (
@@ -56,33 +44,31 @@ def _matrix_product(device: torch.device) -> tuple[Callable[[], torch.Tensor], f
     return lambda: a @ b, 2.0 * size**3, f"{name} product"
 
 
-def _memory_copy(device: torch.device) -> tuple[Callable[[], torch.Tensor], float, str]:
+def memory_copy(device: torch.device) -> tuple[Callable[[], torch.Tensor], float, str]:
+    """A probe of memory bandwidth; its rate is in bytes read plus bytes written per second."""
     count = 1 << 28 if device.type == "cuda" else 1 << 24  # 1 GiB, 64 MiB
     source = torch.arange(count, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
     return lambda: target.copy_(source), 2.0 * 4 * count, "copy"
 
 
-def _measure(peers: Peers, device: str, probe: Probe) -> tuple[MeasuredRate, ...]:
-    """Measure all ranks at the same time, as in training, and then the slow ranks again."""
+def measure_devices(peers: Peers, device: str, probe: Probe) -> tuple[MeasuredRate, ...]:
+    """The rate of a probe on every rank, or on every GPU if there is only one rank.
+
+    All ranks are measured at the same time, as in training. Then the slow ranks are measured again.
+    """
     if device != "cuda" and "OMP_NUM_THREADS" not in os.environ:
         ranks_on_host = list(peers.hosts).count(peers.host)
         torch.set_num_threads(max(1, len(allowed_cpus()) // ranks_on_host))
     devices = _own_devices(peers, device)
     best: dict[str, MeasuredRate] = {}
-    slow: set[str] | None = None
     for _ in range(1 + _REPEATS_OF_SLOW):
-        own = [
-            asdict(_try_rate(name, peers.host, each, probe))
-            for name, each in devices.items()
-            if slow is None or name in slow
-        ]
-        for rates in peers.gather(own):
-            for rate in (MeasuredRate(**each) for each in rates):
-                before = best.get(rate.name)
-                if before is None or rate.value > before.value:
-                    same = rate.reproducible and (before is None or before.reproducible)
-                    best[rate.name] = replace(rate, reproducible=same)
+        own = [_rate(name, peers.host, each, probe) for name, each in devices.items()]
+        for rate in peers.gather_rows(MeasuredRate, own):
+            before = best.get(rate.name)
+            if before is None or rate.value > before.value:
+                same = rate.reproducible and (before is None or before.reproducible)
+                best[rate.name] = replace(rate, reproducible=same)
         measured = [rate for rate in best.values() if not rate.error]
         slow = {
             name
@@ -91,6 +77,7 @@ def _measure(peers: Peers, device: str, probe: Probe) -> tuple[MeasuredRate, ...
         }
         if not slow:
             break
+        devices = {name: each for name, each in devices.items() if name in slow}
     return tuple(best.values())
 
 
@@ -105,27 +92,22 @@ def _own_devices(peers: Peers, device: str) -> dict[str, torch.device]:
     return {f"rank:{peers.rank}": torch.device("cuda", local_rank % count)}
 
 
-def _try_rate(name: str, host: int, device: torch.device, probe: Probe) -> MeasuredRate:
+def _rate(name: str, host: int, device: torch.device, probe: Probe) -> MeasuredRate:
     """The measured rate. An error such as out of memory is returned as part of the result."""
     try:
-        return _rate(name, host, device, probe)
+        work, amount, probe_name = probe(device)
+        reference = work().clone()
+        fastest, reproducible = float("inf"), True
+        for _ in range(_ATTEMPTS):
+            seconds, result = _time(work, device)
+            fastest = min(fastest, seconds)
+            reproducible = reproducible and torch.equal(result, reference)
     except RuntimeError as error:
-        message = str(error).splitlines()[0]
-        return MeasuredRate(name, host, str(device), 0.0, error=message)
-
-
-def _rate(name: str, host: int, device: torch.device, probe: Probe) -> MeasuredRate:
-    work, amount, what = probe(device)
-    reference = work().clone()
-    fastest, reproducible = float("inf"), True
-    for _ in range(_ATTEMPTS):
-        seconds, result = _time(work, device)
-        fastest = min(fastest, seconds)
-        reproducible = reproducible and torch.equal(result, reference)
+        return MeasuredRate(name, host, str(device), 0.0, error=str(error).splitlines()[0])
     if device.type == "cuda":
-        kind = f"{what}, {torch.cuda.get_device_name(device)}"
+        kind = f"{probe_name}, {torch.cuda.get_device_name(device)}"
     else:
-        kind = f"{what}, CPU × {torch.get_num_threads()}"
+        kind = f"{probe_name}, CPU × {torch.get_num_threads()}"
     return MeasuredRate(name, host, kind, amount / fastest, reproducible)
 
 
@@ -167,7 +149,7 @@ def parse_copies(lines: Sequence[str], code: int | None) -> tuple[GpuCopy, ...]:
         except (ValueError, KeyError, TypeError):  # a truncated line, or output of a library
             continue
         if "status" in row:
-            found[pair] = GpuCopy(*pair, row["status"], row.get("gbs"), row.get("message", ""))
+            found[pair] = GpuCopy(**row)
         elif code is None:
             found[pair] = GpuCopy(*pair, "hung")
         else:
@@ -224,7 +206,7 @@ def _copy(source: torch.Tensor, pattern: torch.Tensor, dst: int) -> tuple[float,
     expected = pattern.to(f"cuda:{dst}")  # through host memory
     target = torch.zeros_like(expected)
     fastest, same = float("inf"), True
-    for _ in range(5):
+    for _ in range(_ATTEMPTS):
         target.zero_()
         torch.cuda.synchronize(dst)
         seconds, _result = _time(lambda: target.copy_(source), source.device)

@@ -5,6 +5,7 @@ server. The kernel picks the server's port, as it does for gloo and NCCL. A requ
 JSON with a secret token that only the ranks of this world have. Every wait has a timeout.
 """
 
+import contextlib
 import json
 import secrets
 import socket
@@ -12,12 +13,12 @@ import socketserver
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from io import BufferedIOBase
-from itertools import pairwise
-from typing import Any
+from itertools import combinations, pairwise
+from typing import Any, Literal, TypeVar
 
 from tutti.machine.checks.cluster import ClockOffset, Connection, MeasuredRate
 from tutti.machine.checks.outliers import slow_links
@@ -36,7 +37,8 @@ _FIRST_BYTES, _MAX_BYTES, _TRANSFER_SECONDS = 1 << 18, 1 << 26, 0.04
 _MAX_RANKS_ALL_PAIRS = 8
 _ROUNDS, _REPEATS_OF_SLOW = 3, 3
 
-Clock = Callable[[], float]
+Row = TypeVar("Row")
+Pairs = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class Peers:
         """The lowest rank of each host."""
         return [self.hosts.index(host) for host in range(max(self.hosts) + 1)]
 
+    def gather_rows(self, kind: Callable[..., Row], rows: Iterable[Row]) -> tuple[Row, ...]:
+        """All-gather of dataclass instances: the rows of all ranks, in rank order."""
+        gathered = self.gather([asdict(row) for row in rows])  # type: ignore[call-overload]
+        return tuple(kind(**values) for rows_of_rank in gathered for values in rows_of_rank)
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -80,7 +87,7 @@ class ProbeServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: str, clock: Clock = time.time) -> None:
+    def __init__(self, address: str, clock: Callable[[], float] = time.time) -> None:
         super().__init__(("", 0), _RequestHandler)
         self.clock = clock
         self.endpoint = Endpoint(address, self.server_address[1], secrets.token_hex(16))
@@ -159,32 +166,23 @@ class ProbeClient:
                 best = (((received - sent) + (answered - returned)) / 2, round_trip)
         return best
 
-    def send_rate(self) -> float:
-        """Bytes per second from this rank to the server."""
-        return self._measure(self._send)
-
-    def receive_rate(self) -> float:
-        """Bytes per second from the server to this rank."""
-        return self._measure(self._receive)
-
-    def _measure(self, transfer: Callable[[int], None]) -> float:
-        start = time.perf_counter()
-        transfer(_FIRST_BYTES)
-        seconds = max(time.perf_counter() - start, 1e-6)
-        size = int(_FIRST_BYTES * _TRANSFER_SECONDS / seconds)
+    def rate(self, server_action: Literal["send", "receive"]) -> float:
+        """Bytes per second from the server ("send") or to the server ("receive")."""
+        seconds = self._transfer(server_action, _FIRST_BYTES)
+        size = int(_FIRST_BYTES * _TRANSFER_SECONDS / max(seconds, 1e-6))
         size = min(max(_FIRST_BYTES, size), _MAX_BYTES)
+        return size / max(self._transfer(server_action, size), 1e-9)
+
+    def _transfer(self, server_action: str, size: int) -> float:
+        """Transfer `size` bytes and return the seconds that the transfer took."""
         start = time.perf_counter()
-        transfer(size)
-        return size / max(time.perf_counter() - start, 1e-9)
-
-    def _send(self, size: int) -> None:
-        self._request("receive", size)
-        _send_bytes(self._socket, size)
-        _read_exactly(self._file, 1)  # the server has received the last byte
-
-    def _receive(self, size: int) -> None:
-        self._request("send", size)
-        _receive_bytes(self._file, size)
+        self._request(server_action, size)
+        if server_action == "send":
+            _receive_bytes(self._file, size)
+        else:
+            _send_bytes(self._socket, size)
+            _read_exactly(self._file, 1)  # the server has received the last byte
+        return time.perf_counter() - start
 
     def _request(self, kind: str, size: int = 0) -> None:
         line = json.dumps({"token": self._token, "kind": kind, "bytes": size})
@@ -212,25 +210,17 @@ def _receive_bytes(stream: BufferedIOBase, size: int) -> None:
 # --- probes --------------------------------------------------------------------------------------
 
 
-def start_servers(peers: Peers) -> tuple[ProbeServer, list[Endpoint]]:
-    """Start this rank's probe server. Returns the server and the endpoints of all ranks."""
-    server = ProbeServer(peers.address)
-    return server, [Endpoint(**each) for each in peers.gather(asdict(server.endpoint))]
-
-
 def connect_hosts(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[Connection, ...]:
     """Connect every host to every other host; all attempts run at the same time."""
+
+    def connect(rank: int) -> Connection:
+        return Connection(peers.host, peers.hosts[rank], connection_error(endpoints[rank]))
+
     found: list[Connection] = []
     if peers.rank in peers.first_ranks:
-        others = [rank for rank in peers.first_ranks if rank != peers.rank]
         with ThreadPoolExecutor(16) as pool:
-            errors = pool.map(lambda rank: connection_error(endpoints[rank]), others)
-            found = [
-                Connection(peers.host, peers.hosts[rank], error)
-                for rank, error in zip(others, errors, strict=True)
-            ]
-    gathered = peers.gather([asdict(each) for each in found])
-    return tuple(Connection(**each) for connections in gathered for each in connections)
+            found += pool.map(connect, [rank for rank in peers.first_ranks if rank != peers.rank])
+    return peers.gather_rows(Connection, found)
 
 
 def connection_error(endpoint: Endpoint) -> str | None:
@@ -253,16 +243,13 @@ def measure_clock_offsets(peers: Peers, endpoints: Sequence[Endpoint]) -> tuple[
     found: list[ClockOffset] = []
     for rank in peers.first_ranks[1:]:
         if peers.rank == rank:
-            try:
-                with ProbeClient(endpoints[0]) as client:
-                    client.hello()
-                    ahead, round_trip = client.clock_offset()
+            # The check network.calls reports hosts that cannot connect.
+            with contextlib.suppress(OSError), ProbeClient(endpoints[0]) as client:
+                client.hello()
+                ahead, round_trip = client.clock_offset()
                 found.append(ClockOffset(peers.host, -ahead, round_trip))
-            except OSError:
-                pass  # reported by the connections between hosts
         peers.gather(None)
-    gathered = peers.gather([asdict(each) for each in found])
-    return tuple(ClockOffset(**each) for offsets in gathered for each in offsets)
+    return peers.gather_rows(ClockOffset, found)
 
 
 def measure_links(
@@ -299,51 +286,40 @@ def measure_links(
     return _link_rates(best, hosts)
 
 
-def link_pairs(hosts: Sequence[int]) -> list[tuple[int, int]]:
+def link_pairs(hosts: Sequence[int]) -> Pairs:
     """The pairs of ranks to measure.
 
     These are all pairs in a world of at most 8 ranks. In a larger world, they are the pairs of the
     hosts' first ranks and the pairs of adjacent ranks on each host.
     """
-    ranks = range(len(hosts))
-    all_pairs = [(low, high) for low in ranks for high in ranks if low < high]
+    all_pairs = list(combinations(range(len(hosts)), 2))
     if len(hosts) <= _MAX_RANKS_ALL_PAIRS:
         return all_pairs
     first_ranks = {hosts.index(host) for host in hosts}
-    ranks_of = {host: [rank for rank in ranks if hosts[rank] == host] for host in hosts}
-    adjacent = {pair for each in ranks_of.values() for pair in pairwise(each)}
+    ranks_of = [[rank for rank, h in enumerate(hosts) if h == host] for host in set(hosts)]
+    adjacent = {pair for ranks in ranks_of for pair in pairwise(ranks)}
     return [pair for pair in all_pairs if set(pair) <= first_ranks or pair in adjacent]
 
 
 def _measure_pairs(
-    peers: Peers,
-    endpoints: Sequence[Endpoint],
-    pairs: Sequence[tuple[int, int]],
-    best: dict[str, float],
+    peers: Peers, endpoints: Sequence[Endpoint], pairs: Pairs, best: dict[str, float]
 ) -> None:
     """Measure the pairs and update `best` with the best rate of each direction."""
     for concurrent in concurrent_pairs(pairs, peers.hosts):
         found: dict[str, float] = {}
         for low, high in concurrent:
-            if peers.rank != low:
-                continue
-            try:
-                with ProbeClient(endpoints[high]) as client:
-                    client.hello()
-                    found = {
-                        f"{low}-{high}": client.send_rate(),
-                        f"{high}-{low}": client.receive_rate(),
-                    }
-            except OSError:
+            if peers.rank == low:
                 found = {f"{low}-{high}": 0.0, f"{high}-{low}": 0.0}
+                with contextlib.suppress(OSError), ProbeClient(endpoints[high]) as client:
+                    client.hello()
+                    found[f"{low}-{high}"] = client.rate("receive")
+                    found[f"{high}-{low}"] = client.rate("send")
         for rates in peers.gather(found):
             for name, value in rates.items():
                 best[name] = max(best.get(name, 0.0), value)
 
 
-def concurrent_pairs(
-    pairs: Sequence[tuple[int, int]], hosts: Sequence[int]
-) -> list[list[tuple[int, int]]]:
+def concurrent_pairs(pairs: Pairs, hosts: Sequence[int]) -> list[Pairs]:
     """Group pairs so that no host takes part in two pairs of a group."""
     rest, groups = list(pairs), []
     while rest:

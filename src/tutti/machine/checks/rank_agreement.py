@@ -4,7 +4,7 @@ The most common value is expected. Ranks or hosts with another value are reporte
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from tutti.machine.checks.cluster import Cluster, Skip
 from tutti.machine.checks.finding import Findings, cluster_check, fail, passed, warn
@@ -12,10 +12,12 @@ from tutti.machine.checks.nccl_environment import LISTS, settings, shares_gpus
 from tutti.machine.observation import Machine
 from tutti.measure.units import format_bytes
 
-Facts = Callable[[Machine], Mapping[str, str]]
+Facts = dict[str, str]
 
 
-def _differences(cluster: Cluster, facts: Facts, must_agree: Sequence[str] = ()) -> Findings:
+def _differences(
+    cluster: Cluster, read_facts: Callable[[Machine], Facts], must_agree: Sequence[str] = ()
+) -> Findings:
     """For each fact, the ranks or hosts whose value is not the most common one.
 
     A difference in a fact of `must_agree` is a failure, otherwise a warning.
@@ -24,41 +26,37 @@ def _differences(cluster: Cluster, facts: Facts, must_agree: Sequence[str] = ())
         raise Skip("one rank on one host: nothing to compare")
     # Processes of one host may differ, so ranks are compared. Hosts are compared only if no world
     # was started.
-    views: list[tuple[int | None, Machine]] = [(r.rank, r.machine) for r in cluster.ranks]
-    views = views or [(None, machine) for machine in cluster.machines]
-    values_of = [facts(machine) for _, machine in views]
-    for key in dict.fromkeys(key for values in values_of for key in values):
-        values = [each.get(key, "not set") for each in values_of]
+    processes = [(str(rank.rank), rank.machine) for rank in cluster.ranks]
+    processes = processes or [("", machine) for machine in cluster.machines]
+    facts = [read_facts(machine) for _, machine in processes]
+    for key in dict.fromkeys(key for values in facts for key in values):
+        values = [each.get(key, "not set") for each in facts]
         counts = Counter(values)
         # If several values are equally common, the value of the first rank is expected.
         usual, number = max(counts.items(), key=lambda item: (item[1], item[0] == values[0]))
-        for value in sorted(counts, key=lambda value: counts[value]):
-            if value == usual:
-                continue
-            odd = [view for view, each in zip(views, values, strict=True) if each == value]
-            hosts = list(dict.fromkeys(machine.host for _, machine in odd))
+        for value in sorted(set(counts) - {usual}, key=lambda value: counts[value]):
+            different = [
+                process for process, v in zip(processes, values, strict=True) if v == value
+            ]
+            ranks = [rank for rank, _ in different if rank]
+            hosts = list(dict.fromkeys(machine.host for _, machine in different))
+            names = _shorten(hosts, 3) + (f" (rank {_shorten(ranks, 6)})" if ranks else "")
             scope = "machine" if len(hosts) == 1 else "world"
-            if len(odd) == 1 and odd[0][0] is not None:
-                scope = f"rank:{odd[0][0]}"
             yield (fail if key in must_agree else warn)(
-                scope,
-                f"{_names(odd, hosts)}: {key} {value}",
+                f"rank:{ranks[0]}" if len(ranks) == 1 else scope,
+                f"{names}: {key} {value}",
                 f"{usual}, as {number} other{'s' * (number > 1)}",
                 host=hosts[0] if len(hosts) == 1 else "",
             )
 
 
-def _names(odd: Sequence[tuple[int | None, Machine]], hosts: Sequence[str]) -> str:
-    ranks = [str(rank) for rank, _ in odd if rank is not None]
-    names = ", ".join(hosts[:3]) + (" …" if len(hosts) > 3 else "")
-    if not ranks:
-        return names
-    return f"{names} (rank {', '.join(ranks[:6])}{' …' if len(ranks) > 6 else ''})"
+def _shorten(names: Sequence[str], count: int) -> str:
+    return ", ".join(names[:count]) + (" …" if len(names) > count else "")
 
 
 @cluster_check("agreement.versions")
 def same_versions(cluster: Cluster) -> Findings:
-    def facts(machine: Machine) -> Mapping[str, str]:
+    def facts(machine: Machine) -> Facts:
         system = {"kernel": machine.kernel, "architecture": machine.architecture}
         return machine.versions | {k: v for k, v in system.items() if v}
 
@@ -67,20 +65,19 @@ def same_versions(cluster: Cluster) -> Findings:
 
 @cluster_check("agreement.variables")
 def same_variables(cluster: Cluster) -> Findings:
-    def facts(machine: Machine) -> Mapping[str, str]:
-        return {
-            name: value
-            for name, value in settings(machine).items()
-            if name not in LISTS["per_process"]
-            and not name.startswith(LISTS["per_process_prefixes"])
-        }
+    prefixes = LISTS["per_process_prefixes"]
+
+    def facts(machine: Machine) -> Facts:
+        variables = settings(machine)
+        shared = variables.keys() - set(LISTS["per_process"])
+        return {name: variables[name] for name in sorted(shared) if not name.startswith(prefixes)}
 
     yield from _differences(cluster, facts)
 
 
 @cluster_check("agreement.limits")
 def same_limits(cluster: Cluster) -> Findings:
-    def facts(machine: Machine) -> Mapping[str, str]:
+    def facts(machine: Machine) -> Facts:
         limits = {
             "memlock": machine.limits.memlock_bytes,
             "open files": machine.limits.open_files,
@@ -97,7 +94,7 @@ def same_hardware(cluster: Cluster) -> Findings:
     if len(cluster.machines) < 2:
         raise Skip("one host: nothing to compare")
 
-    def facts(machine: Machine) -> Mapping[str, str]:
+    def facts(machine: Machine) -> Facts:
         memory = machine.memory.total_bytes
         return {
             "GPUs": str(len(machine.accelerators)),
@@ -120,7 +117,6 @@ def one_gpu_per_rank(cluster: Cluster) -> Findings:
     for (host, gpu), number in users.items():
         if number > 1 and not shares_gpus(on_gpus[0].machine.variables):
             ranks = [str(r.rank) for r in on_gpus if (r.host, r.gpu) == (host, gpu)]
-            observed = f"ranks {', '.join(ranks)} use the same GPU ({gpu})"
-            yield fail(f"rank:{ranks[1]}", observed, "one GPU per rank")
+            yield fail(f"rank:{ranks[1]}", f"ranks {', '.join(ranks)} use the same GPU ({gpu})")
     if len(users) == len(on_gpus):
         yield passed(f"{len(on_gpus)} ranks, one GPU each", "world")
