@@ -81,10 +81,10 @@ def puts_and_gets(heap: symmetric.Heap, left: int, right: int) -> None:
     assert t.local[3, 5] == -1.0 - left
     heap.free(t)
     for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.int16, torch.float8_e4m3fn):
-        with heap.zeros(5, dtype) as each:
-            each.put(torch.ones(5).to(dtype), to=right)
+        with heap.zeros(5, dtype) as t:
+            t.put(torch.ones(5).to(dtype), to=right)
             heap.barrier()
-            assert each.local.to(torch.complex64).sum() == 5
+            assert t.local.to(torch.complex64).sum() == 5
             heap.barrier()
     with heap.empty(0) as nothing, heap.zeros(()) as scalar:
         nothing.put(torch.empty(0), to=right)
@@ -228,12 +228,12 @@ def groups_have_heaps_of_their_own(world: Any) -> None:
     group = odd if world.rank % 2 else even
     with symmetric.Heap(group, bytes=4096) as small, symmetric.Heap(bytes=4096) as large:
         assert (small.rank, small.size) == (world.rank // 2, 2)
-        mine, all_of = small.zeros(4), large.zeros(4)
-        mine.put(torch.full((4,), float(world.rank)), to=1 - small.rank)
-        all_of.local.fill_(1)
+        pair, everyone = small.zeros(4), large.zeros(4)
+        pair.put(torch.full((4,), float(world.rank)), to=1 - small.rank)
+        everyone.local.fill_(1)
         small.barrier()
-        assert (mine.local == (world.rank + 2) % 4).all()
-        assert symmetric.all_reduce(all_of)[0] == 4 and symmetric.all_reduce(mine)[0] in (2, 4)
+        assert (pair.local == (world.rank + 2) % 4).all()
+        assert symmetric.all_reduce(everyone)[0] == 4 and symmetric.all_reduce(pair)[0] in (2, 4)
 
 
 def test_different_calls_are_named_and_the_heap_stays_usable() -> None:

@@ -14,6 +14,7 @@ import pytest
 from heap_ranks import HEAD, run_ranks
 from tutti.comm.shm import native
 from tutti.comm.symmetric import cpu_heap
+from tutti.comm.symmetric.heap_rendezvous import HeapRendezvous
 from tutti.world.errors import UsageError
 from worlds import clean_environment
 
@@ -22,7 +23,7 @@ def test_a_peer_that_dies_or_leaves_ends_every_wait(tmp_path: Path) -> None:
     program = """
 heap = symmetric.Heap(bytes=65536)
 other = symmetric.Heap(bytes=65536)
-t, c = heap.zeros(100_00), heap.counters(1)
+t, c = heap.zeros(10_000), heap.counters(1)
 heap.barrier()
 if rank == 1:  # leaves one heap on an error, without the others
     try:
@@ -88,32 +89,32 @@ def test_a_heap_that_fails_half_way_leaves_nothing_in_the_backend(tmp_path: Path
     program = """
 import gc
 from tutti.comm.shm import native, native_group, register
-from tutti.comm.symmetric.cpu_heap import ControlPages
+from tutti.comm.symmetric.cpu_heap import CpuMemory
 
 register()
 group = dist.new_group(backend="shm")
 heap = symmetric.Heap(group, bytes=4096)
-exchange = ControlPages.exchange
+exchange = CpuMemory.exchange
 
-def late_to(which):
-    meetings = iter(range(1, 100))
-    def late(self, text, timeout, what):
-        if rank == 1 and next(meetings) == which:
-            dist.barrier()  # until the others have given up
-        return exchange(self, text, timeout, what)
-    ControlPages.exchange = late
+def delay_exchange(number):
+    exchanges = iter(range(1, 100))
+    def delayed(self, text, what):
+        if rank == 1 and next(exchanges) == number:
+            dist.barrier()  # until rank 0 has timed out
+        return exchange(self, text, what)
+    CpuMemory.exchange = delayed
 
 def memory(name):
     gc.collect()
     return sum(name in line for line in open("/proc/self/maps"))
 
-late_to(1)
+delay_exchange(1)
 caught(lambda: symmetric.Heap(group, bytes=4096, timeout=0.5))
 print(native.core().tutti_group_remove_block(native_group(group), 2), memory("tutti-shm:heap 2"))
 rank or dist.barrier()
 t, before = heap.zeros(8), memory("tutti-shm:heap 1")
-heap.timeout = 0.5
-late_to(2)  # the second of three in which the heap's own collectives are connected
+heap.memory.timeout = 0.5
+delay_exchange(2)  # the second of three exchanges that connect the heap's own collectives
 caught(lambda: symmetric.all_reduce(t))
 print(memory("tutti-shm:heap 1") - before)
 rank or dist.barrier()
@@ -154,8 +155,8 @@ heap.wait(timeout=50)
         for rank in ranks:
             os.kill(rank.pid, signal.SIGKILL)
             rank.wait()
-    everybody = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    assert not heaps & heap_files(*everybody)
+    all_pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    assert not heaps & heap_files(*all_pids)
 
 
 def heap_files(*pids: int) -> set[tuple[int, int]]:
@@ -171,36 +172,31 @@ def heap_files(*pids: int) -> set[tuple[int, int]]:
     return found
 
 
-class OtherHostRendezvous:
-    """The rendezvous of rank 0 with a rank 1 on another host."""
+class OtherHostRendezvous(HeapRendezvous):
+    """The rendezvous of rank 0 with a rank 1 that has boot id `boot`."""
 
-    rank, size, number = 0, 2, 1
-
-    def __init__(self, boot: str) -> None:
+    def __init__(self, boot: str, size: int = 2) -> None:
+        self.rank, self.size, self.number = 0, size, 1
         self.boot = boot
 
-    def introduce(self, heap: list[int], failure: str | None, more: dict[str, Any]) -> list[Any]:
-        mine = {"heap": heap, "failure": failure, "host": "ox", "boot": "here", "pid": os.getpid()}
-        return [mine | more, mine | {"host": "owl", "boot": self.boot, "pid": 1, "fd": 99999}]
-
     def exchange(self, value: Any) -> list[Any]:
-        return [value, None]
+        if not isinstance(value, dict):
+            return [value, None]
+        value |= {"host": "ox", "boot": "here"}
+        peer = value | {"host": "owl", "boot": self.boot, "pid": 1, "fd": 99999}
+        return [value, peer][: self.size]
 
 
 def test_ranks_on_different_hosts_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"rank 0 is on ox, rank 1 on owl: make a group per host"):
-        cpu_heap._open_segments(OtherHostRendezvous("there"), native.core(), 4096, [1, 1])  # type: ignore[arg-type]
+        cpu_heap._open_segments(OtherHostRendezvous("there"), native.core(), 4096, 1, 1)
     with pytest.raises(UsageError, match=r"rank 0 cannot open the memory of rank 1 \(process 1 on"):
-        cpu_heap._open_segments(OtherHostRendezvous("here"), native.core(), 4096, [1, 1])  # type: ignore[arg-type]
+        cpu_heap._open_segments(OtherHostRendezvous("here"), native.core(), 4096, 1, 1)
 
 
 def test_too_little_memory_names_the_bytes_needed() -> None:
-    class Alone(OtherHostRendezvous):
-        def introduce(self, *arguments: Any) -> list[Any]:
-            return super().introduce(*arguments)[:1]
-
     with pytest.raises(UsageError, match=str(1 << 50)):
-        cpu_heap._open_segments(Alone("here"), native.core(), 1 << 50, [1, 1])  # type: ignore[arg-type]
+        cpu_heap._open_segments(OtherHostRendezvous("here", 1), native.core(), 1 << 50, 1, 1)
 
 
 def test_a_mapping_lives_as_long_as_a_tensor_in_it() -> None:
@@ -209,7 +205,7 @@ def test_a_mapping_lives_as_long_as_a_tensor_in_it() -> None:
     core = native.core()
     segment = core.tutti_segment_create(b"test", 4096)
     fd = core.tutti_segment_fd(segment)
-    block = cpu_heap._as_buffer(core, segment, core.tutti_segment_base(segment), 4096)
+    block = cpu_heap._as_buffer(core, segment, 4096)
     tensor = torch.frombuffer(block, dtype=torch.float32)
     assert ctypes.sizeof(block) == 4096
     del block

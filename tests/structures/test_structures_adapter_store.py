@@ -166,7 +166,7 @@ def _hunt_for_torn_adapters(heap: symmetric.Heap) -> dict[str, Any]:
 def _look_while_it_moves(heap: symmetric.Heap) -> None:
     """A small adapter is always on rank 0, but never long in one slot."""
     with AdapterStore(heap, 4, {"weights": (4,)}) as store:
-        newest = store._directory.newest
+        newest = store._newest
         _never(heap, store, lambda: newest("moving") is None)
         if heap.rank != 0:
             store.prefetch("moving").result()

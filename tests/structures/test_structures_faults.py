@@ -69,7 +69,7 @@ if rank == 1:
     state = shard.data_ptr() + 8 * at
     seen = core().tutti_load(state)
     assert core().tutti_compare_swap(state, seen, seen | 2) == seen
-    announcement = store._directory._announcement
+    announcement = store._announcement
     assert core().tutti_compare_swap(announcement, 0, 2) == 0
     die()
 for _ in range(1000):

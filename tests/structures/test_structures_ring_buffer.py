@@ -102,12 +102,12 @@ def _ends_and_mistakes(heap: symmetric.Heap) -> None:
             ring.finish()
             with pytest.raises(UsageError, match="put after finish"):
                 ring.put(torch.ones(2))
-            with pytest.raises(UsageError, match="get on rank 0: rank 0 produces, rank 1 consumes"):
+            with pytest.raises(UsageError, match="get on rank 0.*rank 0 produces, rank 1 consumes"):
                 ring.get()
         elif heap.rank == 1:
             assert sum(int(item.sum()) for item in ring) == 4
         else:
-            with pytest.raises(UsageError, match="put on rank 2: rank 0 produces"):
+            with pytest.raises(UsageError, match="put on rank 2.*rank 0 produces"):
                 ring.put(torch.ones(2))
     with RingBuffer(heap, 0, 1, 2, (2,)) as ring:
         if heap.rank == 0:

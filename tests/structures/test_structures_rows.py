@@ -120,7 +120,7 @@ def _published_rows_are_found(heap: symmetric.Heap) -> None:
         out = torch.empty(3, dtype=torch.float64)
         assert cache.lookup(8, out=out) is out and out[0] == 8
         foreign = (heap.rank + 1) % heap.size
-        with pytest.raises(UsageError, match=f"row {foreign}, which is rank {foreign}'s"):
+        with pytest.raises(UsageError, match=f"row {foreign}, which rank {foreign} owns"):
             cache.publish(foreign, out)
         with pytest.raises(UsageError, match=r"row is torch.float32 of shape \(3,\)"):
             cache.publish(heap.rank, out.float())

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +21,28 @@ _RECORD_BYTES = 192  # size of the record of a slot; 24 + _NAME_BYTES bytes are 
 _CELL_BYTES = 320  # size of the announcement: a cell (structures.h) that holds a name
 
 
+@dataclass(eq=False)
+class Slot:
+    """One of this rank's own slots. Only this process writes them; peers copy from them."""
+
+    number: int
+    tensors: dict[str, torch.Tensor]  # views of the slot's memory
+    name: str = ""
+    version: int = 0  # 0: empty
+    is_original: bool = False  # put on this rank, not fetched: never evicted
+    is_being_written: bool = False
+    pins: int = 0
+
+
+class SlotCopy(NamedTuple):
+    """A copy of an adapter in a slot of any rank, as recorded at `sequence`."""
+
+    rank: int
+    slot: int
+    sequence: int
+    version: int
+
+
 class Adapter(Mapping[str, torch.Tensor]):
     """The tensors of one adapter, as views of its slot.
 
@@ -28,20 +50,18 @@ class Adapter(Mapping[str, torch.Tensor]):
     `with` block until the block ends.
     """
 
-    def __init__(
-        self, lock: threading.RLock, slot: "Slot", epoch: int, tensors: dict[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, lock: threading.RLock, slot: Slot, epoch: int) -> None:
         self.name, self.version, self.epoch = slot.name, slot.version, epoch
-        self._lock, self._slot, self._tensors = lock, slot, tensors
+        self._lock, self._slot = lock, slot
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+        return self._slot.tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._slot.tensors)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._slot.tensors)
 
     def __enter__(self) -> "Adapter":
         with self._lock:
@@ -85,22 +105,47 @@ class AdapterStore(Structure):
     ) -> None:
         super().__init__(heap)
         if slots < 2:
-            raise UsageError(f"slots={slots}: a switch needs 2 slots or more")
+            raise UsageError(f"slots={slots}: an AdapterStore needs at least 2 slots")
+        if not template:
+            raise UsageError("the template is empty: name the tensors of an adapter")
         self.slots = slots
-        self.template = AdapterTemplate(template, dtype)
-        self._core = native.core()
-        self._payload = self._zeros((slots, self.template.bytes), torch.uint8)
-        records = self._host_zeros(_CELL_BYTES + slots * _RECORD_BYTES)
-        self._directory = AdapterDirectory(self._addresses_of(records), heap.rank, heap.size, slots)
+        # Each tensor of the template: its first byte in a slot, its shape and its dtype.
+        layout: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+        self._slot_bytes = 0
+        for name, like in template.items():
+            shape = like.shape if isinstance(like, torch.Tensor) else torch.Size(like)
+            kind = like.dtype if isinstance(like, torch.Tensor) else dtype
+            layout[name] = (self._slot_bytes, shape, kind)
+            lines = max(1, -(-shape.numel() * kind.itemsize // _ALIGNMENT))
+            self._slot_bytes += lines * _ALIGNMENT
+        self._payload = self._zeros((slots, self._slot_bytes))
+        records = self._zeros((_CELL_BYTES + slots * _RECORD_BYTES,), on_host=True)
+        bases = self._addresses_of(records)
+        self._records: list[int] = [base + _CELL_BYTES for base in bases]
+        # The announcement of an adapter for all ranks is row 0, in rank 0's memory, of a table that
+        # has one row per rank. The row's version is the number of announcements.
+        self._announced = self._core.tutti_rows_create(
+            bases, heap.size, heap.rank, heap.size, _NAME_BYTES, _CELL_BYTES, 0
+        )
+        self._announcement = self._core.tutti_rows_state(self._announced, 0)
         self._stream: torch.cuda.Stream | None = None
         if heap.device.type != "cpu":
             self._stream = torch.cuda.Stream(heap.device)  # type: ignore[no-untyped-call]
-        self._slots = AdapterSlots(self._directory, slots)
-        self._views = [self.template.views(slot) for slot in self._payload.local]
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tutti-adapters")
+        # Least recently used first. Hold the lock from a query until the change that follows it.
+        self._lock = threading.RLock()
+        self._slots: list[Slot] = []
+        for number, memory in enumerate(self._payload.local):
+            tensors = {
+                name: memory[at : at + shape.numel() * kind.itemsize].view(kind).view(shape)
+                for name, (at, shape, kind) in layout.items()
+            }
+            self._slots.append(Slot(number, tensors))
+        self._template = self._slots[0].tensors
+        self._active_slots: tuple[Slot, ...] = ()  # the active slot and the previous one
         self._current: Adapter | None = None
         self._followed = self._epoch = 0
-        self._counts = dict.fromkeys(("puts", "fetched", "resident", "late", "again"), 0)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tutti-adapters")
+        self._counts = dict.fromkeys(("puts", "fetched", "resident", "late", "again", "evicted"), 0)
         heap.barrier()
 
     # ---- Putting and fetching ----
@@ -111,17 +156,17 @@ class AdapterStore(Structure):
         Only one rank at a time should put a name: of two concurrent puts either may remain.
         """
         self._check_open()
-        self.template.check(_checked_name(name), tensors)
-        with self._slots.lock:
-            before = self._directory.newest(name)
-            slot = self._slots.begin(name)
+        self._check_adapter(_checked_name(name), tensors)
+        with self._lock:
+            before = self._newest(name)
+            slot = self._begin(name)
             try:
-                for key, view in self._views[slot.number].items():
+                for key, view in slot.tensors.items():
                     self._write(view, tensors[key])
             except BaseException:
-                self._slots.clear(slot)
+                self._clear(slot)
                 raise
-            self._slots.finish(slot, name, before.version + 1 if before else 1, is_original=True)
+            self._finish(slot, name, before.version + 1 if before else 1, is_original=True)
             self._counts["puts"] += 1
             return slot.version
 
@@ -136,13 +181,13 @@ class AdapterStore(Structure):
     def remove(self, name: str) -> None:
         """Empty the slot that holds an adapter on this rank."""
         self._check_open()
-        with self._slots.lock:
-            slot = self._slots.find(name)
+        with self._lock:
+            slot = self._find(name)
             if slot is None:
                 raise LookupError(f"adapter {name!r} is not on rank {self.rank}")
-            if self._slots.in_use(slot):
-                raise UsageError(f"adapter {name!r} is in use: activate another one first")
-            self._slots.clear(slot)
+            if self._in_use(slot):
+                raise UsageError(f"adapter {name!r} is in use: activate another adapter first")
+            self._clear(slot)
 
     # ---- Switching ----
 
@@ -157,12 +202,12 @@ class AdapterStore(Structure):
         self._ensure_resident(_checked_name(name))
         if not everywhere:
             return self._switch_to(name)
+        text = name.encode().ljust(_NAME_BYTES, b"\0")
+        publish = self._quick.tutti_rows_publish
         number = self._served(
-            lambda: self._directory.announce(name),
-            self._directory.declare_dead,
-            f"activation of {name!r} everywhere",
+            lambda: publish(self._announced, 0, text), f"activation of {name!r} everywhere"
         )
-        with self._slots.lock:
+        with self._lock:
             self._followed = max(self._followed, number)
             return self._switch_to(name)
 
@@ -174,11 +219,45 @@ class AdapterStore(Structure):
         """
         if self.closed:
             self._check_open()
-        if self._directory.announcements > self._followed:
+        announcement = int(self._quick.tutti_load(self._announcement)) >> native.VERSION_SHIFT
+        if announcement > self._followed:
             self._follow()
         if self._current is None:
             raise LookupError("no adapter is active: activate one first")
         return self._current
+
+    def _ensure_resident(self, name: str) -> None:
+        if self._find(name) is None:
+            self._counts["late"] += 1
+            self.prefetch(name).result()
+
+    def _switch_to(self, name: str) -> int:
+        with self._lock:
+            slot = self._find(name)
+            if slot is None:
+                raise LookupError(
+                    f"adapter {name!r} was evicted from rank {self.rank} before the switch"
+                )
+            self._epoch += 1
+            self._touch(slot)
+            previous = [other for other in self._active_slots if other is not slot]
+            self._active_slots = (slot, *previous[:1])
+            self._current = Adapter(self._lock, slot, self._epoch)
+            return self._epoch
+
+    def _follow(self) -> None:
+        """Switch to the adapter that another rank has announced."""
+        text = ctypes.create_string_buffer(_NAME_BYTES + 1)
+        address, lookup = ctypes.addressof(text), self._quick.tutti_rows_lookup
+        number = self._served(
+            lambda: lookup(self._announced, 0, address), "reading the announced adapter"
+        )
+        name = text.value.decode()
+        self._ensure_resident(name)
+        with self._lock:
+            if number > self._followed:
+                self._followed = number
+                self._switch_to(name)
 
     # ---- Queries ----
 
@@ -186,83 +265,50 @@ class AdapterStore(Structure):
         """The ranks that have an adapter now, each with its newest version."""
         self._check_open()
         return {
-            rank: max(each.version for each in found)
+            rank: max(copy.version for copy in copies)
             for rank in range(self.size)
-            if (found := self._directory.copies(rank, name))
+            if (copies := self._copies(rank, name))
         }
 
     def resident(self) -> list[str]:
         """The adapters in this rank's slots, least recently used first."""
-        return self._slots.names()
+        with self._lock:
+            return [slot.name for slot in self._slots if slot.version]
 
     def stats(self) -> dict[str, int]:
         """This rank's counts; `late` counts activations that had to wait for a copy."""
-        more = {"evicted": self._slots.evicted, "epoch": self._epoch, "slots": self.slots}
-        return self._counts | more
+        return self._counts | {"epoch": self._epoch, "slots": self.slots}
 
     def _release(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._directory.free()
+        self._core.tutti_rows_free(self._announced)
 
-    # ---- Epochs ----
-
-    def _ensure_resident(self, name: str) -> None:
-        if self._slots.find(name) is None:
-            self._counts["late"] += 1
-            self.prefetch(name).result()
-
-    def _switch_to(self, name: str) -> int:
-        with self._slots.lock:
-            slot = self._slots.find(name)
-            if slot is None:
-                raise LookupError(
-                    f"adapter {name!r} was evicted from rank {self.rank} before the switch"
-                )
-            self._epoch += 1
-            self._slots.touch(slot)
-            others = [each for each in self._slots.active if each is not slot]
-            self._slots.active = (slot, *others[:1])
-            self._current = Adapter(self._slots.lock, slot, self._epoch, self._views[slot.number])
-            return self._epoch
-
-    def _follow(self) -> None:
-        name = ""
-
-        def look() -> int:
-            nonlocal name
-            number, name = self._directory.announced()
-            return number
-
-        number = self._served(look, self._directory.declare_dead, "the announced adapter")
-        self._ensure_resident(name)
-        with self._slots.lock:
-            if number > self._followed:
-                self._followed = number
-                self._switch_to(name)
+    def _declare_dead(self, rank: int) -> None:
+        self._core.tutti_rows_declare_dead(self._announced, rank)
 
     # ---- Copies, in the background thread ----
 
     def _fetch(self, name: str) -> int:
         for _ in range(_COPY_ATTEMPTS):
-            source = self._directory.newest(name)
-            with self._slots.lock:
-                have = self._slots.find(name)
-                if have is not None and (source is None or have.version >= source.version):
-                    self._slots.touch(have)
+            source = self._newest(name)
+            with self._lock:
+                resident = self._find(name)
+                if resident and (source is None or resident.version >= source.version):
+                    self._touch(resident)
                     self._counts["resident"] += 1
-                    return have.version
+                    return resident.version
                 if source is None:
-                    raise LookupError(f"no rank has adapter {name!r}: put it on one first")
-                slot = self._slots.begin(name)
+                    raise LookupError(f"no rank has adapter {name!r}: put it on one rank first")
+                slot = self._begin(name)
             copied = False
             try:
                 copied = self._copy_slot(source, slot)
             finally:
-                with self._slots.lock:
+                with self._lock:
                     if copied:
-                        self._slots.finish(slot, name, source.version, is_original=False)
+                        self._finish(slot, name, source.version, is_original=False)
                     else:
-                        self._slots.clear(slot)
+                        self._clear(slot)
                     self._counts["fetched" if copied else "again"] += 1
             if copied:
                 return source.version
@@ -270,19 +316,19 @@ class AdapterStore(Structure):
             f"adapter {name!r} changed {_COPY_ATTEMPTS} times while it was being copied"
         )
 
-    def _copy_slot(self, source: "Listing", slot: "Slot") -> bool:
+    def _copy_slot(self, source: "SlotCopy", slot: Slot) -> bool:
         """Copy a peer's slot into one of this rank; False if the peer's slot changed meanwhile."""
         target = self._payload.local[slot.number]
         origin = self._payload.peer(source.rank)[source.slot]
         if self._stream is None:
-            record = self._directory.record(source.rank, source.slot)
+            record = self._record(source.rank, source.slot)
             addresses = target.data_ptr(), origin.data_ptr()
             copy = self._core.tutti_slot_copy
-            return bool(copy(*addresses, self.template.bytes, record, source.sequence))
+            return bool(copy(*addresses, self._slot_bytes, record, source.sequence))
         with torch.cuda.stream(self._stream):
             target.copy_(origin)
         self._stream.synchronize()
-        return self._directory.sequence(source.rank, source.slot) == source.sequence
+        return self._sequence(source.rank, source.slot) == source.sequence
 
     def _write(self, view: torch.Tensor, value: torch.Tensor) -> None:
         if self._stream is None:
@@ -292,206 +338,122 @@ class AdapterStore(Structure):
             view.copy_(value)
             torch.cuda.current_stream(self.heap.device).synchronize()
 
-
-class AdapterTemplate:
-    """Names, shapes and dtypes of an adapter's tensors, packed one after the other into `bytes`."""
-
-    def __init__(
-        self, tensors: Mapping[str, tuple[int, ...] | torch.Tensor], dtype: torch.dtype
-    ) -> None:
-        if not tensors:
-            raise UsageError("the template is empty: name the tensors of an adapter")
-        self._layout: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
-        self.bytes = 0
-        for name, like in tensors.items():
-            shape = like.shape if isinstance(like, torch.Tensor) else torch.Size(like)
-            kind = like.dtype if isinstance(like, torch.Tensor) else dtype
-            self._layout[name] = (self.bytes, shape, kind)
-            self.bytes += max(1, -(-shape.numel() * kind.itemsize // _ALIGNMENT)) * _ALIGNMENT
-
-    def views(self, slot: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors of a slot, as views of its bytes."""
-        return {
-            name: slot[at : at + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for name, (at, shape, dtype) in self._layout.items()
-        }
-
-    def check(self, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check_adapter(self, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise UsageError if the tensors of an adapter differ from the template."""
-        for name, (_, shape, dtype) in self._layout.items():
-            given = tensors.get(name)
-            if given is None or given.shape != shape or given.dtype is not dtype:
-                what = "missing" if given is None else f"{given.dtype} of {tuple(given.shape)}"
+        for name, like in self._template.items():
+            tensor = tensors.get(name)
+            if tensor is None or tensor.shape != like.shape or tensor.dtype is not like.dtype:
+                what = "missing" if tensor is None else f"{tensor.dtype} of {tuple(tensor.shape)}"
                 raise UsageError(
-                    f"adapter {adapter!r}: {name} is {what}, the template has {dtype} of "
-                    f"{tuple(shape)}"
+                    f"adapter {adapter!r}: {name} is {what}, the template has {like.dtype} of "
+                    f"{tuple(like.shape)}"
                 )
-        if extra := sorted(set(tensors) - set(self._layout)):
+        if extra := sorted(set(tensors) - set(self._template)):
             raise UsageError(f"adapter {adapter!r} has {extra}, which the template does not have")
 
+    # ---- The slots of this rank ----
 
-@dataclass(eq=False)
-class Slot:
-    """One of this rank's own slots. Only this process writes them; peers copy from them."""
-
-    number: int
-    name: str = ""
-    version: int = 0  # 0: empty
-    is_original: bool = False  # put on this rank, not fetched: never evicted
-    is_being_written: bool = False
-    pins: int = 0
-    last_used: int = 0  # the value of AdapterSlots._clock at the last use
-
-
-class AdapterSlots:
-    """The slots of one rank. Callers hold `lock` from a query until the change that follows it."""
-
-    def __init__(self, directory: "AdapterDirectory", count: int) -> None:
-        self.lock = threading.RLock()
-        self.active: tuple[Slot, ...] = ()  # the active slot and the previous one
-        self.evicted = 0
-        self._directory = directory
-        self._slots = [Slot(number) for number in range(count)]
-        self._clock = 0
-
-    def find(self, name: str) -> Slot | None:
+    def _find(self, name: str) -> Slot | None:
         """The slot with the newest version of an adapter."""
-        with self.lock:
+        with self._lock:
             found = [slot for slot in self._slots if slot.version and slot.name == name]
             return max(found, key=lambda slot: slot.version, default=None)
 
-    def names(self) -> list[str]:
-        """The adapters in the slots, least recently used first."""
-        with self.lock:
-            return [s.name for s in sorted(self._slots, key=lambda s: s.last_used) if s.version]
+    def _in_use(self, slot: Slot) -> bool:
+        return slot.is_being_written or slot.pins > 0 or slot in self._active_slots
 
-    def in_use(self, slot: Slot) -> bool:
-        """Whether the slot is being written, pinned, active or the previous active one."""
-        return slot.is_being_written or slot.pins > 0 or slot in self.active
-
-    def touch(self, slot: Slot) -> None:
+    def _touch(self, slot: Slot) -> None:
         """Mark the slot as the most recently used."""
-        self._clock += 1
-        slot.last_used = self._clock
+        self._slots.remove(slot)
+        self._slots.append(slot)
 
-    def begin(self, wanted: str) -> Slot:
-        """An empty slot, or the least recently used one that is not in use, ready to be written."""
+    def _begin(self, name: str) -> Slot:
+        """A slot that is ready to be written with adapter `name`."""
         candidates = [
             slot
             for slot in self._slots
-            if not self.in_use(slot) and (not slot.is_original or slot.name == wanted)
+            if not self._in_use(slot) and (not slot.is_original or slot.name == name)
         ]
         if not candidates:
-            count, originals = len(self._slots), sum(slot.is_original for slot in self._slots)
+            originals = sum(slot.is_original for slot in self._slots)
             raise UsageError(
-                f"no slot for adapter {wanted!r} on rank {self._directory.rank}: of {count} slots "
+                f"no slot for adapter {name!r} on rank {self.rank}: of {self.slots} slots "
                 f"{originals} hold adapters that were put here, the others are in use: use more "
                 "slots, or remove() adapters"
             )
         # Prefer an empty slot, then an older version of the same adapter, then the slot that was
         # not used for the longest time.
-        slot = min(candidates, key=lambda s: (s.version > 0, s.name != wanted, s.last_used))
-        self.evicted += slot.version > 0 and slot.name != wanted
+        slot = min(candidates, key=lambda slot: (slot.version > 0, slot.name != name))
+        self._counts["evicted"] += slot.version > 0 and slot.name != name
         slot.is_being_written, slot.version = True, 0
-        self._directory.begin(slot.number)
+        self._quick.tutti_slot_begin(self._record(self.rank, slot.number))
         return slot
 
-    def finish(self, slot: Slot, name: str, version: int, is_original: bool) -> None:
+    def _finish(self, slot: Slot, name: str, version: int, is_original: bool) -> None:
         """Mark a slot as written; older versions of the adapter are removed unless in use."""
-        self._directory.end(slot.number, name, version)
+        self._end_record(slot.number, name, version)
         slot.name, slot.version = name, version
         slot.is_original, slot.is_being_written = is_original, False
-        self.touch(slot)
+        self._touch(slot)
         for old in self._slots:
             if old is not slot and old.version and old.name == name:
                 old.is_original = False
-                if not self.in_use(old):
-                    self.clear(old)
+                if not self._in_use(old):
+                    self._clear(old)
 
-    def clear(self, slot: Slot) -> None:
-        """Empty a slot."""
-        self._directory.begin(slot.number)
-        self._directory.end(slot.number, "", 0)
+    def _clear(self, slot: Slot) -> None:
+        self._quick.tutti_slot_begin(self._record(self.rank, slot.number))
+        self._end_record(slot.number, "", 0)
         slot.name, slot.version, slot.is_original, slot.is_being_written = "", 0, False, False
 
+    # ---- The records of all ranks' slots ----
+    #
+    # Each slot has a record: a sequence number (odd while the slot is being written), then the
+    # version, the length of the name and the name. The sequence number covers both the record and
+    # the slot's tensors. A rank writes only its own records; any rank may announce an adapter.
 
-class Listing(NamedTuple):
-    """One adapter in one slot of a rank, as recorded at `sequence`."""
-
-    rank: int
-    slot: int
-    sequence: int
-    version: int
-    name: str
-
-
-class AdapterDirectory:
-    """The contents of all ranks' slots, readable by every rank, and the announced adapter.
-
-    Each slot has a record: a sequence number (odd while the slot is being written), then the
-    version, the length of the name and the name. The sequence number covers both the record and
-    the slot's tensors. A rank writes only its own records; any rank may announce an adapter.
-    """
-
-    def __init__(self, bases: Any, rank: int, size: int, slots: int) -> None:
-        self.rank, self.size, self.slots = rank, size, slots
-        self._core, self._quick = native.core(), native.core_holding_gil()
-        # The announcement is row 0, in rank 0's memory, of a table that has one row per rank.
-        self._announced = self._core.tutti_rows_create(
-            bases, size, rank, size, _NAME_BYTES, _CELL_BYTES, 0
-        )
-        self._announcement = self._core.tutti_rows_state(self._announced, 0)
-        self._records: list[int] = [base + _CELL_BYTES for base in bases]
-
-    def record(self, rank: int, slot: int) -> int:
+    def _record(self, rank: int, slot: int) -> int:
         """The address of a slot's sequence number."""
         return self._records[rank] + slot * _RECORD_BYTES
 
-    def begin(self, slot: int) -> None:
-        """Mark a slot of this rank as being written: copies made from now on are refused."""
-        self._quick.tutti_slot_begin(self.record(self.rank, slot))
+    def _sequence(self, rank: int, slot: int) -> int:
+        return int(self._quick.tutti_load(self._record(rank, slot)))
 
-    def end(self, slot: int, name: str, version: int) -> None:
-        """Record what a slot of this rank holds now; version 0 means that it is empty."""
-        record, text = self.record(self.rank, slot), name.encode()
+    def _end_record(self, slot: int, name: str, version: int) -> None:
+        """Record the adapter that a slot of this rank holds now; version 0 means an empty slot."""
+        record, text = self._record(self.rank, slot), name.encode()
         words = (ctypes.c_uint64 * 2)(version, len(text))
         self._quick.tutti_slot_write(record + 8, ctypes.addressof(words), 16)
         self._quick.tutti_slot_write(record + 24, text.ljust(_NAME_BYTES, b"\0"), _NAME_BYTES)
         self._quick.tutti_slot_end(record)
 
-    def sequence(self, rank: int, slot: int) -> int:
-        """A slot's sequence number now."""
-        return int(self._quick.tutti_load(self.record(rank, slot)))
-
-    def of(self, rank: int) -> Iterator[Listing]:
-        """The adapters in a rank's slots now, except in slots that are being written."""
-        buffer = ctypes.create_string_buffer(16 + _NAME_BYTES)
-        target = ctypes.addressof(buffer)
-        for slot in range(self.slots):
-            record = self.record(rank, slot)
-            sequence = self.sequence(rank, slot)
-            if sequence == 0 or sequence % 2:
-                continue
-            if self._quick.tutti_slot_copy(target, record + 8, len(buffer), record, sequence):
-                version, length = (ctypes.c_uint64 * 2).from_buffer(buffer)
-                if version:
-                    name = buffer.raw[16 : 16 + length].decode()
-                    yield Listing(rank, slot, sequence, version, name)
-
-    def newest(self, name: str) -> Listing | None:
+    def _newest(self, name: str) -> SlotCopy | None:
         """The newest copy on any rank.
 
         Among copies of the same version this rank's own is preferred, then the next rank's.
         """
         ranks = [(self.rank + i) % self.size for i in range(self.size)]
-        copies = self._found(ranks, lambda: [c for rank in ranks for c in self.copies(rank, name)])
+        copies = self._found(ranks, lambda: [c for rank in ranks for c in self._copies(rank, name)])
         return max(copies, key=lambda copy: copy.version, default=None)
 
-    def copies(self, rank: int, name: str) -> list[Listing]:
+    def _copies(self, rank: int, name: str) -> list[SlotCopy]:
         """A rank's copies of an adapter; several while older versions are still in use."""
-        return self._found([rank], lambda: [c for c in self.of(rank) if c.name == name])
+        return self._found([rank], lambda: list(self._search(rank, name)))
 
-    def _found(self, ranks: list[int], search: Callable[[], list[Listing]]) -> list[Listing]:
+    def _search(self, rank: int, name: str) -> Iterator[SlotCopy]:
+        """A rank's copies of an adapter, except in slots that are being written."""
+        buffer = ctypes.create_string_buffer(16 + _NAME_BYTES)
+        target = ctypes.addressof(buffer)
+        for slot in range(self.slots):
+            record, sequence = self._record(rank, slot), self._sequence(rank, slot)
+            if sequence == 0 or sequence % 2:
+                continue
+            if self._quick.tutti_slot_copy(target, record + 8, len(buffer), record, sequence):
+                version, length = (ctypes.c_uint64 * 2).from_buffer(buffer)
+                if version and buffer.raw[16 : 16 + length].decode() == name:
+                    yield SlotCopy(rank, slot, sequence, version)
+
+    def _found(self, ranks: list[int], search: Callable[[], list[SlotCopy]]) -> list[SlotCopy]:
         """The result of a search on these ranks.
 
         A new version is written to another slot before the old version is removed. A search that
@@ -500,38 +462,10 @@ class AdapterDirectory:
         """
         slots = [(rank, slot) for rank in ranks for slot in range(self.slots)]
         while True:
-            before = [self.sequence(*slot) for slot in slots]
+            before = [self._sequence(*slot) for slot in slots]
             copies = search()
-            if copies or before == [self.sequence(*slot) for slot in slots]:
+            if copies or before == [self._sequence(*slot) for slot in slots]:
                 return copies
-
-    # ---- The announcement of an adapter for all ranks ----
-
-    @property
-    def announcements(self) -> int:
-        """The number of announcements so far."""
-        return int(self._quick.tutti_load(self._announcement)) >> native.VERSION_SHIFT
-
-    def announce(self, name: str) -> int:
-        """Announce an adapter to all ranks; returns the number of this announcement.
-
-        Other results are codes for Structure._served, which repeats the call.
-        """
-        text = name.encode().ljust(_NAME_BYTES, b"\0")
-        return int(self._quick.tutti_rows_publish(self._announced, 0, text))
-
-    def announced(self) -> tuple[int, str]:
-        """The number and the name of the last announcement; a negative number means: try again."""
-        text = ctypes.create_string_buffer(_NAME_BYTES + 1)
-        number = self._quick.tutti_rows_lookup(self._announced, 0, ctypes.addressof(text))
-        return int(number), text.value.decode()
-
-    def declare_dead(self, rank: int) -> None:
-        """Take over the claim of a rank that died while it announced an adapter."""
-        self._core.tutti_rows_declare_dead(self._announced, rank)
-
-    def free(self) -> None:
-        self._core.tutti_rows_free(self._announced)
 
 
 def _checked_name(name: str) -> str:

@@ -1,11 +1,11 @@
 """DistributedTensor: the rows of one large tensor, sharded over the ranks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
-from tutti.comm.shm import native
 from tutti.comm.symmetric.heap import Heap
 from tutti.structures.structure_base import Structure, addable
 from tutti.world.errors import UsageError
@@ -26,7 +26,7 @@ class RowPlacement:
 
     def __post_init__(self) -> None:
         if self.placement not in get_args(Placement):
-            raise UsageError(f"placement {self.placement!r}: choose block or cyclic")
+            raise UsageError(f"placement={self.placement!r}: use block or cyclic")
         if self.rows < 1:
             raise UsageError(f"rows={self.rows}: a table needs at least one row")
 
@@ -95,15 +95,13 @@ class DistributedTensor(Structure):
         super().__init__(heap)
         rows, self.columns = shape
         self.rows = RowPlacement(rows, heap.size, placement)
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
+        self.shape, self.dtype = torch.Size(shape), dtype
         self._table = self._zeros((self.rows.per_rank, self.columns), dtype)
-        self._mine = self.rows.of(heap.rank)
-        self._gathered = self._scattered = self._added = 0
+        self.local_indices = self.rows.of(heap.rank)  # of the rows in `local`, in the same order
+        self._counts = dict.fromkeys(("gathered", "scattered", "added"), 0)
         self._native = None
         if heap.device.type == "cpu":
             row_bytes = self.columns * dtype.itemsize
-            self._core = native.core()
             self._native = self._core.tutti_rows_create(
                 self._addresses_of(self._table),
                 *(heap.size, heap.rank, rows, row_bytes, row_bytes, self.rows.cyclic),
@@ -112,14 +110,9 @@ class DistributedTensor(Structure):
 
     @property
     def local(self) -> torch.Tensor:
-        """The rows that this rank holds, as a view; `local_indices` has their indices."""
+        """The rows in this rank's memory, as a view; `local_indices` has their indices."""
         self._check_open()
-        return self._table.local[: len(self._mine)]
-
-    @property
-    def local_indices(self) -> torch.Tensor:
-        """The indices of the rows in `local`, in the same order."""
-        return self._mine
+        return self._table.local[: len(self.local_indices)]
 
     def owner(self, index: int) -> int:
         """The rank that holds a row."""
@@ -133,42 +126,27 @@ class DistributedTensor(Structure):
     def gather(self, indices: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copies of the rows at `indices`, of shape (*indices.shape, columns)."""
         self._check_open()
-        if out is None:
-            shape = (*indices.shape, self.columns)
-            out = torch.empty(shape, dtype=self.dtype, device=self.heap.device)
-        else:
-            self._check_tensor("out", out, (*indices.shape, self.columns))
-        count = indices.numel()
-        self._gathered += count
+        out = self._output(out, (*indices.shape, self.columns))
+        self._counts["gathered"] += indices.numel()
         if self._native is None:
             flat = out.view(-1, self.columns)
             for rank, here, there in self._by_owner(indices):
                 flat[here] = self._table.peer(rank)[there]
             return out
         target = out if out.is_contiguous() else torch.empty_like(out).contiguous()
-        positions = contiguous_indices(indices)
-        bad = self._core.tutti_rows_gather(
-            self._native, positions.data_ptr(), count, target.data_ptr()
-        )
-        self._check_indices(positions, bad)
-        if target is not out:
-            out.copy_(target)
-        return out
+        self._call(self._core.tutti_rows_gather, indices, target)
+        return out if target is out else out.copy_(target)
 
     def scatter(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Store `values[i]` as row `indices[i]`. Concurrent writes of a row may mix values."""
         self._check_open()
         self._check_tensor("values", values, (*indices.shape, self.columns))
-        self._scattered += indices.numel()
+        self._counts["scattered"] += indices.numel()
         if self._native is None:
             for rank, here, there in self._by_owner(indices):
                 self._table.peer(rank)[there] = values.reshape(-1, self.columns)[here]
             return
-        positions, source = contiguous_indices(indices), values.contiguous()
-        bad = self._core.tutti_rows_scatter(
-            self._native, positions.data_ptr(), indices.numel(), source.data_ptr()
-        )
-        self._check_indices(positions, bad)
+        self._call(self._core.tutti_rows_scatter, indices, values.contiguous())
 
     def scatter_add(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Add `values[i]` to row `indices[i]`.
@@ -177,19 +155,15 @@ class DistributedTensor(Structure):
         """
         self._check_open()
         self._check_tensor("values", values, (*indices.shape, self.columns))
-        self._added += indices.numel()
+        code = addable(self.dtype, "scatter_add")
+        self._counts["added"] += indices.numel()
         if self._native is None:
-            from tutti.structures.cuda_row_add import add_rows
+            from tutti.comm.symmetric.cuda_kernels import add_rows
 
             for rank, here, there in self._by_owner(indices):
                 add_rows(self._table.peer(rank), there, values.reshape(-1, self.columns)[here])
             return
-        code = addable(self.dtype, "scatter_add")
-        positions, source = contiguous_indices(indices), values.contiguous()
-        bad = self._core.tutti_rows_scatter_add(
-            self._native, positions.data_ptr(), indices.numel(), source.data_ptr(), code
-        )
-        self._check_indices(positions, bad)
+        self._call(self._core.tutti_rows_scatter_add, indices, values.contiguous(), code)
 
     def to_full(self) -> torch.Tensor:
         """All rows in order, as an ordinary tensor on this rank."""
@@ -203,25 +177,17 @@ class DistributedTensor(Structure):
 
     def stats(self) -> dict[str, int | str]:
         """The rows, their placement, and the counts of rows that this rank gathered or changed."""
-        return {
-            "rows": self.rows.rows,
-            "local_rows": len(self._mine),
-            "placement": self.rows.placement,
-            "gathered": self._gathered,
-            "scattered": self._scattered,
-            "added": self._added,
-        }
+        local_rows = len(self.local_indices)
+        rows = {"rows": self.rows.rows, "local_rows": local_rows, "placement": self.rows.placement}
+        return rows | self._counts
 
     def _release(self) -> None:
         if self._native is not None:
             self._core.tutti_rows_free(self._native)
 
-    def _by_owner(self, indices: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Divide the rows by their owners.
-
-        Returns, for each rank that owns some of the rows: the rank, the positions of its rows in
-        `indices`, and the positions of these rows in the rank's memory.
-        """
+    def _by_owner(self, indices: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """For each rank that owns some of the rows: the rank, the positions of its rows in
+        `indices`, and the positions of these rows in the rank's memory."""
         flat = indices.reshape(-1).to(self.heap.device, torch.int64)
         outside = flat[(flat < 0) | (flat >= self.rows.rows)]
         if len(outside):
@@ -229,13 +195,16 @@ class DistributedTensor(Structure):
         divisor = self.size if self.rows.cyclic else self.rows.per_rank
         quotient, rest = flat // divisor, flat % divisor
         owners, positions = (rest, quotient) if self.rows.cyclic else (quotient, rest)
-        parts = []
         for rank in range(self.size):
             here = (owners == rank).nonzero().flatten()
             if len(here):
-                parts.append((rank, here, positions[here]))
-        return parts
+                yield rank, here, positions[here]
 
-    def _check_indices(self, indices: torch.Tensor, bad: int) -> None:
+    def _call(
+        self, function: Any, indices: torch.Tensor, data: torch.Tensor, *dtype_code: int
+    ) -> None:
+        """Call the C core for the rows at `indices`, which it reads from or writes to `data`."""
+        rows = contiguous_indices(indices)
+        bad = function(self._native, rows.data_ptr(), rows.numel(), data.data_ptr(), *dtype_code)
         if bad >= 0:
-            self.rows.check(int(indices.reshape(-1)[bad]))
+            self.rows.check(int(rows.reshape(-1)[bad]))

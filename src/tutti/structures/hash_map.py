@@ -48,25 +48,18 @@ class HashMap(Structure):
         dtype: torch.dtype = torch.float32,
         value_bytes: int | None = None,
     ) -> None:
-        super().__init__(heap)
-        self._on_cpu()
+        super().__init__(heap, cpu_only=True)
         if capacity < 1:
-            raise UsageError(f"capacity={capacity}: a HashMap needs room for at least one key")
+            raise UsageError(f"capacity={capacity}: capacity must be at least 1 key")
         if value_bytes is not None:
             value_shape, dtype = (value_bytes,), torch.uint8
-        self.capacity = capacity
-        self.value_shape = tuple(value_shape)
-        self.dtype = dtype
-        self._core, self._quick = native.core(), native.core_holding_gil()
+        self.capacity, self.value_shape, self.dtype = capacity, tuple(value_shape), dtype
         self._blank = torch.empty(self.value_shape, dtype=dtype)
         self._value_bytes = self._blank.numel() * dtype.itemsize
         entries = _entries(capacity, heap.size)
-        memory = self._zeros(
-            (self._core.tutti_map_shard_bytes(entries, self._value_bytes),), torch.uint8
-        )
+        memory = self._zeros((self._core.tutti_map_shard_bytes(entries, self._value_bytes),))
         self._native = self._core.tutti_map_create(
-            self._addresses_of(memory),
-            *(heap.size, heap.rank, entries, self._value_bytes),
+            self._addresses_of(memory), heap.size, heap.rank, entries, self._value_bytes
         )
         self._get = self._quick.tutti_map_get
         self._writes = self._deletes = 0
@@ -85,7 +78,7 @@ class HashMap(Structure):
         found = self._get(self._native, key, out.data_ptr())
         if found < 0:
             address = out.data_ptr()
-            found = self._retried(lambda: self._get(self._native, key, address), f"get({key})")
+            found = self._served(lambda: self._get(self._native, key, address), f"get({key})")
         return out if found else default
 
     def put(self, key: int, value: torch.Tensor | float) -> bool:
@@ -104,7 +97,7 @@ class HashMap(Structure):
         self._check_key(key)
         self._deletes += 1
         call = self._quick.tutti_map_delete
-        return bool(self._retried(lambda: call(self._native, key), f"delete({key})"))
+        return bool(self._served(lambda: call(self._native, key), f"delete({key})"))
 
     def get_many(
         self, keys: torch.Tensor, out: torch.Tensor | None = None
@@ -114,11 +107,7 @@ class HashMap(Structure):
         The values of absent keys are 0.
         """
         checked = self._checked_keys(keys)
-        shape = (*keys.shape, *self.value_shape)
-        if out is None:
-            out = torch.empty(shape, dtype=self.dtype)
-        else:
-            self._check_tensor("out", out, shape, contiguous=True)
+        out = self._output(out, (*keys.shape, *self.value_shape), contiguous=True)
         found = torch.empty(keys.shape, dtype=torch.bool)
         self._core.tutti_map_get_many(
             self._native, checked.data_ptr(), checked.numel(), out.data_ptr(), found.data_ptr()
@@ -193,6 +182,9 @@ class HashMap(Structure):
         self._get = self._refuse
         self._core.tutti_map_free(self._native)
 
+    def _declare_dead(self, rank: int) -> None:
+        self._core.tutti_map_declare_dead(self._native, rank)
+
     def _live(self, rank: int) -> int:
         return int(self._core.tutti_map_live(self._native, rank))
 
@@ -210,7 +202,7 @@ class HashMap(Structure):
         self._writes += 1
         code = call(self._native, key, address, *dtype)
         if code < 0:
-            code = self._retried(
+            code = self._served(
                 lambda: call(self._native, key, address, *dtype), f"write of key {key}"
             )
         if code == native.FULL:
@@ -236,25 +228,20 @@ class HashMap(Structure):
             )
             return code.value
 
-        self._retried(write_rest, "write of many keys")
+        self._served(write_rest, "write of many keys")
         self._writes += done
         if code.value == native.FULL:
             self._refuse_full(int(checked.reshape(-1)[done]) % 2**64)
 
-    def _retried(self, call: Callable[[], int], what: str) -> int:
-        return self._served(
-            call, lambda rank: self._core.tutti_map_declare_dead(self._native, rank), what
-        )
-
     def _check_key(self, key: int) -> None:
         self._check_open()
         if not 0 <= key < _RESERVED:
-            raise UsageError(f"key {key}: keys are 0 to 2^64 - 2")
+            raise UsageError(f"key {key} is out of range: keys are 0 to 2^64 - 2")
 
     def _checked_keys(self, keys: torch.Tensor) -> torch.Tensor:
         self._check_open()
         if keys.dtype not in (torch.int64, torch.uint64) or not keys.is_cpu:
-            raise UsageError(f"keys are {keys.dtype} on {keys.device}: give int64 or uint64 on CPU")
+            raise UsageError(f"keys are {keys.dtype} on {keys.device}: use int64 or uint64 on CPU")
         contiguous = keys.contiguous()
         if bool((contiguous.view(torch.int64) == -1).any()):
             raise UsageError("keys hold 2^64 - 1 (as int64: -1), which is reserved")
@@ -266,8 +253,8 @@ class HashMap(Structure):
         live = self._live(rank)
         raise Full(
             f"no entry for key {key}: the shard of rank {rank} holds {live} keys and "
-            f"{limit - live} deleted ones, its limit is {limit} (capacity {self.capacity} over "
-            f"{self.size} ranks): make the map with a larger capacity"
+            f"{limit - live} deleted keys, its limit is {limit} (capacity {self.capacity} over "
+            f"{self.size} ranks): create the map with a larger capacity"
             + (", or call compact() on all ranks" if live < limit else "")
         )
 

@@ -34,17 +34,15 @@ class ParameterCache(Structure):
         dtype: torch.dtype = torch.float32,
         placement: Placement = "block",
     ) -> None:
-        super().__init__(heap)
-        self._on_cpu()
+        super().__init__(heap, cpu_only=True)
         self.rows = RowPlacement(rows, heap.size, placement)
-        self.columns = columns
-        self.dtype = dtype
-        self._core, self._quick = native.core(), native.core_holding_gil()
+        self.local_indices = self.rows.of(heap.rank)  # the rows that this rank owns
+        self.columns, self.dtype = columns, dtype
         row_bytes = columns * dtype.itemsize
         # Each row has its own cache lines, so publishing a row does not slow down the readers of
         # neighbouring rows.
         stride = -(-self._core.tutti_cell_bytes(row_bytes) // 64) * 64
-        memory = self._zeros((self.rows.per_rank * stride,), torch.uint8)
+        memory = self._zeros((self.rows.per_rank * stride,))
         self._native = self._core.tutti_rows_create(
             self._addresses_of(memory),
             *(heap.size, heap.rank, rows, row_bytes, stride, self.rows.cyclic),
@@ -59,18 +57,13 @@ class ParameterCache(Structure):
         """The rank that publishes a row."""
         return self.rows.owner(index)
 
-    @property
-    def local_indices(self) -> torch.Tensor:
-        """The rows that this rank owns."""
-        return self.rows.of(self.rank)
-
     def publish(self, index: int, row: torch.Tensor) -> int:
         """Make `row` the next version of row `index`; returns the version, counted from 1."""
         self._check_open()
         if self.rows.owner(index) != self.rank:
             raise UsageError(
-                f"rank {self.rank} publishes row {index}, which is rank {self.owner(index)}'s: "
-                "send it there, for example through a RingBuffer"
+                f"rank {self.rank} cannot publish row {index}, which rank {self.owner(index)} "
+                "owns: send the row to its owner, for example through a RingBuffer"
             )
         self._check_tensor("row", row, (self.columns,))
         source = row if row.is_contiguous() else row.contiguous()
@@ -80,7 +73,6 @@ class ParameterCache(Structure):
         # this process, which finish soon.
         return self._served(
             lambda: int(self._quick.tutti_rows_publish(self._native, index, address)),
-            lambda rank: self._core.tutti_rows_declare_dead(self._native, rank),
             f"publish of row {index}",
         )
 
@@ -106,10 +98,7 @@ class ParameterCache(Structure):
         self, index: int, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, int]:
         """A copy of the newest version of a row, and its version number."""
-        if out is None:
-            out = _empty_like(self._row)
-        else:
-            self._check_tensor("out", out, (self.columns,), contiguous=True)
+        out = self._output(out, (self.columns,), contiguous=True)
         self.rows.check(index)
         return out, self._lookup_with_retry(index, out)
 
@@ -122,22 +111,16 @@ class ParameterCache(Structure):
         A row that was never published has version 0 and contains zeros.
         """
         self._check_open()
-        positions = contiguous_indices(indices)
-        if out is None:
-            out = torch.empty((*indices.shape, self.columns), dtype=self.dtype)
-        else:
-            self._check_tensor("out", out, (*indices.shape, self.columns))
+        rows = contiguous_indices(indices)
+        out = self._output(out, (*indices.shape, self.columns))
         target = out if out.is_contiguous() else torch.empty_like(out).contiguous()
         versions = torch.empty(indices.shape, dtype=torch.int64)
         bad = self._core.tutti_rows_lookup_many(
-            self._native,
-            *(positions.data_ptr(), positions.numel(), target.data_ptr(), versions.data_ptr()),
+            self._native, *(rows.data_ptr(), rows.numel(), target.data_ptr(), versions.data_ptr())
         )
         if bad >= 0:
-            self.rows.check(int(positions.reshape(-1)[bad]))
-        if target is not out:
-            out.copy_(target)
-        return out, versions
+            self.rows.check(int(rows.reshape(-1)[bad]))
+        return out if target is out else out.copy_(target), versions
 
     def version(self, index: int) -> int:
         """The current version of a row: the number of times that it was published."""
@@ -174,6 +157,9 @@ class ParameterCache(Structure):
         self._lookup = self._refuse
         self._core.tutti_rows_free(self._native)
 
+    def _declare_dead(self, rank: int) -> None:
+        self._core.tutti_rows_declare_dead(self._native, rank)
+
     def _state(self, index: int) -> int:
         self._check_open()
         self.rows.check(index)
@@ -183,13 +169,11 @@ class ParameterCache(Structure):
         self._check_open()
         address = out.data_ptr()
         version = self._served(
-            lambda: int(self._lookup(self._native, index, address)),
-            lambda rank: None,
-            f"lookup of row {index}",
+            lambda: int(self._lookup(self._native, index, address)), f"lookup of row {index}"
         )
         if version:
             return version
         raise LookupError(
-            f"row {index} was never published: its owner is rank {self.owner(index)}; "
-            "wait_for(index, 1) waits until it has been"
+            f"row {index} was never published: its owner is rank {self.owner(index)}; use "
+            f"wait_for({index}, 1) to wait for its first version"
         )

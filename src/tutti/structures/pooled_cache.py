@@ -16,17 +16,16 @@ UNIT = 64  # bytes: values begin at multiples of this
 
 @dataclass
 class CachedValue:
-    """A value in a tier. `area` is -1 if the tier stores every value as a separate tensor."""
+    """A value in a tier. In areas of symmetric memory it is at `offset` of area number `area`."""
 
     view: torch.Tensor
-    bytes: int
-    area: int = -1
+    area: int = 0
     offset: int = 0
     pins: int = 0
 
 
 class HostTier:
-    """One tier of the cache: values in the order of their last use. It never evicts by itself.
+    """One tier of the cache: values in the order of their last use. A tier never evicts by itself.
 
     The values are in ordinary host memory (page-locked if the heap is on a GPU) and take at most
     `limit` bytes together.
@@ -34,15 +33,14 @@ class HostTier:
 
     name = "host"
 
-    def __init__(self, limit: int, pinned: bool) -> None:
+    def __init__(self, limit: int, page_locked: bool) -> None:
         self.values: OrderedDict[Hashable, CachedValue] = OrderedDict()
         self.hits = 0
-        self._limit = limit
-        self._pin_memory = pinned
+        self._limit, self._page_locked = limit, page_locked
 
     def store(self, key: Hashable, data: torch.Tensor) -> bool:
         """Store a copy, as the most recently used value; False if there is no free memory."""
-        held = self._take(data)
+        held = self._allocate(data)
         if held is None:
             return False
         held.view.copy_(data)
@@ -55,7 +53,8 @@ class HostTier:
 
     def could_store(self, data: torch.Tensor) -> bool:
         """Whether data would fit if all values that are not pinned were removed."""
-        return data.nbytes <= self._limit - sum(held.bytes for held in self._pinned())
+        pinned = sum(held.view.nbytes for held in self.values.values() if held.pins)
+        return data.nbytes <= self._limit - pinned
 
     def oldest(self) -> Hashable:
         """The key of the least recently used value that is not pinned."""
@@ -63,25 +62,21 @@ class HostTier:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all values."""
-        return sum(held.bytes for held in self.values.values())
+        return sum(held.view.nbytes for held in self.values.values())
 
-    def _pinned(self) -> list[CachedValue]:
-        return [held for held in self.values.values() if held.pins]
-
-    def _take(self, data: torch.Tensor) -> CachedValue | None:
+    def _allocate(self, data: torch.Tensor) -> CachedValue | None:
         """Memory for a copy of `data`; None if there is not enough."""
         if data.nbytes > self._limit - self.bytes:
             return None
-        view = torch.empty(data.shape, dtype=data.dtype, pin_memory=self._pin_memory)
-        return CachedValue(view, data.nbytes)
+        view = torch.empty(data.shape, dtype=data.dtype, pin_memory=self._page_locked)
+        return CachedValue(view)
 
 
 class AreaTier(HostTier):
     """Values in areas of symmetric memory that only this rank's cache writes."""
 
     def __init__(self, name: str, areas: list[torch.Tensor]) -> None:
-        super().__init__(limit=0, pinned=False)
+        super().__init__(limit=0, page_locked=False)
         self.name = name
         self._areas = areas
         self._allocators = [Allocator(area.numel(), UNIT) for area in areas]
@@ -91,36 +86,29 @@ class AreaTier(HostTier):
         self._allocators[held.area].give(held.offset)
 
     def could_store(self, data: torch.Tensor) -> bool:
-        pinned = self._pinned()
-        return any(
-            data.nbytes <= _largest_gap(allocator.bytes, [p for p in pinned if p.area == number])
-            for number, allocator in enumerate(self._allocators)
-        )
+        pinned = sorted((h.area, h.offset) for h in self.values.values() if h.pins)
+        for number, allocator in enumerate(self._allocators):
+            end, largest_gap = 0, 0
+            for offset in (offset for area, offset in pinned if area == number):
+                largest_gap = max(largest_gap, offset - end)
+                end = offset + allocator.taken[offset]
+            if data.nbytes <= max(largest_gap, allocator.bytes - end):
+                return True
+        return False
 
-    def _take(self, data: torch.Tensor) -> CachedValue | None:
-        wanted = data.nbytes
+    def _allocate(self, data: torch.Tensor) -> CachedValue | None:
+        bytes = data.nbytes
         fitting = [
-            n for n, each in enumerate(self._allocators) if each.largest_gap >= _rounded(wanted)
+            (allocator.free, -number)
+            for number, allocator in enumerate(self._allocators)
+            if allocator.largest_gap >= allocator.rounded(bytes)
         ]
         if not fitting:
             return None
-        # The areas of several peers are filled evenly.
-        area = max(fitting, key=lambda number: self._allocators[number].free)
-        offset = self._allocators[area].take(wanted)
-        view = self._areas[area][offset : offset + wanted].view(data.dtype).view(data.shape)
-        return CachedValue(view, wanted, area, offset)
-
-
-def _rounded(bytes: int) -> int:
-    return max(1, -(-bytes // UNIT)) * UNIT
-
-
-def _largest_gap(bytes: int, pinned: list[CachedValue]) -> int:
-    end, largest = 0, 0
-    for held in sorted(pinned, key=lambda held: held.offset):
-        largest = max(largest, held.offset - end)
-        end = held.offset + _rounded(held.bytes)
-    return max(largest, bytes - end)
+        area = -max(fitting)[1]  # the area with the most free memory, to fill all areas evenly
+        offset = self._allocators[area].take(bytes)
+        view = self._areas[area][offset : offset + bytes].view(data.dtype).view(data.shape)
+        return CachedValue(view, area, offset)
 
 
 class PooledCache(Structure):
@@ -157,9 +145,9 @@ class PooledCache(Structure):
                 f"local_bytes must be {UNIT} or more, the others not negative"
             )
         local = local_bytes // UNIT * UNIT
-        others = heap.size - 1
-        share = peer_bytes // others // UNIT * UNIT if others else 0
-        pool = self._zeros((local + share * others,), torch.uint8)
+        peers = heap.size - 1
+        share = peer_bytes // peers // UNIT * UNIT if peers else 0
+        pool = self._zeros((local + share * peers,))
         peer_areas = []
         for peer in range(heap.size) if share else ():
             if peer != heap.rank:
@@ -169,11 +157,10 @@ class PooledCache(Structure):
         self._tiers: list[HostTier] = [
             AreaTier("local", [pool.local[:local]]),
             AreaTier("peer", peer_areas),
-            HostTier(host_bytes, pinned=heap.device.type != "cpu"),
+            HostTier(host_bytes, page_locked=heap.device.type != "cpu"),
         ]
         self._on_drop = on_drop
-        names = ("puts", "misses", "spilled", "promoted", "dropped")
-        self._counts = dict.fromkeys(names, 0)
+        self._counts = dict.fromkeys(("puts", "misses", "spilled", "promoted", "dropped"), 0)
         heap.barrier()
 
     def put(self, key: Hashable, value: torch.Tensor) -> list[Hashable]:
@@ -189,8 +176,8 @@ class PooledCache(Structure):
         self._place(key, value, self._tiers, dropped)
         self._counts["dropped"] += len(dropped)
         if self._on_drop is not None:
-            for lost in dropped:
-                self._on_drop(lost)
+            for dropped_key in dropped:
+                self._on_drop(dropped_key)
         return dropped
 
     def get(self, key: Hashable, out: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -198,9 +185,10 @@ class PooledCache(Structure):
 
         The value is promoted to the local tier if nothing must be dropped for that.
         """
-        tier, held = self._hit(key)
-        if tier is None or held is None:
+        tier = self._hit(key)
+        if tier is None:
             return None
+        held = tier.values[key]
         if out is None:
             out = torch.empty(held.view.shape, dtype=held.view.dtype, device=self.heap.device)
         out.copy_(held.view)
@@ -215,9 +203,10 @@ class PooledCache(Structure):
         The value stays in its tier until the block ends. Do not write to it. Raises KeyError if
         the key has no value.
         """
-        _, held = self._hit(key)
-        if held is None:
+        tier = self._hit(key)
+        if tier is None:
             raise KeyError(key)
+        held = tier.values[key]
         held.pins += 1
         try:
             yield held.view
@@ -231,7 +220,7 @@ class PooledCache(Structure):
         if tier is None:
             raise KeyError(key)
         if tier.values[key].pins:
-            raise UsageError(f"key {key!r} is borrowed: remove it after its block")
+            raise UsageError(f"key {key!r} is borrowed: remove it after the `with` block")
         tier.drop(key)
 
     def tier(self, key: Hashable) -> str | None:
@@ -257,22 +246,19 @@ class PooledCache(Structure):
     def _tier_of(self, key: Hashable) -> HostTier | None:
         return next((tier for tier in self._tiers if key in tier.values), None)
 
-    def _hit(self, key: Hashable) -> tuple[HostTier | None, CachedValue | None]:
+    def _hit(self, key: Hashable) -> HostTier | None:
+        """The tier of a value, which becomes the tier's most recently used one."""
         self._check_open()
         tier = self._tier_of(key)
         if tier is None:
             self._counts["misses"] += 1
-            return None, None
-        tier.hits += 1
-        tier.values.move_to_end(key)
-        return tier, tier.values[key]
+        else:
+            tier.hits += 1
+            tier.values.move_to_end(key)
+        return tier
 
     def _place(
-        self,
-        key: Hashable,
-        data: torch.Tensor,
-        tiers: Sequence[HostTier],
-        dropped: list[Hashable],
+        self, key: Hashable, data: torch.Tensor, tiers: Sequence[HostTier], dropped: list[Hashable]
     ) -> bool:
         """Store `data` in the first tier that can hold it; returns whether there is such a tier.
 
@@ -309,9 +295,9 @@ class PooledCache(Structure):
 
     def _swap(self, key: Hashable, lower: HostTier, data: torch.Tensor) -> None:
         """Swap a value with the oldest local value of the same size, which needs no free memory."""
-        local, bytes = self._tiers[0], lower.values[key].bytes
+        local, bytes = self._tiers[0], lower.values[key].view.nbytes
         for other, held in local.values.items():
-            if held.pins or held.bytes != bytes:
+            if held.pins or held.view.nbytes != bytes:
                 continue
             kept = held.view.clone()
             local.drop(other)

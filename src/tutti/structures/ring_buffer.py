@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import torch
 
-from tutti.comm.shm import native
 from tutti.comm.symmetric.heap import Heap
 from tutti.structures.structure_base import Structure
 from tutti.world.errors import UsageError
@@ -54,25 +53,23 @@ class RingBuffer(Structure):
         super().__init__(heap)
         if producer == consumer or not {producer, consumer} <= set(range(heap.size)):
             raise UsageError(
-                f"producer {producer} and consumer {consumer} must be two ranks of 0 to "
-                f"{heap.size - 1}"
+                f"producer={producer}, consumer={consumer}: they must be two different ranks of 0 "
+                f"to {heap.size - 1}"
             )
         if (slot_shape is None) == (slot_bytes is None) or slots < 1:
             raise UsageError(
-                "a RingBuffer takes slot_shape (and dtype) or slot_bytes, and at least 1 slot"
+                f"slots={slots}: a RingBuffer needs at least 1 slot, and either slot_shape (with "
+                "dtype) or slot_bytes"
             )
         if slot_shape is None:
             slot_shape, dtype = (int(slot_bytes or 0),), torch.uint8
         self.producer, self.consumer = producer, consumer
-        self.slots = slots
-        self.slot_shape = tuple(slot_shape)
-        self.dtype = dtype
-        self._core, self._quick = native.core(), native.core_holding_gil()
+        self.slots, self.slot_shape, self.dtype = slots, tuple(slot_shape), dtype
         self._slot_bytes = torch.Size(slot_shape).numel() * dtype.itemsize
         stride = -(-self._slot_bytes // 64) * 64
-        ring = self._zeros((slots, stride), torch.uint8)
+        ring = self._zeros((slots, stride))
         # Each end waits on a word in its own memory, on a separate cache line.
-        words = self._host_zeros(128)
+        words = self._zeros((128,), on_host=True)
         self._on_gpu = heap.device.type != "cpu"
         self._filled = words.address(consumer)
         self._emptied = words.address(producer) + 64
@@ -82,22 +79,23 @@ class RingBuffer(Structure):
         ]
         self._addresses = [view.data_ptr() for view in self._views]
         self._done = 0  # slots that this end has filled or emptied
-        # Each end may proceed until `_done` reaches its limit; then it must read the other end's
-        # word again. On ranks that are not this end the limit stays 0.
+        # The producer may fill slots until `_done` reaches `_fill_limit`, the consumer may take
+        # slots until `_take_limit`; then this end reads the other end's word again. On all other
+        # ranks the limit stays 0.
         self._fill_limit = slots if heap.rank == producer else 0
         self._take_limit = 0
         self._waits = 0
         self._ended = False
-        self._reservation = _Reservation(self)
-        self._next = _Next(self)
+        self._reservation = SlotBlock(self, filling=True)
+        self._next = SlotBlock(self, filling=False)
         heap.barrier()
 
     # ---- The producer's end ----
 
-    def reserve(self, timeout: float | None = None) -> "_Reservation":
+    def reserve(self, timeout: float | None = None) -> "SlotBlock":
         """`with ring.reserve() as slot:` gives a free slot to write; the end of the block sends it.
 
-        If the block raises an error, nothing is sent.
+        If the block raises an error, the slot is not sent.
         """
         self._reservation.timeout = timeout
         return self._reservation
@@ -105,11 +103,11 @@ class RingBuffer(Structure):
     def put(self, value: torch.Tensor, timeout: float | None = None) -> None:
         """Copy a tensor into the next slot and send it."""
         if self._done >= self._fill_limit:
-            self._wait_for_free_slot(timeout)
+            self._find_slot("put", timeout)
         if value.shape != self.slot_shape or value.dtype is not self.dtype:
             raise UsageError(
-                f"value is {value.dtype} of shape {tuple(value.shape)}, slots are {self.dtype} of "
-                f"shape {self.slot_shape}"
+                f"value is {value.dtype} of shape {tuple(value.shape)}, but slots are {self.dtype} "
+                f"of shape {self.slot_shape}"
             )
         slot = self._done % self.slots
         if value.is_cpu and value.is_contiguous() and not self._on_gpu:
@@ -125,10 +123,8 @@ class RingBuffer(Structure):
 
     def try_put(self, value: torch.Tensor) -> bool:
         """Put the value if a slot is free now; returns whether it was put."""
-        if self._done >= self._fill_limit:
-            self._check_free_slot()
-            if self._done >= self._fill_limit:
-                return False
+        if self._done >= self._fill_limit and not self._find_slot("put", wait=False):
+            return False
         self.put(value)
         return True
 
@@ -141,7 +137,7 @@ class RingBuffer(Structure):
 
     # ---- The consumer's end ----
 
-    def next(self, timeout: float | None = None) -> "_Next":
+    def next(self, timeout: float | None = None) -> "SlotBlock":
         """`with ring.next() as item:` gives the oldest slot as a view, freed at the block's end.
 
         Raises EndOfStream when the producer has finished. If the block raises an error, the slot
@@ -153,7 +149,7 @@ class RingBuffer(Structure):
     def get(self, out: torch.Tensor | None = None, timeout: float | None = None) -> torch.Tensor:
         """Copy the oldest slot, free the slot, and return the copy."""
         if self._done >= self._take_limit:
-            self._wait_for_item(timeout)
+            self._find_slot("get", timeout)
         view = self._views[self._done % self.slots]
         out = view.clone() if out is None else out.copy_(view)
         self._publish_slot()
@@ -161,10 +157,8 @@ class RingBuffer(Structure):
 
     def try_get(self) -> torch.Tensor | None:
         """As `get`, but returns None if no slot is filled now."""
-        if self._done >= self._take_limit:
-            self._check_item()
-            if self._done >= self._take_limit:
-                return None
+        if self._done >= self._take_limit and not self._find_slot("get", wait=False):
+            return None
         return self.get()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -193,8 +187,8 @@ class RingBuffer(Structure):
 
     def stats(self) -> dict[str, int]:
         """The number of slots that this end has sent or freed, their bytes, and its waits."""
-        done, waits = self._done, self._waits
-        return {"slots": done, "bytes": done * self._slot_bytes, "waits": waits}
+        bytes = self._done * self._slot_bytes
+        return {"slots": self._done, "bytes": bytes, "waits": self._waits}
 
     def _publish_slot(self) -> None:
         """Publish that the current slot is filled, or empty again (release)."""
@@ -204,52 +198,41 @@ class RingBuffer(Structure):
         word = self._filled if self.rank == self.producer else self._emptied
         self._quick.tutti_store(word, self._done)
 
-    def _check_free_slot(self) -> None:
-        self._check_end("put", self.producer)
-        self._update_fill_limit(self._quick.tutti_load(self._emptied))
+    def _find_slot(self, call: str, timeout: float | None = None, wait: bool = True) -> bool:
+        """Read the other end's word, and update the limit of this end.
 
-    def _wait_for_free_slot(self, timeout: float | None) -> None:
-        self._check_free_slot()
-        if self._done >= self._fill_limit:
+        Returns whether this end has a slot to fill or to empty; with `wait`, waits until it has.
+        """
+        filling = call == "put"
+        self._check_end(call, self.producer if filling else self.consumer)
+        word, peer = (self._emptied, self.consumer) if filling else (self._filled, self.producer)
+        needed = self._done + 1 - (self.slots if filling else 0)
+        value = int(self._quick.tutti_load(word))  # with _END, larger than any count
+        if wait and value < needed:
             self._waits += 1
-            what = f"a free slot in a ring of {self.slots} slots to rank {self.consumer}"
-            enough = self._done - self.slots + 1
-            self._update_fill_limit(
-                self._await(self._emptied, enough, self.consumer, timeout, what)
-            )
-
-    def _update_fill_limit(self, emptied: int) -> None:
-        if emptied & _END:
+            what = f"slot {self._done} of a ring from rank {peer}"
+            if filling:
+                what = f"a free slot in a ring of {self.slots} slots to rank {peer}"
+            value = self._await(word, needed, peer, timeout, what)
+        count, ended = value & ~_END, value >= _END
+        if filling and ended:
             raise ConsumerGone(
-                f"rank {self.consumer} has cancelled the ring after {emptied & ~_END} slots; "
-                f"{self._done} were filled"
+                f"rank {peer} has cancelled the ring after {count} slots; {self._done} were filled"
             )
-        self._fill_limit = emptied + self.slots
-
-    def _check_item(self) -> None:
-        self._check_end("get", self.consumer)
-        self._update_take_limit(self._quick.tutti_load(self._filled))
-
-    def _wait_for_item(self, timeout: float | None) -> None:
-        self._check_item()
-        if self._done >= self._take_limit:
-            self._waits += 1
-            what = f"slot {self._done} of a ring from rank {self.producer}"
-            self._update_take_limit(
-                self._await(self._filled, self._done + 1, self.producer, timeout, what)
-            )
-
-    def _update_take_limit(self, filled: int) -> None:
-        self._take_limit = filled & ~_END
-        if filled & _END and self._done >= self._take_limit:
-            raise EndOfStream(f"rank {self.producer} has finished after {self._done} slots")
+        if ended and self._done >= count:
+            raise EndOfStream(f"rank {peer} has finished after {self._done} slots")
+        if filling:
+            self._fill_limit = count + self.slots
+        else:
+            self._take_limit = count
+        return value >= needed
 
     def _check_end(self, call: str, rank: int) -> None:
         self._check_open()
         if self.rank != rank:
             raise UsageError(
-                f"{call} on rank {self.rank}: rank {self.producer} produces, rank {self.consumer} "
-                "consumes"
+                f"{call} on rank {self.rank} is not possible: rank {self.producer} produces, rank "
+                f"{self.consumer} consumes"
             )
         if self._ended and call in ("put", "get"):
             ended_by = "finish" if call == "put" else "cancel"
@@ -259,39 +242,21 @@ class RingBuffer(Structure):
         self._fill_limit = self._take_limit = 0
 
 
-class _SlotBlock:
-    """A `with` block that holds a slot; its end publishes the slot unless there was an error."""
+class SlotBlock:
+    """A `with` block that holds a slot, and publishes the slot if the block ends without error."""
 
-    __slots__ = ("_ring", "timeout")
+    __slots__ = ("_filling", "_ring", "timeout")
 
-    def __init__(self, ring: RingBuffer) -> None:
-        self._ring = ring
+    def __init__(self, ring: RingBuffer, filling: bool) -> None:
+        self._ring, self._filling = ring, filling
         self.timeout: float | None = None
+
+    def __enter__(self) -> torch.Tensor:
+        ring = self._ring
+        if ring._done >= (ring._fill_limit if self._filling else ring._take_limit):
+            ring._find_slot("put" if self._filling else "get", self.timeout)
+        return ring._views[ring._done % ring.slots]
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if error is None:
             self._ring._publish_slot()
-
-
-class _Reservation(_SlotBlock):
-    """The producer's block with the next free slot."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> torch.Tensor:
-        ring = self._ring
-        if ring._done >= ring._fill_limit:
-            ring._wait_for_free_slot(self.timeout)
-        return ring._views[ring._done % ring.slots]
-
-
-class _Next(_SlotBlock):
-    """The consumer's block with the oldest filled slot."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> torch.Tensor:
-        ring = self._ring
-        if ring._done >= ring._take_limit:
-            ring._wait_for_item(self.timeout)
-        return ring._views[ring._done % ring.slots]

@@ -3,20 +3,22 @@
 The compiled part of the structures is declared in shm/core/structures.h.
 """
 
-import ctypes
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import torch
 
 from tutti.comm.shm import native
-from tutti.comm.shm.native import BUSY, OVERTAKEN, PeerDied, PeerLeft
+from tutti.comm.shm.native import BUSY, OVERTAKEN, PeerDied
+from tutti.comm.symmetric.cpu_collectives import pointers
+from tutti.comm.symmetric.cpu_heap import SLICE_SECONDS, CpuMemory
 from tutti.comm.symmetric.heap import Heap
-from tutti.comm.symmetric.heap_rendezvous import Timeout, lost_peer
+from tutti.comm.symmetric.heap_rendezvous import Timeout
 from tutti.comm.symmetric.symmetric_tensor import SymmetricTensor
 from tutti.world.errors import UsageError
 
+_SUSPICIOUS_SECONDS = 0.02  # a writer that holds a value for longer may have died
 # The C core's codes of the dtypes that it can add atomically.
 _ADDABLE = {
     torch.float64: native.F64,
@@ -30,15 +32,9 @@ def addable(dtype: torch.dtype, call: str) -> int:
     """The C core's code of a dtype; raises UsageError if the core cannot add it atomically."""
     code = _ADDABLE.get(dtype)
     if code is None:
-        names = ", ".join(str(each).removeprefix("torch.") for each in _ADDABLE)
-        raise UsageError(f"{call} on {dtype}: it adds {names} atomically")
+        names = ", ".join(str(known).removeprefix("torch.") for known in _ADDABLE)
+        raise UsageError(f"{call} cannot add {dtype} atomically, only {names}")
     return code
-
-
-# A wait returns to Python at this interval, to handle Ctrl-C and to check that the peer is alive.
-_SLICE_SECONDS = 0.1
-_SUSPICIOUS_SECONDS = 0.02  # a writer that holds a value for longer may have died
-_AT_ONCE_SECONDS = 1e-6  # the shortest wait: for the core, 0 means to wait forever
 
 
 class Structure:
@@ -51,11 +47,16 @@ class Structure:
 
     dtype: torch.dtype
 
-    def __init__(self, heap: Heap) -> None:
-        self.heap = heap
-        self.rank = heap.rank
-        self.size = heap.size
+    def __init__(self, heap: Heap, cpu_only: bool = False) -> None:
+        if cpu_only and heap.device.type != "cpu":
+            raise UsageError(
+                f"{type(self).__name__} works on CPU heaps only, this heap is on {heap.device}: "
+                "create a heap with Heap(device='cpu')"
+            )
+        self.heap, self.rank, self.size = heap, heap.rank, heap.size
         self.closed = False
+        # Calls that cannot block keep the GIL, which is cheaper than releasing it.
+        self._core, self._quick = native.core(), native.core_holding_gil()
         self._host: Heap | None = None
         self._memory: list[SymmetricTensor] = []
         self._views_kept: list[torch.Tensor] = []
@@ -82,7 +83,7 @@ class Structure:
             self._end()
 
     def _end(self) -> None:
-        """Close this rank's part of the structure."""
+        """Close only this rank's part of the structure."""
         if not self.closed:
             self.closed = True
             self._release()
@@ -93,16 +94,12 @@ class Structure:
         Compiled calls that are made without a check of `closed` must be replaced by `_refuse`.
         """
 
-    def _on_cpu(self) -> None:
-        if self.heap.device.type != "cpu":
-            raise UsageError(
-                f"{type(self).__name__} works on CPU heaps only, this one is on "
-                f"{self.heap.device}: make one with Heap(device='cpu')"
-            )
+    def _declare_dead(self, rank: int) -> None:
+        """Release a dead rank's claims on values, in the compiled code; for subclasses."""
 
     def _refuse(self, *arguments: object) -> NoReturn:
         """Replaces the compiled calls of a closed structure, so that the hot path has no check."""
-        raise UsageError(f"this {type(self).__name__} is closed: make another on all ranks")
+        raise UsageError(f"this {type(self).__name__} is closed: create another on all ranks")
 
     def _check_tensor(
         self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], contiguous: bool = False
@@ -115,25 +112,31 @@ class Structure:
                 f"call takes {self.dtype} of shape {shape} on {self.heap.device}"
             )
         if contiguous and not tensor.is_contiguous():
-            raise UsageError(f"{name} is not contiguous: give it a contiguous tensor")
+            raise UsageError(f"{name} must be contiguous")
+
+    def _output(
+        self, out: torch.Tensor | None, shape: tuple[int, ...], contiguous: bool = False
+    ) -> torch.Tensor:
+        """The caller's `out`, checked, or a new tensor."""
+        if out is None:
+            return torch.empty(shape, dtype=self.dtype, device=self.heap.device)
+        self._check_tensor("out", out, shape, contiguous)
+        return out
 
     def _check_open(self) -> None:
         if self.closed or self.heap.closed:
             which = type(self).__name__ if self.closed else "heap"
-            raise UsageError(f"this {which} is closed: make another on all ranks")
+            raise UsageError(f"this {which} is closed: create another on all ranks")
 
-    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
-        return self._kept(self.heap.zeros(shape, dtype=dtype))
-
-    def _host_zeros(self, bytes: int) -> SymmetricTensor:
-        """Bytes in host memory: in the heap, or in a separate CPU heap if this one is on a GPU."""
+    def _zeros(
+        self, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, on_host: bool = False
+    ) -> SymmetricTensor:
+        """Zeros in the heap; with `on_host`, in a separate CPU heap if the heap is on a GPU."""
         heap = self.heap
-        if heap.device.type != "cpu":
-            heap = Heap(heap.group, bytes=bytes, device="cpu", timeout=heap.timeout)
-            self._host = heap
-        return self._kept(heap.zeros((bytes,), dtype=torch.uint8))
-
-    def _kept(self, tensor: SymmetricTensor) -> SymmetricTensor:
+        if on_host and heap.device.type != "cpu":
+            bytes = torch.Size(shape).numel() * dtype.itemsize
+            heap = self._host = Heap(heap.group, bytes=bytes, device="cpu", timeout=heap.timeout)
+        tensor = heap.zeros(shape, dtype)
         # The views keep the memory mapped even if the heap is closed, because compiled code holds
         # addresses in it.
         self._memory.append(tensor)
@@ -142,56 +145,30 @@ class Structure:
 
     def _addresses_of(self, tensor: SymmetricTensor) -> Any:
         """A C array of the addresses of all ranks' tensors."""
-        return (ctypes.c_void_p * self.size)(*(tensor.address(rank) for rank in range(self.size)))
+        return pointers([tensor.address(rank) for rank in range(self.size)])
+
+    def _cpu_memory(self) -> CpuMemory:
+        # The last allocation of a structure with words to wait for is always in host memory.
+        return cast(CpuMemory, self._memory[-1].memory)
 
     def _await(
         self, word: int, at_least: int, source: int, timeout: float | None, what: str
     ) -> int:
         """Wait until the word at an address is at least `at_least` (acquire); returns the word.
 
-        Raises PeerDied or PeerLeft if rank `source`, which should write the word, has died or has
-        closed the heap.
+        Raises Timeout, or PeerDied or PeerLeft if rank `source`, which should write the word, has
+        died or has closed the heap.
         """
         seconds = self.heap.timeout if timeout is None else timeout
-        deadline = time.monotonic() + seconds
-        remaining, end = max(seconds, _AT_ONCE_SECONDS), None
-        while True:
-            # If the peer is gone, read once more: it may have written the word before it ended.
-            longest = 0 if end else min(remaining, _SLICE_SECONDS)
-            value = int(
-                native.core().tutti_await_word(word, at_least, max(longest, _AT_ONCE_SECONDS))
-            )
-            if value >= at_least:
-                return value
-            if end is not None:
-                raise lost_peer(end, source, what)
-            if remaining <= 0:
-                raise Timeout(
-                    f"rank {self.rank} waited {seconds:g} s for {what}: rank {source} is alive, "
-                    "but did not write it"
-                )
-            end = self._gone(source)
-            remaining = deadline - time.monotonic()
+        first = max(min(seconds, SLICE_SECONDS), 1e-6)  # for the core, 0 means to wait forever
+        value = int(self._core.tutti_await_word(word, at_least, first))
+        if value >= at_least:
+            return value
+        memory = self._cpu_memory()
+        memory.wait_in_slices(word, at_least, [source], seconds, what)
+        return memory.load(word)
 
-    def _gone(self, rank: int) -> type[PeerDied] | type[PeerLeft] | None:
-        """PeerDied if a rank has died, PeerLeft if it has closed the heap, else None."""
-        if rank == self.rank:
-            return None
-        try:  # wait for a signal that is never sent: the error depends on the state of the rank
-            (self._host or self.heap).wait(
-                slot=0, at_least=2**64 - 1, source=rank, timeout=_AT_ONCE_SECONDS
-            )
-        except PeerDied:
-            return PeerDied
-        except PeerLeft:
-            return PeerLeft
-        except Timeout:
-            pass
-        return None
-
-    def _served(
-        self, call: Callable[[], int], declare_dead: Callable[[int], None], what: str
-    ) -> int:
+    def _served(self, call: Callable[[], int], what: str) -> int:
         """Repeat a compiled call while another writer blocks it; returns the call's result.
 
         If the writer that holds the claim on a value has died, its claim is taken over. This is
@@ -201,19 +178,19 @@ class Structure:
         code = call()
         if code > BUSY and code != OVERTAKEN:
             return code
-        began = looked = time.monotonic()
+        start = last_check = time.monotonic()
         while code <= BUSY or code == OVERTAKEN:
             now = time.monotonic()
             writer = BUSY - code
-            if code <= BUSY and now - looked > _SUSPICIOUS_SECONDS:
-                looked = now
-                if self._gone(writer) is PeerDied:
-                    declare_dead(writer)
-            if now - began > self.heap.timeout:
-                who = f"rank {writer} is" if code <= BUSY else "other ranks are"
+            if code <= BUSY and now - last_check > _SUSPICIOUS_SECONDS:
+                last_check = now
+                if isinstance(self._cpu_memory().gone(what, [writer]), PeerDied):
+                    self._declare_dead(writer)
+            if now - start > self.heap.timeout:
+                writers = f"rank {writer} is" if code <= BUSY else "other ranks are"
                 raise Timeout(
-                    f"{what} waited {self.heap.timeout:g} s on rank {self.rank}: {who} writing it "
-                    "without pause"
+                    f"{what} waited {self.heap.timeout:g} s on rank {self.rank}: {writers} writing "
+                    "the value without pause"
                 )
             time.sleep(0)  # the writer may need this CPU core
             code = call()

@@ -18,13 +18,8 @@ import torch
 
 from tutti.comm.ledger import DTYPES, REDUCTIONS
 from tutti.comm.shm import native
+from tutti.comm.symmetric.heap_collectives import check_reduction, out_must_be_symmetric, rank_parts
 from tutti.comm.symmetric.heap_rendezvous import Timeout
-from tutti.comm.symmetric.symmetric_tensor import (
-    Algorithm,
-    check_reduction,
-    out_must_be_symmetric,
-    rank_parts,
-)
 from tutti.world.errors import RanksDiffer, UsageError
 
 if TYPE_CHECKING:
@@ -40,21 +35,22 @@ _CACHED_OPERATIONS = 256  # the number of prepared operations that are kept for 
 
 
 class CpuCollectives:
-    """The collectives of one heap, which can run only one at a time."""
+    """The collectives of one heap, which can run only one at a time.
+
+    `codes` are the C core's numbers of the dtype and of the reduction.
+    """
 
     def __init__(self, memory: "CpuMemory") -> None:
         self._memory = memory
-        self._core = native.core()
-        self._quick = native.core_holding_gil()
-        self._wait = memory.control.wait_for_peer
-        self._peers = [rank for rank in range(memory.size) if rank != memory.rank]
-        self._words = [memory.control.progress(rank) for rank in range(memory.size)]
+        self._core, self._quick = native.core(), native.core_holding_gil()
+        self._wait = memory.wait_for_peer
+        self._peers, self._words = memory.peers, memory.progress_words
         self._own_word = self._words[memory.rank]
         self._progress = 0  # the same on all ranks between collectives
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._group: Any = None  # the core's group, made by the first all_reduce that needs it
         self._run = self._core.tutti_run
-        self._ready: dict[tuple[int, int, int, tuple[int, int]], Any] = {}
+        self._operations: dict[tuple[int, int, int, tuple[int, int]], Any] = {}
         self.calls = 0
 
     def all_reduce(
@@ -62,68 +58,60 @@ class CpuCollectives:
         local: torch.Tensor,
         offset: int,
         op: str,
-        algorithm: Algorithm,
+        algorithm: str,
         out: torch.Tensor,
         out_offset: int | None,
-        timeout: float,
     ) -> None:
         """Reduce `local`, which is at `offset` of the heap, over all ranks into `out`.
 
         `out` is `local` itself, another tensor of the heap (at `out_offset`), or any tensor.
         """
-        self._memory.control.check()
+        self._memory.check()
         codes = _codes(local.dtype, op)
-        bytes = local.nbytes
         self.calls += 1
         if algorithm == "auto":
-            self._run_in_core(local.data_ptr(), out.data_ptr(), bytes, codes, timeout)
+            self._run_in_core(local.data_ptr(), out.data_ptr(), local.nbytes, codes)
         elif algorithm == "one_shot":
-            self._one_shot(local, offset, out, codes, timeout)
+            self._one_shot(local, offset, out, codes)
         else:
             shared = offset if out is local else out_offset  # where peers read this rank's result
             if shared is None:
                 raise out_must_be_symmetric(algorithm)
             if algorithm == "two_shot":
-                self._two_shot(local, offset, shared, codes, timeout)
+                self._two_shot(local, offset, shared, codes)
                 return
             if shared != offset:
-                self._core.tutti_put(out.data_ptr(), local.data_ptr(), bytes)
-            self._ring(out, shared, codes, timeout)
+                self._core.tutti_put(out.data_ptr(), local.data_ptr(), local.nbytes)
+            self._ring(out, shared, codes)
 
     def sum_in_place(self, local: torch.Tensor) -> None:
-        """Always None, no prepared call as on CUDA: the C core chooses the algorithm by itself."""
+        """Always None: unlike CUDA, the CPU has no prepared call, as the C core does the work."""
 
     def all_reduce_staged(
-        self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
+        self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str
     ) -> None:
         """Reduce an ordinary `tensor` in place, through `buffer` of the same shape at `offset`."""
-        self._memory.control.check()
+        self._memory.check()
         buffer.copy_(tensor)
-        self.all_reduce(buffer, offset, op, "auto", tensor, None, timeout)
+        self.all_reduce(buffer, offset, op, "auto", tensor, None)
 
     def _one_shot(
-        self,
-        local: torch.Tensor,
-        offset: int,
-        out: torch.Tensor,
-        codes: tuple[int, int],
-        timeout: float,
+        self, local: torch.Tensor, offset: int, out: torch.Tensor, codes: tuple[int, int]
     ) -> None:
         """Every rank reduces all ranks' values in rank order, so all ranks get the same bits."""
-        memory, bytes, target = self._memory, local.nbytes, out.data_ptr()
-        self._barrier("all_reduce", timeout)
+        bytes, target = local.nbytes, out.data_ptr()
+        self._barrier("all_reduce")
         if out is local:  # peers are still reading it
             if bytes > self._scratch.numel():
                 self._scratch = torch.empty(bytes, dtype=torch.uint8)
             target = self._scratch.data_ptr()
-        parts = [memory.address(rank, offset) for rank in range(memory.size)]
-        self._reduce(target, parts, local.numel(), codes)
-        self._barrier("all_reduce", timeout)
+        self._reduce(target, self._memory.addresses(offset), local.numel(), codes)
+        self._barrier("all_reduce")
         if out is local:
             self._quick.tutti_put(local.data_ptr(), target, bytes)
 
     def _two_shot(
-        self, local: torch.Tensor, source: int, target: int, codes: tuple[int, int], timeout: float
+        self, local: torch.Tensor, source: int, target: int, codes: tuple[int, int]
     ) -> None:
         """Each rank reduces its part of every chunk in place, then copies the others' parts.
 
@@ -131,28 +119,25 @@ class CpuCollectives:
         progress, and overwritten only after that, so reducing in place needs no further barriers.
         """
         memory, itemsize = self._memory, local.itemsize
-        what = "all_reduce"
         chunk = _CHUNK_BYTES * memory.size // itemsize
-        self._barrier(what, timeout)
+        self._barrier("all_reduce")
         for start in range(0, local.numel(), chunk):
             count = min(chunk, local.numel() - start)
-            parts_of = rank_parts(count, memory.size, itemsize)
-            first, last = parts_of[memory.rank]
+            parts = rank_parts(count, memory.size, itemsize)
+            first, last = parts[memory.rank]
             at = (start + first) * itemsize
-            parts = [memory.address(rank, source + at) for rank in range(memory.size)]
-            self._reduce(memory.address(memory.rank, target + at), parts, last - first, codes)
+            sources = memory.addresses(source + at)
+            self._reduce(memory.address(memory.rank, target + at), sources, last - first, codes)
             self._publish_progress()
             for peer in self._peers:
-                first, last = parts_of[peer]
+                first, last = parts[peer]
                 at = target + (start + first) * itemsize
-                self._wait(peer, self._words[peer], self._progress, timeout, what)
+                self._wait(peer, self._words[peer], self._progress, "all_reduce")
                 here, there = memory.address(memory.rank, at), memory.address(peer, at)
                 self._core.tutti_put(here, there, (last - first) * itemsize)
-        self._barrier(what, timeout)
+        self._barrier("all_reduce")
 
-    def _ring(
-        self, tensor: torch.Tensor, offset: int, codes: tuple[int, int], timeout: float
-    ) -> None:
+    def _ring(self, tensor: torch.Tensor, offset: int, codes: tuple[int, int]) -> None:
         """Pass sums around the ring, then results: 2 (n - 1) steps between neighbours.
 
         Each part is summed once, starting at a different rank: all ranks get the same bits, which
@@ -162,103 +147,104 @@ class CpuCollectives:
         memory, itemsize = self._memory, tensor.itemsize
         size, rank = memory.size, memory.rank
         left, right = (rank - 1) % size, (rank + 1) % size
-        what = "all_reduce"
         averaging = codes[1] == REDUCTIONS.index("mean")
         if averaging:
             codes = (codes[0], REDUCTIONS.index("sum"))
-        parts_of = rank_parts(tensor.numel(), size, itemsize)
-        self._barrier(what, timeout)
-        begun = self._progress
+        parts = rank_parts(tensor.numel(), size, itemsize)
+        self._barrier("all_reduce")
+        before = self._progress
         for step in range(2 * (size - 1)):
             lap = step - (size - 1)  # below 0 sums are passed on; from 0 on, results
-            part = (rank - 1 - step) % size if lap < 0 else (rank - lap) % size
-            first, last = parts_of[part]
-            mine = memory.address(rank, offset + first * itemsize)
-            theirs = memory.address(left, offset + first * itemsize)
+            first, last = parts[(rank - 1 - step) % size if lap < 0 else (rank - lap) % size]
+            own_part = memory.address(rank, offset + first * itemsize)
+            left_part = memory.address(left, offset + first * itemsize)
             # The left neighbour has completed its previous step, which was on this part.
-            self._wait(left, self._words[left], begun + step, timeout, what)
+            self._wait(left, self._words[left], before + step, "all_reduce")
             if lap < 0:
-                self._reduce(mine, [theirs, mine], last - first, codes)
+                self._reduce(own_part, [left_part, own_part], last - first, codes)
                 if averaging and lap == -1:  # this step completes the sum of the part
                     tensor.view(-1)[first:last].div_(size)
             else:
                 # The right neighbour has read the partial sum that is overwritten now.
-                self._wait(right, self._words[right], begun + lap + 1, timeout, what)
-                self._core.tutti_put(mine, theirs, (last - first) * itemsize)
+                self._wait(right, self._words[right], before + lap + 1, "all_reduce")
+                self._core.tutti_put(own_part, left_part, (last - first) * itemsize)
             self._publish_progress()
-        self._barrier(what, timeout)
+        self._barrier("all_reduce")
 
-    def all_gather(
-        self, local: torch.Tensor, offset: int, out: torch.Tensor, timeout: float
-    ) -> None:
+    def all_gather(self, local: torch.Tensor, offset: int, out: torch.Tensor) -> None:
         """Every rank copies every rank's tensor."""
-        self._memory.control.check()
+        self._memory.check()
         self.calls += 1
         memory, bytes = self._memory, local.nbytes
-        self._barrier("all_gather", timeout)
+        self._barrier("all_gather")
         # Each rank starts with its own tensor, so that the ranks do not all read the same tensor.
         for turn in range(memory.size):
             rank = (memory.rank + turn) % memory.size
             self._core.tutti_put(out.data_ptr() + rank * bytes, memory.address(rank, offset), bytes)
-        self._barrier("all_gather", timeout)
+        self._barrier("all_gather")
 
-    def reduce_scatter(
-        self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
-    ) -> None:
+    def reduce_scatter(self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor) -> None:
         """Every rank reduces its own part of all ranks' tensors."""
-        self._memory.control.check()
+        self._memory.check()
         self.calls += 1
-        memory, bytes = self._memory, out.nbytes
         codes = _codes(local.dtype, op)
-        self._barrier("reduce_scatter", timeout)
-        parts = [memory.address(rank, offset + memory.rank * bytes) for rank in range(memory.size)]
-        self._reduce(out.data_ptr(), parts, out.numel(), codes)
-        self._barrier("reduce_scatter", timeout)
+        self._barrier("reduce_scatter")
+        sources = self._memory.addresses(offset + self._memory.rank * out.nbytes)
+        self._reduce(out.data_ptr(), sources, out.numel(), codes)
+        self._barrier("reduce_scatter")
 
     # ---- The core's own all_reduce ----
 
-    def _run_in_core(
-        self, source: int, target: int, bytes: int, codes: tuple[int, int], timeout: float
-    ) -> None:
+    def _run_in_core(self, source: int, target: int, bytes: int, codes: tuple[int, int]) -> None:
         """Reduce `bytes` from one address to another: one call into C, without staging buffers."""
         if self._group is None:
-            self._group = self._make_group(timeout)
+            self._group = self._create_group()
         key = (source, target, bytes, codes)
-        operation = self._ready.get(key)
+        operation = self._operations.get(key)
         if operation is None:
-            if len(self._ready) >= _CACHED_OPERATIONS:
-                self._ready.clear()
+            if len(self._operations) >= _CACHED_OPERATIONS:
+                self._operations.clear()
             ins, outs = [(source, bytes)], [(target, bytes)]
             made = native.operation(
                 native.ALL_REDUCE, ins=ins, outs=outs, dtype=codes[0], reduce=codes[1]
             )
-            operation = self._ready[key] = ctypes.byref(made)
-        code = self._run(self._group, operation, timeout)
-        if code != 0:
-            self._fail(code)
+            operation = self._operations[key] = ctypes.byref(made)
+        code = self._run(self._group, operation, self._memory.timeout)
+        if code == 0:
+            return
+        text = self._core.tutti_error().decode(errors="replace")
+        error: Exception
+        if code == native.TIMEOUT:
+            error = Timeout(text)
+        elif code == native.MISMATCH:
+            error = RanksDiffer(text)
+        else:
+            error = self._memory.gone("all_reduce") or native.error_for(code, text)
+        self._memory.fall_out_of_step(error)
+        raise error
 
-    def _make_group(self, timeout: float) -> Any:
+    def _create_group(self) -> Any:
         """The core's group of the heap's ranks, on all ranks together; or an error on all."""
         memory, core = self._memory, self._core
 
         def exchange(text: str) -> list[str]:
-            return memory.control.exchange(text, timeout, "all_reduce")
+            return memory.exchange(text, "all_reduce")
 
         token = int(exchange(str(secrets.randbits(62)))[0])
         name = f"heap {memory.number}".encode()
         group = core.tutti_group_create(name, memory.rank, memory.size, 0, token)
         failure = "" if group else str(native.last_error())
         try:
-            mine = [os.getpid(), 0, 0]
+            segment = [os.getpid(), 0, 0]
             if group:
-                mine[1:] = core.tutti_group_fd(group), core.tutti_group_bytes(group)
-            for rank, text in enumerate(exchange(json.dumps(mine))):
+                segment[1:] = core.tutti_group_fd(group), core.tutti_group_bytes(group)
+            for rank, text in enumerate(exchange(json.dumps(segment))):
                 pid, fd, bytes = json.loads(text)
                 if failure or not bytes or rank == memory.rank:
                     continue
                 if core.tutti_group_connect(group, rank, pid, fd, bytes) != 0:
                     failure = str(native.last_error())
-            bases = _pointers([memory.address(rank, 0) for rank in range(memory.size)])
+            bases = pointers(memory.addresses(0))
             if not failure and core.tutti_group_add_block(group, 1, bases, memory.bytes) != 0:
                 failure = str(native.last_error())
             for rank, text in enumerate(exchange(failure)):
@@ -270,18 +256,6 @@ class CpuCollectives:
             raise
         return group
 
-    def _fail(self, code: int) -> None:
-        text = self._core.tutti_error().decode(errors="replace")
-        error: Exception
-        if code == native.TIMEOUT:
-            error = Timeout(text)
-        elif code == native.MISMATCH:
-            error = RanksDiffer(text)
-        else:
-            error = self._memory.control.gone("all_reduce") or native.error_for(code, text)
-        self._memory.control.fall_out_of_step(error)
-        raise error
-
     def close(self) -> None:
         """Leave the core's group; not collective."""
         if self._group is not None:
@@ -290,24 +264,25 @@ class CpuCollectives:
 
     # ---- Steps of the algorithms ----
 
-    def _barrier(self, what: str, timeout: float) -> None:
+    def _barrier(self, collective: str) -> None:
         self._publish_progress()
         for peer in self._peers:
-            self._wait(peer, self._words[peer], self._progress, timeout, what)
+            self._wait(peer, self._words[peer], self._progress, collective)
 
     def _publish_progress(self) -> None:
         """Publish that this rank has completed one more step (release)."""
         self._progress += 1
         self._memory.store(self._own_word, self._progress)
 
-    def _reduce(self, target: int, parts: list[int], count: int, codes: tuple[int, int]) -> None:
-        core = self._quick if count * len(parts) < 8192 else self._core
-        code = core.tutti_reduce_into(target, _pointers(parts), len(parts), count, *codes)
+    def _reduce(self, target: int, sources: list[int], count: int, codes: tuple[int, int]) -> None:
+        core = self._quick if count * len(sources) < 8192 else self._core
+        code = core.tutti_reduce_into(target, pointers(sources), len(sources), count, *codes)
         if code != 0:
             raise UsageError(self._core.tutti_error().decode())
 
 
-def _pointers(addresses: list[int]) -> "ctypes.Array[ctypes.c_void_p]":
+def pointers(addresses: list[int]) -> "ctypes.Array[ctypes.c_void_p]":
+    """A C array of addresses."""
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
@@ -315,6 +290,6 @@ def _pointers(addresses: list[int]) -> "ctypes.Array[ctypes.c_void_p]":
 def _codes(dtype: torch.dtype, op: str) -> tuple[int, int]:
     check_reduction(dtype, op)
     if dtype not in _DTYPES:
-        names = ", ".join(str(each).removeprefix("torch.") for each in _DTYPES)
+        names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
         raise UsageError(f"{dtype} cannot be reduced: convert it to one of {names}")
     return _DTYPES.index(dtype), REDUCTIONS.index(op)

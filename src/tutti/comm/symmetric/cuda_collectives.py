@@ -5,19 +5,14 @@ reductions and dtypes, rings, sizes that are not multiples of 4 bytes) is built 
 torch operators and barriers, which works everywhere but needs a few more kernel launches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from tutti.comm.symmetric.symmetric_tensor import (
-    CHANNELS,
-    Algorithm,
-    check_reduction,
-    out_must_be_symmetric,
-    rank_parts,
-)
+from tutti.comm.symmetric.heap_collectives import check_reduction, out_must_be_symmetric, rank_parts
+from tutti.comm.symmetric.symmetric_tensor import CHANNELS
 
 if TYPE_CHECKING:
     from tutti.comm.symmetric.cuda_heap import CudaMemory
@@ -49,35 +44,30 @@ class GraphedLaunch:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
-        if (
-            torch.cuda.is_current_stream_capturing()
-        ):  # the launch becomes part of the caller's graph
-            self._launch()
+        if torch.cuda.is_current_stream_capturing():
+            self._launch()  # as a part of the caller's graph
         elif self._graph is not None:
             self._graph.replay()
         elif self._plain_calls < _CALLS_BEFORE_GRAPH:
             self._plain_calls += 1
             self._launch()
         else:
-            self._graph = self._captured()
-            self._graph.replay()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(side):  # the default stream cannot be captured
-            # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
-            graph.capture_begin(capture_error_mode="thread_local")
-            self._launch()
-            graph.capture_end()
-        return graph
+            graph = torch.cuda.CUDAGraph()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(side):  # the default stream cannot be captured
+                # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
+                graph.capture_begin(capture_error_mode="thread_local")
+                self._launch()
+                graph.capture_end()
+            self._graph = graph
+            graph.replay()
 
 
 class CudaCollectives:
     """The collectives of one heap, which can run only one at a time, on one stream at a time."""
 
     def __init__(self, memory: "CudaMemory") -> None:
-        self._memory = memory
+        self._memory, self._ranks = memory, range(memory.size)
         self._torch_two_shot = torch.ops.symm_mem.two_shot_all_reduce_.default
         self.calls = 0
 
@@ -86,10 +76,9 @@ class CudaCollectives:
         local: torch.Tensor,
         offset: int,
         op: str,
-        algorithm: Algorithm,
+        algorithm: str,
         out: torch.Tensor,
         out_offset: int | None,
-        timeout: float,
     ) -> None:
         self._memory.check()
         in_place = out is local
@@ -106,7 +95,7 @@ class CudaCollectives:
             return
         if algorithm == "one_shot":
             target = torch.empty_like(local) if in_place else out
-            self._one_shot(local, offset, op, target, timeout)
+            self._one_shot(local, offset, op, target)
             if in_place:
                 local.copy_(target)
             return
@@ -115,9 +104,9 @@ class CudaCollectives:
             out.copy_(local)
             offset = out_offset
         if algorithm == "two_shot":
-            self._two_shot(out, offset, op, timeout)
+            self._two_shot(out, offset, op)
         else:
-            self._ring(out, offset, op, timeout)
+            self._ring(out, offset, op)
 
     def sum_in_place(self, local: torch.Tensor) -> Callable[[], object] | None:
         """A function that sums this tensor in place; None if torch has no kernel for the tensor.
@@ -136,122 +125,104 @@ class CudaCollectives:
 
         return run
 
-    def _one_shot(
-        self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
-    ) -> None:
-        memory = self._memory
+    def _one_shot(self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor) -> None:
         if self._has_torch_kernel(local, op) and out.data_ptr() % 16 == 0:
-            torch.ops.symm_mem.one_shot_all_reduce_out(local, "sum", memory.group_name, out)
+            group_name = self._memory.group_name
+            torch.ops.symm_mem.one_shot_all_reduce_out(local, "sum", group_name, out)
             return
-        self._barrier(timeout)
-        views = [
-            memory.view(rank, offset, tuple(local.shape), local.dtype)
-            for rank in range(memory.size)
-        ]
-        out.copy_(_reduced(views, op))
-        self._barrier(timeout)
+        self._barrier()
+        out.copy_(
+            _reduced(self._parts(self._ranks, offset, local, 0, local.numel()), op).view(out.shape)
+        )
+        self._barrier()
 
-    def _two_shot(self, tensor: torch.Tensor, offset: int, op: str, timeout: float) -> None:
-        memory = self._memory
+    def _two_shot(self, tensor: torch.Tensor, offset: int, op: str) -> None:
+        rank = self._memory.rank
         if self._has_torch_kernel(tensor, op):
-            self._torch_two_shot(tensor, "sum", memory.group_name)
+            self._torch_two_shot(tensor, "sum", self._memory.group_name)
             return
-        parts = rank_parts(tensor.numel(), memory.size, tensor.itemsize)
-        first, last = parts[memory.rank]
-        self._barrier(timeout)
-        mine = [self._part(rank, offset, first, last, tensor) for rank in range(memory.size)]
-        mine[memory.rank].copy_(_reduced(mine, op))
-        self._barrier(timeout)
-        for peer in range(memory.size):
-            if peer != memory.rank:
-                first, last = parts[peer]
-                theirs = self._part(peer, offset, first, last, tensor)
-                self._part(memory.rank, offset, first, last, tensor).copy_(theirs)
-        self._barrier(timeout)
+        ends = rank_parts(tensor.numel(), self._memory.size, tensor.itemsize)
+        self._barrier()
+        parts = self._parts(self._ranks, offset, tensor, *ends[rank])
+        parts[rank].copy_(_reduced(parts, op))
+        self._barrier()
+        for peer, (first, last) in enumerate(ends):
+            if peer != rank:
+                peer_part, own_part = self._parts((peer, rank), offset, tensor, first, last)
+                own_part.copy_(peer_part)
+        self._barrier()
 
-    def _ring(self, tensor: torch.Tensor, offset: int, op: str, timeout: float) -> None:
+    def _ring(self, tensor: torch.Tensor, offset: int, op: str) -> None:
         """The same steps as on the CPU, with a barrier after each step: a baseline."""
-        memory = self._memory
-        size, rank = memory.size, memory.rank
-        parts = rank_parts(tensor.numel(), size, tensor.itemsize)
-        self._barrier(timeout)
+        size, rank = self._memory.size, self._memory.rank
+        ends = rank_parts(tensor.numel(), size, tensor.itemsize)
+        self._barrier()
         for step in range(2 * (size - 1)):
             lap = step - (size - 1)  # below 0 sums are passed on; from 0 on, results
-            first, last = parts[(rank - 1 - step) % size if lap < 0 else (rank - lap) % size]
-            mine = self._part(rank, offset, first, last, tensor)
-            theirs = self._part((rank - 1) % size, offset, first, last, tensor)
+            first, last = ends[(rank - 1 - step) % size if lap < 0 else (rank - lap) % size]
+            neighbours = ((rank - 1) % size, rank)
+            left_part, own_part = self._parts(neighbours, offset, tensor, first, last)
             if lap < 0:
-                total = _OPS[op](theirs, mine)
-                mine.copy_(total / size if op == "mean" and lap == -1 else total)
+                total = _OPS[op](left_part, own_part)
+                own_part.copy_(total / size if op == "mean" and lap == -1 else total)
             else:
-                mine.copy_(theirs)
-            self._barrier(timeout)
+                own_part.copy_(left_part)
+            self._barrier()
 
     def all_reduce_staged(
-        self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str, timeout: float
+        self, buffer: torch.Tensor, offset: int, tensor: torch.Tensor, op: str
     ) -> None:
         """Reduce `tensor` in place through `buffer`, which has its shape and is at `offset`."""
         self._memory.check()
         check_reduction(tensor.dtype, op)
         self.calls += 1
         # torch's kernel that includes the copy into the buffer requires the same alignment of both.
-        fits = tensor.data_ptr() % 16 == 0 and tensor.storage_offset() * tensor.itemsize % 16 == 0
+        aligned = tensor.data_ptr() % 16 == 0
+        aligned = aligned and tensor.storage_offset() * tensor.itemsize % 16 == 0
         fused = getattr(torch.ops.symm_mem, "one_shot_all_reduce_copy_out", None)
-        if fused is not None and fits and self._has_torch_kernel(tensor, op) and tensor.numel() > 0:
+        if fused is not None and aligned and self._has_torch_kernel(tensor, op):
             fused(buffer, tensor, "sum", self._memory.group_name, tensor)
             return
         buffer.copy_(tensor)
         if tensor.numel() > 0:
-            self._one_shot(buffer, offset, op, tensor, timeout)
+            self._one_shot(buffer, offset, op, tensor)
 
-    def all_gather(
-        self, local: torch.Tensor, offset: int, out: torch.Tensor, timeout: float
-    ) -> None:
-        self._memory.check()
-        self.calls += 1
+    def all_gather(self, local: torch.Tensor, offset: int, out: torch.Tensor) -> None:
         memory = self._memory
+        memory.check()
+        self.calls += 1
         rows = out.view(memory.size, -1)
-        self._barrier(timeout)
+        self._barrier()
         for turn in range(memory.size):
             rank = (memory.rank + turn) % memory.size
             rows[rank].copy_(memory.view(rank, offset, (local.numel(),), local.dtype))
-        self._barrier(timeout)
+        self._barrier()
 
-    def reduce_scatter(
-        self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor, timeout: float
-    ) -> None:
+    def reduce_scatter(self, local: torch.Tensor, offset: int, op: str, out: torch.Tensor) -> None:
         self._memory.check()
         check_reduction(local.dtype, op)
         self.calls += 1
-        memory = self._memory
-        first = out.numel() * memory.rank
-        self._barrier(timeout)
-        parts = [
-            self._part(rank, offset, first, first + out.numel(), local)
-            for rank in range(memory.size)
-        ]
+        first = out.numel() * self._memory.rank
+        self._barrier()
+        parts = self._parts(self._ranks, offset, local, first, first + out.numel())
         out.copy_(_reduced(parts, op).view(out.shape))
-        self._barrier(timeout)
+        self._barrier()
 
-    def _part(
-        self, rank: int, offset: int, first: int, last: int, like: torch.Tensor
-    ) -> torch.Tensor:
-        return self._memory.view(rank, offset, (like.numel(),), like.dtype)[first:last]
+    def _parts(
+        self, ranks: Iterable[int], offset: int, like: torch.Tensor, first: int, last: int
+    ) -> list[torch.Tensor]:
+        """Elements `first` to `last`, flat, of the tensor at `offset` of each rank."""
+        view, shape = self._memory.view, (like.numel(),)
+        return [view(rank, offset, shape, like.dtype)[first:last] for rank in ranks]
 
     def _has_torch_kernel(self, tensor: torch.Tensor, op: str) -> bool:
-        bytes = tensor.nbytes
-        return (
-            op == "sum"
-            and tensor.dtype in _TORCH_DTYPES
-            and bytes > 0
-            and bytes % 4 == 0
-            and self._memory.size > 1
-            and self._memory.backend
-            == "cuda"  # with NVSHMEM, the signals that torch's kernels use are not set up
-        )
+        # With NVSHMEM, the signals that torch's kernels use are not set up.
+        usable = self._memory.size > 1 and self._memory.backend == "cuda"
+        fits = tensor.dtype in _TORCH_DTYPES and tensor.nbytes > 0 and tensor.nbytes % 4 == 0
+        return op == "sum" and usable and fits
 
-    def _barrier(self, timeout: float) -> None:
-        self._memory.stream_barrier(CHANNELS, timeout, f"collective {self.calls}")
+    def _barrier(self) -> None:
+        self._memory.stream_barrier(CHANNELS, f"collective {self.calls}")
 
 
 def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:

@@ -9,31 +9,23 @@ A wait runs on the GPU and cannot raise. After its timeout it sets a flag and le
 continue; the next call on the heap raises Timeout, or PeerDied if the process of a rank has ended.
 Kernels that wait for each other must run at the same time: ranks that share a GPU need MPS (`tutti
 run --ranks-per-gpu`), because without MPS the GPU runs one rank at a time, for milliseconds each.
-CUDA loads a kernel when it is first used, and loading may wait for all running kernels. If a stream
-waits for data that another stream has not sent yet, this may block the sender: run the sending
-kernels once beforehand, or set CUDA_MODULE_LOADING=EAGER.
+CUDA loads a kernel at its first use, and may wait for all running kernels to finish. If one of them
+waits for data that this kernel sends, both block: run the sending kernels once beforehand, or set
+CUDA_MODULE_LOADING=EAGER.
 """
 
-import contextlib
 import ctypes
 import os
 import socket
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tutti.comm.shm.native import PeerDied
 from tutti.comm.symmetric import cuda_kernels
 from tutti.comm.symmetric.cuda_collectives import CudaCollectives
-from tutti.comm.symmetric.heap_rendezvous import (
-    HeapRendezvous,
-    Timeout,
-    lost_peer,
-    refuse_different_calls,
-    refuse_different_heaps,
-)
+from tutti.comm.symmetric.heap import Heap
+from tutti.comm.symmetric.heap_rendezvous import HeapRendezvous, Timeout, lost_peer
 from tutti.comm.symmetric.symmetric_tensor import CHANNELS
 from tutti.world.errors import UsageError
 
@@ -46,25 +38,13 @@ class CudaMemory:
 
     alignment = 256
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        bytes: int,
-        device: torch.device,
-        backend: str,
-        signals: int,
-        timeout: float,
-        reason: str,
-    ) -> None:
+    def __init__(self, heap: Heap, reason: str, device: torch.device, backend: str) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
-        self.backend = backend
-        self.bytes = bytes
-        self.device = device
-        self.signals = signals
-        self.rank = group.rank()
-        self.size = group.size()
-        self.group_name = group.group_name
+        self.device, self.backend = device, backend
+        self.bytes, self.timeout, signals = heap.bytes, heap.timeout, heap.signals
+        self.rank, self.size = heap.rank, heap.size
+        self.group_name = heap.group.group_name
         # The block of each rank: signals, then for every channel one arrival word per peer, then
         # this rank's own barrier count of each channel, then the data.
         self._arrivals_at = 8 * signals
@@ -72,24 +52,39 @@ class CudaMemory:
         end = self._counts_at + 8 * (CHANNELS + 1)
         self._data_at = -(-end // self.alignment) * self.alignment
 
-        self._rendezvous = HeapRendezvous(group, "symmetric.Heap", timeout)
+        self._rendezvous = HeapRendezvous(heap.group, heap.timeout)
         with torch.cuda.device(device):
-            self._words = Words(self.rank, device)
-            ranks = self._introduce(bytes, signals)
-            here = ranks[self.rank]["boot"]
-            self._words.pids = [each["pid"] if each["boot"] == here else None for each in ranks]
-            self.sharing = max(sum(r["gpu"] == each["gpu"] for r in ranks) for each in ranks)
-            if self.sharing > 1 and backend == "nvshmem":
+            self._ignored = torch.zeros(1, dtype=torch.int64, device=device)
+            # In host memory, so that the host can read it without waiting for the GPU.
+            self._failed = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+            self._failed_word = ctypes.c_int64.from_address(self._failed.data_ptr())
+            self._waits: dict[int, str] = {}  # what each wait waits for, by its ticket
+            self._tickets = 0
+            self._broken: str | None = None
+            self._pids: list[int | None] = []  # of each rank; None for ranks on other hosts
+            ranks = self._introduce(signals)
+            boot = ranks[self.rank]["boot"]
+            self._pids = [values["pid"] if values["boot"] == boot else None for values in ranks]
+            gpus = [values["gpu"] for values in ranks]
+            sharing = max(gpus.count(gpu) for gpu in gpus)  # the number of ranks on one GPU
+            if sharing > 1 and backend == "nvshmem":
                 raise UsageError(
-                    f"backend='nvshmem': {self.sharing} ranks share a GPU, where torch's NVSHMEM "
+                    f"backend='nvshmem': {sharing} ranks share a GPU, where torch's NVSHMEM "
                     "crashes: use backend='cuda', or a GPU per rank"
                 )
             _select_backend(symm_mem, backend, device)
-            shared = f"; {self.sharing} ranks share a GPU" if self.sharing > 1 else ""
-            self.reason = reason + shared
-            with _sharing_allowed(self.sharing > 1):
-                self._block = self._allocate(symm_mem, self._data_at + bytes)
-                self._handle: Any = symm_mem.rendezvous(self._block, group.group_name)
+            self.backend_stats = {"ranks_on_gpu": sharing}
+            self.reason = reason + (f"; {sharing} ranks share a GPU" if sharing > 1 else "")
+            # torch refuses ranks that share a GPU unless this variable allows it.
+            allow_sharing = sharing > 1 and _ALLOW_SHARING not in os.environ
+            if allow_sharing:
+                os.environ[_ALLOW_SHARING] = "1"
+            try:
+                self._block = self._allocate(symm_mem, self._data_at + heap.bytes)
+                self._handle: Any = symm_mem.rendezvous(self._block, self.group_name)
+            finally:
+                if allow_sharing:
+                    del os.environ[_ALLOW_SHARING]
             self._bases = [int(pointer) for pointer in self._handle.buffer_ptrs]
             if 0 in self._bases:
                 raise UsageError(
@@ -98,18 +93,18 @@ class CudaMemory:
                 )
             self._table = torch.tensor(self._bases, dtype=torch.int64, device=device)
             self.collectives = CudaCollectives(self)
-            self.puts = self.put_bytes = self.gets = self.get_bytes = 0
-            self.waits = self.barriers = 0
+            self.puts = self.put_bytes = self.gets = self.get_bytes = self.waits = 0
+            self.barriers = 0
             # When all ranks have exchanged this, all blocks are zeroed and mapped.
             self._rendezvous.exchange("ready")
-            self.stream_barrier(CHANNELS, timeout, "the first barrier")
+            self.stream_barrier(CHANNELS, "the first barrier")
             self.quiet()
 
-    def _introduce(self, bytes: int, signals: int) -> list[dict[str, Any]]:
+    def _introduce(self, signals: int) -> list[dict[str, Any]]:
         """Compile the kernels, and exchange parameters with the other ranks."""
         failure = None
         try:
-            self._words.compile()
+            self._compile_kernels()
         except Exception as error:
             failure = (
                 f"its kernels do not compile or run ({type(error).__name__}: {error}): Triton "
@@ -117,9 +112,19 @@ class CudaMemory:
             )
         properties = torch.cuda.get_device_properties(self.device)
         gpu = str(getattr(properties, "uuid", f"{socket.gethostname()}:{self.device}"))
-        ranks = self._rendezvous.introduce([bytes, signals], failure, {"gpu": gpu})
-        refuse_different_heaps(ranks)
-        return ranks
+        return self._rendezvous.introduce(self.bytes, signals, failure, gpu=gpu)
+
+    def _compile_kernels(self) -> None:
+        """Compile and run each kernel once, on scratch memory, before other ranks wait for it."""
+        table, count, arrival = 0, 8, 16
+        scratch = torch.zeros(3, dtype=torch.int64, device=self.device)
+        word = scratch.data_ptr()
+        scratch[0] = word
+        self._launch_barrier(word + table, 0, 1, arrival, count, 10.0, "itself")
+        self._launch_wait(word + arrival, 1, 10.0, "itself")
+        self.store(word, 1)
+        self.add(word, 1)
+        self.compare_swap(word, 2, 3)
 
     def _allocate(self, symm_mem: Any, bytes: int) -> torch.Tensor:
         """Allocate a zeroed block; raises on all ranks if one rank cannot allocate its block.
@@ -143,11 +148,7 @@ class CudaMemory:
     def view(
         self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        return self._view(rank, self._data_at + offset, shape, dtype)
-
-    def _view(
-        self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+        offset += self._data_at
         count = torch.Size(shape).numel()
         if rank == self.rank:  # a view of the block itself, as torch's own operators require
             return self._block[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
@@ -176,40 +177,38 @@ class CudaMemory:
         out.copy_(self.view(source, offset, tuple(out.shape), out.dtype))
 
     def put_signal(
-        self,
-        to: int,
-        offset: int,
-        source: torch.Tensor,
-        bytes: int,
-        slot: int,
-        value: int,
-        add: int,
+        self, to: int, at: int, source: torch.Tensor, bytes: int, slot: int, value: int, add: int
     ) -> None:
-        self.put(to, offset, source, bytes)
-        signal = self.signal_address(to, slot)
-        (self._words.add if add else self._words.store)(signal, value)
+        self.put(to, at, source, bytes)
+        (self.add if add else self.store)(self.signal_address(to, slot), value)
 
-    # ---- Words ----
+    # ---- Words: a call that returns a number waits for the stream ----
 
     def signal_address(self, rank: int, slot: int) -> int:
         return self._bases[rank] + 8 * slot
 
     def load(self, address: int, /) -> int:
-        return self._words.load(address)
+        return self.fetch_add(address, 0)
 
     def store(self, address: int, value: int, /) -> None:
         self.check()
-        self._words.store(address, value)
+        self._launch(cuda_kernels.set_word, address, _signed(value))
 
     def add(self, address: int, value: int, /) -> None:
         self.check()
-        self._words.add(address, value)
+        answer = self._ignored.data_ptr()
+        self._launch(cuda_kernels.add_to_word, address, _signed(value), answer)
 
     def fetch_add(self, address: int, value: int, /) -> int:
-        return self._words.fetch_add(address, value)
+        before = torch.empty_like(self._ignored)
+        self._launch(cuda_kernels.add_to_word, address, _signed(value), before.data_ptr())
+        return self._result(before)
 
     def compare_swap(self, address: int, expected: int, desired: int, /) -> int:
-        return self._words.compare_swap(address, expected, desired)
+        before = torch.empty_like(self._ignored)
+        numbers = (_signed(expected), _signed(desired))
+        self._launch(cuda_kernels.swap_word, address, *numbers, before.data_ptr())
+        return self._result(before)
 
     def wait_word(
         self, address: int, at_least: int, source: int | None, timeout: float, what: str
@@ -217,7 +216,7 @@ class CudaMemory:
         self.check()
         self.waits += 1
         sender = "" if source is None else f" from rank {source}"
-        self._words.wait(address, at_least, timeout, f"{what}{sender} to reach {at_least}")
+        self._launch_wait(address, at_least, timeout, f"{what}{sender} to reach {at_least}")
 
     # ---- Order and barriers ----
 
@@ -228,159 +227,27 @@ class CudaMemory:
         torch.cuda.current_stream(self.device).synchronize()
         self.check()
 
-    def barrier(self, channel: int, timeout: float) -> None:
+    def barrier(self, channel: int) -> None:
         self.check()
         self.barriers += 1
-        self.stream_barrier(channel, timeout, "a barrier")
+        self.stream_barrier(channel, "a barrier")
 
-    def stream_barrier(self, channel: int, timeout: float, what: str) -> None:
+    def stream_barrier(self, channel: int, what: str) -> None:
         """A barrier between the current streams of all ranks; collectives use channel CHANNELS."""
         arrivals = self._arrivals_at + 8 * channel * self.size
         count = self._counts_at + 8 * channel
-        table = self._table.data_ptr()
-        self._words.stream_barrier(table, self.rank, self.size, arrivals, count, timeout, what)
+        words = (self._table.data_ptr(), self.rank, self.size, arrivals, count)
+        self._launch_barrier(*words, self.timeout, what)
 
-    def agree(self, call: str, timeout: float) -> None:
+    def agree(self, call: str) -> None:
         # The stream may still use memory that is freed or reused.
         self.quiet()
-        self._rendezvous.timeout = timeout
-        refuse_different_calls(self._rendezvous.exchange(call))
+        HeapRendezvous.check_same_calls(self._rendezvous.exchange(call))
 
     @property
     def in_step(self) -> bool:
+        """Whether all barriers so far completed."""
         torch.cuda.synchronize(self.device)
-        return self._words.in_step
-
-    @property
-    def check(self) -> Callable[[], None]:
-        """Raises the error of an earlier wait on the GPU."""
-        return self._words.check
-
-    # ---- Statistics and end ----
-
-    def stats(self) -> dict[str, int]:
-        names = ("puts", "put_bytes", "gets", "get_bytes", "waits", "barriers")
-        return {name: getattr(self, name) for name in names} | {
-            "collectives": self.collectives.calls,
-            "ranks_on_gpu": self.sharing,
-        }
-
-    def close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        del self.collectives, self._handle, self._block
-
-
-def _select_backend(symm_mem: Any, backend: str, device: torch.device) -> None:
-    """Select one of torch's backends, which is possible only once, before the first use."""
-    wanted = {"cuda": "CUDA", "nvshmem": "NVSHMEM"}[backend]
-    now = symm_mem.get_backend(device) if hasattr(symm_mem, "get_backend") else None
-    if now == wanted or (now is None and wanted == "CUDA"):  # torch's default
-        return
-    try:
-        symm_mem.set_backend(wanted)
-    except RuntimeError as error:
-        raise UsageError(
-            f"backend={backend!r}: this process already uses torch's {now} symmetric memory, and "
-            f"torch allows only one: make all heaps with the same backend ({error})"
-        ) from None
-
-
-@contextlib.contextmanager
-def _sharing_allowed(sharing: bool) -> Iterator[None]:
-    """torch refuses ranks that share a GPU unless this variable allows it."""
-    before = os.environ.get(_ALLOW_SHARING)
-    if sharing:
-        os.environ[_ALLOW_SHARING] = "1"
-    try:
-        yield
-    finally:
-        if sharing and before is None:
-            del os.environ[_ALLOW_SHARING]
-
-
-class Words:
-    """64-bit words in GPU memory: launches the kernels, and raises the errors of failed waits."""
-
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank = rank
-        self._device = device
-        self._ignored = torch.zeros(1, dtype=torch.int64, device=device)
-        # In host memory, so that the host can read it without waiting for the GPU.
-        self._failed = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._failed_word = ctypes.c_int64.from_address(self._failed.data_ptr())
-        self._waits: dict[int, str] = {}
-        self._tickets = 0
-        self._broken: str | None = None
-        self.pids: list[int | None] = []  # of each rank; None for ranks on other hosts
-
-    def compile(self) -> None:
-        """Compile and run each kernel once, on scratch memory, before other ranks wait for it."""
-        table, count, arrival = 0, 8, 16
-        scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
-        word = scratch.data_ptr()
-        scratch[0] = word
-        self.stream_barrier(word + table, 0, 1, arrival, count, 10.0, "itself")
-        self.wait(word + arrival, 1, 10.0, "itself")
-        self.store(word, 1)
-        self.add(word, 1)
-        self.compare_swap(word, 2, 3)
-
-    def load(self, address: int, /) -> int:
-        """The current value (acquire); waits for the stream."""
-        return self.fetch_add(address, 0)
-
-    def store(self, address: int, value: int, /) -> None:
-        """Set the word (release)."""
-        self._launch(cuda_kernels.set_word, address, _signed(value))
-
-    def add(self, address: int, value: int, /) -> None:
-        """Add to the word (release)."""
-        answer = self._ignored.data_ptr()
-        self._launch(cuda_kernels.add_to_word, address, _signed(value), answer)
-
-    def fetch_add(self, address: int, value: int, /) -> int:
-        """Add; returns the value before, and waits for the stream."""
-        before = torch.empty_like(self._ignored)
-        self._launch(cuda_kernels.add_to_word, address, _signed(value), before.data_ptr())
-        return self._result(before)
-
-    def compare_swap(self, address: int, expected: int, desired: int, /) -> int:
-        """Store `desired` if the value is `expected`; returns the value before."""
-        before = torch.empty_like(self._ignored)
-        numbers = (_signed(expected), _signed(desired))
-        self._launch(cuda_kernels.swap_word, address, *numbers, before.data_ptr())
-        return self._result(before)
-
-    def wait(self, address: int, at_least: int, timeout: float, what: str) -> None:
-        """Let the stream wait until the word is at least `at_least` (acquire)."""
-        self._launch(
-            cuda_kernels.wait_for_word,
-            address,
-            _signed(at_least),
-            int(timeout * 1e9),
-            self._failed.data_ptr(),
-            self._ticket(f"{timeout:g} s for {what}"),
-        )
-
-    def stream_barrier(
-        self,
-        table: int,
-        rank: int,
-        size: int,
-        arrivals: int,
-        count: int,
-        timeout: float,
-        what: str,
-    ) -> None:
-        """A barrier between the streams of all ranks; cuda_kernels.stream_barrier has details."""
-        limit, failed = int(timeout * 1e9), self._failed.data_ptr()
-        ticket = self._ticket(f"{timeout:g} s for all ranks in {what}")
-        words = (table, rank, size, arrivals, count)
-        self._launch(cuda_kernels.stream_barrier, *words, limit, failed, ticket)
-
-    @property
-    def in_step(self) -> bool:
-        """Whether all barriers so far completed, as far as is known."""
         return self._broken is None and self._failed_word.value == 0
 
     def check(self) -> None:
@@ -388,20 +255,40 @@ class Words:
         if self._broken is not None:
             raise UsageError(
                 f"this heap is out of step since an earlier error ({self._broken}): close it and "
-                "make another"
+                "create another heap"
             )
         ticket = self._failed_word.value
         if ticket == 0:
             return
         self._failed_word.value = 0
         what = self._waits.get(ticket, "a signal or a barrier")
-        for rank, pid in enumerate(self.pids):
-            if pid is not None and not _is_running(pid):
+        for rank, pid in enumerate(self._pids):
+            if pid is not None and not os.path.exists(f"/proc/{pid}"):
                 self._broken = f"rank {rank} died"
                 raise lost_peer(PeerDied, rank, what)
         if "all ranks" in what:
-            self._broken = f"rank {self._rank} waited {what}"
-        raise Timeout(f"rank {self._rank} waited {what}")
+            self._broken = f"rank {self.rank} waited {what}"
+        raise Timeout(f"rank {self.rank} waited {what}")
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        del self.collectives, self._handle, self._block
+
+    # ---- Kernel launches ----
+
+    def _launch_wait(self, address: int, at_least: int, timeout: float, what: str) -> None:
+        limit, failed = int(timeout * 1e9), self._failed.data_ptr()
+        ticket = self._ticket(f"{timeout:g} s for {what}")
+        self._launch(cuda_kernels.wait_for_word, address, _signed(at_least), limit, failed, ticket)
+
+    def _launch_barrier(
+        self, table: int, rank: int, size: int, arrivals: int, count: int, timeout: float, what: str
+    ) -> None:
+        """cuda_kernels.stream_barrier explains the arguments."""
+        limit, failed = int(timeout * 1e9), self._failed.data_ptr()
+        ticket = self._ticket(f"{timeout:g} s for all ranks in {what}")
+        words = (table, rank, size, arrivals, count)
+        self._launch(cuda_kernels.stream_barrier, *words, limit, failed, ticket)
 
     def _result(self, word: torch.Tensor) -> int:
         value = int(word.item())
@@ -415,21 +302,26 @@ class Words:
         return self._tickets
 
     def _launch(self, kernel: object, *arguments: int) -> None:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             kernel[(1,)](*arguments, num_warps=cuda_kernels.WARPS)  # type: ignore[index]
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process, but running
-        pass
-    return True
 
 
 def _signed(value: int) -> int:
     """The signed number with the same 64 bits: the kernels' words are signed."""
     value %= 1 << 64
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _select_backend(symm_mem: Any, backend: str, device: torch.device) -> None:
+    """Select one of torch's backends, which is possible only once, before the first use."""
+    wanted = {"cuda": "CUDA", "nvshmem": "NVSHMEM"}[backend]
+    now = symm_mem.get_backend(device) if hasattr(symm_mem, "get_backend") else None
+    if now == wanted or (now is None and wanted == "CUDA"):  # torch's default
+        return
+    try:
+        symm_mem.set_backend(wanted)
+    except RuntimeError as error:
+        raise UsageError(
+            f"backend={backend!r}: this process already uses torch's {now} symmetric memory, and "
+            f"torch allows only one: create all heaps with the same backend ({error})"
+        ) from None

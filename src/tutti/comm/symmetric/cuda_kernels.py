@@ -1,13 +1,14 @@
-"""Triton kernels on 64-bit words of device memory, with which ranks signal each other.
+"""Triton kernels on device memory of other ranks: signals on 64-bit words, atomic row additions.
 
 Every access that orders other accesses is an atomic at system scope: a release if it publishes
 earlier writes, an acquire if it observes what other ranks published. Writes of earlier kernels and
 copies on the stream precede the kernel, so a release in the kernel covers them as well. Words are
-given by address, since they lie in the memory of another process.
+given by address, since they are in the memory of another process.
 """
 # Triton compiles these functions from their source: parameters have Triton's types, not Python's.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,misc"
 
+import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
@@ -45,12 +46,12 @@ def _now():
 
 
 @triton.jit
-def _await(word, at_least, begun, limit_ns):
+def _await(word, at_least, start, limit_ns):
     """Load until the word reaches `at_least` or the time is over; returns the last value."""
-    seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
-    while (seen < at_least) & (_now() - begun < limit_ns):
-        seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
-    return seen
+    value = tl.atomic_add(word, 0, sem="acquire", scope="sys")
+    while (value < at_least) & (_now() - start < limit_ns):
+        value = tl.atomic_add(word, 0, sem="acquire", scope="sys")
+    return value
 
 
 @triton.jit(do_not_specialize=["address", "at_least", "limit_ns", "failed", "ticket"])
@@ -59,9 +60,9 @@ def wait_for_word(address, at_least, limit_ns, failed, ticket):
     continues."""
     word = address.to(tl.int64).to(tl.pointer_type(tl.int64))
     wanted = at_least.to(tl.int64)
-    begun = _now()
-    seen = _await(word, wanted, begun, limit_ns.to(tl.int64))
-    if seen < wanted:
+    start = _now()
+    value = _await(word, wanted, start, limit_ns.to(tl.int64))
+    if value < wanted:
         tl.store(failed.to(tl.int64).to(tl.pointer_type(tl.int64)), ticket.to(tl.int64))
 
 
@@ -73,16 +74,36 @@ def stream_barrier(bases, rank, size, arrivals, count, limit_ns, failed, ticket)
     per peer, to which that peer writes its barrier count. At offset `count` a rank keeps its own
     count: in device memory, so that the kernel can be part of a CUDA graph."""
     table = bases.to(tl.int64).to(tl.pointer_type(tl.int64))
-    mine = tl.load(table + rank)
-    own_count = (mine + count).to(tl.pointer_type(tl.int64))
+    own_base = tl.load(table + rank)
+    own_count = (own_base + count).to(tl.pointer_type(tl.int64))
     turn = tl.load(own_count) + 1
     tl.store(own_count, turn)
     for peer in range(size):
         word = (tl.load(table + peer) + arrivals + 8 * rank).to(tl.pointer_type(tl.int64))
         tl.atomic_xchg(word, turn, sem="release", scope="sys")
-    begun = _now()
+    start = _now()
     for peer in range(size):
-        word = (mine + arrivals + 8 * peer).to(tl.pointer_type(tl.int64))
-        seen = _await(word, turn, begun, limit_ns.to(tl.int64))
-        if seen < turn:
+        word = (own_base + arrivals + 8 * peer).to(tl.pointer_type(tl.int64))
+        value = _await(word, turn, start, limit_ns.to(tl.int64))
+        if value < turn:
             tl.store(failed.to(tl.int64).to(tl.pointer_type(tl.int64)), ticket.to(tl.int64))
+
+
+_BLOCK = 256
+
+
+@triton.jit
+def _add_rows(table, rows, values, columns, BLOCK: tl.constexpr):
+    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    value = tl.load(values + tl.program_id(0).to(tl.int64) * columns + column, mask=inside)
+    # torch's index_add_ is atomic within one GPU only; peers may add from another GPU.
+    tl.atomic_add(table + row * columns + column, value, mask=inside, sem="relaxed", scope="sys")
+
+
+def add_rows(table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """table[rows[i]] += values[i], each element atomically between all GPUs that map the table."""
+    columns = table.shape[1]
+    grid = (len(rows), triton.cdiv(columns, _BLOCK))
+    _add_rows[grid](table, rows.contiguous(), values.contiguous(), columns, BLOCK=_BLOCK)

@@ -8,20 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 import torch
 import torch.distributed as dist
 
-from tutti.comm.symmetric import cpu_heap
-from tutti.comm.symmetric.symmetric_tensor import (
-    CHANNELS,
-    Counters,
-    HeapObject,
-    Released,
-    SymmetricTensor,
-)
+from tutti.comm.shm import native
+from tutti.comm.symmetric.symmetric_tensor import CHANNELS, Counters, Released, SymmetricTensor
 from tutti.world.errors import UsageError, checked_seconds, did_you_mean
 
 if TYPE_CHECKING:
-    from tutti.comm.symmetric.symmetric_tensor import HeapMemory
-
-Backend = Literal["auto", "shm", "cuda", "nvshmem"]
+    from tutti.comm.symmetric.symmetric_tensor import HeapMemory, HeapObject
 
 
 class Heap:
@@ -54,7 +46,7 @@ class Heap:
         *,
         bytes: int = 64 << 20,
         device: str | torch.device | None = None,
-        backend: Backend = "auto",
+        backend: Literal["auto", "shm", "cuda", "nvshmem"] = "auto",
         signals: int = 1024,
         timeout: float = 30.0,
     ) -> None:
@@ -62,19 +54,16 @@ class Heap:
             raise UsageError("a heap needs a world: call tutti.init() first")
         self.group = cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
         if bytes < 1 or signals < 1:
-            raise UsageError(f"bytes={bytes}, signals={signals}: both must be above 0")
+            raise UsageError(f"bytes={bytes}, signals={signals}: both must be at least 1")
         self.timeout = checked_seconds("timeout", timeout)
-        self.rank = self.group.rank()
-        self.size = self.group.size()
-        self._memory = _heap_memory(self.group, bytes, device, backend, signals, self.timeout)
-        self.device = self._memory.device
-        self.backend = self._memory.backend
-        self.reason = self._memory.reason
-        self.signals = signals
-        self.bytes = bytes
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self.bytes, self.signals = bytes, signals
+        self.memory: HeapMemory = self._create_memory(device, backend)
+        memory = self.memory
+        self.device, self.backend, self.reason = memory.device, memory.backend, memory.reason
         self.closed = False
-        self._allocator = Allocator(self._memory.bytes, self._memory.alignment)
-        self._alive: dict[int, HeapObject] = {}
+        self._allocator = Allocator(bytes, memory.alignment)
+        self._objects: dict[int, HeapObject] = {}  # by offset
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
@@ -100,18 +89,24 @@ class Heap:
         64 gives each counter its own cache line, for counters that many ranks change; 8 packs them.
         """
         if count < 1 or spacing < 8 or spacing % 8:
-            raise UsageError(f"count={count}, spacing={spacing}: use 1 or more, and 8, 16, … bytes")
-        offset = self._take(f"counters({count}, spacing={spacing})", count * spacing, zero=True)
-        counters = self._alive[offset] = Counters(self, self._memory, offset, count, spacing)
+            raise UsageError(
+                f"counters(count={count}, spacing={spacing}): count must be at least 1, and "
+                "spacing a multiple of 8 bytes"
+            )
+        offset = self._allocate(f"counters({count}, spacing={spacing})", count * spacing, zero=True)
+        counters = self._objects[offset] = Counters(self, offset, count, spacing)
         return counters
 
-    def free(self, what: HeapObject) -> None:
-        """Free the memory, on all ranks. Views of it must not be used any more."""
-        self._memory.agree(f"free({_describe(what)})", self.timeout)
-        if self._alive.pop(what.offset, None) is not what:
-            raise UsageError(f"{_describe(what)} is not of this heap, or was already freed")
-        self._allocator.give(what.offset)
-        what.release(f"{_describe(what)} was freed")
+    def free(self, target: "HeapObject") -> None:
+        """Free a tensor or counters, on all ranks. Their views must not be used any more."""
+        name = f"counters at {target.offset}"
+        if isinstance(target, SymmetricTensor):
+            name = f"tensor {tuple(target.shape)} {target.dtype} at {target.offset}"
+        self.memory.agree(f"free({name})")
+        if self._objects.pop(target.offset, None) is not target:
+            raise UsageError(f"{name} does not belong to this heap, or was already freed")
+        self._allocator.give(target.offset)
+        target.release(f"{name} was freed")
 
     # ---- Signals ----
 
@@ -120,20 +115,20 @@ class Heap:
     ) -> None:
         """Set a slot of rank `to`, or add to it, with release: a waiter sees all earlier puts."""
         if not 0 <= to < self.size:
-            raise UsageError(f"rank {to}: the heap's ranks are 0 to {self.size - 1}")
+            self.refuse_rank(to)
         if not 0 <= slot < self.signals or (op != "set" and op != "add"):
             self.refuse_signal(slot, op)
-        address = self._memory.signal_address(to, slot)
+        address = self.memory.signal_address(to, slot)
         if op == "add":
-            self._memory.add(address, value)
+            self.memory.add(address, value)
         else:
-            self._memory.store(address, value)
+            self.memory.store(address, value)
 
     def read_signal(self, slot: int = 0) -> int:
         """The current value of one of this rank's own slots (acquire)."""
         if not 0 <= slot < self.signals:
             self.refuse_signal(slot)
-        return self._memory.load(self._memory.signal_address(self.rank, slot))
+        return self.memory.load(self.memory.signal_address(self.rank, slot))
 
     def wait(
         self,
@@ -152,8 +147,8 @@ class Heap:
         if not 0 <= slot < self.signals:
             self.refuse_signal(slot)
         if at_least < 0:
-            raise UsageError(f"at_least is {at_least}: signals count from 0 up")
-        memory = self._memory
+            raise UsageError(f"at_least must be 0 or more, got {at_least}")
+        memory = self.memory
         seconds = self.timeout if timeout is None else timeout
         address = memory.signal_address(self.rank, slot)
         memory.wait_word(address, at_least, source, seconds, f"signal {slot}")
@@ -161,36 +156,37 @@ class Heap:
     # ---- Order ----
 
     def fence(self) -> None:
-        """Order this rank's puts and signals.
-
-        Every rank sees those before the fence earlier than those after the fence.
-        """
-        self._memory.fence()
+        """Order this rank's puts and signals: no rank sees a later one before an earlier one."""
+        self.memory.fence()
 
     def quiet(self) -> None:
         """Return when all puts and signals of this rank are complete."""
-        self._memory.quiet()
+        self.memory.quiet()
 
     def barrier(self, channel: int = 0) -> None:
-        """Wait until all ranks have called it; each rank then sees what the others wrote before.
+        """Wait until all ranks have called `barrier`; then every rank sees all earlier writes.
 
         Threads or streams that synchronise independently of each other use different channels.
         """
         if not 0 <= channel < CHANNELS:
             raise UsageError(f"channel={channel}: channels are 0 to {CHANNELS - 1}")
-        self._memory.barrier(channel, self.timeout)
+        self.memory.barrier(channel)
 
     # ---- Statistics and end ----
 
     def stats(self) -> dict[str, Any]:
         """The backend, free memory, and how often this rank used each operation."""
+        memory = self.memory
+        counts = ("puts", "put_bytes", "gets", "get_bytes", "waits", "barriers")
         return {
             "backend": self.backend,
             "bytes": self.bytes,
             "free_bytes": self._allocator.free,
             "largest_gap_bytes": self._allocator.largest_gap,
-            "allocations": len(self._alive),
-            **self._memory.stats(),
+            "allocations": len(self._objects),
+            **{name: getattr(memory, name) for name in counts},
+            "collectives": memory.collectives.calls,
+            **memory.backend_stats,
         }
 
     def close(self) -> None:
@@ -198,8 +194,8 @@ class Heap:
         if self.closed:
             return
         try:
-            if self._memory.in_step:
-                self._memory.agree("close()", self.timeout)
+            if self.memory.in_step:
+                self.memory.agree("close()")
         finally:
             self.leave()
 
@@ -217,12 +213,12 @@ class Heap:
         if self.closed:
             return
         self.closed = True
-        memory = self._memory
-        reason = "this heap is closed: make another, or close it later"
-        self._memory = cast("HeapMemory", Released(reason))
-        for each in self._alive.values():
-            each.release(reason)
-        self._alive.clear()
+        memory = self.memory
+        reason = "this heap is closed: create another heap, or close this one later"
+        self.memory = cast("HeapMemory", Released(reason))
+        for target in self._objects.values():
+            target.release(reason)
+        self._objects.clear()
         memory.close()
 
     def _tensor(
@@ -232,11 +228,11 @@ class Heap:
         if any(size < 0 for size in sizes):
             raise UsageError(f"shape={sizes}: sizes must not be negative")
         bytes = torch.Size(sizes).numel() * dtype.itemsize
-        offset = self._take(f"{name}({sizes}, {dtype})", bytes, zero)
-        tensor = self._alive[offset] = SymmetricTensor(self, self._memory, offset, sizes, dtype)
+        offset = self._allocate(f"{name}({sizes}, {dtype})", bytes, zero)
+        tensor = self._objects[offset] = SymmetricTensor(self, offset, sizes, dtype)
         return tensor
 
-    def _take(self, call: str, bytes: int, zero: bool) -> int:
+    def _allocate(self, call: str, bytes: int, zero: bool) -> int:
         """The offset of `bytes` bytes, after checking that all ranks make the same call."""
         offset, full = -1, None
         try:
@@ -245,8 +241,8 @@ class Heap:
             full = error
         try:
             if zero and full is None:
-                self._memory.view(self.rank, offset, (bytes,), torch.uint8).zero_()
-            self._memory.agree(f"{call} = {bytes} bytes at {offset}", self.timeout)
+                self.memory.view(self.rank, offset, (bytes,), torch.uint8).zero_()
+            self.memory.agree(f"{call} = {bytes} bytes at {offset}")
         except BaseException:
             if full is None:
                 self._allocator.give(offset)
@@ -255,102 +251,92 @@ class Heap:
             raise full
         return offset
 
+    def refuse_rank(self, rank: int) -> NoReturn:
+        """Raise the error for a rank that the heap does not have."""
+        raise UsageError(f"rank {rank} is not in the heap: its ranks are 0 to {self.size - 1}")
+
     def refuse_signal(self, slot: int, op: str = "set") -> NoReturn:
         """Raise the error for a wrong slot or operation of a signal."""
         if op not in ("set", "add"):
             raise UsageError(f"op={op!r}: a signal is 'set' or 'add'")
         raise UsageError(
-            f"slot={slot}: the heap has {self.signals} signal slots: make it with signals="
-            f"{slot + 1} or more"
+            f"slot={slot}: the heap has signal slots 0 to {self.signals - 1}: create it with "
+            f"signals={slot + 1} or more"
         )
 
+    def _create_memory(self, device: str | torch.device | None, backend: str) -> "HeapMemory":
+        """The memory of the requested backend, or of the first backend for the device."""
+        if device is not None:
+            kind, why = torch.device(device), "requested"
+        elif "nccl" in str(dist.get_backend_config(self.group)) and torch.cuda.is_available():
+            kind, why = torch.device("cuda"), "the group has NCCL"
+        else:
+            kind, why = torch.device("cpu"), "the group has no NCCL"
+        if kind.type not in ("cpu", "cuda"):
+            raise UsageError(f"device={device!r}: use cpu or cuda")
+        if kind.type == "cuda" and kind.index is None and torch.cuda.is_available():
+            kind = torch.device("cuda", torch.cuda.current_device())
+        backends = available(kind)
+        if backend == "auto":
+            backend = next(iter(backends))
+        elif backend not in backends:
+            known = ("auto", *available("cpu"), *available("cuda"))
+            if backend not in known:
+                raise UsageError(f"backend={backend!r}: {did_you_mean(backend, known)}")
+            raise UsageError(
+                f"backend={backend!r} does not serve device {kind} ({why}): use "
+                f"{' or '.join(backends)}"
+            )
+        can_be_used, reason = backends[backend]
+        if not can_be_used:
+            raise UsageError(f"backend={backend!r} is not available: {reason}")
+        reason = f"{reason} ({kind}: {why})"
+        if kind.type == "cpu":
+            from tutti.comm.symmetric.cpu_heap import CpuMemory
 
-def _describe(what: HeapObject) -> str:
-    if not isinstance(what, SymmetricTensor):
-        return f"counters at {what.offset}"
-    return f"tensor {tuple(what.shape)} {what.dtype} at {what.offset}"
+            return CpuMemory(self, reason)
+        from tutti.comm.symmetric.cuda_heap import CudaMemory
 
-
-def _heap_memory(
-    group: dist.ProcessGroup,
-    bytes: int,
-    device: str | torch.device | None,
-    backend: str,
-    signals: int,
-    timeout: float,
-) -> "HeapMemory":
-    """The memory of the requested backend, or of the first backend for the device."""
-    kind, why = _device(group, device)
-    fitting = available(kind)
-    if backend == "auto":
-        backend = next(iter(fitting))
-    elif backend not in fitting:
-        known = {**available("cpu"), **available("cuda")}
-        if backend not in known:
-            raise UsageError(f"backend={backend!r}: {did_you_mean(backend, ('auto', *known))}")
-        raise UsageError(
-            f"backend={backend!r} does not serve device {kind} ({why}): there "
-            f"{'are' if len(fitting) > 1 else 'is'} {', '.join(fitting)}"
-        )
-    can, reason = fitting[backend]
-    if not can:
-        raise UsageError(f"backend={backend!r} is not available: {reason}")
-    reason = f"{reason} ({kind}: {why})"
-    if kind.type == "cpu":
-        return cpu_heap.CpuMemory(group, bytes, signals, timeout, reason)
-    from tutti.comm.symmetric.cuda_heap import CudaMemory
-
-    return CudaMemory(group, bytes, kind, backend, signals, timeout, reason)
-
-
-def _device(
-    group: dist.ProcessGroup, device: str | torch.device | None
-) -> tuple[torch.device, str]:
-    """The device and the reason: the device of the group's tensors, unless one is given."""
-    if device is not None:
-        kind, why = torch.device(device), "asked for"
-    elif "nccl" in str(dist.get_backend_config(group)) and torch.cuda.is_available():
-        kind, why = torch.device("cuda"), "the group has NCCL"
-    else:
-        kind, why = torch.device("cpu"), "the group has no NCCL"
-    if kind.type not in ("cpu", "cuda"):
-        raise UsageError(f"device={device!r}: use cpu or cuda")
-    if kind.type == "cuda" and kind.index is None and torch.cuda.is_available():
-        kind = torch.device("cuda", torch.cuda.current_device())
-    return kind, why
+        return CudaMemory(self, reason, kind, backend)
 
 
 def available(device: str | torch.device = "cpu") -> dict[str, tuple[bool, str]]:
     """For each backend of a device, whether it can be used here, and why: {"shm": (True, "…")}.
 
-    The backend for cpu is shm; those for cuda are cuda and nvshmem. Whether ranks share a host or a
-    GPU is checked by `Heap`.
+    The backend for cpu is shm; the backends for cuda are cuda and nvshmem. Whether ranks share a
+    host or a GPU is checked by `Heap`.
     """
     if torch.device(device).type == "cpu":
-        return {"shm": cpu_heap.available()}
-    cuda = _cuda_available()
-    return {"cuda": cuda, "nvshmem": _nvshmem_available() if cuda[0] else cuda}
+        try:
+            native.core()
+        except (ImportError, UsageError) as error:
+            return {"shm": (False, str(error))}
+        return {"shm": (True, "shared memory between the ranks of one host")}
+    cuda = nvshmem = _cuda_available()
+    if cuda[0]:
+        from torch.distributed import _symmetric_memory as symm_mem
+
+        is_available = getattr(symm_mem, "is_nvshmem_available", None)
+        if is_available is not None and is_available():
+            nvshmem = True, "torch's NVSHMEM, for ranks that have a GPU each"
+        else:
+            nvshmem = (
+                False,
+                f"torch {torch.__version__} was built without NVSHMEM or cannot find it",
+            )
+    return {"cuda": cuda, "nvshmem": nvshmem}
 
 
 def _cuda_available() -> tuple[bool, str]:
     if not torch.cuda.is_available():
-        return False, "torch sees no NVIDIA GPU"
+        return False, "torch finds no NVIDIA GPU"
     if torch.version.hip is not None:
-        return False, "this torch is built for ROCm, the kernels of the heap are for NVIDIA GPUs"
+        return False, "this torch is built for ROCm, but the heap's kernels need an NVIDIA GPU"
     if importlib.util.find_spec("triton") is None:
         return False, "signals and atomics are Triton kernels: pip install triton"
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
         return False, f"torch {torch.__version__} has no symmetric memory: use 2.11 or newer"
     return True, "torch's symmetric memory on NVIDIA GPUs"
-
-
-def _nvshmem_available() -> tuple[bool, str]:
-    from torch.distributed import _symmetric_memory as symm_mem
-
-    is_available = getattr(symm_mem, "is_nvshmem_available", None)
-    if is_available is None or not is_available():
-        return False, f"torch {torch.__version__} was built without NVSHMEM, or does not find it"
-    return True, "torch's NVSHMEM, for ranks that have a GPU each"
 
 
 class Allocator:
@@ -365,12 +351,13 @@ class Allocator:
         self.taken: dict[int, int] = {}  # offset → bytes
         self._gaps = [(0, bytes)] if bytes else []  # (offset, bytes), by offset, never adjacent
 
-    def take(self, wanted: int) -> int:
-        """Allocate `wanted` bytes and return their offset.
+    def rounded(self, bytes: int) -> int:
+        """The bytes that an allocation takes. Even 0 bytes take some, so that offsets differ."""
+        return max(1, -(-bytes // self.alignment)) * self.alignment
 
-        Even 0 bytes take `alignment` bytes, so that all offsets differ.
-        """
-        rounded = max(1, -(-wanted // self.alignment)) * self.alignment
+    def take(self, wanted: int) -> int:
+        """Allocate `wanted` bytes and return their offset."""
+        rounded = self.rounded(wanted)
         for index, (offset, gap) in enumerate(self._gaps):
             if gap < rounded:
                 continue
@@ -382,7 +369,7 @@ class Allocator:
             return offset
         raise UsageError(
             f"the heap has no room for {wanted} bytes: of its {self.bytes} bytes {self.free} are "
-            f"free, at most {self.largest_gap} contiguous: make the heap with bytes="
+            f"free, at most {self.largest_gap} contiguous: create the heap with bytes="
             f"{self.bytes + rounded} or more, or free tensors that are no longer needed"
         )
 

@@ -3,15 +3,20 @@
 all_reduce_staged reduces ordinary tensors through a symmetric buffer, for small tensors on GPUs.
 """
 
+import itertools
+from typing import Literal, get_args
+
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tutti.comm.ledger import REDUCTIONS
 from tutti.comm.symmetric.heap import Heap
-from tutti.comm.symmetric.symmetric_tensor import Algorithm, SymmetricTensor
+from tutti.comm.symmetric.symmetric_tensor import SymmetricTensor
 from tutti.world.errors import UsageError, did_you_mean
 
-_ALGORITHMS = ("auto", "one_shot", "two_shot", "ring")
+Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
+_ALGORITHMS = get_args(Algorithm)
 
 
 def all_reduce(
@@ -38,18 +43,13 @@ def all_reduce(
         return t.local
     if algorithm not in _ALGORITHMS:
         raise UsageError(f"algorithm={algorithm!r}: {did_you_mean(algorithm, _ALGORITHMS)}")
-    target, offset = t.local, None
+    offset = None
     if isinstance(out, SymmetricTensor):
         if out.heap is not t.heap:
-            raise UsageError("out= lies in another heap: give a tensor of the same one")
-        target, offset = out.local, out.offset
-    elif out is not None:
-        target = out
-    if target is not t.local:
-        _check(target, tuple(t.shape), t)
-    t.memory.collectives.all_reduce(
-        t.local, t.offset, op, algorithm, target, offset, t.heap.timeout
-    )
+            raise UsageError("out= is in another heap: use a tensor of the same heap")
+        out, offset = out.local, out.offset
+    target = t.local if out is None else _output(out, tuple(t.shape), t)
+    t.memory.collectives.all_reduce(t.local, t.offset, op, algorithm, target, offset)
     return target
 
 
@@ -61,14 +61,12 @@ def all_gather(t: SymmetricTensor, out: torch.Tensor | None = None) -> torch.Ten
     _check_symmetric("all_gather", t)
     size = t.heap.size
     shape = (size * t.shape[0], *t.shape[1:]) if t.shape else (size,)
-    if out is None:
-        out = torch.empty(shape, dtype=t.dtype, device=t.local.device)
-    elif out.numel() != size * t.count:
+    if out is not None and out.numel() != size * t.count:
         raise UsageError(
             f"out= has {out.numel()} elements: {size} ranks × {t.count} = {size * t.count} needed"
         )
-    _check(out, tuple(out.shape), t)
-    t.memory.collectives.all_gather(t.local, t.offset, out, t.heap.timeout)
+    out = _output(out, shape if out is None else tuple(out.shape), t)
+    t.memory.collectives.all_gather(t.local, t.offset, out)
     return out
 
 
@@ -86,11 +84,8 @@ def reduce_scatter(
             f"reduce_scatter of shape {tuple(t.shape)} over {size} ranks: the first dimension must "
             f"be a multiple of {size}"
         )
-    shape = (t.shape[0] // size, *t.shape[1:])
-    if out is None:
-        out = torch.empty(shape, dtype=t.dtype, device=t.local.device)
-    _check(out, shape, t)
-    t.memory.collectives.reduce_scatter(t.local, t.offset, op, out, t.heap.timeout)
+    out = _output(out, (t.shape[0] // size, *t.shape[1:]), t)
+    t.memory.collectives.reduce_scatter(t.local, t.offset, op, out)
     return out
 
 
@@ -98,25 +93,61 @@ def _check_symmetric(name: str, t: object) -> None:
     if not isinstance(t, SymmetricTensor):
         raise UsageError(
             f"symmetric.{name} of a {type(t).__name__}: make it with heap.empty or heap.zeros, or "
-            f"give it to comm.{name}, which takes ordinary tensors"
+            f"use comm.{name}, which takes ordinary tensors"
         )
 
 
-def _check(out: torch.Tensor, shape: tuple[int, ...], t: SymmetricTensor) -> None:
+def _output(out: torch.Tensor | None, shape: tuple[int, ...], t: SymmetricTensor) -> torch.Tensor:
+    """The caller's `out`, checked, or a new tensor."""
+    if out is None:
+        return torch.empty(shape, dtype=t.dtype, device=t.local.device)
     if tuple(out.shape) != shape or out.dtype is not t.dtype or out.device != t.local.device:
         raise UsageError(
-            f"out= is {tuple(out.shape)} {out.dtype} on {out.device}: {shape} {t.dtype} on "
-            f"{t.local.device} needed"
+            f"out= is {tuple(out.shape)} {out.dtype} on {out.device}, but must be {shape} "
+            f"{t.dtype} on {t.local.device}"
         )
     if not out.is_contiguous():
-        raise UsageError("out= is not contiguous: give a contiguous tensor")
+        raise UsageError("out= must be contiguous")
+    return out
+
+
+# ---- Shared by the collectives on CPU and CUDA ----
+
+
+def check_reduction(dtype: torch.dtype, op: str) -> None:
+    """Raise UsageError for a reduction that is not defined, before any rank has started it."""
+    if op not in REDUCTIONS:
+        raise UsageError(f"op={op!r}: {did_you_mean(op, REDUCTIONS)}")
+    if dtype.is_floating_point and op in ("band", "bor", "bxor"):
+        raise UsageError(f"op={op!r} is not defined for {dtype}: use it with integers")
+    if not dtype.is_floating_point and op == "mean":
+        raise UsageError(f"op='mean' of {dtype} would round: use sum, or a floating-point tensor")
+
+
+def rank_parts(count: int, size: int, itemsize: int) -> list[tuple[int, int]]:
+    """The first element and the end of each rank's part of `count` elements.
+
+    Parts begin at multiples of a cache line (64 bytes).
+    """
+    per_line = 64 // itemsize
+    lines = -(-count // per_line)
+    cuts = [min(lines * rank // size * per_line, count) for rank in range(size + 1)]
+    return list(itertools.pairwise(cuts))
+
+
+def out_must_be_symmetric(algorithm: str) -> UsageError:
+    """The error for an `out` outside the heap, if peers must read the result from it."""
+    return UsageError(
+        f"algorithm={algorithm!r} needs an out= that peers can read: use a symmetric tensor of the "
+        "same heap, or algorithm='one_shot'"
+    )
 
 
 # ---- Ordinary tensors through a symmetric buffer ----
 
 STAGED_BYTES = 1 << 20  # above this size NCCL is faster, or nearly as fast
 
-# The buffer of each group, by the group's name: creating one takes milliseconds.
+# The buffer of each group, by the group's name: creating a buffer takes milliseconds.
 _stages: dict[tuple[str, torch.device], "Stage"] = {}
 
 
@@ -133,11 +164,11 @@ def all_reduce_staged(
         raise UsageError("all_reduce_staged needs a world: call tutti.init() first")
     key = (world.group_name, tensor.device)
     stage = _stages.get(key)
-    if stage is None or stage.heap.group is not world:  # an earlier group had the name
-        for old, unused in list(_stages.items()):
-            if unused.heap.group not in distributed_c10d._world.pg_map:  # destroyed
-                del _stages[old]
-                unused.heap.leave()
+    if stage is None or stage.heap.group is not world:  # an earlier group had the same name
+        for old_key, old_stage in list(_stages.items()):
+            if old_stage.heap.group not in distributed_c10d._world.pg_map:  # destroyed
+                del _stages[old_key]
+                old_stage.heap.leave()
         stage = _stages[key] = Stage(world, tensor.device)
     return stage.all_reduce(tensor, op)
 
@@ -154,34 +185,28 @@ class Stage:
     ) -> None:
         self.heap = Heap(group, bytes=STAGED_BYTES + 4096, device=device, signals=1)
         self._buffer = self.heap.empty(STAGED_BYTES, torch.uint8)
+        # The buffer's first bytes in the shape of each tensor that was reduced.
         self._views: dict[tuple[torch.dtype, torch.Size], SymmetricTensor] = {}
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce `tensor` over all ranks, in place; returns it."""
         if tensor.nbytes > STAGED_BYTES:
             raise UsageError(
-                f"{tensor.nbytes} bytes: the buffer holds {STAGED_BYTES}: use dist.all_reduce"
+                f"a tensor of {tensor.nbytes} bytes exceeds the buffer of {STAGED_BYTES}: use "
+                "dist.all_reduce"
             )
         if not tensor.is_contiguous():
             return tensor.copy_(self.all_reduce(tensor.contiguous(), op))
-        view = self._view(tensor)
-        staged = view.memory.collectives.all_reduce_staged
-        staged(view.local, view.offset, tensor, op, self.heap.timeout)
-        return tensor
-
-    def close(self) -> None:
-        """Free the buffer, on all ranks together."""
-        self.heap.close()
-
-    def _view(self, tensor: torch.Tensor) -> SymmetricTensor:
-        """The buffer's first bytes in the shape of `tensor`."""
         key = (tensor.dtype, tensor.shape)
         view = self._views.get(key)
         if view is None:
             if len(self._views) >= 64:
                 self._views.clear()
-            buffer = self._buffer
-            view = self._views[key] = SymmetricTensor(
-                self.heap, buffer.memory, buffer.offset, tuple(tensor.shape), tensor.dtype
-            )
-        return view
+            shape, offset = tuple(tensor.shape), self._buffer.offset
+            view = self._views[key] = SymmetricTensor(self.heap, offset, shape, tensor.dtype)
+        view.memory.collectives.all_reduce_staged(view.local, view.offset, tensor, op)
+        return tensor
+
+    def close(self) -> None:
+        """Free the buffer, on all ranks together."""
+        self.heap.close()

@@ -1,12 +1,10 @@
 """SymmetricTensor and Counters: objects that every rank has at the same offset of the heap."""
 
-import itertools
 from typing import TYPE_CHECKING, Literal, NoReturn, Self, TypeAlias, cast
 
 import torch
 
-from tutti.comm.ledger import REDUCTIONS
-from tutti.world.errors import UsageError, did_you_mean
+from tutti.world.errors import UsageError
 
 if TYPE_CHECKING:
     from tutti.comm.symmetric.cpu_heap import CpuMemory
@@ -15,7 +13,6 @@ if TYPE_CHECKING:
 
     HeapMemory: TypeAlias = CpuMemory | CudaMemory  # the same methods in both
 
-Algorithm = Literal["auto", "one_shot", "two_shot", "ring"]
 CHANNELS = 16  # barriers of different channels are independent of each other
 
 
@@ -32,21 +29,19 @@ class Released:
 class HeapObject:
     """An object in a heap; a `with` block frees it at its end, on all ranks."""
 
-    def __init__(self, heap: "Heap", memory: "HeapMemory", offset: int) -> None:
-        self.heap = heap
-        self.memory = memory
-        self.offset = offset
+    def __init__(self, heap: "Heap", offset: int) -> None:
+        self.heap, self.memory, self.offset = heap, heap.memory, offset
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        # Freeing is collective; after an error on this rank the others may never call it.
+        # Freeing is collective; after an error on this rank the others may never call free().
         if error is None:
             self.heap.free(self)
 
     def release(self, reason: str) -> None:
-        """Refuse every use from now on; the heap has taken the memory back."""
+        """Refuse every use from now on, because the memory was freed."""
         self.memory = cast("HeapMemory", Released(reason))
 
 
@@ -59,24 +54,18 @@ class SymmetricTensor(HeapObject):
     """
 
     def __init__(
-        self,
-        heap: "Heap",
-        memory: "HeapMemory",
-        offset: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
+        self, heap: "Heap", offset: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        super().__init__(heap, memory, offset)
+        super().__init__(heap, offset)
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self.count = self.shape.numel()
         self.bytes = self.count * dtype.itemsize
         self._itemsize = dtype.itemsize
-        self._ranks = heap.size
-        self._slots = heap.signals
+        self._ranks, self._signals = heap.size, heap.signals
         self._views: list[torch.Tensor | None] = [None] * heap.size
         self.local = self.peer(heap.rank)
-        self.sum_in_place = memory.collectives.sum_in_place(self.local)
+        self.sum_in_place = self.memory.collectives.sum_in_place(self.local)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -85,7 +74,7 @@ class SymmetricTensor(HeapObject):
     def peer(self, rank: int) -> torch.Tensor:
         """A rank's tensor as a view, without a copy. Valid until the tensor is freed."""
         if not 0 <= rank < self._ranks:
-            self._no_rank(rank)
+            self.heap.refuse_rank(rank)
         view = self._views[rank]
         if view is None:
             view = self.memory.view(rank, self.offset, tuple(self.shape), self.dtype)
@@ -93,9 +82,9 @@ class SymmetricTensor(HeapObject):
         return view
 
     def address(self, rank: int) -> int:
-        """The address of a rank's tensor in this process: for compiled code."""
+        """The address of a rank's tensor in this process, for compiled code."""
         if not 0 <= rank < self._ranks:
-            self._no_rank(rank)
+            self.heap.refuse_rank(rank)
         return self.memory.address(rank, self.offset)
 
     def put(self, src: torch.Tensor, to: int, at: int = 0) -> None:
@@ -108,7 +97,7 @@ class SymmetricTensor(HeapObject):
         if src.dtype is not self.dtype or at < 0 or first + bytes > self.bytes:
             self._does_not_fit(src, at)
         if not 0 <= to < self._ranks:
-            self._no_rank(to)
+            self.heap.refuse_rank(to)
         self.memory.put(to, self.offset + first, src, bytes)
 
     def get(
@@ -127,7 +116,7 @@ class SymmetricTensor(HeapObject):
         if out.dtype is not self.dtype or at < 0 or first + bytes > self.bytes:
             self._does_not_fit(out, at)
         if not 0 <= source < self._ranks:
-            self._no_rank(source)
+            self.heap.refuse_rank(source)
         self.memory.get(source, self.offset + first, out, bytes)
         return out
 
@@ -148,20 +137,16 @@ class SymmetricTensor(HeapObject):
         if src.dtype is not self.dtype or at < 0 or first + bytes > self.bytes:
             self._does_not_fit(src, at)
         if not 0 <= to < self._ranks:
-            self._no_rank(to)
-        if not 0 <= slot < self._slots or (op != "set" and op != "add"):
+            self.heap.refuse_rank(to)
+        if not 0 <= slot < self._signals or (op != "set" and op != "add"):
             self.heap.refuse_signal(slot, op)
-        self.memory.put_signal(
-            to, self.offset + first, src, bytes, slot, value, 1 if op == "add" else 0
-        )
+        add = 1 if op == "add" else 0
+        self.memory.put_signal(to, self.offset + first, src, bytes, slot, value, add)
 
     def release(self, reason: str) -> None:
         super().release(reason)
         self.sum_in_place = None
         self._views = [None] * self._ranks
-
-    def _no_rank(self, rank: int) -> NoReturn:
-        raise UsageError(f"rank {rank}: the heap's ranks are 0 to {self._ranks - 1}")
 
     def _does_not_fit(self, other: torch.Tensor, at: int) -> NoReturn:
         if other.dtype is not self.dtype:
@@ -176,14 +161,11 @@ class Counters(HeapObject):
     and acquire: a rank that reads the new value sees what was written before the change.
     """
 
-    def __init__(
-        self, heap: "Heap", memory: "HeapMemory", offset: int, count: int, spacing: int
-    ) -> None:
-        super().__init__(heap, memory, offset)
-        self.count = count
-        self.spacing = spacing
-        self._bases = {rank: memory.address(rank, offset) for rank in range(heap.size)}
-        self._own = self._bases[heap.rank]
+    def __init__(self, heap: "Heap", offset: int, count: int, spacing: int) -> None:
+        super().__init__(heap, offset)
+        self.count, self.spacing = count, spacing
+        self._bases = {rank: self.memory.address(rank, offset) for rank in range(heap.size)}
+        self._own_base = self._bases[heap.rank]
 
     def fetch_add(self, index: int, value: int = 1, at: int | None = None) -> int:
         """Add, modulo 2^64; returns the value before. A negative value subtracts."""
@@ -205,54 +187,18 @@ class Counters(HeapObject):
         self, index: int, at_least: int, timeout: float | None = None, at: int | None = None
     ) -> None:
         """Wait until the counter is at least `at_least`."""
-        self.memory.wait_word(
-            self.address(index, at),
-            at_least,
-            None,
-            self.heap.timeout if timeout is None else timeout,
-            f"counter {index} of rank {self.heap.rank if at is None else at}",
-        )
+        seconds = self.heap.timeout if timeout is None else timeout
+        counter = f"counter {index} of rank {self.heap.rank if at is None else at}"
+        self.memory.wait_word(self.address(index, at), at_least, None, seconds, counter)
 
     def address(self, index: int, at: int | None = None) -> int:
         """The address of a counter in this process."""
         if 0 <= index < self.count and (at is None or at in self._bases):
-            return (self._own if at is None else self._bases[at]) + index * self.spacing
+            return (self._own_base if at is None else self._bases[at]) + index * self.spacing
         raise UsageError(
-            f"counter {index} of rank {at}: there are {self.count} on each of ranks 0 to "
-            f"{self.heap.size - 1}"
+            f"counter {index} of rank {at} does not exist: ranks 0 to {self.heap.size - 1} have "
+            f"{self.count} counters each"
         )
 
     def __len__(self) -> int:
         return self.count
-
-
-# ---- Shared by the collectives on CPU and CUDA ----
-
-
-def check_reduction(dtype: torch.dtype, op: str) -> None:
-    """Raise UsageError for a reduction that is not defined, before any rank has started it."""
-    if op not in REDUCTIONS:
-        raise UsageError(f"op={op!r}: {did_you_mean(op, REDUCTIONS)}")
-    if dtype.is_floating_point and op in ("band", "bor", "bxor"):
-        raise UsageError(f"op={op!r} is not defined for {dtype}: use it with integers")
-    if not dtype.is_floating_point and op == "mean":
-        raise UsageError(f"op='mean' of {dtype} would round: use sum, or a floating-point tensor")
-
-
-def rank_parts(count: int, size: int, itemsize: int) -> list[tuple[int, int]]:
-    """The first element and the end of each rank's part of `count` elements.
-
-    Parts begin at multiples of a cache line (64 bytes).
-    """
-    per_line = 64 // itemsize
-    lines = -(-count // per_line)
-    cuts = [min(lines * rank // size * per_line, count) for rank in range(size + 1)]
-    return list(itertools.pairwise(cuts))
-
-
-def out_must_be_symmetric(algorithm: str) -> UsageError:
-    """The error for an `out` outside the heap, if peers must read the result from it."""
-    return UsageError(
-        f"algorithm={algorithm!r} leaves its result where peers read it: give as out= a symmetric "
-        "tensor of the same heap, or use one_shot"
-    )
