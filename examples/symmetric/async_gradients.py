@@ -2,10 +2,10 @@
 
     tutti run -n 2 --device cpu examples/symmetric/async_gradients.py
 
-The rows of a weight matrix are owned by the ranks. Gradients are added to a DistributedTensor that
-is never reset: an owner applies the difference to what it saw last, so no addition can fall between
-a read and a reset. New rows are published in a ParameterCache. There is no barrier: a slow
-rank delays the others only when they are SLACK steps ahead of it, because gradients of much older
+Each rank owns some rows of a weight matrix. Gradients are added to a DistributedTensor that is not
+reset: an owner applies the difference to the sum that it read last, so no addition is lost between
+a read and a reset. New rows are published in a ParameterCache. There is no barrier: a slow rank
+delays the others only when they are SLACK steps ahead of it, because gradients of much older
 weights would slow convergence.
 """
 
@@ -26,50 +26,50 @@ with tutti.init() as world, symmetric.Heap(bytes=1 << 20) as heap:
     with (
         DistributedTensor(heap, (OUTPUTS, INPUTS), torch.float64) as summed,
         ParameterCache(heap, OUTPUTS, INPUTS, torch.float64) as weights,
-        heap.counters(1) as contributions,  # one counter on rank 0 for all
+        heap.counters(1) as contributions,  # all ranks use the counter of rank 0
     ):
-        mine, everything = weights.local_indices, torch.arange(OUTPUTS)
-        local = torch.zeros(len(mine), INPUTS, dtype=torch.float64)
-        weights.publish_all(mine, local)
+        own_rows, all_rows = weights.local_indices, torch.arange(OUTPUTS)
+        local = torch.zeros(len(own_rows), INPUTS, dtype=torch.float64)
+        weights.publish_all(own_rows, local)
         heap.barrier()
 
-        seen = torch.zeros_like(local)
+        last_sum = torch.zeros_like(local)
 
-        def apply_new(local: torch.Tensor, seen: torch.Tensor) -> None:
+        def apply_new(local: torch.Tensor, last_sum: torch.Tensor) -> None:
             """One step of the rows that this rank owns, with all gradients since the last step."""
             now = summed.local.clone()
-            local -= RATE * (now - seen)
-            seen.copy_(now)
-            weights.publish_all(mine, local)
+            local -= RATE * (now - last_sum)
+            last_sum.copy_(now)
+            weights.publish_all(own_rows, local)
 
-        one_of_each = {weights.owner(row): row for row in range(OUTPUTS)}.values()
+        one_row_per_owner = {weights.owner(row): row for row in range(OUTPUTS)}.values()
         for step in range(STEPS):
-            for row in one_of_each:  # its version counts its owner's steps
+            for row in one_row_per_owner:  # the version of a row counts its owner's steps
                 weights.wait_for(row, step - SLACK)
-            current, _ = weights.lookup_many(everything)
+            current, _ = weights.lookup_many(all_rows)
             x = torch.randn(BATCH, INPUTS, dtype=torch.float64)
             error = x @ (current - truth).T / BATCH
-            summed.scatter_add(everything, error.T @ x / world.size)
-            contributions.fetch_add(
-                0, at=0
-            )  # a rank that sees this count sees the rows added before
-            apply_new(local, seen)
+            summed.scatter_add(all_rows, error.T @ x / world.size)
+            # A rank that reads this count also sees the rows that were added before.
+            contributions.fetch_add(0, at=0)
+            apply_new(local, last_sum)
             if world.rank == 1 and step % 100 == 0:
                 time.sleep(0.002)  # a slow rank
         counted = 0
         while counted < STEPS * world.size:  # keep stepping for slower ranks
             counted = contributions.load(0, at=0)
-            apply_new(local, seen)
+            apply_new(local, last_sum)
         heap.barrier()
 
         assert counted == STEPS * world.size, counted
-        assert torch.allclose(-RATE * summed.to_full()[mine], local, atol=1e-12), "a lost addition"
-        final, versions = weights.lookup_many(everything)
-        off = float((final - truth).norm() / truth.norm())
-        assert off < 0.05, off
+        assert torch.allclose(-RATE * summed.to_full()[own_rows], local, atol=1e-12), (
+            "a lost addition"
+        )
+        final, versions = weights.lookup_many(all_rows)
+        distance = float((final - truth).norm() / truth.norm())
+        assert distance < 0.05, distance
         if world.is_first:
             print(f"{counted} gradients of {world.size} ranks, none lost, no barrier in the loop")
-            print(
-                f"weights are {off:.1e} from the true weights after {int(versions.max())} versions"
-            )
+            newest = int(versions.max())
+            print(f"weights are {distance:.1e} from the true weights after {newest} versions")
         heap.barrier()

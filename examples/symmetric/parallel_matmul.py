@@ -2,9 +2,10 @@
 
     tutti run -n 2 --device cpu examples/symmetric/parallel_matmul.py
 
-Column-parallel: each rank has some columns of A and computes those of the result; an all-gather
-puts them side by side. Row-parallel: each rank has some rows of B and computes a part of every sum;
-an all-reduce adds the parts. One after the other, column then row, need no all-gather in between.
+Column-parallel: each rank has some columns of A and computes the same columns of the result; an
+all-gather puts them side by side. Row-parallel: each rank has some rows of B and computes a part of
+every sum; an all-reduce adds the parts. A column-parallel product that is followed by a
+row-parallel product needs no all-gather.
 """
 
 import time
@@ -22,24 +23,24 @@ def seconds_of(work: object) -> float:
     assert callable(work)
     times = []
     for _ in range(REPEATS):
-        began = time.perf_counter()
+        start = time.perf_counter()
         work()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     return sorted(times)[REPEATS // 2]
 
 
 with tutti.init() as world, symmetric.Heap(bytes=16 << 20) as heap:
     if HIDDEN % world.size:
         raise tutti.UsageError(
-            f"{HIDDEN} hidden columns do not divide by {world.size} ranks: start 2, 3 or 4"
+            f"{HIDDEN} hidden columns cannot be divided by {world.size} ranks: start 2, 3 or 4"
         )
-    torch.manual_seed(0)  # all ranks know everything, to check; each uses its part
+    torch.manual_seed(0)  # all ranks have the same data, and each computes with its part
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
     a = torch.randn(WIDTH, HIDDEN, dtype=torch.float64) / WIDTH**0.5
     b = torch.randn(HIDDEN, WIDTH, dtype=torch.float64) / HIDDEN**0.5
     share = HIDDEN // world.size
-    mine = slice(world.rank * share, (world.rank + 1) * share)
-    a_columns, b_rows = a[:, mine].contiguous(), b[mine].contiguous()
+    own_part = slice(world.rank * share, (world.rank + 1) * share)
+    a_columns, b_rows = a[:, own_part].contiguous(), b[own_part].contiguous()
 
     # The products are written into symmetric memory, where the peers read them.
     columns = heap.empty((share, BATCH), dtype=torch.float64)
@@ -55,13 +56,13 @@ with tutti.init() as world, symmetric.Heap(bytes=16 << 20) as heap:
 
     gathered, summed = column_parallel(), row_parallel().clone()
     one_rank = (x @ a).relu() @ b
-    for name, ours, wanted in (("column", gathered, x @ a), ("row", summed, one_rank)):
-        off = float((ours - wanted).norm() / wanted.norm())
-        assert off < 1e-12, (name, off)
+    for name, result, expected in (("column", gathered, x @ a), ("row", summed, one_rank)):
+        error = float((result - expected).norm() / expected.norm())
+        assert error < 1e-12, (name, error)
         if world.is_first:
-            print(f"{name}-parallel over {world.size} ranks is off by {off:.0e} from one rank")
-    both, alone = seconds_of(row_parallel), seconds_of(lambda: (x @ a).relu() @ b)
+            print(f"{name}-parallel on {world.size} ranks differs by {error:.0e} from one rank")
+    parallel, alone = seconds_of(row_parallel), seconds_of(lambda: (x @ a).relu() @ b)
     if world.is_first:
-        print(f"MLP: {both * 1e6:.0f} µs on {world.size} ranks, {alone * 1e6:.0f} µs on each alone")
+        print(f"MLP: {parallel * 1e6:.0f} µs on {world.size} ranks, {alone * 1e6:.0f} µs on one")
     heap.free(partial)
     heap.free(columns)

@@ -2,10 +2,11 @@
 
     tutti run -n 3 --device cpu examples/symmetric/parameter_server.py
 
-Rank 0 holds the dense weights of a model: workers send gradients through rings, rank 0 takes a step
-for each and publishes the new weights in a ParameterCache, where a lookup never waits and is never
-torn. The large part, a table of embeddings, is sharded over all ranks: workers gather the rows that
-a batch needs, and add their gradients to them, without the owners' help.
+Rank 0 holds the dense weights of a model. Workers send gradients through rings; rank 0 takes a step
+for each gradient and publishes the new weights in a ParameterCache, where a lookup never waits and
+never returns a mixture of two versions. The large part, a table of embeddings, is sharded over all
+ranks: workers gather the rows that a batch needs, and add gradients to these rows, without the help
+of the rows' owners.
 """
 
 import torch
@@ -63,7 +64,7 @@ def serve() -> int:
 
 with tutti.init() as world, symmetric.Heap(bytes=4 << 20) as heap:
     if world.size < 2:
-        raise tutti.UsageError("a server and a worker: start at least 2 ranks")
+        raise tutti.UsageError("this example needs a server and a worker: start at least 2 ranks")
     workers = range(1, world.size)
     with (
         DistributedTensor(heap, (ROWS, WIDTH), placement="cyclic") as table,
@@ -81,6 +82,6 @@ with tutti.init() as world, symmetric.Heap(bytes=4 << 20) as heap:
             weights_of_server.wait_for(0, 1)
             loss = train(world.rank)
             assert loss < 0.35, loss
-            print(f"worker {world.rank}: loss {loss:.3f} (0.693 is a guess)")
+            print(f"worker {world.rank}: loss {loss:.3f} (guessing gives 0.693)")
         for ring in gradients.values():
             ring.close()

@@ -3,7 +3,7 @@
     tutti run -n 2 --device cpu examples/symmetric/pipeline_handoff.py
 
 Rank r holds stage r. A matrix product writes its result into a free slot of a ring (`out=slot`),
-the next stage reads it there: no copy, no message, no thread. Gradients come back the same way.
+and the next stage reads it there, without a copy. Gradients are sent back in the same way.
 """
 
 import time
@@ -43,7 +43,7 @@ with tutti.init() as world, symmetric.Heap(bytes=16 << 20) as heap:
             with backward[rank - 1].reserve() as free:
                 torch.mm(error, weights.T, out=free)
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     for number in range(MICROBATCHES):
         # As many microbatches are in flight as there are stages after this one (1F1B).
         if rank < last and len(inputs) > last - rank:
@@ -59,19 +59,19 @@ with tutti.init() as world, symmetric.Heap(bytes=16 << 20) as heap:
     while inputs:
         with backward[rank].next() as error:
             run_backward(error)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
 
-    alone = [stage_weights(r).requires_grad_() for r in range(world.size)]
+    reference = [stage_weights(r).requires_grad_() for r in range(world.size)]
     for number in range(MICROBATCHES):  # the same on one rank, by autograd
         x = sample(number)
-        for each in alone:
-            x = x @ each
+        for stage in reference:
+            x = x @ stage
         (x.square().sum() / 2).backward()
-    assert alone[rank].grad is not None
-    off = float((gradient - alone[rank].grad).norm() / gradient.norm())
-    assert off < 1e-12, off
+    assert reference[rank].grad is not None
+    error = float((gradient - reference[rank].grad).norm() / gradient.norm())
+    assert error < 1e-12, error
     for ring in (*forward, *backward):
         ring.close()
-    print(f"stage {rank}: gradient as on one rank (off by {off:.0e})")
+    print(f"stage {rank}: same gradient as on one rank (relative difference {error:.0e})")
     if rank == last:
         print(f"{MICROBATCHES} microbatches through {world.size} stages in {seconds * 1e3:.1f} ms")

@@ -79,10 +79,10 @@ def collectives(heap: symmetric.Heap) -> None:
     with heap.empty((2 * heap.size, 3)) as t:
         rows = torch.arange(6.0 * heap.size).view(-1, 3)
         t.local.copy_(rows * (heap.rank + 1))
-        mine = symmetric.reduce_scatter(t)
+        part_sum = symmetric.reduce_scatter(t)
         factor = heap.size * (heap.size + 1) / 2
-        assert torch.equal(mine, rows[2 * heap.rank : 2 * heap.rank + 2] * factor)
-        assert torch.equal(symmetric.reduce_scatter(t, "max"), mine / factor * heap.size)
+        assert torch.equal(part_sum, rows[2 * heap.rank : 2 * heap.rank + 2] * factor)
+        assert torch.equal(symmetric.reduce_scatter(t, "max"), part_sum / factor * heap.size)
 
 
 def staged(world: Any) -> None:

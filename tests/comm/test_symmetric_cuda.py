@@ -42,7 +42,7 @@ def test_available_names_each_cuda_backend_with_a_reason() -> None:
 def test_every_call_has_its_documented_effect_on_a_gpu(ranks: int) -> None:
     results = in_world(every_call, ranks, gpu=True, timeout=240)
     print(json.dumps(results[0], indent=1))
-    assert [each["done"] for each in results] == [True] * ranks
+    assert [result["done"] for result in results] == [True] * ranks
 
 
 def every_call(world: Any) -> dict[str, Any]:
@@ -95,10 +95,10 @@ def puts_and_gets(heap: symmetric.Heap, left: int, right: int) -> None:
     heap.barrier()
     heap.free(t)
     for dtype in (torch.bfloat16, torch.bool, torch.int16, torch.complex64):
-        with heap.zeros(5, dtype) as each:
-            each.put(torch.ones(5, device=heap.device).to(dtype), to=right)
+        with heap.zeros(5, dtype) as t:
+            t.put(torch.ones(5, device=heap.device).to(dtype), to=right)
             heap.barrier()
-            assert each.local.to(torch.complex64).sum() == 5
+            assert t.local.to(torch.complex64).sum() == 5
             heap.barrier()
 
 
@@ -159,7 +159,7 @@ def counters(heap: symmetric.Heap, left: int, right: int) -> None:
 
 
 def streams(heap: symmetric.Heap, left: int, right: int) -> None:
-    """Only the waiting stream waits; other streams go on."""
+    """Only the waiting stream waits; other streams continue."""
     with heap.zeros(1000) as t:
         side = torch.cuda.Stream()
         # The first use of a kernel loads it, which waits for all streams.
@@ -202,7 +202,7 @@ def graphs(heap: symmetric.Heap, left: int, right: int) -> None:
 
 
 def repeated(heap: symmetric.Heap, left: int, right: int) -> None:
-    """A repeated sum becomes a CUDA graph: on any stream, and inside other graphs."""
+    """A repeated sum is replayed as a CUDA graph, on any stream and inside other graphs."""
     if heap.size == 1:
         return
     with heap.zeros(4096) as t:
@@ -230,21 +230,21 @@ def collectives(heap: symmetric.Heap, left: int, right: int) -> None:
             for count in ODD_COUNTS:
                 inputs = [whole_numbers(count, dtype, rank) for rank in range(heap.size)]
                 expected = reduced(inputs, op).to(heap.device)
-                mine = inputs[heap.rank].to(heap.device)
+                local = inputs[heap.rank].to(heap.device)
                 with heap.empty(count, dtype) as t, heap.empty(count, dtype) as other:
                     for algorithm in ("auto", "one_shot", "two_shot", "ring"):
-                        t.local.copy_(mine)
+                        t.local.copy_(local)
                         symmetric.all_reduce(t, op, algorithm)
                         check_same(t.local, expected, f"{op} {dtype} {count} {algorithm}")
-                    t.local.copy_(mine)
-                    out = symmetric.all_reduce(t, op, out=torch.empty_like(mine))
+                    t.local.copy_(local)
+                    out = symmetric.all_reduce(t, op, out=torch.empty_like(local))
                     check_same(out, expected, f"{op} {dtype} {count} out of place")
                     for algorithm in ("one_shot", "two_shot", "ring"):
                         symmetric.all_reduce(t, op, algorithm, out=other)
                         check_same(
                             other.local, expected, f"{op} {dtype} {count} {algorithm} in heap"
                         )
-                        assert torch.equal(t.local, mine)
+                        assert torch.equal(t.local, local)
     torch.manual_seed(heap.rank)
     with heap.empty(1 << 20) as t:  # values whose sum depends on the order of addition
         values = torch.randn(1 << 20, device=heap.device)
@@ -261,9 +261,9 @@ def collectives(heap: symmetric.Heap, left: int, right: int) -> None:
     with heap.empty((2 * heap.size, 3)) as t:
         rows = torch.arange(6.0 * heap.size, device=heap.device).view(-1, 3)
         t.local.copy_(rows * (heap.rank + 1))
-        mine = symmetric.reduce_scatter(t)
+        local = symmetric.reduce_scatter(t)
         factor = heap.size * (heap.size + 1) / 2
-        assert torch.equal(mine, rows[2 * heap.rank : 2 * heap.rank + 2] * factor)
+        assert torch.equal(local, rows[2 * heap.rank : 2 * heap.rank + 2] * factor)
 
 
 def mistakes(heap: symmetric.Heap, left: int, right: int) -> None:
@@ -359,7 +359,7 @@ def figures(world: Any) -> dict[str, Any]:
 
 
 def _microseconds(call: Callable[[], Any]) -> float:
-    """Seconds per call: the median of 5 runs of 50 calls."""
+    """Microseconds per call: the median of 5 runs of 50 calls."""
     for _ in range(10):
         call()
     runs = []

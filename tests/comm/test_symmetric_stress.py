@@ -73,8 +73,8 @@ def signals_never_overtake_their_bytes(heap: symmetric.Heap, count: int) -> None
             slots.put_signal(message.fill_(number), to=peer, slot=0, value=number, at=64 * row)
         else:
             heap.wait(0, number, source=peer)
-            seen = slots.local[row]
-            assert seen[0].item() == number and bool((seen == number).all()), (number, seen)
+            values = slots.local[row]
+            assert values[0].item() == number and bool((values == number).all()), (number, values)
             heap.signal(peer, slot=1, value=number)
     heap.barrier()
     heap.free(slots)

@@ -28,8 +28,8 @@ def use_adapters(world: Any) -> dict[str, Any]:
         _switching(heap)
         _eviction(heap)
         _versions(heap)
-        _look_while_it_moves(heap)
-        return _hunt_for_torn_adapters(heap)
+        _search_while_slots_change(heap)
+        return _count_torn_adapters(heap)
 
 
 def _switching(heap: symmetric.Heap) -> None:
@@ -77,7 +77,7 @@ def _eviction(heap: symmetric.Heap) -> None:
         heap.barrier()
         if heap.rank:
             if heap.rank == 1:
-                store.put("mine", filled(9))
+                store.put("local", filled(9))
             store.activate("a0")
             with store.active() as held:
                 store.activate("a1")
@@ -111,9 +111,8 @@ def _versions(heap: symmetric.Heap) -> None:
             assert store.put("x", filled(2)) == 2
         heap.barrier()
         assert store.prefetch("x").result() == 2
-        assert holds(old, 1) and holds(store.active(), 1), (
-            "a newer version does not disturb readers"
-        )
+        # A newer version does not change the tensors of the active adapter.
+        assert holds(old, 1) and holds(store.active(), 1)
         store.activate("x")
         assert holds(store.active(), 2) and store.active().version == 2
         wrong = filled(1) | {"up": torch.zeros(3)}
@@ -130,7 +129,7 @@ def _versions(heap: symmetric.Heap) -> None:
         store.activate("x")
 
 
-def _hunt_for_torn_adapters(heap: symmetric.Heap) -> dict[str, Any]:
+def _count_torn_adapters(heap: symmetric.Heap) -> dict[str, Any]:
     """One rank puts new versions without pause while the others fetch and compute."""
     whole = torn = 0
     big = {"weights": (40_000,)}
@@ -163,20 +162,20 @@ def _hunt_for_torn_adapters(heap: symmetric.Heap) -> dict[str, Any]:
     return {"whole": whole, "torn": torn}
 
 
-def _look_while_it_moves(heap: symmetric.Heap) -> None:
-    """A small adapter is always on rank 0, but never long in one slot."""
+def _search_while_slots_change(heap: symmetric.Heap) -> None:
+    """An adapter stays on rank 0, but each new version is in another slot."""
     with AdapterStore(heap, 4, {"weights": (4,)}) as store:
         newest = store._newest
-        _never(heap, store, lambda: newest("moving") is None)
+        _check_never(heap, store, lambda: newest("moving") is None)
         if heap.rank != 0:
             store.prefetch("moving").result()
         heap.barrier()
-        # Older copies on other ranks do not hide it.
-        _never(heap, store, lambda: newest("moving").rank != 0)
-        _never(heap, store, lambda: 0 not in store.holders("moving"))
+        # Older copies on other ranks do not hide the newest copy.
+        _check_never(heap, store, lambda: newest("moving").rank != 0)
+        _check_never(heap, store, lambda: 0 not in store.holders("moving"))
 
 
-def _never(heap: symmetric.Heap, store: AdapterStore, misses: Callable[[], bool]) -> None:
+def _check_never(heap: symmetric.Heap, store: AdapterStore, misses: Callable[[], bool]) -> None:
     """Rank 0 puts new versions while the others search."""
     with heap.counters(1) as done:
         if heap.rank == 0:

@@ -17,7 +17,7 @@ def test_no_race_no_bad_access_no_torn_value_no_lost_addition(
     sanitizer: str, tmp_path: Path
 ) -> None:
     program = tmp_path / "stress"
-    # -Wno-tsan: fences are not seen by ThreadSanitizer; test_structures_model.py argues them.
+    # -Wno-tsan: ThreadSanitizer does not model fences; test_structures_model.py checks them.
     flags = ["-std=gnu11", "-g", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-tsan", "-pthread"]
     flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{CORE}"]
     build = ["gcc", *flags, HERE / "structures_stress.c", *SOURCES, "-o", program]

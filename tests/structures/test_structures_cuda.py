@@ -39,22 +39,21 @@ def tables(heap: symmetric.Heap) -> None:
                 indices = torch.randint(rows, (heap.size, 50), generator=generator)
                 values = torch.randint(-9, 9, (heap.size, 50, columns), generator=generator)
                 values = values.to(dtype)
-                wanted = torch.zeros(rows, columns, dtype=dtype)
-                wanted.index_add_(0, indices.flatten(), values.flatten(0, 1))
+                expected = torch.zeros(rows, columns, dtype=dtype)
+                expected.index_add_(0, indices.flatten(), values.flatten(0, 1))
                 with DistributedTensor(heap, (rows, columns), dtype, placement) as table:
-                    mine = (each[heap.rank].to(heap.device) for each in (indices, values))
-                    table.scatter_add(*mine)
+                    local = (data[heap.rank].to(heap.device) for data in (indices, values))
+                    table.scatter_add(*local)
                     heap.barrier()
-                    assert torch.equal(table.to_full().cpu(), wanted)
+                    assert torch.equal(table.to_full().cpu(), expected)
                     found = table.gather(indices.to(heap.device))
-                    assert torch.equal(found.cpu(), wanted[indices])
+                    assert torch.equal(found.cpu(), expected[indices])
                     heap.barrier()
                     if heap.rank == 0:
-                        table.scatter(
-                            torch.arange(rows), wanted.to(heap.device) + 1
-                        )  # indices on the host
+                        on_host = torch.arange(rows)
+                        table.scatter(on_host, expected.to(heap.device) + 1)
                     heap.barrier()
-                    assert torch.equal(table.local.cpu(), wanted[table.local_indices] + 1)
+                    assert torch.equal(table.local.cpu(), expected[table.local_indices] + 1)
                     heap.barrier()
 
 
@@ -95,7 +94,7 @@ def adapters(heap: symmetric.Heap) -> None:
                 store.activate(name)
                 with store.active() as adapter:
                     assert adapter["up"].is_cuda
-                    assert all(bool((each == value).all()) for each in adapter.values())
+                    assert all(bool((tensor == value).all()) for tensor in adapter.values())
         heap.barrier()
         heap.quiet()
         if heap.rank == heap.size - 1:
@@ -122,12 +121,12 @@ def caches(heap: symmetric.Heap) -> None:
 
 
 def refusals(heap: symmetric.Heap) -> None:
-    for make in (lambda: HashMap(heap, 10), lambda: ParameterCache(heap, 10, 10)):
-        with pytest.raises(UsageError, match="works on CPU heaps only, this one is on cuda"):
-            make()
+    for create in (lambda: HashMap(heap, 10), lambda: ParameterCache(heap, 10, 10)):
+        with pytest.raises(UsageError, match="works on CPU heaps only, this heap is on cuda"):
+            create()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_structures_on_a_gpu_hold_what_was_put_there(ranks: int) -> None:
+def test_structures_on_a_gpu_return_the_stored_values(ranks: int) -> None:
     done = in_world(every_structure, ranks, gpu=True, timeout=240)
     assert done == [["tables", "rings", "adapters", "caches", "refusals"]] * ranks

@@ -1,4 +1,4 @@
-"""Structures when a rank is killed: waits end and name it; published values stay intact."""
+"""Structures when a rank is killed: waits end and name the rank; values stay intact."""
 
 import signal
 from pathlib import Path
@@ -58,24 +58,25 @@ if rank == 1:
     store.put("adapter", {"w": torch.ones(100)})
 heap.barrier()
 if rank == 1:
-    # As if killed during a write: claims are taken, half of the next version is written.
+    # The state of a rank that is killed during a write: it holds the claims, and half of the next
+    # version is written.
     state = core().tutti_rows_state(cache._native, 1)
-    seen = core().tutti_load(state)
-    assert core().tutti_compare_swap(state, seen, seen | 2) == seen
-    mine = cache._views_kept[1].view(torch.float32)
-    mine[2:102][:50] = 99  # version 2 would go into the first copy
+    before = core().tutti_load(state)
+    assert core().tutti_compare_swap(state, before, before | 2) == before
+    row = cache._views_kept[1].view(torch.float32)
+    row[2:102][:50] = 99  # version 2 would go into the first copy
     shard = found._views_kept[found.owner(5)].view(torch.int64)
     at = int((shard == 6).nonzero()[0]) + 1
     state = shard.data_ptr() + 8 * at
-    seen = core().tutti_load(state)
-    assert core().tutti_compare_swap(state, seen, seen | 2) == seen
+    before = core().tutti_load(state)
+    assert core().tutti_compare_swap(state, before, before | 2) == before
     announcement = store._announcement
     assert core().tutti_compare_swap(announcement, 0, 2) == 0
     die()
 for _ in range(1000):
     assert (cache.lookup(1) == 1).all() and (found[5] == 5).all()
 caught(lambda: cache.wait_for(1, 2))
-found.add(5, torch.ones(100))  # takes over the dead rank's claim, or waits for the rank that did
+found.add(5, torch.ones(100))  # takes over the dead rank's claim, unless the other rank has done so
 store.activate("adapter", everywhere=True)  # and copies from the dead rank's memory
 assert (store.active()["w"] == 1).all()
 # The heap has lost a rank, so ranks 0 and 2 synchronise by signals.

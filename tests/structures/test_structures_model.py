@@ -1,10 +1,10 @@
 """Model checks of the versioned cell and of the slot: every order of steps that C11 allows.
 
-ThreadSanitizer does not model fences, and stress tests rarely meet the rare orders. So the
-protocols of cell.h and structures_rows.c are small state machines here: a thread is a set of steps,
-each with the steps that must come before it (those that its fences, acquires and releases order;
-the words of a payload are not ordered among themselves). All reachable states are visited. Leaving
-out one rule at a time shows that the check can fail and that each rule is needed.
+ThreadSanitizer does not model fences, and stress tests rarely produce the rare orders. So the
+protocols of cell.h and structures_rows.c are small state machines here. A thread is a set of steps;
+each step names the steps that must come before it because of fences, acquires and releases (the
+words of a payload are not ordered among themselves). All reachable states are visited. Leaving out
+one rule at a time shows that the check can fail and that each rule is needed.
 """
 
 from collections.abc import Callable
@@ -25,22 +25,22 @@ def visit(threads: list[list[Step]], start: State) -> int:
     """Take all steps in all allowed orders; returns the number of states."""
     nothing = tuple(frozenset[int]() for _ in threads)
     waiting = [(start, nothing)]
-    seen = set()
+    visited = set()
     while waiting:
         state, done = waiting.pop()
         key = (tuple(sorted(state.items())), done)
-        if key in seen:
+        if key in visited:
             continue
-        seen.add(key)
+        visited.add(key)
         for number, steps in enumerate(threads):
             for position, step in enumerate(steps):
                 if position in done[number] or not done[number].issuperset(step.after):
                     continue
                 changed = dict(state)
                 if step.act(changed):
-                    mine = done[number] | {position}
-                    waiting.append((changed, (*done[:number], mine, *done[number + 1 :])))
-    return len(seen)
+                    now_done = done[number] | {position}
+                    waiting.append((changed, (*done[:number], now_done, *done[number + 1 :])))
+    return len(visited)
 
 
 class Torn(AssertionError):
@@ -56,10 +56,10 @@ def number(state: State, name: str) -> int:
 
 
 def cell_writer(me: str, publications: int, broken: str) -> list[Step]:
-    """claim, store words, publish; a publication whose compare-and-swap fails changes nothing.
+    """Claim, store words, publish; a publication whose compare-and-swap fails changes nothing.
 
-    As in the C code the claimed version is kept by the writer, so that a writer whose claim was
-    taken over goes on with its old one. The process `dead` takes no more steps.
+    As in the C code, the writer remembers the version that it claimed, so a writer whose claim was
+    taken over continues with its old version. The process `dead` takes no more steps.
     """
     steps: list[Step] = []
     last: tuple[int, ...] = ()
@@ -102,9 +102,9 @@ def cell_writer(me: str, publications: int, broken: str) -> list[Step]:
         before_words = last if broken == "no release fence" else (first,)
         stores = [store(word) for word in range(WORDS)]
         if broken == "no release fence":
-            stores = [_with_current_version(me, each) for each in stores]
+            stores = [_with_current_version(me, act) for act in stores]
         steps.append(Step(last, alive(claim)))
-        steps += [Step(before_words, alive(each)) for each in stores]
+        steps += [Step(before_words, alive(act)) for act in stores]
         steps.append(Step(tuple(range(first, first + 1 + WORDS)), alive(publish)))
         last = (len(steps) - 1,)
     return steps
@@ -200,13 +200,13 @@ def test_each_rule_of_the_cell_is_needed(broken: str) -> None:
 
 
 def test_a_writer_that_left_must_keep_its_claim() -> None:
-    """It may still be storing words into the copy that the next owner of the claim writes."""
+    """The writer may still store words into the copy that the next owner of the claim writes."""
     with pytest.raises(Torn):
         check_cell("left counts as dead", event("left", "a"), publications=(2, 2))
 
 
 def test_only_publishing_by_compare_and_swap_keeps_versions_from_going_back() -> None:
-    """Even when a live writer is taken for dead; a plain store puts an old version back."""
+    """This holds even if a live writer is treated as dead; a plain store would not be enough."""
     rules = {"publications": (1, 2), "reader": False}
     wrong, left = "left counts as dead", event("left", "a")
     assert check_cell(wrong, left, **rules) > 100  # type: ignore[arg-type]

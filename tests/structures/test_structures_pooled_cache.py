@@ -16,7 +16,7 @@ CALLS = st.sampled_from(["put", "put", "put", "get", "get", "borrow", "return", 
 PLAN = st.lists(st.tuples(CALLS, st.integers(0, 30), st.integers(0, 700)), min_size=20)
 
 
-def planned() -> list[Any]:
+def generated_plans() -> list[Any]:
     plans: list[Any] = []
 
     @settings(max_examples=50, derandomize=True, database=None, phases=[Phase.generate])
@@ -34,8 +34,8 @@ def use_caches(world: Any, plans: list[Any]) -> dict[str, int]:
         _tiers_in_order(heap)
         _mistakes_are_named(heap)
         for number, plan in enumerate(plans):
-            # Every rank has another order of keys, so that areas of several ranks are in use.
-            _follow(heap, plan, number, totals)
+            # In every second plan the ranks use different keys.
+            _run_plan(heap, plan, number, totals)
     return totals
 
 
@@ -43,46 +43,46 @@ def _value(key: int, bytes: int) -> torch.Tensor:
     return torch.full((bytes,), key * 7 % 251, dtype=torch.uint8)
 
 
-def _follow(heap: symmetric.Heap, plan: list[Any], number: int, totals: dict[str, int]) -> None:
+def _run_plan(heap: symmetric.Heap, plan: list[Any], number: int, totals: dict[str, int]) -> None:
     lost: list[Any] = []
     with PooledCache(heap, 1024, 1024, number % 3 * 800, on_drop=lost.append) as cache:
-        wanted: dict[int, int] = {}
+        expected: dict[int, int] = {}
         borrowed: dict[int, tuple[Any, torch.Tensor]] = {}
         for call, name, bytes in plan:
             key = (name + 100 * heap.rank) if number % 2 else name
             totals["calls"] += 1
-            if call == "put" and key not in wanted:
+            if call == "put" and key not in expected:
                 before = len(lost)
-                wanted[key] = bytes
+                expected[key] = bytes
                 dropped = cache.put(key, _value(key, bytes))
                 assert lost[before:] == dropped and not set(dropped) & set(borrowed)
-                for each in dropped:
-                    del wanted[each]
+                for dropped_key in dropped:
+                    del expected[dropped_key]
             elif call == "get":
-                got = cache.get(key)
-                assert (got is not None) == (key in wanted)
-                assert got is None or torch.equal(got, _value(key, wanted[key]))
-            elif call == "borrow" and key in wanted and key not in borrowed:
-                holding = cache.borrow(key)
-                borrowed[key] = (holding, holding.__enter__())
+                value = cache.get(key)
+                assert (value is not None) == (key in expected)
+                assert value is None or torch.equal(value, _value(key, expected[key]))
+            elif call == "borrow" and key in expected and key not in borrowed:
+                block = cache.borrow(key)
+                borrowed[key] = (block, block.__enter__())
             elif call == "return" and borrowed:
-                holding, _ = borrowed.pop(next(iter(borrowed)))
-                holding.__exit__(None, None, None)
-            elif call == "remove" and key in wanted and key not in borrowed:
+                block, _ = borrowed.pop(next(iter(borrowed)))
+                block.__exit__(None, None, None)
+            elif call == "remove" and key in expected and key not in borrowed:
                 cache.remove(key)
-                del wanted[key]
-            assert len(cache) == len(wanted)
+                del expected[key]
+            assert len(cache) == len(expected)
             for key, (_, view) in borrowed.items():
-                assert torch.equal(view, _value(key, wanted[key])), "a borrowed value has moved"
-        for holding, _ in borrowed.values():
-            holding.__exit__(None, None, None)
-        for key, bytes in wanted.items():
-            got = cache.get(key)
-            assert got is not None and torch.equal(got, _value(key, bytes))
+                assert torch.equal(view, _value(key, expected[key])), "a borrowed value has moved"
+        for block, _ in borrowed.values():
+            block.__exit__(None, None, None)
+        for key, bytes in expected.items():
+            value = cache.get(key)
+            assert value is not None and torch.equal(value, _value(key, bytes))
         stats = cache.stats()
         assert stats["dropped"] == len(lost)
         assert sum(stats[f"{tier}_bytes"] for tier in ("local", "peer", "host")) == sum(
-            wanted.values()
+            expected.values()
         )
         for name in totals.keys() & stats.keys():
             totals[name] += stats[name]
@@ -93,16 +93,16 @@ def _tiers_in_order(heap: symmetric.Heap) -> None:
     with PooledCache(heap, 2048, 1024 * (heap.size - 1), 2048) as cache:
         own = [(n, heap.rank) for n in range(8)]
         dropped = [cache.put(key, value) for key, value in zip(own, values, strict=True)]
-        room = 2 + (heap.size - 1) + 2
-        assert sum(map(len, dropped)) == 8 - room
-        assert [key for keys in dropped for key in keys] == own[: 8 - room]
+        capacity = 2 + (heap.size - 1) + 2
+        assert sum(map(len, dropped)) == 8 - capacity
+        assert [key for keys in dropped for key in keys] == own[: 8 - capacity]
         assert cache.tier(own[7]) == "local" and cache.tier(own[5]) == "peer"
-        assert cache.tier(own[8 - room]) == "host" and cache.get("never") is None
-        oldest = cache.get(own[8 - room])
-        assert oldest is not None and oldest[3, 3] == 8 - room
-        assert cache.tier(own[8 - room]) == "local", "a get brings a value back"
-        assert len(cache) == room, "and drops nothing"
-        with cache.borrow(own[8 - room]) as view:
+        assert cache.tier(own[8 - capacity]) == "host" and cache.get("never") is None
+        oldest = cache.get(own[8 - capacity])
+        assert oldest is not None and oldest[3, 3] == 8 - capacity
+        assert cache.tier(own[8 - capacity]) == "local", "a get promotes a value"
+        assert len(cache) == capacity, "a get drops nothing"
+        with cache.borrow(own[8 - capacity]) as view:
             assert view.data_ptr() != oldest.data_ptr() and torch.equal(view, oldest)
         heap.barrier()
 
@@ -128,7 +128,7 @@ def _mistakes_are_named(heap: symmetric.Heap) -> None:
 
 
 def test_no_value_is_lost_silently_by_any_sequence_of_calls() -> None:
-    plans = planned()
+    plans = generated_plans()
     for totals in in_world(use_caches, 3, plans):
         assert totals["calls"] == sum(map(len, plans))
         # The sequences cover every path.

@@ -80,7 +80,7 @@ def _full_and_empty(heap: symmetric.Heap) -> None:
             with pytest.raises(ValueError, match="keeps"), ring.next():
                 raise ValueError("an error keeps the slot")
             first = [ring.try_get() for _ in range(4)]
-            assert [None if got is None else int(got[0]) for got in first] == [0, 1, 2, None]
+            assert [None if item is None else int(item[0]) for item in first] == [0, 1, 2, None]
             with pytest.raises(
                 symmetric.Timeout, match="slot 3 of a ring from rank 0: rank 0 is alive"
             ):
@@ -89,7 +89,7 @@ def _full_and_empty(heap: symmetric.Heap) -> None:
         if heap.rank == 0:
             with pytest.raises(ValueError, match="nothing"), ring.reserve() as slot:
                 slot.fill_(99)
-                raise ValueError("nothing is handed over")
+                raise ValueError("nothing is sent")
             assert len(ring) == 0
         heap.barrier()
 
@@ -102,12 +102,14 @@ def _ends_and_mistakes(heap: symmetric.Heap) -> None:
             ring.finish()
             with pytest.raises(UsageError, match="put after finish"):
                 ring.put(torch.ones(2))
-            with pytest.raises(UsageError, match="get on rank 0.*rank 0 produces, rank 1 consumes"):
+            with pytest.raises(
+                UsageError, match=r"get on rank 0.*rank 0 produces, rank 1 consumes"
+            ):
                 ring.get()
         elif heap.rank == 1:
             assert sum(int(item.sum()) for item in ring) == 4
         else:
-            with pytest.raises(UsageError, match="put on rank 2.*rank 0 produces"):
+            with pytest.raises(UsageError, match=r"put on rank 2.*rank 0 produces"):
                 ring.put(torch.ones(2))
     with RingBuffer(heap, 0, 1, 2, (2,)) as ring:
         if heap.rank == 0:
@@ -123,7 +125,7 @@ def _ends_and_mistakes(heap: symmetric.Heap) -> None:
             with pytest.raises(UsageError, match="get after cancel"):
                 ring.get()
     for ends in ((0, 0), (0, heap.size)):
-        with pytest.raises(UsageError, match="must be two ranks"):
+        with pytest.raises(UsageError, match="two different ranks"):
             RingBuffer(heap, *ends, slot_bytes=1)
     with pytest.raises(UsageError, match="slot_shape"):
         RingBuffer(heap, 0, 1)

@@ -33,7 +33,7 @@ def addable(dtype: torch.dtype, call: str) -> int:
     code = _ADDABLE.get(dtype)
     if code is None:
         names = ", ".join(str(known).removeprefix("torch.") for known in _ADDABLE)
-        raise UsageError(f"{call} cannot add {dtype} atomically, only {names}")
+        raise UsageError(f"{call} does not support {dtype}: use {names}")
     return code
 
 
