@@ -80,7 +80,7 @@ class AdapterStore(Structure):
 
     Use it if a server switches between fine-tuned variants from one request to the next: one
     rank puts an adapter, the others prefetch it in the background while they still compute with
-    another, then `activate` switches to it in microseconds.
+    another adapter, then `activate` switches to the new one in microseconds.
 
     Do not use it for weights that change every step (use ParameterCache or an all-reduce), or for
     more adapters in use at once than there are slots.
@@ -119,8 +119,8 @@ class AdapterStore(Structure):
             lines = max(1, -(-shape.numel() * kind.itemsize // _ALIGNMENT))
             self._slot_bytes += lines * _ALIGNMENT
         self._payload = self._zeros((slots, self._slot_bytes))
-        records = self._zeros((_CELL_BYTES + slots * _RECORD_BYTES,), on_host=True)
-        bases = self._addresses_of(records)
+        record_bytes = _CELL_BYTES + slots * _RECORD_BYTES
+        bases = self._addresses_of(self._zeros((record_bytes,), on_host=True))
         self._records: list[int] = [base + _CELL_BYTES for base in bases]
         # The announcement of an adapter for all ranks is row 0, in rank 0's memory, of a table that
         # has one row per rank. The row's version is the number of announcements.
@@ -140,7 +140,6 @@ class AdapterStore(Structure):
                 for name, (at, shape, kind) in layout.items()
             }
             self._slots.append(Slot(number, tensors))
-        self._template = self._slots[0].tensors
         self._active_slots: tuple[Slot, ...] = ()  # the active slot and the previous one
         self._current: Adapter | None = None
         self._followed = self._epoch = 0
@@ -340,7 +339,8 @@ class AdapterStore(Structure):
 
     def _check_adapter(self, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise UsageError if the tensors of an adapter differ from the template."""
-        for name, like in self._template.items():
+        template = self._slots[0].tensors
+        for name, like in template.items():
             tensor = tensors.get(name)
             if tensor is None or tensor.shape != like.shape or tensor.dtype is not like.dtype:
                 what = "missing" if tensor is None else f"{tensor.dtype} of {tuple(tensor.shape)}"
@@ -348,7 +348,7 @@ class AdapterStore(Structure):
                     f"adapter {adapter!r}: {name} is {what}, the template has {like.dtype} of "
                     f"{tuple(like.shape)}"
                 )
-        if extra := sorted(set(tensors) - set(self._template)):
+        if extra := sorted(set(tensors) - set(template)):
             raise UsageError(f"adapter {adapter!r} has {extra}, which the template does not have")
 
     # ---- The slots of this rank ----
@@ -428,10 +428,7 @@ class AdapterStore(Structure):
         self._quick.tutti_slot_end(record)
 
     def _newest(self, name: str) -> SlotCopy | None:
-        """The newest copy on any rank.
-
-        Among copies of the same version this rank's own is preferred, then the next rank's.
-        """
+        """The newest copy on any rank; this rank's own copy is preferred, then the next rank's."""
         ranks = [(self.rank + i) % self.size for i in range(self.size)]
         copies = self._found(ranks, lambda: [c for rank in ranks for c in self._copies(rank, name)])
         return max(copies, key=lambda copy: copy.version, default=None)

@@ -131,9 +131,8 @@ class CudaCollectives:
             torch.ops.symm_mem.one_shot_all_reduce_out(local, "sum", group_name, out)
             return
         self._barrier()
-        out.copy_(
-            _reduced(self._parts(self._ranks, offset, local, 0, local.numel()), op).view(out.shape)
-        )
+        parts = self._parts(self._ranks, offset, local, 0, local.numel())
+        out.copy_(_reduced(parts, op).view(out.shape))
         self._barrier()
 
     def _two_shot(self, tensor: torch.Tensor, offset: int, op: str) -> None:

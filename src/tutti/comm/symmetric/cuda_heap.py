@@ -93,8 +93,7 @@ class CudaMemory:
                 )
             self._table = torch.tensor(self._bases, dtype=torch.int64, device=device)
             self.collectives = CudaCollectives(self)
-            self.puts = self.put_bytes = self.gets = self.get_bytes = self.waits = 0
-            self.barriers = 0
+            self.puts = self.put_bytes = self.gets = self.get_bytes = self.waits = self.barriers = 0
             # When all ranks have exchanged this, all blocks are zeroed and mapped.
             self._rendezvous.exchange("ready")
             self.stream_barrier(CHANNELS, "the first barrier")
