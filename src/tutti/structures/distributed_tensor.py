@@ -177,9 +177,12 @@ class DistributedTensor(Structure):
 
     def stats(self) -> dict[str, int | str]:
         """The rows, their placement, and the counts of rows that this rank gathered or changed."""
-        local_rows = len(self.local_indices)
-        rows = {"rows": self.rows.rows, "local_rows": local_rows, "placement": self.rows.placement}
-        return rows | self._counts
+        return {
+            "rows": self.rows.rows,
+            "local_rows": len(self.local_indices),
+            "placement": self.rows.placement,
+            **self._counts,
+        }
 
     def _release(self) -> None:
         if self._native is not None:

@@ -47,7 +47,7 @@ def all_reduce(
     if isinstance(out, SymmetricTensor):
         if out.heap is not t.heap:
             raise UsageError("out= is in another heap: use a tensor of the same heap")
-        out, offset = out.local, out.offset
+        offset, out = out.offset, out.local
     target = t.local if out is None else _output(out, tuple(t.shape), t)
     t.memory.collectives.all_reduce(t.local, t.offset, op, algorithm, target, offset)
     return target
