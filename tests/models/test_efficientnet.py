@@ -16,7 +16,7 @@ def count(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
-def test_given_1000_classes_when_built_then_the_parameters_are_as_published(size: str) -> None:
+def test_the_number_of_parameters_is_as_published(size: str) -> None:
     with torch.device("meta"):
         plain = EfficientNet(EfficientNetConfig(size=size, auxiliary=False))  # type: ignore[arg-type]
         both = EfficientNet(EfficientNetConfig(size=size))  # type: ignore[arg-type]
@@ -25,7 +25,7 @@ def test_given_1000_classes_when_built_then_the_parameters_are_as_published(size
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
-def test_given_torchvision_when_installed_then_every_weight_has_the_same_shape(size: str) -> None:
+def test_weights_have_the_shapes_of_torchvision(size: str) -> None:
     torchvision = pytest.importorskip("torchvision")
     with torch.device("meta"):
         ours = EfficientNet(EfficientNetConfig(size=size, auxiliary=False))  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def test_given_torchvision_when_installed_then_every_weight_has_the_same_shape(s
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_given_the_auxiliary_head_when_run_then_the_output_is_main_plus_three_tenths(
+def test_the_output_is_main_plus_three_tenths_of_auxiliary(
     training: bool,
 ) -> None:
     torch.manual_seed(0)
@@ -48,19 +48,19 @@ def test_given_the_auxiliary_head_when_run_then_the_output_is_main_plus_three_te
     assert torch.equal(output, main + 0.3 * auxiliary)
 
 
-def test_given_the_auxiliary_head_when_run_then_it_reads_the_last_features_at_stride_16() -> None:
+def test_the_auxiliary_head_reads_the_last_features_at_stride_16() -> None:
     model = EfficientNet(EfficientNetConfig(classes=10)).eval()
-    seen = {}
-    model.stages[4].register_forward_hook(lambda _m, _i, out: seen.update(features=out))
+    recorded = {}
+    model.stages[4].register_forward_hook(lambda _m, _i, out: recorded.update(features=out))
     _, auxiliary = model.classify(torch.randn(2, 3, 64, 64))
-    features = seen["features"]
+    features = recorded["features"]
     assert features.shape == (2, 160, 4, 4)
     means = features.flatten(2).mean(-1)
     expected = means @ model.auxiliary.weight.T + model.auxiliary.bias
     torch.testing.assert_close(auxiliary, expected)
 
 
-def test_given_no_auxiliary_head_when_run_then_the_output_is_the_main_one() -> None:
+def test_without_an_auxiliary_head_the_output_is_that_of_the_main_head() -> None:
     model = EfficientNet(EfficientNetConfig(classes=10, auxiliary=False)).eval()
     x = torch.randn(2, 3, 64, 64)
     main, auxiliary = model.classify(x)
@@ -69,18 +69,16 @@ def test_given_no_auxiliary_head_when_run_then_the_output_is_the_main_one() -> N
 
 
 @pytest.mark.parametrize(("stem_stride", "side"), [(2, 1), (1, 2)])
-def test_given_cifar_images_when_run_then_the_stem_stride_sets_what_is_left(
-    stem_stride: int, side: int
-) -> None:
+def test_the_stem_stride_sets_the_size_of_the_last_features(stem_stride: int, side: int) -> None:
     with torch.device("meta"):
         model = EfficientNet(EfficientNetConfig(classes=100, stem_stride=stem_stride))
-        seen = {}
-        model.last.register_forward_hook(lambda _m, _i, out: seen.update(shape=out.shape))
+        recorded = {}
+        model.last.register_forward_hook(lambda _m, _i, out: recorded.update(shape=out.shape))
         assert model(torch.empty(2, 3, 32, 32)).shape == (2, 100)
-    assert seen["shape"] == (2, 1280, side, side)
+    assert recorded["shape"] == (2, 1280, side, side)
 
 
-def test_given_stochastic_depth_when_training_then_samples_are_dropped_or_scaled_whole() -> None:
+def test_stochastic_depth_drops_or_scales_whole_samples() -> None:
     torch.manual_seed(0)
     skip = StochasticDepth(0.25)
     y = skip(torch.ones(4000, 2, 3, 3)).flatten(1)
@@ -92,14 +90,14 @@ def test_given_stochastic_depth_when_training_then_samples_are_dropped_or_scaled
     assert torch.equal(skip.eval()(y), y)
 
 
-def test_given_stochastic_depth_when_built_then_it_grows_linearly_from_zero() -> None:
+def test_stochastic_depth_grows_linearly_from_zero() -> None:
     with torch.device("meta"):
         model = EfficientNet(EfficientNetConfig(stochastic_depth=0.2))
     found = [m.p for m in model.modules() if isinstance(m, StochasticDepth)]
     assert found == pytest.approx([0.2 * i / 40 for i in range(40)])
 
 
-def test_given_a_gate_of_zero_weights_when_squeezed_then_every_channel_is_halved() -> None:
+def test_squeeze_excite_with_zero_weights_halves_every_channel() -> None:
     gate = SqueezeExcite(8, 2)
     nn.init.zeros_(gate.excite.weight)
     nn.init.zeros_(gate.excite.bias)
@@ -109,7 +107,7 @@ def test_given_a_gate_of_zero_weights_when_squeezed_then_every_channel_is_halved
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(("stride", "channels"), [(1, 8), (2, 8), (1, 12)])
-def test_given_a_block_when_shapes_agree_then_and_only_then_its_input_is_added(
+def test_a_block_adds_its_input_only_if_shapes_agree(
     fused: bool, stride: int, channels: int
 ) -> None:
     block = Block(Stage(fused, 4, stride, channels, 1), 8, stride, skip_probability=0.0)

@@ -1,4 +1,4 @@
-"""GPT: against formulas written out by hand, and the seams that parallel plans rely on."""
+"""GPT: comparison with formulas, sizes and FLOPs, and the properties that stages rely on."""
 
 import copy
 import dataclasses
@@ -20,7 +20,7 @@ SMALL = GPTConfig(vocab_size=64, max_seq_len=32, layers=2, dim=32, heads=4)
 
 
 def double(config: GPTConfig, seed: int = 0) -> GPT:
-    """A model in float64, its tables too; the gains are drawn, so that a test sees them."""
+    """A model and its tables in float64, with random gains, so that tests notice the gains."""
     torch.manual_seed(seed)
     model = GPT(config).double()
     model.init_weights()
@@ -35,7 +35,7 @@ def tokens(config: GPTConfig, batch: int = 2, length: int = 16) -> Tensor:
     return torch.randint(config.vocab_size, (batch, length), generator=generator)
 
 
-# --- the mathematics, written a second time -------------------------------------------------------
+# --- reference implementation ---------------------------------------------------------------------
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -43,7 +43,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
-    """x (seq, head_dim): the pairs as complex numbers, times e^(i · position · frequency)."""
+    """Rotate x (seq, head_dim): pairs are complex numbers, times e^(i · position · frequency)."""
     half = x.size(1) // 2
     pairs = torch.complex(x[:, :half], x[:, half:])
     frequency = torch.tensor([theta ** (-2 * j / x.size(1)) for j in range(half)], dtype=x.dtype)
@@ -81,7 +81,7 @@ def by_hand(config: GPTConfig, w: dict[str, Tensor], sequence: Tensor) -> Tensor
 
 @pytest.mark.parametrize("kv_heads", [None, 2, 1])
 @pytest.mark.parametrize("tied", [True, False])
-def test_given_any_attention_when_run_in_float64_then_logits_are_those_by_hand(
+def test_logits_equal_a_reference_implementation_in_float64(
     kv_heads: int | None, tied: bool
 ) -> None:
     config = dataclasses.replace(SMALL, kv_heads=kv_heads, tied=tied)
@@ -90,7 +90,7 @@ def test_given_any_attention_when_run_in_float64_then_logits_are_those_by_hand(
     torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_given_rms_norm_when_run_in_float64_then_it_is_the_formula() -> None:
+def test_rms_norm_equals_its_formula_in_float64() -> None:
     model = double(SMALL)
     x = 1e-3 * torch.randn(3, 5, 32, dtype=torch.float64)  # small, so that eps matters
     torch.testing.assert_close(
@@ -100,7 +100,7 @@ def test_given_rms_norm_when_run_in_float64_then_it_is_the_formula() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(m=st.integers(0, 31), n=st.integers(0, 31), shift=st.integers(0, 31))
-def test_given_rotary_when_both_positions_shift_then_scores_stay(
+def test_attention_scores_depend_only_on_the_distance_of_positions(
     m: int, n: int, shift: int
 ) -> None:
     rotary = Rotary(dataclasses.replace(SMALL, max_seq_len=64)).double()
@@ -112,7 +112,7 @@ def test_given_rotary_when_both_positions_shift_then_scores_stay(
     torch.testing.assert_close(score, shifted, rtol=0, atol=1e-12)
 
 
-def test_given_rotary_when_positions_differ_then_scores_differ_and_lengths_stay() -> None:
+def test_rotary_changes_scores_but_not_vector_lengths() -> None:
     rotary = Rotary(SMALL)
     rotary.init_weights()
     x = torch.randn(8).expand(1, 32, 1, 8)
@@ -122,9 +122,7 @@ def test_given_rotary_when_positions_differ_then_scores_differ_and_lengths_stay(
     assert len({round(score.item(), 4) for score in y[0, :, 0] @ x[0, 0, 0]}) == 32
 
 
-def test_given_grouped_queries_when_keys_and_values_are_repeated_then_plain_attention_agrees() -> (
-    None
-):
+def test_grouped_query_attention_equals_attention_with_repeated_keys_and_values() -> None:
     grouped = double(dataclasses.replace(SMALL, kv_heads=2))
     plain = double(dataclasses.replace(SMALL, kv_heads=4), seed=1)
     state = grouped.state_dict()
@@ -136,7 +134,7 @@ def test_given_grouped_queries_when_keys_and_values_are_repeated_then_plain_atte
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_given_a_changed_token_when_run_then_only_it_and_later_logits_change(kv_heads: int) -> None:
+def test_a_changed_token_changes_only_its_own_and_later_logits(kv_heads: int) -> None:
     config = dataclasses.replace(SMALL, kv_heads=kv_heads)
     model, x = double(config), tokens(config)
     changed = x.clone()
@@ -146,7 +144,7 @@ def test_given_a_changed_token_when_run_then_only_it_and_later_logits_change(kv_
     assert ((before - after)[:, 9:].abs().amax(-1) > 1e-6).all()
 
 
-def test_given_a_small_model_when_differentiated_then_gradients_are_the_numerical_ones() -> None:
+def test_gradients_equal_numerical_derivatives() -> None:
     model = double(GPTConfig(vocab_size=8, max_seq_len=4, layers=1, dim=4, heads=2, kv_heads=1))
     model.embed = None
     hidden = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
@@ -166,7 +164,7 @@ def test_given_a_small_model_when_differentiated_then_gradients_are_the_numerica
         (dataclasses.replace(SMALL, kv_heads=2, mlp_dim=48), 0.019616),
     ],
 )
-def test_given_a_size_when_built_then_it_has_the_parameters_computed_from_its_config(
+def test_a_model_has_the_number_of_parameters_computed_by_its_config(
     config: GPTConfig, millions: float
 ) -> None:
     with torch.device("meta"):
@@ -177,9 +175,7 @@ def test_given_a_size_when_built_then_it_has_the_parameters_computed_from_its_co
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_given_a_training_step_when_counted_by_torch_then_flops_are_6n_plus_12lds(
-    tied: bool, kv_heads: int
-) -> None:
+def test_flops_counted_by_torch_are_6n_plus_12lds(tied: bool, kv_heads: int) -> None:
     config = dataclasses.replace(SMALL, tied=tied, kv_heads=kv_heads)
     model, x = GPT(config), tokens(config, batch=2, length=24)
     # The plain kernel computes the whole square, as the formula counts it.
@@ -188,18 +184,18 @@ def test_given_a_training_step_when_counted_by_torch_then_flops_are_6n_plus_12ld
     assert counter.get_total_flops() == x.numel() * config.flops_per_token(24)
 
 
-def test_given_gpt2_when_asked_for_flops_then_they_are_6n_plus_12lds() -> None:
+def test_flops_per_token_of_gpt2_are_6n_plus_12lds() -> None:
     n = 12 * (4 * 768**2 + 3 * 768 * 2048) + 50_304 * 768
     assert GPTConfig.gpt2().matmul_parameters() == n
     assert GPTConfig.gpt2().flops_per_token(512) == 6 * n + 12 * 12 * 768 * 512
     assert GPTConfig.gpt2().flops_per_token() == GPTConfig.gpt2().flops_per_token(1024)
 
 
-# --- weights at the start -------------------------------------------------------------------------
+# --- initial weights ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_given_a_new_model_when_run_then_the_loss_is_about_ln_vocab(tied: bool) -> None:
+def test_the_loss_of_a_new_model_is_about_ln_of_the_vocabulary(tied: bool) -> None:
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=512, layers=2, dim=128, heads=4, tied=tied)
     x = torch.randint(512, (8, 129))
@@ -207,7 +203,7 @@ def test_given_a_new_model_when_run_then_the_loss_is_about_ln_vocab(tied: bool) 
     assert loss.item() == pytest.approx(math.log(512) + 1 / 8, abs=0.1)
 
 
-def test_given_a_new_model_when_measured_then_residual_projections_are_scaled_by_depth() -> None:
+def test_initial_residual_projections_are_scaled_by_depth() -> None:
     model = GPT(GPTConfig(layers=8, dim=256, heads=4))
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -218,7 +214,7 @@ def test_given_a_new_model_when_measured_then_residual_projections_are_scaled_by
         assert abs(parameter.mean().item()) < 0.001, name
 
 
-def test_given_tied_embeddings_when_moved_through_meta_then_they_still_share_storage() -> None:
+def test_tied_weights_built_on_meta_share_storage() -> None:
     config = dataclasses.replace(SMALL, tied=True)
     with torch.device("meta"):
         late = GPT(config)
@@ -232,7 +228,7 @@ def test_given_tied_embeddings_when_moved_through_meta_then_they_still_share_sto
     assert untied.head.weight.data_ptr() != untied.embed.weight.data_ptr()
 
 
-def test_given_one_batch_when_trained_then_the_loss_falls() -> None:
+def test_training_on_one_batch_reduces_the_loss() -> None:
     torch.manual_seed(0)
     model, x = GPT(SMALL), tokens(SMALL, length=17)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -247,10 +243,10 @@ def test_given_one_batch_when_trained_then_the_loss_falls() -> None:
     assert losses[-1] < losses[0] / 4
 
 
-# --- the seams ------------------------------------------------------------------------------------
+# --- names, stages and limits ---------------------------------------------------------------------
 
 
-def test_given_a_model_when_listed_then_its_parts_have_the_names_that_plans_use() -> None:
+def test_modules_have_the_names_that_sharding_rules_use() -> None:
     names = {n for n, _ in GPT(dataclasses.replace(SMALL, layers=1)).named_parameters()}
     block = ["attention_norm", "mlp_norm"]
     block += [f"attention.{m}" for m in ("wq", "wk", "wv", "wo")]
@@ -259,11 +255,11 @@ def test_given_a_model_when_listed_then_its_parts_have_the_names_that_plans_use(
     assert names == {f"{part}.weight" for part in parts}
 
 
-def test_given_a_model_when_saved_then_the_rotary_tables_are_not() -> None:
+def test_the_state_does_not_contain_rotary_tables() -> None:
     assert not [name for name in GPT(SMALL).state_dict() if "rotary" in name]
 
 
-def test_given_two_halves_when_run_in_turn_then_logits_are_the_whole_model_s() -> None:
+def test_two_stages_in_sequence_give_the_logits_of_the_whole_model() -> None:
     whole, x = double(SMALL), tokens(SMALL)
     first, second = copy.deepcopy(whole), copy.deepcopy(whole)
     first.norm = first.head = None
@@ -277,14 +273,14 @@ def test_given_two_halves_when_run_in_turn_then_logits_are_the_whole_model_s() -
     second.init_weights()
 
 
-def test_given_the_longest_sequence_when_one_token_more_then_the_error_names_the_limit() -> None:
+def test_the_error_of_a_too_long_sequence_names_the_limit() -> None:
     model = GPT(SMALL)
     assert model(tokens(SMALL, length=32)).shape == (2, 32, 64)
     with pytest.raises(ValueError, match="33 tokens is longer than max_seq_len 32"):
         model(tokens(SMALL, length=33))
 
 
-def test_given_bf16_autocast_when_run_then_logits_are_close_and_gradients_stay_float32() -> None:
+def test_with_bf16_autocast_logits_are_close_and_gradients_are_float32() -> None:
     torch.manual_seed(0)
     model, x = GPT(SMALL), tokens(SMALL)
     exact = model(x)

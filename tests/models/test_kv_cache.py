@@ -1,4 +1,4 @@
-"""The key-value cache: going on from it gives the logits of the whole sequence at once."""
+"""The key-value cache: decoding with it gives the logits of the whole sequence."""
 
 import dataclasses
 from itertools import pairwise
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tutti.models import GPT, KVCache
 
-LENGTH = 32  # the whole of max_seq_len, so that every position's angle takes part
+LENGTH = 32  # equal to max_seq_len, so that the angles of all positions are used
 
 
 def in_pieces(model: GPT, x: Tensor, pieces: list[int]) -> Tensor:
@@ -25,7 +25,7 @@ def in_pieces(model: GPT, x: Tensor, pieces: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2, 1])
-def test_given_any_attention_when_decoded_token_by_token_then_logits_are_those_of_all_at_once(
+def test_decoding_token_by_token_gives_the_logits_of_one_forward(
     kv_heads: int | None,
 ) -> None:
     config = dataclasses.replace(SMALL, kv_heads=kv_heads)
@@ -35,15 +35,15 @@ def test_given_any_attention_when_decoded_token_by_token_then_logits_are_those_o
 
 @settings(deadline=None, max_examples=25)
 @given(cuts=st.sets(st.integers(1, LENGTH - 1)))
-def test_given_any_pieces_when_decoded_then_logits_are_those_of_all_at_once(cuts: set[int]) -> None:
+def test_decoding_in_parts_of_any_size_gives_the_logits_of_one_forward(cuts: set[int]) -> None:
     model, x = double(SMALL), tokens(SMALL, length=LENGTH)
     edges = [0, *sorted(cuts), LENGTH]
     pieces = [b - a for a, b in pairwise(edges)]
     torch.testing.assert_close(in_pieces(model, x, pieces), model(x), rtol=1e-12, atol=1e-12)
 
 
-def test_given_half_of_the_heads_when_decoded_then_the_cache_has_their_shape() -> None:
-    """As a tensor-parallel rank would: its matrices have the rows of its own heads only."""
+def test_the_cache_has_the_shape_of_the_heads_of_a_rank() -> None:
+    """Like a tensor-parallel rank, whose matrices have only the rows of its heads."""
     config = dataclasses.replace(SMALL, kv_heads=2)
     model, x = double(config), tokens(config, length=8)
     for block in model.blocks.values():
@@ -61,7 +61,7 @@ def test_given_half_of_the_heads_when_decoded_then_the_cache_has_their_shape() -
     assert keys.shape == (2, 1, 8, 8)
 
 
-def test_given_two_stages_when_each_has_a_cache_then_logits_are_the_whole_model_s() -> None:
+def test_two_stages_with_their_own_caches_give_the_logits_of_the_whole_model() -> None:
     whole, first, second = double(SMALL), double(SMALL), double(SMALL)
     first.norm = first.head = None
     del first.blocks["1"]
@@ -77,7 +77,7 @@ def test_given_two_stages_when_each_has_a_cache_then_logits_are_the_whole_model_
     torch.testing.assert_close(torch.cat(logits, 1), whole(x), rtol=1e-12, atol=1e-12)
 
 
-def test_given_a_cache_when_one_token_is_added_then_only_that_token_is_computed() -> None:
+def test_with_a_cache_only_the_new_token_is_computed() -> None:
     model, x = GPT(SMALL), tokens(SMALL, length=17)
 
     def flops(part: Tensor, cache: KVCache | None) -> int:
@@ -87,11 +87,11 @@ def test_given_a_cache_when_one_token_is_added_then_only_that_token_is_computed(
 
     cache = KVCache(17)
     assert flops(x[:, :16], cache) == flops(x[:, :16], None)
-    # Every matrix once for one token instead of 17 times; the attention's part is smaller yet.
+    # Matrix products of one token instead of 17; attention shrinks even more.
     assert flops(x[:, 16:], cache) <= flops(x, None) / 17 + 1
 
 
-def test_given_a_full_cache_when_one_token_more_then_the_error_names_the_capacity() -> None:
+def test_the_error_of_a_full_cache_names_the_capacity() -> None:
     model, x = GPT(SMALL), tokens(SMALL, length=9)
     cache = KVCache(8)
     with (
@@ -103,11 +103,11 @@ def test_given_a_full_cache_when_one_token_more_then_the_error_names_the_capacit
     with torch.no_grad(), pytest.raises(ValueError, match="33 tokens is longer than max_seq_len"):
         model(tokens(SMALL, length=32), cache=long)
         model(x[:, :1], cache=long)
-    with pytest.raises(ValueError, match="use a capacity of 1 or more"):
+    with pytest.raises(ValueError, match=r"capacity.*at least 1, got 0"):
         KVCache(0)
 
 
-def test_given_no_cache_when_compiled_then_a_block_is_one_graph() -> None:
+def test_without_a_cache_a_block_compiles_to_one_graph() -> None:
     model = double(SMALL)
     block, hidden = model.blocks["0"], torch.randn(2, 8, 32, dtype=torch.float64)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")

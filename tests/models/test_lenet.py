@@ -1,4 +1,4 @@
-"""LeNet: the published form, and images smaller than it was made for."""
+"""LeNet: the published sizes, and smaller images."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from tutti.models import LeNet, LeNetConfig
 
 
-def test_given_28_pixels_when_built_then_parameters_are_those_of_the_classical_form() -> None:
+def test_for_28_pixels_the_parameters_are_those_of_the_classical_form() -> None:
     conv1, conv2 = 20 * (1 * 25 + 1), 50 * (20 * 25 + 1)
     hidden, head = 128 * (50 * 4 * 4 + 1), 10 * (128 + 1)
     count = sum(p.numel() for p in LeNet(LeNetConfig()).parameters())
@@ -14,7 +14,7 @@ def test_given_28_pixels_when_built_then_parameters_are_those_of_the_classical_f
 
 
 @pytest.mark.parametrize(("channels", "size", "classes"), [(1, 28, 10), (3, 32, 100), (1, 8, 10)])
-def test_given_any_image_when_run_then_one_logit_per_class(
+def test_images_of_any_size_give_one_logit_per_class(
     channels: int, size: int, classes: int
 ) -> None:
     model = LeNet(LeNetConfig(channels=channels, image_size=size, classes=classes))
@@ -22,7 +22,7 @@ def test_given_any_image_when_run_then_one_logit_per_class(
 
 
 @pytest.mark.parametrize("size", range(4, 40))
-def test_given_any_size_from_4_when_configured_then_the_features_are_as_large_as_computed(
+def test_the_feature_map_has_the_computed_size(
     size: int,
 ) -> None:
     with torch.device("meta"):
@@ -30,7 +30,7 @@ def test_given_any_size_from_4_when_configured_then_the_features_are_as_large_as
         assert model(torch.empty(1, 1, size, size)).shape == (1, 10)
 
 
-def test_given_8_pixels_when_any_one_changes_then_the_logits_change() -> None:
+def test_every_pixel_of_a_small_image_changes_the_logits() -> None:
     torch.manual_seed(0)
     model = LeNet(LeNetConfig(image_size=8)).double()
     images = torch.rand(1, 1, 8, 8, dtype=torch.float64, requires_grad=True)
@@ -38,7 +38,7 @@ def test_given_8_pixels_when_any_one_changes_then_the_logits_change() -> None:
     assert (images.grad != 0).all()
 
 
-def test_given_small_images_when_differentiated_then_gradients_are_the_numerical_ones() -> None:
+def test_gradients_equal_numerical_derivatives() -> None:
     torch.manual_seed(0)
     model = LeNet(LeNetConfig(image_size=4, classes=2)).double()
     images = torch.randn(1, 1, 4, 4, dtype=torch.float64, requires_grad=True)

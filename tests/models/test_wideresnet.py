@@ -25,7 +25,7 @@ def count_by_hand(depth: int, width: int, classes: int) -> int:
     # The paper's tables give 36.5M, 11.0M and 8.9M; the exact figures are the sums by hand.
     [(28, 10, 10, 36_479_194), (16, 8, 10, 10_961_370), (40, 4, 10, 8_949_210)],
 )
-def test_given_a_published_size_when_built_then_the_parameters_are_as_published(
+def test_the_number_of_parameters_is_as_published(
     depth: int, width: int, classes: int, published: int
 ) -> None:
     with torch.device("meta"):
@@ -35,7 +35,7 @@ def test_given_a_published_size_when_built_then_the_parameters_are_as_published(
 
 
 @pytest.mark.parametrize(("depth", "width", "classes"), [(10, 1, 10), (16, 4, 100), (22, 2, 7)])
-def test_given_other_sizes_when_built_then_the_parameters_are_the_sum_by_hand(
+def test_the_number_of_parameters_is_the_sum_over_layers(
     depth: int, width: int, classes: int
 ) -> None:
     with torch.device("meta"):
@@ -44,21 +44,19 @@ def test_given_other_sizes_when_built_then_the_parameters_are_the_sum_by_hand(
 
 
 @pytest.mark.parametrize("size", [8, 31, 32])
-def test_given_small_images_when_run_then_one_logit_per_class(size: int) -> None:
+def test_outputs_have_one_logit_per_class(size: int) -> None:
     model = WideResNet(WideResNetConfig(depth=10, width=1, channels=1, classes=7))
     assert model(torch.randn(2, 1, size, size)).shape == (2, 7)
 
 
-def test_given_equal_shapes_when_the_last_convolution_is_zero_then_a_block_is_the_identity() -> (
-    None
-):
+def test_a_block_with_a_zero_last_convolution_is_the_identity() -> None:
     block = Block(4, 4, stride=1, dropout=0.0)
     torch.nn.init.zeros_(block.conv2.weight)
     x = torch.randn(2, 4, 5, 5)  # also its negative values: the shortcut is not activated
     assert torch.equal(block(x), x)
 
 
-def test_given_dropout_when_training_then_outputs_vary_and_in_evaluation_they_do_not() -> None:
+def test_dropout_changes_outputs_only_in_training() -> None:
     torch.manual_seed(0)
     model = WideResNet(WideResNetConfig(depth=10, width=1, dropout=0.5))
     x = torch.randn(2, 3, 8, 8)
@@ -67,7 +65,7 @@ def test_given_dropout_when_training_then_outputs_vary_and_in_evaluation_they_do
     assert torch.equal(model(x), model(x))
 
 
-def test_given_one_batch_when_trained_then_the_loss_falls() -> None:
+def test_training_on_one_batch_reduces_the_loss() -> None:
     torch.manual_seed(0)
     model = WideResNet(WideResNetConfig(depth=10, width=1))
     x, y = torch.randn(8, 3, 16, 16), torch.arange(8)

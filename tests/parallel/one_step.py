@@ -50,14 +50,14 @@ def step_of(
 ) -> torch.Tensor:
     """One step in which data rank r has `shares[r]` samples; the loss over all ranks."""
     rank, total = engine.mesh.data_rank, targets.numel()
-    mine = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
-    x, y = inputs[mine], targets[mine]
+    local = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
+    x, y = inputs[local], targets[local]
     sizes = [len(x) // MICROBATCHES + (n < len(x) % MICROBATCHES) for n in range(MICROBATCHES)]
     parts = list(zip(x.split(sizes), y.split(sizes), strict=True))
     with loss_context(engine.mesh.layout.tp > 1):
         loss = engine.run(
             parts,
-            lambda outputs, wanted: TASK.loss_sum(outputs, wanted) / total,
+            lambda outputs, labels: TASK.loss_sum(outputs, labels) / total,
             example=inputs[:1],
         )
     torch.distributed.all_reduce(loss)

@@ -30,7 +30,7 @@ def _compiled(world: tutti.World) -> dict[str, float]:
     Two sizes of batch, as at the end of an epoch.
     """
     inputs, targets = some_tokens(world.device)
-    told = {}
+    results = {}
     for name, whole in {"dp2": False, "shard2": False, "tp2": False, "tp2, whole": True}.items():
         layout = name.split(",")[0]
         options = ParallelOptions(layout=layout, sequence_parallel=not whole)
@@ -40,10 +40,10 @@ def _compiled(world: tutti.World) -> dict[str, float]:
             x, y = inputs[:size], targets[:size]
             engine.model.zero_grad()
             step_of(engine, x, y, [size // engine.mesh.layout.data_ranks] * 2)
-            told[f"{name}, {size}"] = worst_error(
+            results[f"{name}, {size}"] = worst_error(
                 engine, plain_step(small_gpt().to(world.device), x, y)[1]
             )
-    return told
+    return results
 
 
 def _compiled_and_recomputed(world: tutti.World) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def _compiled_and_recomputed(world: tutti.World) -> dict[str, Any]:
     inputs, targets = some_tokens(world.device)
     gradients = plain_step(small_gpt().to(world.device), inputs, targets)[1]
     shares = {"dp2": [4, 4], "tp2": [8, 8]}
-    told = {}
+    results = {}
     for layout, what in (("dp2", "full"), ("tp2", "full"), ("tp2", "selective")):
         torch.compiler.reset()
         counters.clear()
@@ -66,12 +66,12 @@ def _compiled_and_recomputed(world: tutti.World) -> dict[str, Any]:
                 compile=True,
             )
         step_of(engine, inputs, targets, shares[layout])
-        told[f"{layout}, {what}"] = {
+        results[f"{layout}, {what}"] = {
             "error": worst_error(engine, gradients),
             "graphs": counters["stats"]["unique_graphs"],
             "breaks": len(counters["graph_break"]),
         }
-    return told
+    return results
 
 
 @pytest.mark.timeout(300)
@@ -85,9 +85,9 @@ def test_compiled_blocks_give_the_gradients_of_one_device() -> None:
 def test_recomputed_blocks_are_compiled() -> None:
     for rank in in_world(_compiled_and_recomputed, 2, timeout=240):
         assert len(rank) == 3
-        for name, told in rank.items():
-            assert told["error"] < TOLERANCE, name
-            assert (told["graphs"], told["breaks"]) == (1, 0), name  # one for all blocks
+        for name, results in rank.items():
+            assert results["error"] < TOLERANCE, name
+            assert (results["graphs"], results["breaks"]) == (1, 0), name  # one for all blocks
 
 
 @pytest.mark.parametrize("what", ["full", "selective"])

@@ -122,8 +122,8 @@ def _gradients(engine: Engine) -> dict[str, float]:
     return found
 
 
-def _tell(world: tutti.World, layouts: list[Any]) -> list[Any]:
-    told = []
+def _masks_and_gradients(world: tutti.World, layouts: list[Any]) -> list[Any]:
+    results = []
     for layout, sequence_parallel in layouts:
         options = {"sequence_parallel": sequence_parallel, "balance": "even"}
         engine = _engine(world, layout, "none", **options)
@@ -136,7 +136,7 @@ def _tell(world: tutti.World, layouts: list[Any]) -> list[Any]:
         again = _step(_engine(world, layout, "none", **options))
         twice = _engine(world, layout, "full", **options)
         recomputed = _step(twice)
-        told.append(
+        results.append(
             {
                 "masks": masks,
                 "reproducible": masks == again,
@@ -146,7 +146,7 @@ def _tell(world: tutti.World, layouts: list[Any]) -> list[Any]:
                 "gradients": gradients,
             }
         )
-    return told
+    return results
 
 
 def _first_runs(recomputed: Masks, masks: Masks) -> bool:
@@ -167,12 +167,12 @@ FOUR = [("dp2.tp2", False), ("shard2.tp2", True), ("tp2.pp2", False)]
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[tuple[str, bool], list[Any]]:
+def results() -> dict[tuple[str, bool], list[Any]]:
     found = {}
     for ranks, layouts in ((2, TWO), (4, FOUR)):
-        answers = in_world(_tell, ranks, layouts, timeout=110)
+        per_rank = in_world(_masks_and_gradients, ranks, layouts, timeout=110)
         for number, key in enumerate(layouts):
-            found[key] = [answer[number] for answer in answers]
+            found[key] = [rank[number] for rank in per_rank]
     return found
 
 
@@ -187,9 +187,9 @@ def _pairs(layout: str, axis: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("layout", [*TWO, *FOUR])
 def test_masks_differ_between_calls_and_are_equal_for_equal_seeds(
-    told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
+    results: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
 ) -> None:
-    for rank in told[layout]:
+    for rank in results[layout]:
         drawn = [mask for masks in rank["masks"].values() for mask in masks]
         assert len(drawn) >= 2 * 5 and len(set(drawn)) == len(drawn)
         assert rank["reproducible"]
@@ -198,24 +198,24 @@ def test_masks_differ_between_calls_and_are_equal_for_equal_seeds(
 
 @pytest.mark.parametrize("layout", [*TWO, *FOUR])
 def test_recomputation_draws_the_same_masks(
-    told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
+    results: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
 ) -> None:
-    for rank in told[layout]:
+    for rank in results[layout]:
         assert rank["recomputed"] and rank["recomputed gradients"]
 
 
 @pytest.mark.parametrize("layout", [key for key in [*TWO, *FOUR] if "tp2" in key[0]])
 def test_tp_ranks_draw_equal_masks_for_whole_tensors_and_different_ones_for_parts(
-    told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
+    results: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool]
 ) -> None:
     for a, b in _pairs(layout[0], "tp"):
-        _shared_where_they_must(told[layout][a], told[layout][b], splits_sequence=layout[1])
+        _shared_where_they_must(results[layout][a], results[layout][b], splits_sequence=layout[1])
 
 
 @pytest.mark.gpu
 def test_masks_on_a_gpu() -> None:
     layouts = [("tp2", True), ("tp2", False)]
-    first, second = in_world(_tell, 2, layouts, gpu=True, timeout=240)
+    first, second = in_world(_masks_and_gradients, 2, layouts, gpu=True, timeout=240)
     for one, other, (_, splits_sequence) in zip(first, second, layouts, strict=True):
         _shared_where_they_must(one, other, splits_sequence)
         assert one["reproducible"] and one["resumed"] and one["recomputed gradients"]
@@ -227,8 +227,8 @@ def _shared_where_they_must(one: Any, other: Any, splits_sequence: bool) -> None
     for where in one["masks"]:
         part = where.split()[1]
         split = part in ("inside", "functional") or (splits_sequence and part != "before")
-        for mine, theirs in zip(one["masks"][where], other["masks"][where], strict=True):
-            assert (mine != theirs) == split, where
+        for first_mask, second_mask in zip(one["masks"][where], other["masks"][where], strict=True):
+            assert (first_mask != second_mask) == split, where
     # Parameters that both ranks hold must have equal gradients, so their masks must be equal.
     for name, gradient in one["gradients"].items():
         assert gradient == pytest.approx(other["gradients"][name], rel=1e-9, abs=1e-9)
@@ -245,11 +245,11 @@ def _shared_where_they_must(one: Any, other: Any, splits_sequence: bool) -> None
     ],
 )
 def test_data_ranks_and_stages_draw_different_masks(
-    told: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool], axis: str
+    results: dict[tuple[str, bool], list[Any]], layout: tuple[str, bool], axis: str
 ) -> None:
     for a, b in _pairs(layout[0], axis):
         one, other = (
-            {mask for masks in told[layout][rank]["masks"].values() for mask in masks}
+            {mask for masks in results[layout][rank]["masks"].values() for mask in masks}
             for rank in (a, b)
         )
         assert not one & other

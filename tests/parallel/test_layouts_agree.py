@@ -19,7 +19,7 @@ from one_step import (
 import tutti
 from tutti.models import WideResNet, WideResNetConfig
 from tutti.parallel import EngineOptions, Layout, build_engine
-from tutti.parallel.grad_norm import clip_by_global_norm
+from tutti.parallel.engine import clip_by_global_norm
 from tutti.parallel.layout import ParallelOptions
 from worlds import in_world
 
@@ -53,7 +53,7 @@ def _all_layouts(world: tutti.World) -> dict[str, Any]:
     inputs, targets = some_tokens(world.device)
     loss, gradients = plain_step(small_gpt().to(world.device), inputs, targets)
     tied_loss, tied_gradients = plain_step(small_gpt(tied=True).to(world.device), inputs, targets)
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for layout in Layout.every(world.size):
         if layout.pp > 1:
             continue  # tests/parallel/test_pipeline.py
@@ -69,13 +69,13 @@ def _all_layouts(world: tutti.World) -> dict[str, Any]:
                 recompute=variant.get("recompute", "none"),
             )
             shares = _uneven if "shares" in variant else _even
-            seen = step_of(engine, inputs, targets, shares(layout.data_ranks))
+            loss = step_of(engine, inputs, targets, shares(layout.data_ranks))
             right = (tied_loss, tied_gradients) if "tied" in variant else (loss, gradients)
-            norm = torch.stack([each.norm() for each in right[1].values()]).norm()
+            norm = torch.stack([parameter.norm() for parameter in right[1].values()]).norm()
             clipped = clip_by_global_norm(engine, float(norm) / 2)
-            half = {each: gradient / 2 for each, gradient in right[1].items()}
-            told[f"{layout}, {name}"] = {
-                "loss": float((seen - right[0]).abs()),
+            half = {parameter: gradient / 2 for parameter, gradient in right[1].items()}
+            results[f"{layout}, {name}"] = {
+                "loss": float((loss - right[0]).abs()),
                 "norm": float((clipped - norm).abs()),
                 # torch divides by norm + 1e-6, a relative error of 3e-7 here.
                 "clipped gradients": max(0.0, worst_error(engine, half) - 2e-6),
@@ -83,15 +83,17 @@ def _all_layouts(world: tutti.World) -> dict[str, Any]:
             outputs = engine.infer(inputs, inputs[:1])
             whole = small_gpt(variant.get("tied", False)).to(world.device)
             with torch.no_grad():
-                told[f"{layout}, {name}"]["outputs"] = float((outputs - whole(inputs)).abs().max())
-    return told
+                results[f"{layout}, {name}"]["outputs"] = float(
+                    (outputs - whole(inputs)).abs().max()
+                )
+    return results
 
 
 def _gradients(world: tutti.World) -> dict[str, float]:
     """Gradients without clipping, compared with the strictest tolerance."""
     inputs, targets = some_tokens(world.device)
     _, gradients = plain_step(small_gpt().to(world.device), inputs, targets)
-    told = {}
+    results = {}
     for layout in Layout.every(world.size):
         if layout.pp == 1:
             options = ParallelOptions(layout=str(layout))
@@ -99,13 +101,13 @@ def _gradients(world: tutti.World) -> dict[str, float]:
             for shares in (_even, _uneven):
                 engine.model.zero_grad()
                 step_of(engine, inputs, targets, shares(layout.data_ranks))
-                told[f"{layout}, {shares.__name__}"] = worst_error(engine, gradients)
-    return told
+                results[f"{layout}, {shares.__name__}"] = worst_error(engine, gradients)
+    return results
 
 
 def _batch_norms(world: tutti.World) -> dict[str, Any]:
     """Batch norms in sharded layouts, with the statistics of all data ranks, as on one device."""
-    told = {}
+    results = {}
     torch.manual_seed(0)
     model = WideResNet(WideResNetConfig(depth=10, width=1, classes=4)).double()
     inputs, targets = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.arange(8) % 4
@@ -116,9 +118,9 @@ def _batch_norms(world: tutti.World) -> dict[str, Any]:
     for layout in ("dp4", "shard4", "dp2.shard2"):
         options = EngineOptions(sync_batchnorm=True)
         engine = build_engine(copy.deepcopy(model), world, options, ParallelOptions(layout=layout))
-        mine = [inputs[n : n + 1] for n in (world.rank, 4 + world.rank)]
+        local = [inputs[n : n + 1] for n in (world.rank, 4 + world.rank)]
         labels = [targets[n : n + 1] for n in (world.rank, 4 + world.rank)]
-        engine.run(list(zip(mine, labels, strict=True)), lambda a, b: TASK.loss_sum(a, b) / 8)
+        engine.run(list(zip(local, labels, strict=True)), lambda a, b: TASK.loss_sum(a, b) / 8)
         engine.share_buffers()
         buffers = dict(engine.model.named_buffers())
         statistics = [
@@ -126,8 +128,11 @@ def _batch_norms(world: tutti.World) -> dict[str, Any]:
             for name, right in plain.named_buffers()
             if name.endswith(("mean", "var"))
         ]
-        told[layout] = {"gradients": worst_error(engine, gradients), "statistics": max(statistics)}
-    return told
+        results[layout] = {
+            "gradients": worst_error(engine, gradients),
+            "statistics": max(statistics),
+        }
+    return results
 
 
 def _recomputed_norms(world: tutti.World) -> dict[str, float]:
@@ -135,7 +140,7 @@ def _recomputed_norms(world: tutti.World) -> dict[str, float]:
     torch.manual_seed(0)
     model = WideResNet(WideResNetConfig(depth=10, width=1, classes=4)).double()
     inputs = torch.randn(4, 3, 8, 8, dtype=torch.float64)[world.rank :][:1]
-    seen: dict[str, dict[str, torch.Tensor]] = {}
+    buffers: dict[str, dict[str, torch.Tensor]] = {}
     for what in ("none", "selective", "full"):
         for joint in (False, True):
             engine = build_engine(
@@ -145,11 +150,11 @@ def _recomputed_norms(world: tutti.World) -> dict[str, float]:
                 recompute=what,  # type: ignore[arg-type]
             )
             engine(inputs).sum().backward()
-            seen[f"{what} {joint}"] = dict(engine.model.named_buffers())
+            buffers[f"{what} {joint}"] = dict(engine.model.named_buffers())
     return {
         f"{what} {joint}": max(
-            float((value - seen[f"none {joint}"][name]).abs().max())
-            for name, value in seen[f"{what} {joint}"].items()
+            float((value - buffers[f"none {joint}"][name]).abs().max())
+            for name, value in buffers[f"{what} {joint}"].items()
         )
         for what in ("selective", "full")
         for joint in (False, True)
@@ -178,9 +183,9 @@ def test_every_layout_and_option_gives_the_loss_norm_and_outputs_of_one_device(
     for rank in four:
         assert len(rank["layouts"]) == 45
         wrong = {
-            name: seen
-            for name, seen in rank["layouts"].items()
-            if not all(error < TOLERANCE for error in seen.values())
+            name: errors
+            for name, errors in rank["layouts"].items()
+            if not all(error < TOLERANCE for error in errors.values())
         }
         assert not wrong
 

@@ -141,7 +141,7 @@ def _differing(world: tutti.World) -> dict[str, list[str]]:
             held = [*engine.model.named_parameters(), *engine.model.named_buffers()]
             assert held and not any(tensor.is_meta for _, tensor in held)
             found[f"{layout} {name}"] = [
-                each for each, tensor in held if not torch.equal(_full(tensor), right[each])
+                key for key, tensor in held if not torch.equal(_full(tensor), right[key])
             ]
     return found
 
@@ -237,8 +237,8 @@ def test_weights_that_modules_cannot_draw_are_copied_from_a_real_model(
     assert all(parameter.is_meta for parameter in model.parameters())
     materialize(model, torch.device("cpu"))
     weights.fill(model)
-    for each, tensor in model.state_dict().items():
-        assert torch.equal(tensor, right[each]), each
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, right[key]), key
 
 
 def test_plain_modules_are_built_without_memory_and_freezing_them_changes_nothing() -> None:
@@ -339,30 +339,30 @@ def _under_a_limit(world: tutti.World, layout: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     small = GPTConfig(vocab_size=64, max_seq_len=64, layers=4, dim=16, heads=4)
     _one_step(_gpt_engine(world, small, layout))  # threads and buffers that any step needs
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     _limit(int(0.6 * WHOLE))
     try:
         torch.empty(WHOLE // 4)
-        told["whole"] = "fits"
+        results["whole"] = "fits"
     except RuntimeError:
-        told["whole"] = "refused"
+        results["whole"] = "refused"
     engine = _gpt_engine(world, CONFIG, layout)
     held = sum(
-        each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes
-        for each in engine.model.parameters()
+        parameter.to_local().nbytes if isinstance(parameter, DTensor) else parameter.nbytes
+        for parameter in engine.model.parameters()
     )
-    told["share"] = held / WHOLE
+    results["share"] = held / WHOLE
     # Gradients, AdamW's two moments and activations: much less than 4 × WHOLE.
     _limit(int(3 * held + 0.8 * WHOLE))
-    told["loss"] = _one_step(engine)
+    results["loss"] = _one_step(engine)
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return told
+    return results
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("layout", ["shard4", "tp4", "pp4", "shard2.tp2"])
 def test_a_model_that_no_rank_could_hold_is_built_and_trained(layout: str) -> None:
-    for told in in_world(_under_a_limit, 4, layout, timeout=200):
-        assert told["whole"] == "refused"
-        assert told["share"] < 0.35
-        assert told["loss"] == told["loss"]  # not NaN
+    for results in in_world(_under_a_limit, 4, layout, timeout=200):
+        assert results["whole"] == "refused"
+        assert results["share"] < 0.35
+        assert results["loss"] == results["loss"]  # not NaN

@@ -85,7 +85,7 @@ def _compare(
     engine: Pipeline, whole: nn.Module, kind: str, data_rank: int, data_ranks: int
 ) -> dict[str, Any]:
     """Run steps of full and of incomplete batches; returns the largest errors and the losses."""
-    seen: dict[str, Any] = {"loss": [], "worst": 0.0, "names": []}
+    found: dict[str, Any] = {"loss": [], "worst": 0.0, "names": []}
     size, most = engine.microbatch_size, engine.microbatches
     # A full batch, an incomplete one, one with fewer microbatches, and a full batch again.
     full = size * most * data_ranks
@@ -94,24 +94,24 @@ def _compare(
         loss, gradients = _plain(whole, batch)
         share = samples // data_ranks + (data_rank < samples % data_ranks)
         before = sum(samples // data_ranks + (r < samples % data_ranks) for r in range(data_rank))
-        mine = [each[before : before + share] for each in batch]
-        microbatches = list(zip(*[each.split(size) for each in mine], strict=True))
+        local = [tensor[before : before + share] for tensor in batch]
+        microbatches = list(zip(*[tensor.split(size) for tensor in local], strict=True))
         count = batch[1].numel()
         engine.model.zero_grad()
         part = engine.run(microbatches, _loss_fn(count), example=batch[0][:1], scale=_times_8)
-        seen["loss"].append([part.item(), loss])
+        found["loss"].append([part.item(), loss])
         for name, parameter in engine.model.named_parameters():
             assert parameter.grad is not None, name
             error = _error(_full(parameter.grad), gradients[name])
-            seen["worst"] = max(seen["worst"], error)
-    seen["names"] = [name for name, _ in engine.model.named_parameters()]
-    seen["aliases"] = engine.aliases
-    seen["described"] = engine.description
+            found["worst"] = max(found["worst"], error)
+    found["names"] = [name for name, _ in engine.model.named_parameters()]
+    found["aliases"] = engine.aliases
+    found["described"] = engine.description
     inputs = _batch(kind, 5)[0]
     outputs = engine.infer(inputs)
-    seen["outputs"] = None if outputs is None else _error(outputs, whole(inputs))
-    seen["nothing"] = engine.infer(inputs[:0], inputs[:1]) is None
-    return seen
+    found["outputs"] = None if outputs is None else _error(outputs, whole(inputs))
+    found["nothing"] = engine.infer(inputs[:0], inputs[:1]) is None
+    return found
 
 
 def _build(
@@ -165,7 +165,7 @@ def _recomputed(world: tutti.World) -> float:
     engine = _build(world, "untied", "zero-bubble", whole, recompute="full")
     batch = _batch("untied", 12)
     _, gradients = _plain(whole, batch)
-    pairs = list(zip(*[each.split(3) for each in batch], strict=True))
+    pairs = list(zip(*[tensor.split(3) for tensor in batch], strict=True))
     engine.run(pairs, _loss_fn(batch[1].numel()), example=batch[0][:1], scale=_times_8)
     worst = 0.0
     for name, parameter in engine.model.named_parameters():
@@ -180,21 +180,23 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc, self.norm = nn.Linear(12, 12), nn.BatchNorm1d(12)
-        self.each = nn.InstanceNorm1d(2, track_running_stats=True)
+        self.instance_norm = nn.InstanceNorm1d(2, track_running_stats=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.norm(self.fc(x)))
-        return x + self.each(y.view(-1, 2, 6)).flatten(1)
+        return x + self.instance_norm(y.view(-1, 2, 6)).flatten(1)
 
 
-# Samples of each microbatch: full ones; short ones; none for the last data rank, where there are
-# several; two that no rank has any for.
+# Samples of each microbatch of a step: full microbatches; short ones; one without samples on the
+# last data rank (if there are several data ranks); two without samples on any rank.
 SIZES = ([3, 3, 3, 3], [3, 2, 2, 2], [2, 2, 2, 0], [3, 2])
 
 
 def _batch_norms(world: tutti.World, layout: str, schedule: str, recompute: str) -> Any:
-    """Gradients and statistics, after steps of these sizes, against a plain loop over the samples,
-    in which a microbatch has those of all data ranks: the largest errors."""
+    """The largest errors of gradients and statistics after steps of these sizes.
+
+    The reference is a plain loop in which a microbatch has the samples of all data ranks.
+    """
     torch.manual_seed(0)
     blocks = [Normed() for _ in range(6)]
     whole = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), *blocks, nn.Linear(12, 5)).double()
@@ -211,12 +213,16 @@ def _batch_norms(world: tutti.World, layout: str, schedule: str, recompute: str)
     rank, ranks = engine.mesh.data_rank, engine.mesh.layout.data_ranks
     gradients = 0.0
     for sizes in SIZES:
-        each = [sizes if r == ranks - 1 else [size or 2 for size in sizes] for r in range(ranks)]
-        batch = _batch("sequential", sum(map(sum, each)))
+        sizes_of_ranks = [
+            sizes if r == ranks - 1 else [size or 2 for size in sizes] for r in range(ranks)
+        ]
+        batch = _batch("sequential", sum(map(sum, sizes_of_ranks)))
         loss_fn = _loss_fn(len(batch[0]))
-        parts = [tensor.split([sum(mine) for mine in each]) for tensor in batch]
-        cut = [[part[r].split(each[r]) for part in parts] for r in range(ranks)]
-        pairs = [list(zip(*mine, strict=True)) for mine in cut]
+        parts = [
+            tensor.split([sum(rank_sizes) for rank_sizes in sizes_of_ranks]) for tensor in batch
+        ]
+        cut = [[part[r].split(sizes_of_ranks[r]) for part in parts] for r in range(ranks)]
+        pairs = [list(zip(*rank_sizes, strict=True)) for rank_sizes in cut]
         whole.zero_grad()
         for microbatch in zip(*pairs, strict=True):
             inputs, targets = (torch.cat(tensors) for tensors in zip(*microbatch, strict=True))
@@ -231,7 +237,7 @@ def _batch_norms(world: tutti.World, layout: str, schedule: str, recompute: str)
     statistics = {
         name: float((_full(buffer) - whole.get_buffer(name)).abs().max())
         for name, buffer in engine.model.named_buffers()
-        if ranks == 1 or ".each." not in name  # statistics of one rank's samples only
+        if ranks == 1 or ".instance_norm." not in name  # statistics of one rank's samples only
     }
     return gradients, statistics
 
@@ -242,9 +248,9 @@ def _refusals(world: tutti.World) -> list[str]:
     inputs, targets = _batch("sequential", 4)
     loss_fn = _loss_fn(4)
     compiled = copy.deepcopy(whole)
-    for each in compiled.children():
-        each.compile()
-    said = []
+    for layer in compiled.children():
+        layer.compile()
+    messages = []
     for attempt in (
         lambda: engine.run([(inputs, targets)], loss_fn),
         lambda: engine.run([(inputs[:1], targets[:1])] * 5, loss_fn),
@@ -267,8 +273,8 @@ def _refusals(world: tutti.World) -> list[str]:
         try:
             attempt()
         except tutti.UsageError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def _measured(model: nn.Module) -> list[float]:
@@ -291,7 +297,9 @@ def _two_ranks(world: tutti.World) -> dict[str, Any]:
         ],
         "refusals": _refusals(world),
         "measured": _measured(model),
-        "clean": all(each.grad is None and each.is_meta for each in model.parameters()),
+        "clean": all(
+            parameter.grad is None and parameter.is_meta for parameter in model.parameters()
+        ),
     }
 
 
@@ -307,40 +315,38 @@ def _four_ranks(world: tutti.World) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, list[Any]]:
+def results() -> dict[str, list[Any]]:
     """The results of ranks for the tests below, in two worlds, since a start takes seconds."""
     worlds = [in_world(_two_ranks, 2), in_world(_four_ranks, 4)]
-    return {
-        question: [rank[question] for rank in ranks] for ranks in worlds for question in ranks[0]
-    }
+    return {key: [rank[key] for rank in ranks] for ranks in worlds for key in ranks[0]}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", ["sequential", "tied", "untied", "sharded"])
 def test_a_pipeline_gives_the_loss_and_gradients_of_one_device(
-    told: dict[str, list[Any]], kind: str, schedule: str
+    results: dict[str, list[Any]], kind: str, schedule: str
 ) -> None:
-    of = [rank[schedule] for rank in told[kind]]
-    speakers = 2 if kind == "sharded" else 1  # one for each part of the batch
+    of = [rank[schedule] for rank in results[kind]]
+    reporting_ranks = 2 if kind == "sharded" else 1  # one per part of the batch
     for step in range(4):
         losses = [rank["loss"][step] for rank in of]
         assert sum(part for part, _ in losses) == pytest.approx(losses[0][1], rel=TOLERANCE)
-        assert sum(part != 0 for part, _ in losses) == speakers
+        assert sum(part != 0 for part, _ in losses) == reporting_ranks
     for rank in of:
         assert rank["worst"] < TOLERANCE
         assert rank["nothing"]
         assert rank["described"] == of[0]["described"]
     outputs = [rank["outputs"] for rank in of if rank["outputs"] is not None]
-    assert len(outputs) == speakers and max(outputs) < TOLERANCE
+    assert len(outputs) == reporting_ranks and max(outputs) < TOLERANCE
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", ["sequential", "tied", "untied"])
 def test_every_parameter_is_on_one_rank_under_its_name_in_the_whole_model(
-    told: dict[str, list[Any]], kind: str, schedule: str
+    results: dict[str, list[Any]], kind: str, schedule: str
 ) -> None:
     whole = _sequential() if kind == "sequential" else _gpt(kind == "tied")
-    of = [rank[schedule] for rank in told[kind]]
+    of = [rank[schedule] for rank in results[kind]]
     names = [name for rank in of for name in rank["names"] if name not in rank["aliases"]]
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
     # The copies of a tied parameter are aliases of the first copy.
@@ -349,36 +355,38 @@ def test_every_parameter_is_on_one_rank_under_its_name_in_the_whole_model(
 
 
 def test_zero_bubble_gives_the_same_with_recomputed_activations(
-    told: dict[str, list[Any]],
+    results: dict[str, list[Any]],
 ) -> None:
-    assert all(worst < TOLERANCE for worst in told["recomputed"])
+    assert all(worst < TOLERANCE for worst in results["recomputed"])
 
 
-@pytest.mark.parametrize("question", ["batch norms", "joint batch norms"])
-def test_norms_count_real_samples_only(told: dict[str, list[Any]], question: str) -> None:
+@pytest.mark.parametrize("key", ["batch norms", "joint batch norms"])
+def test_norms_count_real_samples_only(results: dict[str, list[Any]], key: str) -> None:
     """Each microbatch counts once, without the padding that the schedule needs."""
-    for way in zip(*told[question], strict=True):
-        names = {name for _, statistics in way for name in statistics}
-        assert len(names) == (7 + (question == "batch norms") * 6) * 3
-        for gradients, statistics in way:
+    for variant in zip(*results[key], strict=True):
+        names = {name for _, statistics in variant for name in statistics}
+        assert len(names) == (7 + (key == "batch norms") * 6) * 3
+        for gradients, statistics in variant:
             assert gradients < TOLERANCE
             wrong = {name: error for name, error in statistics.items() if error > TOLERANCE}
             assert not wrong
 
 
 def test_ranks_cut_by_the_same_measured_costs_and_measuring_leaves_no_gradients(
-    told: dict[str, list[Any]],
+    results: dict[str, list[Any]],
 ) -> None:
-    first, second = told["measured"]
+    first, second = results["measured"]
     assert first == second and len(first) == 9 and all(cost > 0 for cost in first)
-    assert told["clean"] == [True, True]
+    assert results["clean"] == [True, True]
 
 
-def test_a_pipeline_refuses_steps_that_do_not_fit(told: dict[str, list[Any]]) -> None:
-    for said in told["refusals"]:
-        assert "a microbatch of 4 samples does not fit a pipeline that was built for 3" in said[0]
-        assert "5 microbatches does not fit a pipeline that was built for 4" in said[1]
-        assert "use run() or infer()" in said[2]
-        assert said[3].startswith("--compile contradicts --pipeline-schedule zbv")
-        assert said[4].startswith("--checkpoint-activations selective contradicts --pipeline-sch")
-        assert said[5] == said[3]
+def test_a_pipeline_refuses_steps_that_do_not_fit(results: dict[str, list[Any]]) -> None:
+    for messages in results["refusals"]:
+        assert (
+            "a microbatch of 4 samples does not fit a pipeline that was built for 3" in messages[0]
+        )
+        assert "5 microbatches does not fit a pipeline that was built for 4" in messages[1]
+        assert "use run() or infer()" in messages[2]
+        assert "--compile" in messages[3] and "--pipeline-schedule zbv" in messages[3]
+        assert "--checkpoint-activations selective" in messages[4] and "1f1b" in messages[4]
+        assert messages[5] == messages[3]

@@ -55,8 +55,8 @@ def _ran(world: tutti.World) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ran() -> dict[str, Any]:
     """The recorded timelines of three ranks, gathered on rank 0."""
-    told: dict[str, Any] = in_world(_ran, RANKS)[0]
-    return told
+    timelines: dict[str, Any] = in_world(_ran, RANKS)[0]
+    return timelines
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -142,13 +142,13 @@ def test_the_command_prints_and_writes_the_counted_timeline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "schedule.json"
-    said = _counted_only(
+    text = _counted_only(
         capsys, "--schedule", "gpipe", "--pp", "3", "--accumulation", "4", "--json", str(file)
     )
-    assert "schedule gpipe: 3 ranks × 1 stage, 4 microbatches" in said
-    assert "rank 2  ......F0-F1-F2-F3-B0====" in said
-    assert "bubble: counted 33.3%, by the formula 33.3%" in said
-    assert max(map(len, said.splitlines())) <= 80
+    assert "schedule gpipe: 3 ranks × 1 stage, 4 microbatches" in text
+    assert "rank 2  ......F0-F1-F2-F3-B0====" in text
+    assert "bubble: counted 33.3%, by the formula 33.3%" in text
+    assert max(map(len, text.splitlines())) <= 80
     written = json.loads(file.read_text())
     assert written["schema"] == "tutti.schedule/1"
     assert written["bubble"] == {"counted": pytest.approx(1 / 3), "formula": pytest.approx(1 / 3)}
@@ -156,16 +156,16 @@ def test_the_command_prints_and_writes_the_counted_timeline(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "text"),
     [
         (["--accumulation", "2"], "use --accumulation 4"),
         (["--pp", "1"], "--pp 1: a pipeline has 2 ranks or more"),
-        (["--schedule", "zbv", "--stages-per-rank", "3"], "zbv has exactly 2"),
+        (["--schedule", "zbv", "--stages-per-rank", "3"], "zbv needs 2 stages"),
         (["--schedule", "interleaved", "--accumulation", "9"], "use --accumulation 10"),
     ],
 )
-def test_the_command_refuses_schedules_that_cannot_run(flags: list[str], said: str) -> None:
-    with pytest.raises(tutti.UsageError, match=re.escape(said)):
+def test_the_command_refuses_schedules_that_cannot_run(flags: list[str], text: str) -> None:
+    with pytest.raises(tutti.UsageError, match=re.escape(text)):
         main(flags)
 
 

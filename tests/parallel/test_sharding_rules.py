@@ -67,7 +67,7 @@ def test_usual_names_are_split_and_without_an_embedding_the_sequence_stays_whole
 def test_a_layer_between_split_layers_needs_a_role() -> None:
     model = _Usual()
     model.layers[1].self_attn.q_norm = nn.RMSNorm(4)  # would get the heads of one rank only
-    with pytest.raises(UsageError, match=r"layers.1.self_attn.q_norm.weight lies among layers of"):
+    with pytest.raises(UsageError, match=r"layers.1.self_attn.q_norm.weight.*role"):
         check_between(default_rules(model), model)
 
 
@@ -97,8 +97,8 @@ def test_a_star_stands_for_one_part_of_a_name() -> None:
     [
         ({"blocks.*.mlp.upp": "column"}, r"no module 'blocks.\*.mlp.upp': did you mean"),
         ({"embed": "vocabulry"}, r"role 'vocabulry': did you mean vocabulary\?"),
-        ({"embed": "column"}, r"embed is a Embedding, role 'column' is for Linear"),
-        ({"norm": "row"}, r"norm is a RMSNorm, role 'row' is for Linear"),
+        ({"embed": "column"}, r"embed is a Embedding.*'column' needs a Linear"),
+        ({"norm": "row"}, r"norm is a RMSNorm.*'row' needs a Linear"),
     ],
 )
 def test_rules_that_do_not_fit_the_model_are_refused(rules: dict[str, str], message: str) -> None:
@@ -107,7 +107,7 @@ def test_rules_that_do_not_fit_the_model_are_refused(rules: dict[str, str], mess
 
 
 def test_a_model_without_usual_names_needs_rules() -> None:
-    with pytest.raises(UsageError, match=r"no layer of LeNet .* give rules, such as"):
+    with pytest.raises(UsageError, match=r"LeNet.*give rules"):
         default_rules(LeNet(LeNetConfig()))
 
 

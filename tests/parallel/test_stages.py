@@ -74,12 +74,12 @@ def test_a_stage_names_its_parameters_as_the_whole_model_does() -> None:
 
 def test_a_view_shares_layers_and_nothing_else() -> None:
     model = _gpt()
-    seen = layer_view(model, ["blocks.1"])
-    assert seen.get_submodule("blocks.1") is model.get_submodule("blocks.1")
-    seen.register_forward_hook(lambda *_: None)
+    view = layer_view(model, ["blocks.1"])
+    assert view.get_submodule("blocks.1") is model.get_submodule("blocks.1")
+    view.register_forward_hook(lambda *_: None)
     assert not model._forward_hooks
     assert layer_names(model) == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
-    assert layer_names(seen) == ["blocks.1"]
+    assert layer_names(view) == ["blocks.1"]
 
 
 class _Loose(nn.Module):
@@ -157,10 +157,8 @@ def test_a_plan_has_every_layer_once_and_balances_by_cost() -> None:
 def test_more_stages_than_layers_are_refused_with_the_equation_and_a_cure() -> None:
     with pytest.raises(UsageError) as error:
         check_stages(6, 8, 2)
-    assert str(error.value) == (
-        "layout pp8 with 2 stages per rank needs 8 × 2 = 16 layers, the model has 6: "
-        "use pp3 or pp6 with --pipeline-schedule 1f1b or a model with more layers"
-    )
+    for fact in ("pp8 with 2 stages per rank", "8 × 2 = 16 layers", "has 6", "use pp3 or pp6"):
+        assert fact in str(error.value)
     with pytest.raises(UsageError, match="layout pp8 needs 8 layers, the model has 6: use pp6"):
         check_stages(6, 8, 1)
 

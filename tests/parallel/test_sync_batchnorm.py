@@ -48,26 +48,26 @@ def _compare(
     assert joint is not norm and joint.state_dict().keys() == norm.state_dict().keys()
     errors = []
 
-    def compare(got: torch.Tensor, wanted: torch.Tensor) -> None:
-        if wanted.numel():
-            scale = wanted.double().abs().max().clamp(min=1e-3)
-            errors.append(((got.double() - wanted.double()).abs().max() / scale).item())
+    def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        if expected.numel():
+            scale = expected.double().abs().max().clamp(min=1e-3)
+            errors.append(((actual.double() - expected.double()).abs().max() / scale).item())
 
     for data in batches([9, 6, 12, 6], shape, dtype, world.device):
         x = data[0] * 3 + 20  # far from 0: a variance from Σ x² would be inaccurate
         weight = torch.linspace(0, 99, x.numel()).view_as(x).cos().to(x)
         parts = cut((x, weight), shares(split, world.size))
         whole = x.clone().double().requires_grad_()
-        mine = parts[world.rank][0].clone().requires_grad_()
-        wanted, got = norm(whole), joint(mine)
-        (wanted * weight).sum().backward()
-        (got * parts[world.rank][1]).sum().backward()
-        assert whole.grad is not None and got.dtype == dtype
-        compare(got, cut((wanted, wanted), shares(split, world.size))[world.rank][0])
-        if mine.grad is None:  # torch's norm on CUDA sets no gradient without samples
-            assert len(mine) == 0 and world.device.type == "cuda"
+        local = parts[world.rank][0].clone().requires_grad_()
+        expected, actual = norm(whole), joint(local)
+        (expected * weight).sum().backward()
+        (actual * parts[world.rank][1]).sum().backward()
+        assert whole.grad is not None and actual.dtype == dtype
+        compare(actual, cut((expected, expected), shares(split, world.size))[world.rank][0])
+        if local.grad is None:  # torch's norm on CUDA sets no gradient without samples
+            assert len(local) == 0 and world.device.type == "cuda"
             continue
-        compare(mine.grad, cut((whole.grad, x), shares(split, world.size))[world.rank][0])
+        compare(local.grad, cut((whole.grad, x), shares(split, world.size))[world.rank][0])
     for parameter, expected in zip(joint.parameters(), norm.parameters(), strict=True):
         assert expected.grad is not None
         if parameter.grad is None:  # torch's norm on CUDA, if this rank never had a sample
@@ -147,7 +147,7 @@ def _train(world: tutti.World) -> dict[str, float]:
 
 
 def _refuse(world: tutti.World) -> list[str]:
-    said = []
+    messages = []
     mesh = Layout(dp=world.size).mesh(world)
     for try_it in (
         lambda: convert_batchnorms(nn.Sequential(_Custom(3)), mesh),
@@ -156,11 +156,11 @@ def _refuse(world: tutti.World) -> list[str]:
         try:
             try_it()
         except (tutti.UsageError, ValueError) as error:
-            said.append(str(error))
+            messages.append(str(error))
     nothing: Any = convert_batchnorms(nn.BatchNorm1d(3), mesh)
     nothing(torch.randn(0, 3)).sum().backward()  # empty on every rank: no error
-    said.append(f"{nothing.running_mean.tolist()} {int(nothing.num_batches_tracked)}")
-    return said
+    messages.append(f"{nothing.running_mean.tolist()} {int(nothing.num_batches_tracked)}")
+    return messages
 
 
 class _Custom(nn.BatchNorm1d):
@@ -169,10 +169,10 @@ class _Custom(nn.BatchNorm1d):
 
 
 def _answer_all(world: tutti.World) -> dict[str, Any]:
-    answers = {"norms": _compare_all(world), "training": _train(world)}
-    answers["device"] = world.device.type
+    results = {"norms": _compare_all(world), "training": _train(world)}
+    results["device"] = world.device.type
     # On CUDA, torch's module accepts any number of values.
-    return answers if world.device.type == "cuda" else answers | {"refusals": _refuse(world)}
+    return results if world.device.type == "cuda" else results | {"refusals": _refuse(world)}
 
 
 @pytest.fixture(scope="module", params=[(2, False), (3, False), _ON_GPU])
@@ -215,14 +215,14 @@ def _compiled(world: tutti.World) -> list[Any]:
     mesh = Layout(dp=world.size).mesh(world)
     model = nn.Sequential(nn.Linear(4, 4), convert_batchnorms(nn.BatchNorm1d(4), mesh), nn.Tanh())
     compiled = torch.compile(model, backend="aot_eager")
-    told: list[Any] = []
+    equal: list[Any] = []
     for count in (3, 5, 7):
         x = torch.randn(count + world.rank, 4)
-        told.append(torch.equal(compiled(x), model(x)))
-    return [*told, counters["stats"]["unique_graphs"]]
+        equal.append(torch.equal(compiled(x), model(x)))
+    return [*equal, counters["stats"]["unique_graphs"]]
 
 
 def test_a_joint_norm_is_left_out_of_compiled_graphs() -> None:
     for *same, graphs in in_world(_compiled, 2):
         assert all(same)
-        assert graphs <= 4  # before it and after it, for one size and for all others
+        assert graphs <= 4  # before and after the norm, for the first size and for all other sizes

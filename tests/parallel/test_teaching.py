@@ -32,13 +32,13 @@ def _layers(world: tutti.World) -> dict[str, Any]:
     placed = LayersOnRanks(copy.deepcopy(whole))
     expected = whole(inputs)
     expected.square().sum().backward()
-    gradients = {name: each.grad for name, each in whole.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
 
     outputs = placed.forward(inputs, shape=(5, 8))
     placed.backward(outputs.square().sum() if placed.is_last else None)
     errors = {
-        name: _error(each.grad, gradients[name])  # type: ignore[arg-type]
-        for name, each in placed.model.named_parameters()
+        name: _error(parameter.grad, gradients[name])  # type: ignore[arg-type]
+        for name, parameter in placed.model.named_parameters()
     }
     return {"errors": errors, "outputs": _error(outputs, expected) if placed.is_last else None}
 
@@ -50,19 +50,19 @@ def _channels(world: tutti.World) -> dict[str, float]:
             torch.manual_seed(0)
             whole = nn.Linear(12, 24, bias=bias, dtype=torch.float64)
             x = torch.randn(3, 5, 12, dtype=torch.float64, requires_grad=True)
-            mine = x.detach().clone().requires_grad_()
+            inputs = x.detach().clone().requires_grad_()
             weights = torch.randn(3, 5, 24, dtype=torch.float64)
             expected = whole(x)
             (expected * weights).sum().backward()
             split = kind(whole)
-            outputs = split(mine)
+            outputs = split(inputs)
             (outputs * weights).sum().backward()
             assert whole.weight.grad is not None and x.grad is not None
-            assert split.weight.grad is not None and mine.grad is not None
+            assert split.weight.grad is not None and inputs.grad is not None
             column = kind is ColumnLinear
             found = {
                 "outputs": _error(outputs, expected),
-                "inputs": _error(mine.grad, x.grad),
+                "inputs": _error(inputs.grad, x.grad),
                 "weight": _error(
                     split.weight.grad, own_slice(whole.weight.grad, 0 if column else 1)
                 ),
@@ -96,12 +96,12 @@ def three() -> list[Any]:
 
 
 def test_layers_on_ranks_compute_the_same_as_one_device(three: list[Any]) -> None:
-    told = [rank["layers"] for rank in three]
-    names = [name for rank in told for name in rank["errors"]]
+    layers = [rank["layers"] for rank in three]
+    names = [name for rank in layers for name in rank["errors"]]
     assert names == [f"{n}.{what}" for n in (0, 2, 4, 5) for what in ("weight", "bias")]
-    assert all(error < TOLERANCE for rank in told for error in rank["errors"].values())
-    assert [rank["outputs"] is None for rank in told] == [True, True, False]
-    assert told[-1]["outputs"] < TOLERANCE
+    assert all(error < TOLERANCE for rank in layers for error in rank["errors"].values())
+    assert [rank["outputs"] is None for rank in layers] == [True, True, False]
+    assert layers[-1]["outputs"] < TOLERANCE
 
 
 def test_split_channels_compute_the_same_as_one_device(three: list[Any]) -> None:

@@ -68,7 +68,7 @@ def test_your_own_model_under_the_layouts_that_it_supports(tmp_path: Path) -> No
     for layout in ("dp2", "shard2", "pp2"):
         assert rows[layout]["ok"] and rows[layout]["buffer_rel_err"] < 1e-10
     assert rows["tp2"]["ok"] is None
-    assert "tp2    not applicable: no layer of Sequential has a name that says how" in done.stdout
+    assert "tp2    not applicable: no layer of Sequential" in done.stdout
 
 
 def test_statistics_of_a_ranks_own_samples_are_noted_below_its_row(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_model_that_draws_random_numbers_fails_with_exit_code_one(tmp_path: Pa
         (["--layouts", "all"], "--layouts all: of how many ranks? add --ranks 4"),
         (["--layouts", "dp2.tp2", "--ranks", "2"], "layout dp2.tp2 needs 2 × 2 = 4 ranks"),
         (["--layouts", "dp2,tp4"], "layout tp4 needs 4 ranks, this world has 2"),
-        (["--layouts", "zp2"], "there is no axis 'zp'"),
+        (["--layouts", "zp2"], "unknown axis 'zp'"),
         (["--recipe", "gtp", "--ranks", "2"], "--recipe gtp: did you mean gpt?"),
         (["--steps", "1", "--ranks", "2"], "--steps 1: use 2 or more"),
         (["--layout", "dp2", "--ranks", "2"], "use --layouts dp2"),

@@ -1,9 +1,8 @@
 """Plain models without distributed code: LeNet, WideResNet, EfficientNetV2 and a GPT.
 
-The configs do not import torch, so that command lines and help texts are built quickly. Model
-classes, which import torch, are imported on first use. In all four models, `init_weights()` sets
-every parameter and buffer. A model that is built on the meta device, moved with `to_empty` and then
-initialised has the same weights as a model built on the real device with the same seed.
+The configs do not import torch, so that command lines are built quickly. Model classes, which
+import torch, are imported on first use. `init_weights()` sets every parameter and buffer of a
+model, also of a model that was built on the meta device and moved with `to_empty`.
 """
 
 from importlib import import_module
@@ -17,17 +16,8 @@ if TYPE_CHECKING:
     from tutti.models.lenet import LeNet
     from tutti.models.wideresnet import WideResNet
 
-__all__ = [
-    "GPT",
-    "EfficientNet",
-    "EfficientNetConfig",
-    "GPTConfig",
-    "KVCache",
-    "LeNet",
-    "LeNetConfig",
-    "WideResNet",
-    "WideResNetConfig",
-]
+__all__ = ["GPT", "EfficientNet", "EfficientNetConfig", "GPTConfig", "KVCache"]
+__all__ += ["LeNet", "LeNetConfig", "WideResNet", "WideResNetConfig"]
 
 _MODULES = {
     "EfficientNet": "tutti.models.efficientnet",

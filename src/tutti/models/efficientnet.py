@@ -13,8 +13,7 @@ AUXILIARY_WEIGHT = 0.3
 
 
 class Stage(NamedTuple):
-    """Consecutive blocks of the same kind. Only the first applies the stride and changes the
-    number of channels."""
+    """Consecutive blocks. Only the first block has the stride and changes the channels."""
 
     fused: bool  # one full 3×3 convolution instead of expansion and depthwise convolution
     expand: int
@@ -23,35 +22,15 @@ class Stage(NamedTuple):
     blocks: int
 
 
-# The first stage keeps the channels of the stem. In all sizes, the fifth stage is the last stage at
-# stride 16.
-STAGES = {
-    "s": (
-        Stage(True, 1, 1, 24, 2),
-        Stage(True, 4, 2, 48, 4),
-        Stage(True, 4, 2, 64, 4),
-        Stage(False, 4, 2, 128, 6),
-        Stage(False, 6, 1, 160, 9),
-        Stage(False, 6, 2, 256, 15),
-    ),
-    "m": (
-        Stage(True, 1, 1, 24, 3),
-        Stage(True, 4, 2, 48, 5),
-        Stage(True, 4, 2, 80, 5),
-        Stage(False, 4, 2, 160, 7),
-        Stage(False, 6, 1, 176, 14),
-        Stage(False, 6, 2, 304, 18),
-        Stage(False, 6, 1, 512, 5),
-    ),
-    "l": (
-        Stage(True, 1, 1, 32, 4),
-        Stage(True, 4, 2, 64, 7),
-        Stage(True, 4, 2, 96, 7),
-        Stage(False, 4, 2, 192, 10),
-        Stage(False, 6, 1, 224, 19),
-        Stage(False, 6, 2, 384, 25),
-        Stage(False, 6, 1, 640, 7),
-    ),
+# The fields fused, expand and stride of the stages, which are the same in all sizes. Size s has no
+# seventh stage. The fifth stage is the last stage at stride 16.
+_KINDS = [(True, 1, 1), (True, 4, 2), (True, 4, 2)]
+_KINDS += [(False, 4, 2), (False, 6, 1), (False, 6, 2), (False, 6, 1)]
+# The fields channels and blocks of the stages.
+_SHAPES = {
+    "s": ((24, 2), (48, 4), (64, 4), (128, 6), (160, 9), (256, 15)),
+    "m": ((24, 3), (48, 5), (80, 5), (160, 7), (176, 14), (304, 18), (512, 5)),
+    "l": ((32, 4), (64, 7), (96, 7), (192, 10), (224, 19), (384, 25), (640, 7)),
 }
 AUXILIARY_STAGE = 4
 FEATURES = 1280
@@ -71,9 +50,8 @@ class ConvNorm(nn.Sequential):
         activate: bool = True,
     ) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(
-            inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False
-        )
+        padding = kernel // 2
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
         self.norm = nn.BatchNorm2d(outputs, eps=1e-3)
         if activate:
             self.activation = nn.SiLU()
@@ -118,14 +96,14 @@ class Block(nn.Module):
         self.layers = nn.Sequential()
         if stage.fused and stage.expand == 1:
             self.layers.append(ConvNorm(inputs, outputs, 3, stride))
-        elif stage.fused:
-            self.layers.append(ConvNorm(inputs, expanded, 3, stride))
-            self.layers.append(ConvNorm(expanded, outputs, 1, activate=False))
         else:
-            self.layers.append(ConvNorm(inputs, expanded, 1))
-            self.layers.append(ConvNorm(expanded, expanded, 3, stride, groups=expanded))
-            # The squeezed width is a quarter of the block's input channels, not of `expanded`.
-            self.layers.append(SqueezeExcite(expanded, inputs // 4))
+            if stage.fused:
+                self.layers.append(ConvNorm(inputs, expanded, 3, stride))
+            else:
+                self.layers.append(ConvNorm(inputs, expanded, 1))
+                self.layers.append(ConvNorm(expanded, expanded, 3, stride, groups=expanded))
+                # The squeezed width is a quarter of the block's input channels, not of `expanded`.
+                self.layers.append(SqueezeExcite(expanded, inputs // 4))
             self.layers.append(ConvNorm(expanded, outputs, 1, activate=False))
         self.residual = stride == 1 and inputs == outputs
         self.skip = StochasticDepth(skip_probability)
@@ -138,16 +116,16 @@ class Block(nn.Module):
 class EfficientNet(nn.Module):
     """EfficientNetV2. If the auxiliary head is enabled, the output is main + 0.3 × auxiliary.
 
-    The auxiliary head is average pooling and one linear layer on the features of the fifth stage.
-    This stage is the last at stride 16, at about 60 % of the depth, where the classes are already
-    separable. The auxiliary head contributes to the output in training and in evaluation, so one
-    loss trains both heads and a training loop needs no special case.
+    The auxiliary head is average pooling and one linear layer on the features of the fifth stage,
+    at about 60 % of the depth. The auxiliary head contributes to the output in training and in
+    evaluation, so one loss trains both heads and a training loop needs no special case.
     """
 
     def __init__(self, config: EfficientNetConfig) -> None:
         super().__init__()
         self.config = config
-        stages = STAGES[config.size]
+        shapes = _SHAPES[config.size]
+        stages = [Stage(*kind, *shape) for kind, shape in zip(_KINDS, shapes, strict=False)]
         dropout = DROPOUT[config.size] if config.dropout is None else config.dropout
         depth = sum(stage.blocks for stage in stages)
 

@@ -1,10 +1,7 @@
 """A GPT with RMSNorm before attention and MLP, rotary positions, grouped-query attention, SwiGLU.
 
-The MLP uses SwiGLU instead of GELU, because SwiGLU reaches a lower loss with the same number of
-parameters and FLOPs (Shazeer, arXiv 2002.05202). Tensor parallelism splits gate and up by columns
-and down by rows, as it splits wq, wk, wv and wo in attention.
-
-Sharding rules, tensor parallelism and pipeline parallelism refer to the modules by these names:
+SwiGLU reaches a lower loss than GELU with the same number of parameters and FLOPs (Shazeer, arXiv
+2002.05202). Sharding rules and pipeline stages refer to the modules by these names:
 
     embed
     blocks.N.attention_norm   blocks.N.attention.{wq,wk,wv,wo}
@@ -12,9 +9,8 @@ Sharding rules, tensor parallelism and pipeline parallelism refer to the modules
     norm
     head
 
-A pipeline stage removes the modules of other stages: it sets embed, norm or head to None, and
-deletes entries of blocks. Forward skips the removed modules. `blocks` is a ModuleDict, so that the
-names of the remaining blocks do not change.
+A pipeline stage sets embed, norm or head to None and deletes entries of blocks; forward skips them.
+`blocks` is a ModuleDict, so that the names of the remaining blocks do not change.
 """
 
 import torch
@@ -25,7 +21,7 @@ from tutti.models.config import GPTConfig
 
 
 class LayerCache:
-    """Keys and values of one attention layer. The first call of `extend` allocates the memory."""
+    """Keys and values of one attention layer. The first call of `extend` allocates memory."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -36,8 +32,7 @@ class LayerCache:
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys and values of new tokens; returns the keys and values of all tokens.
 
-        Shapes are (batch, heads, tokens, head_dim). Under tensor parallelism, `heads` is the number
-        of this rank's heads.
+        Shapes are (batch, heads, tokens, head_dim). Under tp, these are the heads of this rank.
         """
         batch, heads, new, size = keys.shape
         end = self.length + new
@@ -69,15 +64,13 @@ class KVCache:
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise ValueError(f"a key-value cache of {capacity} tokens: use a capacity of 1 or more")
+            raise ValueError(f"gpt: the capacity of a KVCache must be at least 1, got {capacity}")
         self.capacity = capacity
         self._layers: dict[str, LayerCache] = {}
 
     def layer(self, name: str) -> LayerCache:
         """The cache of one block."""
-        if name not in self._layers:
-            self._layers[name] = LayerCache(self.capacity)
-        return self._layers[name]
+        return self._layers.setdefault(name, LayerCache(self.capacity))
 
     @property
     def length(self) -> int:
@@ -85,23 +78,11 @@ class KVCache:
         return min((layer.length for layer in self._layers.values()), default=0)
 
 
-def causal_mask(new: int, total: int, device: torch.device) -> Tensor | None:
-    """The attention mask of the last `new` of `total` tokens, of shape (new, total).
-
-    An entry is True if the token may attend to the key. None if `new` is 1, because a single new
-    token attends to all keys.
-    """
-    if new == 1:
-        return None
-    return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
-
-
 class Rotary(nn.Module):
     """Rotates elements i and i + half of each head by the angle position × theta^(-i / half).
 
-    Blocks receive this module as an argument, and not the tables cos and sin. FSDP would cast the
-    tables to its compute dtype, and bfloat16 cannot represent the difference between neighbouring
-    angles.
+    Blocks get this module as an argument, and not the tables cos and sin, because FSDP would cast
+    the tables to bfloat16, which cannot represent the difference between neighbouring angles.
     """
 
     cos: Tensor
@@ -115,8 +96,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
 
     def init_weights(self) -> None:
-        """Fill the tables. Angles are float64, because at thousands of radians float32 has only
-        three decimals."""
+        """Fill the tables. Angles are float64: thousands in float32 have only three decimals."""
         length, half = self.cos.shape
         exponents = torch.arange(half, dtype=torch.float64, device="cpu") / half
         positions = torch.arange(length, dtype=torch.float64, device="cpu")
@@ -162,11 +142,13 @@ class Attention(nn.Module):
         q, k = rotary(q, start), rotary(k, start)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = None
-        if cache is not None and start:  # new tokens attend to cached tokens: mask is not square
-            k, v = cache.extend(k, v)
-            mask = causal_mask(q.size(2), k.size(2), q.device)
-        elif cache is not None:
+        if cache is not None and start == 0:
             cache.extend(k, v)
+        elif cache is not None:
+            k, v = cache.extend(k, v)
+            new, total = q.size(2), k.size(2)
+            if new > 1:  # a single new token attends to all keys
+                mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(start)
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=start == 0, enable_gqa=self.grouped
         )
@@ -230,11 +212,10 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Set every weight and table, and tie the head to the embedding if `config.tied`.
 
-        Call it again after `to_empty`, which separates tied parameters. All matrices are drawn from
-        a normal distribution with standard deviation config.init_std. For wo and down, which write
-        to the residual stream, it is divided by √(2 layers), so that the variance of the stream
-        does not grow with depth. The head is not initialised to zero, because then no gradient
-        would reach the blocks in the first step.
+        Call it again after `to_empty`, which separates tied parameters. Matrices are drawn from a
+        normal distribution with standard deviation config.init_std. For wo and down, which write to
+        the residual stream, it is divided by √(2 layers), so that the variance of the stream does
+        not grow with depth.
         """
         for name, module in self.named_modules():
             if not (name == "head" and self.config.tied and self.embed is not None):

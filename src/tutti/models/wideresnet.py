@@ -1,5 +1,4 @@
-"""WideResNet: a shallow and wide network for small images, with batch norm and ReLU before each
-convolution."""
+"""WideResNet: a wide network for small images, with batch norm and ReLU before convolutions."""
 
 import torch
 import torch.nn.functional as F

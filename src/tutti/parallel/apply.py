@@ -5,15 +5,15 @@ only for its own shards. `apply` is called by `build_engine` (for whole training
 `parallelize` (for your own training loop).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from tutti.parallel.engine import Engine, ShardedEngine, Single
+from tutti.parallel.ddp import Ddp, wrap_in_ddp
+from tutti.parallel.engine import Engine, ShardedEngine
+from tutti.parallel.fsdp import shard
 from tutti.parallel.layout import (
     EngineOptions,
     Layout,
@@ -25,14 +25,11 @@ from tutti.parallel.layout import (
 )
 from tutti.parallel.materialize import ModuleInit, Weights, is_on_meta, materialize, take_weights
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.recompute import (
-    check_blocks,
-    compile_blocks,
-    recompute_activations,
-    repeated_blocks,
-)
+from tutti.parallel.pipeline.executor import Pipeline
+from tutti.parallel.pipeline.schedules import check_microbatches, check_techniques
+from tutti.parallel.pipeline.stages import Stages, cut_model
+from tutti.parallel.recompute import compile_blocks, recompute_activations, repeated_blocks
 from tutti.parallel.sharding_rules import (
-    Role,
     ShardingRules,
     check_between,
     check_divides,
@@ -41,23 +38,22 @@ from tutti.parallel.sharding_rules import (
     splits_sequence,
 )
 from tutti.parallel.sync_batchnorm import convert_batchnorms
+from tutti.parallel.teaching import DataParallel, Scratch
+from tutti.parallel.tensor import check_sequence, overlap_matrix_products, tensor_parallel
 from tutti.world.errors import UsageError
 from tutti.world.placement import return_freed_memory
 from tutti.world.world import World
 
-if TYPE_CHECKING:
-    from tutti.parallel.pipeline.stages import Stages
-
 
 @dataclass(frozen=True)
 class Techniques:
-    """The techniques to apply. `check` sets `rules` and `splits_sequence`."""
+    """The techniques to apply to a model."""
 
     options: ParallelOptions
-    rules: Mapping[str, Role] | None = None
-    """tp: the role of each split layer, by its module name in the whole model."""
+    rules: ShardingRules | None = None
+    """tp: the role of each split layer. `check` replaces patterns by module names."""
     splits_sequence: bool = False
-    """tp: between the split layers, each rank holds a part of the sequence."""
+    """tp: between the split layers, each rank holds a part of the sequence. Set by `check`."""
     recompute: Recompute = "none"
     compile: bool = False
     sync_batchnorm: bool = False
@@ -65,17 +61,15 @@ class Techniques:
     """Average gradients over the data ranks, as DDP and FSDP do, instead of summing them."""
     autocast: torch.dtype | None = None
     """The dtype of the autocast context in which steps will run."""
+    example: Tensor | None = None
+    """One real input with its batch dim, which a pipeline needs to compute the cost of layers."""
     microbatch_size: int = 1
     """pp: samples in every microbatch."""
 
 
 def apply(
-    model: nn.Module,
-    mesh: Mesh,
-    techniques: Techniques,
-    weights: Weights | None = None,
-    example: Tensor | None = None,
-) -> "tuple[nn.Module, Stages | None]":
+    model: nn.Module, mesh: Mesh, techniques: Techniques, weights: Weights | None = None
+) -> tuple[nn.Module, Stages | None]:
     """Make the model parallel on the meta device, then allocate and fill this rank's parameters.
 
     The model is cut and its matrices are split first, so that all later techniques are applied only
@@ -90,15 +84,13 @@ def apply(
         weights = take_weights(model)
     if techniques.sync_batchnorm and layout.data_ranks > 1:
         model = convert_batchnorms(model, mesh)
-    stages: Stages | None = None
+    stages = None
     if layout.pp > 1:
-        from tutti.parallel.pipeline.stages import cut_model
-
-        assert example is not None
-        stages = cut_model(model, mesh, options, example, techniques.microbatch_size, weights)
+        assert techniques.example is not None
+        stages = cut_model(
+            model, mesh, options, techniques.example, techniques.microbatch_size, weights
+        )
     if layout.tp > 1:
-        from tutti.parallel.tensor import overlap_matrix_products, tensor_parallel
-
         tensor_parallel(
             model,
             mesh,
@@ -118,8 +110,6 @@ def apply(
         if techniques.compile:
             compile_blocks(model)
     if layout.data_ranks > 1 and not layout.only_replicas:  # DDP wraps plain replicas
-        from tutti.parallel.fsdp import shard
-
         if mesh.world.device.type == "cpu":
             return_freed_memory()
         for part in stages.modules.values() if stages else [model]:
@@ -131,13 +121,7 @@ def apply(
     return model, stages
 
 
-def check(
-    model: nn.Module,
-    mesh: Mesh,
-    techniques: Techniques,
-    rules: ShardingRules | None = None,
-    example: Tensor | None = None,
-) -> Techniques:
+def check(model: nn.Module, mesh: Mesh, techniques: Techniques) -> Techniques:
     """Return the techniques with resolved rules; raise UsageError if the model does not allow one.
 
     `model` is the whole model.
@@ -148,17 +132,20 @@ def check(
             if isinstance(layer, nn.SyncBatchNorm):
                 raise UsageError(
                     f"layer {name} is torch's SyncBatchNorm, in which a rank without samples "
-                    "cannot take part: use --sync-batchnorm, which replaces it"
+                    "cannot take part: use --sync-batchnorm, which replaces the layer"
                 )
+    rules = techniques.rules
     if rules is None:
         rules = getattr(model, "sharding_rules", None)
-    resolved: dict[str, Role] = {}
+    if rules is None and layout.tp > 1:
+        rules = default_rules(model)
+    # Resolved in every layout, so that unknown module names are always refused.
+    rules = resolve_rules(rules or {}, model)
     splits = False
     if layout.tp > 1:
-        resolved = resolve_rules(default_rules(model) if rules is None else rules, model)
-        check_between(resolved, model)
-        check_divides(resolved, model, layout.tp)
-        for name in resolved:
+        check_between(rules, model)
+        check_divides(rules, model, layout.tp)
+        for name in rules:
             norm = isinstance(model.get_submodule(name), _NormBase)
             if norm and techniques.sync_batchnorm and layout.data_ranks > 1:
                 raise UsageError(
@@ -166,22 +153,21 @@ def check(
                     "leave it out of the rules and outside of split modules, or use shard instead "
                     "of tp"
                 )
-        splits = options.sequence_parallel and splits_sequence(resolved, model)
-        if splits and example is not None:
-            from tutti.parallel.tensor import check_sequence
-
-            check_sequence(example, layout.tp)
-    elif rules is not None:
-        resolve_rules(rules, model)  # refuse unknown module names in every layout
-    check_blocks(model, recompute)
+        splits = options.sequence_parallel and splits_sequence(rules, model)
+        if splits and techniques.example is not None:
+            check_sequence(techniques.example, layout.tp)
+    blocks = repeated_blocks(model)
+    if recompute != "none" and not blocks:
+        raise UsageError(
+            f"--checkpoint-activations {recompute}: {type(model).__name__} has no repeated blocks "
+            "in a ModuleList, ModuleDict or Sequential: leave the flag out"
+        )
     if layout.pp > 1:
-        from tutti.parallel.pipeline.schedules import check_techniques
-
         check_techniques(options.pipeline_schedule, techniques.compile, recompute)
     autocast = techniques.autocast
-    if any(isinstance(m, _NormBase) for b in repeated_blocks(model) for m in b.modules()):
+    if any(isinstance(m, _NormBase) for b in blocks for m in b.modules()):
         autocast = None  # batch norms with 16-bit inputs need float32 weights
-    return replace(techniques, rules=resolved, splits_sequence=splits, autocast=autocast)
+    return replace(techniques, rules=rules, splits_sequence=splits, autocast=autocast)
 
 
 def build_engine(
@@ -214,30 +200,46 @@ def build_engine(
     layout = mesh.layout
     requested = Techniques(
         parallel,
+        rules,
         recompute=recompute,
         compile=compile,
         sync_batchnorm=options.sync_batchnorm,
         autocast=autocast,
+        example=example,
         microbatch_size=microbatch_size,
     )
-    techniques = check(model, mesh, requested, rules, example)
+    techniques = check(model, mesh, requested)
     if layout.only_replicas:
+        if options.engine in ("single", "dataparallel") and world.size > 1:
+            raise UsageError(
+                f"--engine {options.engine} needs a world of 1 rank, this world has {world.size} "
+                "ranks: use --engine ddp or --ranks 1"
+            )
         model, _ = apply(model, mesh, techniques, weights)
-        return _replica_engine(model, world, options)
-    _refuse_options_of_replicas(options, layout)
+        if options.engine == "single":
+            return Engine(model, world, f"single: one rank on {world.device}, no communication")
+        if options.engine == "ddp":
+            return Ddp(model, world, options)
+        if options.engine == "dataparallel":
+            return DataParallel(model, world)
+        return Scratch(model, world, options.scratch_reduce, options.find_unused)
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name != "sync_batchnorm" and value != option.default:
+            raise UsageError(
+                f"{flag_of(option.name, value)} is for replicas, but layout {layout} uses FSDP2 "
+                f"and DTensor: {leave_out(option.name, option.default)}, or use --layout "
+                f"dp{layout.size}"
+            )
     if layout.pp > 1:
-        from tutti.parallel.pipeline.schedules import check_microbatches
-
         if example is None:
             raise UsageError(f"layout {layout}: a pipeline needs an example, one real input")
         check_microbatches(parallel.pipeline_schedule, layout.pp, microbatches)
-    model, stages = apply(model, mesh, techniques, weights, example)
+    model, stages = apply(model, mesh, techniques, weights)
     engine: Engine
     if stages is None:
         engine = ShardedEngine(model, mesh)
     else:
-        from tutti.parallel.pipeline.executor import Pipeline
-
         engine = Pipeline(model, stages, mesh, parallel, microbatches)
     engine.splits_sequence = techniques.splits_sequence
     return engine
@@ -287,41 +289,15 @@ def parallelize(
             "tutti.parallel.build_engine and engine.run, or a layout without pp"
         )
     mesh = layout.mesh(world)
-    requested = Techniques(
+    techniques = Techniques(
         options or ParallelOptions(loss_parallel=False),
+        rules,
         recompute=checkpoint_activations,
         compile=compile,
         sync_batchnorm=sync_batchnorm,
         mean=True,
     )
-    model, _ = apply(model, mesh, check(model, mesh, requested, rules))
+    model, _ = apply(model, mesh, check(model, mesh, techniques))
     if world.size == 1 or not layout.only_replicas:
         return model
-    from tutti.parallel.ddp import wrap_in_ddp
-
     return wrap_in_ddp(model, bucket_mb, gradient_as_bucket_view, static_graph, find_unused)
-
-
-def _refuse_options_of_replicas(options: EngineOptions, layout: Layout) -> None:
-    for option in fields(options):
-        value = getattr(options, option.name)
-        if option.name != "sync_batchnorm" and value != option.default:
-            raise UsageError(
-                f"{flag_of(option.name, value)} is for replicas, layout {layout} uses FSDP2 and "
-                f"DTensor: {leave_out(option.name, option.default)}, or use --layout "
-                f"dp{layout.size}"
-            )
-
-
-def _replica_engine(model: nn.Module, world: World, options: EngineOptions) -> Engine:
-    if options.engine == "single":
-        return Single(model, world)
-    if options.engine == "ddp":
-        from tutti.parallel.ddp import Ddp
-
-        return Ddp(model, world, options)
-    from tutti.parallel import teaching
-
-    if options.engine == "dataparallel":
-        return teaching.DataParallel(model, world)
-    return teaching.Scratch(model, world, options.scratch_reduce, options.find_unused)

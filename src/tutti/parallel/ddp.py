@@ -16,19 +16,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 from torch.nn.parallel import DistributedDataParallel
 
 from tutti.comm.collectives import all_reduce, all_reduce_coalesced
-from tutti.parallel.engine import (
-    Engine,
-    check_all_have_gradients,
-    gradients_to_sum,
-    trained_parameters,
-)
+from tutti.parallel.engine import Engine, count_replicas
 from tutti.parallel.layout import EngineOptions
 from tutti.world.errors import UsageError
 from tutti.world.world import World
 
-# The number of steps before PowerSGD starts to compress. DDP rebuilds its buckets after the first
-# step, and the state of PowerSGD belongs to a bucket. Also, gradients change fastest in the first
-# steps.
+# The number of uncompressed steps before PowerSGD starts. DDP rebuilds its buckets after the first
+# step, and the state of PowerSGD belongs to a bucket. Also, gradients change most in early steps.
 POWERSGD_START = 10
 
 
@@ -36,9 +30,14 @@ class Ddp(Engine):
     """torch DDP, with and without overlap, with and without compression."""
 
     def __init__(self, model: nn.Module, world: World, options: EngineOptions) -> None:
-        super().__init__(model, world)
+        text = f"ddp: {count_replicas(world)}, buckets of {options.bucket_mb:g} MiB all-reduced "
+        text += "during backward" if options.overlap else "after backward"
+        if options.compress == "powersgd":
+            text += f", PowerSGD of rank {options.powersgd_rank} from step {POWERSGD_START}"
+        elif options.compress != "none":
+            text += f", sent as {options.compress}"
+        super().__init__(model, world, text)
         self.options = options
-        self.trained = trained_parameters(model)
         self.replica = wrap_in_ddp(
             model,
             options.bucket_mb,
@@ -46,28 +45,13 @@ class Ddp(Engine):
             options.static_graph,
             options.find_unused,
         )
-        # DDP broadcasts the buffers in its constructor. After that, share_buffers() broadcasts them
-        # before they are read.
+        # DDP's constructor has broadcast the buffers; later, share_buffers() broadcasts them.
         self.replica.broadcast_buffers = False
-        self.powersgd_state: powersgd.PowerSGDState | None = None
         if options.compress in _NARROW:
             self.replica.register_comm_hook(world.size, narrow_hook(_NARROW[options.compress]))
         elif options.compress == "powersgd":
-            self.powersgd_state = _powersgd_state(options.powersgd_rank)
-            self.replica.register_comm_hook(self.powersgd_state, powersgd_hook)
-
-    @property
-    def description(self) -> str:
-        options = self.options
-        when = "during" if options.overlap else "after"
-        how = {
-            "none": "",
-            "powersgd": f", PowerSGD of rank {options.powersgd_rank} from step {POWERSGD_START}",
-        }.get(options.compress, f", sent as {options.compress}")
-        return (
-            f"ddp: {self.replicas}, buckets of {options.bucket_mb:g} MiB all-reduced "
-            f"{when} backward{how}"
-        )
+            state = _powersgd_state(options.powersgd_rank)
+            self.replica.register_comm_hook(state, powersgd_hook)
 
     def __call__(self, *inputs: Any) -> Any:
         return self.replica(*inputs)
@@ -77,11 +61,10 @@ class Ddp(Engine):
         if last and self.options.overlap:
             return nullcontext()
         if self.options.static_graph:
-            # With a static graph, DDP's first backward must communicate, or torch fails with an
-            # internal error.
+            # torch fails with an internal error if DDP's first backward does not communicate.
             raise UsageError(
-                "--static-graph contradicts several microbatches per step, of which only the last "
-                "one communicates: leave --static-graph out or use --accumulation 1"
+                "--static-graph needs communication in every microbatch, but with several of them "
+                "only the last communicates: leave --static-graph out or use --accumulation 1"
             )
         return self.replica.no_sync()
 
@@ -93,10 +76,10 @@ class Ddp(Engine):
     def reduce(self) -> None:
         if not self.options.overlap:
             # Reversed, as in DDP, because backward computes the gradients of the last layer first.
-            tensors = gradients_to_sum(self.trained, self.options.find_unused)[::-1]
+            tensors = self.gradients_to_sum(self.options.find_unused)[::-1]
             all_reduce_coalesced(tensors, bucket_bytes=self.options.bucket_mb * 2**20)
         elif not (self.options.find_unused or self.options.static_graph):
-            check_all_have_gradients(self.trained)
+            self.check_gradients()
 
 
 def wrap_in_ddp(
@@ -108,7 +91,10 @@ def wrap_in_ddp(
 ) -> DistributedDataParallel:
     """torch's DDP module, whose constructor broadcasts the parameters and buffers of rank 0."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError("the model has no parameter to train: use --engine single or train one")
+        raise UsageError(
+            "no parameter of the model requires a gradient: use --engine single, or "
+            "requires_grad_(True) on a parameter"
+        )
     return DistributedDataParallel(
         model,
         bucket_cap_mb=bucket_mb,
@@ -119,36 +105,31 @@ def wrap_in_ddp(
 
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_Hook = Callable[[int, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+_Future = torch.futures.Future[torch.Tensor]
 
 
-def narrow_hook(dtype: torch.dtype) -> _Hook:
+def narrow_hook(dtype: torch.dtype) -> Callable[[int, dist.GradBucket], _Future]:
     """A communication hook that all-reduces a bucket in a 16-bit dtype, on every backend.
 
     torch's bf16 hook requires NCCL, although gloo can sum bf16 too. Gradients are divided before
     the conversion, because R·g could overflow fp16 even if g does not.
     """
 
-    def hook(ranks: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(ranks: int, bucket: dist.GradBucket) -> _Future:
         wide = bucket.buffer()
         narrow = (wide / ranks).to(dtype)
-        future: torch.futures.Future[torch.Tensor] = all_reduce(narrow, wait=False).future()
-        widened: torch.futures.Future[torch.Tensor] = future.then(
-            lambda reduced: wide.copy_(reduced.value())
-        )
+        future: _Future = all_reduce(narrow, wait=False).future()
+        widened: _Future = future.then(lambda reduced: wide.copy_(reduced.value()))
         return widened
 
     return hook
 
 
-def powersgd_hook(
-    state: powersgd.PowerSGDState, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def powersgd_hook(state: powersgd.PowerSGDState, bucket: dist.GradBucket) -> _Future:
     """torch's PowerSGD hook, without its side effect on random generators.
 
-    torch's hook draws the first Q of a bucket with a seed that is the same on all ranks. On CUDA,
-    the hook does not restore the generator, so that later dropout masks would be the same on all
-    ranks.
+    torch's hook draws the first Q of a bucket with the same seed on all ranks. On CUDA, the hook
+    does not restore the generator, so later dropout masks would be the same on all ranks.
     """
     device = bucket.buffer().device
     first = state.iter >= POWERSGD_START and bucket.index() not in state.q_memory_dict
@@ -159,11 +140,10 @@ def powersgd_hook(
 def _powersgd_state(rank: int) -> powersgd.PowerSGDState:
     """The state of PowerSGD between steps.
 
-    A gradient matrix M (n × m) is sent as P (n × rank) and Q (m × rank), with M ≈ P Qᵀ. The state
-    of each bucket consists of two parts. Q is the start value of the next step (warm start) and the
-    same on all ranks. The residual M − P Qᵀ is added to the next gradient (error feedback); it
-    differs between ranks and needs as much memory as the gradients. Vectors are sent uncompressed,
-    and so are matrices whose factors would be larger than half of the matrix.
+    A gradient matrix M (n × m) is sent as P (n × rank) and Q (m × rank), with M ≈ P Qᵀ. Q is the
+    start value of the next step (warm start). The residual M − P Qᵀ is added to the next gradient
+    (error feedback); it differs between ranks and needs as much memory as the gradients. Vectors,
+    and matrices whose factors would be larger than half of the matrix, are not compressed.
     """
     return powersgd.PowerSGDState(
         process_group=None,

@@ -1,21 +1,17 @@
 """Engine: runs the microbatches of a step, and sums the gradients over all ranks.
 
-The contract of all engines: the loss of a microbatch is a sum over its samples, divided by the
-number of samples (or tokens) in all microbatches of all ranks in this step. Each rank then computes
-its part of the gradient of the mean loss, and the parts are summed:
+The loss of a microbatch is a sum over its samples, divided by the number of samples (or tokens) in
+all microbatches of all ranks in this step. The gradients of these losses are summed:
 
     g = Σ_ranks Σ_microbatches ∂/∂θ (loss of the microbatch / samples of the step)
 
-After `run`, every rank holds g in `.grad` (or its shard of g), however unevenly the samples are
-distributed. A mean over ranks would be correct only if all ranks had equally many samples.
-
-A step is `engine.run(microbatches, loss_fn)` followed by `optimizer.step()`. Ranks that differ only
-in tp or pp work on the same samples. `reports_loss` is true on exactly one of these ranks, and only
-the loss and outputs of that rank are used.
+After `engine.run(microbatches, loss_fn)`, every rank holds g (or its shard of g) in `.grad`, even
+if ranks have different numbers of samples. A mean over ranks would then be wrong. Ranks that differ
+only in tp or pp work on the same samples. `reports_loss` is true on exactly one of these ranks, and
+only the loss and outputs of that rank are used.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -28,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from tutti.comm.collectives import all_reduce, broadcast_coalesced
 from tutti.parallel.layout import Layout
-from tutti.parallel.mesh import Mesh
+from tutti.parallel.mesh import Mesh, local_shard, replicated_axes
 from tutti.parallel.rng import seed_training_rng
 from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.parallel.tensor import place_gradients
@@ -51,41 +47,29 @@ class StepClock(Protocol):
         """Called with the loss of the last microbatch, before its backward pass."""
 
 
-def unscaled(loss: Tensor) -> Tensor:
-    """The default `scale` of `Engine.run`, which returns the loss unchanged."""
-    return loss
+class Engine:
+    """Runs a model on this rank's part of the batch, and sums gradients over all ranks.
 
+    This base class does not communicate. On one rank, it is the reference for all other engines.
+    """
 
-class Engine(ABC):
-    """Runs a model on this rank's part of the batch, and sums gradients over all ranks."""
-
-    def __init__(self, model: nn.Module, world: World, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, world: World, description: str, mesh: Mesh | None = None
+    ) -> None:
         self.model = model
         """The plain module, whose parameters the optimizer updates and checkpoints contain."""
         self.forward: Callable[..., Any] = model
         """Called by `engine(inputs)` in a step: the model, or the compiled model."""
         self.world = world
+        self.description = description
+        """One line that is printed at the start of a run."""
         self.mesh = mesh if mesh is not None else Layout(dp=world.size).mesh(world)
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        """The parameters that require gradients, in the same order on every rank."""
         self.splits_sequence = False
-        """Whether tp ranks hold a part of the sequence each, between the split layers."""
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """The names of this rank's copies of tied parameters, each mapped to the first copy's name.
-
-        Empty without a pipeline.
-        """
-        return {}
-
-    @property
-    @abstractmethod
-    def description(self) -> str:
-        """One line that describes the engine, printed at the start of a run."""
-
-    @property
-    def replicas(self) -> str:
-        """The number of replicas, in words."""
-        return f"{self.world.size} replica{'s' * (self.world.size > 1)}"
+        """Whether each tp rank holds a part of the sequence, between the split layers."""
+        self.aliases: dict[str, str] = {}
+        """pp: the names of this rank's copies of tied parameters, mapped to the first copy's."""
 
     @property
     def reports_loss(self) -> bool:
@@ -98,10 +82,10 @@ class Engine(ABC):
         loss_fn: LossFunction,
         *,
         example: Tensor | None = None,
-        scale: Callable[[Tensor], Tensor] = unscaled,
+        scale: Callable[[Tensor], Tensor] | None = None,
         clock: StepClock | None = None,
     ) -> Tensor:
-        """Run forward and backward of all microbatches of a step. Then every `.grad` contains g.
+        """Run forward and backward of all microbatches of a step, and sum gradients over ranks.
 
         Returns this rank's part of the step's loss, on the device; 0 on ranks that do not report
         the loss. The sum over all ranks is the loss of the step. All ranks must pass the same
@@ -120,7 +104,7 @@ class Engine(ABC):
                     loss = loss_fn(self(inputs), targets)
                 if last and clock:
                     clock.before_last_backward(loss)
-                self.backward(scale(loss))
+                self.backward(scale(loss) if scale else loss)
             total = total + loss.detach()
         self.reduce()
         return total if self.reports_loss else torch.zeros_like(total)
@@ -132,11 +116,11 @@ class Engine(ABC):
 
     @torch.no_grad()
     def infer(self, inputs: Tensor, example: Tensor | None = None) -> Any:
-        """The model's outputs for this rank's inputs. Put the model into evaluation mode before.
+        """The model's outputs for this rank's inputs. Call `model.eval()` before.
 
         Returns None on ranks that do not hold the last layer and on ranks without inputs. Ranks
-        without inputs need `example` to take part in collectives. Call this method the same number
-        of times on all ranks.
+        without inputs need `example` to take part in collectives. All ranks must call this method
+        the same number of times.
         """
         return self.model(inputs) if len(inputs) else None
 
@@ -145,10 +129,7 @@ class Engine(ABC):
         return self.forward(*inputs)
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Context for forward and backward of a microbatch.
-
-        Replicas all-reduce gradients only in the last microbatch.
-        """
+        """Context for forward and backward of a microbatch; replicas all-reduce in the last."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -160,7 +141,7 @@ class Engine(ABC):
         return
 
     def empty_microbatch(self, *inputs: Any, last: bool) -> None:
-        """Replace a microbatch that has samples only on other ranks.
+        """Run a microbatch that has samples only on other ranks.
 
         The other ranks wait for this rank in the all-reduce of gradients and in synchronised batch
         norms. Therefore the model runs on `inputs`, which may be any real inputs. The resulting
@@ -168,7 +149,40 @@ class Engine(ABC):
         microbatch that is empty on every rank must be left out.
         """
         with self.microbatch(last), without_side_effects(self.model, self.world):
-            self.backward(_zero_loss_of(self(*inputs)))
+            outputs = [leaf for leaf in tree_leaves(self(*inputs)) if isinstance(leaf, Tensor)]
+            # The sum depends on all outputs; × 0 gives zero gradients even if an output is inf.
+            parts = [output.sum() * 0 for output in outputs if output.requires_grad]
+            self.backward(torch.stack([part.float() for part in parts]).sum())
+
+    def gradients_to_sum(self, find_unused: bool) -> list[Tensor]:
+        """The gradients to sum over ranks. They belong to the same parameters on every rank.
+
+        With find_unused, a parameter that has a gradient on some ranks gets a gradient of zeros on
+        the other ranks. A parameter that has no gradient on any rank is left out, and the optimizer
+        skips it.
+        """
+        parameters = self.trained
+        if find_unused:
+            used = torch.tensor([p.grad is not None for p in parameters.values()])
+            counts = used.to(next(iter(parameters.values())).device, torch.int32)
+            all_reduce(counts)
+            pairs = zip(parameters.items(), counts.tolist(), strict=True)
+            parameters = {name: parameter for (name, parameter), count in pairs if count > 0}
+            for parameter in parameters.values():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        else:
+            self.check_gradients()
+        return [p.grad for p in parameters.values() if p.grad is not None]
+
+    def check_gradients(self, cure: str = "use --find-unused") -> None:
+        """Raise UsageError if a parameter has no gradient: ranks would sum different gradients."""
+        for name, parameter in self.trained.items():
+            if parameter.grad is None:
+                raise UsageError(
+                    f"parameter {name} got no gradient in this step: {cure}, or "
+                    "requires_grad_(False) if it is not meant to be trained"
+                )
 
     def seed_rng(self, seed: int, step: int = 0) -> None:
         """Seed the random generators for training, as described in rng.py. Call on every rank."""
@@ -179,45 +193,23 @@ class Engine(ABC):
 
         Call this method before evaluation or a checkpoint. The running statistics of plain batch
         norms differ between ranks, because ranks have different samples. Training does not read
-        running statistics, so they need to be equal only before evaluation or a checkpoint.
+        running statistics.
         """
         if self.mesh.layout.data_ranks > 1:
             broadcast_coalesced(list(self.model.buffers()), group=self.mesh.data_group)
-
-
-class Single(Engine):
-    """One rank on one device, without communication: the reference for all other engines."""
-
-    def __init__(self, model: nn.Module, world: World) -> None:
-        if world.size > 1:
-            raise UsageError(
-                f"--engine single is for a world of 1 rank, this one has {world.size}: "
-                "use --engine ddp or --ranks 1"
-            )
-        super().__init__(model, world)
-
-    @property
-    def description(self) -> str:
-        return f"single: one rank on {self.world.device}, no communication"
 
 
 class ShardedEngine(Engine):
     """A model that is sharded by FSDP2 or split by tensor parallelism, without a pipeline."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        super().__init__(model, mesh.world, mesh)
-        self.trained = trained_parameters(model)
-
-    @property
-    def description(self) -> str:
-        return f"{self.mesh.layout}: {self.mesh.describe()}"
+        super().__init__(model, mesh.world, f"{mesh.layout}: {mesh.describe()}", mesh)
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         if isinstance(self.model, FSDPModule):
-            # With shards, every microbatch reduce-scatters its gradients, because unsharded
-            # gradients would need memory for the whole model. Replicas all-reduce only once, after
-            # the last microbatch.
+            # Shards reduce-scatter in every microbatch, because unsharded gradients would need
+            # memory for the whole model. Replicas all-reduce only in the last microbatch.
             self.model.set_requires_gradient_sync(last or self.mesh.layout.shard > 1)
             self.model.set_requires_all_reduce(last)
             self.model.set_is_last_backward(last)
@@ -225,8 +217,7 @@ class ShardedEngine(Engine):
 
     def reduce(self) -> None:
         place_gradients(self.model)
-        cure = f"use --layout dp{self.world.size} with --find-unused"
-        check_all_have_gradients(self.trained, cure)
+        self.check_gradients(f"use --layout dp{self.world.size} with --find-unused")
 
     @torch.no_grad()
     def infer(self, inputs: Tensor, example: Tensor | None = None) -> Any:
@@ -237,63 +228,56 @@ class ShardedEngine(Engine):
         return gathered(self.model(inputs))
 
 
+@torch.no_grad()
+def clip_by_global_norm(engine: Engine, largest: float) -> Tensor:
+    """Scale all gradients so that their global norm √ Σ g² is at most `largest`; returns the norm.
+
+    Call this function on every rank. A rank holds only some of the gradients: its shards, its part
+    of each split matrix, the layers of its stages. If several ranks hold the same gradient
+    (replicas, or the weight of a norm under tp), only the first of these ranks counts it.
+    """
+    mesh = engine.mesh
+    used = [(name, p) for name, p in engine.model.named_parameters() if p.grad is not None]
+    if mesh.layout.only_replicas:
+        return nn.utils.clip_grad_norm_([parameter for _, parameter in used], largest)
+    gradients = {name: local_shard(p.grad) for name, p in used if p.grad is not None}
+    counted = [
+        gradients[name]
+        for name, parameter in used
+        if name not in engine.aliases
+        and all(mesh.rank(axis) == 0 for axis in replicated_axes(parameter, mesh))
+    ]
+    squares = torch.zeros((), dtype=torch.float64, device=engine.world.device)
+    if counted:
+        squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+    all_reduce(squares)
+    norm = squares.sqrt()
+    if gradients:
+        # The same formula as in torch: 1e-6 avoids a division by zero. The factor stays on the
+        # device, so the host does not wait.
+        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+        tensors = list(gradients.values())
+        torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))
+    return norm
+
+
+def count_replicas(world: World) -> str:
+    """The number of replicas for a description: 1 replica, 2 replicas."""
+    return f"{world.size} replica{'s' * (world.size > 1)}"
+
+
 def gathered(outputs: Any) -> Any:
     """Gather logits that are split along the vocabulary; other outputs are unchanged."""
     return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require gradients, keyed by name, in the same order on every rank."""
-    return {name: each for name, each in model.named_parameters() if each.requires_grad}
-
-
-def gradients_to_sum(parameters: Mapping[str, nn.Parameter], find_unused: bool) -> list[Tensor]:
-    """The gradients to sum over ranks. They belong to the same parameters on every rank.
-
-    With find_unused, a parameter that has a gradient on some ranks gets a gradient of zeros on the
-    other ranks. A parameter that has no gradient on any rank is left out, and the optimizer skips
-    it.
-    """
-    if find_unused:
-        used = torch.tensor([each.grad is not None for each in parameters.values()])
-        counts = used.to(next(iter(parameters.values())).device, torch.int32)
-        all_reduce(counts)
-        pairs = zip(parameters.items(), counts.tolist(), strict=True)
-        parameters = {name: each for (name, each), count in pairs if count > 0}
-        for each in parameters.values():
-            if each.grad is None:
-                each.grad = torch.zeros_like(each)
-    check_all_have_gradients(parameters)
-    return [each.grad for each in parameters.values() if each.grad is not None]
-
-
-def check_all_have_gradients(
-    parameters: Mapping[str, nn.Parameter], cure: str = "use --find-unused"
-) -> None:
-    """Raise UsageError if a parameter has no gradient, since ranks might sum different lists."""
-    for name, parameter in parameters.items():
-        if parameter.grad is None:
-            raise UsageError(
-                f"parameter {name} got no gradient in this step: {cure}, or "
-                "requires_grad_(False) if it is not meant to be trained"
-            )
-
-
-def _zero_loss_of(outputs: Any) -> Tensor:
-    """A loss that depends on all outputs, with zero gradients even if outputs are inf or NaN."""
-    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    parts = [tensor.sum() * 0 for tensor in tensors if tensor.requires_grad]
-    return torch.stack([part.float() for part in parts]).sum()
 
 
 @contextmanager
 def without_side_effects(model: nn.Module, world: World) -> Iterator[None]:
     """Context in which running the model changes neither norm statistics nor random generators.
 
-    Only norms are set to evaluation mode, because the whole model might use fewer parameters in
-    evaluation (no auxiliary head, for example), and all parameters must take part. Synchronised
-    batch norms stay in training mode, because other ranks exchange statistics with them, but they
-    contribute no samples.
+    Only norms are set to evaluation mode, because a model may use fewer parameters in evaluation,
+    and all parameters must get a gradient. Synchronised batch norms stay in training mode, because
+    other ranks exchange statistics with this rank, but they contribute no samples.
     """
     norms = [layer for layer in model.modules() if isinstance(layer, _NormBase) and layer.training]
 

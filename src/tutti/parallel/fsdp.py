@@ -1,7 +1,7 @@
 """Sharded parameters with FSDP2.
 
-Every rank stores one shard of each parameter, of its gradient and of its optimizer state. The
-parameters of a block are gathered just before the block computes.
+Every rank stores one shard of each parameter, of its gradient and of its optimizer state.
+Parameters of a block are gathered before the block computes.
 
     shard 0   [p0   ]  gather →  [p0 p1] forward, backward → [g0 g1] ┐ reduce-scatter → [g0   ]
     shard 1   [   p1]  gather →  [p0 p1] forward, backward → [g0 g1] ┘                  [   g1]
@@ -9,8 +9,6 @@ parameters of a block are gathered just before the block computes.
 With dp as well (HSDP), the gradient shards are then summed over the replicas. If a layout has dp
 with tp or pp but no shard axis, the shard of each rank is the whole parameter.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -36,10 +34,9 @@ def shard(
     The model may be on the meta device. Gradients are summed over the data ranks; with `mean` they
     are averaged, which is the default of FSDP2.
 
-    `autocast` is the autocast dtype of the step, if there is one. Autocast would convert gathered
-    float32 weights and keep the converted weights of all blocks, that is of the whole model, until
-    backward. Therefore blocks gather their weights in the autocast dtype. Gradients are still
-    summed in float32.
+    `autocast` is the autocast dtype of the step, or None. Autocast would convert gathered float32
+    weights and keep the converted weights of all blocks until backward. Therefore blocks gather
+    their weights in the autocast dtype. Gradients are still summed in float32.
     """
     layout = mesh.layout
     device_mesh = mesh.device_mesh["dp", "shard"] if layout.dp > 1 else mesh.device_mesh["shard"]
@@ -49,15 +46,17 @@ def shard(
         # Activations between blocks keep the dtype in which a block produced them.
         cast_forward_inputs=options.gather_dtype is not None,
     )
-    of_blocks = precision
+    block_precision = precision
     if autocast is not None and options.gather_dtype is None:
         reduce_dtype = _DTYPES[options.reduce_dtype] or torch.float32
-        of_blocks = MixedPrecisionPolicy(autocast, reduce_dtype, cast_forward_inputs=False)
+        block_precision = MixedPrecisionPolicy(autocast, reduce_dtype, cast_forward_inputs=False)
     # In a pipeline, resharding after forward would gather a block again for every microbatch.
     reshard = options.reshard if options.reshard is not None else layout.pp == 1
     for block in repeated_blocks(model):
         if block is not model:
-            fully_shard(block, mesh=device_mesh, mp_policy=of_blocks, reshard_after_forward=reshard)
+            fully_shard(
+                block, mesh=device_mesh, mp_policy=block_precision, reshard_after_forward=reshard
+            )
     fully_shard(model, mesh=device_mesh, mp_policy=precision, reshard_after_forward=False)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
@@ -65,17 +64,11 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)
         if not mean:
             module.set_gradient_divide_factor(1.0)
-    _set_prefetch([block for block in sharded if block is not model], options.prefetch)
-
-
-def _set_prefetch(blocks: Sequence[FSDPModule], ahead: int) -> None:
-    """Set which blocks are gathered while a block computes.
-
-    These are the next `ahead` blocks in forward and the previous `ahead` blocks in backward. With
-    an empty list for backward, torch would choose the blocks itself. A list that would be empty
-    therefore contains the block itself, which has no effect.
-    """
-    for here, block in enumerate(blocks):
-        later, earlier = blocks[here + 1 : here + 1 + ahead], blocks[max(0, here - ahead) : here]
-        block.set_modules_to_forward_prefetch(list(later))
-        block.set_modules_to_backward_prefetch(list(reversed(earlier)) or [block])
+    # While a block computes, the next `prefetch` blocks are gathered in forward, and the previous
+    # `prefetch` blocks in backward. torch would choose the blocks of an empty backward list itself,
+    # so an empty list is replaced by the block, which has no effect.
+    units: list[FSDPModule] = [module for module in sharded if module is not model]
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.prefetch])
+        earlier = units[max(0, index - options.prefetch) : index]
+        unit.set_modules_to_backward_prefetch(earlier[::-1] or [unit])

@@ -43,7 +43,7 @@ class Layout:
     def __post_init__(self) -> None:
         for axis, ranks in self.axes.items():
             if ranks < 1:
-                raise UsageError(f"layout axis {axis} has {ranks} ranks: it needs at least 1")
+                raise UsageError(f"layout axis {axis} must have at least 1 rank, got {ranks}")
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -54,26 +54,24 @@ class Layout:
             match = re.fullmatch(r"([a-z]+)([0-9]+)", part)
             if match is None:
                 raise UsageError(
-                    f"layout {text!r}: {part!r} is not an axis and its number of ranks: "
-                    "write dp2.tp2"
+                    f"layout {text!r}: {part!r} is not an axis and a number: write dp2.tp2"
                 )
             axis = match[1]
             if axis not in known:
-                raise UsageError(
-                    f"layout {text!r}: there is no axis {axis!r}: use {', '.join(known)}"
-                )
+                raise UsageError(f"layout {text!r}: unknown axis {axis!r}: use {', '.join(known)}")
             if axis in axes:
-                raise UsageError(f"layout {text!r} names the axis {axis} twice: write it once")
+                raise UsageError(f"layout {text!r} contains axis {axis} twice: write it once")
             axes[axis] = int(match[2])
         return cls(**axes)
 
     @classmethod
     def every(cls, ranks: int) -> list["Layout"]:
-        """All layouts of exactly this many ranks, sorted by the number of axes they use."""
+        """All layouts with exactly this number of ranks, sorted by the number of axes they use."""
         divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
         shapes = [shape for shape in product(divisors, repeat=4) if math.prod(shape) == ranks]
-        layouts = [cls(*shape) for shape in shapes]
-        return sorted(layouts, key=lambda layout: (len(layout._used), _order(layout)))
+        # Among layouts that use equally many axes: dp4, shard4, tp4, pp4.
+        shapes.sort(reverse=True)
+        return sorted((cls(*shape) for shape in shapes), key=lambda layout: len(layout._used))
 
     @property
     def axes(self) -> dict[str, int]:
@@ -96,15 +94,12 @@ class Layout:
         return self.size == self.dp
 
     def check(self, world_size: int) -> None:
-        """Raise UsageError unless the layout has as many ranks as the world.
-
-        The message suggests layouts with the right number of ranks.
-        """
+        """Raise UsageError, which suggests other layouts, unless the world has `size` ranks."""
         if self.size == world_size:
             return
         if world_size < 1:
-            raise UsageError(f"--ranks {world_size}: a world has at least one rank")
-        factors = [str(ranks) for ranks in self.axes.values() if ranks > 1]
+            raise UsageError(f"--ranks must be at least 1, got {world_size}")
+        factors = [str(ranks) for ranks in self._used.values()]
         equation = f"{' × '.join(factors)} = {self.size}" if len(factors) > 1 else f"{self.size}"
         nearest = " or ".join(str(layout) for layout in self.nearest(world_size))
         raise UsageError(
@@ -112,19 +107,20 @@ class Layout:
             f"{world_size}: use --ranks {self.size} or {nearest}"
         )
 
-    def nearest(self, world_size: int, count: int = 2) -> list["Layout"]:
-        """The most similar layouts with `world_size` ranks, which change the fewest axes least."""
+    def nearest(self, world_size: int) -> list["Layout"]:
+        """One or two layouts with `world_size` ranks that are most similar to this layout."""
 
-        def distance(other: Layout) -> tuple[int, int, float, tuple[int, ...]]:
+        def distance(other: Layout) -> tuple[int, int, float, list[int]]:
             # If tp divides the heads of a model, so does every divisor of tp; other numbers may
             # not divide them. The same holds for pp and layers.
             risky = [axis for axis in ("tp", "pp") if self.axes[axis] % other.axes[axis]]
             changed = [abs(math.log2(other.axes[a] / self.axes[a])) for a in self.axes]
-            return len(other._used ^ self._used), len(risky), sum(changed), _order(other)
+            order = [-ranks for ranks in other.axes.values()]
+            return len(other._used.keys() ^ self._used.keys()), len(risky), sum(changed), order
 
         ranked = sorted(Layout.every(world_size), key=distance)
-        # One layout with the same axes is enough; offer several only if there is none.
-        return ranked[: 1 if ranked[0]._used >= self._used else count]
+        # One layout is enough if it uses all axes of this layout.
+        return ranked[: 1 if ranked[0]._used.keys() >= self._used.keys() else 2]
 
     def mesh(self, world: "World") -> "Mesh":
         """The ranks of the world arranged by this layout. Call it on every rank."""
@@ -133,27 +129,18 @@ class Layout:
         return Mesh(self, world)
 
     @property
-    def _used(self) -> set[str]:
-        return {axis for axis, ranks in self.axes.items() if ranks > 1}
+    def _used(self) -> dict[str, int]:
+        return {axis: ranks for axis, ranks in self.axes.items() if ranks > 1}
 
     def __str__(self) -> str:
-        written = [f"{axis}{ranks}" for axis, ranks in self.axes.items() if ranks > 1]
-        return ".".join(written) or "dp1"
+        return ".".join(f"{axis}{ranks}" for axis, ranks in self._used.items()) or "dp1"
 
 
 def layout_of(text: str | None, world_size: int) -> Layout:
-    """The layout that `text` describes; if `text` is None, one replica per rank.
-
-    Raises UsageError if the layout does not have `world_size` ranks.
-    """
+    """The layout that `text` describes (None: one replica per rank), checked against the world."""
     layout = Layout(dp=world_size) if text is None else Layout.parse(text)
     layout.check(world_size)
     return layout
-
-
-def _order(layout: Layout) -> tuple[int, ...]:
-    """A sort key that places layouts with larger first axes first: dp4, dp2.shard2, …, pp4."""
-    return tuple(-ranks for ranks in layout.axes.values())
 
 
 @dataclass(frozen=True)
@@ -161,23 +148,23 @@ class EngineOptions:
     """How gradients are synchronised between the replicas of a model."""
 
     engine: EngineName = "ddp"
-    """How replicas are synchronised: torch DDP (ddp), not at all (single); for teaching: one
-    process with many devices (dataparallel), plain collectives after backward (scratch)."""
+    """How replicas are synchronised: with torch DDP (ddp) or not at all (single). For teaching: one
+    process with many devices (dataparallel) or plain collectives after backward (scratch)."""
     bucket_mb: float = 25.0
-    """ddp: bucket size in MiB: small buckets start early, large ones use the bandwidth better."""
+    """ddp: bucket size in MiB. Small buckets are sent earlier, large ones use more bandwidth."""
     overlap: bool = True
-    """ddp: all-reduce during backward, or only after it (the baseline)."""
+    """ddp: all-reduce gradients during backward; otherwise after backward."""
     gradient_as_bucket_view: bool = True
     """ddp: gradients are views into the buckets, which saves one copy of the gradients."""
     static_graph: bool = False
-    """ddp: every step uses the same parameters in the same order."""
+    """ddp: every step uses the same parameters in the same order, so DDP can plan ahead."""
     find_unused: bool = False
-    """ddp, scratch: allow parameters without a gradient in a step, at the cost of a search."""
+    """ddp, scratch: search for parameters without a gradient in each step, and allow them."""
     compress: Compression = "none"
     """ddp: send gradients as bf16 or fp16 (half the bytes), or as low-rank factors (powersgd).
-    fp16 flushes gradients below 6e-8 to zero unless the loss is scaled; bf16 does not."""
+    fp16 rounds gradients below 6e-8 to zero unless the loss is scaled; bf16 does not."""
     powersgd_rank: int = 2
-    """ddp with --compress powersgd: the rank of the factors; a higher rank has a lower error."""
+    """ddp with --compress powersgd: the rank of the factors. A higher rank has a lower error."""
     scratch_reduce: Literal["each", "grouped"] = "grouped"
     """scratch: one all-reduce per gradient, or one for all gradients."""
     sync_batchnorm: bool = False
@@ -185,34 +172,30 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.bucket_mb <= 0:
-            raise UsageError(f"--bucket-mb is {self.bucket_mb:g}: it must be above 0, such as 25")
+            raise UsageError(f"--bucket-mb must be positive, got {self.bucket_mb:g}")
         if self.powersgd_rank < 1:
-            raise UsageError(f"--powersgd-rank is {self.powersgd_rank}: it must be at least 1")
+            raise UsageError(f"--powersgd-rank must be at least 1, got {self.powersgd_rank}")
         for field in fields(self):
             engines, value = _ENGINES_OF.get(field.name, ("ddp",)), getattr(self, field.name)
             if field.name != "engine" and self.engine not in engines and value != field.default:
                 raise UsageError(
-                    f"{flag_of(field.name, value)} does nothing with --engine {self.engine}: "
+                    f"{flag_of(field.name, value)} has no effect with --engine {self.engine}: "
                     f"leave it out or use --engine {' or '.join(engines)}"
                 )
         if self.compress != "none" and not self.overlap:
             raise UsageError(
-                f"--compress {self.compress} contradicts --no-overlap: DDP compresses buckets "
-                "during backward: leave one of the two out"
+                f"--compress {self.compress} cannot be combined with --no-overlap, because DDP "
+                "compresses buckets during backward: leave one of them out"
             )
-        if self.static_graph and not self.overlap:
+        if self.static_graph and (not self.overlap or self.find_unused):
+            other = "--find-unused" if self.overlap else "--no-overlap"
             raise UsageError(
-                "--static-graph contradicts --no-overlap: it schedules the overlap: leave one of "
-                "the two out"
-            )
-        if self.static_graph and self.find_unused:
-            raise UsageError(
-                "--static-graph contradicts --find-unused: a static graph finds the unused "
-                "parameters in its first step and promises that they stay the same: leave one out"
+                f"--static-graph cannot be combined with {other}: with a static graph, DDP finds "
+                "unused parameters and plans the overlap in the first step: leave one of them out"
             )
         if self.powersgd_rank != 2 and self.compress != "powersgd":
             raise UsageError(
-                f"--powersgd-rank {self.powersgd_rank} does nothing with --compress "
+                f"--powersgd-rank {self.powersgd_rank} has no effect with --compress "
                 f"{self.compress}: leave it out or use --compress powersgd"
             )
 
@@ -229,13 +212,13 @@ class ParallelOptions:
     them until backward has ended. Unset: free them, except in a pipeline, which reuses them for
     every microbatch."""
     prefetch: int = 1
-    """shard: how many blocks ahead parameters are gathered; 0: when the block starts."""
+    """shard: number of blocks gathered ahead of time. 0: gather a block when it starts."""
     gather_dtype: Literal["float32", "bf16"] | None = None
     """shard: dtype in which blocks gather their parameters and compute. Unset: bf16 with
     --precision bf16 (for models without batch norms), else the dtype of the parameters."""
     reduce_dtype: Literal["float32", "bf16"] | None = None
-    """shard: dtype in which gradients are summed. Unset: that of --gather-dtype if given, else the
-    dtype of the parameters."""
+    """shard: dtype in which gradients are summed. Unset: the dtype of --gather-dtype if it is set,
+    else the dtype of the parameters."""
     sequence_parallel: bool = True
     """tp: between the split layers, activations are split along the sequence."""
     loss_parallel: bool = True
@@ -252,28 +235,25 @@ class ParallelOptions:
 
     def __post_init__(self) -> None:
         if self.prefetch < 0:
-            raise UsageError(f"--prefetch is {self.prefetch}: it must be 0 or more")
-        single = self.pipeline_schedule in ("gpipe", "1f1b")
-        stages = self.stages_per_rank
-        if stages is not None and (stages < 1 or single != (stages == 1)):
-            right = "1 stage" if single else "2 stages or more"
+            raise UsageError(f"--prefetch must be at least 0, got {self.prefetch}")
+        schedule, stages = self.pipeline_schedule, self.stages_per_rank
+        if schedule in ("gpipe", "1f1b"):
+            valid, needs = stages in (None, 1), "1 stage"
+        elif schedule == "zbv":
+            valid, needs = stages in (None, 2), "2 stages"
+        else:
+            valid, needs = stages is None or stages > 1, "at least 2 stages"
+        if not valid:
+            other = "1f1b" if stages == 1 else "interleaved"
             raise UsageError(
-                f"--stages-per-rank {stages}: --pipeline-schedule {self.pipeline_schedule} has "
-                f"{right} on each rank: leave --stages-per-rank out, or use --pipeline-schedule "
-                f"{'interleaved' if single else '1f1b'}"
-            )
-        if self.pipeline_schedule == "zbv" and stages not in (None, 2):
-            raise UsageError(
-                f"--stages-per-rank {stages}: schedule zbv has exactly 2 stages per rank: leave "
-                "--stages-per-rank out"
+                f"--stages-per-rank {stages}: --pipeline-schedule {schedule} needs {needs} on each "
+                f"rank: leave --stages-per-rank out, or use --pipeline-schedule {other}"
             )
 
     @property
     def virtual_stages(self) -> int:
         """Stages on each rank of the pipeline."""
-        if self.stages_per_rank is not None:
-            return self.stages_per_rank
-        return 1 if self.pipeline_schedule in ("gpipe", "1f1b") else 2
+        return self.stages_per_rank or (1 if self.pipeline_schedule in ("gpipe", "1f1b") else 2)
 
 
 # The axis that a field configures. Parity runs many layouts and ignores the fields of unused axes.
@@ -293,10 +273,10 @@ _ENGINES_OF: dict[str, tuple[EngineName, ...]] = {
 
 def flag_of(name: str, value: object) -> str:
     """An option and its value as written on a command line."""
-    words = name.replace("_", "-")
+    flag = name.replace("_", "-")
     if isinstance(value, bool) and name != "reshard":  # reshard has a third value, None
-        return f"--{words}" if value else f"--no-{words}"
-    return f"--{words} {value}"
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {value}"
 
 
 def leave_out(name: str, default: object) -> str:

@@ -6,9 +6,8 @@
     weights.fill(model)           one module at a time: initialise the whole module on the host,
                                   copy this rank's shards of the module, free the module
 
-Therefore a rank never holds more than its shards and one whole module. Every module is initialised
-with a seed that is derived from the run's seed and the module's name, so the weights do not depend
-on the layout, on the rank, or on the other modules that the rank holds.
+Therefore a rank never holds more than its shards and one whole module. The seed of a module is
+derived from the run's seed and the module's name, so the weights do not depend on the layout.
 
 A module is initialised by `model.init_module(name, module)` if the model has this method, else by
 the module's `reset_parameters()`. Weights that a constructor sets in another way (pretrained,
@@ -16,6 +15,7 @@ the module's `reset_parameters()`. Weights that a constructor sets in another wa
 this case, every rank builds the whole model in host memory and copies its shards from there.
 """
 
+import math
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -31,9 +31,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from tutti.parallel.grad_norm import local_shard, replicated_axes
 from tutti.parallel.layout import AXES
-from tutti.parallel.mesh import Mesh
+from tutti.parallel.mesh import Mesh, local_shard, replicated_axes
 from tutti.parallel.rng import mixed_seed
 from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.exchange import gather_json, hash_tensor
@@ -52,8 +51,7 @@ class Weights(ABC):
     def fill(self, model: nn.Module) -> None:
         """Write the initial values into every materialised parameter and buffer of the model.
 
-        `model` may be a part of the whole model if its modules have the same names as in the whole
-        model.
+        `model` may be a part of the whole model, with the module names of the whole model.
         """
 
     def release(self) -> None:
@@ -67,8 +65,7 @@ class ModuleInit(Weights):
     def __init__(self, model: nn.Module, seed: int) -> None:
         """`model` is the whole model on the meta device, in the dtypes in which it was built."""
         self._seed = seed
-        # Values are drawn in these dtypes, so that a float64 run starts from the same values as a
-        # float32 run.
+        # Values are drawn in these dtypes, so that float64 and float32 runs start equal.
         self._dtypes = {
             name: tensor.dtype
             for named in (model.named_parameters, model.named_buffers)
@@ -82,23 +79,23 @@ class ModuleInit(Weights):
         filled: set[int] = set()
         with torch.random.fork_rng(devices=[]):
             for name, module in model.named_modules():
-                own, whole = {}, {}
+                targets, values = {}, {}
                 for key, tensor in _own_tensors(module):
-                    if dtype := self._dtypes.get(_joined(name, key)):
-                        own[key] = tensor
-                        whole[key] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-                new = [key for key, tensor in own.items() if id(tensor) not in filled]
+                    if dtype := self._dtypes.get(f"{name}.{key}".removeprefix(".")):
+                        targets[key] = tensor
+                        values[key] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+                new = [key for key, tensor in targets.items() if id(tensor) not in filled]
                 if not new:
                     continue  # no tensors, or only tied tensors that are already initialised
                 torch.default_generator.manual_seed(mixed_seed("weights", self._seed, name))
-                with _replaced(module, whole):
+                with _replaced(module, values):
                     if init_module is not None:
                         init_module(name, module)
                     else:
                         _reset_of(module)()
                 for key in new:
-                    copy_shard(whole[key], own[key])
-                    filled.add(id(own[key]))
+                    copy_shard(values[key], targets[key])
+                    filled.add(id(targets[key]))
 
 
 class CopiedWeights(Weights):
@@ -119,24 +116,22 @@ class CopiedWeights(Weights):
 def build_on_meta(
     make: Callable[[], nn.Module], seed: int
 ) -> tuple[nn.Module, Weights, str | None]:
-    """Build a model with its parameters on the meta device.
+    """Build a model with its parameters on the meta device, and its buffers on the CPU.
 
-    Returns the model, its weights and a note. Buffers and plain attributes (masks, rotary tables)
-    are computed as usual, on the CPU. If every rank has to build the whole model, the note contains
-    the reason; otherwise the note is None.
+    Returns the model, its weights and a note, which contains the reason if every rank has to build
+    the whole model, and is None otherwise.
     """
     torch.manual_seed(seed)
     reason: str | None
     try:
-        with warnings.catch_warnings(), _parameters_on_meta(), _WriteRecorder() as recorder:
+        with warnings.catch_warnings(), _MetaConstruction() as construction:
             warnings.simplefilter("ignore")  # such as "loading into meta parameters is a no-op"
             model = make()
-        reason = recorder.cannot_reproduce(model)
+        reason = construction.cannot_reproduce(model)
     except UsageError:
         raise
     except Exception as error:
-        # Most likely, the constructor reads values of parameters. Any other error is raised again
-        # by make() below.
+        # The constructor may read values of parameters. Other errors are raised again below.
         reason = f"its constructor does not work without memory ({type(error).__name__})"
     else:
         _refuse_lazy(model)
@@ -159,20 +154,20 @@ def take_weights(model: nn.Module) -> CopiedWeights:
     named = model.named_parameters(remove_duplicate=False)
     tensors = {name: parameter.detach() for name, parameter in named}
     parameters = list(model.parameters())  # keeps the tensors alive, so that ids stay unique
-    _replace(model, {id(each): _meta_parameter(each) for each in parameters})
+    _replace(model, {id(p): _parameter_like(p, p.detach().to("meta")) for p in parameters})
     return CopiedWeights(tensors)
 
 
 def is_on_meta(model: nn.Module) -> bool:
     """Whether all parameters are on meta. Raises UsageError if only some of them are."""
-    kinds = {parameter.is_meta for parameter in model.parameters()}
-    if len(kinds) > 1:
-        name = next(name for name, each in model.named_parameters() if each.is_meta)
+    on_meta = {name: parameter.is_meta for name, parameter in model.named_parameters()}
+    if len(set(on_meta.values())) > 1:
+        name = next(name for name, is_meta in on_meta.items() if is_meta)
         raise UsageError(
             f"parameter {name} is on the meta device and others are not: build the whole model "
             "under torch.device('meta'), or none of it"
         )
-    return kinds == {True}
+    return any(on_meta.values())
 
 
 @torch.no_grad()
@@ -182,36 +177,29 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     The values are undefined afterwards. `Module.to_empty` is not used, because it would separate
     tied parameters.
     """
-    made: dict[int, Any] = {}
+    replacements: dict[int, Tensor] = {}
     tensors = [*model.parameters(), *model.buffers()]  # kept alive, so that ids stay unique
     for tensor in tensors:
         if tensor.is_meta:
             memory = torch.empty_like(tensor, device=device)
             is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = _parameter_like(tensor, memory) if is_parameter else memory
-    _replace(model, made)
+            replacements[id(tensor)] = _parameter_like(tensor, memory) if is_parameter else memory
+    _replace(model, replacements)
     # Moves real buffers. It also makes FSDP record the new shards, and pad them if needed.
     model.to(device)
-
-
-def _replace(model: nn.Module, made: dict[int, Any]) -> None:
-    """Replace each parameter and buffer whose id is a key of `made`."""
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for key, tensor in tensors.items():
-                tensors[key] = made.get(id(tensor), tensor)
 
 
 @torch.no_grad()
 def copy_shard(whole: Tensor, target: Tensor) -> None:
     """Copy this rank's shard of a whole tensor into a parameter or buffer."""
     local = local_shard(target)
-    if isinstance(target, DTensor) and local.numel():
+    if local.numel() == 0:
+        return
+    if isinstance(target, DTensor):
         (chunk,) = target.__create_chunk_list__()  # type: ignore[no-untyped-call]
         for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
             whole = whole.narrow(dim, start, size)
-    if local.numel():
-        local.copy_(whole)
+    local.copy_(whole)
 
 
 def check_replicas_equal(model: nn.Module, mesh: Mesh) -> None:
@@ -219,67 +207,48 @@ def check_replicas_equal(model: nn.Module, mesh: Mesh) -> None:
 
     Ranks that hold the same parameter or the same shard compare hashes; no parameter is gathered.
     """
-    hashes = {
-        name: [*replicated_axes(tensor, mesh), str(hash_tensor(local_shard(tensor)))]
-        for name, tensor in model.named_parameters()
-    }
-    # One hash for all parameters with the same replicated axes, to keep the exchange small.
-    # The hashes of single parameters are exchanged only if these hashes differ.
-    by_axes: dict[str, list[str]] = {}
-    for *axes, value in hashes.values():
-        by_axes.setdefault(" ".join(axes), []).append(value)
-    combined = {axes: mixed_seed(values) for axes, values in by_axes.items()}
-    reported = gather_json(combined)
-    odd: tuple[int, int, str] | None = None
-    for axes in sorted({axes for each in reported for axes in each}):
-        for first, rank in _replica_pairs(mesh, axes.split()):
-            if reported[first].get(axes) != reported[rank].get(axes):
-                odd = odd or (first, rank, axes)
-    if odd is None:
-        return
-    details = gather_json([mesh.world.host, hashes])
-    (_, expected), (host, found) = details[odd[0]], details[odd[1]]
-    names = [
-        name
-        for name, (*axes, value) in expected.items()
-        if " ".join(axes) == odd[2] and found.get(name, [""])[-1] != value
+    hashes: dict[str, dict[str, str]] = {}  # replicated axes → parameter → hash of its values
+    for name, tensor in model.named_parameters():
+        axes = " ".join(replicated_axes(tensor, mesh))
+        hashes.setdefault(axes, {})[name] = str(hash_tensor(local_shard(tensor)))
+    # One hash for all parameters with the same replicated axes, to keep the exchange small. The
+    # hashes of single parameters are exchanged only if these hashes differ.
+    reports = gather_json({axes: mixed_seed(values) for axes, values in hashes.items()})
+    differing = [
+        (axes, group[0], rank)
+        for axes in sorted({axes for report in reports for axes in report})
+        for group in _replica_groups(mesh, axes.split())
+        for rank in group
+        if reports[rank].get(axes) != reports[group[0]].get(axes)
     ]
+    if not differing:
+        return
+    axes, first, rank = differing[0]
+    details = gather_json([mesh.world.host, hashes])
+    host, found = details[rank][0], details[rank][1].get(axes, {})
+    expected = details[first][1].get(axes, {})
+    names = [name for name, value in expected.items() if found.get(name) != value]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     raise RanksDiffer(
-        f"the parameters of rank {odd[1]} on {host} differ from those of its replica on rank "
-        f"{odd[0]}, in {', '.join(names[:3])}{more}: seed every rank alike before the model is "
-        "built"
+        f"the parameters of rank {rank} on {host} differ from their replicas on rank {first}, in "
+        f"{', '.join(names[:3])}{more}: set the same seed on every rank before the model is built"
     )
 
 
-def _replica_pairs(mesh: Mesh, axes: list[str]) -> Iterator[tuple[int, int]]:
-    """(first rank, other rank) for every group of ranks that differ only on these axes."""
+def _replica_groups(mesh: Mesh, axes: list[str]) -> list[list[int]]:
+    """The groups of ranks that differ only on these axes."""
     dims = [AXES.index(axis) for axis in axes]
-    others = [dim for dim in range(len(AXES)) if dim not in dims]
-    groups = mesh.ranks.permute(*others, *dims).flatten(len(others)).flatten(0, len(others) - 1)
-    for first, *rest in groups.tolist():
-        for rank in rest:
-            yield first, rank
+    other_dims = [dim for dim in range(len(AXES)) if dim not in dims]
+    size = math.prod(mesh.ranks.shape[dim] for dim in dims)
+    groups: list[list[int]] = mesh.ranks.permute(*other_dims, *dims).reshape(-1, size).tolist()
+    return groups
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Context in which parameters move to the meta device as soon as a module registers them."""
+class _MetaConstruction(TorchFunctionMode):
+    """Context in which parameters move to meta as soon as a module registers them.
 
-    def on_meta(module: nn.Module, name: str, parameter: Any) -> Any:
-        if type(parameter) is not nn.Parameter or parameter.is_meta:
-            return parameter  # already on meta; must stay the same object, as it may be tied
-        return _meta_parameter(parameter)
-
-    handle = register_module_parameter_registration_hook(on_meta)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-class _WriteRecorder(TorchFunctionMode):
-    """Records which tensors are written in place during construction, and by which module."""
+    Records which tensors are written in place, and whether a reset_parameters() writes them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +256,8 @@ class _WriteRecorder(TorchFunctionMode):
         self._otherwise: set[int] = set()  # storages written by any other code
         self._keep: list[Any] = []  # keeps tensors alive, so that storage ids stay unique
 
-    def __enter__(self) -> "_WriteRecorder":
+    def __enter__(self) -> "_MetaConstruction":
+        self._hook = register_module_parameter_registration_hook(_move_to_meta)
         self._previous_profile = sys.getprofile()
         sys.setprofile(self._observe_call)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -296,28 +266,26 @@ class _WriteRecorder(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         sys.setprofile(self._previous_profile)
+        self._hook.remove()
 
     def _observe_call(self, frame: FrameType, event: str, argument: Any) -> None:
         """Record calls of torch.nn.init, because some of its functions skip meta tensors."""
         code = frame.f_code
         if event == "call" and code.co_filename == nn.init.__file__ and code.co_name.endswith("_"):
-            target = frame.f_locals.get("tensor")
-            if isinstance(target, Tensor) and target.is_meta:
-                self._record(target, frame)
+            self._record(frame.f_locals.get("tensor"), frame)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        targets = [kwargs["out"]] if isinstance(kwargs.get("out"), Tensor) else []
+        self._record(kwargs.get("out"), sys._getframe(1))
         if _is_in_place(func):
-            targets.append(args[0] if args else kwargs.get("tensor"))
-        for target in targets:
-            if isinstance(target, Tensor) and target.is_meta:
-                self._record(target, sys._getframe(1))
+            self._record(args[0] if args else kwargs.get("tensor"), sys._getframe(1))
         return func(*args, **kwargs)
 
-    def _record(self, target: Tensor, frame: FrameType | None) -> None:
+    def _record(self, target: Any, frame: FrameType | None) -> None:
+        if not (isinstance(target, Tensor) and target.is_meta):
+            return
         self._keep.append(target)
         storage = target.untyped_storage()._cdata
         while frame is not None and frame.f_code.co_name not in _RESETS:
@@ -333,7 +301,7 @@ class _WriteRecorder(TorchFunctionMode):
         """Why the weights cannot be drawn one module at a time; None if they can."""
         for name, module in model.named_modules():
             for key, tensor in _own_tensors(module):
-                full_name = _joined(name, key)
+                full_name = f"{name}.{key}".removeprefix(".")
                 if not tensor.is_meta:
                     if isinstance(tensor, nn.Parameter):
                         return f"{full_name} is a {type(tensor).__name__} that was replaced"
@@ -344,6 +312,12 @@ class _WriteRecorder(TorchFunctionMode):
                 if storage not in self._by_reset:
                     return f"{full_name} is not set by a reset_parameters()"
         return None
+
+
+def _move_to_meta(module: nn.Module, name: str, parameter: Any) -> Any:
+    if type(parameter) is not nn.Parameter or parameter.is_meta:
+        return parameter  # a parameter on meta must stay the same object, because it may be tied
+    return _parameter_like(parameter, parameter.detach().to("meta"))
 
 
 def _is_in_place(func: Any) -> bool:
@@ -382,20 +356,24 @@ def _replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
         module._buffers.update(buffers)
 
 
+def _replace(model: nn.Module, replacements: dict[int, Any]) -> None:
+    """Replace each parameter and buffer whose id is a key of `replacements`."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                tensors[key] = replacements.get(id(tensor), tensor)
+
+
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters and buffers of the module itself, without those of its children."""
     both = [*module._parameters.items(), *module._buffers.items()]
     return [(key, tensor) for key, tensor in both if tensor is not None]
 
 
-def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return _parameter_like(parameter, parameter.detach().to("meta"))
-
-
 def _parameter_like(parameter: Tensor, data: Tensor) -> nn.Parameter:
-    made = nn.Parameter(data, parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
+    result = nn.Parameter(data, parameter.requires_grad)
+    result.__dict__.update(parameter.__dict__)
+    return result
 
 
 def _refuse_lazy(model: nn.Module) -> None:
@@ -405,7 +383,3 @@ def _refuse_lazy(model: nn.Module) -> None:
                 f"{name} belongs to a lazy module, whose size is unknown before the first forward: "
                 "give its sizes, or run one forward in the function that makes the model"
             )
-
-
-def _joined(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key

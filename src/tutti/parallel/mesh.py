@@ -1,8 +1,7 @@
 """Mesh: the ranks of a world arranged by a layout, and the process groups along its axes.
 
-The ranks are sorted so that ranks of one node are adjacent, and arranged in an array of shape
-pp × dp × shard × tp. Ranks that differ in only one coordinate form a group. The layout `dp2.tp2` in
-a world of 4 ranks:
+The ranks, sorted by node, are arranged in an array of shape pp × dp × shard × tp. Ranks that differ
+in only one coordinate form a group. The layout `dp2.tp2` in a world of 4 ranks:
 
                tp 0   tp 1
         dp 0     0      1          tp groups {0, 1} {2, 3}
@@ -14,6 +13,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tutti.parallel.layout import AXES, Layout
 from tutti.world.exchange import gather_json
@@ -57,8 +57,7 @@ class Mesh:
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks that hold the same parameters (or shards of them) and have
-        different samples."""
+        """The process group of the ranks that differ only in their samples and their shards."""
         if self.layout.only_replicas:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -68,23 +67,36 @@ class Mesh:
     def batchnorm_group(self) -> dist.ProcessGroup:
         """The process group for the collectives of batch norms, with the ranks of the data group.
 
-        All ranks must read this property. If the layout has only replicas, it is a separate group:
-        DDP all-reduces gradients in another order on a rank that did not use some parameters, but
-        the collectives of one group must have the same order on all ranks.
+        All ranks must read this property. If the layout has only replicas, batch norms get their
+        own group: DDP all-reduces gradients in another order on a rank that did not use some
+        parameters, but the collectives of one group must have the same order on all ranks.
         """
         return dist.new_group() if self.layout.only_replicas else self.data_group
 
     def describe(self) -> str:
         """The layout in words."""
         layout = self.layout
-        words = []
-        if layout.dp > 1:
-            words.append(f"{layout.dp} replicas")
-        if layout.shard > 1:
-            words.append(f"parameters in {layout.shard} shards (FSDP2)")
-        if layout.tp > 1:
-            where = " across nodes, over the network" if self.tp_crosses_nodes else ""
-            words.append(f"layers split over {layout.tp} ranks{where}")
-        if layout.pp > 1:
-            words.append(f"a pipeline of {layout.pp} ranks")
-        return ", ".join(words)
+        where = " across nodes, over the network" if self.tp_crosses_nodes else ""
+        words = {
+            "dp": f"{layout.dp} replicas",
+            "shard": f"parameters in {layout.shard} shards (FSDP2)",
+            "tp": f"layers split over {layout.tp} ranks{where}",
+            "pp": f"a pipeline of {layout.pp} ranks",
+        }
+        return ", ".join(text for axis, text in words.items() if layout.axes[axis] > 1)
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, detached; a plain tensor is its own shard."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def replicated_axes(tensor: torch.Tensor, mesh: Mesh) -> tuple[str, ...]:
+    """The axes among dp, shard and tp along which all ranks hold the same values of a parameter."""
+    split: set[str] = set()
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        placements = zip(names, tensor.placements, strict=True)
+        split = {axis for axis, placement in placements if not placement.is_replicate()}
+    return tuple(axis for axis in ("dp", "shard", "tp") if axis not in split)

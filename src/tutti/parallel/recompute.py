@@ -8,7 +8,7 @@ selective   outputs of matrix products and attention, which are the most expensi
 full        only the input of each block is kept; forward runs twice, which costs a third more FLOPs
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, get_args
@@ -24,7 +24,6 @@ from torch.utils.checkpoint import (
 )
 
 from tutti.parallel.layout import Recompute
-from tutti.world.errors import UsageError
 
 _aten = torch.ops.aten
 _EXPENSIVE = {
@@ -38,8 +37,7 @@ _EXPENSIVE = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 
-# Each batch size may need its own graph: full batches and the last batch, in training and in
-# evaluation.
+# Each batch size may need its own graph: full and last batches, in training and in evaluation.
 _BATCH_SIZES = 4
 
 
@@ -49,12 +47,14 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     A block is a child of a ModuleList, ModuleDict or Sequential that has parameters and whose class
     is not defined by torch. Blocks inside other blocks are left out.
     """
-    blocks = []
-    for container in model.modules():
-        if isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            children = list(container.children())
-            own = [child for child in children if not type(child).__module__.startswith("torch.")]
-            blocks += [child for child in own if next(child.parameters(), None) is not None]
+    blocks = [
+        child
+        for container in model.modules()
+        if isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        for child in container.children()
+        if not type(child).__module__.startswith("torch.")
+        and next(child.parameters(), None) is not None
+    ]
     nested = {part for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if block not in nested]
 
@@ -65,16 +65,14 @@ def compile_blocks(
     """Compile each block separately, in place. Equal blocks share one graph.
 
     With one graph of the whole model, DDP would get all gradients at the end of backward, and could
-    not overlap communication with backward. With `forward_only`, only the present forward of a
+    not overlap communication with backward. With `forward_only`, only the current forward of a
     block is compiled, and not the code that wraps it later.
     """
-    split = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     # A graph with a dynamic batch size fails for DTensors (RecursionError, torch 2.13). Therefore
     # each batch size has its own graph if tp is used.
-    dynamic = False if split else None
+    dynamic = False if any(isinstance(p, DTensor) for p in model.parameters()) else None
     blocks = repeated_blocks(model) or [model]
-    # Blocks of different sizes have their own graphs, and the compiler stops compiling if there are
-    # more graphs than its limit.
+    # Blocks of different sizes have their own graphs. Beyond its limit, the compiler gives up.
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _BATCH_SIZES * len(blocks))
     for block in blocks:
@@ -84,25 +82,14 @@ def compile_blocks(
             block.compile(backend=backend, dynamic=dynamic)
 
 
-def check_blocks(model: nn.Module, what: Recompute) -> None:
-    """Raise UsageError if the whole model has no block to recompute.
-
-    A single pipeline stage is allowed to have no block.
-    """
-    if what != "none" and not repeated_blocks(model):
-        raise UsageError(
-            f"--checkpoint-activations {what}: {type(model).__name__} has no repeated blocks in a "
-            "ModuleList, ModuleDict or Sequential: leave the flag out"
-        )
-
-
 def recompute_activations(model: nn.Module, what: Recompute) -> None:
     """Recompute the activations of each block in the backward pass, in place."""
     if what == "none":
         return
-    without_norms = _WITHOUT_NORMS[what]  # one object, so that equal blocks share a graph
     for block in repeated_blocks(model):
-        contexts = partial(_contexts, what, block) if _norms(block) else without_norms
+        norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        # Without norms, the same object for all blocks, so that equal blocks share a graph.
+        contexts = partial(_contexts, what, norms) if norms else _WITHOUT_NORMS[what]
         block.forward = _recomputed(block.forward, contexts)
 
 
@@ -115,40 +102,31 @@ def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Cal
     return recomputed
 
 
-def _norms(block: nn.Module) -> list[_NormBase]:
-    return [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-
-
 def _contexts(
-    what: Recompute, block: nn.Module | None
+    what: Recompute, norms: Sequence[_NormBase]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of a block's forward and of its recomputation.
-
-    The compiler needs only the policy, because a compiled graph updates each buffer only once, even
-    if it recomputes activations.
-    """
-    policy = _keep_expensive if what == "selective" else _keep_nothing
-    if torch.compiler.is_compiling():
-        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return,no-untyped-call]
-    norms = [] if block is None else _norms(block)
-    if what == "full":
+    """The contexts of a block's forward and of its recomputation."""
+    # A compiled graph updates each buffer only once, even if it recomputes activations.
+    compiling = torch.compiler.is_compiling()
+    if what == "full" and not compiling:
         return nullcontext(), _Recomputation(norms)
+    policy = _keep_expensive if what == "selective" else _keep_nothing
     first, second = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-    return first, _Recomputation(norms, second)
+    return first, second if compiling else _Recomputation(norms, second)
 
 
-_WITHOUT_NORMS = {what: partial(_contexts, what, None) for what in get_args(Recompute)}
+_WITHOUT_NORMS = {what: partial(_contexts, what, ()) for what in get_args(Recompute)}
 
 
 class _Recomputation(AbstractContextManager[None]):
     """Context of a recomputation, in which norms do not count the batch a second time.
 
     The recomputation updates copies of the running statistics, and the copies are then discarded.
-    If backward is split into two halves (zero-bubble), each half enters this context once.
+    Each half of a split backward (zero-bubble) enters this context once.
     """
 
     def __init__(
-        self, norms: list[_NormBase], inner: AbstractContextManager[Any] | None = None
+        self, norms: Sequence[_NormBase], inner: AbstractContextManager[Any] | None = None
     ) -> None:
         self._norms = norms
         self._kept: list[dict[str, torch.Tensor | None]] = []

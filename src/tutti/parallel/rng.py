@@ -8,11 +8,10 @@
                                                           copies would no longer be equal
 
 Every rank draws from torch's default generator, so checkpoints and recomputation have to save only
-the state of this generator. `seed_training_rng` seeds the generator for the activations between the
-split layers. All tp ranks get the same seed if each holds whole activations, and different seeds if
-each holds a part of the sequence. Some layers need the opposite. While such a layer runs, the
-generator has a temporary seed, which is derived from a number drawn from the generator. Therefore
-the same state of the generator always leads to the same masks. The layers with a temporary seed:
+its state. `seed_training_rng` seeds the generator for the activations between the split layers: all
+tp ranks get the same seed if each holds whole activations, and different seeds if each holds a part
+of the sequence. Some layers need the opposite. While such a layer runs, the generator has a
+temporary seed, which is derived from a number drawn from the generator:
 
     whole activations        from a column layer to the next row layer: a different seed on each tp
                              rank, derived from a number that is the same on all tp ranks
@@ -20,7 +19,7 @@ the same state of the generator always leads to the same masks. The layers with 
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -37,7 +36,7 @@ from tutti.parallel.sharding_rules import Role
 
 
 def rng_axes(splits_sequence: bool) -> tuple[str, ...]:
-    """The axes along which ranks draw different numbers; with tp only if tp splits the sequence."""
+    """The axes along which ranks draw different numbers: tp only if it splits the sequence."""
     return tuple(axis for axis in AXES if axis != "tp" or splits_sequence)
 
 
@@ -52,26 +51,28 @@ def seed_training_rng(
 def set_up_dropout(
     model: nn.Module, mesh: Mesh, rules: Mapping[str, Role], *, splits_sequence: bool
 ) -> None:
-    """Change the model so that dropout in layers split over tp draws the right numbers, in place.
+    """Make dropout in layers split over tp draw the right numbers, in place.
 
     A model without dropout is not changed, because hooks cost time and break the compiler's graph.
     """
     if not has_dropout(model):
         return
-    generator = _generator(mesh.world.device)
+    device = mesh.world.device
+    generator = torch.default_generator
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index or 0]
     shared: Any = partial(_seed_of_first_rank, generator, mesh) if splits_sequence else nullcontext
     for dropout in model.modules():
         if isinstance(dropout, _DropoutNd):
             dropout.forward = partial(_local_dropout, dropout, dropout.forward, shared)
     if splits_sequence:
         return
-    own = RankSeed(generator, mesh.rank("tp"))
-    layers = dict(model.named_modules())
-    for name, role in rules.items():
-        if name in layers and role == "column":
-            layers[name].register_forward_hook(own.begin)
-        elif name in layers and role == "row":
-            layers[name].register_forward_pre_hook(own.end)
+    rank_seed = RankSeed(generator, mesh.rank("tp"))
+    for name, layer in model.named_modules():
+        if rules.get(name) == "column":
+            layer.register_forward_hook(rank_seed.begin)
+        elif rules.get(name) == "row":
+            layer.register_forward_pre_hook(rank_seed.end)
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -94,49 +95,52 @@ class RankSeed:
     def __init__(self, generator: torch.Generator, tp_rank: int) -> None:
         self._generator = generator
         self._tp_rank = tp_rank
-        self._own_seed: int | None = None
-        self._kept = generator.get_state()
+        self._rank_seed: int | None = None
+        self._state = generator.get_state()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Forward hook of column layers; only the first column layer changes the seed."""
         if not module.training or self._is_active():
             return
-        drawn = _draw()  # all tp ranks draw the same number
-        self._kept = self._generator.get_state()
-        self._own_seed = mixed_seed("tp", drawn, self._tp_rank)
-        self._generator.manual_seed(self._own_seed)
+        number = _draw()  # the same on all tp ranks
+        self._state = self._generator.get_state()
+        self._rank_seed = mixed_seed("tp", number, self._tp_rank)
+        self._generator.manual_seed(self._rank_seed)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, module: nn.Module, inputs: Any) -> None:
         """Forward pre-hook of the row layer."""
         if self._is_active():
-            self._generator.set_state(self._kept)
+            self._generator.set_state(self._state)
 
     def _is_active(self) -> bool:
         """Whether the generator has the seed of this rank.
 
-        This is read from the generator and not stored in a flag, because recomputation may stop
-        between layers and then restores the generator.
+        A flag would be wrong after a recomputation that stops between layers, because it then
+        restores the generator.
         """
-        return self._generator.initial_seed() == self._own_seed
+        return self._generator.initial_seed() == self._rank_seed
 
 
 @contextmanager
 def _seed_of_first_rank(generator: torch.Generator, mesh: Mesh) -> Iterator[None]:
     """Context in which all tp ranks draw the same numbers."""
-    drawn = torch.tensor([_draw()], device=mesh.world.device)
-    broadcast(drawn, 0, group=mesh.group("tp"))
-    kept = generator.get_state()
-    generator.manual_seed(int(drawn))
+    seed = torch.tensor([_draw()], device=mesh.world.device)
+    broadcast(seed, 0, group=mesh.group("tp"))
+    state = generator.get_state()
+    generator.manual_seed(int(seed))
     try:
         yield
     finally:
-        generator.set_state(kept)
+        generator.set_state(state)
 
 
 def _local_dropout(
-    dropout: nn.Module, forward: Any, shared: Any, input: torch.Tensor
+    dropout: nn.Module,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    shared: Callable[[], AbstractContextManager[None]],
+    input: torch.Tensor,
 ) -> torch.Tensor:
     """The forward of a dropout layer. Its input may be a DTensor that is equal on all tp ranks.
 
@@ -144,9 +148,8 @@ def _local_dropout(
     the generator of every rank to the state of rank 0.
     """
     if not (isinstance(input, DTensor) and dropout.training):
-        return forward(input)  # type: ignore[no-any-return]
-    same_numbers: AbstractContextManager[None] = shared()
-    with same_numbers:
+        return forward(input)
+    with shared():
         output = forward(input.to_local())
     return DTensor.from_local(output, input.device_mesh, input.placements, run_check=False)
 
@@ -154,12 +157,6 @@ def _local_dropout(
 def _draw() -> int:
     """Draw a number from the CPU generator, since reading a number from a GPU would wait for it."""
     return int(torch.randint(2**62, (), device="cpu"))
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type != "cuda":
-        return torch.default_generator
-    return torch.cuda.default_generators[device.index or 0]
 
 
 def mixed_seed(*parts: object) -> int:

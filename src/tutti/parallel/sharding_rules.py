@@ -4,8 +4,8 @@ The rules are a dict from module names to roles; `*` stands for one part of a na
 
     {"embed": "vocabulary", "blocks.*.attention.wq": "column", "blocks.*.attention.wo": "row"}
 
-Two consecutive matrices A and B are split so that no communication is needed between them: A by its
-columns, A = [A₁ A₂], and B by its rows, B = [B₁; B₂]. Each rank computes one term of the result:
+Two consecutive matrices are split so that no communication is needed between them: A by columns,
+A = [A₁ A₂], and B by rows, B = [B₁; B₂]. Each rank computes one term of the result:
 
     rank 0:   X · A₁ → ReLU → · B₁ ┐
                                    ├ + → result
@@ -31,16 +31,12 @@ split by outputs, which are the vocabulary."""
 ShardingRules = Mapping[str, Role]
 
 # Layer names of common transformers, compared with the last part of a module's name.
-_USUAL_NAMES: dict[str, Role] = {
-    **dict.fromkeys(
-        ("wq", "wk", "wv", "q_proj", "k_proj", "v_proj", "query", "key", "value"), "column"
-    ),
-    **dict.fromkeys(("gate", "up", "gate_proj", "up_proj", "w1", "w3", "fc1", "linear1"), "column"),
-    **dict.fromkeys(
-        ("wo", "o_proj", "out_proj", "down", "down_proj", "w2", "fc2", "linear2"), "row"
-    ),
-    **dict.fromkeys(("embed", "embed_tokens", "tok_embeddings", "wte"), "vocabulary"),
-    **dict.fromkeys(("head", "lm_head", "output"), "head"),
+_USUAL_NAMES: dict[Role, str] = {
+    "column": "wq wk wv q_proj k_proj v_proj query key value "
+    "gate up gate_proj up_proj w1 w3 fc1 linear1",
+    "row": "wo o_proj out_proj down down_proj w2 fc2 linear2",
+    "vocabulary": "embed embed_tokens tok_embeddings wte",
+    "head": "head lm_head output",
 }
 _KINDS: dict[Role, tuple[type[nn.Module], ...]] = {
     "vocabulary": (nn.Embedding,),
@@ -53,43 +49,42 @@ _KINDS: dict[Role, tuple[type[nn.Module], ...]] = {
 
 def default_rules(model: nn.Module) -> dict[str, Role]:
     """Rules for the usual layer names of transformers; UsageError if there are no such layers."""
+    roles = {name: role for role, names in _USUAL_NAMES.items() for name in names.split()}
     rules: dict[str, Role] = {}
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
-        role = _USUAL_NAMES.get(last)
+        role = roles.get(last)
         if role is None or not isinstance(module, _KINDS[role]):
             continue
         # MultiheadAttention reads the weights of its layers and does not call them.
         if not isinstance(model.get_submodule(parent), nn.MultiheadAttention):
             rules[name] = role
-    columns = [name for name, role in rules.items() if role == "column"]
-    fed = {name.rpartition(".")[0] for name in columns}
-    alone = [n for n, role in rules.items() if role == "row" and n.rpartition(".")[0] not in fed]
-    for name in alone:  # the input of a row layer is split only if a column layer precedes it
-        del rules[name]
-    if not columns or "row" not in rules.values():
+    with_columns = _parents(rules, "column")
+    # The input of a row layer is split only if a column layer precedes it.
+    for parent, name in [(n.rpartition(".")[0], n) for n, role in rules.items() if role == "row"]:
+        if parent not in with_columns:
+            del rules[name]
+    if not with_columns or "row" not in rules.values():
         raise UsageError(
-            f"no layer of {type(model).__name__} has a name that says how to split it over tp: "
-            'give rules, such as {"layers.*.up": "column", "layers.*.down": "row"}, or use '
-            "shard or dp instead of tp"
+            f"no layer of {type(model).__name__} has a usual name, so tp needs rules: give rules, "
+            'such as {"layers.*.up": "column", "layers.*.down": "row"}, or use shard or dp '
+            "instead of tp"
         )
     if {"vocabulary", "head"} <= set(rules.values()):
         # Between the embedding and the head, activations can be split along the sequence. A module
         # that has only column and row layers gathers its input once for all its column layers. In a
         # module that also has norms, each column layer gathers its own input.
-        inputs = {parent for parent in fed - {""} if not _uncovered(model, rules, parent)}
+        inputs = {parent for parent in with_columns if not _uncovered(model, rules, parent)} - {""}
         rules |= dict.fromkeys(inputs, "input")
+        inside = tuple(f"{parent}." for parent in inputs)
         for name, module in model.named_modules():
-            if isinstance(module, _KINDS["norm"]) and not _inside(name, inputs):
+            if isinstance(module, _KINDS["norm"]) and not name.startswith(inside):
                 rules[name] = "norm"
     return rules
 
 
 def resolve_rules(rules: ShardingRules, model: nn.Module) -> dict[str, Role]:
-    """The rules with every `*` expanded to module names; UsageError if a name has no module.
-
-    `model` is the whole model, before a pipeline removes layers.
-    """
+    """The rules with every `*` expanded to module names; UsageError if a name has no module."""
     names = [name for name, _ in model.named_modules() if name]
     resolved: dict[str, Role] = {}
     for pattern, role in rules.items():
@@ -112,10 +107,10 @@ def resolve_rules(rules: ShardingRules, model: nn.Module) -> dict[str, Role]:
             kinds = _KINDS.get(role)
             module = model.get_submodule(name)
             if kinds is not None and not isinstance(module, kinds):
-                wanted = " or ".join(kind.__name__ for kind in kinds)
+                names_of_kinds = " or ".join(kind.__name__ for kind in kinds)
                 raise UsageError(
-                    f"sharding rules: {name} is a {type(module).__name__}, role {role!r} is for "
-                    f"{wanted}"
+                    f"sharding rules: {name} is a {type(module).__name__}, but role {role!r} needs "
+                    f"a {names_of_kinds}"
                 )
             resolved[name] = role
     return resolved
@@ -124,8 +119,7 @@ def resolve_rules(rules: ShardingRules, model: nn.Module) -> dict[str, Role]:
 def splits_sequence(rules: Mapping[str, Role], model: nn.Module) -> bool:
     """Whether activations can be split along the sequence.
 
-    This requires rules for the embedding, the head and every layer between them. `model` is the
-    whole model.
+    This requires rules for the embedding, the head and every layer between them.
     """
     return {"vocabulary", "norm", "head"} <= set(rules.values()) and not _uncovered(model, rules)
 
@@ -135,47 +129,36 @@ def check_between(rules: Mapping[str, Role], model: nn.Module) -> None:
 
     Such a layer would get only this rank's heads or channels, and only a part of its gradient.
     """
-    names = {"column": set[str](), "row": set[str]()}
-    for name, role in rules.items():
-        if role in names:
-            names[role].add(name.rpartition(".")[0])
-    for parent in sorted(names["column"] & names["row"]):
-        for name in _uncovered(model, rules, parent) if parent else []:
+    for parent in sorted(_parents(rules, "column") & _parents(rules, "row") - {""}):
+        for name in _uncovered(model, rules, parent):
             raise UsageError(
                 f"sharding rules: {name} lies among layers of {parent} that are split over tp: "
-                'give it the role "norm" or "whole" if it works on whole activations; if it works '
-                "on a rank's own heads, leave these layers out of the rules or use shard instead "
-                "of tp"
+                'use the role "norm" or "whole" if it works on whole activations; if it works on '
+                "single heads, leave these layers out of the rules or use shard instead of tp"
             )
 
 
 def check_divides(rules: Mapping[str, Role], model: nn.Module, tp: int) -> None:
-    """Raise UsageError if a layer cannot be split evenly over tp. The message suggests other tp."""
+    """Raise UsageError, which suggests another tp, if a layer cannot be split evenly over tp."""
     for name, role in rules.items():
         module = model.get_submodule(name)
-        if role == "vocabulary":
-            assert isinstance(module, nn.Embedding)
-            _must_divide(tp, module.num_embeddings, "words", name)
-        elif role in ("column", "row", "head"):
-            assert isinstance(module, nn.Linear)
-            width = module.in_features if role == "row" else module.out_features
+        if isinstance(module, nn.Embedding) and role == "vocabulary":
+            count, what = module.num_embeddings, "words"
+        elif isinstance(module, nn.Linear) and role in ("column", "row", "head"):
+            count = module.in_features if role == "row" else module.out_features
+            what = {"row": "inputs", "head": "words"}.get(role, "outputs")
             # An attention head cannot be split over ranks.
-            parent = model.get_submodule(name.rpartition(".")[0])
-            head_dim = getattr(parent, "head_dim", None)
-            if isinstance(head_dim, int) and width % head_dim == 0:
-                _must_divide(tp, width // head_dim, "heads", name)
-            else:
-                what = {"row": "inputs", "head": "words"}.get(role, "outputs")
-                _must_divide(tp, width, what, name)
-
-
-def _must_divide(tp: int, count: int, what: str, name: str) -> None:
-    if count % tp:
-        right = [str(n) for n in range(1, count + 1) if count % n == 0 and n <= 2 * tp]
-        raise UsageError(
-            f"layout tp{tp} does not divide the {count} {what} of {name}: {count} / {tp} = "
-            f"{count / tp:.4g}: use tp{' or tp'.join(right[-2:])}"
-        )
+            head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+            if isinstance(head_dim, int) and count % head_dim == 0:
+                count, what = count // head_dim, "heads"
+        else:
+            continue
+        if count % tp:
+            divisors = [str(n) for n in range(1, count + 1) if count % n == 0 and n <= 2 * tp]
+            raise UsageError(
+                f"layout tp{tp} does not divide the {count} {what} of {name}: {count} / {tp} = "
+                f"{count / tp:.4g}: use tp{' or tp'.join(divisors[-2:])}"
+            )
 
 
 def _uncovered(model: nn.Module, rules: Mapping[str, Role], inside: str = "") -> list[str]:
@@ -185,5 +168,6 @@ def _uncovered(model: nn.Module, rules: Mapping[str, Role], inside: str = "") ->
     return [name for name, owner in owners if name.startswith(prefix) and owner not in rules]
 
 
-def _inside(name: str, parents: set[str]) -> bool:
-    return any(name.startswith(f"{parent}.") for parent in parents if parent)
+def _parents(rules: Mapping[str, Role], role: Role) -> set[str]:
+    """The names of the modules that directly contain a layer with this role."""
+    return {name.rpartition(".")[0] for name, its_role in rules.items() if its_role == role}

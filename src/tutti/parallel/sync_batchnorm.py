@@ -1,9 +1,8 @@
 """Batch norm with statistics over the microbatches of all data ranks, as on one device.
 
-On CUDA, torch's SyncBatchNorm with its fused kernels is used. SyncBatchNorm does not support CPU
-tensors, so `CpuBatchNorm` is used for them. Both have the same parameters and buffers as a plain
-BatchNorm, so that checkpoints are interchangeable. The statistics of a channel, over the N values
-xᵢ of all samples and pixels, and the gradient are:
+On CUDA, torch's SyncBatchNorm is used, which has fused kernels but does not support CPU tensors.
+Parameters and buffers are the same as in a plain BatchNorm, so that checkpoints are
+interchangeable. For the N values xᵢ of a channel, over all samples and pixels:
 
     μ = Σ xᵢ / N        σ² = Σ (xᵢ − μ)² / N        x̂ᵢ = (xᵢ − μ) / √(σ² + ε)
 
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -32,12 +31,12 @@ def convert_batchnorms(model: nn.Module, mesh: Mesh) -> nn.Module:
 
     Call it on every rank. Returns the model, or its replacement if it is a batch norm itself.
     """
-    if type(model) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
-        return _synchronised(model, mesh)  # type: ignore[arg-type]
     if isinstance(model, _BatchNorm) and not isinstance(model, JointBatchNorm):
+        if type(model) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+            return _synchronised(model, mesh)
         raise UsageError(
-            f"--sync-batchnorm cannot replace {type(model).__name__}, a batch norm with a forward "
-            "of its own: use torch's BatchNorm1d, 2d or 3d in the model"
+            f"--sync-batchnorm cannot replace {type(model).__name__}, which may have a different "
+            "forward: use torch's BatchNorm1d, 2d or 3d in the model"
         )
     for name, child in model._modules.items():
         if child is not None:
@@ -59,8 +58,7 @@ def _synchronised(plain: _BatchNorm, mesh: Mesh) -> nn.Module:
 class JointBatchNorm(_BatchNorm, ABC):
     """A batch norm with the statistics of all ranks. Some ranks may have no samples.
 
-    In evaluation without running statistics, each rank uses the statistics of its own samples, as
-    torch's SyncBatchNorm does.
+    In evaluation without running statistics, each rank uses only its own samples, as in torch.
     """
 
     process_group: Any = None
@@ -68,14 +66,12 @@ class JointBatchNorm(_BatchNorm, ABC):
     """True while this rank runs on example inputs. These inputs must not be counted, but the rank
     must take part in every collective."""
 
-    # The compiler would break the graph at the collective, and recompile for every number of
-    # samples.
+    # The compiler would break the graph at the collective, and recompile for each batch size.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not (self.without_samples and self.training):
             return self._forward(input)
-        # This rank runs the same collectives as the other ranks, in the same order, but without
-        # samples.
+        # Run the same collectives as the other ranks, in the same order, but without samples.
         zero = self._forward(input[:0]).sum()
         for parameter in (self.weight, self.bias):
             if parameter is not None:
@@ -83,29 +79,29 @@ class JointBatchNorm(_BatchNorm, ABC):
         return F.softsign(input) + zero.to(input.dtype)  # the values must only be finite
 
     @abstractmethod
-    def _forward(self, input: torch.Tensor) -> torch.Tensor:
+    def _forward(self, input: Tensor) -> Tensor:
         """Normalise the input with the statistics of the samples of all ranks."""
 
 
 class CudaBatchNorm(JointBatchNorm, nn.SyncBatchNorm):
     """torch's SyncBatchNorm, extended to run without samples."""
 
-    def _forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.numel() == 0 and self.training:
-            # A rank without samples would send zeros in the dtype of its input, but ranks with
-            # 16-bit samples send float32 sums.
-            return nn.SyncBatchNorm.forward(self, input.to(_wide(input))).to(input.dtype)
-        return nn.SyncBatchNorm.forward(self, input)
+    def _forward(self, input: Tensor) -> Tensor:
+        if input.numel() or not self.training:
+            return nn.SyncBatchNorm.forward(self, input)
+        # A rank without samples would send zeros in the dtype of its input, but ranks with 16-bit
+        # samples send float32 sums.
+        return nn.SyncBatchNorm.forward(self, input.to(_wide(input))).to(input.dtype)
 
 
 class CpuBatchNorm(JointBatchNorm):
     """A synchronised batch norm for CPU tensors of any float dtype; works on CUDA, but slowly."""
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
+    def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"a batch norm needs samples and channels, got {input.dim()} dims")
+            raise ValueError(f"a batch norm needs at least 2 dims, got {input.dim()}")
 
-    def _forward(self, input: torch.Tensor) -> torch.Tensor:
+    def _forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super(JointBatchNorm, self).forward(input)
         self._check_input_dim(input)
@@ -114,12 +110,11 @@ class CpuBatchNorm(JointBatchNorm):
             raise ValueError("a batch norm in training needs more than 1 value per channel")
         if count > 0:
             self._update(mean, variance * (count / (count - 1)))
-        rstd = (variance + self.eps).rsqrt()
-        args = (input, self.weight, self.bias, mean, rstd, count, self.process_group)
+        statistics = mean, (variance + self.eps).rsqrt(), count
+        args = (input, self.weight, self.bias, statistics, self.process_group)
         return _Normalise.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
 
-    @torch.no_grad()
-    def _update(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
+    def _update(self, mean: Tensor, unbiased_variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -130,7 +125,7 @@ class CpuBatchNorm(JointBatchNorm):
         self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), share)
 
 
-def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, int]:
     """Mean and biased variance of each channel, and the count, over all ranks in one collective.
 
     Every rank sends its own mean mᵣ, Σ (xᵢ − mᵣ)² and count nᵣ. These are combined with
@@ -142,8 +137,8 @@ def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor
     n = x.numel() // x.shape[1]
     mean = x.sum(dims) / max(n, 1)
     squares = (x - _channels(mean, x)).square().sum(dims)
-    own = torch.cat([mean, squares, mean.new_tensor([n])])
-    all_ranks = all_gather(own, group=group).view(-1, len(own))
+    local = torch.cat([mean, squares, mean.new_tensor([n])])
+    all_ranks = all_gather(local, group=group).view(-1, len(local))
     means, squared, counts = torch.split(all_ranks, [len(mean), len(mean), 1], dim=1)
     count = int(counts.sum())
     mean = (means * counts).sum(0) / max(count, 1)
@@ -152,22 +147,15 @@ def _statistics(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalises in one autograd node, so that all ranks run collectives in the same order in
-    backward."""
+    """One autograd node, so that all ranks run the collectives of backward in the same order."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        rstd: torch.Tensor,
-        count: int,
-        group: Any,
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Any, group: Any
+    ) -> Tensor:
+        mean, rstd, ctx.count = statistics
+        ctx.group = group
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.count, ctx.group = count, group
         y = _standardised(x, mean, rstd)
         if weight is not None:
             y = y * _channels(weight, x)
@@ -177,7 +165,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         dy = dy.to(_wide(x))
         normed = _standardised(x, mean, rstd)
@@ -191,24 +179,20 @@ class _Normalise(torch.autograd.Function):
             dx = dy - _channels(mean_dy, x) - normed * _channels(mean_dy_normed, x)
             dx = dx * _channels(rstd if weight is None else rstd * weight, x)
             dx = dx.to(x.dtype)
-        return (
-            dx,
-            dweight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            dbias.to(x.dtype if weight is None else weight.dtype)
-            if ctx.needs_input_grad[2]
-            else None,
-            *[None] * 4,
-        )
+        dtype = x.dtype if weight is None else weight.dtype
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        weight_gradient = dweight.to(dtype) if needs_weight else None
+        return dx, weight_gradient, dbias.to(dtype) if needs_bias else None, None, None
 
 
-def _standardised(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+def _standardised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     return (x.to(mean.dtype) - _channels(mean, x)) * _channels(rstd, x)
 
 
-def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _channels(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
+def _wide(x: Tensor) -> torch.dtype:
     """The dtype of sums over x: float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)

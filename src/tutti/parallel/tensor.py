@@ -10,9 +10,8 @@ An all-reduce (every rank gets the whole sum) becomes a reduce-scatter and an al
 transfer the same number of bytes. Norms and residuals need only 1/tp of the memory and time.
 Without `sequence_parallel`, every rank holds whole activations and computes all norms.
 
-The weights of split layers are DTensors. The results of their matrix products are also DTensors,
-which are either split or still have to be summed over ranks. Between the layers named in the
-sharding rules, activations are plain tensors that contain this rank's part.
+Inside the layers named in the sharding rules, weights and activations are DTensors. Between these
+layers, activations are plain tensors that contain this rank's part.
 """
 
 import warnings
@@ -57,17 +56,25 @@ def tensor_parallel(
     With `loss_parallel`, the outputs of the head stay split along the vocabulary, and the loss must
     be computed inside `loss_context`. If the model is on the meta device, ranks do not communicate.
     """
+    # The placement of activations between the split layers.
     stream = Shard(SEQUENCE) if sequence_parallel else Replicate()
-    styles = {
-        name: _style(role, stream, _has_input_above(name, rules), loss_parallel)
-        for name, role in rules.items()
-    }
+    inside_inputs = tuple(f"{name}." for name, role in rules.items() if role == "input")
     tp_mesh = mesh.device_mesh["tp"]
     ties = shared_parameters(model)
-    present = dict(model.named_modules())
-    for name in [each for each in rules if each in present]:
-        layer = parallelize_module(present[name], tp_mesh, styles[name])
-        if rules[name] == "vocabulary":
+    layers = dict(model.named_modules())
+    for name, role in rules.items():
+        if name not in layers:
+            continue
+        layer = layers[name]
+        if role == "input":
+            layer.register_forward_pre_hook(partial(_gather_input, stream, tp_mesh))
+        elif role == "whole" or (role == "norm" and not sequence_parallel):
+            as_dtensor = partial(_as_dtensor, stream)
+            distribute_module(layer, tp_mesh, _replicate, as_dtensor, _output_to_local)
+        else:
+            gathered = name.startswith(inside_inputs)
+            parallelize_module(layer, tp_mesh, _style(role, stream, gathered, loss_parallel))
+        if role == "vocabulary":
             layer.register_forward_hook(_wait_for_output)
     _restore_ties(model, ties)
     set_up_dropout(model, mesh, rules, splits_sequence=sequence_parallel)
@@ -84,17 +91,14 @@ def check_sequence(example: torch.Tensor, tp: int) -> None:
 
 
 def loss_context(split_logits: bool) -> AbstractContextManager[None]:
-    """Context for forward and backward of a loss.
-
-    `split_logits` states whether the logits are split along the vocabulary.
-    """
+    """Context for forward and backward of a loss on logits that may be split by vocabulary."""
     return loss_parallel() if split_logits else nullcontext()
 
 
 def overlap_matrix_products(mesh: Mesh, options: ParallelOptions, compiled: bool) -> None:
     """Make the compiler split matrix products, so that one part is sent while another is computed.
 
-    Raises UsageError if a requirement is not met.
+    Raises UsageError without CUDA, compilation or sequence parallelism.
     """
     if mesh.world.device.type != "cuda" or not compiled or not options.sequence_parallel:
         raise UsageError(
@@ -114,13 +118,7 @@ def _style(role: Role, stream: Any, gathered: bool, split_logits: bool) -> Paral
     if role == "vocabulary":
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
     if role == "norm":
-        if stream == Replicate():
-            return Whole(stream)
         return SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True)
-    if role == "whole":
-        return Whole(stream)
-    if role == "input":
-        return Gather(stream)
     if role == "column":
         return ColwiseParallel(input_layouts=Replicate() if gathered else stream)
     if role == "row":
@@ -136,63 +134,34 @@ def _wait_for_output(module: nn.Module, inputs: Any, output: torch.Tensor) -> to
     """Wait for the embedding's collective, and return a plain tensor.
 
     If the input of a compiled block is an AsyncCollectiveTensor, the block returns a gradient that
-    DTensor cannot read (torch 2.13). The copy is cheap compared with the following layers, and
-    these layers would have to wait for the collective anyway.
+    DTensor cannot read (torch 2.13). The next layer would have to wait for the collective anyway.
     """
     return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
 
 
-class Whole(ParallelStyle):
-    """A layer that is not split.
-
-    Its parameters are replicated DTensors, and its output has the same placement as its input.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module,
-            device_mesh,
-            _replicate,
-            partial(_as_dtensor, self.stream),
-            lambda module, outputs, mesh: outputs.to_local(),
-        )
-
-
-class Gather(ParallelStyle):
-    """Gathers the first argument of a module once, for all column layers inside the module.
+def _gather_input(stream: Any, mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """Gather the first input of a module once, for all column layers inside the module.
 
     In backward, autograd adds the gradients of the column layers, and one collective sums the
     result over ranks.
     """
+    part, *others = _as_dtensor(stream, module, inputs, mesh)
+    return (part.redistribute(placements=[Replicate()]), *others)
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(partial(self._gather, device_mesh))
-        return module
+def _as_dtensor(stream: Any, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+    first, *others = inputs
+    return (DTensor.from_local(first, mesh, [stream], run_check=False), *others)
 
-    def _gather(
-        self, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        part, *others = _as_dtensor(self.stream, module, args, mesh)
-        return (part.redistribute(placements=[Replicate()]), *others)
+
+def _output_to_local(module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+    return outputs.to_local()
 
 
 def _replicate(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
     for key, parameter in module.named_parameters(recurse=False):
         whole = distribute_tensor(parameter, mesh, [Replicate()])
         module.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
-
-
-def _as_dtensor(
-    placement: Any, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
-) -> Any:
-    first, *others = inputs
-    return (DTensor.from_local(first, mesh, [placement], run_check=False), *others)
 
 
 def place_gradients(model: nn.Module) -> None:
@@ -211,11 +180,11 @@ def place_gradients(model: nn.Module) -> None:
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:
-    """The lists of names of parameters with several names, such as a tied embedding and head."""
+    """The names of each parameter that has several names, such as a tied embedding and head."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [same for same in names.values() if len(same) > 1]
+    return [tied for tied in names.values() if len(tied) > 1]
 
 
 def _restore_ties(model: nn.Module, ties: list[list[str]]) -> None:
@@ -224,20 +193,10 @@ def _restore_ties(model: nn.Module, ties: list[list[str]]) -> None:
         kept = model.get_parameter(first)
         for name in others:
             split = model.get_parameter(name)
-            if _placements(split) != _placements(kept):
+            if getattr(split, "placements", ()) != getattr(kept, "placements", ()):
                 raise UsageError(
                     f"sharding rules: {first} and {name} are one parameter, but are split "
                     'differently: give them roles that agree, as "vocabulary" and "head" do'
                 )
             path, _, key = name.rpartition(".")
             setattr(model.get_submodule(path), key, kept)
-
-
-def _placements(parameter: nn.Parameter) -> tuple[Any, ...]:
-    return parameter.placements if isinstance(parameter, DTensor) else ()
-
-
-def _has_input_above(name: str, rules: Mapping[str, Role]) -> bool:
-    parts = name.split(".")
-    above = (".".join(parts[:length]) for length in range(1, len(parts)))
-    return any(rules.get(parent) == "input" for parent in above)

@@ -19,8 +19,8 @@ from tutti import comm
 from tutti.data import Loader
 from tutti.parallel.apply import build_engine
 from tutti.parallel.engine import Engine
-from tutti.parallel.grad_norm import local_shard
 from tutti.parallel.layout import Layout
+from tutti.parallel.mesh import local_shard
 from tutti.parallel.sync_batchnorm import JointBatchNorm
 from tutti.parity.single_device import (
     BETAS,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tutti.models.config import GPTConfig
 from tutti.parallel.apply import build_engine
-from tutti.parallel.engine import Engine
+from tutti.parallel.engine import Engine, count_replicas
 from tutti.parallel.layout import Layout, ParallelOptions
 from tutti.parallel.materialize import Weights, materialize
 from tutti.train.checkpoint import Checkpoints, Loaded
@@ -99,14 +99,6 @@ class TrainedRun:
         raise UsageError(f"--run {self.path}: {problem}: use another checkpoint with --step")
 
 
-class Replicas(Engine):
-    """The whole model on every rank, without communication."""
-
-    @property
-    def description(self) -> str:
-        return f"{self.replicas}, no communication"
-
-
 def place_model(
     model: nn.Module, weights: Weights, world: World, layout: Layout, example: Tensor, batch: int
 ) -> Engine:
@@ -118,7 +110,7 @@ def place_model(
         materialize(model, world.device)
         weights.fill(model)  # needed for buffers that are not in checkpoints
         weights.release()
-        return Replicas(model, world)
+        return Engine(model, world, f"{count_replicas(world)}, no communication")
     return build_engine(
         model,
         world,

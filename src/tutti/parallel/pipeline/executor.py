@@ -2,7 +2,7 @@
 
 Every step has the same schedule: M microbatches of one fixed size. At the end of an epoch,
 microbatches are padded with copies of a real input and with targets of -100. The padding adds
-nothing to the loss, to any gradient, or to the statistics of norms (`Padding`).
+nothing to the loss, to any gradient, or to the statistics of norms (see `Padding`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +19,17 @@ from tutti.parallel.engine import (
     Microbatch,
     StepClock,
     gathered,
-    unscaled,
     without_side_effects,
 )
-from tutti.parallel.layout import ParallelOptions, ScheduleName
+from tutti.parallel.layout import ParallelOptions
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.pipeline.schedules import (
     SPLIT_BACKWARD,
     Schedule,
     Stage,
     build_schedule,
+    check_techniques,
     rank_of,
-    refuse_compiled,
 )
 from tutti.parallel.pipeline.stages import Stages
 from tutti.parallel.pipeline.tied_weights import TiedWeights
@@ -38,10 +37,8 @@ from tutti.parallel.tensor import place_gradients
 from tutti.world.errors import UsageError
 
 _IGNORED = -100  # a target that adds no loss: the default ignore_index of cross_entropy
-_DTYPES = (
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
-    *(torch.int64, torch.int32, torch.uint8, torch.bool),
-)
+_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+_DTYPES += [torch.int64, torch.int32, torch.uint8, torch.bool]
 _MAX_DIMS = 8
 
 
@@ -57,47 +54,43 @@ class Pipeline(Engine):
         microbatches: int,
     ) -> None:
         """`model` contains the layers of all stages of this rank, with their weights."""
-        super().__init__(model, mesh.world, mesh)
+        schedule, count = options.pipeline_schedule, len(stages.layers)
+        names = [
+            f"{layers[0]}–{layers[-1]}" if layers[1:] else layers[0] for layers in stages.layers
+        ]
+        text = f"pipeline: {mesh.layout}, schedule {schedule}, {microbatches} microbatches of "
+        text += f"{stages.padding.size}, {count} stages: {' | '.join(names)}"
+        super().__init__(model, mesh.world, text, mesh)
         self.options = options
-        self.stages = stages.modules
-        self.stage_layers = stages.layers
+        self.stages, self.stage_layers = stages.modules, stages.layers
         self.microbatches = microbatches
         self.padding = stages.padding
         self.microbatch_size = stages.padding.size
-        count, pp = len(stages.layers), mesh.layout.pp
-        self.holders = [rank_of(options.pipeline_schedule, stage, pp) for stage in range(count)]
+        self.rank_of_stage = [rank_of(schedule, stage, mesh.layout.pp) for stage in range(count)]
         # NCCL creates the communicator of a group in the group's first collective, in which all
         # ranks of the group must take part. This all_reduce is that collective, because all later
         # operations are sends and receives between two ranks.
         all_reduce(torch.zeros(1, device=self.world.device), group=mesh.group("pp"))
-        self.tied = TiedWeights(stages.ties, self.holders, self.stages, mesh)
+        self.tied = TiedWeights(stages.ties, self.rank_of_stage, self.stages, mesh)
         self.tied.share_values(model)
+        self.aliases = self.tied.aliases
         for stage, module in self.stages.items():
             if stage != count - 1:
                 module.register_forward_hook(_contiguous)
-            if options.pipeline_schedule in SPLIT_BACKWARD:
-                _prepare_split_backward(module, options.pipeline_schedule)
+            for part in module.modules() if schedule in SPLIT_BACKWARD else []:
+                # torch finds the weights of a split backward in the autograd graph of forward.
+                # Therefore FSDP must not replace the weights by their shards before backward.
+                if isinstance(part, FSDPModule):
+                    part.set_reshard_after_forward(False, recurse=False)
+                if part._compiled_call_impl is not None:  # the caller used Module.compile()
+                    check_techniques(schedule, compile=True)
         self.schedule: Schedule | None = None
         self.torch_stages: list[Stage] = []
         """This rank's stages as torch PipelineStage objects, created in the first step."""
-        self._loss_fn: LossFunction | None = None  # of the current step
-        self._scale: Callable[[Tensor], Tensor] = unscaled
+        # The arguments of the current run(), and the losses of its microbatches.
+        self._loss_fn: LossFunction | None = None
+        self._scale: Callable[[Tensor], Tensor] | None = None
         self._losses: list[Tensor] = []
-
-    @property
-    def description(self) -> str:
-        names = [
-            each[0] if len(each) == 1 else f"{each[0]}–{each[-1]}" for each in self.stage_layers
-        ]
-        return (
-            f"pipeline: {self.mesh.layout}, schedule {self.options.pipeline_schedule}, "
-            f"{self.microbatches} microbatches of {self.microbatch_size}, "
-            f"{len(names)} stages: {' | '.join(names)}"
-        )
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        return self.tied.aliases
 
     @property
     def holds_last(self) -> bool:
@@ -114,22 +107,20 @@ class Pipeline(Engine):
         loss_fn: LossFunction,
         *,
         example: Tensor | None = None,
-        scale: Callable[[Tensor], Tensor] = unscaled,
+        scale: Callable[[Tensor], Tensor] | None = None,
         clock: StepClock | None = None,
     ) -> Tensor:
         inputs, targets = self._padded(microbatches, example)
-        self.padding.begin_step([len(each) for each, _ in microbatches], self.microbatches)
+        self.padding.begin_step([len(x) for x, _ in microbatches], self.microbatches)
         self._copy_training_mode()
         if self.schedule is None:
             self.schedule = self._build_schedule(inputs[: self.microbatch_size])
-        # torch gets its loss function when the schedule is built. But the loss function of a step
-        # divides by the number of samples in the step, so it differs between steps. Therefore torch
-        # gets the method _loss, which calls the loss function of the current step.
+        # The schedule calls _loss, which calls the loss function of the current step. Steps have
+        # different loss functions, because a loss is divided by the number of samples in its step.
         self._loss_fn, self._scale, self._losses = loss_fn, scale, []
-        arguments = (inputs,) if 0 in self.stages else ()
-        self.schedule.step(
-            *arguments, target=targets if self.holds_last else None, return_outputs=False
-        )
+        arguments = [inputs] if 0 in self.stages else []
+        target = targets if self.holds_last else None
+        self.schedule.step(*arguments, target=target, return_outputs=False)
         self._loss_fn = None
         self.reduce()
         return torch.stack(self._losses).sum() if self.reports_loss else self.zero_loss()
@@ -138,7 +129,7 @@ class Pipeline(Engine):
         assert self._loss_fn is not None
         loss = self._loss_fn(outputs, targets)
         self._losses.append(loss.detach())
-        return self._scale(loss)
+        return self._scale(loss) if self._scale else loss
 
     @torch.no_grad()
     def infer(self, inputs: Tensor, example: Tensor | None = None) -> Any:
@@ -146,7 +137,6 @@ class Pipeline(Engine):
         assert batch is not None, "a rank without inputs needs an example"
         self._copy_training_mode()
         outputs = self._run_stages(batch)
-        self._reshard()
         return gathered(outputs) if len(inputs) else None
 
     def __call__(self, *inputs: Any) -> Any:
@@ -163,14 +153,12 @@ class Pipeline(Engine):
     def _build_schedule(self, inputs: Tensor) -> Schedule:
         """Create torch's stages and schedule.
 
-        One microbatch runs through the pipeline to find the shapes between stages. If torch
-        inferred the shapes, it would run the model on uninitialised memory, which would change the
-        running statistics of norms.
+        One microbatch runs through the pipeline to find the shapes between stages. torch would find
+        them by running the model on uninitialised memory, which would change norm statistics.
         """
         shapes: dict[int, tuple[Tensor, Tensor]] = {}
         with without_side_effects(self.model, self.world):
             self._run_stages(inputs, shapes)
-        self._reshard()
         self.torch_stages = [
             Stage(
                 module,
@@ -195,45 +183,28 @@ class Pipeline(Engine):
                 f"a step of {len(microbatches)} microbatches does not fit a pipeline that was "
                 f"built for {self.microbatches}: use --accumulation {len(microbatches)}"
             )
-        padded = [self._pad(pair, example) for pair in microbatches]
-        if missing:
-            empty = (microbatches[0][0][:0], microbatches[0][1][:0])
-            padded += [self._pad(empty, example)] * missing
-        return torch.cat([pair[0] for pair in padded]), torch.cat([pair[1] for pair in padded])
-
-    def _pad(self, microbatch: Microbatch, example: Tensor | None) -> Microbatch:
-        inputs, targets = microbatch
-        missing = self.microbatch_size - len(inputs)
-        if missing == 0:
-            return microbatch
-        if missing < 0:
-            raise UsageError(
-                f"a microbatch of {len(inputs)} samples does not fit a pipeline that was built "
-                f"for {self.microbatch_size}"
-            )
-        real = inputs if len(inputs) else example
-        assert real is not None, "a rank without samples needs an example"
-        copies = real[:1].expand(missing, *real.shape[1:])
-        ignored = targets.new_full((missing, *targets.shape[1:]), _IGNORED)
-        return torch.cat([inputs, copies]), torch.cat([targets, ignored])
+        empty = (microbatches[0][0][:0], microbatches[0][1][:0])
+        padded_inputs, padded_targets = [], []
+        for inputs, targets in [*microbatches, *[empty] * missing]:
+            padding = self.microbatch_size - len(inputs)
+            if padding < 0:
+                raise UsageError(
+                    f"a microbatch of {len(inputs)} samples does not fit a pipeline that was built "
+                    f"for {self.microbatch_size}"
+                )
+            padded_inputs.append(inputs)
+            padded_targets.append(targets)
+            if padding:
+                real = inputs if len(inputs) else example
+                assert real is not None, "a rank without samples needs an example"
+                padded_inputs.append(real[:1].expand(padding, *real.shape[1:]))
+                padded_targets.append(targets.new_full((padding, *targets.shape[1:]), _IGNORED))
+        return torch.cat(padded_inputs), torch.cat(padded_targets)
 
     def _copy_training_mode(self) -> None:
-        """Copy the training mode of the model to the stages.
-
-        A stage may be a view of the model, and `model.eval()` does not change the mode of the view.
-        """
+        """Copy the model's training mode to stages that are views, which `model.eval()` skips."""
         for module in self.stages.values():
             module.training = self.model.training
-
-    def _reshard(self) -> None:
-        """Free the parameters that FSDP keeps gathered after a forward without a backward.
-
-        The gathered values would be outdated after the next optimizer step.
-        """
-        for stage in self.stages.values():
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
 
     @torch.no_grad()
     def _run_stages(
@@ -245,61 +216,46 @@ class Pipeline(Engine):
         given, stores the input and output of each stage of this rank in it, as meta tensors. Every
         rank runs its stages in ascending order, so no two ranks wait for each other.
         """
-        here = self.mesh.rank("pp")
+        here, last = self.mesh.rank("pp"), len(self.rank_of_stage) - 1
         x = inputs
         for stage, module in self.stages.items():
             # In a V-schedule, the last rank holds two consecutive stages: nothing is received.
-            if stage and self.holders[stage - 1] != here:
-                x = self._receive(self.holders[stage - 1])
+            if stage and self.rank_of_stage[stage - 1] != here:
+                x = self._receive(self.rank_of_stage[stage - 1])
             output = module(x)
             assert isinstance(output, Tensor), "a stage returns one tensor"
             if shapes is not None:
                 shapes[stage] = _like_on_meta(x), _like_on_meta(output)
             x = output
-            if stage + 1 == len(self.holders):
-                return x
-            if self.holders[stage + 1] != here:
-                self._send(x.contiguous(), self.holders[stage + 1])
-        return None
+            if stage != last and self.rank_of_stage[stage + 1] != here:
+                self._send(x.contiguous(), self.rank_of_stage[stage + 1])
+        # Free gathered parameters, which would be outdated after the next optimizer step.
+        for part in [part for module in self.stages.values() for part in module.modules()]:
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        return x if self.holds_last else None
 
     def _send(self, x: Tensor, target: int) -> None:
         """Send a header (dtype and shape) and the tensor."""
         header = [_DTYPES.index(x.dtype), x.dim(), *x.shape]
         header += [0] * (2 + _MAX_DIMS - len(header))
-        header_tensor = torch.tensor(header, dtype=torch.int64, device=self.world.device)
-        send(header_tensor, target, group=self.mesh.group("pp"))
-        send(x, target, group=self.mesh.group("pp"))
+        group, device = self.mesh.group("pp"), self.world.device
+        send(torch.tensor(header, dtype=torch.int64, device=device), target, group=group)
+        send(x, target, group=group)
 
     def _receive(self, source: int) -> Tensor:
-        header = torch.empty(2 + _MAX_DIMS, dtype=torch.int64, device=self.world.device)
-        recv(header, source, group=self.mesh.group("pp"))
+        group, device = self.mesh.group("pp"), self.world.device
+        header = torch.empty(2 + _MAX_DIMS, dtype=torch.int64, device=device)
+        recv(header, source, group=group)
         dtype, dims, *shape = header.tolist()
-        x = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=self.world.device)
-        recv(x, source, group=self.mesh.group("pp"))
+        x = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=device)
+        recv(x, source, group=group)
         return x
 
 
-def _prepare_split_backward(module: nn.Module, schedule: ScheduleName) -> None:
-    """Prepare a stage whose backward computes gradients of inputs and of weights separately.
-
-    torch searches the weights in the autograd graph of forward. It would not find them if FSDP
-    replaced the weights by their shards before backward.
-    """
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.set_reshard_after_forward(False, recurse=False)
-        if each._compiled_call_impl is not None:  # the caller used Module.compile()
-            refuse_compiled(schedule)
-
-
-def _like_on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(
-        tensor.shape,
-        tensor.stride(),
-        dtype=tensor.dtype,
-        device="meta",
-        requires_grad=tensor.is_floating_point(),
-    )
+def _like_on_meta(x: Tensor) -> Tensor:
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return like.requires_grad_(x.is_floating_point())
 
 
 def _contiguous(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

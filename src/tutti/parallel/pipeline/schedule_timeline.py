@@ -2,26 +2,21 @@
 
 In the simulation, every rank runs its actions in order, each as soon as its inputs have been
 computed. A forward costs 1, a backward 2, and each half of a split backward 1. Communication costs
-nothing. The bubble is the fraction of the total time of all ranks in which ranks are idle. For
-gpipe and 1f1b with p ranks and m microbatches
+nothing. The bubble is the fraction of the total time of all ranks in which ranks are idle. With p
+ranks, m microbatches and v stages per rank, it is
 
-    bubble = (p - 1) / (m + p - 1)
+    (p - 1) / (v m + p - 1)       gpipe, 1f1b (v = 1), interleaved: a rank waits for p - 1 forwards
+                                  and backwards, each of which takes 1/v of the time
+    (p - 1) / (3 v m + p - 1)     zero-bubble, zbv: a rank waits only for the first forwards
 
-because a rank waits for p - 1 forwards and p - 1 backwards, and computes m of each. With v stages
-per rank, each stage takes 1/v of the time, so the bubble is (p - 1) / (v m + p - 1). If the bubbles
-are filled with weight gradients, ranks wait only for the first forwards, so the bubble is
-(p - 1) / (3 v m + p - 1).
-
-For schedules with several stages per rank, the order of actions is read from torch's schedule. For
-gpipe and 1f1b, torch runs a loop instead, so the order is computed here. (torch 2.13 also has a
-list for 1f1b, but microbatch 0 of the last stage is missing in it.) A test compares all orders with
-recorded runs.
+The order of actions is read from torch's schedule. For gpipe and 1f1b, torch runs a loop instead,
+so the order is computed here; a test compares all orders with recorded runs.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -30,17 +25,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from tutti.comm.collectives import barrier
+from tutti.parallel.apply import build_engine
 from tutti.parallel.layout import ParallelOptions, ScheduleName
 from tutti.parallel.pipeline.executor import Pipeline
-from tutti.parallel.pipeline.schedules import MULTI, check_microbatches, stages_of
+from tutti.parallel.pipeline.schedules import SCHEDULES, check_microbatches, stages_of
 from tutti.parallel.pipeline.stages import now
 from tutti.world.exchange import gather_json
 from tutti.world.world import World
 
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-_FILL = {"F": "-", "B": "=", "I": "=", "W": "~"}
-_WIDTH = 80
-_LABEL = len("rank 0  ")
+_FILL = {"F": "-", "B": "=", "I": "=", "W": "~"}  # drawn after the label of an action
 # The model is wide enough that a stage takes milliseconds, much longer than its communication.
 _DIM, _LAYERS, _SAMPLES = 384, 4, 256
 _STEPS = 5
@@ -48,10 +42,9 @@ _STEPS = 5
 
 @dataclass(frozen=True)
 class Action:
-    """The work of a rank for one microbatch on one stage.
+    """One microbatch on one stage: forward (F), backward (B), or half of a backward.
 
-    F is forward and B backward. I and W are the halves of a backward: the gradients of the inputs
-    and of the weights.
+    The halves compute the gradients of the inputs (I) and of the weights (W).
     """
 
     kind: Literal["F", "B", "I", "W"]
@@ -84,8 +77,7 @@ def _loop_order(stage: int, ahead: int, microbatches: int) -> list[Action]:
 def _from_torch(
     name: ScheduleName, ranks: int, microbatches: int, stages_per_rank: int
 ) -> list[list[Action]]:
-    # The constructor of torch's schedule reads only these attributes of its stages, and it does not
-    # communicate.
+    # The constructor of torch's schedule does not communicate, and reads only these attributes.
     stages: list[Any] = [
         SimpleNamespace(
             stage_index=stage,
@@ -96,18 +88,14 @@ def _from_torch(
         )
         for stage in stages_of(name, 0, ranks, stages_per_rank)
     ]
-    listed = MULTI[name](stages, microbatches).pipeline_order
-    return [
-        [_parse(str(action)) for action in listed[rank] if action is not None]
-        for rank in range(ranks)
-    ]
-
-
-def _parse(text: str) -> Action:
-    """Parse torch's notation, such as 2F3 for the forward of microbatch 3 on stage 2."""
-    match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
-    assert match is not None, f"torch's schedule has an unknown action {text!r}"
-    return Action(match[2], int(match[1]), int(match[3]))  # type: ignore[arg-type]
+    orders: list[list[Action]] = []
+    for _, entries in sorted(SCHEDULES[name](stages, microbatches).pipeline_order.items()):
+        # torch writes the forward of microbatch 3 on stage 2 as 2F3.
+        texts = [str(entry) for entry in entries if entry is not None]
+        matches = [re.fullmatch(r"(\d+)([FBIW])(\d+)", text) for text in texts]
+        assert all(matches), f"torch's schedule {name} has an unknown action"
+        orders.append([Action(m[2], int(m[1]), int(m[3])) for m in matches if m])  # type: ignore[arg-type]
+    return orders
 
 
 @dataclass(frozen=True)
@@ -124,7 +112,7 @@ Timeline = list[list[Span]]
 
 
 def simulate(orders: Sequence[Sequence[Action]]) -> Timeline:
-    """The timeline of the actions of all ranks, if the actions take the times in `COSTS`."""
+    """The timeline of all ranks if each action takes the time in `COSTS`."""
     last = max(action.stage for actions in orders for action in actions)
     done: dict[Action, float] = {}
     timeline: Timeline = [[] for _ in orders]
@@ -175,34 +163,37 @@ def bubble_formula(
 ) -> float | None:
     """The bubble computed with a formula; None if no formula applies to the schedule."""
     waits, works = ranks - 1, stages_per_rank * microbatches
-    if name in ("gpipe", "1f1b") or (name == "interleaved" and microbatches % ranks == 0):
-        return waits / (works + waits)
-    # Ranks wait only for the first forwards. F, I and W cost 1 each.
-    if name == "zero-bubble" and microbatches % ranks == 0:
-        return waits / (3 * works + waits)
-    if name == "zbv" and microbatches >= 2 * ranks - 1:
-        return waits / (3 * works + waits)
-    return None
+    applies = {"interleaved": microbatches % ranks == 0, "zero-bubble": microbatches % ranks == 0}
+    applies["zbv"] = microbatches >= 2 * ranks - 1
+    if not applies.get(name, True):
+        return None
+    return waits / ((3 if name in ("zero-bubble", "zbv") else 1) * works + waits)
 
 
-def draw(timeline: Timeline, unit: float = 1.0, width: int = _WIDTH) -> list[str]:
+def draw(timeline: Timeline, unit: float = 1.0, width: int = 80) -> list[str]:
     """The timeline as text, with one line for each rank.
 
-    A timeline wider than `width` continues in further lines below. `unit` is the time that is drawn
-    as wide as one label.
+    An action has a label such as F3 for the forward of microbatch 3, or 5F3 on stage 5 if ranks
+    have several stages. A timeline wider than `width` continues in further lines below. `unit` is
+    the time that is drawn as wide as one label.
     """
-    labels = [label(span.action, timeline) for spans in timeline for span in spans]
-    scale = (max(map(len, labels)) + 1) / unit  # characters per unit of time
+    several = any(len({span.action.stage for span in spans}) > 1 for spans in timeline)
+
+    def label(action: Action) -> str:
+        return f"{action.stage if several else ''}{action.kind}{action.microbatch}"
+
+    longest = max(len(label(span.action)) for spans in timeline for span in spans)
+    scale = (longest + 1) / unit  # characters per unit of time
     total = max(1, round(length(timeline) * scale))
     lines = []
     for spans in timeline:
         line = ["."] * total
         for span in spans:
             start, end = round(span.start * scale), round(span.end * scale)
-            text = label(span.action, timeline).ljust(end - start, _FILL[span.action.kind])
+            text = label(span.action).ljust(end - start, _FILL[span.action.kind])
             line[start:end] = text[: end - start]
         lines.append("".join(line))
-    band = width - _LABEL
+    band = width - len("rank 0  ")
     drawn: list[str] = []
     for start in range(0, total, band):
         drawn += [""] if start else []
@@ -210,32 +201,17 @@ def draw(timeline: Timeline, unit: float = 1.0, width: int = _WIDTH) -> list[str
     return drawn
 
 
-def label(action: Action, timeline: Timeline) -> str:
-    """The label of an action: F3 for the forward of microbatch 3.
-
-    If ranks have several stages, the label starts with the stage: 5F3 on stage 5.
-    """
-    several = any(len({span.action.stage for span in spans}) > 1 for spans in timeline)
-    return f"{action.stage if several else ''}{action.kind}{action.microbatch}"
-
-
 @contextmanager
 def recorded(engine: Pipeline) -> Iterator[list[Span]]:
     """Context that yields a list and records the engine's actions in it, with times in seconds.
 
-    torch's stages have a method for each kind of action. Inside the context, these methods are
-    replaced by methods that also measure time. On a GPU, each call waits for the device, so that
-    the time includes all kernels.
+    torch's stages have a method for each kind of action. Inside the context, these methods also
+    measure time. On a GPU, each call waits for the device, so that the time includes all kernels.
     """
     assert engine.schedule is not None, "run a step first: it builds the stages"
     spans: list[Span] = []
     device = engine.world.device
-
-    kinds = {
-        "forward_one_chunk": "F",
-        "backward_one_chunk": "B",
-        "backward_weight_one_chunk": "W",
-    }
+    kinds = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
 
     def timed(method: Callable[..., Any], kind: str, stage: int) -> Any:
         def call(number: int, *arguments: Any, **named: Any) -> Any:
@@ -260,19 +236,16 @@ def recorded(engine: Pipeline) -> Iterator[list[Span]]:
 
 
 def measure(world: World, options: ParallelOptions, microbatches: int) -> Timeline:
-    """The timeline of the fastest of a few steps, in seconds, on a small model of equal stages."""
-    from tutti.parallel.apply import build_engine
-
+    """The timeline of the fastest of several steps, in seconds, on a model of equal stages."""
     torch.manual_seed(0)
     stages = [
         nn.Sequential(*[nn.Linear(_DIM, _DIM) for _ in range(_LAYERS)])
         for _ in range(world.size * options.virtual_stages)
     ]
-    model = nn.Sequential(*stages)
     inputs = torch.randn(_SAMPLES, _DIM).to(world.device)
     targets = torch.randint(_DIM, (_SAMPLES,)).to(world.device)
     engine = build_engine(
-        model,
+        nn.Sequential(*stages),
         world,
         parallel=replace(options, layout=f"pp{world.size}"),
         example=inputs,
@@ -300,9 +273,9 @@ def gather_timeline(spans: list[Span]) -> Timeline:
 
     All ranks must be on one host, so that their clocks are the same.
     """
-    own = [[s.action.kind, s.action.stage, s.action.microbatch, s.start, s.end] for s in spans]
-    ranks = gather_json(own)
-    began = min(row[3] for rows in ranks for row in rows)
+    rows_of_ranks = gather_json([[*astuple(span.action), span.start, span.end] for span in spans])
+    first = min(start for rows in rows_of_ranks for *_, start, _ in rows)
     return [
-        [Span(Action(*row[:3]), row[3] - began, row[4] - began) for row in rows] for rows in ranks
+        [Span(Action(*action), start - first, end - first) for *action, start, end in rows]
+        for rows in rows_of_ranks
     ]

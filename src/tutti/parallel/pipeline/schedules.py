@@ -11,63 +11,46 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from tutti.parallel.engine import LossFunction
 from tutti.parallel.layout import Recompute, ScheduleName
 from tutti.world.errors import UsageError
 
-SINGLE: dict[ScheduleName, type[PipelineScheduleSingle]] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-}
-MULTI: dict[ScheduleName, type[PipelineScheduleMulti]] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+StageContext = Callable[[int], AbstractContextManager[None]]
+
+SCHEDULES: dict[ScheduleName, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
 }
 
 SPLIT_BACKWARD = ("zero-bubble", "zbv")
 """Schedules whose backward has two halves. The first half computes gradients of the inputs, for
 which other ranks wait. The second half runs later and computes gradients of the weights."""
 
-StageContext = Callable[[int], AbstractContextManager[None]]
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
-
-def refuse_compiled(schedule: ScheduleName) -> None:
-    """Raise UsageError if the schedule splits backward, which a compiled model does not allow."""
-    if schedule in SPLIT_BACKWARD:
-        raise UsageError(
-            f"--compile contradicts --pipeline-schedule {schedule}: a compiled backward cannot be "
-            "split into gradients of inputs and of weights: use --pipeline-schedule 1f1b or "
-            "interleaved"
-        )
-
-
-def check_techniques(schedule: ScheduleName, compile: bool, recompute: Recompute) -> None:
+def check_techniques(schedule: ScheduleName, compile: bool, recompute: Recompute = "none") -> None:
     """Raise UsageError for techniques that a schedule with a split backward cannot run."""
-    if compile:
-        refuse_compiled(schedule)
-    if recompute == "selective" and schedule in SPLIT_BACKWARD:
+    if schedule in SPLIT_BACKWARD and compile:
         raise UsageError(
-            f"--checkpoint-activations selective contradicts --pipeline-schedule {schedule}: the "
-            "activations that it keeps serve one backward, and this schedule splits backward into "
-            "two halves: use --checkpoint-activations full, or --pipeline-schedule 1f1b or "
-            "interleaved"
+            f"--compile cannot be combined with --pipeline-schedule {schedule}, because a compiled "
+            "backward cannot be split into gradients of inputs and of weights: use "
+            "--pipeline-schedule 1f1b or interleaved"
+        )
+    if schedule in SPLIT_BACKWARD and recompute == "selective":
+        raise UsageError(
+            "--checkpoint-activations selective cannot be combined with --pipeline-schedule "
+            f"{schedule}, because each half of the split backward would need the activations: use "
+            "--checkpoint-activations full, or --pipeline-schedule 1f1b or interleaved"
         )
 
 
-class Stage(PipelineStage):
+class Stage(pipelining.PipelineStage):
     """torch's stage; each forward and backward of microbatch `number` runs in `context(number)`."""
 
     def __init__(self, *arguments: Any, context: StageContext, **options: Any) -> None:
@@ -89,7 +72,7 @@ class Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         # In torch 2.11, a stage of a V-schedule may send to its own rank, which backends refuse.
         operations = super()._get_init_p2p_neighbors_ops()
-        return [each for each in operations if each.group_peer != self.group_rank]
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
 
 
 def stages_of(name: ScheduleName, rank: int, ranks: int, per_rank: int) -> list[int]:
@@ -107,42 +90,37 @@ def rank_of(name: ScheduleName, stage: int, ranks: int) -> int:
 
 
 def check_microbatches(name: ScheduleName, ranks: int, microbatches: int) -> None:
-    """Raise UsageError if the schedule cannot run this number of microbatches.
+    """Raise UsageError, which suggests a number, if the schedule cannot run the microbatches."""
 
-    The message suggests a valid number.
-    """
+    def divides(count: int) -> bool:
+        rounds = max(1, count // ranks)
+        return name not in ("interleaved", "zero-bubble") or count % rounds == 0
+
+    lowest = max(ranks, microbatches)
+    valid = next(n for n in range(lowest, lowest + ranks + 1) if divides(n))
+    cure = f"use --accumulation {valid}"
     if microbatches < ranks:
         raise UsageError(
             f"--accumulation {microbatches} gives pp{ranks} {microbatches} "
             f"microbatch{'es' * (microbatches != 1)}, fewer than its {ranks} ranks, some of which "
-            f"would always be idle: use --accumulation {_valid(name, ranks, ranks)}"
+            f"would always be idle: {cure}"
         )
-    if not _divides(name, ranks, microbatches):
+    if not divides(microbatches):
         rounds = microbatches // ranks
         raise UsageError(
-            f"--pipeline-schedule {name} runs {microbatches} // {ranks} = {rounds} rounds of "
-            f"equally many microbatches, and --accumulation {microbatches} is not divisible by "
-            f"{rounds}: use --accumulation {_valid(name, ranks, microbatches)}"
+            f"--pipeline-schedule {name} runs {microbatches} // {ranks} = {rounds} rounds with the "
+            f"same number of microbatches, and --accumulation {microbatches} is not divisible by "
+            f"{rounds}: {cure}"
         )
 
 
 def build_schedule(
-    name: ScheduleName, stages: Sequence[PipelineStage], microbatches: int, loss: Loss
+    name: ScheduleName, stages: Sequence[Stage], microbatches: int, loss_fn: LossFunction
 ) -> Schedule:
     """torch's schedule for this rank's stages.
 
     Gradients are not scaled, because the losses of microbatches add up to the loss of the step.
     """
-    if name in SINGLE:
-        return SINGLE[name](stages[0], microbatches, loss, scale_grads=False)
-    return MULTI[name](list(stages), microbatches, loss, scale_grads=False)
-
-
-def _divides(name: ScheduleName, ranks: int, microbatches: int) -> bool:
-    if name not in ("interleaved", "zero-bubble"):
-        return True
-    return microbatches % max(1, microbatches // ranks) == 0
-
-
-def _valid(name: ScheduleName, ranks: int, lowest: int) -> int:
-    return next(m for m in range(lowest, lowest + ranks + 1) if _divides(name, ranks, m))
+    held = stages[0] if issubclass(SCHEDULES[name], PipelineScheduleSingle) else list(stages)
+    schedule: Schedule = SCHEDULES[name](held, microbatches, loss_fn, scale_grads=False)
+    return schedule

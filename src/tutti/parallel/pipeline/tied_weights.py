@@ -4,10 +4,10 @@
                                  ├──  equal values; each copy has the gradient of its own stage
         stage 3   head.weight  ──┘
 
-Each stage has its own copy, because FSDP may shard each stage separately. This is also true if one
-rank holds several of these stages, as in a V-schedule. After backward, the gradients of all copies
-are summed, so that the optimizer makes the same update to every copy. Checkpoints and the global
-gradient norm include only the first copy; the other copies are called aliases.
+Each stage has its own copy, because FSDP shards each stage separately, even if one rank holds both
+stages, as in a V-schedule. After backward, the gradients of all copies are summed, so that the
+optimizer makes the same update to every copy. Checkpoints and the global gradient norm include only
+the first copy; the other copies are called aliases.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tutti.comm.collectives import recv, send
-from tutti.parallel.grad_norm import local_shard
-from tutti.parallel.mesh import Mesh
+from tutti.comm.grouping import group as collective_group
+from tutti.parallel.mesh import Mesh, local_shard
 
 Tie = dict[int, list[str]]
 """The names of one parameter in each stage that uses it, keyed by stage in ascending order."""
@@ -25,20 +25,21 @@ Tie = dict[int, list[str]]
 
 def find_ties(model: nn.Module, stages: list[list[str]]) -> list[Tie]:
     """The parameters that several stages use. `stages` contains the layer names of every stage."""
-    found: dict[int, Tie] = {}
+    users: dict[int, Tie] = {}
     parameters = list(model.named_parameters(remove_duplicate=False))
     for stage, layers in enumerate(stages):
+        prefixes = tuple(f"{layer}." for layer in layers)
         for name, parameter in parameters:
-            if any(name.startswith(f"{layer}.") for layer in layers):
-                found.setdefault(id(parameter), {}).setdefault(stage, []).append(name)
-    return [tie for tie in found.values() if len(tie) > 1]
+            if name.startswith(prefixes):
+                users.setdefault(id(parameter), {}).setdefault(stage, []).append(name)
+    return [tie for tie in users.values() if len(tie) > 1]
 
 
 def untie(model: nn.Module, ties: list[Tie], held: Collection[int]) -> None:
     """If this rank holds several stages of a tie, give each of these stages its own parameter."""
     for tie in ties:
-        own = [names for stage, names in tie.items() if stage in held]
-        for names in own[1:]:
+        local = [names for stage, names in tie.items() if stage in held]
+        for names in local[1:]:
             original = model.get_parameter(names[0])
             copy = nn.Parameter(original.detach().clone(), original.requires_grad)
             for name in names:
@@ -50,24 +51,24 @@ class TiedWeights:
     """Keeps the copies of tied parameters equal."""
 
     def __init__(
-        self, ties: Sequence[Tie], holders: list[int], held: Collection[int], mesh: Mesh
+        self, ties: Sequence[Tie], rank_of_stage: list[int], held: Collection[int], mesh: Mesh
     ) -> None:
-        """`holders` is the pipeline rank of every stage, and `held` contains this rank's stages."""
+        """`held` contains this rank's stages."""
         self.aliases: dict[str, str] = {}
         """The names of this rank's copies, each mapped to the name of the first copy."""
         self._copies: list[tuple[list[str], list[int]]] = []
         self._mesh = mesh
         for tie in ties:
             first = next(iter(tie.values()))[0]
-            own = [names for stage, names in tie.items() if stage in held]
-            self.aliases |= {name: first for names in own for name in names if name != first}
-            ranks = list(dict.fromkeys(holders[stage] for stage in tie))
-            if own:
-                self._copies.append(([names[0] for names in own], ranks))
+            local = [names for stage, names in tie.items() if stage in held]
+            self.aliases |= {name: first for names in local for name in names if name != first}
+            ranks = list(dict.fromkeys(rank_of_stage[stage] for stage in tie))
+            if local:
+                self._copies.append(([names[0] for names in local], ranks))
 
     @torch.no_grad()
     def share_values(self, model: nn.Module) -> None:
-        """Copy the values of the first copy to all copies."""
+        """Give every copy the values of the first copy."""
         for names, ranks in self._copies:
             copies = [local_shard(model.get_parameter(name)) for name in names]
             first = self._exchange(copies[0], ranks)[0]
@@ -76,13 +77,13 @@ class TiedWeights:
 
     @torch.no_grad()
     def sum_gradients(self, model: nn.Module) -> None:
-        """Give every copy the sum of all copies' gradients."""
+        """Give every copy the sum of the gradients of all copies."""
         for names, ranks in self._copies:
             copies = [model.get_parameter(name) for name in names]
             if not copies[0].requires_grad:
                 continue  # frozen, on all ranks
             for copy in copies:
-                if copy.grad is None:  # not used in this step, but other ranks wait for this rank
+                if copy.grad is None:  # not used in this step, but other ranks expect a tensor
                     copy.grad = torch.zeros_like(copy)
             parts = [local_shard(copy.grad) for copy in copies if copy.grad is not None]
             # Every rank adds in the same order, so that all copies stay equal bit for bit.
@@ -90,16 +91,14 @@ class TiedWeights:
             for part in parts:
                 part.copy_(total)
 
-    def _exchange(self, own: Tensor, ranks: list[int]) -> list[Tensor]:
+    def _exchange(self, local: Tensor, ranks: list[int]) -> list[Tensor]:
         """Exchange tensors between the pipeline ranks in `ranks`; returns them in this order."""
-        from tutti.comm.grouping import group as collective_group
-
         group, here = self._mesh.group("pp"), self._mesh.rank("pp")
-        own = own.contiguous()
-        tensors = [own if rank == here else torch.empty_like(own) for rank in ranks]
+        local = local.contiguous()
+        tensors = [local if rank == here else torch.empty_like(local) for rank in ranks]
         with collective_group():
             for rank, tensor in zip(ranks, tensors, strict=True):
                 if rank != here:
-                    send(own, rank, group=group)
+                    send(local, rank, group=group)
                     recv(tensor, rank, group=group)
         return tensors
