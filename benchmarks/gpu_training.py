@@ -30,7 +30,7 @@ from tutti.data.sampler import Position
 from tutti.machine.environment import describe_environment
 from tutti.machine.hardware_catalogue import peak_flops
 from tutti.models import GPT, GPTConfig, LeNet, LeNetConfig
-from tutti.parallel.engine import Single
+from tutti.parallel.engine import Engine
 from tutti.train.init import build_optimizer
 from tutti.train.loop import Trainer
 from tutti.train.recipe import RECIPES, Compute, Optimization, Recipe, with_values
@@ -208,7 +208,7 @@ def benchmark_gpt(world: tutti.World, rounds: int, steps: int) -> dict[str, Any]
     torch.manual_seed(0)
     model = GPT(config).cuda()
     step = Step(
-        Single(model, world),
+        Engine(model, world, "one rank, no communication"),
         build_optimizer(model, Optimization(optimizer="adamw"), 3e-4),
         Task(),
         Compute(precision="bf16", compile=True),
