@@ -138,7 +138,6 @@ class Engine:
 
     def reduce(self) -> None:
         """Sum each `.grad` over ranks after the last microbatch, unless backward has done so."""
-        return
 
     def empty_microbatch(self, *inputs: Any, last: bool) -> None:
         """Run a microbatch that has samples only on other ranks.

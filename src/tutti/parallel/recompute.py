@@ -94,8 +94,7 @@ def recompute_activations(model: nn.Module, what: Recompute) -> None:
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
-    # The compiler traces into this function. It would break the graph at a direct call of torch's
-    # checkpoint.
+    # The compiler traces into this function, but would break the graph at torch's checkpoint.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -33,6 +33,8 @@ from tutti.comm.collectives import broadcast
 from tutti.parallel.layout import AXES
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.sharding_rules import Role
+
+_Context = Callable[[], AbstractContextManager[None]]
 
 
 def rng_axes(splits_sequence: bool) -> tuple[str, ...]:
@@ -61,10 +63,12 @@ def set_up_dropout(
     generator = torch.default_generator
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
-    shared: Any = partial(_seed_of_first_rank, generator, mesh) if splits_sequence else nullcontext
+    same_numbers: _Context = nullcontext  # without sequence parallelism, tp ranks share their seed
+    if splits_sequence:
+        same_numbers = partial(_seed_of_first_rank, generator, mesh)
     for dropout in model.modules():
         if isinstance(dropout, _DropoutNd):
-            dropout.forward = partial(_local_dropout, dropout, dropout.forward, shared)
+            dropout.forward = partial(_local_dropout, dropout, dropout.forward, same_numbers)
     if splits_sequence:
         return
     rank_seed = RankSeed(generator, mesh.rank("tp"))
@@ -136,12 +140,7 @@ def _seed_of_first_rank(generator: torch.Generator, mesh: Mesh) -> Iterator[None
         generator.set_state(state)
 
 
-def _local_dropout(
-    dropout: nn.Module,
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    shared: Callable[[], AbstractContextManager[None]],
-    input: torch.Tensor,
-) -> torch.Tensor:
+def _local_dropout(dropout: nn.Module, forward: Any, same_numbers: _Context, input: Tensor) -> Any:
     """The forward of a dropout layer. Its input may be a DTensor that is equal on all tp ranks.
 
     DTensor's own dropout would draw a different mask per rank on the CPU, and on CUDA it would set
@@ -149,7 +148,7 @@ def _local_dropout(
     """
     if not (isinstance(input, DTensor) and dropout.training):
         return forward(input)
-    with shared():
+    with same_numbers():
         output = forward(input.to_local())
     return DTensor.from_local(output, input.device_mesh, input.placements, run_check=False)
 

@@ -341,10 +341,7 @@ class Padding:
                 norm.forward = partial(self._forward, norm, name, norm.forward)
 
     def begin_step(self, real: Sequence[int], microbatches: int) -> None:
-        """Set the number of this rank's real samples in each microbatch of the step.
-
-        Microbatches beyond `real` have no samples on any rank.
-        """
+        """Set the real samples of this rank in each microbatch; others are empty on all ranks."""
         self._real = [*real, *[None] * (microbatches - len(real))]
 
     @contextmanager
