@@ -132,9 +132,9 @@ def check_between(rules: Mapping[str, Role], model: nn.Module) -> None:
     for parent in sorted(_parents(rules, "column") & _parents(rules, "row") - {""}):
         for name in _uncovered(model, rules, parent):
             raise UsageError(
-                f"sharding rules: {name} lies among layers of {parent} that are split over tp: "
-                'use the role "norm" or "whole" if it works on whole activations; if it works on '
-                "single heads, leave these layers out of the rules or use shard instead of tp"
+                f"sharding rules: {name} has no role, but is inside {parent}, whose layers are "
+                'split over tp: use the role "norm" or "whole" if it works on whole activations; if '
+                f"it works on heads, leave {parent} out of the rules or use shard instead of tp"
             )
 
 

@@ -12,10 +12,10 @@ gradients (grouped). Every collective has a latency, so with P parameters the ti
 
 LayersOnRanks: a model split by layers, without microbatches
 ------------------------------------------------------------
-        rank 0   F . . . . . . B          of p ranks, p - 1 are idle at any time: a step takes as
-        rank 1   . F . . . . B .          long as on one device. Only memory is gained. A pipeline
-        rank 2   . . F . . B . .          cuts the batch into microbatches, so that rank 0 can start
-        rank 3   . . . F B . . .          the next microbatch while rank 1 computes.
+        rank 0   F . . . . . . B          Of p ranks, p - 1 are idle at any time: a step takes as
+        rank 1   . F . . . . B .          long as on one device, but a rank needs less memory. A
+        rank 2   . . F . . B . .          pipeline cuts the batch into microbatches, so that rank 0
+        rank 3   . . . F B . . .          starts the next microbatch while rank 1 computes.
 
 ColumnLinear, RowLinear: a linear layer y = x W + b split within the layer
 --------------------------------------------------------------------------
