@@ -133,8 +133,8 @@ def check_between(rules: Mapping[str, Role], model: nn.Module) -> None:
         for name in _uncovered(model, rules, parent):
             raise UsageError(
                 f"sharding rules: {name} has no role, but is inside {parent}, whose layers are "
-                'split over tp: use the role "norm" or "whole" if it works on whole activations; if '
-                f"it works on heads, leave {parent} out of the rules or use shard instead of tp"
+                'split over tp: use the role "norm" or "whole" if it needs whole activations; if it '
+                f"works on heads, leave {parent} out of the rules or use shard instead of tp"
             )
 
 
