@@ -133,7 +133,7 @@ def check_between(rules: Mapping[str, Role], model: nn.Module) -> None:
         for name in _uncovered(model, rules, parent):
             raise UsageError(
                 f"sharding rules: {name} has no role, but is inside {parent}, whose layers are "
-                'split over tp: use the role "norm" or "whole" if it needs whole activations; if it '
+                'split over tp: use the role "norm" or "whole" for whole activations; if the layer '
                 f"works on heads, leave {parent} out of the rules or use shard instead of tp"
             )
 
