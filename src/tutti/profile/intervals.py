@@ -1,14 +1,13 @@
 """Sets of time intervals as sorted numpy arrays: overlapping intervals are counted once."""
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,20 @@ class Intervals:
         return float(np.sum(self.ends - self.starts))
 
     def __and__(self, other: "Intervals") -> "Intervals":
-        return _combine(self, other, lambda a, b: a & b)
+        return self._where(other, inside=True)
 
     def __sub__(self, other: "Intervals") -> "Intervals":
-        return _combine(self, other, lambda a, b: a & ~b)
+        return self._where(other, inside=False)
+
+    def _where(self, other: "Intervals", inside: bool) -> "Intervals":
+        """The segments of this set that lie inside (or outside) the other set."""
+        edges = np.unique(np.concatenate([self.starts, self.ends, other.starts, other.ends]))
+        kept = self._contains(edges) & (other._contains(edges) == inside)
+        return merge(edges[:-1][kept[:-1]], edges[1:][kept[:-1]])
+
+    def _contains(self, moments: Floats) -> npt.NDArray[np.bool_]:
+        begun = np.searchsorted(self.starts, moments, side="right")
+        return begun > np.searchsorted(self.ends, moments, side="right")
 
     def __or__(self, other: "Intervals") -> "Intervals":
         return merge(
@@ -43,9 +52,8 @@ class Intervals:
         """The part of the set that lies in [start, end)."""
         first = int(np.searchsorted(self.ends, start, side="right"))
         last = int(np.searchsorted(self.starts, end, side="left"))
-        return merge(
-            np.clip(self.starts[first:last], start, end), np.clip(self.ends[first:last], start, end)
-        )
+        starts, ends = self.starts[first:last], self.ends[first:last]
+        return merge(np.maximum(starts, start), np.minimum(ends, end))
 
     def shifted(self, seconds: float) -> "Intervals":
         return Intervals(self.starts + seconds, self.ends + seconds)
@@ -90,18 +98,3 @@ def merge(starts: Floats, ends: Floats) -> Intervals:
     opens = np.concatenate([[True], starts[1:] > ends[:-1]])
     closes = np.concatenate([opens[1:], [True]])
     return Intervals(starts[opens], ends[closes])
-
-
-def _combine(a: Intervals, b: Intervals, keep: Callable[[Flags, Flags], Flags]) -> Intervals:
-    """Sweep over the edges of both sets; keep the segments for which `keep(in_a, in_b)` holds."""
-    edges = np.concatenate([a.starts, a.ends, b.starts, b.ends])
-    if not len(edges):
-        return EMPTY
-    deltas_a, deltas_b = np.zeros((2, len(edges)), dtype=np.int64)
-    size_a, size_b = len(a.starts), len(b.starts)
-    deltas_a[:size_a], deltas_a[size_a : 2 * size_a] = 1, -1
-    deltas_b[2 * size_a : 2 * size_a + size_b], deltas_b[2 * size_a + size_b :] = 1, -1
-    order = np.argsort(edges, kind="stable")
-    edges = edges[order]
-    kept = keep(np.cumsum(deltas_a[order]) > 0, np.cumsum(deltas_b[order]) > 0)[:-1]
-    return merge(edges[:-1][kept], edges[1:][kept])

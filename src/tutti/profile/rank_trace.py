@@ -8,7 +8,6 @@ from typing import Any
 
 from tutti.profile.intervals import Intervals
 
-POINT_TO_POINT = ("send", "recv", "send_recv")
 # No rank leaves one of these operations before every rank of the group has arrived.
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
@@ -22,6 +21,8 @@ _OPERATIONS = {
 }
 _ELEMENT_BYTES = {
     **dict.fromkeys(("double", "long", "int64", "float64", "complexfloat", "uint64"), 8),
+    "complex<float>": 8,
+    "complex<double>": 16,
     **dict.fromkeys(("float", "int", "int32", "float32", "uint32", "longlong"), 4),
     **dict.fromkeys(("half", "bfloat16", "short", "float16", "int16", "uint16"), 2),
     **dict.fromkeys(("byte", "char", "bool", "unsignedchar", "signedchar", "int8", "uint8"), 1),
@@ -62,14 +63,16 @@ class Collective:
 
     @property
     def is_point_to_point(self) -> bool:
-        return self.operation in POINT_TO_POINT
+        return self.operation in ("send", "recv", "send_recv")
 
     @property
     def transfer_start(self) -> float:
         """When waiting for the last rank ends and data starts to move."""
-        if self.last_arrival is None:
-            return self.start
-        return min(max(self.start, self.last_arrival), self.end)
+        if self.last_arrival is not None:
+            return min(max(self.start, self.last_arrival), self.end)
+        # A receive whose sender is unknown is mostly waiting. The same holds for an NCCL batch of
+        # sends and receives, which is one kernel without a peer.
+        return self.end if self.operation in ("recv", "send_recv") else self.start
 
     def fill_from_arguments(self, arguments: dict[str, Any]) -> None:
         """Set the fields from a record_param_comms event; events of NCCL kernels have a copy."""
@@ -77,8 +80,8 @@ class Collective:
         self.operation = operation_named(name) or self.operation
         self.group = str(arguments.get("Process Group Name", ""))
         self.dtype = str(arguments.get("dtype", ""))
-        counts = [arguments.get("In msg nelems", 0), arguments.get("Out msg nelems", 0)]
-        largest = max((int(count) for count in counts if isinstance(count, int)), default=0)
+        counts = [arguments.get("In msg nelems"), arguments.get("Out msg nelems")]
+        largest = max((count for count in counts if isinstance(count, int)), default=0)
         self.bytes = largest * element_bytes(self.dtype)
         sequence = arguments.get("Seq")
         if isinstance(sequence, int) and sequence >= 0:
@@ -87,9 +90,9 @@ class Collective:
         ranks = re.findall(r"\d+", str(arguments.get("Process Group Ranks", "")))
         if len(ranks) == self.group_size:  # Kineto truncates long lists
             self.group_ranks = tuple(int(rank) for rank in ranks)
-        for key in ("Dst Rank", "Src Rank"):
-            if self.is_point_to_point and isinstance(arguments.get(key), int):
-                self.peer = int(arguments[key])
+        peer = arguments.get("Src Rank", arguments.get("Dst Rank"))
+        if self.is_point_to_point and isinstance(peer, int):
+            self.peer = peer
 
 
 @dataclass
@@ -100,11 +103,6 @@ class Step:
     start: float
     end: float
     gradients: tuple[float, float] | None = None  # first gradient, end of backward
-
-    def shift(self, seconds: float) -> None:
-        self.start, self.end = self.start + seconds, self.end + seconds
-        if self.gradients is not None:
-            self.gradients = self.gradients[0] + seconds, self.gradients[1] + seconds
 
 
 @dataclass
@@ -138,14 +136,13 @@ class RankTrace:
         for name in ("compute", "communication", "input", "other"):
             setattr(self, name, getattr(self, name).shifted(seconds))
         for step in self.steps:
-            step.shift(seconds)
-        for each in self.collectives:
-            each.arrival += seconds
-            each.start += seconds
-            each.end += seconds
-            each.call_returned += seconds
-            if each.bucket_ready is not None:
-                each.bucket_ready += seconds
+            step.start, step.end = step.start + seconds, step.end + seconds
+            if step.gradients is not None:
+                step.gradients = step.gradients[0] + seconds, step.gradients[1] + seconds
+        for collective in self.collectives:
+            for name in ("arrival", "start", "end", "call_returned", "bucket_ready"):
+                if (moment := getattr(collective, name)) is not None:
+                    setattr(collective, name, moment + seconds)
 
     def collectives_called_in(self, step: Step) -> list[Collective]:
         return [each for each in self.collectives if step.start <= each.arrival < step.end]
@@ -160,9 +157,7 @@ def operation_named(name: str) -> str | None:
 def element_bytes(dtype: str) -> int:
     """Bytes of one element, for any spelling of the dtype that traces use; 0 if unknown."""
     name = dtype.lower().removeprefix("c10::").replace(" ", "")
-    if name.startswith("float8") or name.startswith("complex<"):
-        return {"complex<float>": 8, "complex<double>": 16}.get(name, 1)
-    return _ELEMENT_BYTES.get(name, 0)
+    return 1 if name.startswith("float8") else _ELEMENT_BYTES.get(name, 0)
 
 
 def element_count(dims: Any, kind: str) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tutti.profile.intervals import EMPTY, Intervals
-from tutti.profile.rank_trace import Collective, RankTrace, Step
+from tutti.profile.rank_trace import RankTrace, Step
 
 PARTS = ("compute", "hidden", "exposed", "wait", "bubble", "input", "host_gap", "rest")
 PART_TITLES = {"host_gap": "gaps"}  # titles in tables and sentences; other parts keep their name
@@ -60,7 +60,7 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
     for each in trace.collectives:
         if each.arrival >= step.end or each.end <= step.start:
             continue
-        transfer_start = _transfer_start(each)
+        transfer_start = each.transfer_start
         transfers.append((transfer_start, each.end))
         kind = each.axis, each.bucket_ready is not None
         extents.setdefault(kind, []).append((each.arrival, each.end))
@@ -129,12 +129,3 @@ def _split_by_kind(
             kind = arrivals[max(0, position - 1)][1] if arrivals else (None, False)
             by_kind.setdefault(kind, dict.fromkeys(regions, 0.0))[name] += float(end - start)
     return by_kind
-
-
-def _transfer_start(each: Collective) -> float:
-    """When data began to move: all ranks had arrived and the operation had started."""
-    # A receive whose sender is unknown is mostly waiting. The same holds for an NCCL batch of sends
-    # and receives, which is one kernel without a peer.
-    if each.last_arrival is None and each.operation in ("recv", "send_recv"):
-        return each.end
-    return each.transfer_start

@@ -14,7 +14,7 @@ from typing import Any
 
 Event = dict[str, Any]
 
-# A merged trace begins with this text: it shows all ranks and is not the trace of one rank.
+# A merged trace begins with this text. Such a file has all ranks and is not the trace of one rank.
 MERGED_PREFIX = '{"tutti": {"merged": true}'
 _CHUNK = 1 << 18  # characters read at once
 _LARGEST_VALUE = 1 << 26  # characters of one event or one metadata value
@@ -28,65 +28,44 @@ class TraceFile:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.truncated = False  # the file ends early: the program was killed or the disk was full
-
-    def events(self) -> Iterator[Event]:
-        """The events in file order."""
-        with _open(self.path) as stream:
-            text = _JsonStream(stream)
-            try:
-                yield from self._read(text)
-            except EOFError:
-                self.truncated = True
-        if text.damaged:
-            self.truncated = True
-
-    def _read(self, text: "_JsonStream") -> Iterator[Event]:
-        first = text.peek()
-        if first == "[":  # Chrome allows a bare list
-            yield from self._list(text)
-            return
-        if first != "{":
-            raise ValueError(f"{self.path} is not a trace: it begins with {first!r}")
-        for _ in text.items_until("}"):
-            key = text.value()
-            if text.peek() != ":":
-                raise ValueError(f"{self.path} is not JSON: no colon after {key!r}")
-            text.skip()
-            if key == "traceEvents":
-                yield from self._list(text)
-            else:
-                self.metadata[str(key)] = text.value()
-
-    def _list(self, text: "_JsonStream") -> Iterator[Event]:
-        if text.peek() != "[":
-            raise ValueError(f"{self.path} is not a trace: traceEvents is not a list")
-        for _ in text.items_until("]"):
-            event = text.value()
-            if isinstance(event, dict):
-                yield event
-
-
-def is_merged(path: Path) -> bool:
-    """Whether `write_merged_trace` wrote this file."""
-    try:
-        with _open(path) as stream:
-            return stream.read(len(MERGED_PREFIX)) == MERGED_PREFIX
-    except (OSError, EOFError, zlib.error):
-        return False
-
-
-class _JsonStream:
-    """JSON values from a text stream, through a window of characters that moves forward."""
-
-    def __init__(self, stream: io.TextIOBase) -> None:
-        self.damaged = False
-        self._stream = stream
-        self._window = ""
-        self._position = 0
+        # The part of the file in memory, and the position of the next character in this part.
+        self._window, self._position = "", 0
         self._ended = False
         self._decode = json.JSONDecoder(strict=False).raw_decode
 
-    def peek(self) -> str:
+    def events(self) -> Iterator[Event]:
+        """The events in file order; call this once."""
+        with _open(self.path) as self._stream:
+            try:
+                if self._peek() == "[":  # Chrome allows a bare list
+                    yield from self._list()
+                else:
+                    yield from self._object()
+            except EOFError:
+                self.truncated = True
+
+    def _object(self) -> Iterator[Event]:
+        if (first := self._peek()) != "{":
+            raise ValueError(f"{self.path} is not a trace: it begins with {first!r}")
+        for _ in self._items_until("}"):
+            key = self._value()
+            if self._peek() != ":":
+                raise ValueError(f"{self.path} is not JSON: no colon after {key!r}")
+            self._position += 1
+            if key == "traceEvents":
+                yield from self._list()
+            else:
+                self.metadata[str(key)] = self._value()
+
+    def _list(self) -> Iterator[Event]:
+        if self._peek() != "[":
+            raise ValueError(f"{self.path} is not a trace: traceEvents is not a list")
+        for _ in self._items_until("]"):
+            event = self._value()
+            if isinstance(event, dict):
+                yield event
+
+    def _peek(self) -> str:
         """The next character that is not white space."""
         while True:
             while self._position < len(self._window) and self._window[self._position] in _SPACE:
@@ -95,22 +74,19 @@ class _JsonStream:
                 return self._window[self._position]
             self._read_chunk()
 
-    def skip(self) -> None:
-        self._position += 1
-
-    def items_until(self, closing: str) -> Iterator[None]:
+    def _items_until(self, closing: str) -> Iterator[None]:
         """Enter a list or object, stop before each item, and leave after `closing`."""
-        self.skip()
-        while (mark := self.peek()) != closing:
+        self._position += 1
+        while (mark := self._peek()) != closing:
             if mark == ",":
-                self.skip()
+                self._position += 1
             else:
                 yield
-        self.skip()
+        self._position += 1
 
-    def value(self) -> Any:
-        """The value that begins at the current position."""
-        self.peek()
+    def _value(self) -> Any:
+        """The JSON value that begins at the current position."""
+        self._peek()
         while True:
             try:
                 value, end = self._decode(self._window, self._position)
@@ -133,11 +109,19 @@ class _JsonStream:
         try:
             chunk = self._stream.read(_CHUNK)
         except (EOFError, zlib.error, gzip.BadGzipFile):
-            chunk, self.damaged = "", True
-        if not chunk:
-            self._ended = True
+            chunk, self.truncated = "", True
+        self._ended = not chunk
         self._window = self._window[self._position :] + chunk
         self._position = 0
+
+
+def is_merged(path: Path) -> bool:
+    """Whether `write_merged_trace` wrote this file."""
+    try:
+        with _open(path) as stream:
+            return stream.read(len(MERGED_PREFIX)) == MERGED_PREFIX
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 def _open(path: Path) -> io.TextIOWrapper:
