@@ -1,13 +1,15 @@
 """Advice on what to try, and the time that it would save: one function for each kind of finding.
 
-Gains are computed from the trace with a formula that each function states. Gains do not add up: two
-changes that remove the same wait remove it only once. A gain that cannot be computed from the trace
-is None, and the text gives the reason.
+The texts are in advice.toml. Gains are computed from the trace with a formula that each function
+states. Gains do not add up: two changes that remove the same wait remove it only once. A gain that
+cannot be computed from the trace is None, and the text gives the reason.
 """
 
 import math
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -26,9 +28,7 @@ _MEMORY_FULL = 0.9  # of the device's memory
 # Advice that shortens the all-reduces of gradients. The gain of gradient accumulation is computed
 # from the time of all-reduces that remains after this advice.
 _GRADIENT_ADVICE = ("buckets", "overlap", "grouping")
-# The part of the step that advice shortens, by id of the advice; all other advice: `exposed`.
-_CAUSES = {"input": "input", "microbatches": "bubble", "gaps": "host_gap"}
-_CAUSES |= {"straggler": "wait", "binding": "wait"}
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 Advice = dict[str, Any]
 
@@ -54,13 +54,6 @@ class ProfiledRun:
     def part(self, name: str, rank: int | None = None) -> float:
         """Seconds of a part per step, of one rank or mean over ranks."""
         return fmean(step.parts[name] for step in self.steps if rank in (None, step.rank))
-
-    def percent(self, name: str) -> str:
-        return f"{100 * self.part(name) / self.step_s:.0f} %"
-
-    @property
-    def exposed_text(self) -> str:
-        return f"exposed communication is {self.percent('exposed')} of the step"
 
     def exposed(self, axis: str | None, bucket: bool | None = None) -> float:
         """Exposed seconds per step on a mesh axis; `bucket`: only (or without) DDP buckets."""
@@ -106,36 +99,41 @@ def _gain(advice: Advice) -> float:
     return advice["gain_s"] or 0.0
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
 def _advice(
     run: ProfiledRun,
     name: str,
-    finding: str,
-    try_: str,
     gain: float | None,
+    *,
     remains: float | None = None,
     gained: float = 0.0,
+    **values: Any,
 ) -> Advice:
-    """One entry of `advice[]`.
+    """One entry of `advice[]`; `values` are the values in the texts of advice.toml.
 
     `remains`: seconds per step of the cause that remain; by default its seconds now minus `gain`.
     `gained`: seconds per step that other advice saves first.
     """
-    cause = _CAUSES.get(name, "exposed")
-    now = run.part(cause)
-    share = None
+    texts = _TEXTS[name]
+    now = run.part(texts["cause"])
+    share_left = None
     if gain is not None:
         left = max(0.0, now - gained - gain if remains is None else remains)
         length = run.step_s - gained - gain
-        share = left / length if length > 0 else 0.0
+        share_left = left / length if length > 0 else 0.0
+    values |= {"share": _percent(now / run.step_s), "remains": _percent(share_left or 0.0)}
     return {
         "id": name,
-        "finding": finding,
-        "try": try_.replace("{remains}", "?" if share is None else f"{100 * share:.0f} %"),
+        "finding": texts["finding"].format_map(values),
+        "try": texts["try"].format_map(values),
         "share": now / run.step_s,
         "gain_s": gain,
         "gain_share": None if gain is None else gain / run.step_s,
-        "remains_share": share,
-        "cause": cause,
+        "remains_share": share_left,
+        "cause": texts["cause"],
     }
 
 
@@ -172,16 +170,17 @@ def _bucket_size(run: ProfiledRun) -> Iterator[Advice]:
     # least memory.
     size = next(size for size in sizes if gains[size] >= best - 0.01 * run.step_s)
     count = round(fmean(map(len, model.sizes)))
-    largest = format_bytes(max(map(max, model.sizes)))
-    one = " (one bucket)" if size * _MIB >= total else ""
     yield _advice(
         run,
         "buckets",
-        f"{run.exposed_text}, with {count} bucket{'s' * (count != 1)} of up to {largest}",
-        f"with buckets of {size} MiB{one} {{remains}} would remain{bound}: "
-        f"DDP(bucket_cap_mb={size}), tutti train --bucket-mb {size}",
         gains[size],
-        run.part("exposed") - exposed + results[size].within_backward + results[size].added,
+        remains=run.part("exposed") - exposed + sum(results[size]),
+        count=count,
+        s="s" * (count != 1),
+        largest=format_bytes(max(map(max, model.sizes))),
+        size=size,
+        one=" (one bucket)" if size * _MIB >= total else "",
+        bound=bound,
     )
 
 
@@ -206,14 +205,8 @@ def _overlap(run: ProfiledRun) -> Iterator[Advice]:
             hideable.append(trace.compute.between(first, end).seconds)
     exposed = run.exposed("dp")
     if reduced_late and exposed > 0:
-        yield _advice(
-            run,
-            "overlap",
-            f"{run.exposed_text}; gradients are reduced after backward, which could hide "
-            f"{1e3 * fmean(hideable):.1f} ms",
-            "reduced during backward, as DistributedDataParallel does, {remains} would remain",
-            min(exposed, fmean(hideable)),
-        )
+        gain = min(exposed, fmean(hideable))
+        yield _advice(run, "overlap", gain, hideable_ms=1e3 * fmean(hideable))
 
 
 def _grouping(run: ProfiledRun) -> Iterator[Advice]:
@@ -224,14 +217,9 @@ def _grouping(run: ProfiledRun) -> Iterator[Advice]:
     cost, bound = _message_cost(all_reduces)
     if cost is None or count < 4:
         return
-    sent = sum(each.first.bytes for each in small) / run.step_count
-    yield _advice(
-        run,
-        "grouping",
-        f"{run.exposed_text}; a step has {count:.0f} all-reduces with {format_bytes(sent)}",
-        f"sent as one message, {{remains}} would remain{bound}: flatten the tensors, or use DDP",
-        min(run.exposed("dp", bucket=False), cost.alpha * (count - 1)),
-    )
+    size = format_bytes(sum(each.first.bytes for each in small) / run.step_count)
+    gain = min(run.exposed("dp", bucket=False), cost.alpha * (count - 1))
+    yield _advice(run, "grouping", gain, count=count, size=size, bound=bound)
 
 
 def _replicate(run: ProfiledRun) -> Iterator[Advice]:
@@ -251,14 +239,7 @@ def _replicate(run: ProfiledRun) -> Iterator[Advice]:
         if trace.device_bytes and trace.memory_bytes
     ]
     if free and len(free) == len(run.traces) and more < min(free):
-        yield _advice(
-            run,
-            "replicas",
-            f"{run.exposed_text}, {1e3 * exposed:.1f} ms of it for sharding, and memory is free",
-            f"replicas move 2/3 of the bytes: {{remains}} would remain, and each device would hold "
-            f"about {more / 1e9:.1f} GB more",
-            exposed / 3,
-        )
+        yield _advice(run, "replicas", exposed / 3, exposed_ms=1e3 * exposed, more_gb=more / 1e9)
 
 
 def _shard(run: ProfiledRun) -> Iterator[Advice]:
@@ -269,14 +250,7 @@ def _shard(run: ProfiledRun) -> Iterator[Advice]:
         if trace.device_bytes and trace.memory_bytes
     ]
     if used and max(used) > _MEMORY_FULL and run.collectives("all_reduce", "dp"):
-        yield _advice(
-            run,
-            "sharding",
-            f"memory is {100 * max(used):.0f} % full, and every rank holds the whole model",
-            "shard the parameters (FSDP, --layout shardN) to free memory for a larger batch; "
-            "sharding moves 1.5 times the bytes, and the trace does not show the gain in time",
-            None,
-        )
+        yield _advice(run, "sharding", None, used=_percent(max(used)))
 
 
 def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice]:
@@ -294,14 +268,9 @@ def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice]
     # The first k with which at most 5 % of the step is exposed.
     k = next((k for k in (2, 4, 8) if exposed / k / (rest + exposed / k) <= 0.05), 8)
     after = " after the other advice" if gained else ""
+    gain = exposed * (1 - 1 / k)
     yield _advice(
-        run,
-        "accumulation",
-        f"{run.exposed_text}; gradient all-reduces are {1e3 * exposed:.1f} ms of it{after}",
-        f"accumulated over {k} batches, or with {k} times the batch on each rank, {{remains}} "
-        f"would remain; {k} times the global batch needs another learning rate",
-        exposed * (1 - 1 / k),
-        gained=gained,
+        run, "accumulation", gain, gained=gained, exposed_ms=1e3 * exposed, after=after, k=k
     )
 
 
@@ -314,19 +283,17 @@ def _input(run: ProfiledRun) -> Iterator[Advice]:
     rest = run.step_s - load
     waiter = f"rank {rank}" if loads and load >= 2 * fmean(loads.values()) else "a rank"
     workers = math.ceil(load / rest) if rest > 0 else 1
+    cure = f"DataLoader(num_workers={workers})"
     if any(trace.has_loader_workers for trace in run.traces):
-        cure = "use more loader workers (the trace does not contain their number)"
-    else:
-        cure = f"use DataLoader(num_workers={workers})"
-    yield _advice(
-        run,
-        "input",
-        f"{waiter} waits {1e3 * load:.1f} ms per step ({100 * load / run.step_s:.0f} %) for its "
-        "data",
-        f"{cure}: {{remains}} of this waiting would remain",
-        load,
-        0.0,
-    )
+        cure = "more loader workers (the trace does not contain their number)"
+    share = _percent(load / run.step_s)
+    values: dict[str, Any] = {
+        "waiter": waiter,
+        "load_ms": 1e3 * load,
+        "load_share": share,
+        "cure": cure,
+    }
+    yield _advice(run, "input", load, remains=0.0, **values)
 
 
 def _straggler(run: ProfiledRun) -> Iterator[Advice]:
@@ -341,14 +308,11 @@ def _straggler(run: ProfiledRun) -> Iterator[Advice]:
             continue
         cost = row["cost_s"]["mean"]
         late = row["late_by_s"]["mean"] * row["last"] / run.step_count if row["late_by_s"] else 0.0
+        gain = min(cost, late, instead["seconds"])
+        cure = _straggler_cure(run, rank, instead["part"])
+        excess = excess_text(instead)
         yield _advice(
-            run,
-            "straggler",
-            f"the others wait {1e3 * cost:.1f} ms per step for rank {rank}, which "
-            f"{excess_text(instead)}",
-            f"{_straggler_cure(run, rank, instead['part'])}; if rank {rank} were as fast as the "
-            "others, {remains} of waiting would remain",
-            min(cost, late, instead["seconds"]),
+            run, "straggler", gain, cost_ms=1e3 * cost, rank=rank, excess=excess, cure=cure
         )
 
 
@@ -382,9 +346,9 @@ def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
         if not uneven and threads <= len(cpus):
             continue
         cpus_per_rank = len(cpus) // len(traces)
-        finding = f"{len(traces)} ranks use {threads} threads"
+        load = f"{len(traces)} ranks use {threads} threads"
         if uneven:
-            finding = f"the same operators take {1e3 * min(times):.1f} to {1e3 * max(times):.1f} ms"
+            load = f"the same operators take {1e3 * min(times):.1f} to {1e3 * max(times):.1f} ms"
         cure = "bind each rank to its own CPUs (taskset; tutti run does so)"
         if not cpus_per_rank:
             cure = f"start at most {len(cpus)} ranks there"
@@ -392,8 +356,13 @@ def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
             cure += f", with {cpus_per_rank} threads (OMP_NUM_THREADS={cpus_per_rank})"
         if not uneven:
             cure += "; the trace does not show the gain, because all ranks are slowed equally"
-        finding += f" on the {len(cpus)} CPUs of {host or 'a host'}"
-        yield _advice(run, "binding", finding, cure, gain if uneven else None)
+        values: dict[str, Any] = {
+            "load": load,
+            "cpus": len(cpus),
+            "host": host or "a host",
+            "cure": cure,
+        }
+        yield _advice(run, "binding", gain if uneven else None, **values)
 
 
 def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
@@ -409,24 +378,11 @@ def _microbatches(run: ProfiledRun) -> Iterator[Advice]:
     # The last stage receives only activations: once for each microbatch.
     count = min(filter(None, receives))
     yield _advice(
-        run,
-        "microbatches",
-        f"the pipeline bubble is {run.percent('bubble')} of the step, with {count} "
-        f"microbatch{'es' * (count != 1)}",
-        f"with {2 * count} microbatches of half the size {{remains}} would remain (--accumulation "
-        f"{2 * count}), if smaller microbatches compute as efficiently",
-        bubble / 2,
+        run, "microbatches", bubble / 2, count=count, es="es" * (count != 1), doubled=2 * count
     )
 
 
 def _gpu_gaps(run: ProfiledRun) -> Iterator[Advice]:
     """An idle GPU: if the host launches fewer kernels, at most the whole idle time is saved."""
     if any(trace.on_device for trace in run.traces):
-        yield _advice(
-            run,
-            "gaps",
-            f"the GPU is idle for {run.percent('host_gap')} of the step",
-            "launch fewer kernels: torch.compile, CUDA graphs, fewer .item() and print; {remains} "
-            "would remain at best",
-            run.part("host_gap"),
-        )
+        yield _advice(run, "gaps", run.part("host_gap"))
