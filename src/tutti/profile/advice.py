@@ -286,14 +286,8 @@ def _input(run: ProfiledRun) -> Iterator[Advice]:
     cure = f"DataLoader(num_workers={workers})"
     if any(trace.has_loader_workers for trace in run.traces):
         cure = "more loader workers (the trace does not contain their number)"
-    share = _percent(load / run.step_s)
-    values: dict[str, Any] = {
-        "waiter": waiter,
-        "load_ms": 1e3 * load,
-        "load_share": share,
-        "cure": cure,
-    }
-    yield _advice(run, "input", load, remains=0.0, **values)
+    time = f"{1e3 * load:.1f} ms per step ({_percent(load / run.step_s)})"
+    yield _advice(run, "input", load, remains=0.0, waiter=waiter, time=time, cure=cure)
 
 
 def _straggler(run: ProfiledRun) -> Iterator[Advice]:
@@ -356,13 +350,10 @@ def _cpu_binding(run: ProfiledRun) -> Iterator[Advice]:
             cure += f", with {cpus_per_rank} threads (OMP_NUM_THREADS={cpus_per_rank})"
         if not uneven:
             cure += "; the trace does not show the gain, because all ranks are slowed equally"
-        values: dict[str, Any] = {
-            "load": load,
-            "cpus": len(cpus),
-            "host": host or "a host",
-            "cure": cure,
-        }
-        yield _advice(run, "binding", gain if uneven else None, **values)
+        known_gain = gain if uneven else None
+        yield _advice(
+            run, "binding", known_gain, load=load, cpus=len(cpus), host=host or "a host", cure=cure
+        )
 
 
 def _microbatches(run: ProfiledRun) -> Iterator[Advice]:

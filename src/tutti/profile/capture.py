@@ -89,9 +89,9 @@ class Capture:
         self.nvtx, self.stop, self.replace = nvtx, stop, replace
         self.path: Path | None = None  # the path of the trace, once written
         self._profiler: torch.profiler.profile | _NvtxRanges | None = None
-        self._closed = False
         self._steps = 0
-        self._batch, self._batch_counter = batch, _BatchCounter()
+        self._hooks = ExitStack()  # removes all hooks in torch when it is closed
+        self._batch, self._batch_counter = batch, _BatchCounter(self._hooks)
         self._program_profilers = _ProgramProfilers(self)
         self._device: torch.device | None = None  # the GPU that the program uses
         # Start and end of the steps during `wait`, without the profiler, and during `active`.
@@ -99,7 +99,6 @@ class Capture:
         self._recorded: list[tuple[Any, Any]] = []
         self._step_start: Any = None  # None: the current step is not timed
         self._leading_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._hook: Any = None
 
     def __enter__(self) -> "Capture":
         if _cuda.is_initialized():
@@ -113,7 +112,7 @@ class Capture:
 
     def step(self) -> None:
         """Mark the end of a training step."""
-        if self._closed or self._profiler is None:
+        if self._profiler is None:
             return
         if self._step_start is not None:
             times = self._unrecorded if self._steps < self.wait else self._recorded
@@ -131,23 +130,19 @@ class Capture:
 
     def close(self) -> None:
         """Stop the profiler, and write the recorded steps, if any. Safe to call again."""
-        self._remove_hook()
-        if self._closed:
-            return
-        self._closed = True
-        self._program_profilers.end()
+        self._hooks.close()
         profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            counted = self._batch_counter.end(self._steps)
-            self._batch = self._batch or counted
-            first, last = self.wait + self.warmup, self._steps
-            if isinstance(profiler, _NvtxRanges):
-                if last > first and self._rank == 0:
-                    _report(f"steps {first} to {last - 1} are marked for Nsight Systems")
-            elif last > first:
-                # Called before stop(), because metadata that is added later is not written.
-                profiler.add_metadata_json("tutti", json.dumps(self._metadata(), default=str))
-            profiler.stop()  # calls _write if steps were recorded
+        if profiler is None:
+            return
+        self._batch = self._batch or self._batch_counter.samples_per_step(self._steps)
+        first, last = self.wait + self.warmup, self._steps
+        if isinstance(profiler, _NvtxRanges):
+            if last > first and self._rank == 0:
+                _report(f"steps {first} to {last - 1} are marked for Nsight Systems")
+        elif last > first:
+            # Called before stop(), because metadata that is added later is not written.
+            profiler.add_metadata_json("tutti", json.dumps(self._metadata(), default=str))
+        profiler.stop()  # calls _write if steps were recorded
 
     def follow_optimizers(self) -> "Capture":
         """Treat each optimizer step as the end of a training step, through torch's global hook.
@@ -156,7 +151,7 @@ class Capture:
         are not affected.
         """
         self._program_profilers.begin()
-        self._hook = register_optimizer_step_post_hook(self._on_optimizer_step)
+        self._hooks.callback(register_optimizer_step_post_hook(self._on_optimizer_step).remove)
         atexit.register(self._at_exit)  # the program may end before the schedule
         return self
 
@@ -175,7 +170,7 @@ class Capture:
             self._leading_optimizer = weakref.ref(optimizer)
 
     def _at_exit(self) -> None:
-        if self._profiler is not None and not self._closed:
+        if self._profiler is not None:
             needed = self.wait + self.warmup + self.active + 1
             _report(
                 f"the program took {self._steps + 1} steps, the schedule needs {needed}: reduce "
@@ -192,15 +187,8 @@ class Capture:
             _report(f"the capture has ended: {error}")
 
     def _abandon(self) -> None:
-        self._closed, self._profiler = True, None
-        self._batch_counter.end(0)
-        self._program_profilers.end()
-        self._remove_hook()
-
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._hooks.close()
+        self._profiler = None
 
     def _stop_if_program_profiles(self) -> None:
         if self._program_profilers.any_active():
@@ -357,9 +345,9 @@ def _report(text: str) -> None:
     print(f"tutti profile: {text}", file=sys.stderr)
 
 
-def _replace(patches: ExitStack, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method until `patches` is closed."""
-    patches.callback(setattr, owner, name, getattr(owner, name))
+def _replace(hooks: ExitStack, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method until `hooks` is closed."""
+    hooks.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, replacement)
 
 
@@ -371,8 +359,8 @@ class _BatchCounter:
     samples in each batch are counted.
     """
 
-    def __init__(self) -> None:
-        self._patches = ExitStack()
+    def __init__(self, hooks: ExitStack) -> None:
+        self._hooks = hooks
         self._loader: Any = None
         self._samples: float | None = 0.0
 
@@ -381,10 +369,8 @@ class _BatchCounter:
         if (module := sys.modules.get("tutti.data.loader")) is not None:
             self._count_results(module.Loader, "_received", _tutti_batch)
 
-    def end(self, steps: int) -> int | None:
-        """Remove the hooks; returns samples per step of this rank, None if unknown."""
-        self._patches.close()
-        self._loader = None
+    def samples_per_step(self, steps: int) -> int | None:
+        """Samples per step of this rank, None if unknown."""
         return round(self._samples / steps) or None if self._samples and steps else None
 
     def _count_results(
@@ -402,7 +388,7 @@ class _BatchCounter:
                 self._samples = self._samples + samples if known else None
             return batch
 
-        _replace(self._patches, owner, name, counted)
+        _replace(self._hooks, owner, name, counted)
 
 
 def _torch_batch(iterator: Any, batch: Any) -> tuple[Any, Any]:
@@ -424,7 +410,7 @@ def _tutti_batch(loader: Any, batch: Any) -> tuple[Any, Any]:
 
 
 class _ProgramProfilers:
-    """Tracks the torch profilers that the program itself starts, from `begin` to `end`.
+    """Tracks the torch profilers that the program itself starts, until the capture ends.
 
     torch runs only one profiler at a time, and a profiler in its warm-up counts as running. The
     capture is notified before a profiler of the program starts. An idle profiler of the program
@@ -435,9 +421,9 @@ class _ProgramProfilers:
         self._capture = capture
         self._muted: Any = None
         self._prepared: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._patches = ExitStack()
 
     def begin(self) -> None:
+        hooks = self._capture._hooks
         profile: Any = autograd_profiler.profile
         prepare, leave = profile._prepare_trace, profile.__exit__
 
@@ -451,15 +437,11 @@ class _ProgramProfilers:
             self._prepared.discard(profiler)
             return leave(profiler, *error)
 
-        _replace(self._patches, profile, "_prepare_trace", tracked_prepare)
-        _replace(self._patches, profile, "__exit__", tracked_leave)
+        _replace(hooks, profile, "_prepare_trace", tracked_prepare)
+        _replace(hooks, profile, "__exit__", tracked_leave)
         for name in ("start", "step"):
             muted = self._without_marks(getattr(_profile, name))
-            _replace(self._patches, _profile, name, muted)
-
-    def end(self) -> None:
-        """Remove the hooks. Safe to call again."""
-        self._patches.close()
+            _replace(hooks, _profile, name, muted)
 
     def any_active(self) -> bool:
         """Whether a profiler runs or warms up; call this before the capture's profiler starts."""

@@ -13,6 +13,7 @@ Every moment of a step belongs to exactly one part:
 """
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ PARTS = ("compute", "hidden", "exposed", "wait", "bubble", "input", "host_gap", 
 PART_TITLES = {"host_gap": "gaps"}  # titles in tables and sentences; other parts keep their name
 
 Kind = tuple[str | None, bool]  # mesh axis, whether the collective is a DDP bucket
+_Pair = tuple[float, float]  # start, end
 
 
 @dataclass(frozen=True)
@@ -53,21 +55,19 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
     compute = trace.compute.between(step.start, step.end)
     communicating = trace.communication.between(step.start, step.end)
     idle = whole - compute
-    waits: dict[int, list[tuple[float, float]]] = {}
-    bubbles: list[tuple[float, float]] = []
-    transfers: list[tuple[float, float]] = []
-    extents: dict[Kind, list[tuple[float, float]]] = {}
+    waits: dict[int, list[_Pair]] = defaultdict(list)  # by the rank that was late
+    bubbles: list[_Pair] = []
+    transfers: list[_Pair] = []
+    extents: dict[Kind, list[_Pair]] = defaultdict(list)
     for each in trace.collectives:
         if each.arrival >= step.end or each.end <= step.start:
             continue
-        transfer_start = each.transfer_start
-        transfers.append((transfer_start, each.end))
-        kind = each.axis, each.bucket_ready is not None
-        extents.setdefault(kind, []).append((each.arrival, each.end))
+        transfers.append((each.transfer_start, each.end))
+        extents[each.axis, each.bucket_ready is not None].append((each.arrival, each.end))
         if each.is_point_to_point:
-            bubbles.append((each.arrival, transfer_start))
+            bubbles.append((each.arrival, each.transfer_start))
         elif each.last_rank is not None and each.last_rank != trace.rank:
-            waits.setdefault(each.last_rank, []).append((each.arrival, transfer_start))
+            waits[each.last_rank].append((each.arrival, each.transfer_start))
     # If one collective moves data while another collective waits, the time counts as moving data.
     stalled = idle - Intervals.of(transfers)
     waited_for: dict[int, float] = {}
@@ -95,6 +95,7 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
         "host_gap": quiet - other,
         "rest": other,
     }
+    gradients = step.gradients
     return StepBreakdown(
         rank=trace.rank,
         step=step.number,
@@ -105,13 +106,12 @@ def split_step(trace: RankTrace, step: Step) -> StepBreakdown:
         by_kind=_split_by_kind(
             {"hidden": hidden, "exposed": exposed, "wait": waiting | bubble}, extents
         ),
-        gradients=step.gradients
-        and (step.gradients[0] - step.start, step.gradients[1] - step.start),
+        gradients=gradients and (gradients[0] - step.start, gradients[1] - step.start),
     )
 
 
 def _split_by_kind(
-    regions: dict[str, Intervals], extents: dict[Kind, list[tuple[float, float]]]
+    regions: dict[str, Intervals], extents: dict[Kind, list[_Pair]]
 ) -> dict[Kind, dict[str, float]]:
     """Attribute each region to the kind of communication in it; to the first if kinds overlap."""
     by_kind: dict[Kind, dict[str, float]] = {}
@@ -119,8 +119,8 @@ def _split_by_kind(
         extent = Intervals.of(pairs)
         by_kind[kind] = {name: (region & extent).seconds for name, region in regions.items()}
         regions = {name: region - extent for name, region in regions.items()}
-    # The rest is time to enter or leave a call or to wake up after it: attribute it to the kind of
-    # the last call before.
+    # The remaining time is spent entering or leaving a call or waking up after a call: attribute
+    # the time to the kind of the last call before.
     arrivals = [(pair[0], kind) for kind, pairs in extents.items() for pair in pairs]
     arrivals.sort(key=lambda each: each[0])
     for name, region in regions.items():

@@ -74,7 +74,9 @@ class _TraceReader:
         self.runs: list[HostEvent] = []
         self.parameters: list[HostEvent] = []
         self.tags: list[HostEvent] = []
-        self.backward = _BackwardEvents()
+        # The functions that autograd's engine runs; by thread: accumulations of gradients.
+        self.engine = IntervalCollector()
+        self.accumulating: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
         self.kernels = _Kernels()
         self.memory = 0
         self.has_loader_workers = False
@@ -141,7 +143,10 @@ class _TraceReader:
             self.comm_calls[thread].add(start, end)
         elif name.startswith(_WRAPPERS) or re.fullmatch(r"\w+Backward\d*", name):
             self.wrappers.add(start, end)
-            self.backward.add(name, thread, start, end)
+            if name.startswith(_AUTOGRAD_FUNCTION):
+                self.engine.add(start, end)
+                if name.endswith("AccumulateGrad"):
+                    self.accumulating[thread].add(start, end)
         else:
             self.operators[thread].add(start, end)
             self.work += _multiplications(name, event.get("args", {}))
@@ -213,7 +218,7 @@ class _TraceReader:
             tags,
             recorder,
             lambda group: int(groups.get(group, {}).get("pg_size", world_size)),
-            self.backward.accumulates_gradient,
+            self._accumulates_gradient,
         )
         self.collectives.sort(key=lambda collective: collective.start)
         # At the end of the recording the profiler also closes a step that is not finished.
@@ -221,7 +226,7 @@ class _TraceReader:
             self.steps = [step for step in self.steps if step.number < finished]
         self.steps.sort(key=lambda step: step.start)
         for step in self.steps:
-            step.gradients = self.backward.gradients(step.start, step.end)
+            step.gradients = self._gradients(step.start, step.end)
         if self.kernels:
             self._move_to_device_time()
         if not self.steps and self.last > self.first:
@@ -301,7 +306,7 @@ class _TraceReader:
             collective = self.collective_of_operator.get(event.arguments.get("External id"))
             if collective is None or collective.operation != "all_reduce":
                 continue
-            if self.backward.accumulates_gradient(event.thread, event.start):
+            if self._accumulates_gradient(event.thread, event.start):
                 ready = device_done(event.start) or collective.arrival
                 collective.bucket_ready = min(ready, collective.arrival)
         launches, starts, ends = self.kernels.by_launch(computing_only=False)
@@ -320,34 +325,20 @@ class _TraceReader:
             first_start = self.steps[0].start
             self.collectives = [each for each in self.collectives if each.end > first_start]
 
-
-class _BackwardEvents:
-    """The times of gradients, from the events of autograd's engine for each function it runs."""
-
-    def __init__(self) -> None:
-        self._engine = IntervalCollector()
-        self._accumulating: dict[Any, IntervalCollector] = defaultdict(IntervalCollector)
-
-    def add(self, name: str, thread: Any, start: float, end: float) -> None:
-        if name.startswith(_AUTOGRAD_FUNCTION):
-            self._engine.add(start, end)
-            if name.endswith("AccumulateGrad"):
-                self._accumulating[thread].add(start, end)
-
     @cached_property
-    def _by_thread(self) -> dict[Any, Intervals]:
-        return {thread: found.intervals() for thread, found in self._accumulating.items()}
+    def _accumulations(self) -> dict[Any, Intervals]:
+        return {thread: found.intervals() for thread, found in self.accumulating.items()}
 
-    def accumulates_gradient(self, thread: Any, moment: float) -> bool:
+    def _accumulates_gradient(self, thread: Any, moment: float) -> bool:
         """Whether a gradient was being accumulated; then a gradient hook called the collective."""
-        intervals = self._by_thread.get(thread, EMPTY)
+        intervals = self._accumulations.get(thread, EMPTY)
         index = int(np.searchsorted(intervals.starts, moment, side="right")) - 1
         return index >= 0 and moment <= float(intervals.ends[index])
 
-    def gradients(self, start: float, end: float) -> tuple[float, float] | None:
+    def _gradients(self, start: float, end: float) -> tuple[float, float] | None:
         """The times of the first gradient and of the end of backward between two host times."""
-        engine = self._engine.intervals().between(start, end)
-        found = [intervals.between(start, end) for intervals in self._by_thread.values()]
+        engine = self.engine.intervals().between(start, end)
+        found = [intervals.between(start, end) for intervals in self._accumulations.values()]
         firsts = [float(intervals.starts[0]) for intervals in found if len(intervals.starts)]
         return (min(firsts), float(engine.ends[-1])) if firsts and len(engine.ends) else None
 
