@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.profile.intervals import Intervals
+from tutti.profile.rank_trace import Intervals
 
 pairs = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda p: (p[0], p[0] + p[1])), max_size=12

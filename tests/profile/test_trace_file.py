@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tutti.profile.intervals import IntervalCollector
+from tutti.profile.rank_trace import IntervalCollector
 from tutti.profile.trace_file import TraceFile
 from tutti.profile.trace_reader import read_rank
 

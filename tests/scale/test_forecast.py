@@ -1,5 +1,6 @@
 """Planted α and β are recovered, and a forecast equals the calculation by hand."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from tutti.scale.efficiency import LOSS_CAUSES
 from tutti.scale.forecast import (
     CommPoint,
     EfficiencyModel,
-    ScalePoint,
+    Ratio,
     comm_points,
     fit_comm,
     forecast,
 )
+from tutti.scale.scale_runs import MeasuredRun, MeasuredStep
 from tutti.scale.scale_table import scale_lines
 
 # Bytes that a ring of n ranks moves over a link, by hand: 2 (n − 1) / n and (n − 1) / n.
@@ -81,19 +83,24 @@ def test_points_are_made_of_matched_messages_with_a_size() -> None:
     assert fit_comm([]) is None
 
 
-def _point(ranks: int, comm: list[dict[str, Any]] | None = None, **given: float) -> ScalePoint:
-    """A size from seconds; the step is their sum."""
-    values = dict.fromkeys(("own", "input", "exposed", "stalled"), 0.0) | given
-    hidden, ideal = values.pop("hidden", 0.0), values.pop("ideal", 1.0)
-    seconds, stalled = sum(values.values()), values.pop("stalled")
-    return ScalePoint(
+def _run(ranks: int, comm: list[dict[str, Any]] | None = None, **seconds: float) -> MeasuredRun:
+    """A run whose step is the sum of the given parts; `hidden` is in addition to them."""
+    hidden = seconds.pop("hidden", 0.0)
+    names = ("compute", "host_gap", "rest", "input", "exposed", "wait", "bubble")
+    parts = dict.fromkeys(names, 0.0) | seconds
+    step = MeasuredStep(sum(parts.values()), parts)
+    return MeasuredRun(
         ranks=ranks,
-        ideal=ideal,
-        seconds=seconds,
-        hidden=hidden,
-        stalled_share=stalled / seconds,
+        repeat=0,
+        folder=Path(),
+        flags={},
+        samples=None,
+        step=step,
+        hidden=hidden / step.seconds,
         comm=comm or [],
-        **values,
+        late=None,
+        overhead=1.0,
+        notes=[],
     )
 
 
@@ -103,12 +110,12 @@ def test_a_weak_forecast_by_hand() -> None:
     The message is all bandwidth: 1.0 × S among 2, 1.5 × S among 4, so 30 ms are exposed at 4, and
     waiting keeps its fifth: (100 + 30) / 0.8 = 162.5 ms.
     """
-    base = _point(1, own=0.1)
-    two = _point(2, [_comm()], own=0.1, exposed=0.02, stalled=0.03)
+    base = _run(1, compute=0.1)
+    two = _run(2, [_comm()], compute=0.1, exposed=0.02, wait=0.03)
     fit = fit_comm([CommPoint("all_reduce", 2, 1000, 0.02)])
     assert fit is not None and fit.alpha_s == 0 and fit.r2 is None
 
-    model = EfficiencyModel(base, two, fit, "weak")
+    model = EfficiencyModel(Ratio(two, base, 1.0), fit, "weak")
 
     assert model.efficiency(2) == pytest.approx(100 / 150)  # as measured
     assert model.efficiency(4) == pytest.approx(100 / 162.5)
@@ -120,27 +127,27 @@ def test_a_strong_forecast_by_hand() -> None:
     With 8 ranks the own work is 10 + 100 / 8 = 22.5 ms. Communication takes 1.75 / 1.0 × 50 =
     87.5 ms, 35 of them exposed as before; but only 22.5 can be hidden: 65 ms are exposed.
     """
-    base = _point(1, own=0.11)
-    two = _point(2, [_comm()], own=0.06, exposed=0.02, hidden=0.03, ideal=0.5)
+    base = _run(1, compute=0.11)
+    two = _run(2, [_comm()], compute=0.06, exposed=0.02, hidden=0.03)
     fit = fit_comm([CommPoint("all_reduce", 2, 1000, 0.05)])
     assert fit is not None
 
-    model = EfficiencyModel(base, two, fit, "strong")
+    model = EfficiencyModel(Ratio(two, base, 0.5), fit, "strong")
 
     assert model.efficiency(2) == pytest.approx(110 / 2 / 80)
     assert model.efficiency(8) == pytest.approx(110 / 8 / (22.5 + 65))
 
 
 def test_tensor_parallel_groups_keep_their_size() -> None:
-    base, four = (_point(ranks, [_comm(axis="tp")], own=0.08, exposed=0.02) for ranks in (2, 4))
+    base, four = (_run(ranks, [_comm(axis="tp")], compute=0.08, exposed=0.02) for ranks in (2, 4))
     fit = fit_comm([CommPoint("all_reduce", 2, 1000, 0.02)])
     assert fit is not None
 
-    assert EfficiencyModel(base, four, fit, "weak").efficiency(64) == pytest.approx(1.0)
+    assert EfficiencyModel(Ratio(four, base, 1.0), fit, "weak").efficiency(64) == pytest.approx(1)
 
 
-def _measured_sizes() -> tuple[ScalePoint, ScalePoint]:
-    return _point(1, own=0.1), _point(2, [_comm()], own=0.1, exposed=0.02)
+def _measured_sizes() -> Ratio:
+    return Ratio(_run(2, [_comm()], compute=0.1, exposed=0.02), _run(1, compute=0.1), 1.0)
 
 
 def test_limits_are_already_passed_or_ahead_or_out_of_reach() -> None:

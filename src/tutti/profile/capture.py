@@ -11,13 +11,13 @@ import os
 import resource
 import shutil
 import socket
-import statistics
 import sys
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -271,9 +271,7 @@ class Capture:
         """End all ranks after the same step, like sys.exit, so that exit handlers run."""
         local_ranks = min(self._size, int(os.environ.get("LOCAL_WORLD_SIZE", self._size)))
         deadline = time.monotonic() + _END_TIMEOUT_SECONDS
-        while len(list(self.directory.glob("rank*"))) < local_ranks:
-            if time.monotonic() >= deadline:
-                break
+        while len(list(self.directory.glob("rank*"))) < local_ranks and time.monotonic() < deadline:
             time.sleep(0.02)
         raise SystemExit(0)
 
@@ -296,7 +294,7 @@ class Capture:
         unrecorded, recorded = _step_seconds(self._unrecorded), _step_seconds(self._recorded)
         overhead = None
         if recorded and unrecorded:
-            overhead = statistics.median(recorded) / statistics.median(unrecorded)
+            overhead = median(recorded) / median(unrecorded)
         return metadata | {
             "rank": self._rank,
             "world_size": self._size,
@@ -367,7 +365,9 @@ class _BatchCounter:
     def begin(self) -> None:
         self._count_results(dataloader._BaseDataLoaderIter, "__next__", _torch_batch)
         if (module := sys.modules.get("tutti.data.loader")) is not None:
-            self._count_results(module.Loader, "_received", _tutti_batch)
+            self._count_results(
+                module.Loader, "_received", lambda loader, batch: (loader, batch.count)
+            )
 
     def samples_per_step(self, steps: int) -> int | None:
         """Samples per step of this rank, None if unknown."""
@@ -403,10 +403,6 @@ def _torch_batch(iterator: Any, batch: Any) -> tuple[Any, Any]:
     if size and getattr(sampler, "split_batches", False):  # Accelerate: a batch is for all ranks
         size /= getattr(sampler, "num_processes", 1)
     return sampler, size
-
-
-def _tutti_batch(loader: Any, batch: Any) -> tuple[Any, Any]:
-    return loader, batch.count
 
 
 class _ProgramProfilers:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tutti.measure.files import write_atomically
@@ -74,11 +73,7 @@ def run_captured(command: Sequence[str], settings: dict[str, Any]) -> int:
     env = captured_environment(settings, os.environ)
     # Keep inherited descriptors open: MPICH's ranks communicate with mpirun through one of them.
     with subprocess.Popen(command, env=env, close_fds=False) as process:
-
-        def forward(number: int, frame: FrameType | None) -> None:
-            process.send_signal(number)
-
-        before = signal.signal(signal.SIGTERM, forward)
+        before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
         try:
             while True:
                 try:

@@ -50,7 +50,8 @@ def assemble_collectives(
     _sort_by_start(calls, runs, parameters, tags)
     run_of_call = _match_runs(calls, runs)
     entries = sorted(recorder)
-    inner, outer = _EventsInside(parameters), _TagsAround(tags)
+    inner = _EventsByThread(parameters)
+    outer = _EventsByThread([event for event in tags if event.tag.phase != "wait"])
     result = []
     used_tags: set[int] = set()
     position = 0
@@ -74,7 +75,7 @@ def assemble_collectives(
         if call.operation == "all_reduce" and accumulates_gradient(call.thread, call.start):
             collective.bucket_ready = call.start
         _fill_size(collective, call, run, group_size(collective.group))
-        if (parameter := inner.first_in(call)) is not None:
+        if (parameter := inner.first_inside(call)) is not None:
             size = collective.bytes
             # This is a call of shm. The recorder entry is that of gloo, which shm calls between
             # hosts.
@@ -105,11 +106,11 @@ def calls_without_kernels(
     A call that contains one of the events `nccl_parameters` launched an NCCL kernel.
     """
     _sort_by_start(calls, nccl_parameters, runs, tags)
-    inner = _EventsInside(nccl_parameters)
-    calls = [call for call in calls if inner.first_in(call) is None]
+    inner = _EventsByThread(nccl_parameters)
+    calls = [call for call in calls if inner.first_inside(call) is None]
     calls = [calls[number] for number in sorted(_match_runs(calls, runs))]
-    inner = _EventsInside(calls)
-    return calls, [event for event in tags if inner.first_in(event) is not None]
+    inner = _EventsByThread(calls)
+    return calls, [event for event in tags if inner.first_inside(event) is not None]
 
 
 def _sort_by_start(*lists: list[HostEvent]) -> None:
@@ -197,32 +198,23 @@ def _from_tags(tags: list[HostEvent]) -> list[Collective]:
     return result
 
 
-class _EventsInside:
-    """Finds the first event inside a call, on the same thread; calls must come in time order."""
+class _EventsByThread:
+    """Finds the event inside or around a call, on the same thread; calls come in time order."""
 
     def __init__(self, events: list[HostEvent]) -> None:
-        self._by_thread: dict[Any, deque[HostEvent]] = defaultdict(deque)
+        self._events: dict[Any, deque[HostEvent]] = defaultdict(deque)
         for event in events:
-            self._by_thread[event.thread].append(event)
+            self._events[event.thread].append(event)
 
-    def first_in(self, call: HostEvent) -> HostEvent | None:
-        events = self._by_thread[call.thread]
+    def first_inside(self, call: HostEvent) -> HostEvent | None:
+        events = self._events[call.thread]
         while events and events[0].start < call.start:
             events.popleft()
         return events[0] if events and events[0].start <= call.end else None
 
-
-class _TagsAround:
-    """Finds the tutti.comm range around a call; each range contains one call."""
-
-    def __init__(self, tags: list[HostEvent]) -> None:
-        self._by_thread: dict[Any, deque[HostEvent]] = defaultdict(deque)
-        for event in tags:
-            if event.tag.phase != "wait":
-                self._by_thread[event.thread].append(event)
-
     def around(self, call: HostEvent) -> HostEvent | None:
-        tags = self._by_thread[call.thread]
-        while tags and tags[0].end < call.start:
-            tags.popleft()
-        return tags.popleft() if tags and tags[0].start <= call.start else None
+        """The event around the call; each event contains one call."""
+        events = self._events[call.thread]
+        while events and events[0].end < call.start:
+            events.popleft()
+        return events.popleft() if events and events[0].start <= call.start else None

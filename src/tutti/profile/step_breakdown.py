@@ -17,8 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tutti.profile.intervals import EMPTY, Intervals
-from tutti.profile.rank_trace import RankTrace, Step
+from tutti.profile.rank_trace import EMPTY, Intervals, RankTrace, Step
 
 PARTS = ("compute", "hidden", "exposed", "wait", "bubble", "input", "host_gap", "rest")
 PART_TITLES = {"host_gap": "gaps"}  # titles in tables and sentences; other parts keep their name

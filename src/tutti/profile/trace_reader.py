@@ -24,8 +24,17 @@ from tutti.profile.host_collectives import (
     calls_without_kernels,
     fill_from_tag,
 )
-from tutti.profile.intervals import EMPTY, Floats, IntervalCollector, Intervals, merge
-from tutti.profile.rank_trace import Collective, RankTrace, Step, operation_named
+from tutti.profile.rank_trace import (
+    EMPTY,
+    Collective,
+    Floats,
+    IntervalCollector,
+    Intervals,
+    RankTrace,
+    Step,
+    merge,
+    operation_named,
+)
 from tutti.profile.trace_file import Event, TraceFile
 
 # These wrappers call operators and may wait for communication: their own time is not compute.
@@ -70,6 +79,7 @@ class _TraceReader:
         self.collectives: list[Collective] = []
         self.collective_of_kernel: dict[int, Collective] = {}  # by kernel index
         self.collective_of_operator: dict[Any, Collective] = {}  # by External id, NCCL only
+        # Calls of c10d, runs of gloo and shm, record_param_comms, and ranges of tutti.comm.
         self.calls: list[HostEvent] = []
         self.runs: list[HostEvent] = []
         self.parameters: list[HostEvent] = []
@@ -180,9 +190,6 @@ class _TraceReader:
             notes.append(f"{file.path.name} is truncated: the events before its end were read")
         groups = {str(group["pg_name"]): group for group in world.get("pg_config") or []}
         world_size = int(captured.get("world_size", world.get("world_size", 1)))
-        calling = EMPTY
-        for collector in self.comm_calls.values():
-            calling |= collector.intervals()
         loading = self.input.intervals()
         recorder = [
             ((int(entry["created_ns"]) - base_ns) / 1e9, str(entry["group"]), int(entry["seq"]))
@@ -202,23 +209,20 @@ class _TraceReader:
             communication |= self.host_transfers.intervals()
             other = self.copies.intervals()
         else:
-            compute = EMPTY
+            compute, communication = EMPTY, self.host_transfers.intervals()
             for thread, operators in self.operators.items():
-                on_thread = operators.intervals()
-                if thread in self.comm_calls:
-                    on_thread -= self.comm_calls[thread].intervals()
-                compute |= on_thread
+                compute |= operators.intervals() - self.comm_calls[thread].intervals()
             compute -= loading  # operators inside a data loader prepare input
-            communication = self.host_transfers.intervals() | calling
+            for comm_calls in self.comm_calls.values():
+                communication |= comm_calls.intervals()
             other = self.wrappers.intervals()
+
+        def group_size(group: str) -> int:
+            return int(groups.get(group, {}).get("pg_size", world_size))
+
+        events = (calls, self.runs, self.parameters, tags)
         self.collectives += assemble_collectives(
-            calls,
-            self.runs,
-            self.parameters,
-            tags,
-            recorder,
-            lambda group: int(groups.get(group, {}).get("pg_size", world_size)),
-            self._accumulates_gradient,
+            *events, recorder, group_size, self._accumulates_gradient
         )
         self.collectives.sort(key=lambda collective: collective.start)
         # At the end of the recording the profiler also closes a step that is not finished.

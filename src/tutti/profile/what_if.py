@@ -17,8 +17,7 @@ import numpy as np
 
 from tutti.measure.message_cost import fit_alpha_beta
 from tutti.profile.communication_summary import buckets_in
-from tutti.profile.intervals import Intervals
-from tutti.profile.rank_trace import Collective, RankTrace, Step
+from tutti.profile.rank_trace import Collective, Intervals, RankTrace, Step
 
 # Message sizes must differ by this factor to separate latency from bandwidth.
 _SEPARABLE = 4.0

@@ -17,92 +17,20 @@ number of repeats is even). So the causes add up to the lost efficiency, and the
 median repeat show the causes.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from tutti.measure.spread import percentile
-from tutti.scale.forecast import Mode, ScalePoint, comm_points, fit_comm, forecast
+from tutti.scale.forecast import Mode, Ratio, comm_points, fit_comm, forecast
+from tutti.scale.scale_runs import MeasuredRun, MeasuredStep
 
 _PART_OF_CAUSE = {"exposed_comm": "exposed", "wait": "wait", "bubble": "bubble", "input": "input"}
 LOSS_CAUSES = (*_PART_OF_CAUSE, "other")
 OTHER_CAUSES = ("compute", "gaps", "rest", "unexplained")
-_OWN_PARTS = ("compute", "hidden", "input", "host_gap", "rest")
 # Sample counts with at most this relative difference count as equal: the last batch of an epoch is
 # smaller.
 _SAME_SAMPLES = 0.05
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """Seconds of a step without the profiler, and the parts of a recorded step."""
-
-    seconds: float
-    parts: Mapping[str, float]
-
-    @property
-    def recorded_seconds(self) -> float:
-        return sum(self.parts.values())
-
-    def unrecorded(self, *parts: str) -> float:
-        """Seconds of the parts without the profiler, if recording slows all parts by one factor."""
-        return sum(self.parts[part] / self.recorded_seconds * self.seconds for part in parts)
-
-
-@dataclass(frozen=True)
-class MeasuredRun:
-    """The measurements of one run."""
-
-    ranks: int
-    repeat: int
-    folder: Path
-    flags: dict[str, str]  # set by a sweep
-    samples: float | None  # per step, over all ranks
-    step: MeasuredStep
-    hidden: float  # communication hidden behind compute, as a share of the step
-    comm: list[dict[str, Any]]
-    late: dict[str, Any] | None  # the rank for which the others wait longest, if any
-    overhead: float  # recorded step / step without the profiler
-    notes: list[str]
-
-    def row(self) -> dict[str, Any]:
-        """An entry of `runs[]` in the JSON."""
-        return {
-            "ranks": self.ranks,
-            "repeat": self.repeat,
-            "flags": self.flags,
-            "folder": str(self.folder),
-            "step_s": self.step.seconds,
-            "samples_per_step": self.samples,
-            "parts_s": self.step.parts,
-            "recording_overhead": self.overhead,
-            "late": self.late,
-        }
-
-
-def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The parts of one step over all ranks; their sum is the mean step time.
-
-    Each rank's own work is taken from the fastest rank; any excess on slower ranks is counted as
-    waiting. If the mean over ranks were used, a part of the excess would count as compute. Compute
-    includes hidden communication.
-    """
-    fastest = min(ranks, key=lambda parts: sum(parts[name] for name in _OWN_PARTS))
-    length = fmean(sum(parts.values()) for parts in ranks)
-    combined = {
-        "compute": fastest["compute"] + fastest["hidden"],
-        "exposed": fmean(parts["exposed"] for parts in ranks),
-        "bubble": fmean(parts["bubble"] for parts in ranks),
-        **{name: fastest[name] for name in ("input", "host_gap", "rest")},
-    }
-    return combined | {"wait": length - sum(combined.values())}
-
-
-def efficiency(step: MeasuredStep, base: MeasuredStep, ideal: float) -> float:
-    """The efficiency of `step`; `ideal` is f, the ideal step time relative to the base's."""
-    return ideal * base.seconds / step.seconds
 
 
 def loss_by_cause(
@@ -116,20 +44,8 @@ def loss_by_cause(
     loss = {cause: excess(part) for cause, part in _PART_OF_CAUSE.items()}
     other = {"compute": excess("compute"), "gaps": excess("host_gap"), "rest": excess("rest")}
     recorded = ideal * base.recorded_seconds / step.recorded_seconds
-    other["unexplained"] = recorded - efficiency(step, base, ideal)
+    other["unexplained"] = recorded - ideal * base.seconds / step.seconds
     return loss | {"other": sum(other.values())}, other
-
-
-class _Ratio(NamedTuple):
-    """A run, the run with the fewest ranks in the same repeat, and f."""
-
-    run: MeasuredRun
-    base: MeasuredRun
-    ideal: float
-
-    @property
-    def efficiency(self) -> float:
-        return efficiency(self.run.step, self.base.step, self.ideal)
 
 
 class Scaling:
@@ -165,10 +81,7 @@ class Scaling:
     def results(self) -> dict[str, Any]:
         """The results of one set of flags, with the keys of the JSON."""
         rows, fit = self.rows(), fit_comm(comm_points(run.comm for run in self.runs))
-        ends = None
-        if len(rows) > 1:
-            last = _middle(self._ratios(rows[-1]["ranks"]))[0]
-            ends = (_scale_point(last.base, 1.0), _scale_point(last.run, last.ideal))
+        ends = _middle(self._ratios(rows[-1]["ranks"]))[0] if len(rows) > 1 else None
         measured = [(row["ranks"], row["efficiency"]) for row in rows]
         return {
             "mode": self.actual_mode or self.mode,
@@ -208,7 +121,7 @@ class Scaling:
         expected = run.ranks / base.ranks if mode == "weak" else 1.0
         return abs((run.samples or 0) / (base.samples or 1) / expected - 1) <= _SAME_SAMPLES
 
-    def _ratios(self, ranks: int) -> list[_Ratio]:
+    def _ratios(self, ranks: int) -> list[Ratio]:
         """For each repeat with both runs: the run with `ranks` ranks and the base run."""
         bases = {run.repeat: run for run in self.runs if run.ranks == self.sizes[0]}
         ratios = []
@@ -218,7 +131,7 @@ class Scaling:
                 ideal = 1.0 if self.mode == "weak" else 1 / growth
                 if self._counted:
                     ideal = (run.samples or 1) / (base.samples or 1) / growth
-                ratios.append(_Ratio(run, base, ideal))
+                ratios.append(Ratio(run, base, ideal))
         return ratios
 
     def _row(self, ranks: int) -> dict[str, Any]:
@@ -243,22 +156,7 @@ class Scaling:
         }
 
 
-def _middle(ratios: Sequence[_Ratio]) -> list[_Ratio]:
+def _middle(ratios: Sequence[Ratio]) -> list[Ratio]:
     """The ratio with the median efficiency, or the two middle ratios of an even number."""
     ordered = sorted(ratios, key=lambda ratio: ratio.efficiency)
     return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
-
-
-def _scale_point(run: MeasuredRun, ideal: float) -> ScalePoint:
-    step = run.step
-    return ScalePoint(
-        ranks=run.ranks,
-        ideal=ideal,
-        seconds=step.seconds,
-        own=step.unrecorded("compute", "host_gap", "rest"),
-        input=step.unrecorded("input"),
-        exposed=step.unrecorded("exposed"),
-        hidden=run.hidden * step.seconds,
-        stalled_share=step.unrecorded("wait", "bubble") / step.seconds,
-        comm=run.comm,
-    )

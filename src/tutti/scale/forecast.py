@@ -23,9 +23,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tutti.measure.message_cost import OPERATIONS, fit_alpha_beta, squared_error
+from tutti.scale.scale_runs import MeasuredRun
 
 Mode = Literal["strong", "weak"]
 
@@ -108,40 +109,47 @@ def _rounds_and_bytes(op: str, ranks: int, size: float) -> tuple[float, float]:
     return rounds, OPERATIONS[op].bus_factor(ranks) * size
 
 
-@dataclass(frozen=True)
-class ScalePoint:
-    """The measurements with one number of ranks, in seconds per step without the profiler."""
+class Ratio(NamedTuple):
+    """A run, the run with the fewest ranks in the same repeat (base), and the ideal ratio.
 
-    ranks: int
-    ideal: float  # ideal step time relative to the step time of the base run
-    seconds: float
-    own: float  # compute, gaps and rest
-    input: float
-    exposed: float
-    hidden: float  # communication hidden behind compute
-    stalled_share: float  # waiting and bubbles, as a share of the step
-    comm: Sequence[Mapping[str, Any]]
+    `ideal` is f: the ideal step time of the run relative to the step time of the base run.
+    """
+
+    run: MeasuredRun
+    base: MeasuredRun
+    ideal: float
+
+    @property
+    def efficiency(self) -> float:
+        return self.ideal * self.base.step.seconds / self.run.step.seconds
 
 
 class EfficiencyModel:
-    """Predicts the efficiency with n ranks, relative to the run with the fewest ranks (base)."""
+    """Predicts the efficiency with n ranks from the runs with the fewest and the most ranks."""
 
-    def __init__(self, base: ScalePoint, largest: ScalePoint, fit: CommFit, mode: Mode) -> None:
-        self._base, self._largest, self._fit, self._mode = base, largest, fit, mode
+    def __init__(self, ends: Ratio, fit: CommFit, mode: Mode) -> None:
+        self._ends, self._fit, self._mode = ends, fit, mode
+        self._largest, step = ends.run, ends.run.step
+        self._own, base_own = (
+            run.step.unrecorded("compute", "host_gap", "rest") for run in (ends.run, ends.base)
+        )
+        self._input, self._exposed = step.unrecorded("input"), step.unrecorded("exposed")
+        self._hidden = ends.run.hidden * step.seconds
+        self._busy_share = 1 - step.unrecorded("wait", "bubble") / step.seconds
         proportional = 0.0  # the part of own work that is proportional to the batch of a rank
         if mode == "strong":
-            batch = base.ranks / largest.ranks  # of a rank, relative to the base run
-            proportional = max(0.0, (base.own - largest.own) / (1 - batch)) * batch
-        self._constant = max(0.0, largest.own - proportional)
-        self._comm_at_largest = self._comm_seconds(largest.ranks)
+            batch = ends.base.ranks / ends.run.ranks  # of a rank, relative to the base run
+            proportional = max(0.0, (base_own - self._own) / (1 - batch)) * batch
+        self._constant = max(0.0, self._own - proportional)
+        self._comm_at_largest = self._comm_seconds(ends.run.ranks)
 
     def efficiency(self, ranks: int) -> float:
-        largest, batch = self._largest, self._batch(ranks)
-        own = self._constant + (largest.own - self._constant) * batch
+        batch = self._batch(ranks)
+        own = self._constant + (self._own - self._constant) * batch
         growth = self._comm_seconds(ranks) / self._comm_at_largest if self._comm_at_largest else 1.0
-        exposed = max(largest.exposed * growth, (largest.exposed + largest.hidden) * growth - own)
-        seconds = (own + largest.input * batch + exposed) / (1 - largest.stalled_share)
-        return largest.ideal * batch * self._base.seconds / seconds
+        exposed = max(self._exposed * growth, (self._exposed + self._hidden) * growth - own)
+        seconds = (own + self._input * batch + exposed) / self._busy_share
+        return self._ends.ideal * batch * self._ends.base.step.seconds / seconds
 
     def _batch(self, ranks: int) -> float:
         """The batch of a rank, relative to the batch of a rank in the run with the most ranks."""
@@ -162,14 +170,14 @@ class EfficiencyModel:
 
 def forecast(
     measured: Sequence[tuple[int, float]],
-    ends: tuple[ScalePoint, ScalePoint] | None,
+    ends: Ratio | None,
     fit: CommFit | None,
     mode: Mode | None,
 ) -> dict[str, Any]:
     """The value of `forecast` in the JSON.
 
-    `measured`: the number of ranks and the efficiency of each run, ascending. `ends`: the run with
-    the fewest ranks and the run with the most. `mode` None: the samples of a step are neither
+    `measured`: the number of ranks and the efficiency of each run, ascending. `ends`: the runs with
+    the fewest and the most ranks. `mode` None: the samples of a step are neither
     constant nor proportional to the number of ranks.
     """
     if len(measured) < 2 or ends is None:
@@ -181,9 +189,8 @@ def forecast(
             "the samples of a step are neither constant (strong scaling) nor proportional to the "
             "number of ranks (weak scaling)"
         )
-    base, largest = ends
-    model = EfficiencyModel(base, largest, fit, mode)
-    most = largest.ranks
+    model = EfficiencyModel(ends, fit, mode)
+    most = ends.run.ranks
     shown = [most << n for n in range(1, _DOUBLINGS + 1) if most << n <= MOST_RANKS]
     curve = {ranks: model.efficiency(ranks) for ranks in range(most + 1, MOST_RANKS + 1)}
     below = {}
@@ -191,11 +198,12 @@ def forecast(
         under = (ranks for ranks, value in (*measured, *curve.items()) if value < limit)
         below[str(limit)] = next(under, None)
     best = "at best (latency unknown: all messages have one size); " if fit.best_case else ""
+    measured_with = f"{ends.base.ranks} and {most} ranks"
     return {
         "rows": [{"ranks": ranks, "efficiency": curve[ranks]} for ranks in shown],
         "below": below,
         "best_case": fit.best_case,
-        "reason": f"forecast from {base.ranks} and {most} ranks; {best}the forecast assumes that "
+        "reason": f"forecast from {measured_with}; {best}the forecast assumes that "
         "all links are of one class, every rank has its own device, the same share of "
         "communication is hidden, and waiting keeps its share of the step",
     }

@@ -25,7 +25,6 @@ from tutti.machine.cpu_numa import allowed_cpus, cpu_quota
 from tutti.machine.gpus import visible_gpu_count
 from tutti.profile.captured_command import captured_environment
 from tutti.profile.explain import explain
-from tutti.scale.efficiency import MeasuredRun, MeasuredStep, combine_ranks
 from tutti.world.errors import UsageError
 from tutti.world.launch import LocalWorld
 
@@ -175,6 +174,53 @@ def plan_runs(
     ]
 
 
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Seconds of a step without the profiler, and the parts of a recorded step."""
+
+    seconds: float
+    parts: Mapping[str, float]
+
+    @property
+    def recorded_seconds(self) -> float:
+        return sum(self.parts.values())
+
+    def unrecorded(self, *parts: str) -> float:
+        """Seconds of the parts without the profiler, if recording slows all parts by one factor."""
+        return sum(self.parts[part] / self.recorded_seconds * self.seconds for part in parts)
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The measurements of one run."""
+
+    ranks: int
+    repeat: int
+    folder: Path
+    flags: dict[str, str]  # set by a sweep
+    samples: float | None  # per step, over all ranks
+    step: MeasuredStep
+    hidden: float  # communication hidden behind compute, as a share of the step
+    comm: list[dict[str, Any]]
+    late: dict[str, Any] | None  # the rank for which the others wait longest, if any
+    overhead: float  # recorded step / step without the profiler
+    notes: list[str]
+
+    def row(self) -> dict[str, Any]:
+        """An entry of `runs[]` in the JSON."""
+        return {
+            "ranks": self.ranks,
+            "repeat": self.repeat,
+            "flags": self.flags,
+            "folder": str(self.folder),
+            "step_s": self.step.seconds,
+            "samples_per_step": self.samples,
+            "parts_s": self.step.parts,
+            "recording_overhead": self.overhead,
+            "late": self.late,
+        }
+
+
 class RunSeries:
     """Executes planned runs one after another.
 
@@ -284,6 +330,25 @@ def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:
         overhead=recorded / seconds,
         notes=notes,
     )
+
+
+def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The parts of one step over all ranks; their sum is the mean step time.
+
+    Each rank's own work is taken from the fastest rank; any excess on slower ranks is counted as
+    waiting. If the mean over ranks were used, a part of the excess would count as compute. Compute
+    includes hidden communication.
+    """
+    own_parts = ("compute", "hidden", "input", "host_gap", "rest")
+    fastest = min(ranks, key=lambda parts: sum(parts[name] for name in own_parts))
+    length = fmean(sum(parts.values()) for parts in ranks)
+    combined = {
+        "compute": fastest["compute"] + fastest["hidden"],
+        "exposed": fmean(parts["exposed"] for parts in ranks),
+        "bubble": fmean(parts["bubble"] for parts in ranks),
+        **{name: fastest[name] for name in ("input", "host_gap", "rest")},
+    }
+    return combined | {"wait": length - sum(combined.values())}
 
 
 def _samples_per_step(folder: Path, batches: list[Any]) -> float | None:

@@ -9,8 +9,7 @@ import numpy as np
 
 from tutti.measure.units import format_bytes
 from tutti.profile.explain import Explanation
-from tutti.profile.intervals import Intervals
-from tutti.profile.rank_trace import RankTrace, Step
+from tutti.profile.rank_trace import Intervals, RankTrace, Step
 from tutti.profile.step_breakdown import StepBreakdown
 from tutti.report import plot
 from tutti.report.plot import Figure, Table
