@@ -8,7 +8,7 @@ from tutti.measure.terminal import wrap_line
 from tutti.measure.units import format_bytes
 from tutti.profile.communication_summary import excess_text
 from tutti.profile.explain import COMM_RATIO_LIMIT
-from tutti.profile.step_breakdown import PART_TITLES, PARTS
+from tutti.profile.step_breakdown import PARTS
 
 _FULL_WIDTH = 80
 _MOST_RANKS = 16
@@ -25,75 +25,70 @@ def profile_lines(rows: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[st
 
 def _lines(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
     ranks = rows["ranks"]
-    late = {each["rank"] for each in rows["stragglers"][:4]}
-    shown = [each for n, each in enumerate(ranks) if n < _MOST_RANKS or each["rank"] in late]
-    backends = "+".join(sorted({each["backend"] for each in ranks}))
+    backends = "+".join(sorted({row["backend"] for row in ranks}))
     yield (
-        f"{_count(max(each['steps'] for each in ranks), 'step')} of {_count(len(ranks), 'rank')}, "
+        f"{_count(max(row['steps'] for row in ranks), 'step')} of {_count(len(ranks), 'rank')}, "
         f"{backends}; {ranks[0]['clock_of']} time, in % of the step"
     )
     yield ""
-    titles = {name: PART_TITLES.get(name, name) for name in PARTS}
+    titles = {name: "gaps" if name == "host_gap" else name for name in PARTS}
     widths = {name: len(title) + 1 if narrow else 8 for name, title in titles.items()}
     head = "rank   ms" if narrow else "rank  step ms"
     yield head + "".join(f"{titles[name]:>{widths[name]}}" for name in PARTS)
-    for each in shown:
-        step, digits = 1e3 * each["step_s"]["mean"], 0 if narrow else 1
-        shares = (f"{100 * each['parts_share'][n]:>{widths[n]}.{digits}f}" for n in PARTS)
+    late = {row["rank"] for row in rows["stragglers"][:4]}
+    shown = [row for n, row in enumerate(ranks) if n < _MOST_RANKS or row["rank"] in late]
+    for row in shown:
+        step, digits = 1e3 * row["step_s"]["mean"], 0 if narrow else 1
+        shares = (f"{100 * row['parts_share'][n]:>{widths[n]}.{digits}f}" for n in PARTS)
         short = f"{step:.3g}" if step < 1000 else f"{step:.0f}"
         time = f"{short:>5}" if narrow else f"{step:>9.2f}"
-        yield f"{each['rank']:>4}{time}{''.join(shares)}"
+        yield f"{row['rank']:>4}{time}{''.join(shares)}"
     if len(shown) < len(ranks):
         yield f"      … {len(ranks) - len(shown)} more ranks: see --json"
-    yield _balance(ranks)
-    overhead = median(each["recording_overhead"] or 1 for each in ranks)
+    balance = "busy " + _range([100 * row["busy"] for row in ranks], "%")
+    for name, key in (("memory", "memory_bytes"), ("process memory", "host_memory_bytes")):
+        if known := [row[key] / 1e6 for row in ranks if row[key]]:
+            balance += f"; {name} {_range(known, 'MB')}"
+            break
+    yield balance
+    overhead = median(row["recording_overhead"] or 1 for row in ranks)
     if overhead > _NOTABLE_OVERHEAD:
         yield f"recorded steps took {overhead:.2f} × as long as the steps before"
     yield ""
     yield from _communication(rows, narrow)
     yield from _stragglers(rows)
     yield from _advice(rows)
-    for note in rows["notes"]:
-        yield f"note: {note}"
+    yield from (f"note: {note}" for note in rows["notes"])
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _balance(ranks: list[dict[str, Any]]) -> str:
-    """Busy share and memory: the range from the lowest to the highest value over ranks."""
-    text = "busy " + _range([100 * each["busy"] for each in ranks], "%")
-    for name, key in (("memory", "memory_bytes"), ("process memory", "host_memory_bytes")):
-        known = [each[key] / 1e6 for each in ranks if each[key]]
-        if known:
-            return f"{text}; {name} {_range(known, 'MB')}"
-    return text
-
-
 def _range(values: list[float], unit: str) -> str:
+    """The range from the lowest to the highest value."""
     low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
     return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
 
 
 def _communication(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
-    ranks = rows["ranks"]
-    if not rows["comm"]:
+    ranks, comm = rows["ranks"], rows["comm"]
+    if not comm:
         yield "no communication was recorded"
         return
-    ratio = fmean(each["comm_ratio"] for each in ranks)
-    overlaps = [each["overlap"] for each in ranks if each["overlap"] is not None]
+    ratio = fmean(row["comm_ratio"] for row in ranks)
+    overlaps = [row["overlap"] for row in ranks if row["overlap"] is not None]
     verdict = "within" if ratio <= COMM_RATIO_LIMIT else "above"
     overlap = f"; overlap {100 * fmean(overlaps):.0f} %" if overlaps else ""
     yield (
         f"moving data: {100 * ratio:.0f} % of the step, {verdict} the "
         f"{100 * COMM_RATIO_LIMIT:.0f} % limit{overlap}"
     )
-    length = fmean(each["step_s"]["mean"] for each in ranks)
-    for each in rows["axes"]:
-        shares = (100 * each[f"{name}_s"] / length for name in ("hidden", "exposed", "wait"))
+    length = fmean(row["step_s"]["mean"] for row in ranks)
+    for row in rows["axes"]:
+        shares = (100 * row[f"{name}_s"] / length for name in ("hidden", "exposed", "wait"))
         yield "  {:<6} hidden {:4.1f} %, exposed {:4.1f} %, waiting {:4.1f} %".format(
-            each["axis"] or "other", *shares
+            row["axis"] or "other", *shares
         )
     if rows["buckets"]:
         yield _buckets(rows)
@@ -102,73 +97,68 @@ def _communication(rows: dict[str, Any], narrow: bool) -> Iterator[str]:
         yield "operation      axis       size    p50 ms  wait ms busbw GB/s"
     else:
         yield "operation      axis  ranks     size count    p50 ms total ms  wait ms busbw GB/s"
-    for each in rows["comm"][:_MOST_ROWS]:
-        size = "?" if each["bytes"] is None else format_bytes(each["bytes"])
-        bus = "" if each["busbw_gbs"] is None else f"{each['busbw_gbs']:.3f}"
-        transfer = each["transfer_s"]
-        group = "" if narrow else f"{each['ranks']:>5}"
-        count = "" if narrow else f"{each['count']:>6}"
+    for row in comm[:_MOST_ROWS]:
+        size = "?" if row["bytes"] is None else format_bytes(row["bytes"])
+        bus = "" if row["busbw_gbs"] is None else f"{row['busbw_gbs']:.3f}"
+        transfer = row["transfer_s"]
+        group = "" if narrow else f"{row['ranks']:>5}"
+        count = "" if narrow else f"{row['count']:>6}"
         total = "" if narrow else f"{1e3 * transfer['total']:>9.2f}"
         yield (
-            f"{each['op']:<15}{each['axis'] or '?':<6}{group}{size:>9}{count}"
-            f"{1e3 * transfer['p50']:>10.3f}{total}{1e3 * each['wait_s']['mean']:>9.3f}{bus:>11}"
+            f"{row['op']:<15}{row['axis'] or '?':<6}{group}{size:>9}{count}"
+            f"{1e3 * transfer['p50']:>10.3f}{total}{1e3 * row['wait_s']['mean']:>9.3f}{bus:>11}"
         )
-    if len(rows["comm"]) > _MOST_ROWS:
-        yield f"… {len(rows['comm']) - _MOST_ROWS} more rows: see --json"
+    if len(comm) > _MOST_ROWS:
+        yield f"… {len(comm) - _MOST_ROWS} more rows: see --json"
     yield ""
 
 
 def _buckets(rows: dict[str, Any]) -> str:
-    gradients = {(each["rank"], each["step"]): each["gradients_s"] for each in rows["steps"]}
+    gradients = {(row["rank"], row["step"]): row["gradients_s"] for row in rows["steps"]}
     done: dict[tuple[int, int], float] = {}
-    for each in rows["buckets"]:
-        key = each["rank"], each["step"]
-        done[key] = max(done.get(key, 0.0), each["done_s"])
-    tails = [done[key] - gradients[key][1] for key in done if gradients.get(key)]
-    sizes = [each["bytes"] for each in rows["buckets"]]
+    for row in rows["buckets"]:
+        key = row["rank"], row["step"]
+        done[key] = max(done.get(key, 0.0), row["done_s"])
+    sizes = [row["bytes"] for row in rows["buckets"]]
     count = _count(round(len(rows["buckets"]) / len(done)), "DDP bucket")
     text = f"  {count} of {' to '.join(dict.fromkeys(map(format_bytes, (min(sizes), max(sizes)))))}"
-    if tails:
+    if tails := [done[key] - gradients[key][1] for key in done if gradients.get(key)]:
         tail = 1e3 * fmean(tails)
         when = "after" if tail >= 0 else "before the end of"
-        text += f"; the last one is done {abs(tail):.1f} ms {when} backward"
+        text += f"; the last bucket is done {abs(tail):.1f} ms {when} backward"
     return text
 
 
 def _stragglers(rows: dict[str, Any]) -> Iterator[str]:
-    named = [each for each in rows["stragglers"] if each["straggler"]]
     if len(rows["ranks"]) < 2:
         return
-    if not named:
+    stragglers = [row for row in rows["stragglers"] if row["straggler"]]
+    if not stragglers:
         yield "no rank makes the others wait"
-    for each in named[:_MOST_ROWS]:
-        cost = each["cost_s"]
-        often = "is late" if each["steady"] else "is sometimes late"
+        return
+    for row in stragglers[:_MOST_ROWS]:
+        cost = row["cost_s"]
+        often = "is late" if row["steady"] else "is sometimes late"
         yield (
-            f"rank {each['rank']} {often}: the others wait {1e3 * cost['mean']:.1f} ms per step "
-            f"({100 * each['cost_share']:.0f} %) for it,"
+            f"rank {row['rank']} {often}: the others wait {1e3 * cost['mean']:.1f} ms per step "
+            f"({100 * row['cost_share']:.0f} %) for it,"
         )
         yield (
-            f"  {1e3 * cost['min']:.1f} to {1e3 * cost['max']:.1f} ms; in {each['steps']} of "
-            f"{each['of_steps']} steps; last at {each['last']} of {each['of_collectives']} "
-            "collectives"
+            f"  {1e3 * cost['min']:.1f} to {1e3 * cost['max']:.1f} ms; in {row['steps']} of "
+            f"{row['of_steps']} steps; last at {row['last']} of {row['of_collectives']} collectives"
         )
-        if each["instead"]["seconds"] >= 5e-5:
-            yield f"  it {excess_text(each['instead'])}"
-    if named and len(rows["ranks"]) <= 8:
-        yield ""
-        yield from _wait_matrix(rows)
-
-
-def _wait_matrix(rows: dict[str, Any]) -> Iterator[str]:
-    ranks = [each["rank"] for each in rows["ranks"]]
-    steps = {each["rank"]: each["steps"] for each in rows["ranks"]}
-    caused = {each["rank"]: each["made_wait"] for each in rows["stragglers"]}
+        if row["instead"]["seconds"] >= 5e-5:
+            yield f"  it {excess_text(row['instead'])}"
+    ranks = {row["rank"]: row["steps"] for row in rows["ranks"]}
+    if len(ranks) > 8:
+        return
+    made_wait = {row["rank"]: row["made_wait"] for row in rows["stragglers"]}
+    yield ""
     yield "ms waited per step …" + "".join(f"{f'for {rank}':>7}" for rank in ranks)
-    for waiter in ranks:
+    for waiter, steps in ranks.items():
         cells = ""
         for late in ranks:
-            seconds = caused.get(late, {}).get(str(waiter), 0.0) / steps[waiter]
+            seconds = made_wait.get(late, {}).get(str(waiter), 0.0) / steps
             cells += f"{'·':>7}" if waiter == late else f"{1e3 * seconds:>7.1f}"
         yield f"{f'by {waiter}':>20}{cells}"
 
@@ -179,9 +169,9 @@ def _advice(rows: dict[str, Any]) -> Iterator[str]:
     if len(rows["ranks"]) > 1:
         yield ""
     yield "to try, in this order; gains on the same cause do not add up"
-    for each in rows["advice"][:_MOST_ADVICE]:
+    for advice in rows["advice"][:_MOST_ADVICE]:
         gain = ""
-        if each["gain_s"] is not None:
-            share = f"{100 * each['gain_share']:.0f} % of the step"
-            gain = f" (-{1e3 * each['gain_s']:.1f} ms, {share})"
-        yield f"- {each['finding']}; {each['try']}{gain}"
+        if advice["gain_s"] is not None:
+            share = f"{100 * advice['gain_share']:.0f} % of the step"
+            gain = f" (-{1e3 * advice['gain_s']:.1f} ms, {share})"
+        yield f"- {advice['finding']}; {advice['try']}{gain}"

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from tutti.profile.rank_trace import EMPTY, Intervals, RankTrace, Step
 
 PARTS = ("compute", "hidden", "exposed", "wait", "bubble", "input", "host_gap", "rest")
-PART_TITLES = {"host_gap": "gaps"}  # titles in tables and sentences; other parts keep their name
 
 Kind = tuple[str | None, bool]  # mesh axis, whether the collective is a DDP bucket
 _Pair = tuple[float, float]  # start, end
