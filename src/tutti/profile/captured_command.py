@@ -1,9 +1,8 @@
 """Run an unchanged program with every rank captured, and coordinate the tasks of a launcher.
 
-`srun -n 2 tutti profile -- train.py` and `tutti profile -- srun -n 2 train.py` both work. The first
-form is necessary if the launcher does not pass environment variables to the ranks. All tasks write
-traces and exit codes to one folder. The first task waits for all exit codes and then explains the
-traces.
+`tutti profile -- srun -n 2 train.py` needs a launcher that passes environment variables to the
+ranks; `srun -n 2 tutti profile -- train.py` does not. Then all tasks write traces and exit codes to
+one folder, and the first task waits for all exit codes and explains the traces.
 """
 
 import contextlib

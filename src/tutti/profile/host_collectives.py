@@ -1,7 +1,7 @@
 """Assemble one collective of a CPU rank from the several events that it leaves in a trace.
 
-- `c10d::allreduce_`: the call on the caller's thread. The call returns at once if the caller does
-  not wait. The event contains the message size if shapes were recorded.
+- `c10d::allreduce_`: the call on the caller's thread, with the message size if shapes were
+  recorded. The call returns at once if the caller does not wait.
 - `gloo:all_reduce` on a gloo thread, `shm:all_reduce`: the actual time of the operation.
 - `record_param_comms` inside the call (shm, not gloo): group and sequence number.
 - an entry of torch's flight recorder (gloo, if tutti captured the trace): group and sequence
@@ -175,9 +175,8 @@ def _fill_size(
 
 
 def _collective_of(event: HostEvent) -> Collective:
-    return Collective(
-        event.operation, event.start, event.start, event.end, event.thread, event.process
-    )
+    times = (event.start, event.start, event.end)
+    return Collective(event.operation, *times, event.thread, event.process)
 
 
 def _from_tags(tags: list[HostEvent]) -> list[Collective]:

@@ -3,8 +3,7 @@
 A step with N ranks takes T(N) seconds. The ideal is f × T(base), where base is the smallest number
 of ranks: f is 1 if every rank keeps its batch (weak scaling), and base / N if the ranks divide one
 batch (strong scaling). Efficiency is E = f × T(base) / T(N). A recorded step is the sum of its
-parts. So the lost efficiency of recorded steps is a sum over the parts: how much longer each part
-takes than f times its time in the base run, as a share of the step:
+parts, so the lost efficiency of recorded steps is a sum over the parts:
 
     1 − E(recorded) = Σ (part(N) − f × part(base)) / T(N)
 
@@ -13,8 +12,7 @@ efficiencies, caused by recording or noise, is a separate cause: `unexplained`.
 
 Ratios are computed within a repeat, in which all numbers of ranks ran on the same machine. A row
 has the efficiency and the causes of the median repeat (the mean of the two middle repeats if the
-number of repeats is even). So the causes add up to the lost efficiency, and the traces of the
-median repeat show the causes.
+number of repeats is even), so the causes add up to the lost efficiency.
 """
 
 from collections.abc import Sequence
@@ -66,9 +64,8 @@ class Scaling:
     @property
     def unit(self) -> str:
         """The unit of throughput: steps if the number of samples is unknown."""
-        if self._counted:
-            return "samples/s"
-        return "ranks × steps/s" if self.mode == "weak" else "steps/s"
+        steps = "ranks × steps/s" if self.mode == "weak" else "steps/s"
+        return "samples/s" if self._counted else steps
 
     def throughput(self, run: MeasuredRun) -> float:
         per_step = run.ranks if self.mode == "weak" else 1

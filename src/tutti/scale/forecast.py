@@ -13,8 +13,7 @@ own is a rank's own work. In weak scaling own(n) is the value measured with the 
 strong scaling own(n) is a part that is proportional to the batch of a rank, plus a constant part;
 both parts are computed from the two runs. input is proportional to the batch of a rank. exposed is
 proportional to the fitted time of all communication: the hidden share stays the same, but the
-hidden time is at most own(n). Waiting and bubbles keep their share of the step. For the run with
-the most ranks, T(n) is the measured step time.
+hidden time is at most own(n). For the run with the most ranks, T(n) is the measured step time.
 """
 
 import math

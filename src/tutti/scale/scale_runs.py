@@ -141,10 +141,6 @@ def starts_ranks_itself(words: Sequence[str], sizes: Sequence[int]) -> bool:
     )
 
 
-class NotMeasured(Exception):
-    """A run ended without the traces that it should have written; the message has the reason."""
-
-
 @dataclass(frozen=True)
 class PlannedRun:
     ranks: int
@@ -153,8 +149,8 @@ class PlannedRun:
 
     @property
     def folder_name(self) -> str:
-        flags = "".join(f"{flag}{value}-" for flag, value in self.flags.items())
-        return f"{flags}ranks{self.ranks}-repeat{self.repeat}"
+        flags = [f"{flag}{value}" for flag, value in self.flags.items()]
+        return "-".join([*flags, f"ranks{self.ranks}", f"repeat{self.repeat}"])
 
     @property
     def title(self) -> str:
@@ -221,25 +217,17 @@ class MeasuredRun:
         }
 
 
+@dataclass
 class RunSeries:
-    """Executes planned runs one after another.
+    """Executes planned runs one after another."""
 
-    `runs`: the measured runs. `stopped`: whether Ctrl-C stopped the series. `failure`: why a run
-    could not be measured.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        schedule: Schedule,
-        out: Path,
-        extra_words: Callable[[PlannedRun, Path], Sequence[str]] = lambda run, folder: (),
-    ) -> None:
-        self.runs: list[MeasuredRun] = []
-        self.stopped = False
-        self.failure: str | None = None
-        self._job, self._schedule, self._out = job, schedule, out
-        self._extra_words = extra_words
+    job: Job
+    schedule: Schedule
+    out: Path
+    extra_words: Callable[[PlannedRun, Path], Sequence[str]]
+    runs: list[MeasuredRun] = field(default_factory=list)  # the measured runs
+    stopped: bool = False  # whether Ctrl-C stopped the series
+    failure: str | None = None  # why a run could not be measured
 
     def execute(self, plan: Sequence[PlannedRun]) -> None:
         """Execute the plan until its end, until Ctrl-C, or until a run fails."""
@@ -262,15 +250,15 @@ class RunSeries:
     def _execute_one(
         self, run: PlannedRun, most_ranks: int, signals: "_SignalForwarder"
     ) -> MeasuredRun | None:
-        folder = self._out / run.folder_name
-        command = self._job.command_for(run.ranks, self._extra_words(run, folder))
-        env = self._job.environment(self._schedule, folder / "traces", most_ranks)
-        log = self._out / "logs" / f"{run.folder_name}.log"
+        folder = self.out / run.folder_name
+        command = self.job.command_for(run.ranks, self.extra_words(run, folder))
+        env = self.job.environment(self.schedule, folder / "traces", most_ranks)
+        log = self.out / "logs" / f"{run.folder_name}.log"
         code = signals.run(command, env, log)
         # These runs are never resumed.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         try:
-            return read_run(folder, run, self._schedule)
+            return read_run(folder, run, self.schedule)
         except NotMeasured as error:
             if not signals.received:
                 reason = f"the program ended with code {code}" if code else str(error)
@@ -279,6 +267,10 @@ class RunSeries:
                 output = f"Its last lines ({log}):\n{tail}" if tail else ""
                 self.failure = f"{run.title}: {reason}. {output}".rstrip()
             return None
+
+
+class NotMeasured(Exception):
+    """A run ended without the traces that it should have written; the message has the reason."""
 
 
 def read_run(folder: Path, run: PlannedRun, schedule: Schedule) -> MeasuredRun:

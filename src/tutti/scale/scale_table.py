@@ -1,6 +1,7 @@
 """The text that `tutti scale` prints: a table of 80 columns (60 if narrow), causes, sweeps."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from tutti.measure.spread import percentile
@@ -41,11 +42,7 @@ def scale_lines(results: dict[str, Any], width: int = _FULL_WIDTH) -> Iterator[s
             # A command stays on one line, so that it can be copied.
             is_command = text.startswith(_PROFILE_COMMAND)
             yield from [text] if is_command else wrap_line(text, width, "  ")
-    yield from _notes(results["notes"], width)
-
-
-def _notes(notes: Sequence[str], width: int) -> Iterator[str]:
-    for note in notes:
+    for note in results["notes"]:
         yield from wrap_line(f"note: {note}", width, "  ")
 
 
@@ -96,14 +93,13 @@ def _causes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         return
     shares = {name: row["loss"][name] for name in LOSS_CAUSES if name != "other"} | row["other"]
     cause = max(shares, key=lambda name: shares[name])
-    text = (
+    late = ""
+    if cause == "wait" and row["late"] and row["late"]["instead"]["seconds"] >= 5e-5:
+        late = f": rank {row['late']['rank']} {excess_text(row['late']['instead'])}"
+    yield (
         f"{row['ranks']} ranks lose {100 * lost:.1f} % of a step; the largest cause, "
-        f"{100 * shares[cause]:.1f} %, is {_MEANINGS[cause]}"
+        f"{100 * shares[cause]:.1f} %, is {_MEANINGS[cause]}{late}."
     )
-    instead = (row["late"] or {}).get("instead")
-    if cause == "wait" and instead and instead["seconds"] >= 5e-5:
-        text += f": rank {row['late']['rank']} {excess_text(instead)}"
-    yield f"{text}."
     yield f"{_PROFILE_COMMAND} {row['folder']}"
     yield "speed-up and efficiency are medians of the ratios within a repeat"
 
@@ -181,16 +177,14 @@ def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bo
     same_size = [run for run in runs if run.ranks == row["ranks"]]
     throughput = Scaling(same_size, mode).throughput
     own = {run.repeat: throughput(run) for run in same_size if run.flags == row["flags"]}
-    others = {str(run.flags) for run in same_size if run.flags != row["flags"]}
-    for other in others:
-        ratios = [
-            own[run.repeat] / throughput(run)
-            for run in same_size
-            if str(run.flags) == other and run.repeat in own
-        ]
-        if len(ratios) < _FEWEST_REPEATS or percentile(ratios, 25) <= 1:
-            return False
-    return bool(others)
+    others = [run for run in same_size if run.flags != row["flags"]]
+    ratios: dict[str, list[float]] = {str(run.flags): [] for run in others}
+    for run in others:
+        if run.repeat in own:
+            ratios[str(run.flags)].append(own[run.repeat] / throughput(run))
+    return bool(ratios) and all(
+        len(values) >= _FEWEST_REPEATS and percentile(values, 25) > 1 for values in ratios.values()
+    )
 
 
 def sweep_lines(
@@ -200,12 +194,9 @@ def sweep_lines(
     if not rows:
         return
     yield _table_head(rows[0]["unit"], width)
-    flags = None
-    for row in rows:
-        if row["flags"] != flags:
-            flags = row["flags"]
-            yield _flag_words(row)
-        yield _table_line(row, width)
+    for value, rows_of_value in groupby(rows, key=_flag_words):
+        yield value
+        yield from (_table_line(row, width) for row in rows_of_value)
     yield ""
     for ranks in sorted({row["ranks"] for row in rows}):
         same_size = [row for row in rows if row["ranks"] == ranks]
@@ -215,7 +206,8 @@ def sweep_lines(
         elif (best := next((row for row in same_size if row["best"]), None)) is not None:
             result = f"{_flag_words(best)} is best: faster in at least 3 of 4 repeats"
         yield f"with {ranks} rank{'s' * (ranks != 1)} {result}"
-    yield from _notes(notes, width)
+    for note in notes:
+        yield from wrap_line(f"note: {note}", width, "  ")
 
 
 def _flag_words(row: dict[str, Any]) -> str:
