@@ -15,16 +15,11 @@ import tyro
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json
 from tutti.cli.topo import record_machines, recorded_machines
-from tutti.machine.checks.checklist import (
-    collect_from_ranks,
-    collect_this_host,
-    recorded_cluster,
-    run_checks,
-)
+from tutti.machine.checks import checklist
 from tutti.machine.checks.finding import fix_commands, report
 from tutti.machine.checks.probe_network import Peers
 from tutti.machine.nics import interface_address
-from tutti.machine.observation import observe
+from tutti.machine.recording import observe
 from tutti.measure.terminal import text_width
 from tutti.world.errors import START_TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld
@@ -84,7 +79,7 @@ def main(arguments: list[str]) -> int:
         for flag in ("active", "record", "ranks"):
             if getattr(options, flag):
                 raise UsageError(f"--from checks a recorded machine: remove --{flag}")
-        return _conclude(recorded_cluster(recorded_machines(options.from_)), options)
+        return _conclude(checklist.recorded_cluster(recorded_machines(options.from_)), options)
     identity = identify(os.environ)
     if options.ranks is not None and identity.size == 1 and identity.launcher == "python":
         return LocalWorld(
@@ -97,13 +92,13 @@ def main(arguments: list[str]) -> int:
             reported_codes=(1, 2),  # a failed check and wrong usage are not crashes
         ).run()
     if identity.size == 1:
-        return _conclude(collect_this_host(options.device, bool(options.active)), options)
+        return _conclude(checklist.collect_this_host(options.device, bool(options.active)), options)
     return _conclude(_collect_world(identity, options), options, quiet=identity.rank != 0)
 
 
 def _conclude(cluster: "Cluster", options: Doctor, quiet: bool = False) -> int:
     """Run the checks, print and write the findings unless `quiet`, and return the exit code."""
-    findings = run_checks(cluster)
+    findings = checklist.run_checks(cluster)
     exit_code = int(any(finding.status == "fail" for finding in findings))
     if quiet:
         return exit_code
@@ -144,7 +139,7 @@ def _collect_world(identity: Identity, options: Doctor) -> "Cluster":
             print(f"tutti doctor: {text}", file=sys.stderr, flush=True)
 
     with _rendezvous(identity, options.start_timeout) as (ranks, store):
-        return collect_from_ranks(
+        return checklist.collect_from_ranks(
             _peers(identity.rank, ranks, store),
             machine,
             _gpu_of_each(ranks, options.device),
@@ -206,20 +201,12 @@ def _peers(rank: int, ranks: "Sequence[RankInfo]", store: "dist.Store") -> Peers
 
 
 def _own_address(rank: int, ranks: "Sequence[RankInfo]") -> str:
-    """Return the address at which other ranks reach this rank."""
-    own = ranks[rank]
-    remote = [info for info in ranks if info.machine != own.machine]
-    if not remote:
-        return "127.0.0.1"
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface and (address := interface_address(interface.split(",")[0])):
-        return address
-    if own.address and not own.address.startswith("127."):
-        return own.address
-    # Ranks on the host of the store have only a loopback address so far. The route to a remote rank
-    # gives the address of this host in that network.
-    known = [info.address for info in remote if info.address and info.address[:4] != "127."]
-    return (known and local_address_towards(known[0])) or own.host
+    """Return the address at which other ranks reach this rank: of the interface that gloo uses."""
+    selected = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    for interface in (selected, gloo_interface(ranks, rank, {})[0]):
+        if interface and (address := interface_address(interface)):
+            return address
+    return ranks[rank].host
 
 
 def _gpu_of_each(ranks: "Sequence[RankInfo]", device: str) -> list[str | None]:

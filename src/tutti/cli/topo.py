@@ -14,8 +14,7 @@ import tyro
 from tutti.cli.flags import parse
 from tutti.cli.results import check_writable, write_json, write_result
 from tutti.machine.device_topology import LINK_CLASSES, Interface, Topology
-from tutti.machine.observation import Machine, observe
-from tutti.machine.recording import format_machines, read_machines
+from tutti.machine.recording import Machine, format_machines, observe, read_machines
 from tutti.measure.terminal import terminal_width
 from tutti.world.errors import START_TIMEOUT, UsageError
 from tutti.world.launch import LocalWorld

@@ -105,10 +105,7 @@ def read_limits(files: SysFiles) -> Limits:
     except OSError as error:
         for field in ("shm_bytes", "shm_free_bytes"):
             files.unknown[f"limits.{field}"] = f"/dev/shm: {error.strerror}"
-    status = files.text("/proc/self/status", "limits.ipc_lock")
-    capabilities = re.search(r"(?m)^CapEff:\s*(\w+)", status or "")
-    if capabilities is None:
-        files.unknown.setdefault("limits.ipc_lock", "/proc/self/status has no line CapEff")
+    capabilities = files.search(r"^CapEff:\s*(\w+)", "/proc/self/status", "limits.ipc_lock")
     return Limits(
         memlock_bytes=_soft_limit(resource.RLIMIT_MEMLOCK),
         open_files=_soft_limit(resource.RLIMIT_NOFILE),
@@ -119,7 +116,7 @@ def read_limits(files: SysFiles) -> Limits:
         shm_free_bytes=shm_free,
         cgroup_cpus=_cgroup_cpus(files),
         cgroup_memory_bytes=_cgroup_memory(files),
-        ipc_lock=bool(int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1) if capabilities else None,
+        ipc_lock=bool(int(capabilities, 16) >> _CAP_IPC_LOCK & 1) if capabilities else None,
     )
 
 
@@ -232,11 +229,7 @@ def read_cpus(files: SysFiles) -> Cpus:
 
 def read_cpu_model(files: SysFiles) -> str | None:
     """The model name in /proc/cpuinfo."""
-    text = files.text("/proc/cpuinfo", "cpus.model") or ""
-    found = re.search(r"(?m)^(?:model name|Model)[^:\n]*:(.*)$", text)
-    if found is None:
-        files.unknown.setdefault("cpus.model", "/proc/cpuinfo has no model name")
-    return found[1].strip() if found else None
+    return files.search(r"^(?:model name|Model)[^:\n]*:(.*)$", "/proc/cpuinfo", "cpus.model")
 
 
 def numa_nodes() -> dict[int, tuple[int, ...]]:
@@ -273,10 +266,8 @@ def read_numa(files: SysFiles) -> tuple[NumaNode, ...]:
 def read_memory(files: SysFiles) -> Memory:
     """Host memory, from /proc/meminfo."""
     memory = _parse_meminfo(files.text("/proc/meminfo", "memory"))
-    transparent = files.text(
-        "/sys/kernel/mm/transparent_hugepage/enabled", "memory.transparent_hugepages"
-    )
-    selected = re.search(r"\[(\w+)\]", transparent or "")  # always [madvise] never
+    path = "/sys/kernel/mm/transparent_hugepage/enabled"  # always [madvise] never
+    transparent_hugepages = files.search(r"\[(\w+)\]", path, "memory.transparent_hugepages")
     names = {
         "total_bytes": "MemTotal",
         "available_bytes": "MemAvailable",
@@ -290,7 +281,7 @@ def read_memory(files: SysFiles) -> Memory:
         if memory and name not in memory:
             files.unknown[f"memory.{field}"] = f"/proc/meminfo has no {name}"
     values = {field: memory.get(name) for field, name in names.items()}
-    return Memory(**values, transparent_hugepages=selected[1] if selected else None)
+    return Memory(**values, transparent_hugepages=transparent_hugepages)
 
 
 def _parse_meminfo(text: str | None) -> dict[str, int]:

@@ -12,9 +12,10 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from tutti.machine.cpu_numa import NumaNode
 from tutti.machine.gpus import Accelerator, NvLink
 from tutti.machine.nics import Nic, RdmaPort
-from tutti.machine.observation import Machine
+from tutti.machine.recording import Machine
 
 Rows = Iterator[dict[str, Any]]
 
@@ -267,11 +268,14 @@ class Topology:
     def _cpu_rows(self) -> Rows:
         """One row for each NUMA node with CPUs; a single row if the NUMA nodes are unknown."""
         machine = self.machine
-        places = [(n.id, n.id, n.cpus, n.memory_bytes) for n in machine.numa if n.cpus]
-        unknown = (0, None, machine.cpus.allowed, machine.memory.total_bytes)
-        for number, *values in places if machine.numa else [unknown]:
-            row = {"kind": "cpu", "name": machine.cpus.model, "id": f"CPU{number}"}
-            yield row | dict(zip(("numa_node", "cpus", "memory_bytes"), values, strict=True))
+        memory = machine.memory.total_bytes
+        whole_machine = NumaNode(0, machine.cpus.allowed, memory, None, distances=None)
+        for node in machine.numa or (whole_machine,):
+            if node.cpus:
+                number = node.id if machine.numa else None
+                row = {"id": f"CPU{node.id}", "kind": "cpu", "name": machine.cpus.model}
+                place = {"numa_node": number, "memory_bytes": node.memory_bytes}
+                yield {**row, "cpus": node.cpus, **place}
 
     def _gpu_rows(self) -> Rows:
         same = ("name", "numa_node", "cpus", "memory_bytes", "index", "uuid", "pci_address", "pcie")

@@ -10,27 +10,18 @@ import platform
 import re
 import socket
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tutti.machine.cpu_numa import (
-    allowed_cpus,
-    cpu_quota,
-    format_cpu_list,
-    numa_nodes,
-    read_cpu_model,
-)
+from tutti.machine import cpu_numa
 from tutti.machine.gpus import nvml
 from tutti.machine.sysfs import SysFiles
 
 _NAMES = tomllib.loads(Path(__file__).with_name("recorded_names.toml").read_text())
 _PER_PROCESS = _NAMES["variables"]["per_process"].split()
-
-# --- the `environment` entry of every JSON result ------------------------------------------------
 
 
 def describe_environment() -> dict[str, Any]:
@@ -49,10 +40,13 @@ def describe_environment() -> dict[str, Any]:
     return {
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": read_cpu_model(SysFiles()) or platform.processor() or "unknown",
-        "cpus": format_cpu_list(allowed_cpus()),
-        "cpu_quota": cpu_quota(),
-        "numa_nodes": {str(node): format_cpu_list(c) for node, c in numa_nodes().items()},
+        "cpu": cpu_numa.read_cpu_model(SysFiles()) or platform.processor() or "unknown",
+        "cpus": cpu_numa.format_cpu_list(cpu_numa.allowed_cpus()),
+        "cpu_quota": cpu_numa.cpu_quota(),
+        "numa_nodes": {
+            str(node): cpu_numa.format_cpu_list(cpus)
+            for node, cpus in cpu_numa.numa_nodes().items()
+        },
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "gpus": gpus,
         "versions": versions(),
@@ -122,10 +116,11 @@ def read_versions(files: SysFiles) -> dict[str, str]:
             text = (Path(spec.origin).parent / "version.py").read_text()
             cuda = re.search(r"(?m)^cuda\b[^=\n]*= '([\d.]+)'", text)
             found["cuda"] = cuda and cuda[1]
-    driver = files.text("/proc/driver/nvidia/version") or ""
-    if number := re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", driver):
-        found["driver"] = number[1]
-        found["kernel_module"] = "open" if "Open Kernel Module" in driver else "proprietary"
+    file = "/proc/driver/nvidia/version"
+    if driver := files.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", file):
+        found["driver"] = driver
+        is_open = files.search("(Open Kernel Module)", file)
+        found["kernel_module"] = "open" if is_open else "proprietary"
     return {name: version for name, version in found.items() if version}
 
 
@@ -146,15 +141,6 @@ def read_name_resolution() -> str:
     return "loopback" if ipaddress.ip_address(first).is_loopback else "outside"
 
 
-def read_system(files: SysFiles) -> str | None:
-    """The name of the distribution."""
-    text = files.text("/etc/os-release", "system") or ""
-    found = re.search(r'(?m)^PRETTY_NAME="?([^"\n]*)', text)
-    if found is None:
-        files.unknown.setdefault("system", "/etc/os-release has no PRETTY_NAME")
-    return found[1] if found else None
-
-
 def read_product(files: SysFiles) -> str | None:
     """Vendor and product name of the machine, as reported by the firmware."""
     names = [files.text(f"/sys/class/dmi/id/{name}") for name in ("sys_vendor", "product_name")]
@@ -166,11 +152,11 @@ def read_product(files: SysFiles) -> str | None:
 
 def read_virtualisation(files: SysFiles) -> str | None:
     """The name of the hypervisor, or none. On x86, a CPU flag shows whether one is present."""
-    flags = re.search(r"(?m)^flags\s*:(.*)$", files.text("/proc/cpuinfo") or "")
+    flags = files.search(r"^flags\s*:(.*)$", "/proc/cpuinfo")
     product = (read_product(files) or files.text("/sys/hypervisor/type") or "").lower()
     name = next((kind for word, kind in _NAMES["hypervisors"].items() if word in product), None)
     if flags is not None:
-        return (name or "unnamed hypervisor") if "hypervisor" in flags[1].split() else "none"
+        return (name or "unnamed hypervisor") if "hypervisor" in flags.split() else "none"
     if name is None:
         files.unknown["virtualisation"] = "neither CPU flags nor the firmware name a hypervisor"
     return name
@@ -181,8 +167,7 @@ def read_container(files: SysFiles) -> str:
 
     Container engines are recognised by the files and environment variables that they set.
     """
-    engine = files.text("/run/systemd/container")
-    if engine:
+    if engine := files.text("/run/systemd/container"):
         return engine
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "kubernetes"
@@ -192,8 +177,8 @@ def read_container(files: SysFiles) -> str:
         return "podman"
     if "APPTAINER_NAME" in os.environ or "SINGULARITY_NAME" in os.environ:
         return "apptainer"
-    found = re.search(r"kubepods|docker|lxc|containerd", files.text("/proc/1/cgroup") or "")
-    return found[0].replace("kubepods", "kubernetes") if found else "none"
+    found = files.search("(kubepods|docker|lxc|containerd)", "/proc/1/cgroup")
+    return (found or "none").replace("kubepods", "kubernetes")
 
 
 def read_kernel_parameters(files: SysFiles) -> tuple[str, ...] | None:
@@ -229,9 +214,6 @@ def read_iommu_groups(files: SysFiles) -> int | None:
     return len(files.names("/sys/kernel/iommu_groups"))
 
 
-# --- the kernel log ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Xid:
     """An error that the NVIDIA driver wrote to the kernel log."""
@@ -247,35 +229,31 @@ _XID = re.compile(r"NVRM: Xid \(PCI:([^)]+)\): (\d+)")
 
 def read_xids(files: SysFiles) -> tuple[Xid, ...] | None:
     """The Xid errors in the kernel log since boot; None if the log cannot be read."""
+
+    def open_nonblocking(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NONBLOCK)
+
     uptime = (files.text("/proc/uptime") or "").split()
-    found = []
+    found: list[Xid] = []
     try:
-        for record in _kernel_log(files.root / "dev/kmsg"):
-            # Format of a record: priority,sequence,microseconds since boot,flags;text
-            head, _, text = record.partition(";")
-            if match := _XID.search(text):
-                address = match[1] if match[1].count(":") > 1 else f"0000:{match[1]}"
-                address = address if "." in address else f"{address}.0"
-                time_s = int(head.split(",")[2]) / 1e6
-                age_s = round(float(uptime[0]) - time_s, 1) if uptime else None
-                found.append(Xid(address, int(match[2]), age_s, text.splitlines()[0]))
+        with open(files.root / "dev/kmsg", "rb", buffering=0, opener=open_nonblocking) as log:
+            while True:
+                try:
+                    record = log.read(1 << 14)
+                except (
+                    BrokenPipeError
+                ):  # the record was overwritten; the next read gets a later one
+                    continue
+                if not record:
+                    return tuple(found)
+                # Format of a record: priority,sequence,microseconds since boot,flags;text
+                head, _, text = record.decode(errors="replace").partition(";")
+                if match := _XID.search(text):
+                    address = match[1] if match[1].count(":") > 1 else f"0000:{match[1]}"
+                    address = address if "." in address else f"{address}.0"
+                    time_s = int(head.split(",")[2]) / 1e6
+                    age_s = round(float(uptime[0]) - time_s, 1) if uptime else None
+                    found.append(Xid(address, int(match[2]), age_s, text.splitlines()[0]))
     except OSError as error:
         files.unknown["xids"] = f"/dev/kmsg: {error.strerror}"
         return None
-    return tuple(found)
-
-
-def _kernel_log(path: Path) -> Iterator[str]:
-    """The records of the kernel log since boot."""
-    log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        while True:
-            with contextlib.suppress(BrokenPipeError):  # overwritten; the next read is a later one
-                record = os.read(log, 1 << 14).decode(errors="replace")
-                if not record:
-                    return
-                yield record
-    except BlockingIOError:  # the end of the log
-        return
-    finally:
-        os.close(log)

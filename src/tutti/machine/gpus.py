@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +211,7 @@ _NVLINK_PEERS = {0: "gpu", 1: "cpu", 2: "switch"}
 _NVLINK_SPEED_FIELD = 164
 
 
+@dataclass(frozen=True)
 class _Query:
     """Calls NVML functions for one GPU, NVLink or pair of GPUs, which `handles` identifies.
 
@@ -219,37 +220,30 @@ class _Query:
     `field`.
     """
 
-    def __init__(self, library: Any, unknown: dict[str, str], field: str, *handles: Any) -> None:
-        self.library = library
-        self.unknown = unknown
-        self.field = field
-        self.handles = handles
+    library: Any
+    unknown: dict[str, str]
+    field: str
+    handles: tuple[Any, ...]
 
     def part(self, name: str, *handles: Any) -> "_Query":
         """A query for the subfield `name`, with additional handles."""
-        return _Query(self.library, self.unknown, f"{self.field}.{name}", *self.handles, *handles)
+        handles = (*self.handles, *handles)
+        return _Query(self.library, self.unknown, f"{self.field}.{name}".lstrip("."), handles)
 
     def note(self, names: str, reason: str) -> None:
         """Record why the fields in `names` are unknown."""
         for name in names.split():
             self.unknown[f"{self.field}.{name}".lstrip(".")] = reason
 
-    def __call__(
-        self,
-        names: str,
-        function: str,
-        *arguments: Any,
-        convert: Callable[[Any], Any] | None = None,
-    ) -> Any:
+    def __call__(self, names: str, function: str, *arguments: Any) -> Any:
         try:
-            value = getattr(self.library, f"nvmlDeviceGet{function}")(*self.handles, *arguments)
+            return getattr(self.library, f"nvmlDeviceGet{function}")(*self.handles, *arguments)
         except AttributeError:
             self.note(names, f"this nvidia-ml-py has no nvmlDeviceGet{function}")
         except Exception as error:  # the bindings raise more than NVMLError, without a common base
             message = str(error).partition("\n")[0].partition(". ")[0]
             self.note(names, f"NVML {function}: {message}")
-        else:
-            return convert(value) if convert else value
+        return None
 
     def enum(self, name: str, words: dict[int, str], function: str, *arguments: Any) -> Any:
         """The name of the enum value that an NVML function returns."""
@@ -259,7 +253,7 @@ class _Query:
         return words.get(number)
 
     def field_value(self, name: str, number: int, scope: int = 0) -> int | None:
-        gpu = _Query(self.library, self.unknown, self.field, self.handles[0])
+        gpu = _Query(self.library, self.unknown, self.field, self.handles[:1])
         values = gpu(name, "FieldValues", [(number, scope)])
         if values is None:
             return None
@@ -286,22 +280,19 @@ def read_accelerators(
             cuda = library.nvmlSystemGetCudaDriverVersion()
             versions["cuda_driver"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
         handles = {}
-        query = _Query(library, files.unknown, "")
-        for index in range(query("accelerators", "Count") or 0):
-            handle = query(f"accelerators[{index}]", "HandleByIndex", index)
+        host = _Query(library, files.unknown, "", ())
+        for index in range(host("accelerators", "Count") or 0):
+            handle = host(f"accelerators[{index}]", "HandleByIndex", index)
             if handle is not None:  # a GPU that fell off the bus has no handle
                 handles[index] = handle
         devices = {device.address: device for device in pci}
         accelerators = tuple(
-            _read_accelerator(
-                _Query(library, files.unknown, f"accelerators[{number}]", handle), index, devices
-            )
+            _read_accelerator(host.part(f"accelerators[{number}]", handle), index, devices)
             for number, (index, handle) in enumerate(handles.items())
         )
         peers: list[PeerAccess] = []
         for src, dst in itertools.permutations(handles, 2):
-            pair = handles[src], handles[dst]
-            query = _Query(library, files.unknown, f"peers[{len(peers)}]", *pair)
+            query = host.part(f"peers[{len(peers)}]", handles[src], handles[dst])
             access = {
                 name: query.enum(name, _P2P, "P2PStatus", capability)
                 for capability, name in enumerate(("read", "write", "nvlink", "atomics"))
@@ -316,7 +307,7 @@ def _read_accelerator(query: _Query, index: int, devices: dict[str, PciDevice]) 
         milliwatts = query(name, function)
         return None if milliwatts is None else milliwatts / 1000
 
-    address = query("pci_address", "PciInfo", convert=_pci_address)
+    address = _pci_address(query("pci_address", "PciInfo"))
     device = devices.get(address or "")
     memory = query("memory_bytes used_bytes", "MemoryInfo")
     bar1 = query("bar1_bytes", "BAR1MemoryInfo")
@@ -324,7 +315,11 @@ def _read_accelerator(query: _Query, index: int, devices: dict[str, PciDevice]) 
     if numa_node is None:
         numa_node = query("numa_node", "NumaNodeId")
     cpus = device.local_cpus if device else None
+    if not cpus and (words := query("cpus", "CpuAffinity", 16)) is not None:
+        mask = sum(int(word) << 64 * number for number, word in enumerate(words))
+        cpus = format_cpu_list(cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1)
     capability = query("compute_capability", "CudaComputeCapability")
+    processes = query("processes", "ComputeRunningProcesses")
     fabric_state, fabric_healthy = _read_fabric(query)
     recovery = query.field_value("recovery_action", _RECOVERY_FIELD)
     pcie = query.part("pcie")
@@ -334,12 +329,12 @@ def _read_accelerator(query: _Query, index: int, devices: dict[str, PciDevice]) 
         uuid=query("uuid", "UUID"),
         pci_address=address,
         numa_node=numa_node,
-        cpus=cpus or query("cpus", "CpuAffinity", 16, convert=_cpu_list),
+        cpus=cpus,
         memory_bytes=memory and int(memory.total),
         used_bytes=memory and int(memory.used),
         bar1_bytes=bar1 and int(bar1.bar1Total),
         compute_capability=capability and f"{capability[0]}.{capability[1]}",
-        processes=query("processes", "ComputeRunningProcesses", convert=len),
+        processes=None if processes is None else len(processes),
         pcie=PcieLink(
             generation=pcie("generation", "CurrPcieLinkGeneration"),
             width=pcie("width", "CurrPcieLinkWidth"),
@@ -358,23 +353,23 @@ def _read_accelerator(query: _Query, index: int, devices: dict[str, PciDevice]) 
         default_power_limit_w=watts("default_power_limit_w", "PowerManagementDefaultLimit"),
         ecc=_read_ecc(query.part("ecc")),
         recovery_action=None if recovery is None else _RECOVERY.get(recovery, str(recovery)),
-        persistence=query("persistence", "PersistenceMode", convert=bool),
-        mig=query("mig", "MigMode", convert=lambda mode: bool(mode[0])),
+        persistence=_flag(query("persistence", "PersistenceMode")),
+        mig=_flag((query("mig", "MigMode") or [None])[0]),
         compute_mode=query.enum("compute_mode", _COMPUTE_MODES, "ComputeMode"),
     )
 
 
-def _pci_address(info: Any) -> str:
+def _flag(value: int | None) -> bool | None:
+    return None if value is None else bool(value)
+
+
+def _pci_address(info: Any) -> str | None:
     """The PCI address in the kernel's format 0000:18:00.0; NVML's format is 00000000:18:00.0."""
+    if info is None:
+        return None
     text = info.busId if isinstance(info.busId, str) else info.busId.decode()
     domain, _, rest = text.partition(":")
     return f"{int(domain, 16):04x}:{rest}".lower()
-
-
-def _cpu_list(words: Any) -> str:
-    """The CPU list of an NVML affinity mask, which has 64 CPUs per word."""
-    mask = sum(int(word) << 64 * number for number, word in enumerate(words))
-    return format_cpu_list(cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1)
 
 
 def _read_nvlinks(gpu: _Query) -> tuple[NvLink, ...] | None:
@@ -397,7 +392,7 @@ def _read_nvlinks(gpu: _Query) -> tuple[NvLink, ...] | None:
                 active=active,
                 version=query("version", "NvLinkVersion"),
                 peer_kind=query.enum("peer_kind", _NVLINK_PEERS, "NvLinkRemoteDeviceType"),
-                peer_pci=query("peer_pci", "NvLinkRemotePciInfo", convert=_pci_address),
+                peer_pci=_pci_address(query("peer_pci", "NvLinkRemotePciInfo")),
                 speed_mbs=query.field_value("speed_mbs", _NVLINK_SPEED_FIELD, index),
                 replay_errors=query("replay_errors", "NvLinkErrorCounter", 0),
                 recovery_errors=query("recovery_errors", "NvLinkErrorCounter", 1),
@@ -439,25 +434,23 @@ def _read_clocks(query: _Query) -> Clocks:
 
 
 def _read_ecc(query: _Query) -> Ecc:
-    enabled, pending = query("enabled pending", "EccMode", convert=_flags) or (None, None)
+    enabled, pending = query("enabled pending", "EccMode") or (None, None)
     errors = {
         f"{life}_{severity}": query(f"{life}_{severity}", "TotalEccErrors", kind, counter)
         for counter, life in enumerate(("volatile", "aggregate"))
         for kind, severity in enumerate(("corrected", "uncorrected"))
     }
-    retired = [query("retired_pages", "RetiredPages", cause, convert=len) for cause in (0, 1)]
-    retired_pending = query("retired_pages_pending", "RetiredPagesPendingStatus", convert=bool)
+    retired = [query("retired_pages", "RetiredPages", cause) for cause in (0, 1)]
     names = ("remapped_correctable", "remapped_uncorrectable", "remap_pending", "remap_failed")
     rows = query(" ".join(names), "RemappedRows") or (None,) * 4
     return Ecc(
-        enabled=enabled,
-        pending=pending,
+        enabled=_flag(enabled),
+        pending=_flag(pending),
         **errors,
-        retired_pages=None if None in retired else sum(retired),
-        retired_pages_pending=retired_pending,
-        **dict(zip(names, (*rows[:2], *_flags(rows[2:])), strict=True)),
+        retired_pages=None if None in retired else sum(map(len, retired)),
+        retired_pages_pending=_flag(query("retired_pages_pending", "RetiredPagesPendingStatus")),
+        remapped_correctable=rows[0],
+        remapped_uncorrectable=rows[1],
+        remap_pending=_flag(rows[2]),
+        remap_failed=_flag(rows[3]),
     )
-
-
-def _flags(values: Sequence[int | None]) -> list[bool | None]:
-    return [None if value is None else bool(value) for value in values]

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tutti.measure.units import parse_size
 
-_FILE = Path(__file__).with_suffix(".toml")
-
 
 @dataclass(frozen=True)
 class AcceleratorSpec:
@@ -30,11 +28,7 @@ class AcceleratorSpec:
     scale_up: str | None = None  # the links between the devices of a node
     scale_up_gbs: float | None = None
     host_link: str | None = None
-    without: tuple[str, ...] = ()
-
-    def matches(self, device_name: str) -> bool:
-        """Whether a device with this driver name is of this model."""
-        return self.name in device_name and not any(part in device_name for part in self.without)
+    without: tuple[str, ...] = ()  # parts of the driver's name that mean another model
 
 
 @dataclass(frozen=True)
@@ -72,35 +66,34 @@ class Catalogue:
 @cache
 def catalogue() -> Catalogue:
     """The content of hardware_catalogue.toml. Raises an error if the file contains a mistake."""
-    content = tomllib.loads(_FILE.read_text())
-    for each in content["accelerator"]:
-        each["without"] = tuple(each.get("without", ()))
-    for each in content["figure"]:
-        each["devices"] = tuple(each["devices"])
-        each["bytes"] = parse_size(each.get("bytes", "64M"))  # the source says "large messages"
+    content = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    for row in content["accelerator"]:
+        row["without"] = tuple(row.get("without", ()))
+    for row in content["figure"]:
+        row["devices"] = tuple(row["devices"])
+        row["bytes"] = parse_size(row.get("bytes", "64M"))  # the source says "large messages"
     return Catalogue(
-        accelerators=tuple(AcceleratorSpec(**each) for each in content["accelerator"]),
-        links=tuple(LinkSpec(**each) for each in content["link"]),
-        figures=tuple(Figure(**each) for each in content["figure"]),
+        accelerators=tuple(AcceleratorSpec(**row) for row in content["accelerator"]),
+        links=tuple(LinkSpec(**row) for row in content["link"]),
+        figures=tuple(Figure(**row) for row in content["figure"]),
     )
 
 
 def accelerator(device_name: str) -> AcceleratorSpec | None:
     """The specification of a device, found by the name that the driver reports; None if unknown."""
-    return next((a for a in catalogue().accelerators if a.matches(device_name)), None)
+    for spec in catalogue().accelerators:
+        if spec.name in device_name and not any(part in device_name for part in spec.without):
+            return spec
+    return None
 
 
 def link(name: str | None) -> LinkSpec | None:
     """The specification of a link, such as `PCIe5 x16`; None if it is unknown."""
-    return next((each for each in catalogue().links if each.name == name), None)
+    return next((spec for spec in catalogue().links if spec.name == name), None)
 
 
 def figure(
-    device_name: str,
-    op: str,
-    size: int,
-    ranks: int | None = None,
-    timing: str = "back-to-back",
+    device_name: str, op: str, size: int, ranks: int | None = None, timing: str = "back-to-back"
 ) -> Figure | None:
     """The published figure for this message size or for the next smaller size.
 
@@ -108,14 +101,14 @@ def figure(
     """
     spec = accelerator(device_name)
     matching = [
-        each
-        for each in catalogue().figures
+        published
+        for published in catalogue().figures
         if spec is not None
-        and spec.name in each.devices
-        and (each.op, each.ranks, each.timing) == (op, ranks, timing)
-        and each.bytes <= size
+        and spec.name in published.devices
+        and (published.op, published.ranks, published.timing) == (op, ranks, timing)
+        and published.bytes <= size
     ]
-    return max(matching, key=lambda each: each.bytes, default=None)
+    return max(matching, key=lambda published: published.bytes, default=None)
 
 
 def peak_flops(device_name: str, precision: str, tf32: bool = False) -> tuple[float, str] | None:

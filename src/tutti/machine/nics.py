@@ -90,9 +90,6 @@ def interface_address(name: str) -> str | None:
     return socket.inet_ntoa(reply[20:24])
 
 
-# --- network interfaces --------------------------------------------------------------------------
-
-
 def read_nics(files: SysFiles) -> tuple[Nic, ...]:
     """All interfaces of this network namespace."""
     names = [name for name in files.names(_NET) if files.exists(f"{_NET}/{name}/mtu")]
@@ -100,49 +97,40 @@ def read_nics(files: SysFiles) -> tuple[Nic, ...]:
         files.unknown["nics"] = f"{_NET} is empty or does not exist"
     families = _address_families(files)
     default_routes = _default_routes(files)
-    return tuple(
-        _read_nic(files, name, f"nics[{number}]", families, default_routes)
-        for number, name in enumerate(names)
-    )
-
-
-def _read_nic(
-    files: SysFiles,
-    name: str,
-    field: str,
-    families: dict[str, set[str]] | None,
-    default_routes: set[str] | None,
-) -> Nic:
-    directory = f"{_NET}/{name}"
-    pci_address, numa_node = _read_place(files, f"{directory}/device", name, field)
-    rdma = files.names(f"{directory}/device/infiniband")
-    # Reading `carrier` fails if the interface is down.
-    carrier = files.number(f"{directory}/carrier", f"{field}.carrier")
-    if families is None:
-        files.unknown[f"{field}.families"] = "addresses can only be listed on the running system"
-    if default_routes is None:
-        files.unknown[f"{field}.default_route"] = "/proc/net/route cannot be read"
-    counts = {
-        counter: files.number(f"{directory}/statistics/{counter}", f"{field}.{counter}")
-        for counter in ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
-    }
-    return Nic(
-        name=name,
-        kind=_kind(files, name),
-        driver=files.target_name(f"{directory}/device/driver"),
-        state=files.text(f"{directory}/operstate", f"{field}.state"),
-        carrier=None if carrier is None else carrier == 1,
-        # The speed of a virtual interface or of a link that is down is 0 or -1.
-        speed_mbps=files.number(f"{directory}/speed", f"{field}.speed_mbps", range(1, 10**9)),
-        mtu=files.number(f"{directory}/mtu", f"{field}.mtu"),
-        pci_address=pci_address,
-        numa_node=numa_node,
-        families=None if families is None else tuple(sorted(families.get(name, ()))),
-        default_route=None if default_routes is None else name in default_routes,
-        master=files.target_name(f"{directory}/master"),
-        rdma=rdma[0] if rdma else "",
-        **counts,
-    )
+    nics = []
+    for number, name in enumerate(names):
+        directory, field = f"{_NET}/{name}", f"nics[{number}]"
+        pci_address, numa_node = _read_place(files, f"{directory}/device", name, field)
+        rdma = files.names(f"{directory}/device/infiniband")
+        # Reading `carrier` fails if the interface is down.
+        carrier = files.number(f"{directory}/carrier", f"{field}.carrier")
+        if families is None:
+            files.unknown[f"{field}.families"] = "addresses can only be listed on this machine"
+        if default_routes is None:
+            files.unknown[f"{field}.default_route"] = "/proc/net/route cannot be read"
+        counts = {
+            counter: files.number(f"{directory}/statistics/{counter}", f"{field}.{counter}")
+            for counter in ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped")
+        }
+        nic = Nic(
+            name=name,
+            kind=_kind(files, name),
+            driver=files.target_name(f"{directory}/device/driver"),
+            state=files.text(f"{directory}/operstate", f"{field}.state"),
+            carrier=None if carrier is None else carrier == 1,
+            # The speed of a virtual interface or of a link that is down is 0 or -1.
+            speed_mbps=files.number(f"{directory}/speed", f"{field}.speed_mbps", range(1, 10**9)),
+            mtu=files.number(f"{directory}/mtu", f"{field}.mtu"),
+            pci_address=pci_address,
+            numa_node=numa_node,
+            families=None if families is None else tuple(sorted(families.get(name, ()))),
+            default_route=None if default_routes is None else name in default_routes,
+            master=files.target_name(f"{directory}/master"),
+            rdma=rdma[0] if rdma else "",
+            **counts,
+        )
+        nics.append(nic)
+    return tuple(nics)
 
 
 def _kind(files: SysFiles, name: str) -> NicKind:
@@ -206,23 +194,17 @@ def _default_routes(files: SysFiles) -> set[str] | None:
     return names
 
 
-# --- RDMA ports ----------------------------------------------------------------------------------
-
-
 def read_rdma(files: SysFiles) -> tuple[RdmaPort, ...]:
     """All ports of all RDMA devices; () if there are no RDMA devices."""
-    ports = [
-        (device, port)
-        for device in files.names(_RDMA)
-        for port in files.names(f"{_RDMA}/{device}/ports")
-    ]
+    names = files.names(_RDMA)
+    ports = [(name, port) for name in names for port in files.names(f"{_RDMA}/{name}/ports")]
     return tuple(
-        _read_port(files, device, int(port), f"rdma[{number}]")
-        for number, (device, port) in enumerate(ports)
+        _read_port(files, name, port, f"rdma[{number}]")
+        for number, (name, port) in enumerate(ports)
     )
 
 
-def _read_port(files: SysFiles, name: str, port: int, field: str) -> RdmaPort:
+def _read_port(files: SysFiles, name: str, port: str, field: str) -> RdmaPort:
     directory = f"{_RDMA}/{name}/ports/{port}"
     pci_address, numa_node = _read_place(files, f"{_RDMA}/{name}/device", name, field)
     rate = files.text(f"{directory}/rate", f"{field}.rate")
@@ -247,7 +229,7 @@ def _read_port(files: SysFiles, name: str, port: int, field: str) -> RdmaPort:
         states[state] = None if text is None else text.rpartition(":")[2].strip()
     return RdmaPort(
         device=name,
-        port=port,
+        port=int(port),
         netdev=netdevs[0] if netdevs else "",
         pci_address=pci_address,
         numa_node=numa_node,

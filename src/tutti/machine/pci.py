@@ -1,7 +1,6 @@
 """PciDevice: GPUs, NICs, NVSwitches and the bridges above them, read from /sys without a driver."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,19 +91,20 @@ def _kind(files: SysFiles, address: str) -> Kind | None:
 
 def _read_device(files: SysFiles, address: str, kind: Kind, field: str) -> PciDevice:
     directory = f"{_DEVICES}/{address}"
+
+    def count_errors(name: str, *severities: str) -> int | None:
+        texts = [
+            files.text(f"{directory}/aer_dev_{each}", f"{field}.{name}") for each in severities
+        ]
+        counts = re.findall(r"TOTAL_ERR_\w+ (\d+)", "\n".join(text or "" for text in texts))
+        return None if None in texts else sum(map(int, counts))
+
     iommu_type: str | None = "none"
     if files.exists(f"{directory}/iommu_group"):
         iommu_type = files.text(f"{directory}/iommu_group/type", f"{field}.iommu_type")
     acs_redirect: bool | None = False
     if kind == "bridge":
         acs_redirect = _read_acs_redirect(files, f"{directory}/config", f"{field}.acs_redirect")
-    errors = {
-        name: _count_errors(files, directory, f"{field}.{name}", severities)
-        for name, severities in (
-            ("correctable_errors", ("correctable",)),
-            ("uncorrectable_errors", ("nonfatal", "fatal")),
-        )
-    }
     return PciDevice(
         address=address,
         kind=kind,
@@ -116,7 +116,8 @@ def _read_device(files: SysFiles, address: str, kind: Kind, field: str) -> PciDe
         link=_read_link(files, directory, f"{field}.link"),
         iommu_type=iommu_type,
         acs_redirect=acs_redirect,
-        **errors,
+        correctable_errors=count_errors("correctable_errors", "correctable"),
+        uncorrectable_errors=count_errors("uncorrectable_errors", "nonfatal", "fatal"),
     )
 
 
@@ -137,19 +138,6 @@ def _read_link(files: SysFiles, directory: str, field: str) -> PcieLink | None:
             f"{directory}/{file}_link_width", f"{field}.{prefix}width", range(1, 255)
         )
     return PcieLink(**values)
-
-
-def _count_errors(
-    files: SysFiles, directory: str, field: str, severities: Sequence[str]
-) -> int | None:
-    total = 0
-    for severity in severities:
-        text = files.text(f"{directory}/aer_dev_{severity}", field)
-        if text is None:
-            return None
-        found = re.search(r"TOTAL_ERR_\w+ (\d+)", text)
-        total += int(found[1]) if found else 0
-    return total
 
 
 def _read_acs_redirect(files: SysFiles, path: str, field: str) -> bool | None:

@@ -1,21 +1,155 @@
-"""Recorded machines: the file of `--record` and `--from`, and JSON conversion of dataclasses."""
+"""Machine: hardware, software and settings of one host, and files with recorded machines.
+
+`observe()` reads this host. `--record` writes a file, and `--from` reads it with `read_machines()`.
+"""
 
 import dataclasses
 import json
+import platform
 import types
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-if TYPE_CHECKING:
-    from tutti.machine.observation import Machine
+from tutti.machine import cpu_numa, environment
+from tutti.machine.cpu_numa import Cpus, Limits, Memory, NumaNode
+from tutti.machine.environment import Xid
+from tutti.machine.gpus import Accelerator, PeerAccess, read_accelerators
+from tutti.machine.nics import Nic, RdmaPort, read_nics, read_rdma
+from tutti.machine.pci import PciDevice, read_pci
+from tutti.machine.sysfs import SysFiles
 
 SCHEMA = "tutti.machine/1"
 
 Kind = TypeVar("Kind")
 
 
-def format_machines(machines: Sequence["Machine"], command: Sequence[str], note: str) -> str:
+@dataclass(frozen=True)
+class Machine:
+    """One host. A field that is None is unknown; `unknown` contains the reason.
+
+    Keys of `unknown` are paths such as `accelerators[0].ecc.enabled`. The reason for a path also
+    applies to all fields below that path.
+    """
+
+    host: str
+    observed_at: str | None
+    """UTC, ISO 8601."""
+    name_resolution: str | None
+    """What the host's own name resolves to: outside, loopback or nothing."""
+    system: str | None
+    kernel: str | None
+    architecture: str | None
+    product: str | None
+    virtualisation: str | None
+    """none, or the hypervisor: kvm, microsoft, xen, vmware, …"""
+    container: str | None
+    """none, or the kind: docker, podman, kubernetes, …"""
+    cpus: Cpus
+    numa: tuple[NumaNode, ...]
+    memory: Memory
+    accelerators: tuple[Accelerator, ...]
+    peers: tuple[PeerAccess, ...]
+    pci: tuple[PciDevice, ...]
+    nics: tuple[Nic, ...]
+    rdma: tuple[RdmaPort, ...]
+    limits: Limits
+    iommu_groups: int | None
+    kernel_parameters: tuple[str, ...] | None
+    """Only parameters about IOMMU, PCI, NUMA, huge pages and isolated CPUs."""
+    kernel_modules: tuple[str, ...] | None
+    """Only drivers of GPUs and RDMA NICs, such as nvidia_peermem."""
+    sysctls: dict[str, str]
+    nccl_conf: dict[str, dict[str, str]]
+    """The settings in /etc/nccl.conf and ~/.nccl.conf, keyed by file."""
+    variables: dict[str, str]
+    """Environment variables on an allow-list."""
+    versions: dict[str, str]
+    """Versions of python, torch, cuda (of torch), cuda_driver (the newest CUDA that the driver
+    supports), driver, nccl, …"""
+    xids: tuple[Xid, ...] | None
+    """None if the kernel log cannot be read."""
+    unknown: dict[str, str] = field(default_factory=dict)
+
+    def why(self, path: str) -> str | None:
+        """Why a field is unknown: the reason for the field or for a field that contains it."""
+        while path:
+            if path in self.unknown:
+                return self.unknown[path]
+            path = path[: max(path.rfind("."), path.rfind("["), 0)]
+        return None
+
+    def pci_device(self, address: str | None) -> PciDevice | None:
+        """The PCI device at an address; None if /sys does not contain the device."""
+        return next((device for device in self.pci if device.address == address), None)
+
+    @property
+    def has_rdma(self) -> bool:
+        """Whether any RDMA port is active."""
+        return any(port.state == "ACTIVE" for port in self.rdma)
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether the machine is known to be a virtual machine."""
+        return self.virtualisation not in (None, "none")
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Machine":
+        """Inverse of asdict. A missing field is unknown; a wrong key or type is a ValueError."""
+        missing: dict[str, str] = {}
+        machine = _from_json(cls, values, "", missing)
+        machine.unknown.update(missing)
+        return machine
+
+
+def observe(root: Path = Path("/")) -> Machine:
+    """Observe this host through /sys, /proc and the GPU driver.
+
+    Values that cannot be read are recorded as unknown; they do not raise an error. For tests,
+    `root` is the directory that contains sys and proc.
+    """
+    unknown: dict[str, str] = {}
+    files = SysFiles(unknown, root)
+    pci = read_pci(files)
+    versions = environment.read_versions(files)
+    accelerators, peers = read_accelerators(files, pci, versions)
+    return Machine(
+        host=platform.node(),
+        observed_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        name_resolution=environment.read_name_resolution(),
+        system=files.search(r'^PRETTY_NAME="?([^"\n]*)', "/etc/os-release", "system"),
+        kernel=platform.release(),
+        architecture=platform.machine(),
+        product=environment.read_product(files),
+        virtualisation=environment.read_virtualisation(files),
+        container=environment.read_container(files),
+        cpus=cpu_numa.read_cpus(files),
+        numa=cpu_numa.read_numa(files),
+        memory=cpu_numa.read_memory(files),
+        accelerators=accelerators,
+        peers=peers,
+        pci=pci,
+        nics=read_nics(files),
+        rdma=read_rdma(files),
+        limits=cpu_numa.read_limits(files),
+        iommu_groups=environment.read_iommu_groups(files),
+        kernel_parameters=environment.read_kernel_parameters(files),
+        kernel_modules=environment.read_kernel_modules(files),
+        sysctls=environment.read_sysctls(files),
+        nccl_conf=environment.read_nccl_conf(files),
+        variables=environment.read_variables(),
+        versions=versions,
+        xids=environment.read_xids(files),
+        unknown=unknown,
+    )
+
+
+# --- recorded files ------------------------------------------------------------------------------
+
+
+def format_machines(machines: Sequence[Machine], command: Sequence[str], note: str) -> str:
     """The content of a recorded file: one machine per host, and a note about their origin."""
     content = {
         "schema": SCHEMA,
@@ -39,10 +173,8 @@ def _format(value: Any, depth: int = 0) -> str:
     return f"{text[0]}\n{' ' * (depth + 1)}{lines}\n{' ' * depth}{text[-1]}"
 
 
-def read_machines(path: Path) -> list["Machine"]:
+def read_machines(path: Path) -> list[Machine]:
     """The machines in a recorded file. Raises ValueError with the place and kind of a mistake."""
-    from tutti.machine.observation import Machine
-
     try:
         content = json.loads(path.read_text())
     except UnicodeDecodeError:
@@ -69,7 +201,7 @@ def read_machines(path: Path) -> list["Machine"]:
 # --- dataclasses from JSON -----------------------------------------------------------------------
 
 
-def from_json(kind: type[Kind], value: Any, path: str, missing: dict[str, str]) -> Kind:
+def _from_json(kind: type[Kind], value: Any, path: str, missing: dict[str, str]) -> Kind:
     """Build a dataclass from a dict and check all types.
 
     An absent field that may be None becomes None, and its path is added to `missing`.
@@ -81,53 +213,46 @@ def from_json(kind: type[Kind], value: Any, path: str, missing: dict[str, str]) 
     if unexpected := sorted(set(value) - set(hints)):
         raise ValueError(f"{prefix}{unexpected[0]} is not a field of {kind.__name__}")
     fields = {}
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        name, hint = f"{prefix}{field.name}", hints[field.name]
-        if field.name in value:
-            fields[field.name] = _convert(hint, value[field.name], name, missing)
+    for member in dataclasses.fields(kind):  # type: ignore[arg-type]
+        name, hint = f"{prefix}{member.name}", hints[member.name]
+        if member.name in value:
+            fields[member.name] = _convert(hint, value[member.name], name, missing)
         elif types.NoneType in get_args(hint):
-            fields[field.name] = None
+            fields[member.name] = None
             missing[name] = "not in the recorded file"
-        elif field.default_factory is dataclasses.MISSING:
+        elif member.default_factory is dataclasses.MISSING:
             raise ValueError(f"{name} is missing")
     return kind(**fields)
 
 
 def _convert(hint: Any, value: Any, path: str, missing: dict[str, str]) -> Any:
-    if get_origin(hint) in (Union, types.UnionType):
-        options = [option for option in get_args(hint) if option is not types.NoneType]
-        if value is None and len(options) < len(get_args(hint)):
-            return None
-        # A union such as int | "unlimited": the type of the value selects the option.
-        fitting = [option for option in options if _fits(option, value)]
-        return _convert(fitting[0] if fitting else options[0], value, path, missing)
     if dataclasses.is_dataclass(hint):
-        return from_json(hint, value, path, missing)  # type: ignore[arg-type]
-    if not _fits(hint, value):
-        name = getattr(hint, "__name__", str(hint))
-        if get_origin(hint) is Literal:
-            name = " or ".join(map(repr, get_args(hint)))
+        return _from_json(hint, value, path, missing)  # type: ignore[arg-type]
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, types.UnionType):
+        if value is None and types.NoneType in arguments:
+            return None
+        errors = []
+        for option in arguments:
+            try:
+                return _convert(option, value, path, missing)
+            except ValueError as error:
+                errors.append(error)
+        raise errors[0]
+    if kind is tuple and isinstance(value, list | tuple):
+        items = [(f"{path}[{number}]", item) for number, item in enumerate(value)]
+        return tuple(_convert(arguments[0], item, name, missing) for name, item in items)
+    if kind is dict and isinstance(value, dict):
+        return {k: _convert(arguments[1], v, f"{path}.{k}", missing) for k, v in value.items()}
+    if kind is Literal:
+        valid, name = value in arguments, " or ".join(map(repr, arguments))
+    else:  # bool is a subclass of int, but not a number here
+        valid = isinstance(value, (int, float) if kind is float else kind)
+        valid = valid and (kind is bool or not isinstance(value, bool))
+        name = kind.__name__
+    if not valid:
         raise ValueError(f"{path} is {_shorten(value)}, not {name}")
-    if get_origin(hint) is tuple:
-        inner = get_args(hint)[0]
-        items = enumerate(value)
-        return tuple(_convert(inner, item, f"{path}[{n}]", missing) for n, item in items)
-    if get_origin(hint) is dict:
-        inner = get_args(hint)[1]
-        return {key: _convert(inner, item, f"{path}.{key}", missing) for key, item in value.items()}
     return value
-
-
-def _fits(hint: Any, value: Any) -> bool:
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if dataclasses.is_dataclass(hint) or get_origin(hint) is dict:
-        return isinstance(value, dict)
-    if get_origin(hint) is tuple:
-        return isinstance(value, list | tuple)
-    if hint in (int, float):  # bool is a subclass of int, but not a number here
-        return isinstance(value, int | hint) and not isinstance(value, bool)
-    return isinstance(value, hint)
 
 
 def _shorten(value: Any) -> str:

@@ -1,6 +1,7 @@
 """SysFiles: read /sys and /proc. A value that cannot be read is None; the reason is recorded."""
 
 import os
+import re
 from pathlib import Path
 
 
@@ -34,6 +35,14 @@ class SysFiles:
             return number
         self._note(field, f"{path} is {number}")
         return None
+
+    def search(self, pattern: str, path: str, field: str | None = None) -> str | None:
+        """The first group of a regular expression in a file."""
+        text = self.text(path, field)
+        found = re.search(pattern, text or "", re.MULTILINE)
+        if text is not None and found is None:
+            self._note(field, f"{path} does not contain {pattern}")
+        return found[1].strip() if found else None
 
     def numa_node(self, directory: str, field: str | None = None) -> int | None:
         """The NUMA node of a device. The kernel writes -1 if the firmware does not report it."""

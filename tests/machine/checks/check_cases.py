@@ -9,8 +9,7 @@ from typing import Any
 from tutti.machine.checks.checklist import run_checks
 from tutti.machine.checks.cluster import Cluster, ProbeResults, RankObservation
 from tutti.machine.checks.finding import Finding
-from tutti.machine.observation import Machine
-from tutti.machine.recording import read_machines
+from tutti.machine.recording import Machine, read_machines
 
 RECORDED = Path(__file__).parent.parent / "machines"
 

@@ -25,7 +25,7 @@ from tutti.machine.checks.cluster import (
     RankObservation,
 )
 from tutti.machine.environment import Xid
-from tutti.machine.observation import Machine
+from tutti.machine.recording import Machine
 
 PCIE_BOX = recorded("pcie-box")[0]
 ROCE = recorded("roce-cluster")[0]

@@ -17,7 +17,7 @@ from check_cases import (
 from tutti.machine.checks.checklist import CHECKS, run_checks
 from tutti.machine.checks.cluster import Cluster, MeasuredRate, RankObservation
 from tutti.machine.checks.finding import Check, Finding
-from tutti.machine.observation import Machine
+from tutti.machine.recording import Machine
 
 
 @pytest.mark.parametrize(

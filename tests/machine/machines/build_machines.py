@@ -28,9 +28,8 @@ from machine_parts import (  # from this folder
 )
 
 from tutti.machine.cpu_numa import Cpus, NumaNode
-from tutti.machine.observation import Machine
 from tutti.machine.pci import PcieLink
-from tutti.machine.recording import format_machines
+from tutti.machine.recording import Machine, format_machines
 
 HERE = Path(__file__).parent
 NOTE = "written by hand from knowledge of such machines, not observed"

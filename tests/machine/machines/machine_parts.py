@@ -9,8 +9,8 @@ from uuid import NAMESPACE_DNS, uuid5
 from tutti.machine.cpu_numa import Cpus, Limits, Memory, NumaNode
 from tutti.machine.gpus import Accelerator, Clocks, Ecc, NvLink, PeerAccess
 from tutti.machine.nics import Nic, RdmaPort
-from tutti.machine.observation import Machine
 from tutti.machine.pci import PciDevice, PcieLink
+from tutti.machine.recording import Machine
 
 GIB = 1 << 30
 

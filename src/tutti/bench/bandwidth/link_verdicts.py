@@ -25,7 +25,7 @@ import torch
 from tutti.machine.cpu_numa import numa_nodes, parse_cpu_list
 from tutti.machine.gpus import numa_node_of_gpu
 from tutti.machine.hardware_catalogue import Figure
-from tutti.machine.observation import observe
+from tutti.machine.recording import observe
 from tutti.machine.sysfs import SysFiles
 from tutti.measure.spread import round_significant
 from tutti.world.world import World

@@ -14,24 +14,14 @@ from tutti.machine.checks import (
     network_rdma,
     nvlink_pcie,
     outliers,
-    rank_agreement,
+    probe_network,
 )
 from tutti.machine.checks.cluster import PROBES, Cluster, GpuCopy, ProbeResults, RankObservation
 from tutti.machine.checks.finding import STATUS_ORDER, Check, Finding
-from tutti.machine.checks.probe_network import (
-    Endpoint,
-    Peers,
-    ProbeServer,
-    connect_hosts,
-    measure_clock_offsets,
-    measure_links,
-)
-from tutti.machine.observation import Machine, observe
+from tutti.machine.checks.probe_network import Endpoint, Peers, ProbeServer
+from tutti.machine.recording import Machine, observe
 
-_MODULES = (
-    *(nccl_environment, cpu_memory_limits, gpu_health, nvlink_pcie, network_rdma),
-    *(rank_agreement, outliers),
-)
+_MODULES = (nccl_environment, cpu_memory_limits, gpu_health, nvlink_pcie, network_rdma, outliers)
 CHECKS = tuple(
     value for module in _MODULES for value in vars(module).values() if isinstance(value, Check)
 )
@@ -46,9 +36,6 @@ def run_checks(cluster: Cluster, checks: Sequence[Check] = CHECKS) -> list[Findi
     return sorted(found, key=lambda finding: STATUS_ORDER.index(finding.status))
 
 
-# --- the input of checks -------------------------------------------------------------------------
-
-
 def recorded_cluster(machines: Sequence[Machine]) -> Cluster:
     """A cluster of machines from a recorded file, which cannot be probed."""
     skipped = dict.fromkeys(PROBES, "a recorded machine cannot be probed")
@@ -61,16 +48,7 @@ def collect_this_host(device: str, active: bool) -> Cluster:
     skipped = dict.fromkeys(("links", "all_reduce"), "needs several ranks: --ranks or a launcher")
     probes = ProbeResults(skipped=skipped)
     if active:
-        from tutti.machine.checks.probe_devices import matrix_product, measure_devices, memory_copy
-
-        used = _usable_device(device)
-        alone = Peers(0, [0], lambda value: [value])
-        probes = replace(
-            probes,
-            compute=measure_devices(alone, used, matrix_product),
-            bandwidth=measure_devices(alone, used, memory_copy),
-            copies=(_copies(used),),
-        )
+        probes = _measure_devices(probes, Peers(0, [0], lambda value: [value]), device)
     return Cluster((machine,), (), probes)
 
 
@@ -97,64 +75,47 @@ def collect_from_ranks(
         probes = ProbeResults()
         if len(peers.first_ranks) > 1:
             progress("connecting every host to every other")
-            connections = connect_hosts(peers, endpoints)
-            offsets = measure_clock_offsets(peers, endpoints)
+            connections = probe_network.connect_hosts(peers, endpoints)
+            offsets = probe_network.measure_clock_offsets(peers, endpoints)
             probes = replace(probes, connections=connections, clock_offsets=offsets)
         if all_reduce is not None:
-            probes = _measure_ranks(probes, peers, endpoints, device, all_reduce, progress)
+            if any(connection.error for connection in probes.connections or ()):
+                skipped = {"all_reduce": "some hosts cannot connect to each other"}
+                probes = replace(probes, skipped=skipped)
+            else:
+                progress("all_reduce over all ranks")
+                probes = replace(probes, all_reduce=tuple(peers.gather(all_reduce())))
+            progress("transfers between all ranks")
+            links = probe_network.measure_links(peers, endpoints, probes.connections or ())
+            progress("compute and memory of every rank")
+            probes = _measure_devices(replace(probes, links=links), peers, device)
     finally:
         peers.gather(None)  # barrier: another rank may still connect to this rank's server
         server.close()
     return Cluster(tuple(machines[rank] for rank in peers.first_ranks), ranks, probes)
 
 
-def _measure_ranks(
-    probes: ProbeResults,
-    peers: Peers,
-    endpoints: Sequence[Endpoint],
-    device: str,
-    all_reduce: Callable[[], str],
-    progress: Callable[[str], None],
-) -> ProbeResults:
-    from tutti.machine.checks.probe_devices import matrix_product, measure_devices, memory_copy
+def _measure_devices(probes: ProbeResults, peers: Peers, device: str) -> ProbeResults:
+    """Measure the CPU or GPU of every rank. If a rank has no GPU, all ranks measure their CPU."""
+    import torch
 
-    used = "cuda" if all(peers.gather(_usable_device(device) == "cuda")) else "cpu"
-    connections = probes.connections or ()
-    if any(connection.error for connection in connections):
-        skipped = {"all_reduce": "some hosts cannot connect to each other"}
-        probes = replace(probes, skipped=probes.skipped | skipped)
-    else:
-        progress("all_reduce over all ranks")
-        probes = replace(probes, all_reduce=tuple(peers.gather(all_reduce())))
-    progress("transfers between all ranks")
-    links = measure_links(peers, endpoints, connections)
-    progress(f"compute and memory of every rank ({used})")
-    compute = measure_devices(peers, used, matrix_product)
-    bandwidth = measure_devices(peers, used, memory_copy)
+    from tutti.machine.checks import probe_devices
+
+    has_gpu = device != "cpu" and torch.cuda.is_available()
+    used = "cuda" if all(peers.gather(has_gpu)) else "cpu"
+    compute = probe_devices.measure_devices(peers, used, probe_devices.matrix_product)
+    bandwidth = probe_devices.measure_devices(peers, used, probe_devices.memory_copy)
     # The first rank of each host copies between the host's GPUs while the other ranks are idle.
-    own = _copies(used) if peers.rank in peers.first_ranks else None
-    gathered = peers.gather(None if own is None else [asdict(copy) for copy in own])
-    copies = tuple(
-        None if gathered[rank] is None else tuple(GpuCopy(**values) for values in gathered[rank])
-        for rank in peers.first_ranks
+    copies = None
+    if used == "cuda" and peers.rank in peers.first_ranks and torch.cuda.device_count() > 1:
+        copies = [asdict(copy) for copy in probe_devices.copy_between_gpus()]
+    gathered = peers.gather(copies)
+    return replace(
+        probes,
+        compute=compute,
+        bandwidth=bandwidth,
+        copies=tuple(
+            None if gathered[rank] is None else tuple(GpuCopy(**row) for row in gathered[rank])
+            for rank in peers.first_ranks
+        ),
     )
-    return replace(probes, compute=compute, bandwidth=bandwidth, links=links, copies=copies)
-
-
-def _usable_device(device: str) -> str:
-    """cpu or cuda. If there is no GPU, auto and cuda fall back to cpu."""
-    if device == "cpu":
-        return "cpu"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _copies(device: str) -> tuple[GpuCopy, ...] | None:
-    if device != "cuda":
-        return None
-    import torch
-
-    from tutti.machine.checks.probe_devices import copy_between_gpus
-
-    return copy_between_gpus() if torch.cuda.device_count() > 1 else None

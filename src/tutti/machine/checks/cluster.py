@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from tutti.machine.cpu_numa import parse_cpu_list
 from tutti.machine.gpus import Accelerator
-from tutti.machine.observation import Machine
+from tutti.machine.recording import Machine
 
 Value = TypeVar("Value")
 
@@ -141,9 +141,6 @@ class Cluster:
     def on_one_host(self) -> bool:
         """Whether a world was started and all its ranks are on one host."""
         return bool(self.ranks) and len(self.machines) == 1
-
-
-# --- reading a machine ---------------------------------------------------------------------------
 
 
 def known(machine: Machine, path: str, value: Value | None) -> Value:

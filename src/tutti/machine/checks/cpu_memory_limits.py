@@ -3,13 +3,11 @@
 from tutti.machine.checks.cluster import Cluster, Skip, gpus_of, known
 from tutti.machine.checks.finding import Findings, fail, host_check, machine_check, passed, warn
 from tutti.machine.cpu_numa import format_cpu_list, parse_cpu_list
-from tutti.machine.observation import Machine
+from tutti.machine.recording import Machine
 from tutti.measure.units import format_bytes
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _MORE_CPUS = "request more CPUs (srun --cpus-per-task, mpirun --bind-to none)"
-
-# --- limits of the process -----------------------------------------------------------------------
 
 
 @machine_check("limits.memlock")
@@ -91,9 +89,6 @@ def cgroup_memory(machine: Machine) -> Findings:
         yield passed(observed)
     else:
         yield passed("no cgroup memory limit")
-
-
-# --- memory of the host --------------------------------------------------------------------------
 
 
 @machine_check("memory.shm")

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tutti.machine.checks.cluster import Cluster, Skip
-from tutti.machine.observation import Machine
+from tutti.machine.recording import Machine
 
 PROBLEMS = ("fail", "warn")
 STATUS_ORDER = (*PROBLEMS, "pass", "skip")
@@ -100,15 +100,16 @@ class Check:
             except Exception as error:
                 message = f"the check itself failed: {type(error).__name__}: {error}"
                 found = [Finding("skip", scope, message)]
-            problems = [self._describe(each) for each in found if each.status in PROBLEMS]
-            for each in problems or found:
-                yield replace(each, id=self.id, host=each.host or host)
-
-    def _describe(self, problem: Finding) -> Finding:
-        name = problem.scope.partition(":")[2]
-        commands = problem.commands or tuple(each.format(name=name) for each in self.commands)
-        expected, cure = problem.expected or self.expected, problem.cure or self.cure
-        return replace(problem, expected=expected, cure=cure, commands=commands)
+            problems = [finding for finding in found if finding.status in PROBLEMS]
+            for finding in problems or found:
+                changes: dict[str, Any] = {"id": self.id, "host": finding.host or host}
+                if problems:
+                    name = finding.scope.partition(":")[2]
+                    commands = tuple(command.format(name=name) for command in self.commands)
+                    changes["commands"] = finding.commands or commands
+                    changes["expected"] = finding.expected or self.expected
+                    changes["cure"] = finding.cure or self.cure
+                yield replace(finding, **changes)
 
 
 def host_check(id: str, per_host: bool = True) -> Callable[[Judge], Check]:

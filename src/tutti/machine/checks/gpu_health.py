@@ -4,7 +4,7 @@ from collections import Counter
 
 from tutti.machine.checks.cluster import KNOWN_ERRORS, Cluster, Skip, gpus_of, known, read_gpus
 from tutti.machine.checks.finding import Findings, cluster_check, fail, machine_check, passed, warn
-from tutti.machine.observation import Machine
+from tutti.machine.recording import Machine
 from tutti.measure.units import format_bytes, format_seconds
 
 _NVIDIA = "0x10de"
@@ -170,9 +170,6 @@ def xid_errors(machine: Machine) -> Findings:
             scope = f"gpu:{index[address]}" if address in index else "machine"
             meaning = KNOWN_ERRORS["xid"][str(code)]
             yield problem(scope, f"Xid {code} × {times} at {address}: {meaning}")
-
-
-# --- clocks --------------------------------------------------------------------------------------
 
 
 @machine_check("clocks.throttle")

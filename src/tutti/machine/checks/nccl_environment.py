@@ -8,7 +8,7 @@ from pathlib import Path
 from tutti.machine.checks.cluster import Cluster, Skip, gpus_of, parse_version
 from tutti.machine.checks.finding import Findings, fail, host_check, machine_check, passed, warn
 from tutti.machine.cpu_numa import parse_cpu_list
-from tutti.machine.observation import Machine
+from tutti.machine.recording import Machine
 
 
 def settings(machine: Machine) -> dict[str, str]:
@@ -21,8 +21,6 @@ def shares_gpus(variables: Mapping[str, str]) -> bool:
     """Whether ranks share a GPU. If so, tutti sets variables that would be wrong otherwise."""
     return variables.get("TUTTI_RANKS_PER_GPU", "1") != "1" or "NCCL_HOSTID" in variables
 
-
-# --- names ---------------------------------------------------------------------------------------
 
 _TABLES = tomllib.loads(Path(__file__).with_name("known_variables.toml").read_text())
 # Variables that NCCL, torch, gloo and OpenMP read.
@@ -65,8 +63,6 @@ def renamed(machine: Machine) -> Findings:
             expected = "not set: the variable no longer has any effect"
             yield warn("machine", f"{name}={value}", expected, f"unset {name}")
 
-
-# --- values --------------------------------------------------------------------------------------
 
 # Ranks that share a GPU need these variables; `tutti run --ranks-per-gpu` sets the first one.
 _FOR_SHARED_GPUS = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
@@ -197,8 +193,6 @@ def nccl_conf_files(machine: Machine) -> Findings:
                 yield warn("machine", observed, "one value (the environment takes precedence)")
         yield passed(f"{path} sets {', '.join(f'{k}={v}' for k, v in sorted(values.items()))}")
 
-
-# --- versions ------------------------------------------------------------------------------------
 
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 15)
 _FIRST_NCCL_WITH_RAS = (2, 24)

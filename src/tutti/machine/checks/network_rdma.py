@@ -16,7 +16,7 @@ from tutti.machine.checks.finding import (
 )
 from tutti.machine.checks.nccl_environment import settings, shares_gpus
 from tutti.machine.nics import Nic, RdmaPort
-from tutti.machine.observation import Machine
+from tutti.machine.recording import Machine
 
 # Name prefixes of container and virtual machine interfaces, which do not reach other hosts.
 _INTERNAL = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxc", "kube")

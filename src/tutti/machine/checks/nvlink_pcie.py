@@ -3,14 +3,12 @@
 from tutti.machine.checks.cluster import KNOWN_ERRORS, Skip, gpus_of, read_gpus
 from tutti.machine.checks.finding import Findings, fail, machine_check, passed, warn
 from tutti.machine.checks.nccl_environment import settings
-from tutti.machine.observation import Machine
-from tutti.machine.pci import PciDevice, PcieLink
+from tutti.machine.pci import PciDevice
+from tutti.machine.recording import Machine
 
 # Boards with a fixed number of NVLinks. PCIe cards are not listed: they have NVLinks only if an
 # NVLink bridge is installed.
 _BOARD_LINKS = {"V100-SXM": 6, "A100-SXM": 12, "H100 80GB HBM3": 18, "B200": 18}
-
-# --- NVLink --------------------------------------------------------------------------------------
 
 
 @machine_check("nvlink.active")
@@ -102,53 +100,46 @@ def peer_access(machine: Machine) -> Findings:
             yield warn(scope, observed, expected)
 
 
-# --- PCIe ----------------------------------------------------------------------------------------
-
-
-def _pcie_links(machine: Machine) -> list[tuple[str, str, PcieLink]]:
-    """Scope, PCI address and PCIe link of every GPU and every RDMA NIC."""
-    links = [
-        (f"gpu:{gpu.index}", gpu.pci_address or "", gpu.pcie)
-        for gpu in machine.accelerators
-        if gpu.pcie is not None
-    ]
+def _pcie_links(machine: Machine, name: str) -> list[tuple[str, str, int, int]]:
+    """Scope, PCI address, `name` and maximum of `name` of the PCIe links of GPUs and RDMA NICs."""
+    links = [(f"gpu:{gpu.index}", gpu.pci_address, gpu.pcie) for gpu in machine.accelerators]
     for port in machine.rdma:
-        device = machine.pci_device(port.pci_address)
-        if device is not None and device.link is not None:
+        if (device := machine.pci_device(port.pci_address)) is not None:
             links.append((f"nic:{port.device}", device.address, device.link))
-    if not links:
+    if not any(link for _, _, link in links):
         gpus_of(machine)
         raise Skip(machine.why("accelerators[0].pcie") or "the PCIe links of GPUs are unknown")
-    return links
+    return [
+        (scope, address or "", value, most)
+        for scope, address, link in links
+        if (value := getattr(link, name, None)) and (most := getattr(link, f"max_{name}", None))
+    ]
 
 
 @machine_check("pcie.width")
 def pcie_width(machine: Machine) -> Findings:
-    links = [link for link in _pcie_links(machine) if link[2].width and link[2].max_width]
+    links = _pcie_links(machine, "width")
     if not links:
         raise Skip(machine.why("accelerators[0].pcie.width") or "the PCIe widths are unknown")
-    for scope, address, link in links:
-        if (link.width or 0) < (link.max_width or 0):
-            observed, expected = f"{address} uses {link.width} lanes", f"{link.max_width} lanes"
-            yield fail(scope, observed, expected, f"sudo lspci -vv -s {address} | grep -i lnk")
+    for scope, address, lanes, most in links:
+        if lanes < most:
+            command = f"sudo lspci -vv -s {address} | grep -i lnk"
+            yield fail(scope, f"{address} uses {lanes} lanes", f"{most} lanes", command)
 
 
 @machine_check("pcie.generation")
 def pcie_generation(machine: Machine) -> Findings:
     # Idle GPUs are not checked, because they lower their PCIe generation to save power.
     idle = {f"gpu:{gpu.index}" for gpu in machine.accelerators if not gpu.processes}
-    links = [
-        (scope, address, link)
-        for scope, address, link in _pcie_links(machine)
-        if link.generation and link.max_generation and scope not in idle
-    ]
+    links = [link for link in _pcie_links(machine, "generation") if link[0] not in idle]
     if not links:
         raise Skip("idle GPUs lower their PCIe generation: run tutti doctor during a job")
-    for scope, address, link in links:
-        if (link.generation or 0) < (link.max_generation or 0):
-            observed = f"{address} runs PCIe {link.generation} under load"
+    for scope, address, generation, most in links:
+        if generation < most:
             command = f"sudo lspci -vv -s {address} | grep -i lnk"
-            yield warn(scope, observed, f"PCIe {link.max_generation}", command)
+            yield warn(
+                scope, f"{address} runs PCIe {generation} under load", f"PCIe {most}", command
+            )
 
 
 @machine_check("pcie.errors")

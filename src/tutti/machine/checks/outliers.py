@@ -1,20 +1,135 @@
-"""Checks active.*: ranks, GPUs and links that are slower than the others or compute wrong results.
+"""Checks agreement.* and active.*: ranks, hosts, GPUs and links that differ from the others.
 
-Outliers are found with the median and the median absolute deviation (MAD), because a single slow
-value hardly changes either of the two.
+Facts such as versions are compared with the most common value. Slow devices and links are found
+with the median and the median absolute deviation (MAD), because a single slow value hardly changes
+either of the two.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from tutti.machine.checks.cluster import Cluster, MeasuredRate, Skip
+from tutti.machine.checks.cluster import KNOWN_ERRORS, Cluster, MeasuredRate, Skip
 from tutti.machine.checks.finding import Finding, Findings, cluster_check, fail, passed, warn
-from tutti.machine.checks.nccl_environment import settings
+from tutti.machine.checks.nccl_environment import LISTS, settings, shares_gpus
 from tutti.machine.checks.network_rdma import external_nics, selected_nics
-from tutti.measure.units import format_rate
+from tutti.machine.recording import Machine
+from tutti.measure.units import format_bytes, format_rate
 
-# --- outliers ------------------------------------------------------------------------------------
+Facts = dict[str, str]
+
+# --- agreement of ranks and hosts ----------------------------------------------------------------
+
+
+def _differences(
+    cluster: Cluster, read_facts: Callable[[Machine], Facts], must_agree: Sequence[str] = ()
+) -> Findings:
+    """For each fact, the ranks or hosts whose value is not the most common one.
+
+    A difference in a fact of `must_agree` is a failure, otherwise a warning.
+    """
+    if len(cluster.ranks) < 2 and len(cluster.machines) < 2:
+        raise Skip("one rank on one host: nothing to compare")
+    # Processes of one host may differ, so ranks are compared. Hosts are compared only if no world
+    # was started.
+    processes = [(str(rank.rank), rank.machine) for rank in cluster.ranks]
+    processes = processes or [("", machine) for machine in cluster.machines]
+    facts = [read_facts(machine) for _, machine in processes]
+    for key in dict.fromkeys(key for values in facts for key in values):
+        values = [each.get(key, "not set") for each in facts]
+        counts = Counter(values)
+        # If several values are equally common, the value of the first rank is expected.
+        usual, number = max(counts.items(), key=lambda item: (item[1], item[0] == values[0]))
+        for value in sorted(set(counts) - {usual}, key=lambda value: counts[value]):
+            different = [
+                process for process, v in zip(processes, values, strict=True) if v == value
+            ]
+            ranks = [rank for rank, _ in different if rank]
+            hosts = list(dict.fromkeys(machine.host for _, machine in different))
+            names = _shorten(hosts, 3) + (f" (rank {_shorten(ranks, 6)})" if ranks else "")
+            scope = "machine" if len(hosts) == 1 else "world"
+            yield (fail if key in must_agree else warn)(
+                f"rank:{ranks[0]}" if len(ranks) == 1 else scope,
+                f"{names}: {key} {value}",
+                f"{usual}, as {number} other{'s' * (number > 1)}",
+                host=hosts[0] if len(hosts) == 1 else "",
+            )
+
+
+def _shorten(names: Sequence[str], count: int) -> str:
+    return ", ".join(names[:count]) + (" …" if len(names) > count else "")
+
+
+@cluster_check("agreement.versions")
+def same_versions(cluster: Cluster) -> Findings:
+    def facts(machine: Machine) -> Facts:
+        system = {"kernel": machine.kernel, "architecture": machine.architecture}
+        return machine.versions | {k: v for k, v in system.items() if v}
+
+    yield from _differences(cluster, facts, ("torch", "nccl", "cuda", "tutti"))
+
+
+@cluster_check("agreement.variables")
+def same_variables(cluster: Cluster) -> Findings:
+    prefixes = LISTS["per_process_prefixes"]
+
+    def facts(machine: Machine) -> Facts:
+        variables = settings(machine)
+        shared = variables.keys() - set(LISTS["per_process"])
+        return {name: variables[name] for name in sorted(shared) if not name.startswith(prefixes)}
+
+    yield from _differences(cluster, facts)
+
+
+@cluster_check("agreement.limits")
+def same_limits(cluster: Cluster) -> Findings:
+    def facts(machine: Machine) -> Facts:
+        limits = {
+            "memlock": machine.limits.memlock_bytes,
+            "open files": machine.limits.open_files,
+            "processes": machine.limits.processes,
+            "stack": machine.limits.stack_bytes,
+        }
+        return {name: str(value) for name, value in limits.items() if value is not None}
+
+    yield from _differences(cluster, facts)
+
+
+@cluster_check("agreement.hardware")
+def same_hardware(cluster: Cluster) -> Findings:
+    if len(cluster.machines) < 2:
+        raise Skip("one host: nothing to compare")
+
+    def facts(machine: Machine) -> Facts:
+        memory = machine.memory.total_bytes
+        return {
+            "GPUs": str(len(machine.accelerators)),
+            "RDMA ports": str(len(machine.rdma)),
+            "NUMA nodes": str(len(machine.numa)),
+            # Rounded to 16 GiB, because the memory reserved by the firmware differs between hosts.
+            **({"memory": format_bytes(round(memory / 2**34) * 2**34)} if memory else {}),
+            **({"CPU": machine.cpus.model} if machine.cpus.model else {}),
+        }
+
+    yield from _differences(Cluster(cluster.machines), facts, ("GPUs", "RDMA ports"))
+
+
+@cluster_check("agreement.gpus")
+def one_gpu_per_rank(cluster: Cluster) -> Findings:
+    on_gpus = [rank for rank in cluster.ranks if rank.gpu is not None]
+    if not on_gpus:
+        raise Skip("no rank uses a GPU")
+    users = Counter((rank.host, rank.gpu) for rank in on_gpus)
+    for (host, gpu), number in users.items():
+        if number > 1 and not shares_gpus(on_gpus[0].machine.variables):
+            ranks = [str(r.rank) for r in on_gpus if (r.host, r.gpu) == (host, gpu)]
+            yield fail(f"rank:{ranks[1]}", f"ranks {', '.join(ranks)} use the same GPU ({gpu})")
+    if len(users) == len(on_gpus):
+        yield passed(f"{len(on_gpus)} ranks, one GPU each", "world")
+
+
+# --- slow outliers -------------------------------------------------------------------------------
 
 # Modified z-score of Iglewicz and Hoaglin. For a normal distribution, the MAD is 0.6745 times the
 # standard deviation.
@@ -101,9 +216,6 @@ def _slow(
     return (fail if value < _BROKEN * usual else warn)(scope, observed, expected, host=host)
 
 
-# --- ranks and GPUs ------------------------------------------------------------------------------
-
-
 def _compare_rates(
     cluster: Cluster, rates: Sequence[MeasuredRate], unit: str, scale: float
 ) -> Findings:
@@ -141,9 +253,6 @@ def compute_rate(cluster: Cluster) -> Findings:
 def memory_rate(cluster: Cluster) -> Findings:
     rates = cluster.probes.require("bandwidth", cluster.probes.bandwidth)
     yield from _compare_rates(cluster, rates, "GB/s", 1e9)
-
-
-# --- links between ranks -------------------------------------------------------------------------
 
 
 @cluster_check("active.links")
@@ -205,20 +314,6 @@ def _least_rate(cluster: Cluster, src: int, dst: int) -> float:
     return min(*speeds, 1e9) / 10
 
 
-# --- copies and collectives ----------------------------------------------------------------------
-
-_COPY_FAULTS = {
-    "corrupt": (
-        "the data arrived changed",
-        "disable ACS and IOMMU translation (pcie.acs, pcie.iommu), update the driver",
-    ),
-    "hung": (
-        "the copy did not end within 90 s",
-        "disable ACS and IOMMU translation; until then set NCCL_P2P_DISABLE=1",
-    ),
-}
-
-
 @cluster_check("active.p2p")
 def gpu_copies(cluster: Cluster) -> Findings:
     copies_of_hosts = cluster.probes.require("copies", cluster.probes.copies)
@@ -230,7 +325,7 @@ def gpu_copies(cluster: Cluster) -> Findings:
             scope = f"pair:{copy.src}-{copy.dst}"
             if copy.status != "ok":
                 default = (copy.message, "see nvidia-smi topo -p2p r and the kernel log (dmesg)")
-                observed, cure = _COPY_FAULTS.get(copy.status, default)
+                observed, cure = KNOWN_ERRORS["gpu_copy"].get(copy.status, default)
                 yield fail(scope, observed, cure=cure, host=machine.host)
             elif copy.gbs is not None:
                 speeds[scope] = copy.gbs

@@ -26,8 +26,6 @@ _ATTEMPTS = 5
 _REPEATS_OF_SLOW = 2
 _COPY_SECONDS = 90.0
 
-# --- compute and memory --------------------------------------------------------------------------
-
 # A probe prepares its tensors on a device. It returns the function to time, the amount of work of
 # one call (FLOPs or bytes) and the name of the probe.
 Probe = Callable[[torch.device], tuple[Callable[[], torch.Tensor], float, str]]
@@ -123,9 +121,6 @@ def _time(work: Callable[[], torch.Tensor], device: torch.device) -> tuple[float
         end.record()
         end.synchronize()
     return start.elapsed_time(end) / 1e3, result
-
-
-# --- copies between GPUs -------------------------------------------------------------------------
 
 
 def copy_between_gpus(

@@ -125,22 +125,16 @@ class _RequestHandler(socketserver.StreamRequestHandler):
                 _send_bytes(self.connection, size)
 
 
-class ProbeClient:
-    """A connection to the probe server of another rank."""
+class ProbeClient(contextlib.ExitStack):
+    """A connection to the probe server of another rank. A `with` statement closes it."""
 
     def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__()
         self._token = endpoint.token
         address = (endpoint.address, endpoint.port)
-        self._socket = socket.create_connection(address, _CONNECT_SECONDS)
+        self._socket = self.enter_context(socket.create_connection(address, _CONNECT_SECONDS))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._file = self._socket.makefile("rb")
-
-    def __enter__(self) -> "ProbeClient":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-        self._socket.close()
+        self._file = self.enter_context(self._socket.makefile("rb"))
 
     def hello(self) -> None:
         """Check that the probe server of the expected rank answers; raises OSError otherwise."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tutti.machine.device_topology import Topology
-from tutti.machine.observation import Machine
+from tutti.machine.recording import Machine
 from tutti.machine.topology_svg import draw
 from tutti.report import plot
 from tutti.report.plot import Figure, Table, table

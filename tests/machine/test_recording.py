@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tutti.machine.observation import Machine, observe
-from tutti.machine.recording import read_machines
+from tutti.machine.recording import Machine, observe, read_machines
 
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "machines").glob("*.json"))
@@ -195,7 +194,7 @@ def with_nvml(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     library = folder / "libnvidia-ml.so.1"
     source = HERE / "fake_nvml.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
-    code = "import dataclasses, json; from tutti.machine.observation import observe; "
+    code = "import dataclasses, json; from tutti.machine.recording import observe; "
     code += "print(json.dumps(dataclasses.asdict(observe())))"
     done = subprocess.run(
         [sys.executable, "-c", code],
