@@ -30,7 +30,7 @@ def test_cpu_lists_have_the_format_of_the_kernel() -> None:
 @pytest.mark.parametrize(
     ("text", "cpus"), [("max 100000\n", None), ("150000 100000\n", 2), ("50000 100000", 1)]
 )
-def test_the_tightest_cgroup_quota_is_rounded_up_to_whole_cpus(
+def test_the_lowest_cgroup_quota_is_rounded_up_to_whole_cpus(
     text: str, cpus: int | None, tmp_path: Path
 ) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)

@@ -81,7 +81,7 @@ def test_the_class_of_two_devices_follows_from_their_pci_paths(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_pci_classes_agree_with_those_of_the_driver(name: str) -> None:
+def test_pci_classes_agree_with_the_classes_of_the_driver(name: str) -> None:
     for each in topologies(name):
         classes = {(link.a, link.b): link.pci_class for link in each.links}
         for peer in each.machine.peers:
@@ -222,8 +222,8 @@ def test_a_recorded_copy_gives_the_same_rows(
     ("content", "reason"),
     [
         ("{", "not JSON, line 1"),
-        ('{"schema": "tutti.topo/1"}', "its schema is 'tutti.topo/1', not 'tutti.machine/1'"),
-        ('{"schema": "tutti.machine/1", "machines": []}', "it contains no machines"),
+        ('{"schema": "tutti.topo/1"}', "the schema is 'tutti.topo/1', not 'tutti.machine/1'"),
+        ('{"schema": "tutti.machine/1", "machines": []}', "the file contains no machines"),
         (
             '{"schema": "tutti.machine/1", "machines": [{"host": "a", "gpus": 2}]}',
             "machine 0: gpus is not a field of Machine",

@@ -86,7 +86,7 @@ def test_a_figure_is_for_the_same_or_the_next_smaller_size() -> None:
 
     assert busbw(16 * G) == 482.3 and busbw(32 * G) == 482.3
     assert busbw(128 * M) == 412 and busbw(255 * M) == 412
-    assert busbw(K) is None, "no figure for so small a message"
+    assert busbw(K) is None, "no figure for a message this small"
     assert busbw(16 * M, timing="isolated") == 219.9
     assert busbw(16 * G, ranks=3) is None, "no figure for three ranks"
     both = figure("NVIDIA A100-SXM4-80GB", "pair", G)

@@ -1,4 +1,4 @@
-"""Machine: observed from /sys and NVML, recorded and read back; unknown fields have a reason."""
+"""Machine: observing this host, writing and reading files; unknown fields have a reason."""
 
 import dataclasses
 import json
@@ -121,11 +121,11 @@ def box(tmp_path: Path) -> Machine:
     files.link(f"{card}/net/ens1/device", card)
     files.link("sys/class/net/ens1", f"{card}/net/ens1")
     port = f"{card}/infiniband/mlx5_0/ports/1"
-    said = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "link_layer": "Ethernet"}
-    said |= {"rate": "100 Gb/sec (4X EDR)", "counters/symbol_error": "17"}
-    said |= {"counters/port_xmit_data": "99", "hw_counters/out_of_sequence": "4"}
-    said |= {"gid_attrs/types/0": "IB/RoCE v1", "gid_attrs/types/1": "RoCE v2"}
-    for name, text in said.items():
+    port_files = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "link_layer": "Ethernet"}
+    port_files |= {"rate": "100 Gb/sec (4X EDR)", "counters/symbol_error": "17"}
+    port_files |= {"counters/port_xmit_data": "99", "hw_counters/out_of_sequence": "4"}
+    port_files |= {"gid_attrs/types/0": "IB/RoCE v1", "gid_attrs/types/1": "RoCE v2"}
+    for name, text in port_files.items():
         files.file(f"{port}/{name}", text)
     files.link(f"{card}/infiniband/mlx5_0/device", card)
     files.link("sys/class/infiniband/mlx5_0", f"{card}/infiniband/mlx5_0")

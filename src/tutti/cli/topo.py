@@ -174,15 +174,12 @@ def _unwrapped_lines(topology: Topology, width: int) -> Iterator[str]:
 def _host_lines(topology: Topology) -> Iterator[str]:
     machine = topology.machine
     cpus = machine.cpus
-    parts = [
-        f"{cpus.packages} × {cpus.model}" if (cpus.packages or 1) > 1 else f"{cpus.model}",
-        *([f"{cpus.cores} cores"] if cpus.cores is not None else []),
-        *([f"{cpus.threads} threads"] if cpus.threads is not None else []),
-        _gib(machine.memory.total_bytes),
-    ]
+    packages = f"{cpus.packages} × " if (cpus.packages or 1) > 1 else ""
+    counts = {"cores": cpus.cores, "threads": cpus.threads}
+    parts = [f"{count} {name}" for name, count in counts.items() if count is not None]
     product = f" ({machine.product})" if machine.product else ""
     yield f"{machine.host}{product}: {machine.system or 'system unknown'}, {machine.kernel}"
-    yield f"  {', '.join(parts)}"
+    yield f"  {', '.join([packages + str(cpus.model), *parts, _gib(machine.memory.total_bytes)])}"
     for name, count in Counter(gpu.name for gpu in topology.gpus).items():
         memory = next(gpu.memory_bytes for gpu in topology.gpus if gpu.name == name)
         driver = machine.versions.get("driver", "unknown")

@@ -105,6 +105,10 @@ def read_limits(files: SysFiles) -> Limits:
     except OSError as error:
         for field in ("shm_bytes", "shm_free_bytes"):
             files.unknown[f"limits.{field}"] = f"/dev/shm: {error.strerror}"
+    has_cgroup = files.exists(_CGROUP)
+    if not has_cgroup:
+        for field in ("cgroup_cpus", "cgroup_memory_bytes"):
+            files.unknown[f"limits.{field}"] = f"{_CGROUP} does not exist"
     capabilities = files.search(r"^CapEff:\s*(\w+)", "/proc/self/status", "limits.ipc_lock")
     return Limits(
         memlock_bytes=_soft_limit(resource.RLIMIT_MEMLOCK),
@@ -114,8 +118,8 @@ def read_limits(files: SysFiles) -> Limits:
         core_bytes=_soft_limit(resource.RLIMIT_CORE),
         shm_bytes=shm,
         shm_free_bytes=shm_free,
-        cgroup_cpus=_cgroup_cpus(files),
-        cgroup_memory_bytes=_cgroup_memory(files),
+        cgroup_cpus=_cgroup_cpus(files) if has_cgroup else None,
+        cgroup_memory_bytes=_cgroup_memory(files) if has_cgroup else None,
         ipc_lock=bool(int(capabilities, 16) >> _CAP_IPC_LOCK & 1) if capabilities else None,
     )
 
@@ -125,15 +129,12 @@ def _soft_limit(kind: int) -> Limit:
     return "unlimited" if soft == resource.RLIM_INFINITY else soft
 
 
-def _cgroup_cpus(files: SysFiles) -> float | Literal["unlimited"] | None:
+def _cgroup_cpus(files: SysFiles) -> float | Literal["unlimited"]:
     """The lowest CPU quota of this process's cgroup and its parents, as a number of CPUs.
 
     cgroup v2 has one file `cpu.max` that contains `quota period` or `max period`. cgroup v1 has one
     file for the quota and one for the period; a quota of -1 means unlimited.
     """
-    if not files.exists(_CGROUP):
-        files.unknown["limits.cgroup_cpus"] = f"{_CGROUP} does not exist"
-        return None
     quotas = []
     for directory in _cgroup_directories(files, ""):
         quota, _, period = (files.text(f"{directory}/cpu.max") or "").partition(" ")
@@ -148,9 +149,6 @@ def _cgroup_cpus(files: SysFiles) -> float | Literal["unlimited"] | None:
 
 
 def _cgroup_memory(files: SysFiles) -> Limit:
-    if not files.exists(_CGROUP):
-        files.unknown["limits.cgroup_memory_bytes"] = f"{_CGROUP} does not exist"
-        return None
     paths = [f"{directory}/memory.max" for directory in _cgroup_directories(files, "")]
     v1_directories = _cgroup_directories(files, "memory")
     paths += [f"{directory}/memory.limit_in_bytes" for directory in v1_directories]

@@ -76,7 +76,7 @@ def pci_class(a: PciPlace, b: PciPlace, numa_nodes: int) -> tuple[str, str]:
     in at most two entries.
     """
     if not a.path or not b.path:
-        return "?", "/sys does not show their PCI paths"
+        return "?", "/sys does not show the PCI path of a device"
     if a.path[0] == b.path[0]:
         shared = sum(x == y for x, y in zip(a.path, b.path, strict=False))
         if shared == 1:
@@ -89,7 +89,7 @@ def pci_class(a: PciPlace, b: PciPlace, numa_nodes: int) -> tuple[str, str]:
     if numa_nodes == 1:
         return "NODE", f"{roots}; the machine has one NUMA node"
     if a.numa_node is None or b.numa_node is None:
-        return "?", f"{roots}; their NUMA nodes are unknown"
+        return "?", f"{roots}; the NUMA node of a device is unknown"
     if a.numa_node == b.numa_node:
         return "NODE", f"{roots} of NUMA node {a.numa_node}"
     return "SYS", f"{roots} of NUMA nodes {a.numa_node} and {b.numa_node}"
@@ -109,7 +109,7 @@ def _nvlinks_between(a: Accelerator, b: Accelerator) -> tuple[int, float | None,
     count = min(map(len, links))
     if not count:
         return 0, None, ""
-    speeds = [speed for each in links if (speed := _total_speed(each)) is not None]
+    speeds = [speed for own in links if (speed := _total_speed(own)) is not None]
     speed = min(speeds) if len(speeds) == 2 else None
     return count, speed, f"{count} NVLinks through NVSwitches"
 
@@ -263,7 +263,7 @@ class Topology:
             "numa": [*self._numa_rows()],
         }
         host = {"host": self.machine.host}
-        return {name: [host | row for row in each] for name, each in rows.items()}
+        return {name: [host | row for row in rows_of_host] for name, rows_of_host in rows.items()}
 
     def _cpu_rows(self) -> Rows:
         """One row for each NUMA node with CPUs; a single row if the NUMA nodes are unknown."""

@@ -93,9 +93,8 @@ def _read_device(files: SysFiles, address: str, kind: Kind, field: str) -> PciDe
     directory = f"{_DEVICES}/{address}"
 
     def count_errors(name: str, *severities: str) -> int | None:
-        texts = [
-            files.text(f"{directory}/aer_dev_{each}", f"{field}.{name}") for each in severities
-        ]
+        paths = [f"{directory}/aer_dev_{severity}" for severity in severities]
+        texts = [files.text(path, f"{field}.{name}") for path in paths]
         counts = re.findall(r"TOTAL_ERR_\w+ (\d+)", "\n".join(text or "" for text in texts))
         return None if None in texts else sum(map(int, counts))
 

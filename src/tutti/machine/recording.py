@@ -184,11 +184,11 @@ def read_machines(path: Path) -> list[Machine]:
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise ValueError(
-            f"its schema is {schema!r}, not {SCHEMA!r}: use a file that --record wrote"
+            f"the schema is {schema!r}, not {SCHEMA!r}: use a file that --record wrote"
         )
     recorded = content.get("machines")
     if not isinstance(recorded, list) or not recorded:
-        raise ValueError("it contains no machines")
+        raise ValueError("the file contains no machines")
     machines = []
     for number, values in enumerate(recorded):
         try:

@@ -34,7 +34,7 @@ def draw(topologies: Sequence[Topology], page: Literal["light", "dark", "any"] =
     for panel in panels:
         parts += [f'<g transform="translate(0 {top})">', *panel.draw(), "</g>"]
         top += panel.height
-    label = escape(f"Topology of {', '.join(each.machine.host for each in topologies)}")
+    label = escape(f"Topology of {', '.join(topology.machine.host for topology in topologies)}")
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '

@@ -23,12 +23,14 @@ from tutti.machine.checks.nccl_environment import KNOWN, RENAMED, closest_known
         ("TORCH_NCCL_BLOCKING_WIAT", "TORCH_NCCL_BLOCKING_WAIT"),
         ("OMP_NUM_THREAD", "OMP_NUM_THREADS"),
         ("OMP_NUM_THREADS", None),
-        ("NCCL_OFI_PROTOCOL", None),  # of a plugin
+        ("NCCL_OFI_PROTOCOL", None),  # a variable of a plugin
         ("TORCH_CUDA_ARCH_LIST", None),
         ("NCCL_MY_OWN_THING", None),
     ],
 )
-def test_a_misspelling_is_told_from_another_name(name: str, correct: str | None) -> None:
+def test_misspelt_names_are_recognised_and_other_names_are_not(
+    name: str, correct: str | None
+) -> None:
     assert closest_known(name) == correct
 
 
@@ -63,7 +65,7 @@ def test_no_known_name_is_a_misspelling_of_another() -> None:
         ("OMP_NUM_THREADS", "many", "env.threads"),
         ("NCCL_SOCKET_IFNAME", "lo", "network.ifname"),
         ("NCCL_SOCKET_IFNAME", "=eth9", "network.ifname"),
-        ("GLOO_SOCKET_IFNAME", "eth", "network.ifname"),  # gloo takes whole names only
+        ("GLOO_SOCKET_IFNAME", "eth", "network.ifname"),  # gloo accepts only complete names
         ("NCCL_IB_HCA", "mlx4", "rdma.hca"),
         ("CUDA_VISIBLE_DEVICES", "0,0", "gpus.visible"),
         ("CUDA_VISIBLE_DEVICES", "", "gpus.visible"),
@@ -71,7 +73,7 @@ def test_no_known_name_is_a_misspelling_of_another() -> None:
 )
 def test_a_wrong_variable_is_reported_once_with_a_cure(name: str, value: str, check: str) -> None:
     machine = HEALTHY if check in ("rdma.hca", "gpus.visible") else PLAIN
-    found = [e for e in problems_of(with_variables(machine, **{name: value})) if e.id == check]
+    found = [f for f in problems_of(with_variables(machine, **{name: value})) if f.id == check]
     assert len(found) == 1
     assert name in found[0].observed and found[0].cure
 
@@ -81,7 +83,7 @@ def test_a_wrong_variable_is_reported_once_with_a_cure(name: str, value: str, ch
     [
         {"NCCL_DEBUG": "WARN"},
         {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/tmp/nccl.%h.%p"},
-        {"NCCL_SOCKET_IFNAME": "eth"},  # NCCL takes prefixes
+        {"NCCL_SOCKET_IFNAME": "eth"},  # NCCL accepts name prefixes
         {"NCCL_SOCKET_IFNAME": "^docker,lo"},
         {"NCCL_SOCKET_IFNAME": "=eth0"},
         {"GLOO_SOCKET_IFNAME": "eth0"},
@@ -104,7 +106,7 @@ def test_loopback_is_correct_if_all_ranks_are_on_one_host() -> None:
     assert "network.ifname" not in {each.id for each in problems_of(machine, ranks=ranks)}
 
 
-def test_settings_in_nccl_conf_count_like_the_environment() -> None:
+def test_settings_in_nccl_conf_are_checked_like_the_environment() -> None:
     machine = replace(PLAIN, nccl_conf={"/etc/nccl.conf": {"NCCL_IB_DISABLE": "1"}})
     (found,) = problems_of(machine)
     assert found.id == "env.switched_off" and "nccl.conf" in found.observed

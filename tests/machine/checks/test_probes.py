@@ -37,7 +37,7 @@ def test_both_directions_of_a_link_are_measured(server: ProbeServer) -> None:
     with ProbeClient(server.endpoint) as client:
         client.hello()
         assert client.rate("receive") > 0 and client.rate("send") > 0
-        client.hello()  # the protocol is still in step
+        client.hello()  # the connection can still be used
 
 
 def test_a_closed_port_is_reported() -> None:
@@ -47,17 +47,17 @@ def test_a_closed_port_is_reported() -> None:
     assert error is not None and "refused" in error and str(port) in error
 
 
-def test_a_server_with_another_token_is_not_taken_for_a_rank(server: ProbeServer) -> None:
+def test_a_server_with_another_token_is_reported_as_another_program(server: ProbeServer) -> None:
     other = Endpoint("127.0.0.1", server.endpoint.port, "token of another world")
     error = connection_error(other)
     assert error is not None and "another program" in error
     assert connection_error(server.endpoint) is None
 
 
-def test_garbage_does_not_end_the_server(server: ProbeServer) -> None:
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"x" * 4096, b'{"kind": 3}\n'):
-        with socket.create_connection(("127.0.0.1", server.endpoint.port), 5) as stranger:
-            stranger.sendall(garbage)
+def test_invalid_requests_do_not_stop_the_server(server: ProbeServer) -> None:
+    for invalid in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"x" * 4096, b'{"kind": 3}\n'):
+        with socket.create_connection(("127.0.0.1", server.endpoint.port), 5) as client:
+            client.sendall(invalid)
     assert connection_error(server.endpoint) is None
 
 

@@ -1,4 +1,4 @@
-"""Checks of recorded machines: the right findings, none on healthy machines, and odd ranks."""
+"""Checks of recorded machines: expected findings, healthy machines, and ranks that differ."""
 
 from dataclasses import asdict, replace
 
@@ -52,7 +52,7 @@ def test_a_recorded_machine_has_exactly_these_findings(
 def test_the_faulty_port_is_reported_with_its_host() -> None:
     good, bad = recorded("roce-cluster")
     assert {each.host for each in problems_of(good, bad)} == {"roce-2"}
-    # Alone, each host is compared with its own other ports.
+    # If there is only one host, its ports are compared with each other.
     assert problems_of(good) == []
     assert ("fail", "rdma.rate", "nic:mlx5_2") in summaries(problems_of(bad))
 
@@ -68,28 +68,28 @@ def test_a_check_that_raises_is_skipped_with_the_error_and_the_others_run() -> N
     assert "FileNotFoundError" in skip.observed and "/sys/nowhere" in skip.observed
 
 
-def assert_no_check_crashed(findings: list[Finding]) -> None:
+def assert_no_check_raised(findings: list[Finding]) -> None:
     assert not any("the check itself failed" in each.observed for each in findings)
 
 
-def test_a_machine_of_which_nothing_is_known_has_no_findings() -> None:
+def test_a_machine_with_only_unknown_values_has_no_problems() -> None:
     lists = ("numa", "accelerators", "peers", "pci", "nics", "rdma")
     dicts = ("memory", "limits", "sysctls", "nccl_conf", "variables", "versions")
     empty = {**{name: [] for name in lists}, **{name: {} for name in dicts}}
-    machine = Machine.from_json({"host": "dark", "cpus": {"allowed": "0-1"}, **empty})
+    machine = Machine.from_json({"host": "unknown-host", "cpus": {"allowed": "0-1"}, **empty})
     found = run_checks(Cluster((machine,)))
     assert {each.status for each in found} <= {"pass", "skip"}
-    assert_no_check_crashed(found)
+    assert_no_check_raised(found)
 
 
-def test_gpus_of_which_the_driver_reports_nothing_do_not_fail() -> None:
+def test_gpus_with_only_unknown_values_do_not_fail() -> None:
     values = asdict(HEALTHY) | {"pci": [], "peers": []}
     values["accelerators"] = [
         {"index": gpu["index"], "name": gpu["name"], "clocks": {}, "ecc": {}}
         for gpu in values["accelerators"]
     ]
     found = run_checks(Cluster((Machine.from_json(values),)))
-    assert_no_check_crashed(found)
+    assert_no_check_raised(found)
     assert [each for each in found if each.status == "fail"] == []
 
 
@@ -118,18 +118,22 @@ def differences(machines: list[Machine]) -> list[Finding]:
 def test_a_rank_with_another_torch_is_reported() -> None:
     machines = hosts(4)
     machines[2] = change(machines[2], versions={**PLAIN.versions, "torch": "2.12.0+cpu"})
-    (odd,) = differences(machines)
-    assert (odd.status, odd.id) == ("fail", "agreement.versions")
-    assert (odd.scope, odd.host) == ("rank:2", "n2")
-    assert "2.12.0" in odd.observed and "2.11.0" in odd.expected and "3 others" in odd.expected
+    (finding,) = differences(machines)
+    assert (finding.status, finding.id) == ("fail", "agreement.versions")
+    assert (finding.scope, finding.host) == ("rank:2", "n2")
+    assert (
+        "2.12.0" in finding.observed
+        and "2.11.0" in finding.expected
+        and "3 others" in finding.expected
+    )
 
 
-def test_a_rank_without_a_variable_of_the_others_is_reported() -> None:
+def test_a_rank_without_a_variable_that_the_others_have_is_reported() -> None:
     machines = [with_variables(each, NCCL_IB_SL="1") for each in hosts(3)]
     machines[1] = hosts(3)[1]
-    (odd,) = differences(machines)
-    assert (odd.id, odd.scope) == ("agreement.variables", "rank:1")
-    assert "not set" in odd.observed
+    (finding,) = differences(machines)
+    assert (finding.id, finding.scope) == ("agreement.variables", "rank:1")
+    assert "not set" in finding.observed
 
 
 def test_variables_that_differ_by_design_are_not_compared() -> None:
@@ -143,8 +147,8 @@ def test_variables_that_differ_by_design_are_not_compared() -> None:
 def test_a_rank_with_another_ulimit_is_reported() -> None:
     machines = hosts(3)
     machines[2] = change(machines[2], limits__stack_bytes=1 << 20)
-    (odd,) = differences(machines)
-    assert (odd.id, odd.scope) == ("agreement.limits", "rank:2")
+    (finding,) = differences(machines)
+    assert (finding.id, finding.scope) == ("agreement.limits", "rank:2")
 
 
 def test_a_host_that_lost_a_gpu_is_reported() -> None:
@@ -152,8 +156,8 @@ def test_a_host_that_lost_a_gpu_is_reported() -> None:
     machines[0] = replace(machines[0], accelerators=HEALTHY.accelerators[:7])
     found = problems_of(*machines)
     assert ("fail", "gpus.count", "machine") in summaries(found)
-    (odd,) = [each for each in found if each.id == "agreement.hardware"]
-    assert (odd.status, odd.scope, odd.host) == ("fail", "machine", "n0")
+    (finding,) = [each for each in found if each.id == "agreement.hardware"]
+    assert (finding.status, finding.scope, finding.host) == ("fail", "machine", "n0")
 
 
 # --- ranks of one host ---------------------------------------------------------------------------

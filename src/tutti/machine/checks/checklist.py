@@ -1,8 +1,4 @@
-"""The list of all checks, the function that runs them, and the collection of their input.
-
-This module does not depend on launchers and process groups: the caller passes the other ranks and
-a function to exchange JSON values with them (`Peers.gather`).
-"""
+"""The list of all checks, the function that runs them, and the collection of their input."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace

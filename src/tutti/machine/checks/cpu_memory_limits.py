@@ -44,18 +44,16 @@ def cpus_for_ranks(cluster: Cluster, host: int) -> Findings:
     machine = cluster.machines[host]
     ranks = cluster.ranks_on(host) or len(machine.accelerators)
     allowed = cluster.cpus_on(host)
-    usable = float(allowed)
     quota = machine.limits.cgroup_cpus
-    if isinstance(quota, int | float) and quota < allowed:
-        usable = quota
-        if quota < allowed / 2:
-            yield warn(
-                "machine",
-                f"{allowed} CPUs are visible, but the cgroup quota is {quota:g} CPUs",
-                "a quota of as many CPUs as are visible",
-                f"export OMP_NUM_THREADS={max(1, int(quota) // max(1, ranks))}",
-                cure="choose threads and loader workers by the quota, or raise it (docker --cpus)",
-            )
+    usable = min(quota, allowed) if isinstance(quota, int | float) else allowed
+    if usable < allowed / 2:
+        yield warn(
+            "machine",
+            f"{allowed} CPUs are visible, but the cgroup quota is {usable:g} CPUs",
+            "a quota of as many CPUs as are visible",
+            f"export OMP_NUM_THREADS={max(1, int(usable) // max(1, ranks))}",
+            cure="reduce threads and loader workers, or raise the quota (docker --cpus)",
+        )
     cpus = f"{usable:g} CPU{'s' * (usable != 1)}"
     if ranks > 1 and usable < ranks:
         cure = f"use fewer ranks, or {_MORE_CPUS}"
@@ -144,7 +142,7 @@ def gpu_affinity(cluster: Cluster, host: int) -> Findings:
         placements = [(f"gpu:{local[0]}", allowed, local) for local in local_cpus.values()]
     for scope, allowed, (gpu_index, cpus) in placements:
         if not cpus & set(parse_cpu_list(allowed)):
-            observed = f"CPUs {allowed}, none of them on the NUMA node of GPU {gpu_index}"
+            observed = f"may use CPUs {allowed}, none of them on the NUMA node of GPU {gpu_index}"
             yield warn(scope, observed, f"some of CPUs {format_cpu_list(cpus)}")
 
 

@@ -180,14 +180,12 @@ def _summary(findings: Sequence[Finding]) -> str:
         for status in STATUS_ORDER
     )
     parts = []
-    if failed:
-        parts.append(f"{len(failed)} failed ({', '.join(each.id for each in failed)})")
-    if warned:
-        names = ", ".join(each.id for each in warned)
-        parts.append(f"{len(warned)} warning{'s' * (len(warned) > 1)} ({names})")
+    for group, word in ((failed, "failed"), (warned, "warning" + "s" * (len(warned) > 1))):
+        if group:
+            parts.append(f"{len(group)} {word} ({', '.join(finding.id for finding in group)})")
     parts.append(f"{len(good)} passed")
     if skipped:
-        reasons = Counter(each.observed for each in skipped)
+        reasons = Counter(finding.observed for finding in skipped)
         text = "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(4))
         parts.append(f"{len(skipped)} skipped ({text}{'; …' * (len(reasons) > 4)})")
     return f"{len(worst)} checks: {', '.join(parts)}"

@@ -12,7 +12,7 @@ _NVIDIA = "0x10de"
 
 @machine_check("gpus.count")
 def count(machine: Machine) -> Findings:
-    on_bus = [each for each in machine.pci if each.kind == "gpu" and each.vendor == _NVIDIA]
+    on_bus = [d for d in machine.pci if d.kind == "gpu" and d.vendor == _NVIDIA]
     reported = {gpu.pci_address for gpu in machine.accelerators}
     if not on_bus:
         raise Skip(machine.why("pci") or "no GPU")
@@ -45,14 +45,14 @@ def visible_devices(machine: Machine) -> Findings:
     unset = "unset CUDA_VISIBLE_DEVICES"
     entries = [entry.strip() for entry in value.split(",") if entry.strip()]
     uuids = [gpu.uuid or "" for gpu in machine.accelerators]
-    for position, entry in enumerate(entries):
+    for entry in entries:
         if entry.isdecimal():
             exists = int(entry) < installed
         else:
             exists = entry.startswith("MIG-") or any(uuid.startswith(entry) for uuid in uuids)
         if not exists:
             observed = f"CUDA_VISIBLE_DEVICES={value}: GPU {entry} does not exist"
-            expected = f"0 to {installed - 1}; CUDA uses only the {position} entries before it"
+            expected = f"0 to {installed - 1}; CUDA ignores {entry} and later entries"
             yield fail("machine", observed, expected, unset)
             return
     for entry, times in Counter(entries).items():
@@ -216,7 +216,7 @@ def locked_clocks(machine: Machine) -> Findings:
     locked = [gpu.index for gpu, names in reasons if "application_clocks" in names]
     if len(locked) < len(reasons):
         for index in locked:
-            yield warn(f"gpu:{index}", "the clocks of this GPU are locked, but not of other GPUs")
+            yield warn(f"gpu:{index}", "this GPU's clocks are locked, other GPUs' clocks are not")
     same_model = len({gpu.name for gpu, _ in reasons}) == 1
     fastest = max(gpu.clocks.max_sm_mhz or 0 for gpu, _ in reasons)
     for gpu, _ in reasons:

@@ -174,7 +174,7 @@ def cuda_devices(machine: Machine) -> Findings:
         yield warn(
             "machine",
             "CUDA_DEVICE_MAX_CONNECTIONS=1: compute and communication share one hardware queue",
-            "not set, unless tensor parallelism on GPUs before Blackwell needs it; it slows FSDP",
+            "not set: only tensor parallelism on GPUs before Blackwell needs 1, and 1 slows FSDP",
             "unset CUDA_DEVICE_MAX_CONNECTIONS",
         )
     models = {gpu.name for gpu in machine.accelerators}

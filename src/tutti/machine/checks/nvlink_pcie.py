@@ -86,8 +86,8 @@ def peer_access(machine: Machine) -> Findings:
         raise Skip(machine.why("peers") or "the driver does not report peer access")
     has_nvlink = {gpu.index: bool(gpu.active_nvlinks) for gpu in machine.accelerators}
     for pair in machine.peers:
-        status = next((each for each in (pair.read, pair.write) if each not in (None, "OK")), None)
-        if pair.src > pair.dst or status is None:
+        status = pair.write if pair.read in (None, "OK") else pair.read
+        if pair.src > pair.dst or status in (None, "OK"):
             continue
         scope = f"pair:{pair.src}-{pair.dst}"
         reason = KNOWN_ERRORS["peer_access"].get(status, "unknown reason")
@@ -184,9 +184,9 @@ def acs(machine: Machine) -> Findings:
     if not _peers_use_pcie(machine):
         raise Skip("no traffic between PCIe devices")
     above = {bridge for device in gpus for bridge in device.path[1:-1]}
-    bridges = [each for each in machine.pci if each.kind == "bridge" and each.address in above]
+    bridges = [d for d in machine.pci if d.kind == "bridge" and d.address in above]
     if all(bridge.acs_redirect is None for bridge in bridges):
-        number = next((i for i, each in enumerate(machine.pci) if each.kind == "bridge"), 0)
+        number = next((i for i, device in enumerate(machine.pci) if device.kind == "bridge"), 0)
         reason = machine.why(f"pci[{number}].acs_redirect")
         raise Skip(reason or "the ACS setting of bridges above GPUs is unknown: run as root")
     enabled = [bridge.address for bridge in bridges if bridge.acs_redirect]

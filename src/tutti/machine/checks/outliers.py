@@ -37,14 +37,13 @@ def _differences(
     processes = processes or [("", machine) for machine in cluster.machines]
     facts = [read_facts(machine) for _, machine in processes]
     for key in dict.fromkeys(key for values in facts for key in values):
-        values = [each.get(key, "not set") for each in facts]
+        values = [facts_of_process.get(key, "not set") for facts_of_process in facts]
         counts = Counter(values)
         # If several values are equally common, the value of the first rank is expected.
         usual, number = max(counts.items(), key=lambda item: (item[1], item[0] == values[0]))
         for value in sorted(set(counts) - {usual}, key=lambda value: counts[value]):
-            different = [
-                process for process, v in zip(processes, values, strict=True) if v == value
-            ]
+            pairs = zip(processes, values, strict=True)
+            different = [process for process, own_value in pairs if own_value == value]
             ranks = [rank for rank, _ in different if rank]
             hosts = list(dict.fromkeys(machine.host for _, machine in different))
             names = _shorten(hosts, 3) + (f" (rank {_shorten(ranks, 6)})" if ranks else "")
@@ -307,9 +306,8 @@ def _least_rate(cluster: Cluster, src: int, dst: int) -> float:
     speeds = []
     for machine in (cluster.machines[src], cluster.machines[dst]):
         name = settings(machine).get("GLOO_SOCKET_IFNAME")
-        nics = external_nics(machine)
-        if name:
-            nics = selected_nics("GLOO_SOCKET_IFNAME", name, machine.nics)
+        selected = selected_nics("GLOO_SOCKET_IFNAME", name or "", machine.nics)
+        nics = selected if name else external_nics(machine)
         speeds.append(min((nic.speed_mbps for nic in nics if nic.speed_mbps), default=0) * 1e6 / 8)
     return min(*speeds, 1e9) / 10
 

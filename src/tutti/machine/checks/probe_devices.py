@@ -61,7 +61,7 @@ def measure_devices(peers: Peers, device: str, probe: Probe) -> tuple[MeasuredRa
     devices = _own_devices(peers, device)
     best: dict[str, MeasuredRate] = {}
     for _ in range(1 + _REPEATS_OF_SLOW):
-        own = [_rate(name, peers.host, each, probe) for name, each in devices.items()]
+        own = [_rate(name, peers.host, where, probe) for name, where in devices.items()]
         for rate in peers.gather_rows(MeasuredRate, own):
             before = best.get(rate.name)
             if before is None or rate.value > before.value:
@@ -75,7 +75,7 @@ def measure_devices(peers: Peers, device: str, probe: Probe) -> tuple[MeasuredRa
         }
         if not slow:
             break
-        devices = {name: each for name, each in devices.items() if name in slow}
+        devices = {name: where for name, where in devices.items() if name in slow}
     return tuple(best.values())
 
 
