@@ -37,7 +37,7 @@ def checked_seconds(name: str, value: float | str, example: float = 600) -> floa
     try:
         seconds = float(value)
     except ValueError:
-        raise UsageError(f"{name} {value}: give seconds, such as {example:g}") from None
+        seconds = float("nan")
     if not 0 < seconds < 1e7:  # also refuses NaN
-        raise UsageError(f"{name} {value}: give seconds above 0, such as {example:g}")
+        raise UsageError(f"{name} must be seconds above 0, such as {example:g}, got {value}")
     return seconds

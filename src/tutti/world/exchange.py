@@ -25,19 +25,16 @@ def gather_json(value: Any) -> list[Any]:
     """Every rank's value, in rank order, on every rank; [value] without a process group."""
     if not dist.is_initialized():
         return [value]
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    text = json.dumps(value).encode()
     length = torch.tensor([len(text)])
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, length)
-    longest = max(int(each) for each in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(text)] = text
-    texts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(texts, padded)
-    return [
-        json.loads(bytes(text[: int(length)].numpy()))
-        for text, length in zip(texts, lengths, strict=True)
-    ]
+    # JSON may end with spaces, so the texts are padded to the same length.
+    padded = bytearray(text.ljust(int(max(lengths))))
+    own = torch.frombuffer(padded, dtype=torch.uint8)
+    texts = [torch.empty_like(own) for _ in lengths]
+    dist.all_gather(texts, own)
+    return [json.loads(bytes(text.numpy())) for text in texts]
 
 
 class RanksMissing(Exception):
@@ -68,7 +65,7 @@ def gather_json_from_store(
     # store.wait() cannot be interrupted by Ctrl-C and does not report which keys are missing.
     while not store.check(keys):
         if time.monotonic() > deadline:
-            raise RanksMissing([peer for peer, each in enumerate(keys) if not store.check([each])])
+            raise RanksMissing([peer for peer in range(size) if not store.check([keys[peer]])])
         time.sleep(pause)
         pause = min(pause * 1.5, 0.02)
     return [json.loads(text) for text in store.multi_get(keys)]
@@ -102,23 +99,23 @@ def check_same(
         tensors = [*model.named_parameters(), *model.named_buffers()]
         contents["parameters"] = {name: str(hash_tensor(tensor)) for name, tensor in tensors}
     hashes = gather_json(
-        [_hash_text(json.dumps(each, sort_keys=True)) for each in contents.values()]
+        {item: _hash_text(json.dumps(values, sort_keys=True)) for item, values in contents.items()}
     )
-    for column, (item, content) in enumerate(contents.items()):
-        by_rank = [row[column] for row in hashes]
+    for item, content in contents.items():
+        by_rank = [row[item] for row in hashes]
         usual, count = Counter(by_rank).most_common(1)[0]
-        odd = [rank for rank, value in enumerate(by_rank) if value != usual]
-        if not odd:
+        different = [rank for rank, value in enumerate(by_rank) if value != usual]
+        if not different:
             continue
         # All ranks have the same hashes and reach this line: they can exchange the full content.
-        everyone = gather_json([world.host, content])
-        host, different = everyone[odd[0]]
-        expected = everyone[by_rank.index(usual)][1]
-        names = [n for n in {**expected, **different} if expected.get(n) != different.get(n)]
+        all_contents = gather_json([world.host, content])
+        host, values = all_contents[different[0]]
+        expected = all_contents[by_rank.index(usual)][1]
+        names = [name for name in {**expected, **values} if expected.get(name) != values.get(name)]
         where = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        which = f"rank {odd[0]} on {host}"
-        if len(odd) > 1:
-            which = f"ranks {', '.join(map(str, odd))} (rank {odd[0]} is on {host})"
+        which = f"rank {different[0]} on {host}"
+        if len(different) > 1:
+            which = f"{name_ranks(different)} (rank {different[0]} is on {host})"
         raise RanksDiffer(
             f"the {item} of {which} differ{'s' * (item == 'recipe')} from the other {count}, "
             f"in {where}: {_CURES[item]}"

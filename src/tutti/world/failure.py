@@ -1,9 +1,9 @@
 """If one rank fails, all ranks end within seconds, and the output names the rank that failed.
 
 liveness.py detects which rank failed, died or left. This module decides what this rank then does.
-If this rank failed first, it prints its own error; otherwise it prints one line. Then it ends.
-A rank that cannot end by itself, because it is in a collective that will never complete, is ended
-after a short grace period.
+If this rank failed first, it prints its own error; otherwise it prints one line. Then the rank
+ends. A rank that cannot end by itself, because it is in a collective that will never complete, is
+ended after a short grace period.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from tutti.world.liveness import Failure, Liveness
 
 # How long the main thread of a rank may take to end once the world has failed.
 _GRACE_SECONDS = 3.0
-# How long to wait for the name of the failed rank after a connection was lost.
-_NEWS_SECONDS = 2.0
+# How long to wait for liveness to report the failed rank after a connection was lost.
+_REPORT_SECONDS = 2.0
 
 # Errors of torch's backends when the other end of a connection is gone.
 _LOST_PEER = re.compile(
@@ -42,11 +42,9 @@ class FailureHandler:
     """Ends this rank when it or another rank fails. Does nothing in a world of one rank."""
 
     def __init__(self, rank: int, host: str, report: Path | None) -> None:
-        self.rank = rank
         self.failed = False
-        self.liveness: Liveness | None = None  # set once the world has more than one rank
-        self._name = f"rank {rank} on {host}"
-        self._host = host
+        self.liveness: Liveness | None = None  # set if the world has more than one rank
+        self._rank, self._host, self._name = rank, host, f"rank {rank} on {host}"
         self._report = report  # where `tutti run` reads this rank's failure
         self._handled: BaseException | None = None
         self._closed = False
@@ -69,9 +67,9 @@ class FailureHandler:
         if not self.failed and sys.excepthook == self._uncaught:
             sys.excepthook = self._previous_hook
         first = liveness.first_failure
-        if first is not None and first.rank != self.rank:
-            # The failed rank ends first: launchers report the first process that ends.
-            liveness.wait(lambda: first.rank in liveness.gone, _NEWS_SECONDS)
+        if first is not None and first.rank != self._rank:
+            # The failed rank must end first: launchers report the first process that ends.
+            liveness.wait(lambda: first.rank in liveness.gone, _REPORT_SECONDS)
         liveness.leave()
 
     def handle(self, error: BaseException) -> None:
@@ -90,7 +88,7 @@ class FailureHandler:
         else:
             summary = "".join(traceback.format_exception_only(error)).strip()
             details = "".join(traceback.format_exception(error))
-        own = Failure(self.rank, self._host, summary)
+        own = Failure(self._rank, self._host, summary)
         first = self._cause(error, self.liveness) or self.liveness.report_failure(own)
         if first == own:
             print(f"{self._name} failed: {summary}", file=sys.stderr)
@@ -125,8 +123,8 @@ class FailureHandler:
         if not _LOST_PEER.search(str(error)):
             return liveness.first_failure
         # A connection was lost: wait until liveness reports which rank failed.
-        liveness.wait(lambda: liveness.first_failure is not None, _NEWS_SECONDS)
-        early = sorted(liveness.left - {self.rank})
+        liveness.wait(lambda: liveness.first_failure is not None, _REPORT_SECONDS)
+        early = sorted(liveness.left - {self._rank})
         if liveness.first_failure is None and early:
             summary = "it ended without an error while other ranks still communicated with it"
             return liveness.report_failure(Failure(early[0], liveness.hosts[early[0]], summary))
@@ -141,16 +139,15 @@ class FailureHandler:
         print(f"{self._name} stopped{text}", file=sys.stderr, flush=True)
 
     def _write_report(self, first: Failure, details: str) -> None:
-        if self._report is None:
-            return
-        with contextlib.suppress(OSError):  # the launcher has ended and removed its directory
-            write_atomically(self._report, json.dumps({**asdict(first), "details": details}))
+        if self._report is not None:
+            with contextlib.suppress(OSError):  # the launcher has ended and removed its directory
+                write_atomically(self._report, json.dumps({**asdict(first), "details": details}))
 
 
 def print_usage_errors(hook: _Hook) -> _Hook:
     """An excepthook that prints a UsageError or RanksDiffer as one line and exits with 2."""
 
-    def print_or_pass_on(
+    def excepthook(
         kind: type[BaseException], error: BaseException, where: TracebackType | None
     ) -> None:
         if not issubclass(kind, (UsageError, RanksDiffer)):
@@ -160,4 +157,4 @@ def print_usage_errors(hook: _Hook) -> _Hook:
         if not hasattr(sys, "ps1"):  # an interactive session continues
             raise SystemExit(2)
 
-    return print_or_pass_on
+    return excepthook

@@ -1,15 +1,13 @@
 """Liveness: an idle TCP connection from every rank to rank 0 detects the death of either end.
 
-When a process dies, for whatever reason, the kernel closes its connections. The process at the
-other end of a connection detects that at once, whether or not the dead process had a launcher, was
-in a collective, or held the GIL. Rank 0 is the hub: every rank reports to rank 0 that it failed or
-that it ends normally, and rank 0 detects connections that were closed. Rank 0 sends each of these
-events to all other ranks. If a whole host becomes unreachable, TCP keep-alive closes the connection
-after about 25 s.
+When a process dies, the kernel closes its connections. The process at the other end of a connection
+detects this at once, whether or not the dead process had a launcher, was in a collective, or held
+the GIL. Rank 0 is the hub: every rank reports to rank 0 that it failed or that it ends normally,
+and rank 0 detects connections that were closed. Rank 0 sends each of these events to all other
+ranks. If a whole host becomes unreachable, TCP keep-alive closes the connection after about 25 s.
 
 Messages are JSON objects, one per line: {"hello": rank, "start": start id}, {"failed": failure},
-{"left": rank} and {"gone": rank}. The first failure that the hub receives is the one that all
-ranks report.
+{"left": rank} and {"gone": rank}. All ranks report the first failure that the hub receives.
 
 This module imports only the standard library: the startup hook of `tutti profile` loads it in
 programs that cannot import tutti.
@@ -58,14 +56,12 @@ class Liveness:
         listener: socket.socket | None = None,
         address: tuple[str, int] | None = None,
     ) -> None:
-        self.rank = rank
-        self.hosts = hosts
+        self.rank, self.hosts = rank, hosts
         self.left: set[int] = set()  # ranks that announced that they end normally
         self.gone: set[int] = set()  # ranks whose connection has ended
         self.first_failure: Failure | None = None
         self._connected: set[int] = set()  # on rank 0: ranks that have sent their hello
-        self._start_id = start_id
-        self._on_failure = on_failure
+        self._start_id, self._on_failure = start_id, on_failure
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, int | None] = {}  # the rank; None before its hello
@@ -154,9 +150,7 @@ class Liveness:
             # Any process may connect to a port: only ranks with this start id are accepted.
             if message.get("start") == self._start_id and peer is None:
                 peer = self._peers[connection] = int(message["hello"])
-                with self._changed:
-                    self._connected.add(peer)
-                    self._changed.notify_all()
+                self._add_to(self._connected, peer)
                 if self.first_failure is not None:
                     self._send({"failed": asdict(self.first_failure)}, {peer})
         elif peer is None:
@@ -165,26 +159,26 @@ class Liveness:
             self._failed(Failure(**message["failed"]))
         elif "failed" in message or ("left" in message and self.rank != 0 and peer == self.rank):
             self._send(message, {0})  # from this rank's main thread: forward to rank 0
-        elif "left" in message or "gone" in message:
-            self._record(**message)
+        elif "left" in message:
+            self._send_to_members(message)
+            self._add_to(self.left, message["left"])
+        elif "gone" in message:
+            self._add_to(self.gone, message["gone"])
 
     def _lost(self, connection: socket.socket) -> None:
         rank = self._peers[connection]
         self._remove(connection)
         if rank is None or self._closing:
             return
-        self._record(gone=rank)
+        self._send_to_members({"gone": rank})
+        self._add_to(self.gone, rank)
         if rank not in self.left:
             summary = "it died without reporting an error: was it killed?"
             self._failed(Failure(rank, self.hosts[rank], summary))
 
-    def _record(self, left: int | None = None, gone: int | None = None) -> None:
-        self._send_to_members({"left": left} if gone is None else {"gone": gone})
+    def _add_to(self, ranks: set[int], rank: int) -> None:
         with self._changed:
-            if left is not None:
-                self.left.add(left)
-            if gone is not None:
-                self.gone.add(gone)
+            ranks.add(rank)
             self._changed.notify_all()
 
     def _failed(self, failure: Failure) -> None:
@@ -270,16 +264,13 @@ def wait_for_gloo_threads() -> None:
     """
     # There is a time limit, because a thread of the program may use gloo until the program ends.
     idle, end = 0, time.monotonic() + 5.0
-    while idle < 2 and time.monotonic() < end and (states := _gloo_thread_states()):
+    while idle < 2 and time.monotonic() < end:
+        states = []  # the letter in /proc/self/task/*/stat of each gloo thread (R: running)
+        for thread in Path("/proc/self/task").glob("*"):  # empty without /proc
+            with contextlib.suppress(OSError):  # the thread has ended
+                if (thread / "comm").read_text().startswith("pt_gloo"):
+                    states.append((thread / "stat").read_text().rpartition(")")[2].strip()[:1])
+        if not states:
+            return
         idle = 0 if "R" in states else idle + 1
         time.sleep(0.01)  # also releases the GIL, so that the gloo threads can run
-
-
-def _gloo_thread_states() -> list[str]:
-    """The state of each gloo thread: the letter in /proc/self/task/*/stat (R: running)."""
-    states = []
-    for thread in Path("/proc/self/task").glob("*"):  # empty without /proc
-        with contextlib.suppress(OSError):  # the thread has ended
-            if (thread / "comm").read_text().startswith("pt_gloo"):
-                states.append((thread / "stat").read_text().rpartition(")")[2].strip()[:1])
-    return states

@@ -262,9 +262,9 @@ def init(
 
 def _seconds(name: str, argument: float | None, default: float) -> float:
     if argument is not None:
-        return checked_seconds(f"{name}=", argument)
+        return checked_seconds(name, argument)
     variable = f"TUTTI_{name.upper()}"
-    return checked_seconds(f"{variable}=", os.environ.get(variable, default))
+    return checked_seconds(variable, os.environ.get(variable, default))
 
 
 def _check_backend(backend: str | None) -> None:
