@@ -149,5 +149,5 @@ def test_a_wrong_launcher_variable_is_one_line() -> None:
     }
     done = run_command([*TUTTI, "world"], env=step)
     assert done.returncode == 2
-    assert "SLURM_STEP_NODELIST='n[1-' does not parse" in done.stderr
+    assert "SLURM_STEP_NODELIST='n[1-' cannot be parsed" in done.stderr
     assert done.stderr.count("\n") == 1

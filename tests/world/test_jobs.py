@@ -66,7 +66,7 @@ def test_a_hostile_argument_is_quoted(value: str, tmp_path: Path) -> None:
 def test_hosts_are_read_with_their_ranks() -> None:
     assert parse_hosts("n1:4, n2") == [("n1", 4), ("n2", 1)]
     for wrong in ("n1:0", "n1;id", "", "n1:x"):
-        with pytest.raises(UsageError, match="does not parse: write n1:4,n2:4"):
+        with pytest.raises(UsageError, match="is invalid: expected a list as n1:4,n2:4"):
             parse_hosts(wrong)
 
 

@@ -20,6 +20,7 @@ from tutti.world.errors import UsageError
 
 Group = dist.ProcessGroup | None  # None: all ranks
 Out = Tensor | None
+Tensors = Sequence[Tensor]
 Result = Any  # the tensor, or with wait=False its Handle
 
 
@@ -57,11 +58,10 @@ def reduce(
     The tensors of the other ranks keep their values.
     """
     comm_group = comm_group_of(group)
-    is_root = comm_group.check_rank("root", root) == comm_group.rank
-    result = finish = None
     backend = comm_group.backend(tensor.device.type)
     form = ReduceForm(tensor.dtype, op, backend)
-    if is_root:
+    result = finish = None
+    if comm_group.check_rank("root", root) == comm_group.rank:
         result = tensor if out is None else _copy_to_out(tensor, out)
         wire = form.wire(result)
         finish = form.finish(wire, result, comm_group.size)
@@ -143,8 +143,7 @@ def scatter(
 ) -> Result:
     """Split the root's tensor along dim 0 and give each rank its part.
 
-    `out` is optional on the root. The other ranks must pass `out`, because they have no tensor from
-    which the shape of their part could be derived.
+    `out` is optional on the root. The other ranks must pass `out`, which has the shape of a part.
     """
     comm_group = comm_group_of(group)
     source = None
@@ -153,10 +152,10 @@ def scatter(
             raise UsageError(f"scatter: rank {root} is the root and must pass tensor=")
         result = _output(tensor, _part_shape(tensor, comm_group), out)
         source = send_form(tensor)
-    elif out is None:
-        raise UsageError(f"scatter: rank {comm_group.rank} is not the root {root}: pass out=")
-    else:
+    elif out is not None:
         result = out
+    else:
+        raise UsageError(f"scatter: rank {comm_group.rank} is not the root {root}: pass out=")
     target, finish = receive_form(result)
     call = Operation(
         *("scatter", comm_group, result, source, target, result),
@@ -177,8 +176,7 @@ def all_to_all(
     """Send each rank its part of the tensor, split along dim 0, and receive a part from each.
 
     Parts are equal unless `in_splits` gives the number of rows for each rank. `out_splits` is the
-    number of rows from each rank; without it, the ranks exchange these numbers in a small
-    collective first.
+    number of rows from each rank; by default the ranks exchange it in a small collective.
     """
     comm_group = comm_group_of(group)
     splits: tuple[list[int], list[int]] | None = None
@@ -265,11 +263,7 @@ def all_gather_uneven(tensor: Tensor, *, group: Group = None) -> list[Tensor]:
 
 @torch.no_grad()
 def all_reduce_coalesced(
-    tensors: Sequence[Tensor],
-    op: str = "sum",
-    *,
-    bucket_bytes: float = float("inf"),
-    group: Group = None,
+    tensors: Tensors, op: str = "sum", *, bucket_bytes: float = math.inf, group: Group = None
 ) -> None:
     """All-reduce every tensor in place, with about `bucket_bytes` in each collective."""
     for flat in _flat_buckets(tensors, bucket_bytes):
@@ -278,18 +272,14 @@ def all_reduce_coalesced(
 
 @torch.no_grad()
 def broadcast_coalesced(
-    tensors: Sequence[Tensor],
-    root: int = 0,
-    *,
-    bucket_bytes: float = float("inf"),
-    group: Group = None,
+    tensors: Tensors, root: int = 0, *, bucket_bytes: float = math.inf, group: Group = None
 ) -> None:
     """Copy every tensor from the group's rank `root` to all ranks, one collective per bucket."""
     for flat in _flat_buckets(tensors, bucket_bytes):
         broadcast(flat, root, group=group)
 
 
-def _flat_buckets(tensors: Sequence[Tensor], bucket_bytes: float) -> Iterator[Tensor]:
+def _flat_buckets(tensors: Tensors, bucket_bytes: float) -> Iterator[Tensor]:
     """Yield flat tensors with the data of the tensors, and copy each back after its use.
 
     A bucket has tensors of one dtype, in their order. The tensor that reaches `bucket_bytes` ends

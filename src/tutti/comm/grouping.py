@@ -183,7 +183,7 @@ def _batches(calls: Sequence[Operation], small: int) -> list[list[Operation]]:
         on_nccl = call.is_on_stream and call.comm_group.backend("cuda") == "nccl"
         if on_nccl and call.kind in _COALESCED:
             kind = "messages" if call.is_message else call.kind
-            key = kind, id(call.comm_group), call.tensor.device  # type: ignore[union-attr]
+            key = kind, id(call.comm_group), call.device
             by_nccl.setdefault(key, []).append(call)
         else:
             others.append(call)
@@ -193,7 +193,7 @@ def _batches(calls: Sequence[Operation], small: int) -> list[list[Operation]]:
 def _nccl_group(batch: list[Operation]) -> list[Handle]:
     """Start several operations of one kind as one NCCL group."""
     process_group: Any = batch[0].comm_group.process_group
-    device = batch[0].tensor.device  # type: ignore[union-attr]
+    device = batch[0].device
     numbers = [record(call, ledger.BEGUN) for call in batch]
     process_group._start_coalescing(device)
     try:

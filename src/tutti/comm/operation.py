@@ -136,32 +136,24 @@ def comm_group_of(group: dist.ProcessGroup | None) -> CommGroup:
 
 
 def _add_group(group: object) -> CommGroup:
+    global _announced_world
     if group is None:
         raise UsageError("no process group in this process: call tutti.init() first")
     if isinstance(group, int):
         raise UsageError("this rank is not in the group: call collectives on its ranks only")
     if not isinstance(group, dist.ProcessGroup):
-        raise UsageError(
-            f"group={group!r} is no process group: pass a group from dist.new_group() or "
-            "mesh.get_group()"
-        )
+        raise UsageError(f"group={group!r} is no process group: pass a group of dist.new_group()")
     key = id(group)
     comm_group = _known_groups[key] = CommGroup(group)
     weakref.finalize(group, _known_groups.pop, key, None).atexit = False
-    _announce()
-    return comm_group
-
-
-def _announce() -> None:
-    """Publish this rank's process in the store, so that errors on other ranks can name it."""
-    global _announced_world
     world = c10d.GroupMember.WORLD
-    if world is None or (_announced_world is not None and _announced_world() is world):
-        return
-    _announced_world = weakref.ref(world)
-    ledger.record_location("comm", comm_group_of(None).ledger.write_location)
-    address = json.dumps(ledger.process_address())
-    c10d._get_default_store().set(f"tutti/ledger/{dist.get_rank()}", address)
+    if world is not None and (_announced_world is None or _announced_world() is not world):
+        # Publish this rank's process in the store, so that errors on other ranks can name it.
+        _announced_world = weakref.ref(world)
+        ledger.record_location("comm", comm_group_of(None).ledger.write_location)
+        address = json.dumps(ledger.process_address())
+        c10d._get_default_store().set(f"tutti/ledger/{dist.get_rank()}", address)
+    return comm_group
 
 
 @dataclass(eq=False, slots=True)
@@ -192,6 +184,10 @@ class Operation:
     @property
     def is_message(self) -> bool:
         return self.kind in ("send", "recv")
+
+    @property
+    def device(self) -> torch.device | None:
+        return None if self.tensor is None else self.tensor.device
 
     @property
     def is_on_stream(self) -> bool:
@@ -310,8 +306,7 @@ class Handle:
     """
 
     def __init__(self, operation: Operation, work: Any, number: int) -> None:
-        self.operation = operation
-        self.work = work
+        self.operation, self.work = operation, work
         self._number = number
         self._is_finished = False
         self.cannot_wait = ""  # the reason: its comm.group() block has not ended, or has failed
@@ -338,7 +333,7 @@ class Handle:
         if self._error is not None:
             raise self._error
         if self.operation.is_on_stream:
-            self._wait_on(stream or torch.cuda.current_stream(self._device))
+            self._wait_on(stream or torch.cuda.current_stream(self.operation.device))
         elif stream is not None:
             raise UsageError("wait(stream=…) is for CUDA tensors: this operation is on the CPU")
         elif not self._is_finished:
@@ -372,7 +367,7 @@ class Handle:
         if not self.operation.is_on_stream:
             raise UsageError("event() is for CUDA tensors: use wait() on the CPU")
         if self._event is None:
-            self._wait_on(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+            self._wait_on(torch.cuda.Stream(self.operation.device))  # type: ignore[no-untyped-call]
         assert self._event is not None
         return self._event
 
@@ -380,11 +375,6 @@ class Handle:
         """Mark the result as complete, after its block was sent; on CUDA when the event fires."""
         self.work, self._event = work, event
         self._is_finished, self.cannot_wait = True, ""
-
-    @property
-    def _device(self) -> torch.device | None:
-        tensor = self.operation.tensor
-        return None if tensor is None else tensor.device
 
     def _wait_on(self, stream: "torch.cuda.Stream") -> None:
         if self._event is not None:
@@ -419,16 +409,11 @@ class Handle:
         entries.mark(self._number, ledger.STREAMED if operation.is_on_stream else ledger.DONE)
 
     def __del__(self) -> None:
-        # Dropping the handle of an in-place operation is common and harmless, unless a step that
-        # only wait() performs is missing from the result.
+        # Dropping the handle of an in-place operation is harmless unless wait() has a step to do.
         has_failed = self._error is not None or self.cannot_wait
         if not self._is_finished and self.operation.finish is not None and not has_failed:
             message = f"the handle of {self.operation} was dropped: call wait() to complete it"
             warnings.warn(message, ResourceWarning, stacklevel=2)
-
-    def __repr__(self) -> str:
-        state = self.cannot_wait or ("done" if self.is_done() else "not done")
-        return f"Handle({self.operation}: {state})"
 
 
 @dataclass(frozen=True)

@@ -75,12 +75,10 @@ class Table:
         return next(rows, None)
 
     def to_json(self) -> str:
-        """The content of the file."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """One measurement: an operation of some size on one path."""
 
     op: str
@@ -141,8 +139,7 @@ def save(table: Table) -> Path:
     """
     path = file_for(table.ranks)
     with contextlib.suppress(UsageError):
-        stored = load(table.ranks)
-        if stored is not None:
+        if (stored := load(table.ranks)) is not None:
             renewed = {(row.op, row.device) for row in table.rows}
             kept = (row for row in stored.rows if (row.op, row.device) not in renewed)
             dated = (replace(row, measured=row.measured or stored.measured) for row in kept)
@@ -179,9 +176,8 @@ def parse(text: str) -> Table:
         raise ValueError(f"its schema is not {SCHEMA}")
     try:
         rows = tuple(Row(**row) for row in content["rows"])
-        table = Table(
-            str(content["machine"]), int(content["ranks"]), str(content["measured"]), rows
-        )
+        machine, ranks = str(content["machine"]), int(content["ranks"])
+        table = Table(machine, ranks, str(content["measured"]), rows)
     except (KeyError, TypeError) as error:
         raise ValueError(f"a field is wrong or missing: {error}") from None
     for row in rows:
@@ -314,11 +310,11 @@ def sender_of(operation: Operation) -> Callable[[Operation, bool], Any]:
     paths = available_paths(comm_group, "cuda")
     if len(paths) == 1:
         return issue
-    if "cuda" not in comm_group.path_tables:
-        comm_group.path_tables["cuda"] = _table_of_rank_0(comm_group)
-    table = comm_group.path_tables["cuda"]
-    chosen = choose(operation.kind, operation.bytes, "cuda", paths, table)
-    if chosen.path != "symmetric one-shot":
+    tables = comm_group.path_tables
+    if "cuda" not in tables:
+        tables["cuda"] = _table_of_rank_0(comm_group)
+    path, _ = choose(operation.kind, operation.bytes, "cuda", paths, tables["cuda"])
+    if path != "symmetric one-shot":
         return issue
     # The kernels of the ranks wait for each other, and kernels on two streams could deadlock. So
     # all one-shot kernels of a group run on the stream of the first one.

@@ -21,7 +21,7 @@ def slurm_script(
 ) -> str:
     """An sbatch script; `directives` maps long flags of sbatch to values (None: left out)."""
     if nodes < 1 or ranks_per_node < 1:
-        raise UsageError(f"--nodes {nodes} × {ranks_per_node} ranks per node: use 1 or more each")
+        raise UsageError(f"--nodes {nodes} and {ranks_per_node} ranks per node must be at least 1")
     # Since Slurm 22.05 a step does not inherit --cpus-per-task from its job.
     cpus = f" --cpus-per-task={cpus_per_rank}" if cpus_per_rank else ""
     counts = {
@@ -31,15 +31,22 @@ def slurm_script(
     }
     lines = ["#!/bin/bash"]
     for name, value in (counts | directives).items():
-        if value is not None:
-            _check_directive(name, value)
-            lines.append(f"#SBATCH --{name}{f'={value}' if value else ''}")
+        if value is None:
+            continue
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise UsageError(f"--sbatch {name!r} is not a flag of sbatch: use exclusive or mem=64G")
+        if not re.fullmatch(r"[A-Za-z0-9._:,/@%+=\[\]-]*", value):
+            raise UsageError(
+                f"--{name} {value!r}: a value on an #SBATCH line may contain only letters, digits "
+                "and .,_:/@%+=[]-"
+            )
+        lines.append(f"#SBATCH --{name}{f'={value}' if value else ''}")
     ranks = nodes * ranks_per_node
     lines += [
         "set -euo pipefail",
         "",
         f"# {ranks} ranks. tutti reads rank, node and master from srun's variables.",
-        "# A rank that fails ends the step: the others would wait for it.",
+        "# A rank that fails ends the step; otherwise the other ranks would wait for it.",
         f"srun --kill-on-bad-exit=1{cpus} {shlex.join(command)}\n",
     ]
     return "\n".join(lines)
@@ -73,16 +80,6 @@ def parse_hosts(text: str) -> list[tuple[str, int]]:
     for item in text.split(","):
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?::([1-9][0-9]*))?", item.strip())
         if match is None:
-            raise UsageError(f"--hosts {text}: {item!r} does not parse: write n1:4,n2:4")
+            raise UsageError(f"--hosts {text}: {item!r} is invalid: expected a list as n1:4,n2:4")
         hosts.append((match[1], int(match[2] or 1)))
     return hosts
-
-
-def _check_directive(flag: str, value: str) -> None:
-    if not re.fullmatch(r"[a-z][a-z0-9-]*", flag):
-        raise UsageError(f"--sbatch {flag!r} is not a flag of sbatch: write exclusive or mem=64G")
-    if not re.fullmatch(r"[A-Za-z0-9._:,/@%+=\[\]-]*", value):
-        raise UsageError(
-            f"--{flag} {value!r}: a value on an #SBATCH line may contain only letters, digits "
-            "and .,_:/@%+=[]-"
-        )

@@ -88,11 +88,8 @@ def front_library() -> Library:
     import torch
 
     folder, torch_folder = FOLDER / "front", Path(found.origin).parent
-    includes = (
-        torch_folder / "include",
-        torch_folder / "include/torch/csrc/api/include",
-        Path(sysconfig.get_paths()["include"]),
-    )
+    torch_include = torch_folder / "include"
+    python_include = Path(sysconfig.get_paths()["include"])
     cxx11_abi = int(torch.compiled_with_cxx11_abi())
     return Library(
         "_front",
@@ -108,7 +105,7 @@ def front_library() -> Library:
         ("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-l:libstdc++.so.6"),
         f"torch{torch.__version__}-abi{cxx11_abi}-{sysconfig.get_config_var('SOABI')}"
         f"-{sys.platform}-{platform.machine()}",
-        includes,
+        (torch_include, torch_include / "torch/csrc/api/include", python_include),
         (torch_folder / "lib",),
     )
 
@@ -170,11 +167,11 @@ def _cache_path() -> Path:
 def _is_private(path: Path) -> bool:
     """Whether a file or folder exists and only this user could have written to it."""
     try:
-        status = path.lstat()
+        mode, owner = path.lstat().st_mode, path.lstat().st_uid
     except OSError:
         return False
-    kind = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
-    return kind and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    is_plain = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+    return is_plain and owner == os.geteuid() and not mode & 0o022
 
 
 def _cache_folder() -> Path:

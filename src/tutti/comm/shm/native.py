@@ -11,17 +11,7 @@ signatures of the functions are also read from the headers.
 
 import ctypes
 import re
-from ctypes import (
-    POINTER,
-    c_char_p,
-    c_double,
-    c_int,
-    c_int32,
-    c_int64,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import POINTER, c_char_p, c_int32, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +21,8 @@ from tutti.world.errors import RanksDiffer, UsageError
 
 _HEADERS = ("tutti_shm.h", "ledger.h", "structures.h")
 _C_TYPES = {
-    **{"void": None, "int": c_int, "double": c_double, "tutti_done": c_void_p},
-    **{"int32_t": c_int32, "uint32_t": c_uint32, "int64_t": c_int64, "uint64_t": c_uint64},
+    **{"void": None, "int": ctypes.c_int, "double": ctypes.c_double, "tutti_done": c_void_p},
+    **{"int32_t": c_int32, "uint32_t": c_uint32, "uint64_t": c_uint64, "int64_t": ctypes.c_int64},
 }
 
 
@@ -103,16 +93,12 @@ class ShmRanksDiffer(ShmError, RanksDiffer):
     """Ranks called different operations, sizes, dtypes or roots; the message names both calls."""
 
 
-_ERRORS: dict[int, type[Exception]] = {
-    _CONSTANTS["TIMEOUT"]: ShmTimeout,
-    _CONSTANTS["PEER_DIED"]: PeerDied,
-    _CONSTANTS["PEER_LEFT"]: PeerLeft,
-    _CONSTANTS["MISMATCH"]: ShmRanksDiffer,
-    _CONSTANTS["NO_MEMORY"]: ShmNoMemory,
-    _CONSTANTS["SYSTEM"]: ShmError,
-    _CONSTANTS["BAD_ARGUMENT"]: ValueError,
-    _CONSTANTS["CLOSED"]: GroupClosed,
+_ERRORS: dict[str, type[Exception]] = {
+    **{"TIMEOUT": ShmTimeout, "PEER_DIED": PeerDied, "PEER_LEFT": PeerLeft},
+    **{"MISMATCH": ShmRanksDiffer, "NO_MEMORY": ShmNoMemory, "SYSTEM": ShmError},
+    **{"BAD_ARGUMENT": ValueError, "CLOSED": GroupClosed},
 }
+_ERROR_OF_CODE = {_CONSTANTS[name]: error for name, error in _ERRORS.items()}
 
 
 class Operation(ctypes.Structure):
@@ -136,7 +122,7 @@ class Operation(ctypes.Structure):
     )
 
 
-Done = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_char_p)
+Done = ctypes.CFUNCTYPE(None, c_void_p, ctypes.c_int, c_char_p)
 
 
 def _c_type(declared: str) -> object:
@@ -188,7 +174,7 @@ def error_for(code: int, text: str | None = None) -> Exception:
     """The exception for a code; the default text is the last error of the calling thread."""
     if text is None:
         text = (core().tutti_error() or b"").decode(errors="replace")
-    return _ERRORS.get(code, ShmError)(text)
+    return _ERROR_OF_CODE.get(code, ShmError)(text)
 
 
 def raise_for(code: int) -> None:
