@@ -1,7 +1,7 @@
 """`with comm.group():` collects operations and sends them in few messages at the end of the block.
 
 On the CPU, small operations of the same kind, group and reduction are packed into one flat message,
-because call message has a fixed cost, whatever its size. On NCCL, operations of one kind become one
+because each message has a fixed cost, whatever its size. On NCCL, operations of one kind become one
 NCCL group.
 """
 
@@ -207,10 +207,7 @@ def _nccl_group(batch: list[Operation]) -> list[Handle]:
 
 
 def _refuse_overlaps(operations: Sequence[Operation]) -> None:
-    """Raise UsageError if an operation writes memory that another operation in the block uses.
-
-    The operations of a block have no order.
-    """
+    """Raise UsageError if an operation writes memory that another operation in the block uses."""
     spans = []
     for number, call in enumerate(operations):
         used = {id(t): (t, False) for t in (call.tensor, call.source) if t is not None}
@@ -239,19 +236,23 @@ def _refuse_overlaps(operations: Sequence[Operation]) -> None:
 
 
 def flat_batches(operations: Sequence[Operation], small: int) -> list[list[Operation]]:
-    """Divide the operations into lists, call of which is sent as one message.
+    """Divide the operations into lists; each list is sent as one message.
 
     The lists are in the order of their first operations. Every rank of a group computes the same
-    lists, since it calls the same operations.
+    lists, because all ranks call the same operations.
     """
     open_lists: dict[Hashable, list[Operation]] = {}
     packed_bytes: dict[Hashable, int] = {}
     result: list[list[Operation]] = []
     for call in operations:
-        key = _batch_key(call) if call.bytes <= small else None
-        if key is None:
+        target = call.target
+        is_packed = call.bytes <= small and call.kind in _MOVES + _REDUCES
+        if not is_packed or target is None or target.numel() == 0:
             result.append([call])
             continue
+        # Operations that only move data are packed as bytes, whatever their dtype.
+        dtype = None if call.kind in _MOVES else target.dtype
+        key = call.kind, id(call.comm_group), call.root, target.device, call.reduction, dtype
         if key not in open_lists or packed_bytes[key] + call.bytes > _FLAT_BYTES:
             open_lists[key] = []
             packed_bytes[key] = 0
@@ -259,16 +260,6 @@ def flat_batches(operations: Sequence[Operation], small: int) -> list[list[Opera
         open_lists[key].append(call)
         packed_bytes[key] += call.bytes
     return result
-
-
-def _batch_key(call: Operation) -> Hashable | None:
-    """The properties that operations in one message share; None for an operation sent alone."""
-    target = call.target
-    if target is None or target.numel() == 0 or call.kind not in _MOVES + _REDUCES:
-        return None
-    # Operations that only move data are packed as bytes, whatever their dtype.
-    dtype = None if call.kind in _MOVES else target.dtype
-    return call.kind, id(call.comm_group), call.root, target.device, call.reduction, dtype
 
 
 @torch.no_grad()
@@ -299,7 +290,7 @@ def _pack(batch: Sequence[Operation]) -> Operation:
 
 @torch.no_grad()
 def _unpack(message: Operation, batch: Sequence[Operation]) -> None:
-    """Copy call operation's part of the message into the operation's target."""
+    """Copy each operation's part of the message into the operation's target."""
     comm_group, flat = message.comm_group, _target(message)
     # The root of a broadcast has the data already; only the root of a reduce gets a result.
     if (message.kind, message.root == comm_group.rank) in (("broadcast", True), ("reduce", False)):

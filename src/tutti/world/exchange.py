@@ -71,8 +71,6 @@ def gather_json_from_store(
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
-# -- check_same ------------------------------------------------------------------------------------
-
 _CHUNK_ELEMENTS = 1 << 20  # hashing takes about 32 bytes of memory per element of a chunk
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _CURES = {

@@ -231,6 +231,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Run until all ranks have ended; returns 0, or the exit code of the first failure."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = _OWN_FILES + _FILES_PER_RANK * len(self._environments)
+        if soft < needed:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(wake_read, selectors.EVENT_READ)
         # Signals that were ignored when this process started (nohup, background job) stay ignored.
@@ -239,7 +243,13 @@ class Supervisor:
         before = {number: signal.signal(number, lambda *_: None) for number in handled}
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
-            self._start()
+            for env in self._environments:
+                rank = _Rank(self._world.command, env, self._output)
+                self._ranks.append(rank)
+                self._selector.register(rank.pidfd, selectors.EVENT_READ, rank)
+            for stream in self._output.streams:
+                os.close(stream.child)  # the rank has inherited this end of the pipe
+                self._selector.register(stream.fd, selectors.EVENT_READ, stream)
             self._serve()
         finally:
             for rank in self._ranks:
@@ -254,19 +264,6 @@ class Supervisor:
             os.close(wake_read)
             os.close(wake_write)
         return self._exit_code()
-
-    def _start(self) -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = _OWN_FILES + _FILES_PER_RANK * len(self._environments)
-        if soft < needed:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        for env in self._environments:
-            rank = _Rank(self._world.command, env, self._output)
-            self._ranks.append(rank)
-            self._selector.register(rank.pidfd, selectors.EVENT_READ, rank)
-        for stream in self._output.streams:
-            os.close(stream.child)  # the rank has inherited this end of the pipe
-            self._selector.register(stream.fd, selectors.EVENT_READ, stream)
 
     def _serve(self) -> None:
         drain_until = float("inf")

@@ -94,9 +94,6 @@ _LAUNCHER_VARIABLES = {
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")
 
 
-# -- one function per launcher ---------------------------------------------------------------------
-
-
 def _from_torch_variables(env: Environment) -> Identity | None:
     for launcher, variables in _TORCH_LAUNCHERS.items():
         if not all(name in env for name in variables):
@@ -258,8 +255,6 @@ def _refuse_incomplete_variables(env: Environment) -> None:
             )
 
 
-# -- ports -----------------------------------------------------------------------------------------
-
 # Outside Linux's ephemeral range (32768 to 60999), so that no outgoing connection uses these ports.
 _PORTS = range(20000, 30000)
 
@@ -281,9 +276,6 @@ def free_port() -> int:
                 continue
             return port
     raise UsageError(f"all ports from {_PORTS[0]} to {_PORTS[-1]} are in use on this host")
-
-
-# -- Slurm's compressed lists ----------------------------------------------------------------------
 
 
 _RANGES = r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*"

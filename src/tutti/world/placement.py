@@ -69,9 +69,6 @@ def place(ranks: "Sequence[RankInfo]", device: str = "auto", ranks_per_gpu: int 
     return places
 
 
-# -- GPUs ------------------------------------------------------------------------------------------
-
-
 def visible_gpus() -> list[str]:
     """The UUIDs of the GPUs visible to this process, in CUDA's order."""
     import torch
@@ -123,9 +120,6 @@ def _gpu_key(info: "RankInfo", gpu: int) -> tuple[str, str]:
     # The boot id of the kernel instead of the host name: two containers with different host names
     # may have the same GPU.
     return info.machine.split("/")[1], info.gpus[gpu]
-
-
-# -- CPUs and threads ------------------------------------------------------------------------------
 
 
 def bind(
@@ -203,9 +197,6 @@ def _choose_threads(
     return max(1, cores // divisor), f"{cores} cores / {divisor} rank{'s' * (divisor != 1)}"
 
 
-# -- network ---------------------------------------------------------------------------------------
-
-
 def gloo_interface(
     ranks: "Sequence[RankInfo]", rank: int, env: Mapping[str, str]
 ) -> tuple[str | None, str]:
@@ -231,8 +222,6 @@ def gloo_interface(
             return name, f"this interface reaches {remote[0].host}"
     return None, "gloo's default: no route to the other machines was found"
 
-
-# -- heap ------------------------------------------------------------------------------------------
 
 # <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

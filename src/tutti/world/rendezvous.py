@@ -36,11 +36,8 @@ from tutti.world.errors import RanksDiffer, UsageError
 from tutti.world.launchers import Identity, free_port, port_candidates
 from tutti.world.liveness import local_address_towards, open_listener
 
-_PROBE_SECONDS = 1.0
-_HANDSHAKE_SECONDS = 5.0
-
-
-# -- the store -------------------------------------------------------------------------------------
+_PROBE_SECONDS = 1.0  # for a port to accept a connection
+_HANDSHAKE_SECONDS = 5.0  # for a store to answer
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,16 @@ def open_rendezvous(identity: Identity, timeout: float) -> Rendezvous:
         )
     deadline = time.monotonic() + timeout
     reason = identity.reasons.get("master", "")
-    address = _resolve(identity.master_host, reason)
+    try:
+        found = socket.getaddrinfo(identity.master_host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        raise UsageError(
+            f"the master {identity.master_host!r} (from {reason}) cannot be resolved on "
+            f"{socket.gethostname()}: set MASTER_ADDR to an address or a name that every host can "
+            "resolve"
+        ) from None
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # prefer IPv4
+    address = str(found[0][4][0])
     ports = [identity.master_port] if identity.master_port else port_candidates(identity.job)
     if identity.rank == 0 and not identity.agent_store:
         return _serve(identity, identity.master_host, address, ports, reason, timeout)
@@ -166,18 +172,6 @@ def _open_client(address: str, port: int, timeout: float) -> dist.Store | None:
     return None
 
 
-def _resolve(name: str, reason: str) -> str:
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        raise UsageError(
-            f"the master {name!r} (from {reason}) cannot be resolved on {socket.gethostname()}: "
-            "set MASTER_ADDR to an address or a name that every host can resolve"
-        ) from None
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # prefer IPv4
-    return str(found[0][4][0])
-
-
 # -- exchange of information between ranks ---------------------------------------------------------
 
 
@@ -215,7 +209,6 @@ class Roster:
 def describe_rank(
     identity: Identity, address: str, gpus: Sequence[str], liveness_port: int = 0
 ) -> RankInfo:
-    """The information about this process."""
     return RankInfo(
         rank=identity.rank,
         host=socket.gethostname(),
