@@ -20,8 +20,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from forked_ranks import forked
 from shm_cases import group_of, reduce_scatter_flat
-from tutti.comm.shm import registration, set_where
-from tutti.comm.shm.registration import ShmOptions, make
+from tutti.comm.shm import connect, registration, set_where
+from tutti.comm.shm.connect import make
+from tutti.comm.shm.registration import ShmOptions
 from worlds import in_world, run_command
 
 
@@ -229,7 +230,7 @@ def test_where_it_cannot_be_built_all_ranks_use_gloo_and_rank_0_says_so_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registration, "_load", lambda: (None, "no C compiler: install gcc"))
-    registration._print_gloo_note.cache_clear()
+    connect._print_gloo_note.cache_clear()
     before = memory_of_groups()
     for name in ("one", "other"):
         group = make(dist.HashStore(), 0, 1, timedelta(seconds=20), name)

@@ -1,21 +1,24 @@
-"""How the ranks of a group find each other through its store and connect through shared memory.
+"""Makes a group of the shm backend: its ranks find each other through the store and connect.
 
 Two ranks share a host if each can open a tiny memfd of the other through /proc and read a random
 number from it. Host names, boot ids and variables such as LOCAL_WORLD_SIZE are not used, because in
-some cases they are wrong.
+some cases they are wrong. If a rank cannot use shm, all ranks of the group use gloo.
 """
 
+import functools
 import os
 import secrets
 import socket
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from tutti.comm.shm import native
+from tutti.comm.ledger import record_location
+from tutti.comm.shm import native, registration
 from tutti.world.errors import UsageError
 from tutti.world.exchange import RanksMissing, gather_json_from_store, name_ranks
 
@@ -25,26 +28,89 @@ _TOKEN_BYTES = 8
 _PROBE = "tutti-probe"
 
 
-@dataclass(frozen=True)
-class Connection:
-    """The hosts of a group's ranks, and the core's group that connects the ranks of this host."""
+def make(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    name: str,
+    ranks: list[int] | None = None,
+    options: registration.ShmOptions | None = None,
+) -> Any:
+    """A c10d backend for a group; `ranks` has the global rank of each rank of the group."""
+    ranks = ranks or list(range(size))
+    options = options or registration.ShmOptions()
+    module, reason = registration._load()
+    # A store may outlive a group and be used again by the next group of the same name.
+    generation = (store.add("arrivals", 1) - 1) // size
+    store = dist.PrefixStore(f"{generation}/", store)
+    deadline = time.monotonic() + timeout.total_seconds()
 
-    rank: int
-    hosts: tuple[tuple[int, ...], ...]  # the ranks of each host; hosts are sorted by lowest rank
-    names: tuple[str, ...]  # the host name of each rank
-    store: dist.Store  # for this group only, even if an earlier group had the same name
-    group: int = 0  # address of the core's group of this host's ranks
-    unavailable: str = ""  # the reason if a rank cannot use shm: then no rank has made a group
+    def gather(topic: str, value: Any) -> list[Any]:
+        left = max(0.001, deadline - time.monotonic())
+        try:
+            return gather_json_from_store(store, topic, value, rank, size, left)
+        except RanksMissing as missing:
+            raise native.ShmTimeout(
+                f"group {name} of {size} ranks: {name_ranks(missing.ranks)} did not connect within "
+                f"{timeout.total_seconds():g} s: did all ranks call init_process_group or "
+                "new_group, in the same order?"
+            ) from None
 
-    @property
-    def host(self) -> int:
-        """The index of this rank's host."""
-        return next(i for i, ranks in enumerate(self.hosts) if self.rank in ranks)
+    def gloo(prefix: str, gloo_rank: int, gloo_size: int) -> Any:
+        prefixed = dist.PrefixStore(prefix, store)
+        return dist.ProcessGroupGloo(prefixed, gloo_rank, gloo_size, timeout)
 
-    @property
-    def neighbours(self) -> tuple[int, ...]:
-        """The ranks on this host, including this rank."""
-        return self.hosts[self.host]
+    token = secrets.randbits(8 * _TOKEN_BYTES - 1)
+    fd = os.memfd_create(_PROBE)
+    try:
+        os.write(fd, token.to_bytes(_TOKEN_BYTES))
+        card = {"host": socket.gethostname(), "pid": os.getpid(), "fd": fd, "token": token}
+        cards = gather("card", card | {"unavailable": "" if module else reason})
+        names = [str(card["host"]) for card in cards]
+        reasons = [card["unavailable"] for card in cards]
+        if module is None or any(reasons):
+            first = next(peer for peer in range(size) if reasons[peer])
+            if ranks[rank] == 0:
+                _print_gloo_note(f"rank {first} on {names[first]}: {reasons[first]}")
+            return gloo("gloo/", rank, size)
+        can_open = options.can_open or shares_memory
+        reachable = [p for p in range(size) if p == rank or can_open(cards[p])]
+        hosts = _hosts(gather("reachable", reachable), names)
+    finally:
+        os.close(fd)
+    host = next(index for index, members in enumerate(hosts) if rank in members)
+    local_ranks = hosts[host]  # including this rank
+    token = int(cards[local_ranks[0]]["token"])
+    group = _make_group(name, rank, local_ranks, names, options.staging_bytes, token, gather)
+    record_location("shm", _write_location)
+    try:
+        if len(hosts) == 1:
+            return module.ShmBackend(group, rank, size, timeout, name, ranks)
+        leads = local_ranks[0] == rank
+        return module.HierarchicalBackend(
+            group=group,
+            hosts=[list(members) for members in hosts],
+            all=gloo("all/", rank, size),
+            leaders=gloo("leaders/", host, len(hosts)) if leads else None,
+            rank=rank,
+            size=size,
+            timeout=timeout,
+            name=name,
+            global_ranks=ranks,
+        )
+    except BaseException:
+        native.core().tutti_group_close(group)
+        raise
+
+
+@functools.cache  # once per process and reason
+def _print_gloo_note(reason: str) -> None:
+    print(f"tutti: using gloo instead of shm: {reason}", file=sys.stderr, flush=True)
+
+
+def _write_location(text: str) -> None:
+    native.core_holding_gil().tutti_note_place(text.encode())
 
 
 def shares_memory(card: Card) -> bool:
@@ -61,60 +127,7 @@ def shares_memory(card: Card) -> bool:
         return False
 
 
-def connect(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    name: str,
-    timeout_s: float,
-    *,
-    staging_bytes: int = 0,
-    can_open: Callable[[Card], bool] = shares_memory,
-    unavailable: str = "",
-) -> Connection:
-    """Find all ranks of a group and connect to the ranks on this host; every rank calls this.
-
-    With staging_bytes=0 the core chooses the size. `can_open` returns whether a peer's memory can
-    be opened. A rank that cannot use shm passes the reason as `unavailable`; all ranks receive the
-    reason.
-    """
-    # A store may outlive a group and be used again by the next group of the same name.
-    generation = (store.add("arrivals", 1) - 1) // size
-    store = dist.PrefixStore(f"{generation}/", store)
-    deadline = time.monotonic() + timeout_s
-
-    def gather(topic: str, value: Any) -> list[Any]:
-        left = max(0.001, deadline - time.monotonic())
-        try:
-            return gather_json_from_store(store, topic, value, rank, size, left)
-        except RanksMissing as missing:
-            raise native.ShmTimeout(
-                f"group {name} of {size} ranks: {name_ranks(missing.ranks)} did not connect within "
-                f"{timeout_s:g} s: did all ranks call init_process_group or new_group, in the same "
-                "order?"
-            ) from None
-
-    token = secrets.randbits(8 * _TOKEN_BYTES - 1)
-    fd = os.memfd_create(_PROBE)
-    try:
-        os.write(fd, token.to_bytes(_TOKEN_BYTES))
-        card = {"host": socket.gethostname(), "pid": os.getpid(), "fd": fd, "token": token}
-        cards = gather("card", card | {"unavailable": unavailable})
-        names = tuple(str(card["host"]) for card in cards)
-        for peer, card in enumerate(cards):
-            if card["unavailable"]:
-                reason = f"rank {peer} on {card['host']}: {card['unavailable']}"
-                return Connection(rank, (), names, store, unavailable=reason)
-        reachable = [p for p in range(size) if p == rank or can_open(cards[p])]
-        all_reachable = gather("reachable", reachable)
-    finally:
-        os.close(fd)
-    connection = Connection(rank, _hosts(all_reachable, names), names, store)
-    token = int(cards[connection.neighbours[0]]["token"])
-    return replace(connection, group=_make_group(connection, name, staging_bytes, token, gather))
-
-
-def _hosts(reachable: list[list[int]], names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+def _hosts(reachable: list[list[int]], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Partition the ranks into sets that can open each other's memory; the same on every rank."""
     mutual = [
         tuple(p for p in peers if rank in reachable[p])
@@ -134,10 +147,16 @@ def _hosts(reachable: list[list[int]], names: tuple[str, ...]) -> tuple[tuple[in
 
 
 def _make_group(
-    connection: Connection, name: str, staging_bytes: int, token: int, gather: Gather
+    name: str,
+    rank: int,
+    ranks: tuple[int, ...],
+    names: Sequence[str],
+    staging_bytes: int,
+    token: int,
+    gather: Gather,
 ) -> int:
+    """The address of a new group of the core that connects `ranks`, the ranks on this host."""
     core = native.core()
-    ranks, rank, names = connection.neighbours, connection.rank, connection.names
     local_rank = ranks.index(rank)
     group = core.tutti_group_create(name.encode(), local_rank, len(ranks), staging_bytes, token)
     segment = {"error": core.tutti_error().decode()}

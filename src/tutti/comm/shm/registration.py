@@ -73,9 +73,12 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, str(error)
     except (ImportError, RuntimeError, native.CoreMissing) as error:
         return None, f"the compiled shm backend does not load: {error}"
+    import torch
+
+    from tutti.comm.shm.connect import make
+
     module.set_exceptions(native.error_for)
     module.set_maker(make)
-    import torch
 
     return module, f"{code} kernels, compiled for torch {torch.__version__}"
 
@@ -127,6 +130,8 @@ def set_where(where: Callable[[], str] | None) -> None:
 
 def _create(options: Any, pg_options: Any) -> Any:
     """torch calls this for every new group that has an shm part."""
+    from tutti.comm.shm.connect import make
+
     return make(
         *(options.store, options.group_rank, options.group_size),
         timedelta(seconds=options.timeout.total_seconds()),
@@ -134,69 +139,3 @@ def _create(options: Any, pg_options: Any) -> Any:
         # In "cpu:shm,cuda:nccl" the options may be those of NCCL.
         pg_options if isinstance(pg_options, ShmOptions) else None,
     )
-
-
-def make(
-    store: "dist.Store",
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    name: str,
-    ranks: list[int] | None = None,
-    options: ShmOptions | None = None,
-) -> Any:
-    """A c10d backend for a group; `ranks` has the global rank of each rank of the group."""
-    import torch.distributed as dist
-
-    from tutti.comm.ledger import record_location
-    from tutti.comm.shm import native
-    from tutti.comm.shm.connect import connect, shares_memory
-
-    def gloo(prefix: str, gloo_rank: int, gloo_size: int) -> Any:
-        prefixed = dist.PrefixStore(prefix, connection.store)
-        return dist.ProcessGroupGloo(prefixed, gloo_rank, gloo_size, timeout)
-
-    options = options or ShmOptions()
-    module, reason = _load()
-    connection = connect(
-        *(store, rank, size, name, timeout.total_seconds()),
-        staging_bytes=options.staging_bytes,
-        can_open=options.can_open or shares_memory,
-        unavailable="" if module else reason,
-    )
-    ranks = ranks or list(range(size))
-    if module is None or connection.unavailable:
-        if ranks[rank] == 0:
-            _print_gloo_note(connection.unavailable)
-        return gloo("gloo/", rank, size)
-    record_location("shm", _write_location)
-    group = connection.group
-    try:
-        if len(connection.hosts) == 1:
-            return module.ShmBackend(group, rank, size, timeout, name, ranks)
-        leads = connection.neighbours[0] == rank
-        return module.HierarchicalBackend(
-            group=group,
-            hosts=[list(host) for host in connection.hosts],
-            all=gloo("all/", rank, size),
-            leaders=gloo("leaders/", connection.host, len(connection.hosts)) if leads else None,
-            rank=rank,
-            size=size,
-            timeout=timeout,
-            name=name,
-            global_ranks=ranks,
-        )
-    except BaseException:
-        native.core().tutti_group_close(group)
-        raise
-
-
-@functools.cache  # once per process and reason
-def _print_gloo_note(reason: str) -> None:
-    print(f"tutti: using gloo instead of shm: {reason}", file=sys.stderr, flush=True)
-
-
-def _write_location(text: str) -> None:
-    from tutti.comm.shm import native
-
-    native.core_holding_gil().tutti_note_place(text.encode())
