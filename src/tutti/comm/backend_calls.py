@@ -1,12 +1,8 @@
 """Passes an operation to a torch process group: the wire form of its tensors, and the call.
 
-Wire form: gloo and NCCL do not support some dtypes of torch (int16, float8), differ in how they
-treat bool and complex, and need contiguous memory. Data that is only moved is sent as bytes; data
-that is reduced is converted to a dtype and reduction that give the same result on every backend.
-
-Calls: only this module calls torch's process groups, with the method names of torch 2.11 to 2.15.
-The methods of the process group are called instead of the functions of torch.distributed, which
-take ranks of the world (tutti.comm takes ranks of the group) and cost several microseconds.
+Backends do not support all dtypes of torch (int16, float8), differ for bool and complex, and need
+contiguous memory. So data that is only moved is sent as bytes; data that is reduced is converted to
+a dtype and reduction that give the same result on every backend.
 """
 
 from collections.abc import Callable
@@ -165,7 +161,11 @@ _options_cache: dict[tuple[str, bool, str, int], Any] = {}
 
 
 def issue(call: "Operation", asynchronous: bool) -> Any:
-    """Pass the operation to torch; returns its Work, or None if it is already complete."""
+    """Pass the operation to torch; returns its Work, or None if the operation is complete.
+
+    Only this function calls torch's process groups, through their methods. The functions of
+    torch.distributed take ranks of the world, not of the group, and cost several microseconds.
+    """
     kind, group = call.kind, call.comm_group.process_group
     if kind == "send":
         return group.send([call.source], call.root, call.tag)  # type: ignore[list-item]

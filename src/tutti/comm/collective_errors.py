@@ -2,13 +2,7 @@
 
 A backend's own error names neither the operation nor the line that called the operation, and on
 gloo not even the rank that is missing. `collective_error` reads these from the ledgers of the ranks
-on this host.
-
-If ranks differ in the shape, the dtype or the operation, the call hangs, aborts or gives wrong
-numbers, depending on the backend. With comm.debug(True) on every rank, all ranks compare each call
-through the group's store, as JSON, before anything is sent, and a difference raises an error that
-names ranks and source lines. Each comparison takes several requests to the store: use debug mode to
-find a fault, not for training.
+on this host. comm.debug(True) compares the calls of all ranks before anything is sent.
 """
 
 import itertools
@@ -138,10 +132,12 @@ _compare_timeout = 60.0
 def debug(on: bool = True, *, timeout: float = 60.0) -> None:
     """From now on, compare every collective between ranks before it is sent; call on every rank.
 
-    A difference raises RanksDiffer. If a rank does not arrive within `timeout` seconds, the other
-    ranks raise CollectiveTimeout, which names the source line of the late rank. Sends and receives
-    are not compared. The shm backend always compares torch's own calls (for example by DDP); in
-    debug mode its errors also name source lines.
+    If ranks differ in the shape, the dtype or the operation, a call hangs, aborts or gives wrong
+    numbers, depending on the backend. In debug mode a difference raises RanksDiffer. The ranks
+    compare each call through the group's store, which is too slow for training. If a rank does not
+    arrive within `timeout` seconds, the other ranks raise CollectiveTimeout, which names the source
+    line of the late rank. Sends and receives are not compared. The shm backend always compares
+    torch's own calls (for example by DDP); in debug mode its errors also name source lines.
     """
     global _compare_timeout
     _compare_timeout = timeout

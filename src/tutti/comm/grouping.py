@@ -1,8 +1,7 @@
 """`with comm.group():` collects operations and sends them in few messages at the end of the block.
 
 On the CPU, small operations of the same kind, group and reduction are packed into one flat message,
-because each message has a fixed cost, whatever its size. On NCCL, operations of one kind become one
-NCCL group.
+because each message has a fixed cost. On NCCL, operations of one kind become one NCCL group.
 """
 
 import sys

@@ -1,14 +1,10 @@
 """The ledger: the operations that this rank has called, in memory that other processes can read.
 
-gloo keeps no record of its operations, and a process that hangs cannot report them. So every call
-of tutti.comm is written to a ring of entries, one ring per process group, in a memfd that is named
-"tutti-ledger:LABEL": no file, no lock, nothing to clean up. Another process can open the memfd
-through /proc/PID/fd, even if this process hangs.
-
-The layout is the same as that of the ledger in a segment of the shm backend (shm/core/ledger.h),
-which records torch's own calls of that backend (for example by DDP), so `read_process` reads both.
-Numbers are little-endian, there are no pointers, and times are nanoseconds of CLOCK_MONOTONIC
-unless a name contains realtime. This module does not import torch.
+Every call of tutti.comm is written to a ring of entries, one ring per process group, in a memfd
+named "tutti-ledger:LABEL". Another process can read the memfd through /proc/PID/fd, even if this
+process hangs. The layout is that of the ledger in a segment of the shm backend (shm/core/ledger.h),
+so `read_process` reads both. Times are nanoseconds of CLOCK_MONOTONIC, unless named realtime. This
+module does not import torch.
 """
 
 import contextlib

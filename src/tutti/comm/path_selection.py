@@ -1,12 +1,8 @@
 """Chooses the path of an operation by its size, from a table that is measured once per machine.
 
-`tutti bench tune` writes its measurements to
-
-    $XDG_CACHE_HOME/tutti/paths/MACHINE-RANKS.json      (default: ~/.cache/tutti/paths/…)
-
-Every group that has a choice of paths reads this file once. All ranks use rank 0's table, so that
-they take the same path. Without a table, DEFAULTS are used. If a table cannot be read, `load`
-raises an error, but a running job only warns: a damaged cache must not end a job.
+`tutti bench tune` writes the table to $XDG_CACHE_HOME/tutti/paths/MACHINE-RANKS.json (default:
+~/.cache). All ranks use rank 0's table, so that they take the same path; without a table, DEFAULTS
+are used. A table that cannot be read is an error in `load`, but only a warning in a running job.
 """
 
 import contextlib

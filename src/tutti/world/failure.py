@@ -1,9 +1,8 @@
 """If one rank fails, all ranks end within seconds, and the output names the rank that failed.
 
-liveness.py detects which rank failed, died or left. This module decides what this rank then does.
-If this rank failed first, it prints its own error; otherwise it prints one line. Then the rank
-ends. A rank that cannot end by itself, because it is in a collective that will never complete, is
-ended after a short grace period.
+liveness.py detects which rank failed, died or left. The rank that failed first prints its error;
+the other ranks print one line. A rank that cannot end by itself, because it is in a collective that
+will never complete, is ended after a short grace period.
 """
 
 import contextlib

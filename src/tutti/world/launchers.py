@@ -1,9 +1,7 @@
 """Which launcher started this process, and its rank: read from environment variables.
 
-One function per launcher reads the launcher's variables and returns an Identity, which also names
-the variable that gave each value. The functions are tried in a fixed order, innermost launcher
-first: inside an srun step, torchrun and mpirun take precedence over Slurm. Slurm's node lists are
-expanded here without scontrol, which containers often lack.
+One function per launcher returns an Identity, which also names the variable that gave each value.
+The innermost launcher takes precedence: inside an srun step, torchrun and mpirun before Slurm.
 """
 
 import hashlib

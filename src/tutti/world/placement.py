@@ -1,9 +1,8 @@
 """Placement of every rank: node, local rank, device, CPUs, threads, network and heap settings.
 
 `place` is a pure function of the roster (the RankInfo of all ranks), so every rank computes the
-same table, and two ranks on one device are detected before either uses the device. `bind` sets the
-CPUs and threads of this process. torch is imported inside the functions that need it, because
-`tutti run` checks placements without torch.
+same table, and two ranks on one device are detected before either uses the device. torch is
+imported inside functions, because `tutti run` checks placements without torch.
 """
 
 import ctypes

@@ -1,15 +1,9 @@
 """Rendezvous: rank 0 serves a key-value store, and every rank reads the RankInfo of all ranks.
 
-First, rank 0 opens the store. torch's TCPStore listens on every interface and answers any client.
-So rank 0 binds the socket itself, to loopback if all ranks are on one host, and passes the socket
-to torch.
-
-Then every rank writes a RankInfo to the store and reads the RankInfo of every other rank. So all
-ranks have these facts before the first collective: which ranks share a machine, which rank is
-missing, which versions differ. After a restart by torchrun the same store still has the entries of
-the dead processes, with their old addresses. So rank 0 publishes a list of all entries under a new
-start id. The list is valid only after every rank has confirmed that its current entry is in the
-list.
+So all ranks have these facts before the first collective: which ranks share a machine, which rank
+is missing, which versions differ. After a restart by torchrun the same store still has the entries
+of the dead processes. So rank 0 publishes a list of all entries under a new start id. The list is
+valid only after every rank has confirmed that its current entry is in the list.
 """
 
 import contextlib
@@ -114,7 +108,7 @@ def _serve(
             f"port {', '.join(map(str, ports))} is in use on {here}: set MASTER_PORT to a free "
             f"port ({free_port()} is free now), or stop the process that listens there"
         )
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # would listen on every interface if it opened the socket itself
         address,
         port,
         is_master=True,

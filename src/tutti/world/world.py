@@ -1,9 +1,4 @@
-"""World: the rank, number of ranks, device and backend of this process. `tutti.init()` creates it.
-
-`init` reads the launcher's variables (launchers.py), exchanges information with the other ranks
-(rendezvous.py) and chooses the device and CPUs of every rank (placement.py). Then it opens the
-liveness connections and torch's process group.
-"""
+"""World: the rank, number of ranks, device and backend of this process, from `tutti.init()`."""
 
 import atexit
 import os

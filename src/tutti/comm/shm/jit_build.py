@@ -1,12 +1,10 @@
 """Compiles the C core and the C++ front: at install (setup.py), or at first use into a cache.
 
-The core is plain C, loaded with ctypes. The front is a torch extension, which works with only one
-version of torch and of Python. Both contain a mark, a hash of sources, flags and platform and, for
-the front, of the versions of torch, its ABI and Python. A library with another mark (an editable
-install whose sources changed, a new torch) is not loaded; the matching library is taken from
-$XDG_CACHE_HOME/tutti/shm (default ~/.cache/tutti/shm) or compiled into this folder.
-
-setup.py imports this file by its path, so nothing outside the standard library is imported here.
+Both contain a mark, a hash of sources, flags and platform and, for the front, of the versions of
+torch, its ABI and Python. A library with another mark (an editable install whose sources changed, a
+new torch) is not loaded; the matching library is taken from $XDG_CACHE_HOME/tutti/shm (default
+~/.cache/tutti/shm) or compiled into this folder. setup.py imports this file by its path, so only
+the standard library is imported here.
 """
 
 import fcntl
