@@ -59,9 +59,13 @@ def _expected(op: str, parts: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _same(seen: torch.Tensor, expected: torch.Tensor, what: object) -> None:
-    assert seen.dtype == expected.dtype and seen.shape == expected.shape, (what, seen, expected)
-    assert torch.equal(seen, expected), (what, seen, expected)
+def _same(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, (
+        what,
+        actual,
+        expected,
+    )
+    assert torch.equal(actual, expected), (what, actual, expected)
 
 
 def _every_reduction(world: World) -> None:
@@ -72,22 +76,22 @@ def _every_reduction(world: World) -> None:
     for number, (dtype, op) in enumerate(cases):
         count = _SIZES[number % len(_SIZES)]
         parts = [_values(rank, count, dtype, 0, world.device) for rank in range(world.size)]
-        mine, expected, what = parts[world.rank], _expected(op, parts), (dtype, op, count)
+        local, expected, what = parts[world.rank], _expected(op, parts), (dtype, op, count)
 
-        in_place = mine.clone()
+        in_place = local.clone()
         assert comm.all_reduce(in_place, op) is in_place
         _same(in_place, expected, ("all_reduce", what))
 
-        out = torch.empty_like(mine)
-        assert comm.all_reduce(mine, op, out=out) is out
+        out = torch.empty_like(local)
+        assert comm.all_reduce(local, op, out=out) is out
         _same(out, expected, ("all_reduce out", what))
-        _same(mine, parts[world.rank], ("all_reduce out keeps its input", what))
+        _same(local, parts[world.rank], ("all_reduce out keeps its input", what))
 
         root = number % world.size
-        tensor = mine.clone()
+        tensor = local.clone()
         reduced = comm.reduce(tensor, root, op)
         assert (reduced is tensor) if world.rank == root else (reduced is None)
-        _same(tensor, expected if world.rank == root else mine, ("reduce", what))
+        _same(tensor, expected if world.rank == root else local, ("reduce", what))
 
         whole = [torch.cat([part] * world.size) for part in parts]
         _same(comm.reduce_scatter(whole[world.rank], op), expected, ("reduce_scatter", what))
@@ -104,26 +108,26 @@ def _every_move(world: World) -> None:
         def part(rank: int, seed: int = 0, count: int = count, raw: Any = raw, dtype: Any = dtype):
             return _values(rank, count, raw, seed, world.device).view(dtype)
 
-        def same(seen: torch.Tensor, expected: list[torch.Tensor], what: str, raw: Any = raw):
-            _same(seen.view(raw), torch.cat([each.view(raw) for each in expected]), (what, raw))
+        def same(actual: torch.Tensor, expected: list[torch.Tensor], what: str, raw: Any = raw):
+            _same(actual.view(raw), torch.cat([each.view(raw) for each in expected]), (what, raw))
 
-        everybody = [part(rank) for rank in range(world.size)]
-        mine = everybody[world.rank]
-        tensor = mine.clone()
+        all_parts = [part(rank) for rank in range(world.size)]
+        local = all_parts[world.rank]
+        tensor = local.clone()
         assert comm.broadcast(tensor, root) is tensor
-        same(tensor, [everybody[root]], "broadcast")
-        same(comm.broadcast(mine, root, out=torch.empty_like(mine)), [everybody[root]], "out")
-        same(comm.all_gather(mine), everybody, "all_gather")
-        gathered = comm.gather(mine, root)
+        same(tensor, [all_parts[root]], "broadcast")
+        same(comm.broadcast(local, root, out=torch.empty_like(local)), [all_parts[root]], "out")
+        same(comm.all_gather(local), all_parts, "all_gather")
+        gathered = comm.gather(local, root)
         if world.rank == root:
-            same(gathered, everybody, "gather")
+            same(gathered, all_parts, "gather")
         else:
             assert gathered is None
-        whole = torch.cat([each.view(raw) for each in everybody]).view(dtype)
+        whole = torch.cat([each.view(raw) for each in all_parts]).view(dtype)
         if world.rank == root:
-            same(comm.scatter(whole, root), [mine], "scatter")
+            same(comm.scatter(whole, root), [local], "scatter")
         else:
-            same(comm.scatter(root=root, out=torch.empty_like(mine)), [mine], "scatter")
+            same(comm.scatter(root=root, out=torch.empty_like(local)), [local], "scatter")
         mixed = torch.cat([part(world.rank, to).view(raw) for to in range(world.size)])
         swapped = comm.all_to_all(mixed.view(dtype))
         same(swapped, [part(rank, world.rank) for rank in range(world.size)], "all_to_all")
@@ -141,9 +145,9 @@ def _uneven(world: World) -> None:
         expected = [
             [source * 10 + rank] * 2 for source in range(size) for _ in range(source + rank)
         ]
-        told = comm.all_to_all(tensor, in_splits=ins, out_splits=[s + rank for s in range(size)])
+        reports = comm.all_to_all(tensor, in_splits=ins, out_splits=[s + rank for s in range(size)])
         asked = comm.all_to_all(tensor, in_splits=ins)
-        assert told.tolist() == asked.tolist() == expected
+        assert reports.tolist() == asked.tolist() == expected
         rows = comm.all_gather_uneven(torch.full((rank, 2), rank, dtype=dtype))
         assert [row.tolist() for row in rows] == [[[r, r]] * r for r in range(size)]
 
@@ -196,18 +200,18 @@ def _messages(world: World) -> None:
 def _subgroups(world: World) -> None:
     pairs = [[rank for rank in range(world.size) if rank % 2 == parity] for parity in (0, 1)]
     groups = [dist.new_group(ranks) for ranks in pairs if ranks]
-    mine = groups[world.rank % 2]
+    local = groups[world.rank % 2]
     ranks = pairs[world.rank % 2]
-    assert comm.all_reduce(torch.tensor([world.rank]), group=mine).item() == sum(ranks)
+    assert comm.all_reduce(torch.tensor([world.rank]), group=local).item() == sum(ranks)
     # root is a rank in the group: its last one.
     last = len(ranks) - 1
     tensor = torch.tensor([world.rank])
-    comm.broadcast(tensor, last, group=mine)
+    comm.broadcast(tensor, last, group=local)
     assert tensor.item() == ranks[last]
-    gathered = comm.gather(torch.tensor([world.rank]), last, group=mine)
+    gathered = comm.gather(torch.tensor([world.rank]), last, group=local)
     assert (gathered is not None) == (world.rank == ranks[last])
     assert gathered is None or gathered.tolist() == ranks
-    comm.barrier(group=mine)
+    comm.barrier(group=local)
 
 
 def _handles(world: World) -> None:
@@ -249,8 +253,8 @@ def _mistakes(world: World) -> None:
     refused("no process group: pass a group", lambda: comm.barrier(group="all"))  # type: ignore[arg-type]
     refused("this rank is not in the group", lambda: comm.barrier(group=-100))  # type: ignore[arg-type]
     if world.size > 1:
-        odd = torch.ones(world.size + 1)
-        refused("cannot be split along dim 0", lambda: comm.reduce_scatter(odd))
+        uneven = torch.ones(world.size + 1)
+        refused("cannot be split along dim 0", lambda: comm.reduce_scatter(uneven))
         refused(
             "sum must be 2", lambda: comm.all_to_all(ints, in_splits=[1] * world.size)
         ) if world.size != 2 else None

@@ -24,20 +24,22 @@ def _differs(call: Callable[[], object]) -> str:
 def _compare(world: World) -> dict[str, str]:
     first = world.rank == 0
     comm.debug(True)
-    told = {}
+    reports = {}
     shape = 4 if first else 5
-    told["shape"] = _differs(lambda: comm.all_reduce(torch.ones(shape)))
+    reports["shape"] = _differs(lambda: comm.all_reduce(torch.ones(shape)))
     dtype = torch.float32 if first else torch.float64
-    told["dtype"] = _differs(lambda: comm.all_gather(torch.ones(3, dtype=dtype)))
-    told["op"] = _differs(lambda: comm.all_reduce(torch.ones(3), "sum" if first else "mean"))
-    told["root"] = _differs(lambda: comm.broadcast(torch.ones(3), 0 if first else 1))
+    reports["dtype"] = _differs(lambda: comm.all_gather(torch.ones(3, dtype=dtype)))
+    reports["op"] = _differs(lambda: comm.all_reduce(torch.ones(3), "sum" if first else "mean"))
+    reports["root"] = _differs(lambda: comm.broadcast(torch.ones(3), 0 if first else 1))
     call = comm.all_reduce if first else comm.all_gather
-    told["kind"] = _differs(lambda: call(torch.ones(3)))
-    told["barrier"] = _differs(lambda: comm.barrier() if first else comm.all_reduce(torch.ones(1)))
+    reports["kind"] = _differs(lambda: call(torch.ones(3)))
+    reports["barrier"] = _differs(
+        lambda: comm.barrier() if first else comm.all_reduce(torch.ones(1))
+    )
     ins = [1] * world.size
     outs = [1] * (world.size - 1) + [2 if world.rank == 1 else 1]
     rows = torch.ones(world.size, 2)
-    told["splits"] = _differs(lambda: comm.all_to_all(rows, in_splits=ins, out_splits=outs))
+    reports["splits"] = _differs(lambda: comm.all_to_all(rows, in_splits=ins, out_splits=outs))
     # Nothing was sent so far: the next results are correct.
     tensor = torch.ones(3)
     comm.all_reduce(tensor)
@@ -45,7 +47,7 @@ def _compare(world: World) -> dict[str, str]:
     comm.all_to_all(rows, in_splits=ins, out_splits=ins)
     pair = dist.new_group([0, 1])
     if world.rank < 2:
-        told["group"] = _differs(lambda: comm.broadcast(torch.ones(1), world.rank, group=pair))
+        reports["group"] = _differs(lambda: comm.broadcast(torch.ones(1), world.rank, group=pair))
         comm.all_reduce(tensor, group=pair)
     store = dist.distributed_c10d._get_default_store()
     kept = [n for n in range(1, 9) if store.check([f"default_pg/tutti/compare/{n}/0"])]
@@ -57,27 +59,27 @@ def _compare(world: World) -> dict[str, str]:
     else:
         comm.all_reduce(tensor)
         comm.barrier(wait=False).wait()
-    return told
+    return reports
 
 
 def test_a_difference_names_the_ranks_both_calls_and_both_lines() -> None:
     everyone = in_world(_compare, 3)
     assert everyone[1] == everyone[0] and "group" not in everyone[2]
-    told = everyone[0]
+    reports = everyone[0]
     here = "test_debug_mode.py:"
-    assert "rank 0: all_reduce of [4] float32, sum at " in told["shape"]
-    assert "ranks 1, 2: all_reduce of [5] float32, sum at " in told["shape"]
-    assert told["shape"].count(here) == 2 and told["shape"].count(" in <lambda>") == 2
-    assert "rank 0: all_gather of [3] float32 at" in told["dtype"]
-    assert "ranks 1, 2: all_gather of [3] float64 at" in told["dtype"]
-    assert "float32, sum at" in told["op"] and "float32, mean at" in told["op"]
-    assert "rank 0: broadcast of [3] float32, root 0" in told["root"]
-    assert "rank 0: all_reduce of [3] float32, sum" in told["kind"]
-    assert "ranks 1, 2: all_gather of [3] float32" in told["kind"]
-    assert "rank 0: barrier at" in told["barrier"]
-    assert "rank 2 sends 2 elements to rank 1" in told["splits"]
-    assert "which expects 4 (out_splits at" in told["splits"]
-    assert "ranks of group group-1 call different" in told["group"]
+    assert "rank 0: all_reduce of [4] float32, sum at " in reports["shape"]
+    assert "ranks 1, 2: all_reduce of [5] float32, sum at " in reports["shape"]
+    assert reports["shape"].count(here) == 2 and reports["shape"].count(" in <lambda>") == 2
+    assert "rank 0: all_gather of [3] float32 at" in reports["dtype"]
+    assert "ranks 1, 2: all_gather of [3] float64 at" in reports["dtype"]
+    assert "float32, sum at" in reports["op"] and "float32, mean at" in reports["op"]
+    assert "rank 0: broadcast of [3] float32, root 0" in reports["root"]
+    assert "rank 0: all_reduce of [3] float32, sum" in reports["kind"]
+    assert "ranks 1, 2: all_gather of [3] float32" in reports["kind"]
+    assert "rank 0: barrier at" in reports["barrier"]
+    assert "rank 2 sends 2 elements to rank 1" in reports["splits"]
+    assert "which expects 4 (out_splits at" in reports["splits"]
+    assert "ranks of group group-1 call different" in reports["group"]
 
 
 def _absent(world: World) -> str:

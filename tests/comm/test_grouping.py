@@ -72,7 +72,7 @@ def _every_kind(world: World) -> list[Any]:
 
 def _blocks(world: World) -> dict[str, Any]:
     size, rank = world.size, world.rank
-    told: dict[str, Any] = {}
+    reports: dict[str, Any] = {}
     # Messages between ranks, any number in any order.
     inbox = [torch.zeros(3) for _ in range(2)]
     with comm.group() as block:
@@ -80,7 +80,7 @@ def _blocks(world: World) -> dict[str, Any]:
             comm.recv(incoming, (rank - 1) % size)
             comm.send(torch.full((3,), rank * 10.0 + number), (rank + 1) % size)
     assert [each[0].item() for each in inbox] == [(rank - 1) % size * 10.0 + n for n in range(2)]
-    told["messages"] = str(block.summary)
+    reports["messages"] = str(block.summary)
 
     # Handles are valid after the block, and not before.
     with comm.group():
@@ -99,7 +99,7 @@ def _blocks(world: World) -> dict[str, Any]:
     assert inner.summary is outer.summary and outer.summary.messages == 1
     account = read_process(os.getpid())
     assert account is not None and account.records[-1].bytes == 24
-    told["where"] = account.records[-1].where
+    reports["where"] = account.records[-1].where
 
     # Subgroups and the world in one block.
     pair = dist.new_group([0, 1])
@@ -117,7 +117,7 @@ def _blocks(world: World) -> dict[str, Any]:
     with comm.group() as block:
         pass
     assert block.summary.messages == 0
-    return told
+    return reports
 
 
 def _exceptions(world: World) -> str:
@@ -175,11 +175,11 @@ _BACKENDS = ["shm", "gloo"]
 
 
 def _everything(world: World) -> dict[str, Any]:
-    told = {}
+    reports = {}
     for backend in _BACKENDS:
         with default_group(backend):
-            told[backend] = [_every_kind(world), _blocks(world), _exceptions(world)]
-    return told
+            reports[backend] = [_every_kind(world), _blocks(world), _exceptions(world)]
+    return reports
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def outcomes(worlds_outcomes: list[Any], backend: str) -> list[Any]:
-    return [told[backend] for told in worlds_outcomes]
+    return [reports[backend] for reports in worlds_outcomes]
 
 
 # all_reduce 6 (4 dtypes, empty, large), broadcast and all_gather 3 each (bytes, empty, large),
@@ -204,7 +204,7 @@ def outcomes(worlds_outcomes: list[Any], backend: str) -> list[Any]:
 _MESSAGES = {"gloo": 26, "shm": 28}
 
 
-def test_a_block_gives_what_its_operations_give_one_by_one(
+def test_a_block_gives_the_same_results_as_separate_operations(
     outcomes: list[Any], backend: str
 ) -> None:
     for (operations, messages, text), _, _ in outcomes:
@@ -214,10 +214,10 @@ def test_a_block_gives_what_its_operations_give_one_by_one(
         assert f" in {messages} messages, " in text
 
 
-def test_blocks_collect_messages_handles_subgroups_and_nested_blocks(outcomes: list[Any]) -> None:
-    for _, told, _ in outcomes:
-        assert told["messages"] == "4 operations (2 recv, 2 send) in 4 messages, 48 bytes"
-        assert told["where"].endswith(" in _blocks")
+def test_blocks_support_messages_handles_subgroups_and_nested_blocks(outcomes: list[Any]) -> None:
+    for _, reports, _ in outcomes:
+        assert reports["messages"] == "4 operations (2 recv, 2 send) in 4 messages, 48 bytes"
+        assert reports["where"].endswith(" in _blocks")
 
 
 def test_an_exception_in_a_block_leaves_nothing_half_sent(outcomes: list[Any]) -> None:
@@ -227,11 +227,11 @@ def test_an_exception_in_a_block_leaves_nothing_half_sent(outcomes: list[Any]) -
 
 
 def _alone(world: World) -> dict[str, int]:
-    told = {}
+    reports = {}
     for backend in _BACKENDS:
         with default_group(backend):
-            _, told[backend], _ = _every_kind(world)
-    return told
+            _, reports[backend], _ = _every_kind(world)
+    return reports
 
 
 def test_a_block_works_in_a_world_of_one() -> None:

@@ -38,7 +38,7 @@ def _read_own() -> ProcessLedger:
     return process
 
 
-def test_a_reader_sees_the_last_256_operations_with_their_call_sites_and_states() -> None:
+def test_a_reader_gets_the_last_256_operations_with_their_call_sites_and_states() -> None:
     group = GroupLedger("mesh_dp", "17", 1, 1024)
     numbers = [_begin(group, sequence) for sequence in range(1, 401)]
     for number in numbers[:-1]:
@@ -90,7 +90,7 @@ def test_the_ledger_of_a_destroyed_group_is_gone() -> None:
     assert process is None or process.size != 4096
 
 
-def test_a_forked_child_writes_to_ledgers_of_its_own() -> None:
+def test_a_forked_child_writes_to_its_own_ledgers() -> None:
     group = GroupLedger("parent", "20", 0, 4096)
     _begin(group, 7)
     reading, writing = os.pipe()
@@ -105,11 +105,11 @@ def test_a_forked_child_writes_to_ledgers_of_its_own() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert json.loads(os.read(reading, 100)) == [True, [1]]
-    mine = [record.sequence for record in _read_own().records if record.group_name == "20"]
-    assert mine == [7]
+    local = [record.sequence for record in _read_own().records if record.group_name == "20"]
+    assert local == [7]
 
 
-def test_the_vocabulary_has_the_order_of_the_enums_of_the_shm_core() -> None:
+def test_the_names_have_the_order_of_the_enums_of_the_shm_core() -> None:
     short = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
     dtypes = [re.sub(r"^[a-z]+(?=\d)", lambda m: short[m[0]], name) for name in ledger.DTYPES]
     assert native.KINDS == ledger.KINDS
@@ -126,10 +126,10 @@ def test_a_process_without_a_ledger_reads_as_none() -> None:
 def _late(world: World) -> str:
     group = dist.new_group(timeout=timedelta(seconds=2), group_desc="late", backend="gloo")
     comm.all_reduce(torch.ones(2), group=group)
-    told = _wait_for_the_late(world, group)
+    reports = _wait_for_the_late(world, group)
     _get_default_store().add("told", world.rank < 2)
     dist.barrier()  # on shm: no rank ends while others still wait
-    return told
+    return reports
 
 
 def _wait_for_the_late(world: World, group: dist.ProcessGroup) -> str:
@@ -159,7 +159,7 @@ def _stay_away() -> None:
         time.sleep(0.02)
 
 
-def test_a_timeout_names_who_is_late_at_which_operation_and_where() -> None:
+def test_a_timeout_names_the_late_rank_its_operation_and_its_location() -> None:
     here = ledger.shown_path(__file__)
     texts = in_world(_late, 4)
     assert texts[2:] == ["late", "wrong"] and texts[:2] != ["lost", "lost"]
@@ -176,7 +176,7 @@ def test_a_timeout_names_who_is_late_at_which_operation_and_where() -> None:
 
 
 def _late_on_shm(world: World) -> list[str]:
-    told = []
+    reports = []
     third: list[Callable[[dist.ProcessGroup], Any]]
     third = [lambda group: comm.broadcast(torch.ones(1), group=group), lambda group: _stay_away()]
     for call in third:
@@ -184,12 +184,12 @@ def _late_on_shm(world: World) -> list[str]:
         comm.all_reduce(torch.ones(2), group=group)
         try:
             comm.all_reduce(torch.ones(256), group=group) if world.rank < 2 else call(group)
-            told.append("in time")
+            reports.append("in time")
         except comm.CollectiveError as error:
-            told.append(str(error))
+            reports.append(str(error))
         _get_default_store().add("told", world.rank < 2 and call is third[-1])
         dist.barrier()
-    return told
+    return reports
 
 
 def test_on_shm_a_wrong_call_raises_at_once_and_a_late_rank_at_the_timeout() -> None:
@@ -265,7 +265,7 @@ def _stuck_world(folder: Path) -> Iterator[None]:
         started.wait(timeout=30)
 
 
-def test_the_command_shows_ranks_however_stuck_they_are(tmp_path: Path) -> None:
+def test_the_command_shows_ranks_that_hang_in_different_ways(tmp_path: Path) -> None:
     def rows(*flags: str) -> dict[str, dict[str, Any]]:
         done = run_command(
             [*TUTTI, "world", "--json", tmp_path / "rows.json", "--ledger", *flags],
@@ -282,13 +282,13 @@ def test_the_command_shows_ranks_however_stuck_they_are(tmp_path: Path) -> None:
 
     with _stuck_world(tmp_path):
         deadline = time.monotonic() + 60
-        seen: dict[str, dict[str, Any]] = {}
+        actual: dict[str, dict[str, Any]] = {}
         while time.monotonic() < deadline:
-            seen = rows()
-            if len(seen) == 3 and stopped(seen["2 of 3"]["pid"]):
+            actual = rows()
+            if len(actual) == 3 and stopped(actual["2 of 3"]["pid"]):
                 break
             time.sleep(0.3)
-        first, second, third = (seen[f"{rank} of 3"] for rank in range(3))
+        first, second, third = (actual[f"{rank} of 3"] for rank in range(3))
         assert first["operation"] == "all_reduce 2 of group default (float32, 16 bytes)"
         assert first["state"].startswith("waiting for") and " in waits" in first["called at"]
         for row in (second, third):
@@ -299,7 +299,7 @@ def test_the_command_shows_ranks_however_stuck_they_are(tmp_path: Path) -> None:
         assert rows(str(first["pid"])).keys() == {"0 of 3"}
 
 
-def test_the_command_says_that_a_process_has_no_ledger() -> None:
+def test_the_command_reports_that_a_process_has_no_ledger() -> None:
     done = run_command([*TUTTI, "world", "--ledger", "1"])
     assert done.returncode == 2
     assert "--ledger 1: no ledger there" in done.stderr and done.stderr.count("\n") == 1

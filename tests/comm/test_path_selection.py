@@ -56,13 +56,13 @@ def test_with_one_path_there_is_no_choice() -> None:
         ("all_gather", 8, "nccl"),
     ],
 )
-def test_where_nothing_was_measured_the_defaults_hold(op: str, size: int, path: str) -> None:
+def test_without_measurements_the_defaults_are_used(op: str, size: int, path: str) -> None:
     choice = choose(op, size, "cuda", _GPU, None)
     assert choice.path == path and choice.reason.startswith("the default, not measured")
     assert choose(op, size, "cuda", _GPU, _table(Row("barrier", "cuda", "nccl", 0, None))) == choice
 
 
-def test_what_was_measured_comes_before_the_defaults() -> None:
+def test_measurements_take_precedence_over_the_defaults() -> None:
     table = _table(
         Row("all_reduce", "cuda", "nccl", 0, 1024, 9.25),
         Row("all_reduce", "cuda", "symmetric one-shot", 1024, None, 12.0),
@@ -77,7 +77,7 @@ def test_what_was_measured_comes_before_the_defaults() -> None:
     assert choose("all_reduce", 1 << 30, "cuda", _GPU, table).path == "symmetric one-shot"
 
 
-def test_a_measured_path_that_is_not_there_is_passed_over() -> None:
+def test_a_measured_path_that_is_not_available_is_ignored() -> None:
     table = _table(Row("all_reduce", "cuda", "gloo", 0, None))
     assert choose("all_reduce", 8, "cuda", _GPU, table).path == "symmetric one-shot"
 
@@ -121,7 +121,7 @@ def test_a_table_is_kept_for_each_machine_and_number_of_ranks(tmp_path: Path) ->
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_what_is_measured_later_replaces_the_same_operation_on_the_same_device_only() -> None:
+def test_a_later_measurement_replaces_only_the_same_operation_on_the_same_device() -> None:
     def measured(op: str, device: str, path: str, date: str) -> Table:
         table = path_selection.fastest([Measured(op, device, path, 1024, 2.5)], ranks=4)
         return dataclasses.replace(table, measured=date)
@@ -142,7 +142,7 @@ def test_what_is_measured_later_replaces_the_same_operation_on_the_same_device_o
     assert "on 2026-01-01" in choose("all_reduce", 8, "cuda", _GPU, table).reason
 
 
-def test_only_the_form_that_torch_has_counts_in_a_sweep() -> None:
+def test_only_the_form_that_torch_offers_is_used_from_a_sweep() -> None:
     def row(backend: str, placement: str, time: float) -> dict[str, Any]:
         about = {"op": "all_reduce", "bytes": 64, "timing": "back-to-back", "wrong": 0}
         return {**about, "backend": backend, "placement": placement, "time_us": {"p50": time}}
@@ -167,12 +167,12 @@ def test_a_damaged_table_is_named_with_its_cure(text: str, why: str) -> None:
     file.write_text(text)
     with pytest.raises(UsageError) as caught:
         path_selection.load(2)
-    said = str(caught.value)
-    assert str(file) in said and why in said and "delete it, or measure again" in said
+    message = str(caught.value)
+    assert str(file) in message and why in message and "delete it, or measure again" in message
 
 
 @pytest.mark.parametrize("field", [{"path": "pigeon"}, {"op": "all"}, {"from_bytes": -1}])
-def test_a_row_that_makes_no_sense_is_refused(field: dict[str, Any]) -> None:
+def test_an_invalid_row_is_refused(field: dict[str, Any]) -> None:
     row = {"op": "all_reduce", "device": "cpu", "path": "shm", "from_bytes": 0, "to_bytes": None}
     content = {"machine": "m", "ranks": 2, "measured": "today", "rows": [{**row, **field}]}
     with pytest.raises(ValueError, match="it has"):
@@ -201,10 +201,10 @@ def _explained(world: World) -> dict[str, str]:
     return {name: str(comm.explain("all_reduce", 64, group=each)) for name, each in groups.items()}
 
 
-def test_explain_says_which_path_and_why() -> None:
+def test_explain_names_the_path_and_the_reason() -> None:
     expected = {"default": "shm", "gloo": "gloo", "hosts": "hierarchical"}
-    for told in in_world(_explained, 2):
-        for group, text in told.items():
+    for reports in in_world(_explained, 2):
+        for group, text in reports.items():
             assert text == (
                 f"all_reduce of 64 bytes on cpu in group {group} uses {expected[group]}: the "
                 "only path available"
@@ -224,7 +224,7 @@ def _by_size(world: World) -> list[str]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_on_cuda_small_all_reduces_go_by_symmetric_memory_unless_measured_slower(
+def test_on_cuda_small_all_reduces_use_symmetric_memory_unless_measured_slower(
     ranks: int,
 ) -> None:
     for small, large in in_world(_by_size, ranks, gpu=True):
@@ -239,7 +239,7 @@ def test_on_cuda_small_all_reduces_go_by_symmetric_memory_unless_measured_slower
 
 
 @pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-lazy", "NCCL"])
-def test_whatever_torch_calls_its_nccl_it_is_one_path(name: str) -> None:
+def test_all_nccl_backends_of_torch_are_one_path(name: str) -> None:
     class Group:
         def name(self) -> str:
             return name

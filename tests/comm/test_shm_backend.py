@@ -50,7 +50,7 @@ def subgroups_and_large_tensors(world: Any) -> list[str]:
     return wrong[:20]
 
 
-def test_subgroups_work_side_by_side_and_large_tensors_are_exact() -> None:
+def test_subgroups_work_at_the_same_time_and_large_tensors_are_exact() -> None:
     assert in_world(subgroups_and_large_tensors, 5, timeout=110) == [[]] * 5
 
 
@@ -107,8 +107,8 @@ def _coalesced(checks: Checks) -> None:
             dist.broadcast(parts[root % 2], checks.ranks[root], group=group, async_op=True)
     works.wait()
     lists = [[torch.empty(4), torch.empty(9)] for _ in range(size)]
-    mine = [values(checks.rank, count, torch.float32) for count in (4, 9)]
-    group.allgather_coalesced(lists, mine).wait()
+    local = [values(checks.rank, count, torch.float32) for count in (4, 9)]
+    group.allgather_coalesced(lists, local).wait()
     for rank, (four, nine) in enumerate(lists):
         checks.same(four, values(rank, 4, torch.float32), "coalesced lists", rank)
         checks.same(nine, values(rank, 9, torch.float32), "coalesced lists", rank)
@@ -293,11 +293,11 @@ def run_plan(world: Any, subgroups: list[list[int]], steps: list[Step]) -> list[
     for work, tensor, expected, check in late:
         work.wait()
         check.same(tensor, expected, "in flight")
-    mine = [check for check in checks if check is not None]
-    for check in mine:
+    local = [check for check in checks if check is not None]
+    for check in local:
         dist.barrier(check.group)
         dist.destroy_process_group(check.group)
-    return [text for check in mine for text in check.wrong]
+    return [text for check in local for text in check.wrong]
 
 
 def _take(
@@ -358,7 +358,7 @@ def crowded(world: Any) -> list[str]:
     return checks.wrong
 
 
-def test_ranks_that_outnumber_cores_fourfold() -> None:
+def test_four_times_as_many_ranks_as_cores() -> None:
     import os
 
     ranks = min(16, 4 * (os.cpu_count() or 1))

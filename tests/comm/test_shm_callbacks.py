@@ -165,8 +165,8 @@ def then_reduces(rank: int) -> list[str]:
     group, x = group_of(), torch.ones(4)
     if rank == 0:
         sent = dist.isend(torch.ones(5_000_000), 1, group, tag=3)
-        asked = dist.irecv(torch.zeros(4), 1, group, tag=2)
-        reduced = asked.get_future().then(lambda _, x=x, g=group: dist.all_reduce(x, group=g))
+        received = dist.irecv(torch.zeros(4), 1, group, tag=2)
+        reduced = received.get_future().then(lambda _, x=x, g=group: dist.all_reduce(x, group=g))
         dist.recv(torch.zeros(4), 1, group, tag=1)
         sent.wait()
         reduced.wait()

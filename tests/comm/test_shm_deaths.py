@@ -24,7 +24,7 @@ def die_before(g: Group, kind: int) -> None:
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES.values(), ids=COLLECTIVES)
-def test_given_a_killed_peer_when_a_collective_needs_it_then_all_learn_who_died(kind: int) -> None:
+def test_given_a_killed_peer_then_the_error_on_every_rank_names_the_dead_rank(kind: int) -> None:
     got = errors(die_before, 3, kind)
     assert [name for name, _ in got] == ["PeerDied"] * 2, got
     for _, text in got:
@@ -40,7 +40,7 @@ def die_amid(g: Group, kind: int) -> None:
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES.values(), ids=COLLECTIVES)
-def test_given_a_peer_killed_amid_a_collective_then_no_rank_hangs(kind: int) -> None:
+def test_given_a_peer_killed_during_a_collective_then_no_rank_hangs(kind: int) -> None:
     assert [name for name, _ in errors(die_amid, 2, kind)] == ["PeerDied"]
 
 
@@ -57,7 +57,7 @@ def die_amid_messages(g: Group, dies: int) -> None:
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_given_a_peer_killed_amid_a_message_then_the_other_is_told(dies: int) -> None:
+def test_given_a_peer_killed_during_a_message_then_the_other_rank_gets_an_error(dies: int) -> None:
     ((name, text),) = errors(die_amid_messages, 2, dies)
     assert name == "PeerDied"
     assert f"rank {dies} (pid " in text
@@ -82,7 +82,7 @@ def leave_early(g: Group) -> None:
         g.run(native.BARRIER)
 
 
-def test_given_a_rank_that_left_then_its_last_bytes_arrive_and_the_next_wait_says_it_left() -> None:
+def test_given_a_rank_that_left_then_its_last_bytes_arrive_and_the_next_wait_fails() -> None:
     results(leave_early, 3)
 
 
@@ -128,7 +128,9 @@ def fork_a_child(g: Group) -> int:
     return status
 
 
-def test_given_a_forked_child_then_the_group_is_closed_there_and_goes_on_in_the_parent() -> None:
+def test_given_a_forked_child_then_the_group_is_closed_in_the_child_and_works_in_the_parent() -> (
+    None
+):
     assert results(fork_a_child, 2) == [-native.CLOSED] * 2
 
 

@@ -37,40 +37,40 @@ def export(count: int) -> tuple[int, np.ndarray]:
 
 def without_agreement(g: Group) -> None:
     count = 20001
-    address, mine = export(count + 16 * g.rank)  # another size and offset on every rank
-    mine = mine[16 * g.rank :]
+    address, local = export(count + 16 * g.rank)  # another size and offset on every rank
+    local = local[16 * g.rank :]
     parts = [np.arange(count, dtype=np.float32) * (1 + rank) for rank in range(g.size)]
     total = np.sum(parts, 0)
     for _ in range(2):
-        mine[:] = parts[g.rank]
-        g.run(native.ALL_REDUCE, [mine], [mine], dtype=native.F32)
-        np.testing.assert_array_equal(mine, total)
+        local[:] = parts[g.rank]
+        g.run(native.ALL_REDUCE, [local], [local], dtype=native.F32)
+        np.testing.assert_array_equal(local, total)
         assert mapped() == g.size
-    outs = [np.empty_like(mine) for _ in range(g.size)]
-    mine[:] = parts[g.rank]
-    g.run(native.ALL_GATHER, [mine], outs)
+    outs = [np.empty_like(local) for _ in range(g.size)]
+    local[:] = parts[g.rank]
+    g.run(native.ALL_GATHER, [local], outs)
     for got, want in zip(outs, parts, strict=True):
         np.testing.assert_array_equal(got, want)
     # One rank's tensor is in ordinary memory: all ranks stage, with the same result.
-    one = mine if g.rank else np.empty_like(mine)
+    one = local if g.rank else np.empty_like(local)
     one[:] = parts[g.rank]
     g.run(native.ALL_REDUCE, [one], [one], dtype=native.F32)
     np.testing.assert_array_equal(one, total)
     # Freed by a forked child, which must not affect the parent.
-    mine[:] = parts[g.rank]
+    local[:] = parts[g.rank]
     child = os.fork()
     if child == 0:
         core().tutti_export_free(address)
         os._exit(mapped() != g.size - 1)
     assert os.waitpid(child, 0)[1] == 0
-    g.run(native.ALL_REDUCE, [mine], [mine], dtype=native.F32)
-    np.testing.assert_array_equal(mine, total)
+    g.run(native.ALL_REDUCE, [local], [local], dtype=native.F32)
+    np.testing.assert_array_equal(local, total)
     for _ in range(5):  # peers unmap the previous export each time
         core().tutti_export_free(address)
-        address, mine = export(count)
-        mine[:] = parts[g.rank]
-        g.run(native.ALL_REDUCE, [mine], [mine], dtype=native.F32)
-        np.testing.assert_array_equal(mine, total)
+        address, local = export(count)
+        local[:] = parts[g.rank]
+        g.run(native.ALL_REDUCE, [local], [local], dtype=native.F32)
+        np.testing.assert_array_equal(local, total)
         assert mapped() == g.size
     core().tutti_export_free(address)
 
@@ -107,7 +107,7 @@ def trained(group: Any, rank: int) -> tuple[dict[str, list[Tensor]], list[Any]]:
         name: DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.04, **how)
         for name, how in WAYS.items()
     }
-    told: dict[str, list[Tensor]] = {name: [] for name in models}
+    reports: dict[str, list[Tensor]] = {name: [] for name in models}
     for step in range(4):
         for name, model in models.items():
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -118,10 +118,10 @@ def trained(group: Any, rank: int) -> tuple[dict[str, list[Tensor]], list[Any]]:
                     if parameter.grad is not None:
                         parameter -= 0.1 * parameter.grad
             model.zero_grad()
-            told[name].append(loss.detach())
+            reports[name].append(loss.detach())
     for name, model in models.items():
-        told[name] += [parameter.detach() for parameter in model.parameters()]
-    return told, list(models.values())
+        reports[name] += [parameter.detach() for parameter in model.parameters()]
+    return reports, list(models.values())
 
 
 def buckets(world: Any) -> dict[str, Any]:
@@ -149,10 +149,10 @@ def buckets(world: Any) -> dict[str, Any]:
 
 
 def test_ddp_buckets_in_exported_memory_train_as_on_gloo() -> None:
-    for told in in_world(buckets, 2):
-        assert told["same"] == list(WAYS)
-        assert told["value"] == 50000
-        counts = told["counts"]
+    for reports in in_world(buckets, 2):
+        assert reports["same"] == list(WAYS)
+        assert reports["value"] == 50000
+        counts = reports["counts"]
         # Each model has at least one bucket, and every rank has mapped those of both ranks.
         assert counts["in use"] >= len(WAYS) * 2 and counts["in use"] % 2 == 0
         assert counts["one more"] == counts["in use"] + 2

@@ -13,19 +13,19 @@ from tutti.comm.shm.native import core
 
 def differ(g: Group, how: str) -> None:
     call(g, native.BARRIER, 0, -1)
-    odd, where = g.rank == 1, f"train.py:{10 + g.rank} in step"
-    x = np.zeros(512 if odd and how == "bytes" else 1024, np.float32)
+    uneven, where = g.rank == 1, f"train.py:{10 + g.rank} in step"
+    x = np.zeros(512 if uneven and how == "bytes" else 1024, np.float32)
     settings = {"dtype": native.F32, "reduce": native.SUM, "where": where}
-    if how == "dtype" and odd:
+    if how == "dtype" and uneven:
         settings["dtype"] = native.I32
-    if how == "reduce" and odd:
+    if how == "reduce" and uneven:
         settings["reduce"] = native.MAX
-    if how == "kind" and odd:
+    if how == "kind" and uneven:
         g.run(native.BARRIER, where=where)
     elif how == "root":
         call(g, native.BROADCAST, 10, g.rank % 2, where=where)
     elif how == "sizes":
-        parts = [np.zeros(3 + (odd and p == 0)) for p in range(g.size)]
+        parts = [np.zeros(3 + (uneven and p == 0)) for p in range(g.size)]
         g.run(native.ALL_TO_ALL, parts, [np.zeros(3) for _ in parts], where=where)
     else:
         g.run(native.ALL_REDUCE, [x], [x], **settings)
@@ -47,13 +47,13 @@ def differ(g: Group, how: str) -> None:
         ("sizes", "rank 1 gives 32 bytes to rank 0, which takes 24"),
     ],
 )
-def test_given_ranks_that_differ_then_all_are_told_who_called_what_where(
-    how: str, said: str
+def test_given_ranks_that_differ_then_every_error_names_ranks_operations_and_lines(
+    how: str, message: str
 ) -> None:
     got = errors(differ, 3, how)
     assert [name for name, _ in got] == ["ShmRanksDiffer"] * 3
     for rank, (_, text) in enumerate(got):
-        assert re.search(said.format(me=rank), text), text
+        assert re.search(message.format(me=rank), text), text
 
 
 def be_late(g: Group) -> tuple[str, str] | None:
@@ -71,7 +71,7 @@ def be_late(g: Group) -> tuple[str, str] | None:
     return None
 
 
-def test_given_late_ranks_when_time_is_up_then_they_are_named_with_where_they_are() -> None:
+def test_given_late_ranks_at_the_timeout_then_the_error_names_them_and_their_locations() -> None:
     got = results(be_late, 4)
     for rank in (0, 1):
         text, again = got[rank]
@@ -107,7 +107,7 @@ def wait_for_message(g: Group) -> None:
         time.sleep(0.5)
 
 
-def test_given_no_message_when_time_is_up_then_the_recv_says_so() -> None:
+def test_given_no_message_at_the_timeout_then_the_recv_fails_with_that_reason() -> None:
     assert errors(wait_for_message, 2) == [
         ("", ""),
         (
@@ -120,13 +120,13 @@ def test_given_no_message_when_time_is_up_then_the_recv_says_so() -> None:
 
 def bad_arguments(g: Group) -> None:
     x = np.zeros(10, np.float32)
-    for said, arguments in {
+    for message, arguments in {
         "root 7 is not a rank of group default of 2": (native.BROADCAST, [x], [], 7),
         "takes 1 parts in and 2 out, got 1 and 1": (native.ALL_GATHER, [x], [x], -1),
         "itself 40 bytes and receives 20": (native.ALL_REDUCE, [x], [x[:5]], -1),
     }.items():
         kind, ins, outs, root = arguments
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             g.run(kind, ins, outs, root=root, dtype=native.F32)
     with pytest.raises(ValueError, match="avg of int32 is not defined"):
         g.run(native.ALL_REDUCE, [x], [x], dtype=native.I32, reduce=native.AVG)
@@ -137,7 +137,7 @@ def test_given_bad_arguments_then_the_call_is_refused_with_the_numbers() -> None
     results(bad_arguments, 2)
 
 
-def test_given_a_group_that_is_not_connected_then_an_operation_says_so() -> None:
+def test_given_a_group_that_is_not_connected_then_an_operation_fails_with_that_reason() -> None:
     handle = core().tutti_group_create(b"alone", 0, 2, 0, 1)
     with pytest.raises(ValueError, match="connected to 1 of 2 ranks"):
         Group(handle, 0, 2).barrier()

@@ -53,7 +53,7 @@ def killed_in_the_middle(rank: int) -> Any:
     """Rank 0 forms a pair with one victim for each kind of operation."""
     victims = {kind: 1 + i for i, kind in enumerate(KINDS)}
     groups = {kind: group_of([0, victim]) for kind, victim in victims.items()}
-    told = {}
+    reports = {}
     for kind, victim in victims.items():
         if rank == 0:
             began = time.monotonic()
@@ -62,18 +62,18 @@ def killed_in_the_middle(rank: int) -> Any:
                 text = "no error"
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
-            told[kind] = [text, time.monotonic() - began < 20]
+            reports[kind] = [text, time.monotonic() - began < 20]
         elif rank == victim:
             time.sleep(0.5 + 0.15 * victim)
             os.kill(os.getpid(), signal.SIGKILL)
-    return told
+    return reports
 
 
 def test_a_killed_peer_is_named_during_every_operation() -> None:
-    told, *victims = forked(killed_in_the_middle, 1 + len(KINDS), timeout=100)
+    reports, *victims = forked(killed_in_the_middle, 1 + len(KINDS), timeout=100)
     assert all(victim == {"exit": -signal.SIGKILL} for victim in victims)
-    assert len(told) == len(victims)
-    for what, (text, soon) in told.items():
+    assert len(reports) == len(victims)
+    for what, (text, soon) in reports.items():
         assert "PeerDied" in text and "rank 1" in text and soon, (what, text)
 
 
@@ -107,19 +107,19 @@ def _dtype(rank: int) -> torch.dtype:
     return torch.int32 if rank else torch.float32
 
 
-def test_ranks_that_call_different_things_are_told_so() -> None:
+def test_ranks_that_call_different_operations_get_an_error_that_names_both() -> None:
     for rank, texts in enumerate(forked(disagreeing, 2)):
         for text in texts:
             assert "RanksDiffer" in text and f"rank {1 - rank}" in text, text
             assert "train.py:70 in step" in text and "train.py:71 in step" in text, text
 
 
-def stays_away_here(told: dist.Store, times: int) -> None:
-    while told.add("told", 0) < times:
+def stays_away_here(reports: dist.Store, times: int) -> None:
+    while reports.add("told", 0) < times:
         time.sleep(0.02)
 
 
-def test_a_timeout_names_the_rank_that_did_not_come_and_where_it_is() -> None:
+def test_a_timeout_names_the_rank_that_did_not_arrive_and_its_location() -> None:
     texts, nothing = in_world(late_by_design, 2)
     assert nothing == []
     for text in texts:
@@ -204,7 +204,7 @@ def left_behind(rank: int) -> list[str]:
     return [f"{len(left)} not {len(before)}"] * (len(left) != len(before)) + memory_of_groups()
 
 
-def test_a_destroyed_group_gives_its_memory_back() -> None:
+def test_destroying_a_group_frees_its_memory() -> None:
     assert forked(left_behind, 2) == [[], []]
 
 
@@ -226,7 +226,7 @@ def test_a_group_that_cannot_be_made_frees_its_memory(monkeypatch: pytest.Monkey
     assert memory_of_groups() == before
 
 
-def test_where_it_cannot_be_built_all_ranks_use_gloo_and_rank_0_says_so_once(
+def test_if_shm_cannot_be_built_all_ranks_use_gloo_and_rank_0_prints_one_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registration, "_load", lambda: (None, "no C compiler: install gcc"))

@@ -84,11 +84,11 @@ def pretended(rank: int, layout: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("layout", [[0, 0, 1, 1], [0, 1, 0, 2, 0]], ids=["2 + 2", "3 + 1 + 1"])
 def test_every_operation_is_exact_over_hosts(layout: list[int]) -> None:
-    told = forked(pretended, len(layout), layout, timeout=110)
-    assert told == [[]] * len(layout)
+    reports = forked(pretended, len(layout), layout, timeout=110)
+    assert reports == [[]] * len(layout)
 
 
-def test_ranks_that_share_memory_only_in_part_are_named() -> None:
+def test_ranks_of_which_only_some_share_memory_are_named() -> None:
     names = ("a", "a", "b")
     assert _hosts([[0, 1], [0, 1], [2]], names) == ((0, 1), (2,))
     assert _hosts([[0, 1, 2], [0, 1], [2]], names) == ((0, 1), (2,))  # one way does not count

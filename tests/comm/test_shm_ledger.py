@@ -19,7 +19,7 @@ def read_by_another(g: Group) -> list[tuple[str, int, int, int, str]]:
     pids = [np.empty_like(pid) for _ in range(g.size)]
     g.run(native.ALL_GATHER, [pid], pids)
     g.barrier()
-    seen = []
+    actual = []
     if g.rank == 0:
         for link in Path(f"/proc/{pids[1][0]}/fd").iterdir():
             if not os.readlink(link).startswith("/memfd:tutti-shm:default"):
@@ -35,10 +35,10 @@ def read_by_another(g: Group) -> list[tuple[str, int, int, int, str]]:
                 _id, sequence, kind, dtype = struct.unpack_from("<QQII", data, at)
                 (state,) = struct.unpack_from("<I", data, at + 36)
                 text = data[at + 96 : at + 192].split(b"\0")[0].decode()
-                seen.append((sequence, kind, dtype, state, text))
-            seen.append(data[place + 16 : place + 272].split(b"\0")[0].decode())
+                actual.append((sequence, kind, dtype, state, text))
+            actual.append(data[place + 16 : place + 272].split(b"\0")[0].decode())
     g.barrier()
-    return seen
+    return actual
 
 
 def test_given_a_running_rank_then_its_ledger_can_be_read_from_outside() -> None:

@@ -55,7 +55,9 @@ print(bool(core().tutti_segment_create(b"a heap", 100 << 20)))
 """
 
 
-def test_more_than_the_container_has_is_an_error_and_not_a_kill(small_group: Path) -> None:
+def test_a_request_above_the_limit_of_the_container_is_an_error_and_not_an_oom_kill(
+    small_group: Path,
+) -> None:
     done = run_command([sys.executable, "-c", _IN_GROUP, small_group])
 
     assert done.returncode == 0, done.stderr
@@ -67,7 +69,7 @@ def test_more_than_the_container_has_is_an_error_and_not_a_kill(small_group: Pat
 
 
 @pytest.mark.parametrize("size", [4096, 2 * MB - 1, 2 * MB, 5 * MB + 123])
-def test_a_segment_is_whole_and_lies_where_large_pages_can(size: int) -> None:
+def test_a_segment_is_contiguous_and_aligned_for_huge_pages(size: int) -> None:
     before = _mapped()
     segment = core().tutti_segment_create(b"some", size)
     base = core().tutti_segment_base(segment)
@@ -99,7 +101,7 @@ def too_little_memory(g: Group) -> tuple[str, str]:
     return str(host.value), str(limit.value)
 
 
-def test_given_too_little_memory_then_the_text_says_how_much_was_needed() -> None:
+def test_given_too_little_memory_then_the_error_names_the_bytes_needed() -> None:
     ((host, limit),) = results(too_little_memory, 1)
     assert re.search(r"needs 1125899906842624 bytes, and this host has \d+ bytes available", host)
     assert (

@@ -34,7 +34,7 @@ def inputs(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def sums(rank: int, group: Any) -> dict[str, Any]:
-    told = {}
+    reports = {}
     for dtype in (torch.float32, torch.int64):
         for name, tensor in inputs(rank, dtype).items():
             for asynchronous in (False, True):
@@ -43,8 +43,8 @@ def sums(rank: int, group: Any) -> dict[str, Any]:
                 if work is not None:
                     work.wait()
                     assert work.get_future().wait()[0] is not None
-                told[f"{name}, {dtype}, {asynchronous}"] = given.to_dense().tolist()
-    return told
+                reports[f"{name}, {dtype}, {asynchronous}"] = given.to_dense().tolist()
+    return reports
 
 
 class Words(nn.Module):
@@ -60,20 +60,20 @@ class Words(nn.Module):
 def trained(rank: int, group: Any) -> list[Any]:
     model = DistributedDataParallel(Words(), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    told = []
+    reports = []
     for step in range(4):
         tokens = torch.tensor([rank, 3, 3, 7 + step][: 4 - 2 * rank])
         loss = model(tokens).square().sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        told.append(loss.item())
-    return [*told, *(p.tolist() for p in model.parameters())]
+        reports.append(loss.item())
+    return [*reports, *(p.tolist() for p in model.parameters())]
 
 
 def everything(world: Any) -> dict[str, Any]:
     made = groups()
-    told: dict[str, Any] = {
+    reports: dict[str, Any] = {
         name: {"sums": sums(world.rank, group), "trained": trained(world.rank, group)}
         for name, group in made.items()
     }
@@ -82,21 +82,21 @@ def everything(world: Any) -> dict[str, Any]:
     dist.all_reduce(mean, dist.ReduceOp.AVG, group=made["shm"])
     want = tensor.clone()
     dist.all_reduce(want, group=made["gloo"])
-    told["shm"]["mean"] = torch.equal(mean.to_dense(), want.to_dense() / 2)
+    reports["shm"]["mean"] = torch.equal(mean.to_dense(), want.to_dense() / 2)
     with pytest.raises(ValueError, match="summed or averaged"):
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=made["shm"])
     shape = (6, 2 + world.rank)
-    odd = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, shape[1]), shape)
+    uneven = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, shape[1]), shape)
     with pytest.raises(ValueError, match="different shape"):
-        dist.all_reduce(odd, group=made["shm"])
-    return told
+        dist.all_reduce(uneven, group=made["shm"])
+    return reports
 
 
 def test_sparse_tensors_are_summed_as_on_gloo() -> None:
-    for told in in_world(everything, 2):
-        assert told["shm"]["sums"] == told["gloo"]["sums"]
-        assert told["shm"]["trained"] == told["gloo"]["trained"]
-        assert told["shm"]["mean"]
+    for reports in in_world(everything, 2):
+        assert reports["shm"]["sums"] == reports["gloo"]["sums"]
+        assert reports["shm"]["trained"] == reports["gloo"]["trained"]
+        assert reports["shm"]["mean"]
 
 
 def left_by_an_exception(world: Any) -> int:

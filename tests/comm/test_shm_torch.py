@@ -124,21 +124,21 @@ def dtensor(world: Any, made: dict[str, Any]) -> list[str]:
     whole = torch.randint(-50, 50, (10, 7)).float()
     for name, group in made.items():
         mesh = DeviceMesh.from_group(group, "cpu")
-        seen = []
+        actual = []
         kinds = [Replicate(), Shard(0), Shard(1)]
         spread = [distribute_tensor(whole, mesh, [kind]) for kind in kinds]
         spread.append(DTensor.from_local(whole + world.rank, mesh, [Partial()]))
         for before in spread:
             for after in kinds:
                 moved = before.redistribute(mesh, [after])
-                seen += [moved.to_local(), moved.full_tensor()]
+                actual += [moved.to_local(), moved.full_tensor()]
         torch.manual_seed(1)
         mlp = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 12))
         parallelize_module(mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         out = mlp(torch.ones(4, 12))
         out.square().mean().backward()
         grads = [p.grad.full_tensor() for p in mlp.parameters()]
-        results[name] = [t.detach() for t in (*seen, out, *grads)]
+        results[name] = [t.detach() for t in (*actual, out, *grads)]
     return unlike(results)
 
 
@@ -153,8 +153,8 @@ def all_of_these(world: Any) -> dict[str, list[str]]:
 
 
 def test_data_tensor_and_sharded_parallel() -> None:
-    for told in in_world(all_of_these, 2):
-        assert not any(told.values()), told
+    for reports in in_world(all_of_these, 2):
+        assert not any(reports.values()), reports
 
 
 # ---- Pipelines ----
@@ -165,7 +165,7 @@ def pipeline(world: Any) -> list[str]:
 
     results = {}
     for name, group in groups().items():
-        seen = []
+        actual = []
         for schedule_class in (ScheduleGPipe, Schedule1F1B):
             torch.manual_seed(0)
             parts = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(world.size)]
@@ -177,11 +177,11 @@ def pipeline(world: Any) -> list[str]:
             if world.rank == 0:
                 schedule.step(inputs)
             elif world.rank == world.size - 1:
-                seen.append(schedule.step(target=torch.zeros(16, 8), losses=losses))
+                actual.append(schedule.step(target=torch.zeros(16, 8), losses=losses))
             else:
                 schedule.step()
-            seen += [*losses, *(p.grad for p in part.parameters() if p.grad is not None)]
-        results[name] = [t.detach() for t in seen]
+            actual += [*losses, *(p.grad for p in part.parameters() if p.grad is not None)]
+        results[name] = [t.detach() for t in actual]
     return unlike(results)
 
 
@@ -197,30 +197,30 @@ def _double_and_sum(tensor: Tensor) -> Tensor:
 
 
 def as_default(rank: int, compiled: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {"backend": dist.get_backend()}
+    reports: dict[str, Any] = {"backend": dist.get_backend()}
     objects: list[Any] = [None] * 4
     dist.all_gather_object(objects, {"rank": rank})
-    told["objects"] = [each["rank"] for each in objects]
+    reports["objects"] = [each["rank"] for each in objects]
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     tensor = torch.tensor([float(rank)])
     dist.all_reduce(tensor, group=mesh.get_group("a"))
-    told["along a"] = tensor.item()
+    reports["along a"] = tensor.item()
     names = ("all_gather_single", "all_gather_tensor")  # of torch 2.13, and before
     all_gather_tensor = next(getattr(functional, n) for n in names if hasattr(functional, n))
     gathered = all_gather_tensor(torch.tensor([rank]), 0, mesh.get_group("b"))
-    told["along b"] = [int(each) for each in gathered]
+    reports["along b"] = [int(each) for each in gathered]
     # "cpu:shm" is the same object: no need to compile twice, which takes seconds.
     call = torch.compile(_double_and_sum, backend="aot_eager") if compiled else _double_and_sum
-    told["summed"] = [float(each) for each in call(torch.ones(2))]
+    reports["summed"] = [float(each) for each in call(torch.ones(2))]
     dist.barrier()
-    return told
+    return reports
 
 
 @pytest.mark.parametrize("backend", ["shm", "cpu:shm"])
 def test_a_plain_script_may_use_shm_as_its_default(backend: str) -> None:
-    for rank, told in enumerate(forked(as_default, 4, backend == "shm", backend=backend)):
+    for rank, reports in enumerate(forked(as_default, 4, backend == "shm", backend=backend)):
         first, second = rank % 2, rank // 2
-        assert told == {
+        assert reports == {
             "backend": backend,
             "objects": [0, 1, 2, 3],
             "along a": float(first + first + 2),
@@ -290,7 +290,7 @@ def traced(world: Any, folder: str) -> dict[str, list[Any]]:
 
 
 def test_traces_carry_operation_sizes_and_group(tmp_path: Path) -> None:
-    for told in in_world(traced, 2, str(tmp_path)):
-        assert set(told["titles"]) == {"shm:all_reduce", "shm:all_gather"}
-        assert ["all_reduce", 100, 100, "Float", 2] in told["comms"]
-        assert ["all_gather", 7, 14, "Float", 2] in told["comms"]
+    for reports in in_world(traced, 2, str(tmp_path)):
+        assert set(reports["titles"]) == {"shm:all_reduce", "shm:all_gather"}
+        assert ["all_reduce", 100, 100, "Float", 2] in reports["comms"]
+        assert ["all_gather", 7, 14, "Float", 2] in reports["comms"]

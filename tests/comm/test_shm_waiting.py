@@ -55,7 +55,7 @@ def impatient_by_torch(rank: int) -> list[str]:
     return texts
 
 
-def test_a_wait_with_a_limit_ends_in_time_and_the_operation_goes_on() -> None:
+def test_a_wait_with_a_limit_ends_in_time_and_the_operation_continues() -> None:
     assert forked(impatient_by_torch, 2, timeout=40) == [[], []]
 
 
@@ -130,7 +130,7 @@ def send_behind_another(g: Group) -> None:
     g.run(native.SEND, [large[:5]], peer=1, tag=2, timeout=0.2)
 
 
-def test_given_a_message_behind_another_then_its_own_timeout_counts() -> None:
+def test_given_a_message_behind_another_then_its_own_timeout_applies() -> None:
     name, text = errors(send_behind_another, 2)[0]
     assert name == "ShmTimeout"
     assert "send 2 of group default (tag 2, 40 bytes) timed out after 0.2 s" in text

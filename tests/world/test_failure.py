@@ -151,7 +151,7 @@ def test_a_rank_whose_output_is_hidden_still_shows_its_traceback(program: Path) 
     assert 'raise MemoryError("no more")' in done.stderr
 
 
-def test_a_rank_that_leaves_early_with_zero_is_a_failure(program: Path) -> None:
+def test_a_rank_that_ends_early_with_exit_code_zero_is_a_failure(program: Path) -> None:
     done = run_command([*TUTTI, "run", "-n", 3, program, "leave", 1])
     assert done.returncode == 1
     assert "rank 1" in done.stderr and "while other ranks still communicated with it" in done.stderr

@@ -151,7 +151,7 @@ def test_an_invalid_value_is_named(change: dict[str, str], message: str) -> None
         identify({**PLAIN, **change})
 
 
-def test_a_node_list_that_does_not_parse_is_named() -> None:
+def test_an_invalid_node_list_is_named() -> None:
     with pytest.raises(UsageError, match=r"SLURM_STEP_NODELIST='n\[1-' cannot be parsed"):
         identify({**SLURM, "SLURM_STEP_NODELIST": "n[1-"})
 
@@ -182,7 +182,7 @@ def test_a_list_expands_to_its_hosts_in_order(text: str, hosts: list[str]) -> No
 @pytest.mark.parametrize(
     "text", ["n[1-", "n]1[", "n[1-2", "n[2-1]", "n[a-b]", "", "a,,b", "n[[1]]"]
 )
-def test_a_list_that_does_not_parse_is_named_with_the_cure(text: str) -> None:
+def test_an_invalid_list_is_named_with_the_cure(text: str) -> None:
     with pytest.raises(UsageError, match=r"SLURM_STEP_NODELIST=.* cannot be parsed.*MASTER_ADDR"):
         expand_hosts(text, "SLURM_STEP_NODELIST")
 

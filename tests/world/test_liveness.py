@@ -29,7 +29,7 @@ def ends() -> Iterator[list[Liveness]]:
         end.leave()
 
 
-def test_every_rank_learns_of_the_first_failure(ends: list[Liveness]) -> None:
+def test_every_rank_receives_the_first_failure(ends: list[Liveness]) -> None:
     first = ends[2].report_failure(Failure(2, "c", "out of memory"))
     second = ends[1].report_failure(Failure(1, "b", "lost its peer"))
     assert first == second == Failure(2, "c", "out of memory")

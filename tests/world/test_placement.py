@@ -51,7 +51,7 @@ def test_each_rank_takes_its_own_gpu_in_turn() -> None:
     assert [p.gpu for p in place([info(r, gpus=four) for r in range(4)])] == [0, 1, 2, 3]
 
 
-def test_a_scheduler_that_shows_each_task_one_gpu_gives_each_device_zero() -> None:
+def test_if_each_task_has_one_visible_gpu_each_rank_uses_device_zero() -> None:
     places = place([info(r, gpus=(f"GPU{r}",)) for r in range(4)])
     assert [p.gpu for p in places] == [0, 0, 0, 0]
     assert [p.ranks_on_gpu for p in places] == [1, 1, 1, 1]
@@ -71,7 +71,7 @@ def test_neighbouring_ranks_share_a_gpu_if_requested() -> None:
     assert [p.ranks_on_gpu for p in places] == [2, 2, 2, 2]
 
 
-def test_two_containers_that_show_the_same_gpu_are_caught() -> None:
+def test_two_containers_with_the_same_gpu_are_refused() -> None:
     one = info(0, host="c1", gpus=("A",), boot="same")
     other = info(1, host="c2", gpus=("A",), boot="same")
     with pytest.raises(UsageError, match="ranks 0, 1 would use the same GPU A"):
@@ -100,7 +100,7 @@ def test_no_gpu_has_more_ranks_than_requested(ranks: int, gpus: int, per_gpu: in
 
 
 @given(ranks=st.integers(1, 40), cpus=st.integers(1, 16), nodes=st.integers(1, 4))
-def test_cpu_ranks_get_cpus_of_their_own_in_one_numa_node_while_there_are_enough(
+def test_cpu_ranks_get_separate_cpus_of_one_numa_node_if_there_are_enough(
     ranks: int, cpus: int, nodes: int
 ) -> None:
     numa = {node: tuple(range(node * cpus, (node + 1) * cpus)) for node in range(nodes)}

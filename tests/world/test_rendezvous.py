@@ -61,7 +61,7 @@ def test_another_jobs_store_at_a_derived_port_is_skipped() -> None:
     assert other.port == first and host.port == guest.port == second
 
 
-def test_a_given_port_that_is_in_use_is_named_with_a_free_one() -> None:
+def test_a_master_port_in_use_is_named_with_a_free_port() -> None:
     port = free_port()
     with (
         listener(port),
@@ -101,7 +101,7 @@ def test_a_master_that_cannot_be_reached_is_named_with_the_cure(
         open_rendezvous(identity, timeout=0.5)
 
 
-def test_a_silent_process_at_the_given_port_ends_with_the_timeout() -> None:
+def test_a_process_that_does_not_answer_at_the_master_port_causes_a_timeout() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

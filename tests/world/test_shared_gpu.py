@@ -60,7 +60,7 @@ with tutti.init() as world:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_on_one_gpu_compute_what_one_device_does(ranks: int, tmp_path: Path) -> None:
+def test_ranks_on_one_gpu_compute_the_result_of_one_device(ranks: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     run = [*TUTTI, "run", "-n", ranks, "--ranks-per-gpu", ranks, program, tmp_path]
@@ -93,7 +93,7 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     assert "--ranks-per-gpu 3" in done.stderr and "never" not in done.stdout
 
 
-def test_the_table_says_that_ranks_share_a_gpu(tmp_path: Path) -> None:
+def test_the_table_notes_that_ranks_share_a_gpu(tmp_path: Path) -> None:
     world = [*TUTTI, "world", "--ranks", 2, "--ranks-per-gpu", 2, "--json", tmp_path / "w.json"]
     done = run_command(world, timeout=120, env={"CUDA_VISIBLE_DEVICES": "0"})
     assert done.returncode == 0, done.stderr

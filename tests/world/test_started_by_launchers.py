@@ -180,8 +180,8 @@ def test_torchrun_inside_srun_is_torchrun(cluster: SlurmCluster, tmp_path: Path)
 
 @pytest.mark.parametrize("text", ["n[1-3]", "n[08-11,20]", "a,b[2-3]", "rack[1-2]n[01-02]"])
 def test_node_lists_expand_as_scontrol_does(cluster: SlurmCluster, text: str) -> None:
-    said = cluster.run(["scontrol", "show", "hostnames", text]).stdout.split()
-    assert expand_hosts(text) == said
+    message = cluster.run(["scontrol", "show", "hostnames", text]).stdout.split()
+    assert expand_hosts(text) == message
 
 
 def test_a_rank_killed_under_srun_ends_the_others_on_both_nodes(
@@ -216,7 +216,7 @@ def test_mpirun_inside_a_slurm_job_needs_no_master_address(
     assert [(row["host"], row["launcher"]) for row in rows] == [("n1", flavour), ("n2", flavour)]
 
 
-def test_a_bench_under_srun_is_one_table_and_scancel_leaves_what_was_measured(
+def test_a_bench_under_srun_prints_one_table_and_scancel_keeps_the_measurements(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     """Ctrl-C at srun would kill the ranks. MPI, which aborts them under srun, is left out."""

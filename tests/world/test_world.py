@@ -89,14 +89,14 @@ def test_three_local_ranks_communicate_and_listen_on_loopback_only() -> None:
         assert result["threads"] == max(1, len(os.sched_getaffinity(0)) // 3)
 
 
-def _differ(world: tutti.World, what: str, odd: int) -> str:
+def _differ(world: tutti.World, what: str, uneven: int) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     recipe = {"lr": 0.1, "layout": "dp3"}
-    if world.rank == odd and what == "parameters":
+    if world.rank == uneven and what == "parameters":
         with torch.no_grad():
             model[0].weight[1, 2] += 1e-7
-    if world.rank == odd and what == "recipe":
+    if world.rank == uneven and what == "recipe":
         recipe["lr"] = 0.2
     try:
         tutti.check_same(world, recipe=recipe, model=model)
@@ -109,12 +109,12 @@ def _differ(world: tutti.World, what: str, odd: int) -> str:
     ("what", "part"), [("parameters", "in 0.weight: use the same seed"), ("recipe", "in lr: start")]
 )
 def test_the_rank_that_differs_is_named_on_all_ranks(what: str, part: str) -> None:
-    for said in in_world(_differ, 3, what, 1):
-        assert said.startswith(f"RanksDiffer: the {what} of rank 1 on ")
-        assert "from the other 2" in said and part in said
+    for message in in_world(_differ, 3, what, 1):
+        assert message.startswith(f"RanksDiffer: the {what} of rank 1 on ")
+        assert "from the other 2" in message and part in message
 
 
-def test_ranks_that_agree_pass() -> None:
+def test_equal_ranks_pass_check_same() -> None:
     assert in_world(_differ, 2, "nothing", 0) == ["same", "same"]
 
 
