@@ -28,7 +28,7 @@ _BITWISE = ["band", "bor", "bxor"]
 def _values(
     rank: int, count: int, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Small whole numbers: every dtype holds them, and no order of summation changes the sum."""
+    """Small integers: exact in every dtype, so the order of summation has no effect."""
     numbers = torch.arange(count, dtype=torch.int64, device=device) * 7 + rank * 3 + seed
     if dtype == torch.bool:
         return numbers % 3 == 0

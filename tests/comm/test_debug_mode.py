@@ -90,7 +90,7 @@ def _absent(world: World) -> str:
         return ""
     with pytest.raises(comm.CollectiveTimeout) as caught:
         comm.all_reduce(torch.ones(2))
-    _get_default_store().set("told", "")
+    _get_default_store().set("raised", "")
     return str(caught.value)
 
 
@@ -98,7 +98,7 @@ def _elsewhere() -> None:
     import time
 
     store = _get_default_store()
-    while not store.check(["told"]):
+    while not store.check(["raised"]):
         time.sleep(0.02)
 
 

@@ -17,7 +17,7 @@ from worlds import default_group, in_world
 
 
 def _tensors(world: World, seed: int) -> list[torch.Tensor]:
-    """Of several dtypes, sizes and forms, with whole numbers that differ from rank to rank."""
+    """Tensors of several dtypes, sizes and strides, with integers that differ between ranks."""
     base = torch.arange(12) % 5 + world.rank + seed
     return [
         base.float(),
@@ -184,7 +184,7 @@ def _everything(world: World) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def worlds_outcomes() -> list[Any]:
-    """The results of all cases on three ranks: one world, since starting one takes longest."""
+    """The results of all cases on three ranks, from one world, because starting a world is slow."""
     return in_world(_everything, 3)
 
 

@@ -1,4 +1,4 @@
-"""The ledger: what ranks communicate and where they hang can be read from another process."""
+"""The ledger: another process can read the operations of a rank and the line at which it hangs."""
 
 import contextlib
 import ctypes
@@ -127,7 +127,7 @@ def _late(world: World) -> str:
     group = dist.new_group(timeout=timedelta(seconds=2), group_desc="late", backend="gloo")
     comm.all_reduce(torch.ones(2), group=group)
     reports = _wait_for_the_late(world, group)
-    _get_default_store().add("told", world.rank < 2)
+    _get_default_store().add("raised", world.rank < 2)
     dist.barrier()  # on shm: no rank ends while others still wait
     return reports
 
@@ -155,7 +155,7 @@ def _wait_for_the_late(world: World, group: dist.ProcessGroup) -> str:
 def _stay_away() -> None:
     """Return when both waiting ranks have raised."""
     store = _get_default_store()
-    while store.add("told", 0) < 2:
+    while store.add("raised", 0) < 2:
         time.sleep(0.02)
 
 
@@ -187,7 +187,7 @@ def _late_on_shm(world: World) -> list[str]:
             reports.append("in time")
         except comm.CollectiveError as error:
             reports.append(str(error))
-        _get_default_store().add("told", world.rank < 2 and call is third[-1])
+        _get_default_store().add("raised", world.rank < 2 and call is third[-1])
         dist.barrier()
     return reports
 

@@ -1,4 +1,4 @@
-"""The table of measured paths decides where an operation has a choice of paths."""
+"""The table of measured paths selects the path of an operation if there are several paths."""
 
 import dataclasses
 import json

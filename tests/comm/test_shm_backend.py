@@ -252,7 +252,7 @@ Late = list[tuple[Any, Any, Any, Checks]]
 
 
 def generated_plans(count: int) -> list[Any]:
-    """Plans are collected first and run in one world: to start a world takes seconds."""
+    """Cases are collected first and run in one world, because starting a world takes seconds."""
     plans: list[Any] = []
 
     @settings(

@@ -19,7 +19,7 @@ from tutti.comm.shm.native import core
 
 
 class CalledBack:
-    """An operation with a callback, and what that returns or raises."""
+    """An operation with a callback, and the value that the callback returns or raises."""
 
     def __init__(self, g: Group, operation: native.Operation, calls: Callable[[], Any]) -> None:
         self._said: Future[Any] = Future()
@@ -52,7 +52,7 @@ def reduce(g: Group, calls: Callable[[], Any]) -> CalledBack:
 
 
 def calls_back_amid_messages(g: Group) -> Any:
-    """Rank 1 takes rank 0's large message, reduces and only then sends what rank 0 waits for."""
+    """Rank 1 receives rank 0's large message, reduces, and then sends the message for rank 0."""
     large, x, word = np.ones(5_000_000), np.ones(10), np.zeros(4)
     settings = {"dtype": native.F64, "timeout": 5}
     if g.rank == 1:
@@ -83,7 +83,7 @@ def await_word(g: Group) -> None:
 
 
 def all_over_at_once(g: Group, waits: bool) -> Any:
-    """The callbacks of recvs that end together wait for a later, and for an earlier one."""
+    """The callbacks of recvs that end together wait for a later recv and for an earlier recv."""
     if g.rank == 1:
         await_word(g)
         return None  # leaves the group, so that all recvs from it fail
@@ -110,7 +110,7 @@ def test_given_messages_that_end_together_then_their_callbacks_may_wait_for_each
 
 
 def one_after_another(g: Group, waits: bool) -> list[int]:
-    """The callback of the first waits for the last, those of the others for the first's end."""
+    """The first callback waits for the last operation; the other callbacks wait for the first."""
     if g.rank == 1:
         await_word(g)
         for _ in range(4):
@@ -135,7 +135,7 @@ def test_given_collectives_then_their_callbacks_may_wait_for_earlier_and_later_o
 
 
 def then_wait_for_each_other(rank: int) -> list[str]:
-    """As `one_after_another`, by torch's futures."""
+    """As `one_after_another`, with torch's futures."""
     ended: list[str] = []
     group = group_of()
     if rank == 1:
@@ -160,7 +160,7 @@ def test_futures_of_collectives_may_wait_for_each_others_callbacks() -> None:
 
 
 def then_reduces(rank: int) -> list[str]:
-    """As `calls_back_amid_messages`, by torch's futures."""
+    """As `calls_back_amid_messages`, with torch's futures."""
     texts = []
     group, x = group_of(), torch.ones(4)
     if rank == 0:

@@ -172,7 +172,7 @@ def test_given_messages_in_any_order_then_none_blocks_another(size: int) -> None
 
 
 def on_symmetric_memory(g: Group) -> None:
-    """Blocks are staged through an all_gather of descriptors, as a heap would do it."""
+    """Ranks exchange descriptors of their blocks with an all_gather, as a heap does."""
     length = 1 << 20
     own = core().tutti_segment_create(b"heap", length)
     card = np.array([os.getpid(), core().tutti_segment_fd(own)], np.int64)

@@ -33,7 +33,7 @@ def differ(g: Group, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         (
             "bytes",

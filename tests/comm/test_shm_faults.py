@@ -115,7 +115,7 @@ def test_ranks_that_call_different_operations_get_an_error_that_names_both() -> 
 
 
 def stays_away_here(reports: dist.Store, times: int) -> None:
-    while reports.add("told", 0) < times:
+    while reports.add("raised", 0) < times:
         time.sleep(0.02)
 
 
@@ -142,7 +142,7 @@ def late_by_design(world: Any) -> list[str]:
                 texts.append("no error")
             except Exception as error:
                 texts.append(f"{type(error).__name__}: {error}")
-            store.add("told", 1)
+            store.add("raised", 1)
         else:
             stays_away_here(store, number + 1)
         dist.barrier()
@@ -150,7 +150,7 @@ def late_by_design(world: Any) -> list[str]:
 
 
 def aborted(rank: int) -> list[str]:
-    """What torch's own abort does to a group of CPU tensors alone."""
+    """Abort a group of CPU tensors with torch's own function."""
     texts = []
     group = group_of()
     work = dist.irecv(torch.ones(1), 1 - rank, group)
@@ -176,7 +176,7 @@ def test_torch_can_abort_a_group() -> None:
 
 
 def memory_of_groups() -> list[str]:
-    """What this process still maps or holds open of ours."""
+    """The memory of tutti that this process still maps or holds open."""
     maps = [line.split()[-2:] for line in Path("/proc/self/maps").read_text().splitlines()]
     held = [" ".join(words) for words in maps if "memfd:tutti-shm" in " ".join(words)]
     for link in Path("/proc/self/fd").iterdir():
@@ -282,7 +282,7 @@ def test_nothing_is_left_after(act: str, tmp_path: Path) -> None:
 
 
 def _holders() -> list[str]:
-    """Processes of this machine that hold memory of ours open, except those of other tests."""
+    """Processes of this machine that hold memory of tutti open, except processes of other tests."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -35,7 +35,7 @@ def reduced(parts: list[torch.Tensor], dtype: int, reduce: int, out: torch.Tenso
 
 
 def expected(parts: list[torch.Tensor], dtype: int, reduce: int) -> torch.Tensor:
-    """In rank order; the 16-bit floats in float32 and rounded once."""
+    """Combine in rank order; 16-bit floats are combined in float32 and rounded once."""
     narrow = dtype in (native.F16, native.BF16)
     wide = [part.float() for part in parts] if narrow else parts
     if dtype == native.BOOL:

@@ -60,7 +60,7 @@ def test_a_wait_with_a_limit_ends_in_time_and_the_operation_continues() -> None:
 
 
 def given_up_together(rank: int) -> list[str]:
-    """Coalesced messages: each comes within the limit, all together do not."""
+    """Coalesced messages: each message arrives within the limit, but all messages do not."""
     texts, word, cpu = [], torch.ones(1), torch.device("cpu")
     group = group_of()
     if rank == 1:
@@ -95,7 +95,7 @@ def test_a_wait_for_several_operations_has_one_limit_for_all() -> None:
 
 
 def forked_amid(g: Group) -> list[int]:
-    """A child of rank 0 waits for what its parent began."""
+    """A forked child of rank 0 waits for an operation that its parent started."""
     g.barrier()
     if g.rank == 1:
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Liveness connections: which messages count, what ends them; waiting for gloo's threads."""
+"""Liveness connections: their messages and their end; waiting for gloo's threads."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Placement for machines that are not here: a function of the roster only."""
+"""Placement of ranks on machines that are described by a roster."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Rendezvous: where the store listens, taken ports, and the exchange of rank information."""
+"""Rendezvous: the addresses and ports of the store, and the exchange of rank information."""
 
 import socket
 import threading

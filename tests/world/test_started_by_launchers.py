@@ -219,7 +219,7 @@ def test_mpirun_inside_a_slurm_job_needs_no_master_address(
 def test_a_bench_under_srun_prints_one_table_and_scancel_keeps_the_measurements(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    """Ctrl-C at srun would kill the ranks. MPI, which aborts them under srun, is left out."""
+    """Ctrl-C at srun would kill the ranks. MPI is left out, because it aborts the ranks."""
     result = tmp_path / "b.json"
     flags = ["--backends", "gloo,mpi", "--sizes", "1K:1M:x2", "--json", str(result)]
     bench = cluster.popen(["srun", "-N2", "-n2", *TUTTI, "bench", "collectives", *flags])
