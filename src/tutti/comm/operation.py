@@ -213,9 +213,8 @@ class Operation:
     def __str__(self) -> str:
         peer = {"send": f"to {self.root}", "recv": f"from {self.root}"}.get(self.kind, "")
         details = filter(None, (peer, self.op, self.dtype_name, f"{self.bytes} bytes"))
-        return (
-            f"{self.kind} {self.sequence} of group {self.comm_group.label} ({', '.join(details)})"
-        )
+        group = self.comm_group.label
+        return f"{self.kind} {self.sequence} of group {group} ({', '.join(details)})"
 
 
 # The comm.group() block that this thread is in: it collects operations instead of sending them.

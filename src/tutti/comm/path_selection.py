@@ -94,7 +94,7 @@ DEFAULTS = (
 
 
 def fastest(measurements: Iterable[Measured], ranks: int, dtype: str | None = None) -> Table:
-    """The table of the fastest paths; each is used up to the next size where another is faster."""
+    """The table of the fastest paths; a row ends at the next size where another path is faster."""
     best: dict[tuple[str, str, int], Measured] = {}
     for new in measurements:
         key = (new.op, new.device, new.bytes)
@@ -251,10 +251,8 @@ def explain(
     if device is None:
         device = "cuda" if "cuda" in supported and torch.cuda.is_available() else "cpu"
     if device not in supported:
-        raise UsageError(
-            f"device={device!r}: group {comm_group.label} supports only "
-            f"{' and '.join(sorted(supported))}"
-        )
+        listed = " and ".join(sorted(supported))
+        raise UsageError(f"device={device!r}: group {comm_group.label} supports only {listed}")
     paths = available_paths(comm_group, device)
     problem = ""
     try:

@@ -39,7 +39,7 @@ def make(
 ) -> Any:
     """A c10d backend for a group; `ranks` has the global rank of each rank of the group."""
     ranks = ranks or list(range(size))
-    options = options or registration.ShmOptions()
+    can_open = (options and options.can_open) or shares_memory
     module, reason = registration._load()
     # A store may outlive a group and be used again by the next group of the same name.
     generation = (store.add("arrivals", 1) - 1) // size
@@ -74,7 +74,6 @@ def make(
             if ranks[rank] == 0:
                 _print_gloo_note(f"rank {first} on {names[first]}: {reasons[first]}")
             return gloo("gloo/", rank, size)
-        can_open = options.can_open or shares_memory
         reachable = [p for p in range(size) if p == rank or can_open(cards[p])]
         hosts = _hosts(gather("reachable", reachable), names)
     finally:
@@ -82,7 +81,7 @@ def make(
     host = next(index for index, members in enumerate(hosts) if rank in members)
     local_ranks = hosts[host]  # including this rank
     token = int(cards[local_ranks[0]]["token"])
-    group = _make_group(name, rank, local_ranks, names, options.staging_bytes, token, gather)
+    group = _make_group(name, rank, local_ranks, names, token, gather)
     record_location("shm", _write_location)
     try:
         if len(hosts) == 1:
@@ -147,18 +146,14 @@ def _hosts(reachable: list[list[int]], names: Sequence[str]) -> tuple[tuple[int,
 
 
 def _make_group(
-    name: str,
-    rank: int,
-    ranks: tuple[int, ...],
-    names: Sequence[str],
-    staging_bytes: int,
-    token: int,
-    gather: Gather,
+    name: str, rank: int, ranks: Sequence[int], names: Sequence[str], token: int, gather: Gather
 ) -> int:
     """The address of a new group of the core that connects `ranks`, the ranks on this host."""
     core = native.core()
-    local_rank = ranks.index(rank)
-    group = core.tutti_group_create(name.encode(), local_rank, len(ranks), staging_bytes, token)
+    staging_bytes = 0  # the core's default
+    group = core.tutti_group_create(
+        name.encode(), ranks.index(rank), len(ranks), staging_bytes, token
+    )
     segment = {"error": core.tutti_error().decode()}
     if group:
         segment = {"pid": os.getpid(), "fd": core.tutti_group_fd(group)}

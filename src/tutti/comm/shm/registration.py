@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 class ShmOptions:
     """`pg_options=` of a group of the shm backend."""
 
-    staging_bytes: int = 0  # shared memory per rank for staging; 0: the core's default
     # For tests of several hosts on one machine: whether a peer's memory can be opened.
     can_open: Callable[[dict[str, Any]], bool] | None = None
 
