@@ -29,7 +29,7 @@ from worlds import TUTTI, clean_environment, in_world, run_command
 def _begin(group: GroupLedger, sequence: int, kind: str = "all_reduce") -> int:
     site = ledger.call_site(sys._getframe())
     number, dtype = ledger.KINDS.index(kind), ledger.DTYPES.index("int8")
-    return group.begin(site, sequence, number, dtype, 0, -1, 0, ledger.WAITING, 64)
+    return group.begin(sequence, number, dtype, 0, -1, 0, ledger.WAITING, 64, site)
 
 
 def _read_own() -> ProcessLedger:

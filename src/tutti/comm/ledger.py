@@ -72,18 +72,16 @@ class GroupLedger:
         # fmt: on
         _open_ledgers.add(self)
 
-    def begin(self, site: bytes, *fields: int) -> int:
-        """Record that an operation has begun; returns its number, for `mark`.
-
-        The fields are sequence, kind, dtype, reduction, root, tag, state and bytes.
-        """
+    # fmt: off
+    def begin(self, sequence: int, kind: int, dtype: int, reduction: int, root: int, tag: int,
+              state: int, size: int, site: bytes) -> int:
+        """Record that an operation of `size` bytes has begun; returns its number, for `mark`."""
         number = next(self._numbers)
         now = monotonic_ns()
-        # fmt: off
-        _pack(self._memory, _ENTRIES_AT + (number - 1) % 256 * 192, number, *fields,
-              now, now + _REALTIME_OFFSET, 0, 0, site)
-        # fmt: on
+        _pack(self._memory, _ENTRIES_AT + (number - 1) % 256 * 192, number, sequence, kind, dtype,
+              reduction, root, tag, state, size, now, now + _REALTIME_OFFSET, 0, 0, site)
         return number
+    # fmt: on
 
     def mark(self, number: int, state: int) -> None:
         """Record a new state of an operation: waiting, done, failed or streamed."""

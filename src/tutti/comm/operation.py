@@ -278,8 +278,8 @@ def record(operation: Operation, state: int) -> int:
     dtype = _BYTES_DTYPE if tensor is None else _DTYPE_NUMBERS.get(tensor.dtype, _BYTES_DTYPE)
     # fmt: off
     return comm_group.ledger.begin(
-        operation.site, sequence, kind, dtype, _REDUCTION_NUMBERS.get(operation.op, 0),
-        operation.root, operation.tag, state, operation.bytes,
+        sequence, kind, dtype, _REDUCTION_NUMBERS.get(operation.op, 0), operation.root,
+        operation.tag, state, operation.bytes, operation.site,
     )
     # fmt: on
 
