@@ -69,10 +69,8 @@ def reduce(
         wire = form.wire(tensor)
         if backend == "gloo" and wire.data_ptr() == tensor.data_ptr():
             wire = wire.clone()  # gloo overwrites its input with partial sums
-    call = Operation(
-        *("reduce", comm_group, tensor, None, wire, result, tensor.nbytes),
-        *(form.reduction, root, finish, op),
-    )
+    tensors, size = (tensor, None, wire, result), tensor.nbytes
+    call = Operation("reduce", comm_group, *tensors, size, form.reduction, root, finish, op)
     return perform(call, wait)
 
 
@@ -86,10 +84,8 @@ def broadcast(
     if out is not None:
         result = _copy_to_out(tensor, out) if is_root else check_out(out, tensor.shape, tensor)
     target, finish = receive_form(result)
-    call = Operation(
-        *("broadcast", comm_group, tensor, None, target, result, tensor.nbytes),
-        *("", root, None if is_root else finish),
-    )
+    tensors, finish = (tensor, None, target, result), None if is_root else finish
+    call = Operation("broadcast", comm_group, *tensors, tensor.nbytes, "", root, finish)
     return perform(call, wait)
 
 
@@ -100,10 +96,8 @@ def all_gather(
     comm_group = comm_group_of(group)
     result = _gather_output(tensor, comm_group, out)
     target, finish = receive_form(result)
-    call = Operation(
-        *("all_gather", comm_group, tensor, send_form(tensor), target, result, result.nbytes),
-        finish=finish,
-    )
+    tensors = tensor, send_form(tensor), target, result
+    call = Operation("all_gather", comm_group, *tensors, result.nbytes, finish=finish)
     return perform(call, wait)
 
 
@@ -115,10 +109,9 @@ def reduce_scatter(
     result = _output(tensor, _part_shape(tensor, comm_group), out)
     form = ReduceForm(tensor.dtype, op, comm_group.backend(tensor.device.type))
     target = form.wire(result)
-    call = Operation(
-        *("reduce_scatter", comm_group, tensor, form.wire(tensor), target, result, tensor.nbytes),
-        *(form.reduction, -1, form.finish(target, result, comm_group.size), op),
-    )
+    tensors, size = (tensor, form.wire(tensor), target, result), tensor.nbytes
+    finish = form.finish(target, result, comm_group.size)
+    call = Operation("reduce_scatter", comm_group, *tensors, size, form.reduction, -1, finish, op)
     return perform(call, wait)
 
 
@@ -131,10 +124,8 @@ def gather(
     if comm_group.check_rank("root", root) == comm_group.rank:
         result = _gather_output(tensor, comm_group, out)
         target, finish = receive_form(result)
-    call = Operation(
-        *("gather", comm_group, tensor, send_form(tensor), target, result),
-        *(tensor.nbytes * comm_group.size, "", root, finish),
-    )
+    tensors, size = (tensor, send_form(tensor), target, result), tensor.nbytes * comm_group.size
+    call = Operation("gather", comm_group, *tensors, size, "", root, finish)
     return perform(call, wait)
 
 
@@ -157,10 +148,8 @@ def scatter(
     else:
         raise UsageError(f"scatter: rank {comm_group.rank} is not the root {root}: pass out=")
     target, finish = receive_form(result)
-    call = Operation(
-        *("scatter", comm_group, result, source, target, result),
-        *(result.nbytes * comm_group.size, "", root, finish),
-    )
+    tensors, size = (result, source, target, result), result.nbytes * comm_group.size
+    call = Operation("scatter", comm_group, *tensors, size, "", root, finish)
     return perform(call, wait)
 
 
@@ -194,10 +183,8 @@ def all_to_all(
     result = _output(tensor, shape, out)
     target, finish = receive_form(result)
     source = send_form(tensor)
-    call = Operation(
-        *("all_to_all", comm_group, tensor, source, target, result, tensor.nbytes),
-        finish=finish,
-    )
+    tensors = tensor, source, target, result
+    call = Operation("all_to_all", comm_group, *tensors, tensor.nbytes, finish=finish)
     if splits is not None:
         # The wire form is flat, and consists of bytes if the backends do not support the dtype.
         row = math.prod(tensor.shape[1:]) * (tensor.itemsize // source.itemsize)
@@ -211,10 +198,8 @@ def send(
     """Send a tensor to one rank, which must receive it."""
     comm_group = comm_group_of(group)
     _check_peer("to", to, comm_group)
-    call = Operation(
-        *("send", comm_group, tensor, send_form(tensor), None, None, tensor.nbytes, "", to),
-        tag=tag,
-    )
+    tensors = tensor, send_form(tensor), None, None
+    call = Operation("send", comm_group, *tensors, tensor.nbytes, "", to, tag=tag)
     return perform(call, wait)
 
 
@@ -229,10 +214,8 @@ def recv(
     if source is not None:
         _check_peer("source", source, comm_group)
     target, finish = receive_form(out)
-    call = Operation(
-        *("recv", comm_group, out, None, target, out, out.nbytes, ""),
-        *(-1 if source is None else source, finish, "", tag),
-    )
+    tensors, peer = (out, None, target, out), -1 if source is None else source
+    call = Operation("recv", comm_group, *tensors, out.nbytes, "", peer, finish, tag=tag)
     return perform(call, wait)
 
 

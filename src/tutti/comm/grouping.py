@@ -281,10 +281,8 @@ def _pack(batch: Sequence[Operation]) -> Operation:
         source = torch.cat(rows, dim=1).view(-1)
         target = source.new_empty(source.numel() // size)
     total = max(target.nbytes, 0 if source is None else source.nbytes)
-    return Operation(
-        *(first.kind, first.comm_group, target, source, target, None, total),
-        *(first.reduction, first.root, None, first.reduction),
-    )
+    tensors, op = (target, source, target, None), first.reduction
+    return Operation(first.kind, first.comm_group, *tensors, total, op, first.root, None, op)
 
 
 @torch.no_grad()
