@@ -387,7 +387,7 @@ class RankOutput:
             try:
                 log_dir.mkdir(parents=True, exist_ok=True)
                 for rank in range(ranks):
-                    self._logs.append((log_dir / f"rank{rank}.log").open("wb"))
+                    self._logs.append((log_dir / f"rank{rank}.log").open("wb", buffering=0))
             except OSError as error:
                 raise UsageError(
                     f"--log-dir {log_dir}: {error.strerror}: choose another directory"
@@ -444,7 +444,6 @@ class Stream:
         try:
             if self._log is not None:
                 self._log.write(line)
-                self._log.flush()
         except OSError as error:
             _report(f"--log-dir: a log file cannot be written: {error.strerror}")
             self._log = None

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT
 
 FOLDER = Path(__file__).resolve().parent
 _MARK = b"tutti-built-from:"
@@ -215,13 +216,9 @@ def _compile(library: Library, command: list[str], folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         compiled = Path(scratch) / path.name
         try:
+            arguments = [*command, "-o", str(compiled)]
             done = subprocess.run(
-                [*command, "-o", str(compiled)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
+                arguments, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, errors="replace"
             )
             output, code = done.stdout, done.returncode
         except OSError as error:

@@ -78,7 +78,6 @@ def _load() -> tuple[ModuleType | None, str]:
 
     module.set_exceptions(native.error_for)
     module.set_maker(make)
-
     return module, f"{code} kernels, compiled for torch {torch.__version__}"
 
 
