@@ -14,26 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tutti.world import liveness, placement
 from tutti.world.errors import START_TIMEOUT, TIMEOUT, RanksDiffer, UsageError, checked_seconds
 from tutti.world.exchange import name_ranks
 from tutti.world.failure import FailureHandler, print_usage_errors
 from tutti.world.gpu_sharing import shared_gpu_variables
 from tutti.world.launchers import identify
-from tutti.world.liveness import (
-    Failure,
-    Liveness,
-    local_address_towards,
-    open_listener,
-    wait_for_gloo_threads,
-)
-from tutti.world.placement import (
-    Place,
-    bind,
-    disable_malloc_trim,
-    gloo_interface,
-    place,
-    visible_gpus,
-)
 from tutti.world.rendezvous import (
     Rendezvous,
     Roster,
@@ -108,7 +94,7 @@ class World:
                 dist.distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
-                wait_for_gloo_threads()
+                liveness.wait_for_gloo_threads()
         self._failures.stop()
         for name in self._variables:
             os.environ.pop(name, None)
@@ -161,18 +147,27 @@ def init(
     identity = identify(env)
     rank = identity.rank
     rendezvous = open_rendezvous(identity, start_timeout)
-    address = local_address_towards(rendezvous.host) if rendezvous.host else None
-    gpus = [] if device == "cpu" else visible_gpus()
+    address = liveness.local_address_towards(rendezvous.host) if rendezvous.host else None
+    gpus = [] if device == "cpu" else placement.visible_gpus()
     listener = None
     if rank == 0 and identity.size > 1:
         # Listen on loopback unless other hosts must connect.
         reachable = "" if address is None or address.startswith("127.") else address
         one_host = identity.local_size == identity.size
-        listener = open_listener("127.0.0.1" if one_host else reachable)
+        listener = liveness.open_listener("127.0.0.1" if one_host else reachable)
     port = listener.getsockname()[1] if listener else 0
     info = describe_rank(identity, address or "", gpus, port)
     roster = exchange_rank_info(rendezvous.store, info, identity.size, start_timeout)
-    places = _place(roster, rank, device, ranks_per_gpu)
+    try:
+        refuse_different_versions(roster.ranks)
+        places = placement.place(roster.ranks, device, ranks_per_gpu)
+    except (UsageError, RanksDiffer):
+        # Every rank finds the same error in the same roster: only rank 0 prints the error.
+        if rank != 0:
+            raise SystemExit(2) from None
+        if identity.size > 1:
+            time.sleep(0.5)  # the store ends with this process: let the other ranks read the roster
+        raise
     own = places[rank]
 
     counted = ("local_rank", "local_size", "node", "nodes")
@@ -189,7 +184,7 @@ def init(
     variables: dict[str, str] = {}  # for the backends; removed when the world ends
     # shm uses gloo between hosts, and nccl is combined with gloo for CPU tensors.
     if backend == "nccl" or "gloo" in backend or "shm" in backend:
-        interface, reasons["gloo_interface"] = gloo_interface(roster.ranks, rank, env)
+        interface, reasons["gloo_interface"] = placement.gloo_interface(roster.ranks, rank, env)
         if interface:
             variables["GLOO_SOCKET_IFNAME"] = interface
     if backend == "shm":
@@ -200,7 +195,7 @@ def init(
     variables = {name: value for name, value in variables.items() if name not in env}
     env.update(variables)
     if bind_cpus:
-        cpus, threads, binding_reasons = bind(roster.ranks, own, env)
+        cpus, threads, binding_reasons = placement.bind(roster.ranks, own, env)
     else:
         cpus, threads = info.cpus, torch.get_num_threads()
         binding_reasons = dict.fromkeys(("cpus", "threads"), "bind_cpus=False")
@@ -227,16 +222,15 @@ def init(
         _failures=failures,
     )
     if world.size > 1:
-        on_failure = failures.on_failure
         failures.liveness = _open_liveness(
-            listener, rendezvous, roster, rank, on_failure, start_timeout
+            listener, rendezvous.host, roster, rank, failures.on_failure, start_timeout
         )
     atexit.register(world.close)
 
     if torch_device.type == "cuda":
         torch.cuda.set_device(torch_device)
     else:
-        disable_malloc_trim(env)
+        placement.disable_malloc_trim(env)
     dist.init_process_group(
         # NCCL handles CUDA tensors only; gloo handles small CPU tensors.
         backend="cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
@@ -281,42 +275,29 @@ def _default_backend(device: torch.device, roster: Roster) -> tuple[str, str]:
     return "gloo", f"{_NO_SHM} on {name_ranks(without[:4])}: {reason}"
 
 
-def _place(roster: Roster, rank: int, device: str, ranks_per_gpu: int) -> list[Place]:
-    try:
-        refuse_different_versions(roster.ranks)
-        return place(roster.ranks, device, ranks_per_gpu)
-    except (UsageError, RanksDiffer):
-        # Every rank finds the same error in the same roster: only rank 0 prints the error.
-        if rank != 0:
-            raise SystemExit(2) from None
-        if len(roster.ranks) > 1:
-            time.sleep(0.5)  # the store ends with this process: let the other ranks read the roster
-        raise
-
-
 def _open_liveness(
     listener: socket.socket | None,
-    rendezvous: Rendezvous,
+    store_host: str,
     roster: Roster,
     rank: int,
-    on_failure: Callable[[Failure], None],
+    on_failure: Callable[[liveness.Failure], None],
     timeout: float,
-) -> Liveness:
+) -> liveness.Liveness:
     hosts = [info.host for info in roster.ranks]
     if listener is not None:
-        liveness = Liveness(rank, hosts, roster.start_id, on_failure, listener=listener)
-        if not liveness.all_connected(timeout):
+        hub = liveness.Liveness(rank, hosts, roster.start_id, on_failure, listener=listener)
+        if not hub.all_connected(timeout):
             raise UsageError("a rank ended between the rendezvous and the start: see its output")
-        return liveness
-    hub = roster.ranks[0]
-    same_machine = hub.machine == roster.ranks[rank].machine
+        return hub
+    first = roster.ranks[0]
+    same_machine = first.machine == roster.ranks[rank].machine
     # Rank 0's own address may be a loopback address; then use the address of its store.
-    host = rendezvous.host if same_machine or hub.address.startswith("127.") else hub.address
+    host = store_host if same_machine or first.address.startswith("127.") else first.address
     try:
-        address = (host, hub.liveness_port)
-        return Liveness(rank, hosts, roster.start_id, on_failure, address=address)
+        address = (host, first.liveness_port)
+        return liveness.Liveness(rank, hosts, roster.start_id, on_failure, address=address)
     except OSError as error:
         raise UsageError(
-            f"rank {rank} could not connect to rank 0 at {host} port {hub.liveness_port}: {error}: "
-            "does a firewall between the hosts block connections?"
+            f"rank {rank} could not connect to rank 0 at {host} port {first.liveness_port}: "
+            f"{error}: does a firewall between the hosts block connections?"
         ) from None

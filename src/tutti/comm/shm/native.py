@@ -100,22 +100,15 @@ _ERROR_OF_CODE = {_CONSTANTS[name]: error for name, error in _ERRORS.items()}
 class Operation(ctypes.Structure):
     """The C struct `tutti_operation`; `operation()` makes one from lists."""
 
+    # fmt: off
     _fields_ = (
-        ("kind", c_uint32),
-        ("dtype", c_uint32),
-        ("reduce", c_uint32),
-        ("root", c_int32),
-        ("peer", c_int32),
-        ("tag", c_uint32),
-        ("in_parts", c_uint32),
-        ("out_parts", c_uint32),
-        ("ins", POINTER(c_void_p)),
-        ("in_bytes", POINTER(c_uint64)),
-        ("outs", POINTER(c_void_p)),
-        ("out_bytes", POINTER(c_uint64)),
-        ("where", c_char_p),
-        ("source", POINTER(c_int32)),
+        ("kind", c_uint32), ("dtype", c_uint32), ("reduce", c_uint32), ("root", c_int32),
+        ("peer", c_int32), ("tag", c_uint32), ("in_parts", c_uint32), ("out_parts", c_uint32),
+        ("ins", POINTER(c_void_p)), ("in_bytes", POINTER(c_uint64)),
+        ("outs", POINTER(c_void_p)), ("out_bytes", POINTER(c_uint64)),
+        ("where", c_char_p), ("source", POINTER(c_int32)),
     )
+    # fmt: on
 
 
 Done = ctypes.CFUNCTYPE(None, c_void_p, ctypes.c_int, c_char_p)
