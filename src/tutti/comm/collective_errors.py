@@ -19,13 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tutti.comm import ledger, operation, shm
 from tutti.comm.ledger import ProcessLedger
-from tutti.comm.operation import (
-    CollectiveError,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    CommGroup,
-    Operation,
-)
+from tutti.comm.operation import CommGroup, Operation
 from tutti.world.errors import RanksDiffer
 from tutti.world.exchange import name_ranks
 
@@ -35,17 +29,19 @@ _DIFFERENCE = re.compile(r"differs between ranks: rank \d")
 _NAMES_RANKS = re.compile(r"waiting for rank \d")
 
 
-def collective_error(call: Operation, seconds: float, error: Exception) -> CollectiveError:
+def collective_error(
+    call: Operation, seconds: float, error: Exception
+) -> operation.CollectiveError:
     """The error to raise for a backend's error, `seconds` after the operation began."""
     message = str(error).strip()
     name = f"{call} at {call.where}"
     if isinstance(error, RanksDiffer) or _DIFFERENCE.search(message):
-        return CollectiveMismatch(f"{name} failed: {message}")
+        return operation.CollectiveMismatch(f"{name} failed: {message}")
     if not _TIMEOUT.search(message):
-        return CollectiveError(f"{name} failed: {message}")
+        return operation.CollectiveError(f"{name} failed: {message}")
     if _NAMES_RANKS.search(message):
-        return CollectiveTimeout(f"{name} timed out: {message}")
-    return CollectiveTimeout(
+        return operation.CollectiveTimeout(f"{name} timed out: {message}")
+    return operation.CollectiveTimeout(
         f"{name} timed out after {seconds:.1f} s on rank {call.comm_group.rank}: "
         f"{_other_ranks(call)} (error of the backend: {message.splitlines()[0]})"
     )
@@ -188,7 +184,7 @@ def _compare_in_group(comm_group: CommGroup, own_calls: list[dict[str, Any]]) ->
                 if not isinstance(process, str):
                     process = f"has not arrived ({_state(process, comm_group)})"
                 late.append(f"rank {rank} {process}")
-        raise CollectiveTimeout(
+        raise operation.CollectiveTimeout(
             f"{_shown(own_calls[0])} of group {comm_group.label}, at {own_calls[0]['where']}, has "
             f"waited {_compare_timeout:g} s to compare with the other ranks: {'; '.join(late)}. "
             "Call comm.debug(True) on every rank."

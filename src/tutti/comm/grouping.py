@@ -16,16 +16,7 @@ import torch.distributed as dist
 from tutti.comm import ledger, operation
 from tutti.comm.backend_calls import issue
 from tutti.comm.collectives import all_gather
-from tutti.comm.operation import (
-    CollectiveError,
-    Handle,
-    Operation,
-    comm_group_of,
-    current_block,
-    failed,
-    record,
-    send,
-)
+from tutti.comm.operation import Handle, Operation, current_block, send
 from tutti.world.errors import UsageError
 from tutti.world.exchange import name_ranks
 
@@ -41,7 +32,7 @@ _REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 _COALESCED = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send", "recv")
 
 
-class BlockAbandoned(CollectiveError):
+class BlockAbandoned(operation.CollectiveError):
     """Another rank left the block with an exception, so no rank sent anything."""
 
 
@@ -95,12 +86,12 @@ class group:
         """What was sent, once the outermost block has ended."""
         return self._summary if self._outer is None else self._outer.summary
 
-    def add(self, operation: Operation, wait: bool) -> Any:
+    def add(self, call: Operation, wait: bool) -> Any:
         """Collect a call; returns the tensor that will hold its result, or its handle."""
-        handle = Handle(operation, None, 0)
+        handle = Handle(call, None, 0)
         handle.cannot_wait = "is sent when its comm.group() block ends: call wait() after the block"
-        self._calls.append((operation, handle))
-        return operation.result if wait else handle
+        self._calls.append((call, handle))
+        return call.result if wait else handle
 
     def __enter__(self) -> "group":
         self._outer = current_block.get()
@@ -125,7 +116,7 @@ class group:
             self._calls = []
 
     def _refuse_unless_all_completed(self, error: BaseException | None) -> None:
-        comm_group = comm_group_of(self._among)
+        comm_group = operation.comm_group_of(self._among)
         flag = torch.tensor([error is not None], dtype=torch.uint8, device=comm_group.small_device)
         failed_ranks = all_gather(flag, group=self._among).nonzero().view(-1).tolist()
         if failed_ranks and error is None:
@@ -193,13 +184,13 @@ def _nccl_group(batch: list[Operation]) -> list[Handle]:
     """Start several operations of one kind as one NCCL group."""
     process_group: Any = batch[0].comm_group.process_group
     device = batch[0].device
-    numbers = [record(call, ledger.BEGUN) for call in batch]
+    numbers = [operation.record(call, ledger.BEGUN) for call in batch]
     process_group._start_coalescing(device)
     try:
         for call in batch:
             issue(call, asynchronous=True)
     except RuntimeError as error:
-        raise failed(batch[0], numbers[0], error) from error
+        raise operation.failed(batch[0], numbers[0], error) from error
     finally:
         work = process_group._end_coalescing(device)
     return [Handle(call, work, number) for call, number in zip(batch, numbers, strict=True)]
