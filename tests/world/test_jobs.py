@@ -36,7 +36,7 @@ def test_a_slurm_script_is_readable() -> None:
         "set -euo pipefail\n"
         "\n"
         "# 16 ranks. tutti reads rank, node and master from srun's variables.\n"
-        "# A rank that fails ends the step: the others would wait for it.\n"
+        "# A rank that fails ends the step; otherwise the other ranks would wait for it.\n"
         "srun --kill-on-bad-exit=1 --cpus-per-task=12 python train.py --lr=1\n"
     )
 
