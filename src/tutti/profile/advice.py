@@ -15,9 +15,8 @@ from typing import Any
 
 from tutti.measure.units import format_bytes
 from tutti.profile.collective_matching import MatchedCollective
-from tutti.profile.communication_summary import buckets_in, excess_text
 from tutti.profile.rank_trace import RankTrace
-from tutti.profile.step_breakdown import StepBreakdown
+from tutti.profile.step_breakdown import StepBreakdown, buckets_in, excess_text
 from tutti.profile.what_if import BucketModel, MessageCost, fit_message_cost
 
 _LEAST_GAIN = 0.02  # share of the step; smaller gains are not listed

@@ -17,14 +17,17 @@ from tutti.profile.collective_matching import (
     name_axes,
     record_last_arrivals,
 )
-from tutti.profile.communication_summary import (
+from tutti.profile.rank_trace import RankTrace
+from tutti.profile.step_breakdown import (
+    PARTS,
+    StepBreakdown,
     axis_rows,
     bucket_rows,
     comm_rows,
+    overlap,
+    split_step,
     straggler_rows,
 )
-from tutti.profile.rank_trace import RankTrace
-from tutti.profile.step_breakdown import PARTS, StepBreakdown, overlap, split_step
 from tutti.profile.trace_file import is_merged
 from tutti.profile.trace_reader import read_rank
 from tutti.world.errors import UsageError

@@ -12,9 +12,9 @@ from typing import Any
 
 from tutti.measure.units import format_bytes
 from tutti.profile.collective_matching import MatchedCollective
-from tutti.profile.communication_summary import buckets_in
 from tutti.profile.explain import Explanation
 from tutti.profile.rank_trace import RankTrace
+from tutti.profile.step_breakdown import buckets_in
 from tutti.profile.trace_file import MERGED_PREFIX, Event, TraceFile
 
 # Processes and flows (arrows) have numbers in a trace; each rank gets a separate range.

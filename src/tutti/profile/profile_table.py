@@ -6,9 +6,8 @@ from typing import Any
 
 from tutti.measure.terminal import wrap_line
 from tutti.measure.units import format_bytes
-from tutti.profile.communication_summary import excess_text
 from tutti.profile.explain import COMM_RATIO_LIMIT
-from tutti.profile.step_breakdown import PARTS
+from tutti.profile.step_breakdown import PARTS, excess_text
 
 _FULL_WIDTH = 80
 _MOST_RANKS = 16

@@ -1,4 +1,4 @@
-"""Split each step of each rank into parts that add up to the step.
+"""Split each step of each rank into parts that add up to the step, and summarize communication.
 
 Every moment of a step belongs to exactly one part:
 
@@ -13,16 +13,25 @@ Every moment of a step belongs to exactly one part:
 """
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
 
-from tutti.profile.rank_trace import EMPTY, Intervals, RankTrace, Step
+from tutti.measure.message_cost import OPERATIONS, bandwidth
+from tutti.measure.spread import summarize
+from tutti.profile.collective_matching import MatchedCollective
+from tutti.profile.rank_trace import EMPTY, SYNCHRONIZING, Collective, Intervals, RankTrace, Step
 
 PARTS = ("compute", "hidden", "exposed", "wait", "bubble", "input", "host_gap", "rest")
 
 Kind = tuple[str | None, bool]  # mesh axis, whether the collective is a DDP bucket
 _Pair = tuple[float, float]  # start, end
+_Key = tuple[str, str, str | None, int, str]  # operation, group, axis, bytes, dtype
+_Sample = tuple[float, float, bool, int]  # transfer seconds, wait seconds, matched, ranks
+# A rank is a straggler if the others wait for it for at least this share of the step.
+_NOTABLE_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -127,3 +136,179 @@ def _split_by_kind(
             kind = arrivals[max(0, position - 1)][1] if arrivals else (None, False)
             by_kind.setdefault(kind, dict.fromkeys(regions, 0.0))[name] += float(end - start)
     return by_kind
+
+
+def comm_rows(
+    traces: Sequence[RankTrace], matched: Sequence[MatchedCollective]
+) -> list[dict[str, Any]]:
+    """`comm[]`: a row for each operation, group and message size, largest total time first.
+
+    Times are those of moving data: from the last arrival to the end. A collective that only one
+    trace contains counts with its whole time, including waiting; then `matched` is less than
+    `count`.
+    """
+    samples: dict[_Key, list[_Sample]] = defaultdict(list)
+    in_matched: set[int] = set()
+    for collective in matched:
+        first, members = collective.first, collective.members.values()
+        in_matched.update(map(id, members))
+        wait = sum(each.transfer_start - each.start for each in members) / len(members)
+        ranks = first.group_size or len(first.group_ranks) or len(members)
+        samples[_key(first)].append((collective.transfer_seconds, wait, True, ranks))
+    for trace in traces:
+        for each in trace.collectives:
+            if id(each) not in in_matched and not each.is_point_to_point:
+                ranks = each.group_size or trace.world_size
+                samples[_key(each)].append((each.end - each.start, 0.0, False, ranks))
+    rows = [_comm_row(traces, key, values) for key, values in samples.items()]
+    return sorted(rows, key=lambda row: -row["transfer_s"]["total"])
+
+
+def _key(each: Collective) -> _Key:
+    operation = "send_recv" if each.is_point_to_point else each.operation
+    return operation, each.group, each.axis, each.bytes, each.dtype
+
+
+def _comm_row(traces: Sequence[RankTrace], key: _Key, samples: list[_Sample]) -> dict[str, Any]:
+    operation, group, axis, size, dtype = key
+    times = [seconds for seconds, *_ in samples]
+    p50, ranks = median(times), samples[0][3]
+    algbw, busbw = None, None
+    if operation in OPERATIONS and size and p50 > 0:
+        algbw, busbw = bandwidth(OPERATIONS[operation], size, ranks, p50)
+    config = next((trace.groups[group] for trace in traces if group in trace.groups), {})
+    label = group.removeprefix("tutti ") if group.startswith("tutti ") else ""
+    return {
+        "op": operation,
+        "group": group,
+        "description": config.get("pg_desc", label),
+        "axis": axis,
+        "ranks": ranks,
+        "bytes": size or None,
+        "dtype": dtype,
+        "count": len(samples),
+        "matched": sum(matched for _, _, matched, _ in samples),
+        "transfer_s": {"total": sum(times), **summarize(times)},
+        "wait_s": {"mean": fmean(wait for _, wait, *_ in samples)},
+        "algbw_gbs": algbw,
+        "busbw_gbs": busbw,
+    }
+
+
+def axis_rows(steps: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
+    """`axes[]`: seconds per step of each mesh axis, mean over ranks, the longest first."""
+    length = fmean(step.seconds for step in steps)
+    totals: dict[str | None, dict[str, float]] = {}
+    for step in steps:
+        for (axis, _), parts in step.by_kind.items():
+            row = totals.setdefault(axis, dict.fromkeys(("hidden", "exposed", "wait"), 0.0))
+            for name, seconds in parts.items():
+                row[name] += seconds / len(steps)
+    rows = [
+        {
+            "axis": axis,
+            **{f"{name}_s": seconds for name, seconds in parts.items()},
+            "share": sum(parts.values()) / length,
+        }
+        for axis, parts in totals.items()
+    ]
+    return sorted(rows, key=lambda row: -row["share"])
+
+
+def bucket_rows(traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
+    """`buckets[]`: DDP buckets by rank, step and order of their all-reduce calls.
+
+    Times are seconds from the step's start. ready: the last gradient of the bucket was computed and
+    all_reduce was called; started: every rank had called all_reduce and data began to move; done:
+    the all-reduce had ended.
+    """
+    return [
+        {
+            "rank": trace.rank,
+            "step": step.number,
+            "index": index,
+            "bytes": bucket.bytes,
+            "ready_s": bucket.bucket_ready - step.start,
+            "started_s": bucket.transfer_start - step.start,
+            "done_s": bucket.end - step.start,
+        }
+        for trace in traces
+        for step in trace.steps
+        for index, bucket in enumerate(buckets_in(trace, step))
+        if bucket.bucket_ready is not None
+    ]
+
+
+def buckets_in(trace: RankTrace, step: Step) -> list[Collective]:
+    """The DDP buckets of a step in the order of their calls."""
+    buckets = [each for each in trace.collectives_called_in(step) if each.bucket_ready is not None]
+    return sorted(buckets, key=lambda bucket: (bucket.bucket_ready, bucket.arrival))
+
+
+def straggler_rows(
+    ranks: Sequence[int], steps: Sequence[StepBreakdown], matched: Sequence[MatchedCollective]
+) -> list[dict[str, Any]]:
+    """`stragglers[]`: a row for each rank for which others waited, the longest wait first.
+
+    The straggler is the rank that arrives last. Its own collectives are the shortest, because it
+    never waits: the rank with the longest collective is a victim, not the cause.
+
+    `cost_s` is the time per step in which the other ranks neither computed nor moved data because
+    of this rank, mean over the other ranks.
+    """
+    synchronizing = [each for each in matched if each.first.operation in SYNCHRONIZING]
+    length = fmean(step.seconds for step in steps)
+    times_last = Counter(each.last_rank for each in synchronizing)
+    rows = []
+    for rank in ranks:
+        others = [step for step in steps if step.rank != rank]
+        costs = [
+            fmean(step.waited_for.get(rank, 0.0) for step in others if step.step == number)
+            for number in sorted({step.step for step in others})
+        ]
+        if not any(cost > 0 for cost in costs):
+            continue
+        lateness = [each.lateness for each in synchronizing if each.last_rank == rank]
+        share = fmean(costs) / length
+        late_steps = sum(cost > _NOTABLE_SHARE * length for cost in costs)
+        waited = dict.fromkeys((str(other) for other in ranks if other != rank), 0.0)
+        for step in others:
+            waited[str(step.rank)] += step.waited_for.get(rank, 0.0)
+        rows.append(
+            {
+                "rank": rank,
+                "straggler": share >= _NOTABLE_SHARE,
+                "steady": late_steps > len(costs) / 2,
+                "cost_s": summarize(costs),
+                "cost_share": share,
+                "steps": late_steps,
+                "of_steps": len(costs),
+                "last": times_last[rank],
+                "of_collectives": len(synchronizing),
+                "late_by_s": summarize(lateness) if lateness else None,
+                "instead": _largest_excess(rank, steps),
+                "made_wait": waited,
+            }
+        )
+    return sorted(rows, key=lambda row: -row["cost_s"]["mean"])
+
+
+def _largest_excess(rank: int, steps: Sequence[StepBreakdown]) -> dict[str, Any]:
+    """The part with the largest excess over the other ranks: probably the cause of the delay."""
+    excess = {
+        name: fmean(step.parts[name] for step in steps if step.rank == rank)
+        - fmean(step.parts[name] for step in steps if step.rank != rank)
+        for name in ("compute", "input", "host_gap", "rest")
+    }
+    part = max(excess, key=lambda name: excess[name])
+    return {"part": part, "seconds": excess[part]}
+
+
+def excess_text(instead: Mapping[str, Any]) -> str:
+    """The value `instead` of a straggler as words, for example `computes 46.1 ms longer`."""
+    longer = f"{1e3 * instead['seconds']:.1f} ms longer"
+    return {
+        "compute": f"computes {longer}",
+        "input": f"waits {longer} for input",
+        "host_gap": f"spends {longer} in gaps",
+    }.get(instead["part"], f"spends {longer} on the rest")

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tutti.measure.message_cost import fit_alpha_beta
-from tutti.profile.communication_summary import buckets_in
 from tutti.profile.rank_trace import Collective, Intervals, RankTrace, Step
+from tutti.profile.step_breakdown import buckets_in
 
 # Message sizes must differ by this factor to separate latency from bandwidth.
 _SEPARABLE = 4.0

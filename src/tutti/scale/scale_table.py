@@ -6,7 +6,7 @@ from typing import Any
 
 from tutti.measure.spread import percentile
 from tutti.measure.terminal import wrap_line
-from tutti.profile.communication_summary import excess_text
+from tutti.profile.step_breakdown import excess_text
 from tutti.scale.efficiency import LOSS_CAUSES, Scaling
 from tutti.scale.forecast import MOST_RANKS, Mode
 from tutti.scale.scale_runs import MeasuredRun
