@@ -1,11 +1,6 @@
 """Capture traces, read them, explain the steps and find stragglers.
 
-    with tutti.profile("runs/mine/traces") as p:
-        for batch in loader:
-            ...
-            p.step()
-
-The module itself can be called: `tutti.profile(...)` returns a `Capture`.
+The module itself can be called: `with tutti.profile("traces") as p: …` is a `Capture`.
 """
 
 import sys

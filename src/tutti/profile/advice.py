@@ -63,6 +63,11 @@ class ProfiledRun:
             if on_axis == axis and bucket in (None, is_bucket)
         )
 
+    def device_memory(self) -> list[tuple[int, int]]:
+        """Bytes that are used, and bytes of the device, of each rank for which both are known."""
+        pairs = [(trace.memory_bytes, trace.device_bytes) for trace in self.traces]
+        return [(used, device) for used, device in pairs if used and device]
+
     def collectives(self, operation: str, axis: str) -> list[MatchedCollective]:
         kind = (operation, axis)
         return [each for each in self.matched if (each.first.operation, each.first.axis) == kind]
@@ -81,12 +86,11 @@ def advise(run: ProfiledRun) -> list[Advice]:
     found = [advice for kind in kinds for advice in kind(run) if _is_worth_it(advice)]
     found.sort(key=_gain, reverse=True)
     for advice in filter(_is_worth_it, _accumulation(run, found)):
-        before = [
-            position
-            for position, other in enumerate(found, 1)
-            if other["id"] in _GRADIENT_ADVICE or _gain(other) >= _gain(advice)
-        ]
-        found.insert(max(before, default=0), advice)
+        position = 0
+        for number, other in enumerate(found, 1):
+            if other["id"] in _GRADIENT_ADVICE or _gain(other) >= _gain(advice):
+                position = number
+        found.insert(position, advice)
     return found
 
 
@@ -232,32 +236,21 @@ def _replicate(run: ProfiledRun) -> Iterator[Advice]:
     # gradients and Adam's two states in full instead of a shard of each.
     model = sum(each.first.bytes for each in gathered) / run.step_count / 2
     more = 4 * model * (1 - 1 / ranks)
-    free = [
-        trace.device_bytes * _MEMORY_FULL - trace.memory_bytes
-        for trace in run.traces
-        if trace.device_bytes and trace.memory_bytes
-    ]
-    if free and len(free) == len(run.traces) and more < min(free):
+    memory = run.device_memory()
+    free = min((device * _MEMORY_FULL - used for used, device in memory), default=0)
+    if len(memory) == len(run.traces) and more < free:
         yield _advice(run, "replicas", exposed / 3, exposed_ms=1e3 * exposed, more_gb=more / 1e9)
 
 
 def _shard(run: ProfiledRun) -> Iterator[Advice]:
     """Replicas that nearly fill the memory: sharding frees memory, and moves more bytes."""
-    used = [
-        trace.memory_bytes / trace.device_bytes
-        for trace in run.traces
-        if trace.device_bytes and trace.memory_bytes
-    ]
-    if used and max(used) > _MEMORY_FULL and run.collectives("all_reduce", "dp"):
-        yield _advice(run, "sharding", None, used=_percent(max(used)))
+    full = max((used / device for used, device in run.device_memory()), default=0)
+    if full > _MEMORY_FULL and run.collectives("all_reduce", "dp"):
+        yield _advice(run, "sharding", None, used=_percent(full))
 
 
 def _accumulation(run: ProfiledRun, found: Sequence[Advice]) -> Iterator[Advice]:
-    """k microbatches per step: gradients are reduced once for k times the samples.
-
-    Accumulation changes the training, so its gain is computed from the time that remains after the
-    other advice on gradient all-reduces.
-    """
+    """k microbatches per step: gradients are reduced once for k times the samples."""
     others = [_gain(advice) for advice in found if advice["id"] in _GRADIENT_ADVICE]
     gained = max(others, default=0.0)
     exposed = run.exposed("dp") - gained

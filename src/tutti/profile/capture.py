@@ -31,8 +31,8 @@ from torch.utils.data import dataloader
 _OTHER_PROFILER = "the program runs a torch.profiler of its own: remove it"
 # How long a rank that has written its trace waits for the other traces before it ends the program.
 _END_TIMEOUT_SECONDS = 60.0
-# The number of flight recorder entries that are kept in a trace. The trace of a gloo collective
-# has no group and no sequence number; the flight recorder entry has both.
+# Flight recorder entries that are kept in a trace. The entry of a gloo collective has its group and
+# its sequence number, which its trace events do not have.
 _RECORDER_ENTRIES = 20_000
 # torch declares no types for some functions of these modules.
 _cuda: Any = torch.cuda
@@ -164,9 +164,9 @@ class Capture:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             self._device = next((p.device for p in parameters if p.device.type == "cuda"), None)
             self._never_raise(self._start)
-        elif self._leading_optimizer() is optimizer:
+        elif (leading := self._leading_optimizer()) is optimizer:
             self._never_raise(self.step)
-        elif self._leading_optimizer() is None:
+        elif leading is None:  # the first optimizer was deleted
             self._leading_optimizer = weakref.ref(optimizer)
 
     def _at_exit(self) -> None:
@@ -196,10 +196,7 @@ class Capture:
             raise RuntimeError(_OTHER_PROFILER)
 
     def _before_profiler_starts(self, starting: Any) -> None:
-        """End this capture, and keep its recorded steps, before a profiler of the program starts.
-
-        Also called when the capture's own profiler starts, which changes nothing.
-        """
+        """End this capture, and keep its recorded steps, if `starting` belongs to the program."""
         own = self._profiler
         if own is None or self._steps < self.wait or getattr(own, "profiler", None) is starting:
             return
@@ -292,9 +289,7 @@ class Capture:
             with contextlib.suppress(Exception):  # the recorder is not a stable interface
                 metadata["recorder"] = _recorded_collectives()
         unrecorded, recorded = _step_seconds(self._unrecorded), _step_seconds(self._recorded)
-        overhead = None
-        if recorded and unrecorded:
-            overhead = median(recorded) / median(unrecorded)
+        both = recorded and unrecorded
         return metadata | {
             "rank": self._rank,
             "world_size": self._size,
@@ -302,7 +297,7 @@ class Capture:
             # which the capture stops.
             "steps": self._steps,
             "step_s": unrecorded,
-            "overhead": overhead,
+            "overhead": median(recorded) / median(unrecorded) if both else None,
             "batch": self._batch,
         }
 
@@ -329,7 +324,6 @@ def _recorded_collectives() -> list[dict[str, Any]]:
     entries = json.loads(recorder._dump_fr_trace_json()).get("entries", [])
     return [
         {
-            "name": entry["profiling_name"],
             "group": str(entry["process_group"][0]),
             "seq": entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
             "created_ns": entry["time_created_ns"],
@@ -392,10 +386,7 @@ class _BatchCounter:
 
 
 def _torch_batch(iterator: Any, batch: Any) -> tuple[Any, Any]:
-    """The loader's batch sampler, and the number of samples of this rank in a batch, if known.
-
-    Each epoch has its own iterator; the batch sampler is the same in all epochs.
-    """
+    """The batch sampler, which is the same in all epochs, and this rank's samples per batch."""
     sampler = getattr(iterator, "_index_sampler", None)
     if not getattr(iterator, "_auto_collation", False):
         return sampler, None  # the dataset makes the batches itself

@@ -23,7 +23,6 @@ from tutti.measure.files import write_atomically
 from tutti.world.errors import UsageError
 from tutti.world.launchers import identify
 
-_STARTUP = Path(__file__).parent / "startup"
 # How long the first task waits for the other tasks. New files of other hosts appear late in cluster
 # file systems.
 _TASK_TIMEOUT_SECONDS = 60.0
@@ -35,17 +34,14 @@ def captured_environment(settings: dict[str, Any], before: Mapping[str, str]) ->
 
     All processes that the command starts inherit PYTHONPATH, for example torchrun's workers.
     """
-    path = filter(None, [str(_STARTUP), before.get("PYTHONPATH")])
+    path = filter(None, [str(Path(__file__).parent / "startup"), before.get("PYTHONPATH")])
     env = {**before, "PYTHONPATH": os.pathsep.join(path), "TUTTI_PROFILE": json.dumps(settings)}
     enlarge_flight_recorder(env)
     return env
 
 
 def enlarge_flight_recorder(env: MutableMapping[str, str]) -> None:
-    """Make torch's flight recorder large enough, for every process group created afterwards.
-
-    Trace events of gloo have no group and no sequence number; the recorder's entries have both.
-    """
+    """Make torch's flight recorder, in which capture.py finds gloo's collectives, large enough."""
     env.setdefault("TORCH_FR_BUFFER_SIZE", "20000")
 
 
@@ -116,10 +112,7 @@ class LauncherTask:
         )
 
     def default_folder(self, now: str) -> Path:
-        """The folder to use without --out.
-
-        Several tasks use their job id instead of `now`, because their clocks differ.
-        """
+        """The folder without --out; several tasks use their job id, because their clocks differ."""
         if self.count == 1:
             return Path("runs") / f"profile-{now}"
         if not self.job:

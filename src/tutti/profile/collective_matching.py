@@ -51,7 +51,10 @@ class MatchedCollective:
 
 
 def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
-    """The collectives that at least two traces contain."""
+    """The collectives that at least two traces contain.
+
+    Stores in each collective which rank arrived last, and when; this needs aligned clocks.
+    """
     found: dict[tuple[Any, ...], dict[int, Collective]] = defaultdict(dict)
     ambiguous = {id(each) for each in collectives_without_group(traces)}
     for trace in traces:
@@ -68,34 +71,24 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
                 occurrences[(*key, step)] += 1
                 key = (*key, step, occurrences[(*key, step)])
             found[key].setdefault(trace.rank, collective)
-    return [MatchedCollective(members) for members in found.values() if len(members) > 1]
-
-
-def record_last_arrivals(matched: Sequence[MatchedCollective]) -> None:
-    """Store in each collective which rank arrived last, and when; needs aligned clocks."""
-    for collective in matched:
-        last = collective.last_rank
-        arrival = collective.members[last].arrival
-        for member in collective.members.values():
+    matched = [MatchedCollective(members) for members in found.values() if len(members) > 1]
+    for match in matched:
+        last = match.last_rank
+        arrival = match.members[last].arrival
+        for member in match.members.values():
             member.last_arrival, member.last_rank = arrival, last
+    return matched
 
 
 def collectives_without_group(traces: Sequence[RankTrace]) -> list[Collective]:
     """Collectives without a group in a world with subgroups; these cannot be matched."""
-    sizes = {
-        int(group.get("pg_size") or len(group.get("ranks") or ()))
-        for trace in traces
-        for group in trace.groups.values()
-    }
+    groups = [group for trace in traces for group in trace.groups.values()]
+    sizes = {int(group.get("pg_size") or len(group.get("ranks") or ())) for group in groups}
     world_size = max(trace.world_size for trace in traces)
     if not any(1 < size < world_size for size in sizes):
         return []
-    return [
-        each
-        for trace in traces
-        for each in trace.collectives
-        if not each.group and not each.group_ranks
-    ]
+    collectives = [each for trace in traces for each in trace.collectives]
+    return [each for each in collectives if not each.group and not each.group_ranks]
 
 
 def _matching_key(collective: Collective, trace: RankTrace) -> tuple[Any, ...] | None:

@@ -15,7 +15,6 @@ from tutti.profile.collective_matching import (
     collectives_without_group,
     match_collectives,
     name_axes,
-    record_last_arrivals,
 )
 from tutti.profile.rank_trace import RankTrace
 from tutti.profile.step_breakdown import (
@@ -150,7 +149,6 @@ def explain(files: Sequence[Path]) -> Explanation:
         name_axes(trace)
     clocks = align_clocks(traces)
     matched = match_collectives(traces)
-    record_last_arrivals(matched)
     hosts = {trace.rank: trace.host for trace in traces}
     if unknown := sorted({hosts[clock.rank] for clock in clocks if clock.measured_s is None}):
         notes.append(

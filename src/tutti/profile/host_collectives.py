@@ -134,14 +134,11 @@ def _match_runs(calls: list[HostEvent], runs: list[HostEvent]) -> dict[int, Host
     found: dict[int, HostEvent] = {}
     for run in runs:
         queue, size = waiting[run.operation], max(_argument_counts(run), default=0)
-        candidates: list[int] = []
         while queue and queue[0] in found:
             queue.pop(0)
-        for number in queue[:_MOST_IN_FLIGHT]:
-            if calls[number].start > run.start + _CLOCK_TOLERANCE:
-                break
-            if number not in found:
-                candidates.append(number)
+        latest = run.start + _CLOCK_TOLERANCE
+        in_flight = [n for n in queue[:_MOST_IN_FLIGHT] if calls[n].start <= latest]
+        candidates = [n for n in in_flight if n not in found]
         if candidates:  # otherwise the call came before the recording began
             same_size = (n for n in candidates if size in _argument_counts(calls[n]))
             found[next(same_size, candidates[0])] = run

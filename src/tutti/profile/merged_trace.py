@@ -90,11 +90,7 @@ class _RankEvents:
         return f"rank {self._trace.rank} {label} {self._trace.host}".replace("  ", " ").strip()
 
     def _bucket_events(self) -> Iterator[Event]:
-        """A row for each DDP bucket: a slice from ready to done with the transfer inside.
-
-        Buckets overlap, so they are written as asynchronous slices with an id, not as slices of a
-        thread.
-        """
+        """DDP buckets as asynchronous slices, because buckets overlap: a row for each bucket."""
         identity = (self._trace.rank + 1) * _FLOWS_PER_RANK
         for step in self._trace.steps:
             for index, bucket in enumerate(buckets_in(self._trace, step)):

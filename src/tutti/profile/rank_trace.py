@@ -17,22 +17,18 @@ import numpy.typing as npt
 # No rank leaves one of these operations before every rank of the group has arrived.
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
-# A name comes before the names that it contains: allreduce before reduce.
-_OPERATIONS = {
-    name.replace("_", ""): name
-    for name in (
-        *("reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast", "barrier"),
-        *("send_recv", "reduce", "gather", "scatter", "send", "recv"),
-    )
-}
+# A name comes before the names that it contains: all_reduce before reduce.
+_OPERATIONS = (
+    *("reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast", "barrier"),
+    *("send_recv", "reduce", "gather", "scatter", "send", "recv"),
+)
 _ELEMENT_BYTES = {
-    **dict.fromkeys(("double", "long", "int64", "float64", "complexfloat", "uint64"), 8),
-    "complex<float>": 8,
-    "complex<double>": 16,
+    **dict.fromkeys(("double", "long", "int64", "float64", "uint64"), 8),
+    **dict.fromkeys(("complexfloat", "complex<float>"), 8),
     **dict.fromkeys(("float", "int", "int32", "float32", "uint32", "longlong"), 4),
     **dict.fromkeys(("half", "bfloat16", "short", "float16", "int16", "uint16"), 2),
     **dict.fromkeys(("byte", "char", "bool", "unsignedchar", "signedchar", "int8", "uint8"), 1),
-    "complexdouble": 16,
+    **dict.fromkeys(("complexdouble", "complex<double>"), 16),
 }
 Floats = npt.NDArray[np.float64]
 
@@ -81,9 +77,6 @@ class Intervals:
         last = int(np.searchsorted(self.starts, end, side="left"))
         starts, ends = self.starts[first:last], self.ends[first:last]
         return merge(np.maximum(starts, start), np.minimum(ends, end))
-
-    def shifted(self, seconds: float) -> "Intervals":
-        return Intervals(self.starts + seconds, self.ends + seconds)
 
 
 EMPTY = Intervals(np.empty(0), np.empty(0))
@@ -173,8 +166,7 @@ class Collective:
 
     def fill_from_arguments(self, arguments: dict[str, Any]) -> None:
         """Set the fields from a record_param_comms event; events of NCCL kernels have a copy."""
-        name = str(arguments.get("Collective name", ""))
-        self.operation = operation_named(name) or self.operation
+        self.operation = operation_named(arguments.get("Collective name", "")) or self.operation
         self.group = str(arguments.get("Process Group Name", ""))
         self.dtype = str(arguments.get("dtype", ""))
         counts = [arguments.get("In msg nelems"), arguments.get("Out msg nelems")]
@@ -231,7 +223,8 @@ class RankTrace:
     def shift(self, seconds: float) -> None:
         """Move every time by `seconds`, to another clock."""
         for name in ("compute", "communication", "input", "other"):
-            setattr(self, name, getattr(self, name).shifted(seconds))
+            intervals = getattr(self, name)
+            setattr(self, name, Intervals(intervals.starts + seconds, intervals.ends + seconds))
         for step in self.steps:
             step.start, step.end = step.start + seconds, step.end + seconds
             if step.gradients is not None:
@@ -248,7 +241,7 @@ class RankTrace:
 def operation_named(name: str) -> str | None:
     """The operation in a name: all_reduce in c10d::allreduce_ or ncclDevKernel_AllReduce_Sum_f32"""
     letters = re.sub(r"[^a-z]", "", name.lower())
-    return next((name for each, name in _OPERATIONS.items() if each in letters), None)
+    return next((each for each in _OPERATIONS if each.replace("_", "") in letters), None)
 
 
 def element_bytes(dtype: str) -> int:
@@ -259,8 +252,6 @@ def element_bytes(dtype: str) -> int:
 
 def element_count(dims: Any, kind: str) -> int:
     """The number of elements of an argument: of a tensor, or of all tensors of a list."""
-    if not isinstance(dims, list):
-        return 0
-    if kind == "TensorList":
-        return sum(math.prod(each) for each in dims)
-    return math.prod(dims) if element_bytes(kind) else 0
+    if isinstance(dims, list) and kind == "TensorList":
+        return sum(map(math.prod, dims))
+    return math.prod(dims) if isinstance(dims, list) and element_bytes(kind) else 0

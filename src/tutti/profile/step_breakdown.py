@@ -30,8 +30,7 @@ Kind = tuple[str | None, bool]  # mesh axis, whether the collective is a DDP buc
 _Pair = tuple[float, float]  # start, end
 _Key = tuple[str, str, str | None, int, str]  # operation, group, axis, bytes, dtype
 _Sample = tuple[float, float, bool, int]  # transfer seconds, wait seconds, matched, ranks
-# A rank is a straggler if the others wait for it for at least this share of the step.
-_NOTABLE_SHARE = 0.02
+_NOTABLE_SHARE = 0.02  # of the step; a rank for which the others wait longer is a straggler
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ from tutti.profile.trace_file import Event, TraceFile
 
 # These wrappers call operators and may wait for communication: their own time is not compute.
 _WRAPPERS = ("autograd::engine::", "torch::autograd::", "torch::distributed::", "torch.distributed")
-_AUTOGRAD_FUNCTION = "autograd::engine::evaluate_function"
 # The event arguments that are kept; the other arguments are dropped to save memory.
 _KEPT_ARGUMENTS = {
     *("Input Dims", "Input type", "Concrete Inputs", "Collective name", "Process Group Name"),
@@ -153,7 +152,7 @@ class _TraceReader:
             self.comm_calls[thread].add(start, end)
         elif name.startswith(_WRAPPERS) or re.fullmatch(r"\w+Backward\d*", name):
             self.wrappers.add(start, end)
-            if name.startswith(_AUTOGRAD_FUNCTION):
+            if name.startswith("autograd::engine::evaluate_function"):
                 self.engine.add(start, end)
                 if name.endswith("AccumulateGrad"):
                     self.accumulating[thread].add(start, end)
@@ -198,12 +197,9 @@ class _TraceReader:
         calls, tags = self.calls, self.tags
         if self.kernels:
             self._combine_tagged_kernels()
-            nccl_parameters = [
-                event
-                for event in self.parameters
-                if event.arguments.get("External id") in self.collective_of_operator
-            ]
-            calls, tags = calls_without_kernels(calls, nccl_parameters, self.runs, tags)
+            known = self.collective_of_operator
+            nccl = [e for e in self.parameters if e.arguments.get("External id") in known]
+            calls, tags = calls_without_kernels(calls, nccl, self.runs, tags)
             compute = self.kernels.intervals(computing=True)
             communication = self.kernels.intervals(computing=False)
             communication |= self.host_transfers.intervals()
@@ -267,20 +263,15 @@ class _TraceReader:
         )
 
     def _combine_tagged_kernels(self) -> None:
-        """Combine all kernels that one tutti.comm call launches into one collective, except NCCL's.
+        """Combine the kernels of one tutti.comm call into one collective, except NCCL's kernels.
 
-        Such a call may launch a reduction on symmetric memory, copies to symmetric memory, and
-        barriers.
+        With symmetric memory a call launches a reduction, copies and barriers.
         """
         replaced: set[int] = set()
         kernels = self.kernels
         for event in self.tags:
             launched = kernels.launched_by(event.thread, event.start, event.end)
-            known = [
-                self.collective_of_kernel[index]
-                for index in launched
-                if index in self.collective_of_kernel
-            ]
+            known = list(filter(None, map(self.collective_of_kernel.get, launched)))
             if not launched or any(collective.group for collective in known):
                 continue  # NCCL kernels have more information than the range around them
             for index in launched:

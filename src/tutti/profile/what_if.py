@@ -19,8 +19,7 @@ from tutti.measure.message_cost import fit_alpha_beta
 from tutti.profile.rank_trace import Collective, Intervals, RankTrace, Step
 from tutti.profile.step_breakdown import buckets_in
 
-# Message sizes must differ by this factor to separate latency from bandwidth.
-_SEPARABLE = 4.0
+_SEPARABLE = 4.0  # ratio of message sizes that separates latency from bandwidth
 _TOUCH = 1e-6  # seconds: messages that follow each other directly are not concurrent
 _MOST_STEPS = 48  # over all ranks, evenly spaced; more steps hardly change the mean
 

@@ -26,9 +26,7 @@ from tutti.scale.scale_runs import MeasuredRun, MeasuredStep
 _PART_OF_CAUSE = {"exposed_comm": "exposed", "wait": "wait", "bubble": "bubble", "input": "input"}
 LOSS_CAUSES = (*_PART_OF_CAUSE, "other")
 OTHER_CAUSES = ("compute", "gaps", "rest", "unexplained")
-# Sample counts with at most this relative difference count as equal: the last batch of an epoch is
-# smaller.
-_SAME_SAMPLES = 0.05
+_SAME_SAMPLES = 0.05  # relative difference that counts as equal: the last batch may be smaller
 
 
 def loss_by_cause(

@@ -197,13 +197,12 @@ def forecast(
         under = (ranks for ranks, value in (*measured, *curve.items()) if value < limit)
         below[str(limit)] = next(under, None)
     best = "at best (latency unknown: all messages have one size); " if fit.best_case else ""
-    measured_with = f"{ends.base.ranks} and {most} ranks"
     return {
         "rows": [{"ranks": ranks, "efficiency": curve[ranks]} for ranks in shown],
         "below": below,
         "best_case": fit.best_case,
-        "reason": f"forecast from {measured_with}; {best}the forecast assumes that "
-        "all links are of one class, every rank has its own device, the same share of "
+        "reason": f"forecast from {ends.base.ranks} and {most} ranks; {best}the forecast assumes "
+        "that all links are of one class, every rank has its own device, the same share of "
         "communication is hidden, and waiting keeps its share of the step",
     }
 

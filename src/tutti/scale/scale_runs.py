@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
@@ -31,8 +32,7 @@ from tutti.world.launch import LocalWorld
 RANKS = "{ranks}"  # placeholder for the number of ranks in a command
 PROFILER_WARMUP = 2
 _LOG_LINES = 20
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # of prctl
 _RANK_FLAGS = {
     **dict.fromkeys(("mpirun", "mpiexec", "srun", "tutti"), "-n"),
     **dict.fromkeys(
@@ -72,7 +72,7 @@ class Job:
     device: str = "auto"
     ranks_per_gpu: int = 1
 
-    def command_for(self, ranks: int, extra: Sequence[str] = ()) -> list[str]:
+    def command_for(self, ranks: int, extra: Sequence[str]) -> list[str]:
         """The whole command, with `extra` words at its end."""
         words = [word.replace(RANKS, str(ranks)) for word in (*self.command, *extra)]
         if self.starts_ranks:
@@ -145,7 +145,7 @@ def starts_ranks_itself(words: Sequence[str], sizes: Sequence[int]) -> bool:
 class PlannedRun:
     ranks: int
     repeat: int
-    flags: dict[str, str] = field(default_factory=dict)  # set by a sweep
+    flags: dict[str, str]  # set by a sweep
 
     @property
     def folder_name(self) -> str:
@@ -162,12 +162,8 @@ def plan_runs(
     sizes: Sequence[int], repeats: int, sweep: Sequence[dict[str, str]] = ({},)
 ) -> list[PlannedRun]:
     """Every repeat runs every number of ranks, so drift of machine speed affects all equally."""
-    return [
-        PlannedRun(ranks, repeat, flags)
-        for repeat in range(repeats)
-        for flags in sweep
-        for ranks in sizes
-    ]
+    plan = product(range(repeats), sweep, sizes)
+    return [PlannedRun(ranks, repeat, flags) for repeat, flags, ranks in plan]
 
 
 @dataclass(frozen=True)
@@ -232,7 +228,8 @@ class RunSeries:
     def execute(self, plan: Sequence[PlannedRun]) -> None:
         """Execute the plan until its end, until Ctrl-C, or until a run fails."""
         most_ranks = max(run.ranks for run in plan)
-        with _SignalForwarder() as signals:
+        with contextlib.ExitStack() as stack:
+            signals = _SignalForwarder(stack)
             for number, run in enumerate(plan, 1):
                 _progress(f"[{number}/{len(plan)}] {run.title} …", end="")
                 began = time.monotonic()
@@ -361,22 +358,14 @@ class _SignalForwarder:
     """Runs programs, and forwards Ctrl-C and SIGTERM to them; `received` is then true.
 
     A signal between two programs interrupts nothing: the traces of a finished run are read
-    completely.
+    completely. The previous signal handlers are restored when `stack` is closed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stack: contextlib.ExitStack) -> None:
         self.received = False
         self._program: subprocess.Popen[bytes] | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "_SignalForwarder":
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+            stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
 
     def run(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> int:
         """Run a program to its end, with its output in `log`; returns its exit code.
@@ -385,6 +374,7 @@ class _SignalForwarder:
         which forwards the signal once: a launcher that receives one signal lets its ranks end
         normally. The rest of the session is killed at the end.
         """
+        libc = ctypes.CDLL(None)
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "wb") as output:
             program = subprocess.Popen(
@@ -394,9 +384,8 @@ class _SignalForwarder:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # If this process is killed, the program gets SIGTERM, and a launcher ends its
-                # ranks.
-                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+                # If this process is killed, the program gets SIGTERM.
+                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             )
         self._program = program
         try:

@@ -170,10 +170,7 @@ def sweep_rows(runs: Sequence[MeasuredRun], mode: Mode) -> list[dict[str, Any]]:
 
 
 def _is_best(row: dict[str, Any], runs: Sequence[MeasuredRun], mode: Mode) -> bool:
-    """Whether the row's value is faster than each other value with the same number of ranks.
-
-    Faster means: in at least three of four repeats.
-    """
+    """Whether the row's value is faster than each other value in at least 3 of 4 repeats."""
     same_size = [run for run in runs if run.ranks == row["ranks"]]
     throughput = Scaling(same_size, mode).throughput
     own = {run.repeat: throughput(run) for run in same_size if run.flags == row["flags"]}

@@ -1,9 +1,8 @@
 """Runs at the start of every Python process under `tutti profile -- COMMAND`.
 
-Python imports `sitecustomize` before the program. This file waits until the program imports torch
-and then hooks torch's optimizers. This file imports neither torch nor tutti, so a process that does
-not import torch only spends one check per import, and a program whose environment has torch but not
-tutti is captured, too.
+Python imports this file before the program. The file waits until the program imports torch and then
+hooks torch's optimizers. It imports neither torch nor tutti, so processes without torch only spend
+one check per import, and programs whose environment does not have tutti are captured, too.
 """
 
 import atexit
